@@ -1,0 +1,57 @@
+"""Speculative decoding: train the draft with PyTorch Lightning, decode with the same output, measure the gain.
+
+Importing this package loads neither torch nor Lightning: a public name is imported when it is first asked for.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_specdec.decoder import SpeculativeDecoder as SpeculativeDecoder
+    from lightning_specdec.drafters import Draft as Draft
+    from lightning_specdec.drafters import Drafter as Drafter
+    from lightning_specdec.drafters import ModelDrafter as ModelDrafter
+    from lightning_specdec.inference import DecodeResult as DecodeResult
+    from lightning_specdec.inference import Session as Session
+    from lightning_specdec.inference import autoregressive_decode as autoregressive_decode
+    from lightning_specdec.models import RNN as RNN
+    from lightning_specdec.models import DecodeState as DecodeState
+    from lightning_specdec.models import LanguageModel as LanguageModel
+    from lightning_specdec.rules import AcceptanceRule as AcceptanceRule
+    from lightning_specdec.rules import EpsilonThreshold as EpsilonThreshold
+    from lightning_specdec.rules import ExactMatch as ExactMatch
+    from lightning_specdec.rules import RejectionSampling as RejectionSampling
+    from lightning_specdec.rules import Sampling as Sampling
+    from lightning_specdec.rules import TypicalAcceptance as TypicalAcceptance
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "SpeculativeDecoder": "decoder",
+    "Draft": "drafters",
+    "Drafter": "drafters",
+    "ModelDrafter": "drafters",
+    "DecodeResult": "inference",
+    "Session": "inference",
+    "autoregressive_decode": "inference",
+    "RNN": "models",
+    "DecodeState": "models",
+    "LanguageModel": "models",
+    "AcceptanceRule": "rules",
+    "EpsilonThreshold": "rules",
+    "ExactMatch": "rules",
+    "RejectionSampling": "rules",
+    "Sampling": "rules",
+    "TypicalAcceptance": "rules",
+}
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

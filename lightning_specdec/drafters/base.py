@@ -1,0 +1,87 @@
+"""What a way to guess must do.
+
+Knows nothing of rules' verdicts beyond their counts, and nothing of how a session is run.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor, nn
+
+from lightning_specdec.models import LanguageModel, ModelOutput
+from lightning_specdec.rules import Draft, Sampling, Verdict
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+
+@dataclass
+class Context:
+    """What is known when a round begins.
+
+    Args:
+        texts: every row's tokens so far, prompt included, on the host. Rows that are not live have a text too.
+        tail: the last two tokens of every row, on the device; a one-token text repeats its token.
+        tail_start: the position of the first of them: length of the text - 2 (-1 for a one-token text).
+        uniform: `[B, K]`, numbers in [0, 1) for drawing the K guesses.
+        wants_logits: whether the rule compares the draft's logits.
+    """
+
+    texts: Sequence[Sequence[int]]
+    tail: Int[Tensor, "B 2"]
+    tail_start: Int[Tensor, "B"]
+    uniform: Float[Tensor, "B K"]
+    wants_logits: bool = False
+
+
+class DraftState(ABC):
+    """What a drafter remembers of a batch of rows: its own business, but for rows that move."""
+
+    @abstractmethod
+    def select(self, rows: Sequence[int]) -> None:
+        """Row i becomes the former row `rows[i]`, or an empty one where that is -1."""
+
+
+class Drafter(nn.Module, ABC):
+    """A cheap way to guess the next tokens.
+
+    Theory: the verdict makes the output right whatever is guessed, so a drafter is free to be wrong; it pays by how
+    much cheaper than the target it is and by how often it agrees with it. A drafter holds its networks and settings;
+    what it remembers of a text is in the state that it is handed, so one drafter serves any number of sessions.
+
+    Attributes:
+        gives_logits: whether `propose` can give its logits, which some rules compare with the target's.
+    """
+
+    gives_logits: ClassVar[bool] = False
+
+    @abstractmethod
+    def check_target(self, target: LanguageModel) -> None:
+        """Raise ValueError if this drafter cannot guess for that target."""
+
+    @abstractmethod
+    def init_state(self, batch_size: int, max_length: int) -> DraftState:
+        """An empty state for rows whose texts and guesses together reach at most `max_length` tokens."""
+
+    @abstractmethod
+    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
+        """Guess at most `windows[b]` tokens for each row b, and at least one where the window is not 0, if it can."""
+
+    def observe(self, state: DraftState, output: ModelOutput, verdict: Verdict) -> None:  # noqa: B027
+        """Learn what the target said. Nothing to learn by default."""
+
+    def needs_noise(self, sampling: Sampling) -> bool:
+        """Whether guesses are drawn at random under the session's sampling."""
+        return not sampling.greedy
+
+    def fused(self) -> Drafter:
+        """The same drafter in the form that decodes fastest; itself when there is no other."""
+        return self
+
+    @abstractmethod
+    def arguments(self) -> dict[str, Any]:
+        """What a checkpoint rebuilds it from: plain values, and models under their own names."""

@@ -1,0 +1,118 @@
+"""An independent, smaller language model as the draft.
+
+Knows nothing of the target but its vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_specdec.drafters.base import Context, Drafter, DraftState
+from lightning_specdec.models import DecodeState, LanguageModel
+from lightning_specdec.rules import Draft, Sampling
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+
+@dataclass
+class ModelDraftState(DraftState):
+    """The model's state, and how many tokens of each row it has consumed, as the host knows it."""
+
+    model_state: DecodeState
+    consumed: list[int]
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.model_state.select(torch.tensor(rows, device=self.model_state.lengths.device))
+        self.consumed = [0 if row < 0 else self.consumed[row] for row in rows]
+
+
+class ModelDrafter(Drafter):
+    """Guesses with a smaller language model of the same vocabulary, one token after the other.
+
+    Theory: the classic draft of Leviathan et al. 2023 and Chen et al. 2023. After a verdict the model has not seen the
+    last one or two tokens of the text (the correction or bonus, and the last guess, which nobody fed). It always reads
+    the last two again: that costs no launch more than reading two ragged ones, and keeps every shape fixed.
+
+    Args:
+        model: the draft.
+        sampling: how it draws its guesses, if not as the session draws; any choice is lossless under a lossless rule.
+    """
+
+    gives_logits = True
+
+    def __init__(self, model: LanguageModel, *, sampling: Sampling | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.sampling = sampling
+
+    def check_target(self, target: LanguageModel) -> None:
+        if self.model.vocab_size != target.vocab_size:
+            raise ValueError(
+                f"the draft has a vocabulary of {self.model.vocab_size} tokens, the target one of {target.vocab_size}: "
+                "train both with one vocabulary"
+            )
+
+    def arguments(self) -> dict[str, Any]:
+        return {"model": self.model}
+
+    def needs_noise(self, sampling: Sampling) -> bool:
+        return not (self.sampling or sampling).greedy
+
+    def fused(self) -> ModelDrafter:
+        return ModelDrafter(self.model.fused(), sampling=self.sampling)
+
+    def init_state(self, batch_size: int, max_length: int) -> ModelDraftState:
+        return ModelDraftState(self.model.init_state(batch_size, max_length), [0] * batch_size)
+
+    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
+        assert isinstance(state, ModelDraftState)
+        sampling = self.sampling or sampling
+        num_guesses = max(windows)
+        tokens, valid_lengths = self._unread(state, context)
+        all_probs: list[Tensor] = []
+        all_logits: list[Tensor] = []
+
+        def choose(logits: Float[Tensor, "B V"], i: int) -> Int[Tensor, "B"]:
+            token, probs = sampling.sample_with_probs(logits, context.uniform[:, i])
+            if probs is not None:
+                all_probs.append(probs)
+            if context.wants_logits:
+                all_logits.append(logits)
+            return token
+
+        guesses = self.model.rollout(tokens, state.model_state, num_guesses, choose, valid_lengths=valid_lengths)
+        state.consumed = [len(text) + num_guesses - 1 for text in context.texts]
+        even = all(window == num_guesses for window in windows)
+        return Draft(
+            guesses,
+            lengths=None if even else torch.tensor(windows, device=guesses.device),
+            probs=torch.stack(all_probs, dim=1) if all_probs else None,
+            logits=torch.stack(all_logits, dim=1) if all_logits else None,
+            num_calls=num_guesses,
+        )
+
+    def _unread(self, state: ModelDraftState, context: Context) -> tuple[Tensor, Tensor | None]:
+        """The tokens to read before guessing, right-padded, and how many of each row's are real (None: all)."""
+        starts = [min(n, len(text) - 2) for n, text in zip(state.consumed, context.texts, strict=True)]
+        if all(start >= 0 and start == len(text) - 2 for start, text in zip(starts, context.texts, strict=True)):
+            state.model_state.truncate(context.tail_start)
+            return context.tail, None
+        device = context.tail.device
+        starts = [max(start, 0) for start in starts]
+        state.model_state.truncate(torch.tensor(starts, device=device))
+        unread = [text[start:] for start, text in zip(starts, context.texts, strict=True)]
+        return pad(unread, device)
+
+
+def pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B"] | None]:
+    """Rows of tokens as one right-padded tensor, and their lengths where these differ."""
+    lengths = [len(row) for row in rows]
+    width = max(lengths)
+    tokens = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+    return tokens, None if min(lengths) == width else torch.tensor(lengths, device=device)

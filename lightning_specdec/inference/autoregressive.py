@@ -1,0 +1,94 @@
+"""Standard decoding: one target call for each token.
+
+The oracle of the tests and the baseline of every benchmark. Knows nothing of drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lightning_specdec.drafters.model import pad
+from lightning_specdec.inference.results import DecodeInterrupted, DecodeResult
+from lightning_specdec.inference.rows import Prompts, Row, check_batch, check_eos, power_of_two
+from lightning_specdec.inference.timing import PhaseTimer, peak_memory_bytes
+from lightning_specdec.models import LanguageModel
+from lightning_specdec.rules import Purpose, Sampling, noise_table
+
+
+@torch.inference_mode()
+def autoregressive_decode(
+    target: LanguageModel,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    eos: int | Sequence[int] | None = None,
+    seed: int = 0,
+    indices: Sequence[int] | None = None,
+    logprobs: bool = False,
+) -> DecodeResult:
+    """Generate token by token with the target alone.
+
+    Theory: what speculative decoding must reproduce and beat. It gets what that gets: one prefill for a ragged batch,
+    states without padding, a batch that shrinks by powers of two as rows finish, one read by the host per call.
+
+    Args:
+        prompts: tokens of one prompt, of several, or a tensor `[T]` or `[B, T]`.
+        max_new_tokens: new tokens of each row at most.
+        sampling: greedy when None.
+        eos: tokens that stop a row; kept in the output.
+        seed: keys the noise, together with the prompt's index.
+        indices: the prompts' numbers; 0, 1, ... when None.
+        logprobs: whether each token's log probability is wanted.
+    """
+    sampling, device = sampling or Sampling(), target.device
+    stops = check_eos(eos, target.vocab_size)
+    rows = [
+        Row(number, text, max_new_tokens=max_new_tokens, eos=stops, speculative=False)
+        for number, text in check_batch(prompts, target.vocab_size, max_new_tokens=max_new_tokens, indices=indices)
+    ]
+    timer, num_calls, live = PhaseTimer(device), 0, rows
+    try:
+        noise = torch.zeros(len(rows), 1, len(Purpose)).expand(-1, max_new_tokens, -1)
+        if not sampling.greedy:
+            noise = torch.stack([noise_table(seed, row.index, max_new_tokens) for row in rows]).to(device)
+        state = target.init_state(len(rows), max(row.max_length for row in rows))
+        tokens, valid_lengths = pad([row.text for row in rows], device)
+        last = torch.tensor([[row.prompt_length - 1] for row in rows], device=device)
+        logits = target(tokens, state, valid_lengths=valid_lengths, logits_for=last).logits[:, -1]
+        while True:
+            timer.lap("verify")
+            chosen = sampling.sample(logits, noise[:, num_calls, Purpose.CORRECT])
+            scores = Sampling.log_probs(logits, chosen).tolist() if logprobs else None
+            values = chosen.tolist()
+            timer.lap("accept")
+            num_calls, seconds = num_calls + 1, timer.elapsed()
+            for i, row in enumerate(live):
+                if row.live:
+                    row.append(values[i : i + 1], seconds, None if scores is None else scores[i : i + 1])
+            kept = [i for i, row in enumerate(live) if row.live]
+            if not kept:
+                break
+            if (size := power_of_two(len(kept))) < len(live):
+                kept += [i for i, row in enumerate(live) if not row.live][: size - len(kept)]
+                index = torch.tensor(kept, device=device)
+                state.select(index)
+                live, chosen, noise = [live[i] for i in kept], chosen[index], noise[index]
+            timer.lap("rest")
+            logits = target(chosen[:, None], state).logits[:, -1]
+    except KeyboardInterrupt:
+        raise DecodeInterrupted(_result(rows, timer, num_calls, device)) from None
+    timer.lap("rest")
+    return _result(rows, timer, num_calls, device)
+
+
+def _result(rows: list[Row], timer: PhaseTimer, num_calls: int, device: torch.device) -> DecodeResult:
+    return DecodeResult(
+        rows=[row.result() for row in rows],
+        seconds=timer.elapsed(),
+        phase_seconds=timer.seconds(),
+        num_target_calls=num_calls,
+        peak_memory_bytes=peak_memory_bytes(device),
+    )

@@ -1,0 +1,68 @@
+"""Where the time goes: seconds by phase, on the host's clock or on the GPU's.
+
+Knows nothing of what the phases do.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+PHASES = ("draft", "verify", "accept", "rest")
+
+
+class PhaseTimer:
+    """Adds up seconds by phase; the phases of a run add up to its whole.
+
+    Theory: on a CPU a call has ended when it returns, so the host's monotonic clock tells the truth. On a GPU calls
+    return at once and run later, so marks are recorded into the stream and read once it has been synchronized.
+
+    Args:
+        device: where the work runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._marks: list[tuple[str, torch.cuda.Event]] = []
+        self.started = time.perf_counter()
+        self._last = self.started
+        if self._cuda:
+            self._mark("")
+
+    def _mark(self, phase: str) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append((phase, event))
+
+    def lap(self, phase: str) -> None:
+        """What has happened since the last lap belongs to `phase`."""
+        if self._cuda:
+            self._mark(phase)
+            return
+        now = time.perf_counter()
+        self._seconds[phase] += now - self._last
+        self._last = now
+
+    def elapsed(self) -> float:
+        """Seconds on the host's clock since the start."""
+        return time.perf_counter() - self.started
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase so far."""
+        if self._cuda:
+            torch.cuda.synchronize()
+            for (_, before), (phase, after) in zip(self._marks, self._marks[1:], strict=False):
+                self._seconds[phase] += before.elapsed_time(after) / 1000
+            self._marks = self._marks[-1:]
+        return dict(self._seconds)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most bytes held so far: by torch on a GPU, by the whole process on a CPU (peak resident set)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # not on Windows, where torch's CPU users have no such figure
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,20 @@
+"""Networks that score tokens, each with a state that can go back."""
+
+from lightning_specdec.models.base import LanguageModel, ModelOutput
+from lightning_specdec.models.rnn import RNN, FusedRNN
+from lightning_specdec.models.state import BufferState, DecodeState, KVState, RecurrentState
+
+MODELS: dict[str, type[LanguageModel]] = {"RNN": RNN}
+"""The classes that a checkpoint may name."""
+
+__all__ = [
+    "MODELS",
+    "RNN",
+    "BufferState",
+    "DecodeState",
+    "FusedRNN",
+    "KVState",
+    "LanguageModel",
+    "ModelOutput",
+    "RecurrentState",
+]

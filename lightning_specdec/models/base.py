@@ -1,0 +1,117 @@
+"""What a network must do to take part: score tokens, and keep a state that can go back.
+
+Knows nothing of drafts, rules or sampling.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from lightning_specdec.models.state import DecodeState
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+Plain = int | float | str | bool
+
+
+@dataclass
+class ModelOutput:
+    """What one forward pass gives.
+
+    Args:
+        logits: `[B, T, V]`, or `[B, N, V]` where `logits_for` named N positions; `logits[:, i]` scores the token after
+            the i-th of them.
+        features: hidden states `[B, T, D]` of the layers that were asked for, by layer.
+    """
+
+    logits: Float[Tensor, "B N V"]
+    features: dict[int, Tensor] = field(default_factory=dict)
+
+
+class LanguageModel(nn.Module, ABC):
+    """A causal language model: it scores the next token, and its state can go back.
+
+    Theory: speculative decoding needs two things of a network. It must score several tokens in one call, which makes
+    verification cheaper than generation, and it must forget the tokens that the verdict rejected, which is what
+    `DecodeState.truncate` does. Everything else (sampling, drafting, stopping) is somebody else's work.
+    """
+
+    vocab_size: int
+
+    @abstractmethod
+    def init_state(self, batch_size: int, max_length: int) -> DecodeState:
+        """An empty state for `batch_size` rows of at most `max_length` consumed tokens each."""
+
+    @abstractmethod
+    def forward(
+        self,
+        tokens: Int[Tensor, "B T"],
+        state: DecodeState | None = None,
+        *,
+        valid_lengths: Int[Tensor, "B"] | None = None,
+        logits_for: Int[Tensor, "B N"] | None = None,
+        features: Sequence[int] = (),
+        parents: Int[Tensor, "B T"] | None = None,
+    ) -> ModelOutput:
+        """Score tokens, and with a state consume them.
+
+        Args:
+            tokens: what follows the tokens that the state has consumed; without a state, whole sequences.
+            state: changed in place: `lengths` grows by `valid_lengths`.
+            valid_lengths: how many of each row's tokens are real; the rest is right padding. All of them when None.
+            logits_for: indices into T whose logits are wanted; all positions when None.
+            features: layers whose hidden states are wanted.
+            parents: the tree that the tokens form, for models that can read one.
+        """
+
+    @abstractmethod
+    def arguments(self) -> dict[str, Plain]:
+        """The constructor's arguments as plain values: with the class's name, what a checkpoint rebuilds it from."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters, shared ones counted once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of parameters and buffers, without any state."""
+        return sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
+
+    def fused(self) -> LanguageModel:
+        """The same function with fewer launches per token, for decoding only; the model itself when there is none."""
+        return self
+
+    def rollout(
+        self,
+        tokens: Int[Tensor, "B T"],
+        state: DecodeState,
+        num_tokens: int,
+        choose: Callable[[Float[Tensor, "B V"], int], Int[Tensor, "B"]],
+        *,
+        valid_lengths: Int[Tensor, "B"] | None = None,
+    ) -> Int[Tensor, "B num_tokens"]:
+        """Consume `tokens`, then continue them by `num_tokens` tokens without the host reading any.
+
+        Args:
+            tokens: what the state has not consumed yet; the last new token is not consumed either.
+            choose: picks a token from the logits of new token i, given as `choose(logits, i)`.
+        """
+        last = None if valid_lengths is None else (valid_lengths - 1)[:, None]
+        output = self(tokens, state, valid_lengths=valid_lengths, logits_for=last)
+        chosen = [choose(output.logits[:, -1], 0)]
+        for i in range(1, num_tokens):
+            chosen.append(choose(self(chosen[-1][:, None], state).logits[:, -1], i))
+        return torch.stack(chosen, dim=1)

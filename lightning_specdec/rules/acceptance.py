@@ -1,0 +1,220 @@
+"""The verdict: how many of the drafted tokens are kept, and which token follows them.
+
+Knows nothing of models, states or text: a rule sees the draft, the target's logits, the sampling and the noise.
+
+Shapes: B rows, K draft tokens, V vocabulary. Position i of the target's K + 1 scores the i-th drafted token, and the
+last one the bonus token.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_specdec.checks import require_number
+from lightning_specdec.rules.sampling import SOFTMAX, Purpose, Sampling, draw
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+
+@dataclass
+class Draft:
+    """Guesses for the next tokens of every row.
+
+    Args:
+        tokens: `[B, K]`.
+        lengths: how many of a row's K tokens are guesses; the rest is padding. All of them when None.
+        probs: `[B, K, V]`, exactly the distribution that each token was drawn from; None for a certain guess (one-hot).
+        logits: `[B, K, V]`, for the rules that compare the draft's own softmax; None where there are none.
+        num_calls: passes of the drafter's networks that the guesses took.
+    """
+
+    tokens: Int[Tensor, "B K"]
+    lengths: Int[Tensor, "B"] | None = None
+    probs: Float[Tensor, "B K V"] | None = None
+    logits: Float[Tensor, "B K V"] | None = None
+    num_calls: int = 0
+
+
+@dataclass
+class Verdict:
+    """What a rule decided.
+
+    Args:
+        num_accepted: how many leading tokens of the draft are kept.
+        next_tokens: the token after them: the correction of the first one rejected, or the bonus.
+        changed: `[B, K]`, for lossy rules: true where the target would have drawn another token than the drafted one.
+    """
+
+    num_accepted: Int[Tensor, "B"]
+    next_tokens: Int[Tensor, "B"]
+    changed: Bool[Tensor, "B K"] | None = None
+
+
+class AcceptanceRule(ABC):
+    """Decides which drafted tokens stay.
+
+    Attributes:
+        lossless: whether the output keeps exactly the target's distribution.
+        needs_draft_logits: whether the drafter must give its logits.
+        draft_purpose: the column of the noise that the drafter draws from.
+    """
+
+    lossless: ClassVar[bool]
+    needs_draft_logits: ClassVar[bool] = False
+    draft_purpose: ClassVar[Purpose] = Purpose.DRAFT
+
+    @abstractmethod
+    def judge(
+        self, draft: Draft, target_logits: Float[Tensor, "B K1 V"], sampling: Sampling, noise: Float[Tensor, "B K1 3"]
+    ) -> Verdict:
+        """The verdict on one round, from the target's K + 1 logits and the uniform numbers of the K + 1 positions."""
+
+
+class ExactMatch(AcceptanceRule):
+    """Draw the target's token at every position, keep drafted tokens while they are equal.
+
+    Theory: the output is made of the target's own draws, so it is lossless whatever the draft does, and equal to
+    standard decoding token for token at every temperature, since both read the same uniform numbers. The drafter
+    draws with the target's numbers too: two like distributions then mostly pick the same token, so more is kept
+    than with independent numbers (a common-random-numbers coupling).
+    """
+
+    lossless = True
+    draft_purpose = Purpose.CORRECT
+
+    def judge(
+        self, draft: Draft, target_logits: Float[Tensor, "B K1 V"], sampling: Sampling, noise: Float[Tensor, "B K1 3"]
+    ) -> Verdict:
+        own = sampling.sample(target_logits, noise[..., Purpose.CORRECT])
+        num_accepted = _count_kept(draft.tokens == own[:, :-1], draft.lengths)
+        return Verdict(num_accepted, _at(own, num_accepted))
+
+
+class RejectionSampling(AcceptanceRule):
+    """Keep a drafted token with probability min(1, target_prob / draft_prob), else draw from what the draft left out.
+
+    Theory: a token is kept with min(draft, target) and corrected from max(0, target - draft), normalized; the two
+    parts add up to the target's distribution, so the output is lossless. The chance to keep a token,
+    sum(min(draft, target)), is the highest that any lossless rule can have.
+
+    Source: Leviathan et al. 2023, algorithm 1; Chen et al. 2023, theorem 1.
+    """
+
+    lossless = True
+
+    def judge(
+        self, draft: Draft, target_logits: Float[Tensor, "B K1 V"], sampling: Sampling, noise: Float[Tensor, "B K1 3"]
+    ) -> Verdict:
+        target_probs = sampling.probs(target_logits)
+        num_guesses = draft.tokens.shape[1]
+        uniform = noise[:, :num_guesses, Purpose.ACCEPT]
+        draft_probs = _one_hot(draft.tokens, target_probs) if draft.probs is None else draft.probs
+        kept = uniform * _prob_of(draft.tokens, draft_probs) < _prob_of(draft.tokens, target_probs[:, :-1])
+        num_accepted = _count_kept(kept, draft.lengths)
+        target_there = _at(target_probs, num_accepted)
+        if num_guesses == 0:
+            residual = target_there
+        else:
+            guessed = num_accepted < (num_guesses if draft.lengths is None else draft.lengths)
+            draft_there = _at(draft_probs, num_accepted.clamp(max=num_guesses - 1)) * guessed[:, None]
+            residual = (target_there - draft_there).clamp_(min=0)
+            # Equal distributions leave no mass, and rounding alone can reject there: then the target itself is drawn.
+            residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target_there)
+        next_tokens = draw(residual, _at(noise[..., Purpose.CORRECT], num_accepted))
+        return Verdict(num_accepted, next_tokens)
+
+
+class _LossyRule(AcceptanceRule):
+    """A rule that keeps tokens by a criterion of its own, and counts which of them the target would not have drawn."""
+
+    lossless = False
+
+    def _verdict(
+        self, kept: Bool[Tensor, "B K"], draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor
+    ) -> Verdict:
+        own = sampling.sample(target_logits, noise[..., Purpose.CORRECT])
+        num_accepted = _count_kept(kept, draft.lengths)
+        return Verdict(num_accepted, _at(own, num_accepted), changed=draft.tokens != own[:, :-1])
+
+
+class EpsilonThreshold(_LossyRule):
+    """Keep a drafted token while the two models give it nearly the same probability: |draft - target| < epsilon.
+
+    Theory: a plain agreement test, both softmaxes at temperature 1 whatever the sampling. It is lossy both ways: two
+    models that agree that a token is unlikely keep it, and a token that the target is surer of than the draft goes.
+    On rejection the target's own token follows, through the sampling.
+
+    Args:
+        epsilon: the largest difference of probability that still counts as agreement, in (0, 1].
+    """
+
+    needs_draft_logits = True
+
+    def __init__(self, epsilon: float = 0.1) -> None:
+        self.epsilon = require_number("epsilon", epsilon, low=0, high=1, low_open=True)
+
+    def judge(
+        self, draft: Draft, target_logits: Float[Tensor, "B K1 V"], sampling: Sampling, noise: Float[Tensor, "B K1 3"]
+    ) -> Verdict:
+        assert draft.logits is not None, "the session refuses drafters without logits"
+        target_prob = _prob_of(draft.tokens, SOFTMAX.probs(target_logits[:, :-1]))
+        draft_prob = _prob_of(draft.tokens, SOFTMAX.probs(draft.logits))
+        kept = (draft_prob - target_prob).abs() < self.epsilon
+        return self._verdict(kept, draft, target_logits, sampling, noise)
+
+
+class TypicalAcceptance(_LossyRule):
+    """Keep a drafted token while the target finds it typical: target_prob > min(epsilon, delta * exp(-entropy)).
+
+    Theory: where the target is sure (low entropy) a token needs a high probability to stay; where many continuations
+    would do, a lower one is enough. Lossy: it keeps plausible tokens, not the target's draws. The probabilities are
+    those of the sampling, or of temperature 1 when the temperature is 0.
+
+    Args:
+        epsilon: probability that is always enough, in (0, 1].
+        delta: scale of the threshold that depends on the entropy, in (0, 1].
+
+    Source: Cai et al. 2024 (Medusa), section 2.3.2, after the truncation sampling of Hewitt et al. 2022.
+    """
+
+    def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
+        self.epsilon = require_number("epsilon", epsilon, low=0, high=1, low_open=True)
+        self.delta = require_number("delta", delta, low=0, high=1, low_open=True)
+
+    def judge(
+        self, draft: Draft, target_logits: Float[Tensor, "B K1 V"], sampling: Sampling, noise: Float[Tensor, "B K1 3"]
+    ) -> Verdict:
+        target_probs = (SOFTMAX if sampling.greedy else sampling).probs(target_logits[:, :-1])
+        entropy = torch.special.entr(target_probs).sum(-1)
+        threshold = (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
+        return self._verdict(_prob_of(draft.tokens, target_probs) > threshold, draft, target_logits, sampling, noise)
+
+
+def _count_kept(kept: Bool[Tensor, "B K"], lengths: Int[Tensor, "B"] | None) -> Int[Tensor, "B"]:
+    """How many leading tokens of each row are kept."""
+    if lengths is not None:
+        kept = kept & (torch.arange(kept.shape[1], device=kept.device) < lengths[:, None])
+    return kept.cumprod(1).sum(1)
+
+
+def _at(values: Tensor, index: Int[Tensor, "B"]) -> Tensor:
+    """`values[b, index[b]]` for each row b."""
+    if values.dim() == 2:
+        return values.gather(1, index[:, None]).squeeze(1)
+    return values.gather(1, index[:, None, None].expand(-1, 1, values.shape[-1])).squeeze(1)
+
+
+def _prob_of(tokens: Int[Tensor, "B K"], probs: Float[Tensor, "B K V"]) -> Float[Tensor, "B K"]:
+    """Each token's probability."""
+    return probs.gather(-1, tokens[..., None]).squeeze(-1)
+
+
+def _one_hot(tokens: Int[Tensor, "B K"], like: Float[Tensor, "B K1 V"]) -> Float[Tensor, "B K V"]:
+    """All probability on each token."""
+    return like.new_zeros(*tokens.shape, like.shape[-1]).scatter_(-1, tokens[..., None], 1.0)

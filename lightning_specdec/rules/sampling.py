@@ -1,0 +1,130 @@
+"""Logits become probabilities and draws here, and nowhere else; randomness is a table of uniform numbers.
+
+Knows nothing of drafts or verdicts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_specdec.checks import require_int, require_number
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn from logits.
+
+    Theory: the distribution that speculative decoding must keep is the one after these settings, so draft and target
+    must turn logits into probabilities by the same code. All of it is float32, whatever the models compute in.
+
+    Args:
+        temperature: logits are divided by it; 0 puts all probability on the largest logit.
+        top_k: only the k likeliest tokens stay.
+        top_p: only the smallest set of likeliest tokens that holds this much probability stays (Holtzman et al. 2020).
+        min_p: only tokens at least this times as likely as the likeliest stay (Nguyen et al. 2024).
+
+    The filters apply in this order, each to what the one before left.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def __post_init__(self) -> None:
+        require_number("temperature", self.temperature, low=0)
+        if self.top_k is not None:
+            require_int("top_k", self.top_k, 1)
+        if self.top_p is not None:
+            require_number("top_p", self.top_p, low=0, high=1, low_open=True)
+        if self.min_p is not None:
+            require_number("min_p", self.min_p, low=0, high=1)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether no randomness is left: temperature 0."""
+        return self.temperature == 0
+
+    def probs(self, logits: Float[Tensor, "*B V"]) -> Float[Tensor, "*B V"]:
+        """The distribution that a token is drawn from, in float32."""
+        logits = logits.float()
+        if self.greedy:
+            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        probs = (logits if self.temperature == 1 else logits / self.temperature).softmax(-1)
+        if self.top_k is not None and self.top_k < probs.shape[-1]:
+            kept = torch.zeros_like(probs, dtype=torch.bool)
+            probs = probs * kept.scatter_(-1, probs.topk(self.top_k).indices, True)
+            probs = probs / probs.sum(-1, keepdim=True)
+        if self.top_p is not None and self.top_p < 1:
+            ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+            before = ordered.cumsum(-1) - ordered
+            probs = probs * torch.zeros_like(probs).scatter_(-1, order, (before < self.top_p).float())
+            probs = probs / probs.sum(-1, keepdim=True)
+        if self.min_p is not None and self.min_p > 0:
+            probs = probs * (probs >= self.min_p * probs.amax(-1, keepdim=True))
+            probs = probs / probs.sum(-1, keepdim=True)
+        return probs
+
+    def sample(self, logits: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"]) -> Int[Tensor, "*B"]:
+        """Draw a token from each distribution; `uniform` is not read at temperature 0."""
+        return self.sample_with_probs(logits, uniform)[0]
+
+    def sample_with_probs(
+        self, logits: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"]
+    ) -> tuple[Int[Tensor, "*B"], Float[Tensor, "*B V"] | None]:
+        """As `sample`, with the distributions drawn from; None at temperature 0, where the draw is certain."""
+        if self.greedy:
+            return logits.argmax(-1), None
+        probs = self.probs(logits)
+        return draw(probs, uniform), probs
+
+    @staticmethod
+    def log_probs(logits: Float[Tensor, "*B V"], tokens: Int[Tensor, "*B"]) -> Float[Tensor, "*B"]:
+        """Each token's log probability under the model itself: temperature 1, no filters."""
+        return logits.float().log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+
+
+SOFTMAX = Sampling(temperature=1.0)
+"""The model's own distribution, which some rules compare whatever the sampling."""
+
+
+def draw(weights: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"]) -> Int[Tensor, "*B"]:
+    """Inverse transform sampling: the first token whose cumulative weight exceeds `uniform` times the total.
+
+    Weights need no normalization. A token of weight zero is never drawn: the comparison is strict, and uniform < 1.
+    """
+    cumulative = weights.cumsum(-1)
+    return torch.searchsorted(cumulative, uniform[..., None] * cumulative[..., -1:], right=True).squeeze(-1)
+
+
+class Purpose(IntEnum):
+    """What a uniform number is used for; each purpose has a column of its own in the noise."""
+
+    DRAFT = 0
+    ACCEPT = 1
+    CORRECT = 2
+
+
+def noise_table(seed: int, prompt_index: int, num_positions: int) -> Float[Tensor, "N 3"]:
+    """Uniform numbers in [0, 1) for one row: by position of the new token, then by `Purpose`.
+
+    Theory: a row's numbers depend on the seed and the prompt's index alone, so its tokens do not depend on the batch
+    that it is decoded in, on rows that leave, or on the number of processes. More positions extend a shorter table.
+    """
+    generator = torch.Generator().manual_seed(_mix(seed, prompt_index))
+    return torch.rand(num_positions, len(Purpose), generator=generator)
+
+
+def _mix(seed: int, prompt_index: int) -> int:
+    """A 32-bit key (all that the CPU's Mersenne Twister takes); for one seed, no two indices share a key."""
+    mixed = (seed ^ (seed >> 32)) * 0x85EBCA6B & 0xFFFFFFFF
+    mixed ^= mixed >> 13
+    return (mixed + prompt_index * 0x9E3779B1) & 0xFFFFFFFF
