@@ -72,29 +72,42 @@ class ModelDrafter(Drafter):
 
     def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
         assert isinstance(state, ModelDraftState)
-        sampling = self.sampling or sampling
-        num_guesses = max(windows)
         tokens, valid_lengths = self._unread(state, context)
+        num_guesses = max(windows)
+        guesses, probs, logits = self.roll(state.model_state, tokens, valid_lengths, num_guesses, context, sampling)
+        state.consumed = [len(text) + num_guesses - 1 for text in context.texts]
+        even = min(windows) == num_guesses
+        lengths = None if even else torch.tensor(windows, device=guesses.device)
+        return Draft(guesses, lengths, probs, logits, num_calls=num_guesses)
+
+    def roll(
+        self,
+        state: DecodeState,
+        tokens: Int[Tensor, "B T"],
+        valid_lengths: Int[Tensor, "B"] | None,
+        num_guesses: int,
+        context: Context,
+        sampling: Sampling,
+    ) -> tuple[Int[Tensor, "B K"], Float[Tensor, "B K V"] | None, Float[Tensor, "B K V"] | None]:
+        """Read tokens and guess: the guesses, the distributions that they were drawn from, the logits if wanted."""
+        sampling = self.sampling or sampling
+        uniform = context.uniform.unbind(1)
         all_probs: list[Tensor] = []
         all_logits: list[Tensor] = []
 
         def choose(logits: Float[Tensor, "B V"], i: int) -> Int[Tensor, "B"]:
-            token, probs = sampling.sample_with_probs(logits, context.uniform[:, i])
+            token, probs = sampling.sample_with_probs(logits, uniform[i])
             if probs is not None:
                 all_probs.append(probs)
             if context.wants_logits:
                 all_logits.append(logits)
             return token
 
-        guesses = self.model.rollout(tokens, state.model_state, num_guesses, choose, valid_lengths=valid_lengths)
-        state.consumed = [len(text) + num_guesses - 1 for text in context.texts]
-        even = all(window == num_guesses for window in windows)
-        return Draft(
+        guesses = self.model.rollout(tokens, state, num_guesses, choose, valid_lengths=valid_lengths)
+        return (
             guesses,
-            lengths=None if even else torch.tensor(windows, device=guesses.device),
-            probs=torch.stack(all_probs, dim=1) if all_probs else None,
-            logits=torch.stack(all_logits, dim=1) if all_logits else None,
-            num_calls=num_guesses,
+            torch.stack(all_probs, dim=1) if all_probs else None,
+            torch.stack(all_logits, dim=1) if all_logits else None,
         )
 
     def _unread(self, state: ModelDraftState, context: Context) -> tuple[Tensor, Tensor | None]:
@@ -102,10 +115,12 @@ class ModelDrafter(Drafter):
         starts = [min(n, len(text) - 2) for n, text in zip(state.consumed, context.texts, strict=True)]
         if all(start >= 0 and start == len(text) - 2 for start, text in zip(starts, context.texts, strict=True)):
             state.model_state.truncate(context.tail_start)
+            state.model_state.commit(context.tail_start)
             return context.tail, None
         device = context.tail.device
         starts = [max(start, 0) for start in starts]
-        state.model_state.truncate(torch.tensor(starts, device=device))
+        if starts != state.consumed:
+            state.model_state.truncate(torch.tensor(starts, device=device))
         unread = [text[start:] for start, text in zip(starts, context.texts, strict=True)]
         return pad(unread, device)
 

@@ -56,7 +56,7 @@ def autoregressive_decode(
             noise = torch.stack([noise_table(seed, row.index, max_new_tokens) for row in rows]).to(device)
         state = target.init_state(len(rows), max(row.max_length for row in rows))
         tokens, valid_lengths = pad([row.text for row in rows], device)
-        last = torch.tensor([[row.prompt_length - 1] for row in rows], device=device)
+        last = slice(-1, None) if valid_lengths is None else valid_lengths[:, None] - 1
         logits = target(tokens, state, valid_lengths=valid_lengths, logits_for=last).logits[:, -1]
         while True:
             timer.lap("verify")

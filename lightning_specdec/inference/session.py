@@ -133,7 +133,7 @@ class Session:
         rows = self._rows
         head = torch.tensor([_head(row.text, row.num_new) for row in rows], device=self.device)
         windows = [min(self.num_draft_tokens, row.remaining - 1) if row.live else 0 for row in rows]
-        noise = self._round_noise(head[:, 4], max(windows) + 1)
+        noise = self._round_noise(head, max(windows) + 1)
         self.timer.lap("rest")
         draft = self._propose(head, windows, noise)
         self.timer.lap("draft")
@@ -161,11 +161,11 @@ class Session:
             rule=type(self.rule).__name__,
         )
 
-    def _round_noise(self, num_new: Tensor, num_positions: int) -> Tensor:
+    def _round_noise(self, head: Tensor, num_positions: int) -> Tensor:
         """`[B, K + 1, 3]`: each row's uniform numbers for the positions of this round."""
         if not self._random:
             return self._noise.expand(-1, num_positions, -1)
-        index = num_new[:, None] + torch.arange(num_positions, device=self.device)
+        index = head[:, 4:] + torch.arange(num_positions, device=self.device)
         return self._noise.gather(1, index[..., None].expand(-1, -1, len(Purpose)))
 
     def _propose(self, head: Tensor, windows: Sequence[int], noise: Tensor) -> Draft:
@@ -190,22 +190,25 @@ class Session:
         state, texts = self._target_state, [row.text for row in self._rows]
         fresh, self._fresh = self._fresh, [False] * len(texts)
         if not any(fresh):
-            state.truncate(head[:, 0])
-            state.commit(head[:, 0])
+            lengths = head[:, 0]
+            state.truncate(lengths)
+            state.commit(lengths)
             return self.target(torch.cat((head[:, 3:4], draft.tokens), dim=1), state)
         starts = [0 if new else len(text) - 1 for new, text in zip(fresh, texts, strict=True)]
-        lengths = torch.tensor(starts, device=self.device)
-        state.truncate(lengths)
-        state.commit(lengths)
+        if any(starts):
+            lengths = torch.tensor(starts, device=self.device)
+            state.truncate(lengths)
+            state.commit(lengths)
         unread = [text[start:] for start, text in zip(starts, texts, strict=True)]
+        tokens, num_unread = pad(unread, self.device)
         num_guesses = draft.tokens.shape[1]
-        tokens, _ = pad([[*text, *[0] * num_guesses] for text in unread], self.device)
-        num_unread = torch.tensor([[len(text)] for text in unread], device=self.device)
+        if num_unread is None:
+            tokens = torch.cat((tokens, draft.tokens), dim=1)
+            return self.target(tokens, state, logits_for=slice(-num_guesses - 1, None))
         offsets = torch.arange(num_guesses + 1, device=self.device)
-        tokens.scatter_(1, num_unread + offsets[:-1], draft.tokens)
-        return self.target(
-            tokens, state, valid_lengths=num_unread[:, 0] + num_guesses, logits_for=num_unread - 1 + offsets
-        )
+        places = num_unread[:, None] + offsets
+        tokens = torch.nn.functional.pad(tokens, (0, num_guesses)).scatter(1, places[:, :-1], draft.tokens)
+        return self.target(tokens, state, valid_lengths=num_unread + num_guesses, logits_for=places - 1)
 
     def _read(self, draft: Draft, verdict: Verdict, output: ModelOutput) -> list[list[Any]]:
         """The round's only read of the device: all that the host wants to know of it, in one tensor."""

@@ -2,7 +2,7 @@
 
 from lightning_specdec.models.base import LanguageModel, ModelOutput
 from lightning_specdec.models.rnn import RNN, FusedRNN
-from lightning_specdec.models.state import BufferState, DecodeState, KVState, RecurrentState
+from lightning_specdec.models.state import DecodeState, KVState, RecurrentState
 
 MODELS: dict[str, type[LanguageModel]] = {"RNN": RNN}
 """The classes that a checkpoint may name."""
@@ -10,7 +10,6 @@ MODELS: dict[str, type[LanguageModel]] = {"RNN": RNN}
 __all__ = [
     "MODELS",
     "RNN",
-    "BufferState",
     "DecodeState",
     "FusedRNN",
     "KVState",

@@ -56,7 +56,7 @@ class LanguageModel(nn.Module, ABC):
         state: DecodeState | None = None,
         *,
         valid_lengths: Int[Tensor, "B"] | None = None,
-        logits_for: Int[Tensor, "B N"] | None = None,
+        logits_for: Int[Tensor, "B N"] | slice | None = None,
         features: Sequence[int] = (),
         parents: Int[Tensor, "B T"] | None = None,
     ) -> ModelOutput:
@@ -66,7 +66,7 @@ class LanguageModel(nn.Module, ABC):
             tokens: what follows the tokens that the state has consumed; without a state, whole sequences.
             state: changed in place: `lengths` grows by `valid_lengths`.
             valid_lengths: how many of each row's tokens are real; the rest is right padding. All of them when None.
-            logits_for: indices into T whose logits are wanted; all positions when None.
+            logits_for: indices into T whose logits are wanted, row by row or one slice for all; all of T when None.
             features: layers whose hidden states are wanted.
             parents: the tree that the tokens form, for models that can read one.
         """
@@ -109,7 +109,7 @@ class LanguageModel(nn.Module, ABC):
             tokens: what the state has not consumed yet; the last new token is not consumed either.
             choose: picks a token from the logits of new token i, given as `choose(logits, i)`.
         """
-        last = None if valid_lengths is None else (valid_lengths - 1)[:, None]
+        last = slice(-1, None) if valid_lengths is None else (valid_lengths - 1)[:, None]
         output = self(tokens, state, valid_lengths=valid_lengths, logits_for=last)
         chosen = [choose(output.logits[:, -1], 0)]
         for i in range(1, num_tokens):

@@ -8,6 +8,7 @@ Shapes: B rows, T tokens, V vocabulary, H hidden units of a layer, L layers, D =
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,9 +29,9 @@ class _RecurrentLM(LanguageModel):
     hidden_size: int
     num_layers: int
 
-    def _init_state_like(self, weight: Tensor, batch_size: int, max_length: int) -> RecurrentState:
+    def _init_state_like(self, weight: Tensor, batch_size: int) -> RecurrentState:
         size = self.num_layers * self.hidden_size
-        return RecurrentState(batch_size, max_length, size, device=weight.device, dtype=weight.dtype)
+        return RecurrentState(batch_size, size, device=weight.device, dtype=weight.dtype)
 
     def forward(
         self,
@@ -38,7 +39,7 @@ class _RecurrentLM(LanguageModel):
         state: DecodeState | None = None,
         *,
         valid_lengths: Int[Tensor, "B"] | None = None,
-        logits_for: Int[Tensor, "B N"] | None = None,
+        logits_for: Int[Tensor, "B N"] | slice | None = None,
         features: Sequence[int] = (),
         parents: Int[Tensor, "B T"] | None = None,
     ) -> ModelOutput:
@@ -51,7 +52,9 @@ class _RecurrentLM(LanguageModel):
             layers = self.run_layers(tokens, list(state.hidden().split(self.hidden_size, dim=-1)))
             state.append(torch.cat(layers, dim=-1) if len(layers) > 1 else layers[0], valid_lengths)
         top = layers[-1]
-        if logits_for is not None:
+        if isinstance(logits_for, slice):
+            top = top[:, logits_for]
+        elif logits_for is not None:
             top = top.gather(1, logits_for[..., None].expand(-1, -1, self.hidden_size))
         return ModelOutput(self.head(top), {layer: layers[layer] for layer in features})
 
@@ -95,7 +98,11 @@ class RNN(_RecurrentLM):
         self.output = nn.Linear(hidden_size, vocab_size)
 
     def init_state(self, batch_size: int, max_length: int) -> RecurrentState:
-        return self._init_state_like(self.output.weight, batch_size, max_length)
+        return self._init_state_like(self.output.weight, batch_size)
+
+    @property
+    def device(self) -> torch.device:
+        return self.output.weight.device
 
     def arguments(self) -> dict[str, Plain]:
         return {name: getattr(self, name) for name in ("vocab_size", "embedding_size", "hidden_size", "num_layers")}
@@ -141,8 +148,20 @@ class FusedRNN(_RecurrentLM):
         self._table, self._weight, self._head_weight, self._head_bias = table, weight, head_weight, head_bias
         self._upper = list(zip(upper_weights, upper_biases, strict=True))
 
+    def weights(self) -> list[Tensor]:
+        """All tensors that the function depends on, in the order that `with_weights` takes."""
+        upper = [tensor for pair in self._upper for tensor in pair]
+        return [self._table, self._weight, self._head_weight, self._head_bias, *upper]
+
+    def with_weights(self, weights: Sequence[Tensor]) -> FusedRNN:
+        """The same network over other weights, which a compiler can then treat as arguments."""
+        other = copy(self)
+        other._table, other._weight, other._head_weight, other._head_bias, *upper = weights
+        other._upper = list(zip(upper[::2], upper[1::2], strict=True))
+        return other
+
     def init_state(self, batch_size: int, max_length: int) -> RecurrentState:
-        return self._init_state_like(self._table, batch_size, max_length)
+        return self._init_state_like(self._table, batch_size)
 
     def arguments(self) -> dict[str, Plain]:
         return self._arguments
@@ -153,8 +172,7 @@ class FusedRNN(_RecurrentLM):
 
     @property
     def memory_bytes(self) -> int:
-        upper = [tensor for pair in self._upper for tensor in pair]
-        return sum(t.nbytes for t in (self._table, self._weight, self._head_weight, self._head_bias, *upper))
+        return sum(weight.nbytes for weight in self.weights())
 
     @property
     def device(self) -> torch.device:
@@ -192,15 +210,27 @@ class FusedRNN(_RecurrentLM):
         if valid_lengths is not None:
             return super().rollout(tokens, state, num_tokens, choose, valid_lengths=valid_lengths)
         assert isinstance(state, RecurrentState), f"{type(self).__name__} needs a RecurrentState, got {state}"
-        hidden: Sequence[Tensor] = state.hidden().split(self.hidden_size, dim=-1)
+        chosen, hidden = self.unroll(tokens, state.hidden(), num_tokens, choose)
+        state.append(hidden)
+        return chosen
+
+    def unroll(
+        self,
+        tokens: Int[Tensor, "B T"],
+        hidden: Float[Tensor, "B D"],
+        num_tokens: int,
+        choose: Callable[[Float[Tensor, "B V"], int], Int[Tensor, "B"]],
+    ) -> tuple[Int[Tensor, "B num_tokens"], Float[Tensor, "B S D"]]:
+        """The roll-out as a function of tensors, for a compiler: the chosen tokens, and the hidden states after each
+        of the S = T + num_tokens - 1 tokens read."""
+        layers: Sequence[Tensor] = hidden.split(self.hidden_size, dim=-1)
         steps: list[Tensor] = []
         for token in tokens.unbind(1):
-            hidden = self._step(self._table.index_select(0, token), hidden)
-            steps.extend(hidden)
-        chosen = [choose(torch.addmm(self._head_bias, hidden[-1], self._head_weight), 0)]
+            layers = self._step(self._table.index_select(0, token), layers)
+            steps.append(torch.cat(layers, dim=1) if self.num_layers > 1 else layers[0])
+        chosen = [choose(torch.addmm(self._head_bias, layers[-1], self._head_weight), 0)]
         for i in range(1, num_tokens):
-            hidden = self._step(self._table.index_select(0, chosen[-1]), hidden)
-            steps.extend(hidden)
-            chosen.append(choose(torch.addmm(self._head_bias, hidden[-1], self._head_weight), i))
-        state.append(torch.cat(steps, dim=1).unflatten(1, (-1, self.num_layers * self.hidden_size)))
-        return torch.stack(chosen, dim=1)
+            layers = self._step(self._table.index_select(0, chosen[-1]), layers)
+            steps.append(torch.cat(layers, dim=1) if self.num_layers > 1 else layers[0])
+            chosen.append(choose(torch.addmm(self._head_bias, layers[-1], self._head_weight), i))
+        return torch.stack(chosen, dim=1), torch.stack(steps, dim=1)
