@@ -1,7 +1,7 @@
 """The loop: sessions of rows, standard decoding beside them, and what both give back."""
 
 from lightning_specdec.inference.autoregressive import autoregressive_decode
-from lightning_specdec.inference.results import Counts, DecodeInterrupted, DecodeResult, Round, RowResult
+from lightning_specdec.inference.results import Counts, DecodeInterrupted, DecodeResult, Round, RowResult, merge_results
 from lightning_specdec.inference.rows import Row
 from lightning_specdec.inference.session import Session
 from lightning_specdec.inference.speculative import open_session, run, speculative_decode, stream
@@ -18,6 +18,7 @@ __all__ = [
     "RowResult",
     "Session",
     "autoregressive_decode",
+    "merge_results",
     "open_session",
     "run",
     "speculative_decode",

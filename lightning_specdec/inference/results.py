@@ -6,7 +6,8 @@ Knows nothing of models. Only counts are stored; every rate is a property whose 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 
@@ -216,3 +217,19 @@ class DecodeInterrupted(KeyboardInterrupt):
     def __init__(self, result: DecodeResult) -> None:
         super().__init__("decoding was interrupted")
         self.result = result
+
+
+def merge_results(results: Sequence[DecodeResult]) -> DecodeResult:
+    """The outcome of several batches decoded one after the other with the same settings, as one."""
+    first = results[0]
+    phases = {name: sum(result.phase_seconds[name] for result in results) for name in first.phase_seconds}
+    draft_calls = [result.num_draft_calls for result in results if result.num_draft_calls is not None]
+    return replace(
+        first,
+        rows=[row for result in results for row in result.rows],
+        seconds=sum(result.seconds for result in results),
+        phase_seconds=phases,
+        num_target_calls=sum(result.num_target_calls for result in results),
+        peak_memory_bytes=max(result.peak_memory_bytes for result in results),
+        num_draft_calls=sum(draft_calls) if draft_calls else None,
+    )

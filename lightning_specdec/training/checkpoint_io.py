@@ -1,0 +1,51 @@
+"""Checkpoint files that are whole at every moment, and that cannot run code when they are opened.
+
+Knows nothing of what a checkpoint holds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+VERSION_KEY = "pytorch-lightning_version"
+"""What the Trainer wants to find in every checkpoint."""
+
+
+class SafeCheckpointIO(TorchCheckpointIO):
+    """Writes beside the old file and swaps the two in one step; reads tensors and plain values only.
+
+    Theory: within one directory a rename replaces a file as a whole or not at all, so a run that is killed at any
+    moment leaves the checkpoint of before or the one after, never half of one. A temporary file elsewhere, as
+    Lightning writes it, is copied over the old one wherever it lies on another file system.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        if storage_options is not None:
+            raise TypeError(f"{type(self).__name__} writes local files: it takes no storage_options")
+        final = Path(path)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        partial = final.with_name(f".{final.name}.partial")
+        with open(partial, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, final)
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Callable[..., Any] | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        content = torch.load(path, map_location=map_location or "cpu", weights_only=True)
+        # A checkpoint exported for decoding holds no trainer's state; its models can be validated all the same.
+        return {VERSION_KEY: lightning.__version__, **content}
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        # The path may come from a resumed checkpoint: delete nothing but a checkpoint.
+        if Path(path).suffix == ".ckpt" and Path(path).is_file():
+            Path(path).unlink()

@@ -1,0 +1,219 @@
+"""The verbs fit, validate, test and predict: YAML and options become a Trainer, a model and data.
+
+Knows nothing of the other verbs, and prints no error: it raises ValueError or FileNotFoundError of one line each.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentError, set_parsing_settings
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+
+from lightning_specdec import checkpoint as checkpoint_file
+from lightning_specdec import training as _training  # noqa: F401  # YAML can name a class once it is imported
+from lightning_specdec.data import SequenceData
+from lightning_specdec.training.checkpoint_io import VERSION_KEY, SafeCheckpointIO
+from lightning_specdec.training.parse_errors import one_line
+
+VERBS = ("fit", "validate", "test", "predict")
+ALLOWED_IMPORTS = (
+    "lightning_specdec",
+    "lightning.pytorch.accelerators",
+    "lightning.pytorch.callbacks",
+    "lightning.pytorch.loggers",
+    "lightning.pytorch.plugins",
+    "lightning.pytorch.profilers",
+    "lightning.pytorch.strategies",
+)
+"""Where the classes that a config names may come from; a config from a stranger builds nothing else."""
+
+
+class ConfigWithTheRun(SaveConfigCallback):
+    """Saves the resolved config beside the logs of a training run; the other verbs change nothing."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            super().setup(trainer, pl_module, stage)
+
+
+class TrainingCLI(LightningCLI):
+    """LightningCLI with its doors closed: no class but ours and Lightning's, no checkpoint that runs code.
+
+    Theory: the constructor of every class owns its defaults, YAML says what differs, options on the command line come
+    last. `sys.argv` stays as it is, because distributed runs start their other processes from it.
+
+    - `--ckpt_path` takes a file, `last` (the run's newest state) or `best` (the default of all verbs but fit); the file
+      is checked before anything starts, and its hyperparameters are never parsed.
+    - The vocabulary is stated once, by the data; target and draft take it from there.
+    """
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        for model in ("target", "draft"):
+            parser.link_arguments("data.init_args.vocab_size", f"model.init_args.{model}.init_args.vocab_size")
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        return {verb: skipped | {"weights_only"} for verb, skipped in LightningCLI.subcommands().items()}
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand != "fit":
+            parser.set_defaults({"ckpt_path": "best"})
+        return parser
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the config as it is: what a checkpoint says of classes and arguments is not for the parser."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        plugins = self._get(self.config_init, "trainer").get("plugins") or []
+        plugins = plugins if isinstance(plugins, list) else [plugins]
+        return super().instantiate_trainer(plugins=[*plugins, SafeCheckpointIO()], **kwargs)
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        """Look at all that the user gave before the Trainer starts, so that a fault leaves nothing behind."""
+        kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        if isinstance(self.datamodule, SequenceData):
+            self.datamodule.splits()
+        if kwargs.get("ckpt_path"):
+            path = find_checkpoint(self.trainer, str(kwargs["ckpt_path"]))
+            check_trainer_state(path, self.trainer, self.model, resume=subcommand == "fit")
+            kwargs["ckpt_path"] = path
+        return {**kwargs, "weights_only": True}
+
+    def after_fit(self) -> None:
+        """Say what was reached and where it lies."""
+        if not self.trainer.is_global_zero:
+            return
+        values = sorted(self.trainer.callback_metrics.items())
+        print("  ".join(f"{name} {float(value):.3f}" for name, value in values if name.endswith("_loss")))
+        for callback in self.trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and Path(callback.best_model_path).is_file():
+                print(f"{callback.filename} checkpoint: {_short(callback.best_model_path)}")
+
+
+def _short(path: str) -> str:
+    """The path as seen from here, where it is below here."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+
+
+def find_checkpoint(trainer: Trainer, name: str) -> str:
+    """The file behind `last`, `best` or a path.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint yet.
+        ValueError: the config does not say where checkpoints lie.
+    """
+    if name not in ("last", "best"):
+        return name
+    callback = trainer.checkpoint_callback
+    if not isinstance(callback, ModelCheckpoint) or callback.dirpath is None:
+        raise ValueError(f"--ckpt_path {name} needs a ModelCheckpoint with a dirpath in the config: give a file")
+    path = str(Path(callback.dirpath) / f"{name}{callback.FILE_EXTENSION}")
+    if not Path(path).is_file():
+        raise FileNotFoundError(
+            f"there is no {name} checkpoint ({_short(path)} does not exist): train one with `lightning_specdec fit`, "
+            "or give a file with --ckpt_path"
+        )
+    return path
+
+
+def check_trainer_state(path: str, trainer: Trainer, model: LightningModule, *, resume: bool) -> None:
+    """Raise unless the Trainer can use this checkpoint for this model, or resume from it.
+
+    Raises:
+        FileNotFoundError, ValueError: as `checkpoint.load`; and for files without what the Trainer needs, weights of
+            other networks, and runs that are already over.
+    """
+    checkpoint_file.load(path)
+    content = checkpoint_file.read(path)
+    if "hyper_parameters" in content:
+        raise ValueError(f"{path} holds hyperparameters for another program to build: give a checkpoint of this one")
+    if not isinstance(content.get(VERSION_KEY, ""), str):
+        raise ValueError(f"{path} does not say which version wrote it: make it again")
+    wanted = {"epoch": int, "global_step": int, "loops": dict, "optimizer_states": list, "lr_schedulers": list}
+    missing = [key for key, kind in wanted.items() if not isinstance(content.get(key), kind)]
+    if resume and missing:
+        raise ValueError(
+            f"{path} holds models but no training run to resume (no {', '.join(missing)}): give the last.ckpt or "
+            "best.ckpt of a run"
+        )
+    for name, tensor in model.state_dict().items():
+        stored = content["state_dict"].get(name)
+        if stored is None or stored.shape != tensor.shape:
+            found = "is not there" if stored is None else f"has the shape {tuple(stored.shape)}"
+            raise ValueError(
+                f"{path} is of other networks ({name} {found}, {tuple(tensor.shape)} is needed): give the config that "
+                "it was trained with"
+            )
+    if resume and trainer.max_epochs not in (None, -1) and content["epoch"] + 1 >= trainer.max_epochs:
+        raise ValueError(
+            f"{path} has {content['epoch'] + 1} epochs behind it and the run ends after {trainer.max_epochs}: "
+            "raise --trainer.max_epochs"
+        )
+
+
+def run() -> None:
+    """Run the trainer verb that `sys.argv` names.
+
+    Raises:
+        ValueError: a fault of the command line, the config, the data or the checkpoint, in one line.
+        FileNotFoundError: a file that is not there, in one line.
+        SystemExit: the run was interrupted; its last checkpoint is whole.
+    """
+    quiet_lightning()
+    set_parsing_settings(
+        import_path_denylist=["*"],
+        import_path_allowlist=list(ALLOWED_IMPORTS),
+        instantiate_subclass_spec_in_any=False,
+    )
+    parser_kwargs: dict[str, Any] = {"allow_abbrev": False, "exit_on_error": False}
+    try:
+        TrainingCLI(
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            save_config_callback=ConfigWithTheRun,
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={**parser_kwargs, **{verb: dict(parser_kwargs) for verb in VERBS}},
+        )
+    except ArgumentError as error:
+        raise ValueError(one_line(str(error))) from error
+    except SIGTERMException:
+        raise SystemExit(128 + signal.SIGTERM) from None
+    except MisconfigurationException as error:
+        raise ValueError(one_line(str(error))) from error
+    except ValueError as error:
+        if "\n" not in str(error):
+            raise
+        raise ValueError(one_line(str(error))) from error
+
+
+def quiet_lightning() -> None:
+    """Drop the tips and warnings that say nothing about the user's own run."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_worth_reading)
+    for message in (
+        ".*does not have many workers.*",
+        "The dirpath has changed from.*",
+        r"(?s)\s.*was deprecated in v4\.49\.0 and will be removed in v5.*",
+        r"(?s)\s.*only one JsonargparseDeprecationWarning per type is shown.*",
+        "Checkpoint directory .* exists and is not empty.*",
+        ".*is smaller than the logging interval.*",
+        ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+
+def _is_worth_reading(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or "Detected KeyboardInterrupt" in record.getMessage()

@@ -1,0 +1,228 @@
+"""What training can tell of the decoding to come: counts, summed over batches and processes.
+
+Knows nothing of Lightning, nor of how the logits were made.
+
+Shapes: B rows, T tokens, V vocabulary, N new tokens of a row, K draft tokens, W = K + 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchmetrics import Metric
+
+from lightning_specdec.checks import require_int
+from lightning_specdec.data import IGNORED, Batch
+from lightning_specdec.rules import Sampling
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+
+def next_token_loss(logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"], reduction: str = "mean") -> Tensor:
+    """Cross-entropy in nats on the next token, over the labels that are not padding."""
+    return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction=reduction)
+
+
+class NextTokenCounts(NamedTuple):
+    """How well one model predicts the next token, as sums over the tokens of a data set."""
+
+    loss_sum: Tensor
+    num_correct: Tensor
+    num_tokens: Tensor
+
+    @property
+    def loss(self) -> Tensor:
+        """loss_sum / num_tokens, in nats"""
+        return self.loss_sum / self.num_tokens
+
+    @property
+    def perplexity(self) -> Tensor:
+        """exp(loss): among how many equally likely tokens the model is left to guess"""
+        return self.loss.exp()
+
+    @property
+    def accuracy(self) -> Tensor:
+        """num_correct / num_tokens, where correct means that the likeliest token is the label"""
+        return self.num_correct / self.num_tokens
+
+
+class NextToken(Metric):
+    """Loss, perplexity and accuracy of one model on the next token; every token counts the same, padding never."""
+
+    full_state_update = False
+    loss_sum: Tensor
+    num_correct: Tensor
+    num_tokens: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("loss_sum", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("num_correct", torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("num_tokens", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"]) -> None:
+        """Count one batch; labels that are `IGNORED` are padding."""
+        self.loss_sum += next_token_loss(logits, labels, "sum")
+        self.num_correct += (logits.argmax(-1) == labels).sum()
+        self.num_tokens += (labels != IGNORED).sum()
+
+    def compute(self) -> NextTokenCounts:
+        """The counts, with the rates as properties."""
+        return NextTokenCounts(self.loss_sum, self.num_correct, self.num_tokens)
+
+
+class SpeculationCounts(NamedTuple):
+    """What speculative decoding would do along given texts, as expected counts.
+
+    Args:
+        acceptance_sum: sum over positions of the probability that a guess at that position is kept.
+        num_positions: new tokens, each once.
+        num_rounds: rounds needed to decode them all.
+        accepted_per_round: `[K + 1]`, how many rounds keep 0, 1, ..., K guesses.
+    """
+
+    acceptance_sum: Tensor
+    num_positions: Tensor
+    num_rounds: Tensor
+    accepted_per_round: Tensor
+
+    @property
+    def acceptance_rate(self) -> Tensor:
+        """acceptance_sum / num_positions: E[beta], Leviathan et al. 2023, definition 3.1"""
+        return self.acceptance_sum / self.num_positions
+
+    @property
+    def block_efficiency(self) -> Tensor:
+        """num_positions / num_rounds: new tokens for each call of the target"""
+        return self.num_positions / self.num_rounds
+
+
+class Speculation(Metric):
+    """What speculation would bring, read off the logits of draft and target along known texts (teacher forcing).
+
+    Theory: given the text before it, a guess is kept with probability
+
+        beta = sum over the vocabulary of min(draft_probs, target_probs)
+
+    (Leviathan et al. 2023, theorem 3.5). At temperature 0 both distributions are one-hot and beta is 1 where the two
+    models' likeliest tokens agree, 0 elsewhere: greedy matching is the same formula. The rounds are then laid end to
+    end over the tokens behind the prompt. A round that starts at new token j, of N in that row, guesses
+    w = min(K, N - j - 1) tokens, keeps exactly n < w of them with probability beta_j ... beta_(j+n-1) (1 - beta_(j+n))
+    and all w with probability beta_j ... beta_(j+w-1); the next round starts at j + n + 1, because the target adds one
+    token of its own. Summing over all ways to get there gives, for each j, the probability that a round starts there,
+    and the sum of those is the expected number of rounds. If the texts are what the target itself would decode
+    greedily, the counts at temperature 0 are exactly those of the decoding; on other texts they are an estimate.
+
+    Args:
+        num_draft_tokens: K, guesses of a round.
+        sampling: how both models' logits become probabilities.
+    """
+
+    full_state_update = False
+    acceptance_sum: Tensor
+    num_positions: Tensor
+    num_rounds: Tensor
+    accepted_per_round: Tensor
+
+    def __init__(self, num_draft_tokens: int, sampling: Sampling) -> None:
+        super().__init__()
+        self.num_draft_tokens = require_int("num_draft_tokens", num_draft_tokens, 1)
+        self.sampling = sampling
+        self.add_state("acceptance_sum", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("num_positions", torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("num_rounds", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("accepted_per_round", torch.zeros(num_draft_tokens + 1), dist_reduce_fx="sum")
+
+    def update(self, draft_logits: Float[Tensor, "B T V"], target_logits: Float[Tensor, "B T V"], batch: Batch) -> None:
+        """Count one batch; `logits[:, t]` score token t + 1 of `batch.tokens`."""
+        draft_probs, target_probs = self.sampling.probs(draft_logits), self.sampling.probs(target_logits)
+        overlap = torch.minimum(draft_probs, target_probs).sum(-1).clamp(max=1.0)
+        num_new = batch.lengths - batch.prompt_lengths
+        offsets = torch.arange(int(num_new.max()), device=overlap.device)
+        is_new = offsets < num_new[:, None]
+        positions = (batch.prompt_lengths[:, None] - 1 + offsets).clamp(max=overlap.shape[1] - 1)
+        acceptance = overlap.gather(1, positions).masked_fill(~is_new, 0)
+        rounds = expected_rounds(acceptance, num_new, self.num_draft_tokens)
+        self.acceptance_sum += acceptance.sum()
+        self.num_positions += num_new.sum()
+        self.num_rounds += rounds.sum()
+        self.accepted_per_round += rounds.sum((0, 1))
+
+    def compute(self) -> SpeculationCounts:
+        """The counts, with the rates as properties."""
+        return SpeculationCounts(self.acceptance_sum, self.num_positions, self.num_rounds, self.accepted_per_round)
+
+
+def expected_rounds(
+    acceptance: Float[Tensor, "B N"], num_new: Int[Tensor, "B"], num_draft_tokens: int
+) -> Float[Tensor, "B N W"]:
+    """The probability that a round starts at new token j and keeps n guesses.
+
+    Args:
+        acceptance: the probability that a guess for new token j is kept, given the text before it; 0 behind `num_new`.
+        num_new: how many new tokens each row has.
+        num_draft_tokens: K.
+    """
+    num_positions = acceptance.shape[1]
+    starts = torch.arange(num_positions, device=acceptance.device)
+    windows = (num_new[:, None] - starts - 1).clamp(0, num_draft_tokens)
+    ahead = functional.pad(acceptance, (0, num_draft_tokens - 1)).unfold(1, num_draft_tokens, 1)
+    guessed = torch.arange(num_draft_tokens, device=acceptance.device) < windows[..., None]
+    at_least = functional.pad((ahead * guessed).cumprod(-1), (1, 0), value=1.0)
+    exactly = at_least - functional.pad(at_least[..., 1:], (0, 1))
+    reached = acceptance.new_zeros(len(acceptance), num_positions + num_draft_tokens + 1)
+    reached[:, 0] = 1
+    for j in range(num_positions):
+        reached[:, j + 1 : j + num_draft_tokens + 2] += reached[:, j, None] * exactly[:, j]
+    live = reached[:, :num_positions] * (starts < num_new[:, None])
+    return live[..., None] * exactly
+
+
+class PairMetrics(nn.Module):
+    """All metrics of a draft and its target over one data set.
+
+    Args:
+        num_draft_tokens: guesses of a round.
+    """
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        super().__init__()
+        self.draft = NextToken()
+        self.target = NextToken()
+        self.greedy = Speculation(num_draft_tokens, Sampling())
+        self.sampling = Speculation(num_draft_tokens, Sampling(temperature=1.0))
+
+    def update(self, draft_logits: Tensor, target_logits: Tensor, batch: Batch) -> None:
+        """Count one batch; `logits[:, t]` score token t + 1."""
+        labels = batch.next_tokens()
+        self.draft.update(draft_logits, labels)
+        self.target.update(target_logits, labels)
+        self.greedy.update(draft_logits, target_logits, batch)
+        self.sampling.update(draft_logits, target_logits, batch)
+
+    def compute(self) -> dict[str, Tensor]:
+        """Every rate by its name, over all processes."""
+        draft, target = self.draft.compute(), self.target.compute()
+        greedy, sampling = self.greedy.compute(), self.sampling.compute()
+        return {
+            "loss": draft.loss + target.loss,
+            "draft_loss": draft.loss,
+            "target_loss": target.loss,
+            "draft_perplexity": draft.perplexity,
+            "target_perplexity": target.perplexity,
+            "draft_accuracy": draft.accuracy,
+            "target_accuracy": target.accuracy,
+            "acceptance_rate": greedy.acceptance_rate,
+            "block_efficiency": greedy.block_efficiency,
+            "sampling_acceptance_rate": sampling.acceptance_rate,
+            "sampling_block_efficiency": sampling.block_efficiency,
+        }
+
+    def reset(self) -> None:
+        """Forget all counts."""
+        for metric in (self.draft, self.target, self.greedy, self.sampling):
+            metric.reset()

@@ -1,0 +1,118 @@
+"""A transformer small enough for tests, on a real `KVState`: proof that the contracts hold for attention too.
+
+Knows nothing of drafts, rules or sampling. Pre-norm, rotary positions, tied to nothing.
+
+Shapes: B rows, T tokens, S cache slots, V vocabulary, D width, H heads, E = D / H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from lightning_specdec.models import DecodeState, KVState, LanguageModel, ModelOutput
+from lightning_specdec.models.base import Plain
+
+
+class Block(nn.Module):
+    """Attention over the state's buffers (or over the tokens themselves), then a small network."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_size = num_heads, width // num_heads
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(
+        self,
+        hidden: Float[Tensor, "B T D"],
+        positions: Int[Tensor, "B T"],
+        mask: Bool[Tensor, "B T S"],
+        state: KVState | None,
+        layer: int,
+    ) -> Float[Tensor, "B T D"]:
+        heads = self.qkv(self.attention_norm(hidden)).unflatten(-1, (3, self.num_heads, self.head_size))
+        queries, keys, values = heads.unbind(2)
+        queries, keys = rotate(queries, positions), rotate(keys, positions)
+        if state is not None:
+            keys, values = state.update(layer, positions, keys, values)
+        scores = torch.einsum("bthe,bshe->bhts", queries, keys) / self.head_size**0.5
+        weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1)
+        hidden = hidden + self.out(torch.einsum("bhts,bshe->bthe", weights, values).flatten(2))
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+
+class TinyTransformer(LanguageModel):
+    """A decoder-only transformer.
+
+    Args:
+        vocab_size: V.
+        width: D, divisible by twice the number of heads.
+        num_heads: H.
+        num_layers: blocks.
+    """
+
+    def __init__(self, vocab_size: int, *, width: int = 16, num_heads: int = 2, num_layers: int = 2) -> None:
+        super().__init__()
+        self.vocab_size, self.width, self.num_heads, self.num_layers = vocab_size, width, num_heads, num_layers
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
+        self.norm, self.output = nn.LayerNorm(width), nn.Linear(width, vocab_size)
+
+    def arguments(self) -> dict[str, Plain]:
+        return {name: getattr(self, name) for name in ("vocab_size", "width", "num_heads", "num_layers")}
+
+    def init_state(self, batch_size: int, max_length: int) -> KVState:
+        return KVState(
+            batch_size,
+            max_length,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            head_size=self.width // self.num_heads,
+            device=self.device,
+            dtype=self.output.weight.dtype,
+        )
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "B T"],
+        state: DecodeState | None = None,
+        *,
+        valid_lengths: Int[Tensor, "B"] | None = None,
+        logits_for: Int[Tensor, "B N"] | slice | None = None,
+        features: Sequence[int] = (),
+        parents: Int[Tensor, "B T"] | None = None,
+    ) -> ModelOutput:
+        assert parents is None and (state is None or isinstance(state, KVState))
+        num_tokens = tokens.shape[1]
+        if state is None:
+            positions = torch.arange(num_tokens).expand_as(tokens)
+            mask = positions[:, None] <= positions[:, :, None]
+        else:
+            positions = state.positions(num_tokens)
+            mask = state.mask(positions)
+        hidden, layers = self.embedding(tokens), {}
+        for layer, block in enumerate(self.blocks):
+            hidden = block(hidden, positions, mask, state, layer)
+            layers[layer] = hidden
+        if state is not None:
+            state.advance(num_tokens, valid_lengths)
+        if isinstance(logits_for, slice):
+            hidden = hidden[:, logits_for]
+        elif logits_for is not None:
+            hidden = hidden.gather(1, logits_for[..., None].expand(-1, -1, self.width))
+        return ModelOutput(self.output(self.norm(hidden)), {layer: layers[layer] for layer in features})
+
+
+def rotate(vectors: Float[Tensor, "B T H E"], positions: Int[Tensor, "B T"]) -> Float[Tensor, "B T H E"]:
+    """Rotary position embedding (Su et al. 2021): pairs of coordinates turn by angles that grow with the position."""
+    half = vectors.shape[-1] // 2
+    frequencies = 10.0 ** -torch.arange(half, dtype=vectors.dtype)
+    angles = positions[:, :, None, None] * frequencies
+    first, second = vectors.split(half, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
