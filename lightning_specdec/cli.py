@@ -14,6 +14,7 @@ from lightning_specdec.cli_options import TRAINER_VERBS, VERBS, UsageError, make
 
 def main() -> None:
     """The entry point of the installed script; exits with 0, 1 (failed), 2 (user's fault) or 130 (interrupted)."""
+    debug = "--debug" in sys.argv
     try:
         code = _run(sys.argv[1:])
         sys.stdout.flush()
@@ -21,7 +22,7 @@ def main() -> None:
         if isinstance(error, BrokenPipeError):  # the reader of our output has gone, as `| head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(0)
-        if "--debug" in sys.argv:
+        if debug:
             raise
         print(f"error: {_one_line(error)}", file=sys.stderr)
         sys.exit(2)
@@ -53,8 +54,7 @@ def _run(arguments: list[str]) -> int:
         return 0
     if verb in TRAINER_VERBS:
         if "--debug" in sys.argv:
-            sys.argv.remove("--debug")
-            os.environ["LIGHTNING_SPECDEC_DEBUG"] = "1"
+            sys.argv.remove("--debug")  # ours; everything else there is read by LightningCLI itself
         from lightning_specdec.training.cli import run
 
         run()

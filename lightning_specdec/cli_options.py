@@ -1,6 +1,7 @@
 """The verbs and their options as plain data, and the parser made of them.
 
-Knows nothing of torch, so that `--help` answers at once. A test compares it with the constructors that own the defaults.
+Knows nothing of torch, so that `--help` answers at once. A test compares it with the constructors, which own the
+defaults.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ VERBS: dict[str, Verb] = {
             Option("num_draft_tokens", "guesses per round (the window)", int, 3),
             Option("max_new_tokens", "new tokens of each prompt at most", int, 7),
             Option("rule", "what keeps or rejects a guess", default="ExactMatch", choices=tuple(RULES)),
-            Option("rule.epsilon", "of EpsilonThreshold (0.1) and TypicalAcceptance (0.09)", float, aliases=("epsilon",)),
+            Option(
+                "rule.epsilon", "of EpsilonThreshold (0.1) and TypicalAcceptance (0.09)", float, aliases=("epsilon",)
+            ),
             Option("rule.delta", "of TypicalAcceptance (0.3)", float, aliases=("delta",)),
             Option("temperature", "0 is greedy", float, 0.0),
             Option("top_k", "only the k likeliest tokens", int),

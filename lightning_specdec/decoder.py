@@ -314,10 +314,12 @@ class SpeculativeDecoder:
         from lightning.pytorch import Trainer
 
         from lightning_specdec.training import PairTraining
+        from lightning_specdec.training.cli import quiet_lightning
 
         if not isinstance(self.drafter, ModelDrafter):
             raise ValueError(f"only a ModelDrafter is trained with its target, this is a {type(self.drafter).__name__}")
         require_int("max_epochs", max_epochs, 1)
+        quiet_lightning()
         module = PairTraining(self.target, self.drafter.model)
         trainer = Trainer(max_epochs=max_epochs, logger=False, enable_checkpointing=False, enable_model_summary=False)
         trainer.fit(module, datamodule=datamodule)

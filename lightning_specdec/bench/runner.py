@@ -138,7 +138,7 @@ class Benchmark:
         }
         if self.speculative is not None:
             result = self.speculative.result
-            for name in ("acceptance_rate", "draft_utilization", "lossless", "num_changed"):
+            for name in ("acceptance_rate", "draft_utilization", "block_efficiency", "lossless", "num_changed"):
                 rows[name] = getattr(result, name)
         return rows | {name: None if runs is None else _side(runs) for name, runs in sides.items()}
 

@@ -139,6 +139,8 @@ class Session:
         self.timer.lap("draft")
         output = self._verify(head, draft)
         self.timer.lap("verify")
+        if (num_scored := draft.tokens.shape[1] + 1) < noise.shape[1]:  # nobody guessed as much as was allowed
+            noise = noise[:, :num_scored]
         verdict = self.rule.judge(draft, output.logits, self.sampling, noise)
         values = self._read(draft, verdict, output)
         self.timer.lap("accept")

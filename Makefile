@@ -1,0 +1,53 @@
+# `make demo` trains the recurrent pair and shows what speculation saves; `make test` checks everything.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN := OMP_NUM_THREADS=1 $(BIN)/lightning_specdec
+
+.PHONY: help setup dev demo test lint bench checkpoints clean
+
+help:
+	@echo "make setup        create $(VENV) and install the project"
+	@echo "make demo         train the recurrent pair, decode both ways, report (about a minute)"
+	@echo "make test         lint, types and every test"
+	@echo "make bench        the speed figures of the README"
+	@echo "make checkpoints  train anew the checkpoints that ship"
+	@echo "make clean        remove $(VENV) and what runs have written"
+
+setup: $(VENV)/.installed
+dev: $(VENV)/.dev
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $(PYTHON) is too old, Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+demo: setup
+	$(RUN) fit --config configs/rnn.yaml
+	$(RUN) decode --ckpt checkpoints/rnn/last.ckpt
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: dev
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rnn_speed.py
+
+checkpoints: setup
+	$(RUN) fit --config configs/rnn.yaml
+	$(RUN) export --ckpt checkpoints/rnn/last.ckpt --output checkpoints/rnn.ckpt
+
+clean:
+	rm -rf $(VENV) logs lightning_logs predictions.jsonl checkpoints/*/ .mypy_cache .pytest_cache .ruff_cache

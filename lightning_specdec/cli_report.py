@@ -1,0 +1,140 @@
+"""How `decode` looks on a terminal: both outputs with the fate of each guess, and the table.
+
+Knows nothing of how the figures came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_specdec.inference import DecodeResult, RowResult
+
+_STYLES = {"kept": ("32", ""), "rejected": ("31;9", "x"), "corrected": ("33;1", "="), "bonus": ("36;1", "+")}
+"""Of each fate: the colour, and the mark that stands for it where there are no colours."""
+
+
+def decoded_text(
+    standard: DecodeResult | None, speculative: DecodeResult | None, *, colour: bool, logprobs: bool = False
+) -> str:
+    """Both ways' new tokens of each prompt."""
+    lines: list[str] = []
+    first = speculative or standard
+    if first is None:
+        return ""
+    for i, row in enumerate(first.rows):
+        lines.append(f"prompt {row.index}: {_join(row.prompt)}{_stop_note(row)}")
+        if standard is not None and i < len(standard.rows):
+            lines.append(f"  standard     {_join(standard.rows[i].tokens)}")
+        if speculative is not None:
+            lines.append(f"  speculative  {_with_fates(row, colour=colour)}")
+        if logprobs and row.logprobs is not None:
+            lines.append(f"  logprobs     {' '.join(f'{value:.3f}' for value in row.logprobs)}")
+    if speculative is not None:
+        legend = (_styled(f"{fate} guess" if fate in ("kept", "rejected") else fate, fate, colour) for fate in _STYLES)
+        lines.append(f"  ({', '.join(legend)})")
+    if standard is not None and speculative is not None:
+        lines.append(_comparison(standard, speculative))
+    return "\n".join([*lines, ""])
+
+
+def _join(tokens: list[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
+def _styled(text: str, fate: str, colour: bool) -> str:
+    code, mark = _STYLES[fate]
+    return f"\x1b[{code}m{text}\x1b[0m" if colour else f"{mark}{text}"
+
+
+def _with_fates(row: RowResult, *, colour: bool) -> str:
+    """A row's new tokens round by round, each rejected guess before its correction."""
+    words: list[str] = []
+    for each in row.rounds or []:
+        words += [_styled(str(token), "kept", colour) for token in each.drafted[: each.num_accepted]]
+        rejected = each.drafted[each.num_accepted : each.num_accepted + 1]
+        words += [_styled(str(token), "rejected", colour) for token in rejected]
+        if each.next_token is not None:
+            words.append(_styled(str(each.next_token), "corrected" if rejected else "bonus", colour))
+    return " ".join(words)
+
+
+def _stop_note(row: RowResult) -> str:
+    return f"  (stopped: {row.stop_reason})" if row.stop_reason != "length" else ""
+
+
+def _comparison(standard: DecodeResult, speculative: DecodeResult) -> str:
+    """One line on whether the outputs agree, and whether they should."""
+    pairs = list(zip(standard.tokens, speculative.tokens, strict=False))
+    differing = sum(sum(a != b for a, b in zip(x, y, strict=False)) + abs(len(x) - len(y)) for x, y in pairs)
+    total = sum(len(x) for x, _ in pairs)
+    same = f"{differing} of {total} new tokens differ from the standard output"
+    if not speculative.lossless:
+        kept = f"{speculative.num_changed} kept guesses are not what the target would have drawn there"
+        return f"{speculative.rule} is LOSSY: {same}; {kept}"
+    if differing == 0:
+        return f"{speculative.rule} is lossless: all {total} new tokens equal the standard output"
+    return f"{speculative.rule} is lossless in distribution: {same}, as two draws may"
+
+
+_ROWS = (
+    ("seconds", "seconds", "median over repeats, all prompts"),
+    ("tokens_per_second", "tokens_per_second", "new tokens / seconds"),
+    ("time_to_first_token", "time_to_first_token", "mean over prompts"),
+    ("block_efficiency", "block_efficiency", "new tokens / rounds"),
+    ("target_calls", "num_target_calls", ""),
+    ("draft_calls", "num_draft_calls", ""),
+    ("draft", "draft_seconds", "guessing"),
+    ("verify", "verify_seconds", "the target's calls"),
+    ("accept", "accept_seconds", "the verdict, and reading it"),
+    ("rest", "rest_seconds", "the loop itself"),
+)
+_FIGURES = (
+    ("walltime_speedup", "seconds standard / speculative; the target called alike, the draft fused"),
+    ("latency_reduction", "1 - 1 / walltime_speedup"),
+    ("predicted_speedup", "theory, from the acceptance rate and the costs above"),
+    ("equal_treatment_speedup", "the target fused and rolled out on the standard side too"),
+    ("equal_treatment_ceiling", "the most that can be had there: every guess kept, a loop that costs nothing"),
+    ("acceptance_rate", "guesses kept / tested"),
+    ("draft_utilization", "guesses kept / proposed"),
+    ("warmup_seconds", "before the clock: warm-up runs, and compilation if any"),
+)
+
+
+def summary_table(summary: Mapping[str, Any], *, num_prompts: int, manifest: Mapping[str, Any]) -> str:
+    """The figures of a benchmark, both ways side by side."""
+    sides = [name for name in ("standard", "speculative") if summary[name] is not None]
+    lines = [f"{'':<24}" + "".join(f"{name:>14}" for name in sides)]
+    for label, key, note in _ROWS:
+        cells = [_cell(key, summary[name][key]) for name in sides]
+        if any(cell != "-" for cell in cells):
+            lines.append(f"{label:<24}" + "".join(f"{cell:>14}" for cell in cells) + (f"  {note}" if note else ""))
+    for name in sides:
+        first, third = summary[name]["seconds_quartiles"]
+        repeats = len(summary[name]["runs"]["seconds"])
+        spread = f"{_cell('seconds', first)} to {_cell('seconds', third)}"
+        lines.append(f"{'quartiles':<24}  {name}: {spread} ({repeats} repeats)")
+    lines.append("")
+    for key, note in _FIGURES:
+        if summary.get(key) is not None:
+            lines.append(f"{key:<24}{_cell(key, summary[key]):>14}  {note}")
+    lines.append("")
+    lines.append(
+        f"{num_prompts} prompts on {manifest['device']} ({manifest['processor']}), {manifest['threads']} threads, "
+        f"torch {manifest['torch']}, commit {manifest['commit']}"
+    )
+    return "\n".join(lines)
+
+
+def _cell(key: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if key in ("seconds", "time_to_first_token") or (key.endswith("_seconds") and key != "warmup_seconds"):
+        return f"{value * 1000:.3f} ms"
+    if key == "warmup_seconds":
+        return f"{value:.2f} s"
+    if key == "tokens_per_second":
+        return f"{value:,.0f}"
+    if key.startswith("num_"):
+        return str(value)
+    return f"{value:.2f}"

@@ -1,0 +1,66 @@
+"""What a number must be read beside: machine, versions, commit, options.
+
+Knows nothing of what was measured.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_specdec import __version__
+
+
+def manifest(
+    *, options: Mapping[str, Any], device: torch.device, checkpoint: str | os.PathLike[str] | None = None
+) -> dict[str, Any]:
+    """Plain values that say where and how something was measured."""
+    return {
+        "lightning_specdec": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "threads": torch.get_num_threads(),
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "checkpoint_sha256": sha256(Path(checkpoint).read_bytes()).hexdigest() if checkpoint else None,
+        "options": dict(options),
+    }
+
+
+def _processor() -> str:
+    """The processor's name, where the system tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The git commit of this source tree, if it is one; with a + when files were changed since."""
+    here = Path(__file__).parent
+    try:
+        commit = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        dirty = subprocess.run(
+            ["git", "-C", str(here), "status", "--porcelain", "--untracked-files=no"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return f"{commit}+" if dirty else commit

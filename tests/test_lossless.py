@@ -1,0 +1,176 @@
+"""Laws 1, 3 and 4: the same tokens as standard decoding; all of a perfect draft is kept, nothing of a wrong one."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+
+from lightning_specdec.drafters import DRAFTERS, ModelDrafter
+from lightning_specdec.inference import autoregressive_decode, speculative_decode
+from lightning_specdec.rules import RULES, Sampling
+
+GREEDY = Sampling()
+SAMPLINGS = {
+    "t1": Sampling(1.0),
+    "hot": Sampling(1.7),
+    "top_k": Sampling(1.0, top_k=3),
+    "top_p": Sampling(0.8, top_p=0.7),
+    "min_p": Sampling(1.2, min_p=0.2),
+    "all": Sampling(0.9, top_k=6, top_p=0.9, min_p=0.05),
+}
+
+
+def test_every_registered_drafter_is_among_the_cases() -> None:
+    named = {type(cases.drafter(name, "rnn")) for name in cases.DRAFTERS}
+    assert set(DRAFTERS.values()) <= named
+
+
+def test_every_rule_is_among_the_cases() -> None:
+    assert set(RULES) == set(cases.RULES) and len(cases.LOSSLESS) >= 2
+
+
+@pytest.mark.parametrize("window", range(1, 9))
+@pytest.mark.parametrize("rule", cases.LOSSLESS)
+@pytest.mark.parametrize("drafter", cases.DRAFTERS)
+@pytest.mark.parametrize("target", cases.MODELS)
+def test_greedy_speculative_equals_autoregressive(target: str, drafter: str, rule: str, window: int) -> None:
+    result = speculative_decode(
+        cases.target(target),
+        cases.drafter(drafter, target),
+        cases.PROMPTS,
+        max_new_tokens=10,
+        num_draft_tokens=window,
+        rule=cases.RULES[rule](),
+        eos=cases.EOS,
+    )
+    standard = cases.standard(target, GREEDY, 10)
+    assert result.tokens == standard.tokens
+    assert [row.stop_reason for row in result.rows] == [row.stop_reason for row in standard.rows]
+
+
+@pytest.mark.parametrize("target", cases.MODELS)
+def test_the_prompts_of_the_law_above_stop_at_eos_inside_a_block_and_at_their_length(target: str) -> None:
+    result = speculative_decode(
+        cases.target(target), cases.drafter("itself", target), cases.PROMPTS, max_new_tokens=10, eos=cases.EOS
+    )
+    assert {row.stop_reason for row in result.rows} == {"eos", "length"}
+    last_rounds = [row.rounds[-1] for row in result.rows if row.stop_reason == "eos" and row.rounds]
+    assert any(last.next_token is None for last in last_rounds), "no row stops before the end of its block"
+    assert len(set(map(tuple, result.tokens))) == len(cases.PROMPTS), "the rows are alike: mixed-up rows would not show"
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
+@pytest.mark.parametrize("rule", cases.LOSSLESS)
+@pytest.mark.parametrize("drafter", ["near", "itself", "ragged"])
+@pytest.mark.parametrize("target", cases.MODELS)
+def test_a_window_larger_than_what_is_wanted_gives_no_token_too_many(
+    target: str, drafter: str, rule: str, max_new_tokens: int
+) -> None:
+    result = speculative_decode(
+        cases.target(target),
+        cases.drafter(drafter, target),
+        cases.PROMPTS,
+        max_new_tokens=max_new_tokens,
+        num_draft_tokens=8,
+        rule=cases.RULES[rule](),
+    )
+    assert result.tokens == cases.standard(target, GREEDY, max_new_tokens, None).tokens
+    assert all(len(row.tokens) == max_new_tokens for row in result.rows)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("drafter", cases.DRAFTERS)
+@pytest.mark.parametrize("target", cases.MODELS)
+def test_exact_match_equals_autoregressive_at_every_temperature(target: str, drafter: str, sampling: str) -> None:
+    for window in (1, 3, 6):
+        result = speculative_decode(
+            cases.target(target),
+            cases.drafter(drafter, target),
+            cases.PROMPTS,
+            max_new_tokens=10,
+            num_draft_tokens=window,
+            sampling=SAMPLINGS[sampling],
+            eos=cases.EOS,
+        )
+        assert result.tokens == cases.standard(target, SAMPLINGS[sampling], 10).tokens
+
+
+@pytest.mark.parametrize("rule", cases.LOSSLESS)
+@pytest.mark.parametrize("drafter", ["near", "ragged"])
+@pytest.mark.parametrize("target", cases.MODELS)
+def test_logprobs_are_the_targets_own(target: str, drafter: str, rule: str) -> None:
+    model = cases.target(target)
+    result = speculative_decode(
+        model,
+        cases.drafter(drafter, target),
+        cases.PROMPTS,
+        max_new_tokens=9,
+        rule=cases.RULES[rule](),
+        sampling=Sampling(1.0),
+        eos=cases.EOS,
+        logprobs=True,
+    )
+    for row in result.rows:
+        scores = model(torch.tensor([row.prompt + row.tokens])).logits[0].detach().log_softmax(-1)
+        scores = scores[len(row.prompt) - 1 :]
+        assert row.logprobs == pytest.approx([float(scores[i, token]) for i, token in enumerate(row.tokens)], abs=1e-4)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0), Sampling(0.8, top_p=0.7)], ids=["greedy", "t1", "top_p"])
+@pytest.mark.parametrize("rule", cases.LOSSLESS)
+@pytest.mark.parametrize("window", [1, 3, 5])
+@pytest.mark.parametrize("target", cases.MODELS)
+def test_a_drafter_that_is_the_target_accepts_everything(
+    target: str, window: int, rule: str, sampling: Sampling
+) -> None:
+    result = speculative_decode(
+        cases.target(target),
+        ModelDrafter(cases.target(target)),
+        cases.PROMPTS,
+        max_new_tokens=2 * (window + 1),
+        num_draft_tokens=window,
+        rule=cases.RULES[rule](),
+        sampling=sampling,
+    )
+    assert result.acceptance_rate == 1.0
+    assert result.block_efficiency == window + 1
+    assert result.num_target_calls == 2
+    assert [row.block_efficiency for row in result.rows] == [window + 1] * len(cases.PROMPTS)
+
+
+@pytest.mark.parametrize("target", cases.MODELS)
+def test_the_fused_target_as_the_draft_accepts_everything(target: str) -> None:
+    model = cases.target(target)
+    result = speculative_decode(model, ModelDrafter(model.fused()), cases.PROMPTS, max_new_tokens=12)
+    assert result.block_efficiency == 4
+
+
+@pytest.mark.parametrize("rule", cases.LOSSLESS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("target", cases.MODELS)
+def test_a_drafter_that_is_always_wrong_costs_target_calls_but_no_token(
+    target: str, temperature: float, rule: str
+) -> None:
+    if temperature and rule == "RejectionSampling":
+        pytest.skip("no guess is surely wrong where every token has a chance")
+    sampling = Sampling(temperature)
+    result = speculative_decode(
+        cases.target(target),
+        cases.drafter("wrong", target),
+        cases.PROMPTS,
+        max_new_tokens=8,
+        num_draft_tokens=3,
+        rule=cases.RULES[rule](),
+        sampling=sampling,
+    )
+    assert result.block_efficiency == 1.0
+    assert result.acceptance_rate == 0.0
+    assert result.tokens == cases.standard(target, sampling, 8, None).tokens
+
+
+def test_seven_tokens_from_a_good_draft_with_a_window_of_three_cost_two_target_calls() -> None:
+    target = cases.target("rnn")
+    result = speculative_decode(target, ModelDrafter(target), [[1, 2, 3]], max_new_tokens=7, num_draft_tokens=3)
+    assert result.num_target_calls == 2
+    assert autoregressive_decode(target, [[1, 2, 3]], max_new_tokens=7).num_target_calls == 7
