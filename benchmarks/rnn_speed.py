@@ -118,9 +118,9 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{row['rule']:<17} T={row['temperature']:.0f} {row['prompts']:<6} {row['draft']:<8} "
         f"k={row['num_draft_tokens']}: speedup {row['walltime_speedup']:.2f} | "
-        f"equal {row['equal_treatment_speedup']:.2f} ceiling {row['equal_treatment_ceiling']:.2f} | predicted {row['predicted_speedup']:.2f} | "
-        f"acceptance {row['acceptance_rate']:.2f} block {row['block_efficiency']:.2f} | "
-        f"loop {row['loop_microseconds']:.0f} us{bar}"
+        f"equal {row['equal_treatment_speedup']:.2f} ceiling {row['equal_treatment_ceiling']:.2f} | "
+        f"predicted {row['predicted_speedup']:.2f} | acceptance {row['acceptance_rate']:.2f} "
+        f"block {row['block_efficiency']:.2f} | loop {row['loop_microseconds']:.0f} us{bar}"
     )
 
 

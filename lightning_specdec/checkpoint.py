@@ -8,10 +8,15 @@ the ranges. Networks are built without memory (on the meta device) and take the 
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import struct
 import tempfile
-from collections.abc import Sequence
+import warnings
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +30,23 @@ from lightning_specdec.models import MODELS, LanguageModel
 
 KEY = "lightning_specdec"
 FORMAT = 1
-_FLOATS = {"torch.float64", "torch.float32", "torch.bfloat16", "torch.float16"}
-_BROKEN = (pickle.UnpicklingError, OSError, EOFError, KeyError, RuntimeError, UnicodeDecodeError, ValueError, TypeError)
+_FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+_DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, ValueError, OverflowError, RuntimeError)
+_BROKEN = (
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What reading a file of somebody else's making can raise."""
 
 
 @dataclass
@@ -80,6 +100,10 @@ def save(
     weights |= {f"drafter.{name}": value for name, value in drafter.state_dict().items()}
     content = {KEY: describe(target, drafter, prompts=prompts, recipe=recipe or {}), "state_dict": weights}
     path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory: name the file to write in it")
+    if path.parent.exists() and not path.parent.is_dir():
+        raise ValueError(f"{path} cannot be written, for {path.parent} is no directory: choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
@@ -107,29 +131,52 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{path} is a directory: name the checkpoint file in it")
     if path.stat().st_size == 0:
         raise ValueError(f"{path} is empty: the copy or the run that wrote it was cut off; make it again")
+    _check_whole(path)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the kinds of tensors that other programs store
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except _BROKEN as error:
-        raise ValueError(_why_unreadable(path, error)) from error
+        if isinstance(error, pickle.UnpicklingError) and ("GLOBAL" in str(error) or "class" in str(error)):
+            raise ValueError(
+                f"{path} asks to run code when it is opened, so it was refused: take checkpoints only from this program"
+            ) from error
+        raise ValueError(_foreign(path)) from error
     if not isinstance(content, dict) or not isinstance(content.get(KEY), dict):
         raise ValueError(f"{path} is no checkpoint of this program: it has no {KEY!r} entry; train one with `fit`")
-    if content[KEY].get("format") != FORMAT:
-        found = content[KEY].get("format")
-        raise ValueError(f"{path} has checkpoint format {found!r}, this version reads {FORMAT}: update or train anew")
+    found = content[KEY].get("format")
+    if type(found) is not int or found != FORMAT:
+        found = _short(repr(found), 40)
+        raise ValueError(f"{path} has checkpoint format {found}, this version reads {FORMAT}: update or train anew")
     weights = content.get("state_dict")
-    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+    if not isinstance(weights, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()
+    ):
         raise ValueError(f"{path} holds no weights: the run that wrote it was cut off; make it again")
     return content
 
 
-def _why_unreadable(path: Path, error: Exception) -> str:
+def _check_whole(path: Path) -> None:
+    """Raise ValueError unless this is an archive as torch writes it and every byte of it is as it was written."""
     with path.open("rb") as file:
-        head = file.read(4)
-    if isinstance(error, pickle.UnpicklingError) and "Weights only load failed" in str(error) and head[:2] == b"PK":
-        return f"{path} asks to run code when it is opened, so it was refused: take checkpoints only from this program"
-    if head[:2] == b"PK":
-        return f"{path} is truncated or damaged: copy it again, or go back to another checkpoint of that run"
-    return f"{path} is no checkpoint: expected the file that `lightning_specdec fit` writes"
+        head = file.read(2)
+    if head != b"PK":
+        raise ValueError(_foreign(path))
+    stored = True
+    try:
+        with zipfile.ZipFile(path) as archive:
+            stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
+            whole = stored and archive.testzip() is None
+    except _DAMAGED:
+        whole = False
+    if not stored:
+        raise ValueError(_foreign(path))
+    if not whole:
+        raise ValueError(f"{path} is truncated or damaged: copy it again, or go back to another checkpoint of that run")
+
+
+def _foreign(path: Path) -> str:
+    return f"{path} is no checkpoint of this program: expected the file that `lightning_specdec fit` writes"
 
 
 def load(path: str | os.PathLike[str]) -> Checkpoint:
@@ -147,27 +194,69 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
         for name, module in (("target", target), ("drafter", drafter)):
             prefix = f"{name}."
             own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-            if len(kinds := {str(value.dtype) for value in own.values()}) > 1 or not kinds <= _FLOATS:
-                raise ValueError(f"the weights of the {name} are {sorted(kinds)}, expected one floating-point kind")
+            _check_weights(name, own, module.state_dict())
             module.load_state_dict(own, strict=True, assign=True)
         drafter.check_target(target)
-        prompts = [list(prompt) for prompt in described.get("prompts", [])]
+        prompts = described.get("prompts")
+        if not isinstance(prompts, list) or not all(isinstance(prompt, list) for prompt in prompts):
+            raise ValueError("its prompts are no lists of tokens")
         for prompt in prompts:
             check_prompt(prompt, target.vocab_size, "a stored prompt")
+        recipe = _plain(described.get("recipe"))
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path} does not describe its own weights: {reason[:300]}") from error
-    recipe = described.get("recipe")
-    training = {key: content[key] for key in ("epoch", "global_step") if isinstance(content.get(key), int)}
-    return Checkpoint(target.eval(), drafter.eval(), prompts, recipe if isinstance(recipe, dict) else {}, training)
+        reason = _short(" ".join(str(error).split()), 300)
+        raise ValueError(f"{path} is no usable checkpoint, train another: {reason}") from error
+    training = {key: content[key] for key in ("epoch", "global_step") if type(content.get(key)) is int}
+    return Checkpoint(target.eval(), drafter.eval(), prompts, recipe, training)
+
+
+def _check_weights(owner: str, given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless the given weights are those that the description wants, whole and finite."""
+    if missing := wanted.keys() - given.keys():
+        raise ValueError(
+            f"the weights of the {owner} lack {min(missing)} ({len(missing)} of {len(wanted)} are missing)"
+        )
+    if foreign := given.keys() - wanted.keys():
+        raise ValueError(f"among the weights of the {owner} is {_short(min(foreign), 80)!r}, which it has no place for")
+    for name, value in given.items():
+        if value.shape != wanted[name].shape:
+            shapes = f"{tuple(value.shape)}, its description says {tuple(wanted[name].shape)}"
+            raise ValueError(f"the shape of the {owner}'s {name} is {shapes}")
+        if value.dtype not in _FLOATS or value.layout != torch.strided or value.device.type != "cpu":
+            kind = f"{value.dtype}, {value.layout}, on {value.device}"
+            raise ValueError(f"the {owner}'s {name} is no plain floating-point tensor ({kind})")
+        if value.untyped_storage().nbytes() < value.numel() * value.element_size():
+            raise ValueError(f"the {owner}'s {name} claims more numbers than the file holds")
+        if not value.isfinite().all():
+            raise ValueError(f"the {owner}'s {name} is not finite: its training diverged, so lower the learning rate")
+    if len(kinds := {str(value.dtype) for value in given.values()}) > 1:
+        raise ValueError(f"the weights of the {owner} are of several kinds: {', '.join(sorted(kinds))}")
+
+
+def _plain(recipe: object) -> dict[str, Any]:
+    """The recipe, if it is a dictionary of plain values and nothing else."""
+    try:
+        plain = json.loads(json.dumps(recipe))
+    except (TypeError, ValueError, RecursionError):
+        plain = None
+    if not isinstance(plain, dict):
+        raise ValueError("its recipe is no dictionary of plain values")
+    return plain
+
+
+def _short(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[:length]}..."
 
 
 def _build(spec: object, registry: dict[str, Any]) -> Any:
     """An object of a registered class from its description."""
     if not isinstance(spec, dict) or not isinstance(spec.get("arguments"), dict):
-        raise ValueError(f"expected a class and its arguments, got {str(spec)[:80]!r}")
+        raise ValueError(f"expected a class and its arguments, got {_short(repr(spec), 80)}")
     name = spec.get("class")
-    if name not in registry:
-        raise ValueError(f"{str(name)[:80]!r} is none of the classes that a checkpoint may name: {', '.join(registry)}")
+    if not isinstance(name, str) or name not in registry:
+        raise ValueError(f"{_short(repr(name), 80)} is none of the classes that may stand there: {', '.join(registry)}")
     arguments = {k: _build(v, MODELS) if isinstance(v, dict) else v for k, v in spec["arguments"].items()}
-    return registry[name](**arguments)
+    built = registry[name](**arguments)
+    if foreign := arguments.keys() - built.arguments().keys():
+        raise ValueError(f"a checkpoint's {name} has no argument {_short(min(foreign), 80)!r}")
+    return built

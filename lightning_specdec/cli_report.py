@@ -65,9 +65,12 @@ def _stop_note(row: RowResult) -> str:
 
 def _comparison(standard: DecodeResult, speculative: DecodeResult) -> str:
     """One line on whether the outputs agree, and whether they should."""
-    pairs = list(zip(standard.tokens, speculative.tokens, strict=False))
-    differing = sum(sum(a != b for a, b in zip(x, y, strict=False)) + abs(len(x) - len(y)) for x, y in pairs)
-    total = sum(len(x) for x, _ in pairs)
+    differing = total = 0
+    for one, other in zip(standard.rows, speculative.rows, strict=False):
+        settled = [len(row.tokens) for row in (one, other) if row.stop_reason == "interrupted"]
+        expected, got = (row.tokens[: min(settled)] if settled else row.tokens for row in (one, other))
+        differing += sum(a != b for a, b in zip(expected, got, strict=False)) + abs(len(expected) - len(got))
+        total += len(expected)
     same = f"{differing} of {total} new tokens differ from the standard output"
     if not speculative.lossless:
         kept = f"{speculative.num_changed} kept guesses are not what the target would have drawn there"

@@ -9,7 +9,9 @@ import json
 import logging
 import os
 import platform
+import re
 import sys
+import warnings
 from argparse import Namespace
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -25,20 +27,25 @@ from lightning_specdec.cli_report import decoded_text, summary_table
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.inference import DecodeInterrupted, DecodeResult
+from lightning_specdec.inference.rows import check_prompt
 from lightning_specdec.manifest import manifest
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import RULES, AcceptanceRule, Sampling
 
 log = logging.getLogger("lightning_specdec")
+MAX_THREADS = 1024
+MAX_TOKENS = 2**20
+"""More than any model here can hold in memory, and less than what overflows a size."""
+_TOKEN = re.compile(r"[+-]?[0-9]{1,40}")
 
 
 def decode(options: Namespace) -> int:
     """Decode both ways, show the outputs, measure."""
     _set_up_logs(options.log_level, json_lines=options.log_json)
     if options.threads is not None:
-        torch.set_num_threads(require_int("threads", options.threads, 1))
-    require_int("num_draft_tokens", options.num_draft_tokens, 1)
-    require_int("max_new_tokens", options.max_new_tokens, 1)
+        torch.set_num_threads(require_int("threads", options.threads, 1, MAX_THREADS))
+    require_int("num_draft_tokens", options.num_draft_tokens, 1, MAX_TOKENS)
+    require_int("max_new_tokens", options.max_new_tokens, 1, MAX_TOKENS)
     require_int("repeats", options.repeats, 1)
     require_int("batch_size", options.batch_size, 1)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
@@ -47,7 +54,9 @@ def decode(options: Namespace) -> int:
     decoder = SpeculativeDecoder.from_checkpoint(
         options.ckpt, device=find_device(options.device), dtype=options.dtype and getattr(torch, options.dtype)
     )
-    prompts = decoder.prompts if given is None else given
+    for where, prompt in given or []:
+        check_prompt(prompt, decoder.target.vocab_size, where)
+    prompts = decoder.prompts if given is None else [prompt for _, prompt in given]
     if not prompts:
         raise ValueError(f"{options.ckpt} keeps no prompts of its own: give some with --prompt")
     compile_seconds = _compile(decoder, options.num_draft_tokens, sampling) if options.compile else 0.0
@@ -80,11 +89,12 @@ def decode(options: Namespace) -> int:
         )
         summary, interrupted = bench.summary(), bench.interrupted
         summary["warmup_seconds"] += compile_seconds
-    except DecodeInterrupted as stop:
-        if stop.result.rule is None:
-            standard = stop.result
-        else:
-            speculative = stop.result
+    except KeyboardInterrupt as stop:
+        if isinstance(stop, DecodeInterrupted):
+            if stop.result.rule is None:
+                standard = stop.result
+            else:
+                speculative = stop.result
         summary, interrupted = {}, True
     found = manifest(options=vars(options), checkpoint=options.ckpt, device=decoder.target.device)
     if options.output == "json":
@@ -108,8 +118,8 @@ def make_rule(options: Namespace) -> AcceptanceRule:
     return RULES[options.rule](**given)
 
 
-def read_prompts(prompts: list[str], path: str | None) -> list[list[int]] | None:
-    """The prompts of the options, None when there are none: lines of tokens, or of JSON lists."""
+def read_prompts(prompts: list[str], path: str | None) -> list[tuple[str, list[int]]] | None:
+    """The prompts of the options with their places, None when there are none: lines of tokens, or of JSON lists."""
     lines: list[tuple[str, str]] = []
     for i, text in enumerate(prompts, start=1):
         lines += _lines("stdin", sys.stdin.read()) if text == "-" else [(f"--prompt {i}", text)]
@@ -125,7 +135,7 @@ def read_prompts(prompts: list[str], path: str | None) -> list[list[int]] | None
         return None
     if not lines:
         raise ValueError("there is no prompt: give at least one line of tokens, as `1 2 3`")
-    return [_parse_prompt(where, text) for where, text in lines]
+    return [(where, _parse_prompt(where, text)) for where, text in lines]
 
 
 def _lines(name: str, text: str) -> list[tuple[str, str]]:
@@ -133,22 +143,23 @@ def _lines(name: str, text: str) -> list[tuple[str, str]]:
 
 
 def _parse_prompt(where: str, text: str) -> list[int]:
-    words = text.strip().strip("[]").replace(",", " ").split()
+    words = text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
     if not words:
         raise ValueError(f"{where}: the prompt is empty, give at least one token, as `1 2 3`")
-    try:
-        return [int(word) for word in words]
-    except ValueError:
-        wrong = next(word for word in words if not word.lstrip("+-").isdigit())
-        raise ValueError(f"{where}: {wrong!r} is no token, give integers, as `1 2 3`") from None
+    for word in words:
+        if not _TOKEN.fullmatch(word):
+            raise ValueError(f"{where}: {word[:40]!r} is no token, give integers, as `1 2 3`")
+    return [int(word) for word in words]
 
 
 def find_device(name: str) -> torch.device:
     """The device, if this machine has it and torch can use it."""
     try:
-        device = torch.device(name)
-        torch.empty(1, device=device).tolist()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of names that torch is giving up
+            device = torch.device(name)
+            torch.empty(1, device=device).tolist()
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise ValueError(
             f"there is no usable device {name!r} here: try --device cpu (`lightning_specdec env`)"
         ) from error
@@ -191,7 +202,7 @@ def info(options: Namespace) -> int:
     print(f"prompts     {json.dumps(loaded.prompts)}")
     for name, values in (("recipe", loaded.recipe), ("training", loaded.training)):
         for key, value in values.items():
-            print(f"{name:<11} {str(key)!s}: {json.dumps(value)}")
+            print(f"{name:<11} {json.dumps(key)[1:-1]}: {json.dumps(value)}")
     return 0
 
 

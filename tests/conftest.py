@@ -1,4 +1,4 @@
-"""What every test stands on: shapes checked, invariants checked, one thread."""
+"""What every test stands on: shapes checked, one thread."""
 
 from __future__ import annotations
 
@@ -16,8 +16,5 @@ jaxtyping.install_import_hook("lightning_specdec", "shape_checker.check")
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_thread_and_checked_invariants() -> None:
-    import lightning_specdec.models.state as state
-
+def _one_thread() -> None:
     torch.set_num_threads(1)
-    state.CHECK_INVARIANTS = True

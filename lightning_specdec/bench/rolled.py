@@ -42,7 +42,7 @@ def rolled_decode(
     stops = check_eos(eos, model.vocab_size)
     timer, num_steps = PhaseTimer(model.device), 0
     rows = [Row(number, text, max_new_tokens=max_new_tokens, eos=stops, speculative=False) for number, text in batch]
-    noise = torch.zeros(len(rows), max_new_tokens + chunk)
+    noise: torch.Tensor | None = None
     if not sampling.greedy:
         tables = [noise_table(seed, row.index, max_new_tokens + chunk)[:, Purpose.CORRECT] for row in rows]
         noise = torch.stack(tables).to(model.device)
@@ -51,8 +51,8 @@ def rolled_decode(
     done = 0
     while any(row.live for row in rows):
         size = min(chunk, max_new_tokens - done)
-        head = torch.tensor([[len(text) - 2, text[-2:][0], text[-1]] for text in texts], device=model.device)
-        context = Context(texts, head[:, 1:], head[:, 0], noise[:, done : done + size])
+        tail = torch.tensor([text[-2:] if len(text) > 1 else text * 2 for text in texts], device=model.device)
+        context = Context(texts, tail, None if noise is None else noise[:, done : done + size])
         timer.lap("rest")
         draft = rollout.propose(state, context, [size] * len(rows), sampling)
         timer.lap("verify")

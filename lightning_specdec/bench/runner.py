@@ -5,6 +5,7 @@ Knows nothing of how the ways decode, nor of how the figures are shown.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -186,6 +187,8 @@ def interleave(
     numbers = list(range(len(prompts)))
     batches = [numbers[i : i + batch_size] for i in range(0, len(numbers), batch_size)]
     runs, interrupted = {name: Runs() for name in ways}, False
+    collecting = gc.isenabled()
+    gc.disable()  # as timeit does: a collection falls on whichever way happens to run
     warm = started = time.perf_counter()
     try:
         for i in range(warmup + repeats):
@@ -200,4 +203,7 @@ def interleave(
                     runs[name].results.append(merge_results(results))
     except KeyboardInterrupt:
         interrupted = True
+    finally:
+        if collecting:
+            gc.enable()
     return {name: each for name, each in runs.items() if each.seconds}, warm - started, interrupted

@@ -26,15 +26,13 @@ class Context:
     Args:
         texts: every row's tokens so far, prompt included, on the host. Rows that are not live have a text too.
         tail: the last two tokens of every row, on the device; a one-token text repeats its token.
-        tail_start: the position of the first of them: length of the text - 2 (-1 for a one-token text).
-        uniform: `[B, K]`, numbers in [0, 1) for drawing the K guesses.
+        uniform: `[B, K]`, numbers in [0, 1) for drawing the K guesses; None where nothing is drawn at random.
         wants_logits: whether the rule compares the draft's logits.
     """
 
     texts: Sequence[Sequence[int]]
     tail: Int[Tensor, "B 2"]
-    tail_start: Int[Tensor, "B"]
-    uniform: Float[Tensor, "B K"]
+    uniform: Float[Tensor, "B K"] | None
     wants_logits: bool = False
 
 

@@ -15,6 +15,7 @@ import os
 import shutil
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,6 +88,7 @@ class CompiledDrafter(ModelDrafter):
         self.num_draft_tokens = num_draft_tokens
         self.compiled_sampling = drafter.sampling or sampling
         self._weights = fused.weights()
+        self._no_noise = torch.zeros(1, num_draft_tokens)
         self._hidden_size = fused.num_layers * fused.hidden_size
         program = _Program(fused, num_draft_tokens, self.compiled_sampling)
         path = self._path(cache_dir or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser())
@@ -129,7 +131,7 @@ class CompiledDrafter(ModelDrafter):
         self,
         state: DecodeState,
         tokens: Int[Tensor, "B T"],
-        valid_lengths: Int[Tensor, "B"] | None,
+        valid_lengths: Sequence[int] | None,
         num_guesses: int,
         context: Context,
         sampling: Sampling,
@@ -142,13 +144,14 @@ class CompiledDrafter(ModelDrafter):
         if num_tokens > 2:
             self.model(tokens[:, :-2], state, logits_for=slice(0, 0))
             tokens = tokens[:, -2:]
-        uniform = context.uniform
-        if num_guesses < self.num_draft_tokens:
-            uniform = nn.functional.pad(uniform, (0, self.num_draft_tokens - num_guesses))
+        uniform = self._no_noise if context.uniform is None else context.uniform
+        if (missing := self.num_draft_tokens - uniform.shape[1]) > 0:
+            uniform = nn.functional.pad(uniform, (0, missing))
         # Compiled code takes the strides of its example for granted.
         guesses, states, logits, probs = self._run([*self._weights, tokens, state.hidden(), uniform.contiguous()])
         state.append(states)
-        if num_guesses < self.num_draft_tokens:
-            guesses, logits, probs = guesses[:, :num_guesses], logits[:, :num_guesses], probs[:, :num_guesses]
-        certain = self.compiled_sampling.greedy
-        return guesses, None if certain else probs, logits if context.wants_logits else None
+        return (
+            guesses[:, :num_guesses],
+            None if self.compiled_sampling.greedy else probs[:, :num_guesses],
+            logits[:, :num_guesses] if context.wants_logits else None,
+        )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import le
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,14 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class ModelDraftState(DraftState):
-    """The model's state, and how many tokens of each row it has consumed, as the host knows it."""
+    """The state of the draft's model."""
 
     model_state: DecodeState
-    consumed: list[int]
 
     def select(self, rows: Sequence[int]) -> None:
-        self.model_state.select(torch.tensor(rows, device=self.model_state.lengths.device))
-        self.consumed = [0 if row < 0 else self.consumed[row] for row in rows]
+        self.model_state.select(rows)
 
 
 class ModelDrafter(Drafter):
@@ -68,14 +67,13 @@ class ModelDrafter(Drafter):
         return ModelDrafter(self.model.fused(), sampling=self.sampling)
 
     def init_state(self, batch_size: int, max_length: int) -> ModelDraftState:
-        return ModelDraftState(self.model.init_state(batch_size, max_length), [0] * batch_size)
+        return ModelDraftState(self.model.init_state(batch_size, max_length))
 
     def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
         assert isinstance(state, ModelDraftState)
-        tokens, valid_lengths = self._unread(state, context)
+        tokens, valid_lengths = self._unread(state.model_state, context)
         num_guesses = max(windows)
         guesses, probs, logits = self.roll(state.model_state, tokens, valid_lengths, num_guesses, context, sampling)
-        state.consumed = [len(text) + num_guesses - 1 for text in context.texts]
         even = min(windows) == num_guesses
         lengths = None if even else torch.tensor(windows, device=guesses.device)
         return Draft(guesses, lengths, probs, logits, num_calls=num_guesses)
@@ -84,14 +82,14 @@ class ModelDrafter(Drafter):
         self,
         state: DecodeState,
         tokens: Int[Tensor, "B T"],
-        valid_lengths: Int[Tensor, "B"] | None,
+        valid_lengths: Sequence[int] | None,
         num_guesses: int,
         context: Context,
         sampling: Sampling,
     ) -> tuple[Int[Tensor, "B K"], Float[Tensor, "B K V"] | None, Float[Tensor, "B K V"] | None]:
         """Read tokens and guess: the guesses, the distributions that they were drawn from, the logits if wanted."""
         sampling = self.sampling or sampling
-        uniform = context.uniform.unbind(1)
+        uniform = [None] * num_guesses if context.uniform is None else context.uniform.unbind(1)
         all_probs: list[Tensor] = []
         all_logits: list[Tensor] = []
 
@@ -110,24 +108,23 @@ class ModelDrafter(Drafter):
             torch.stack(all_logits, dim=1) if all_logits else None,
         )
 
-    def _unread(self, state: ModelDraftState, context: Context) -> tuple[Tensor, Tensor | None]:
+    def _unread(self, state: DecodeState, context: Context) -> tuple[Int[Tensor, "B T"], list[int] | None]:
         """The tokens to read before guessing, right-padded, and how many of each row's are real (None: all)."""
-        starts = [min(n, len(text) - 2) for n, text in zip(state.consumed, context.texts, strict=True)]
-        if all(start >= 0 and start == len(text) - 2 for start, text in zip(starts, context.texts, strict=True)):
-            state.model_state.truncate(context.tail_start)
-            state.model_state.commit(context.tail_start)
+        tails = [len(text) - 2 for text in context.texts]
+        if min(tails) >= 0 and all(map(le, tails, state.consumed)):
+            state.truncate(tails)
+            state.commit(tails)
             return context.tail, None
-        device = context.tail.device
-        starts = [max(start, 0) for start in starts]
+        starts = [min(length, max(tail, 0)) for length, tail in zip(state.consumed, tails, strict=True)]
         if starts != state.consumed:
-            state.model_state.truncate(torch.tensor(starts, device=device))
+            state.truncate(starts)
         unread = [text[start:] for start, text in zip(starts, context.texts, strict=True)]
-        return pad(unread, device)
+        return pad(unread, context.tail.device)
 
 
-def pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B"] | None]:
+def pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Int[Tensor, "B T"], list[int] | None]:
     """Rows of tokens as one right-padded tensor, and their lengths where these differ."""
     lengths = [len(row) for row in rows]
     width = max(lengths)
     tokens = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
-    return tokens, None if min(lengths) == width else torch.tensor(lengths, device=device)
+    return tokens, None if min(lengths) == width else lengths

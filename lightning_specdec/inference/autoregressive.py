@@ -51,16 +51,18 @@ def autoregressive_decode(
     ]
     timer, num_calls, live = PhaseTimer(device), 0, rows
     try:
-        noise = torch.zeros(len(rows), 1, len(Purpose)).expand(-1, max_new_tokens, -1)
+        noise: torch.Tensor | None = None
         if not sampling.greedy:
             noise = torch.stack([noise_table(seed, row.index, max_new_tokens) for row in rows]).to(device)
         state = target.init_state(len(rows), max(row.max_length for row in rows))
         tokens, valid_lengths = pad([row.text for row in rows], device)
-        last = slice(-1, None) if valid_lengths is None else valid_lengths[:, None] - 1
+        last: torch.Tensor | slice = slice(-1, None)
+        if valid_lengths is not None:
+            last = torch.tensor([[length - 1] for length in valid_lengths], device=device)
         logits = target(tokens, state, valid_lengths=valid_lengths, logits_for=last).logits[:, -1]
         while True:
             timer.lap("verify")
-            chosen = sampling.sample(logits, noise[:, num_calls, Purpose.CORRECT])
+            chosen = sampling.sample(logits, None if noise is None else noise[:, num_calls, Purpose.CORRECT])
             scores = Sampling.log_probs(logits, chosen).tolist() if logprobs else None
             values = chosen.tolist()
             timer.lap("accept")
@@ -74,8 +76,9 @@ def autoregressive_decode(
             if (size := power_of_two(len(kept))) < len(live):
                 kept += [i for i, row in enumerate(live) if not row.live][: size - len(kept)]
                 index = torch.tensor(kept, device=device)
-                state.select(index)
-                live, chosen, noise = [live[i] for i in kept], chosen[index], noise[index]
+                state.select(kept)
+                live, chosen = [live[i] for i in kept], chosen[index]
+                noise = None if noise is None else noise[index]
             timer.lap("rest")
             logits = target(chosen[:, None], state).logits[:, -1]
     except KeyboardInterrupt:

@@ -81,9 +81,10 @@ class Session:
         num_slots = max_length + num_draft_tokens + 1
         self._target_state = target.init_state(batch_size, num_slots)
         self._draft_state = drafter.init_state(batch_size, num_slots)
-        self._fresh = [True] * batch_size  # rows of whose text the target has seen nothing
         self._random = not self.sampling.greedy or drafter.needs_noise(self.sampling)
-        self._noise = torch.zeros(batch_size, num_slots if self._random else 1, len(Purpose), device=self.device)
+        self._noise: Tensor | None = None
+        if self._random:
+            self._noise = torch.zeros(batch_size, num_slots, len(Purpose), device=self.device)
 
     def _vacant(self) -> Row:
         """A row that wants nothing: it takes part in every call like a finished one, and its tokens go nowhere."""
@@ -110,11 +111,11 @@ class Session:
         if slot is None:
             slot = len(self._rows)
             self._select([*range(slot), *[-1] * (power_of_two(slot + 1) - slot)])
-        elif not self._fresh[slot]:
+        elif self._target_state.consumed[slot]:
             self._select([-1 if i == slot else i for i in range(len(self._rows))])
         self._rows[slot] = row
         self._added.append(row)
-        if self._random:
+        if self._noise is not None:
             table = noise_table(self.seed, index, max_new_tokens)
             self._noise[slot, :max_new_tokens] = table.to(self.device)
         return row
@@ -131,16 +132,16 @@ class Session:
             return []
         self._shrink()
         rows = self._rows
-        head = torch.tensor([_head(row.text, row.num_new) for row in rows], device=self.device)
+        tail = torch.tensor([row.text[-2:] if len(row.text) > 1 else row.text * 2 for row in rows], device=self.device)
         windows = [min(self.num_draft_tokens, row.remaining - 1) if row.live else 0 for row in rows]
-        noise = self._round_noise(head, max(windows) + 1)
+        noise = self._round_noise(max(windows) + 1)
         self.timer.lap("rest")
-        draft = self._propose(head, windows, noise)
+        draft = self._propose(tail, windows, noise)
         self.timer.lap("draft")
-        output = self._verify(head, draft)
+        output = self._verify(tail, draft)
         self.timer.lap("verify")
-        if (num_scored := draft.tokens.shape[1] + 1) < noise.shape[1]:  # nobody guessed as much as was allowed
-            noise = noise[:, :num_scored]
+        if noise is not None:  # of fewer positions, where nobody guessed as much as was allowed
+            noise = noise[:, : draft.tokens.shape[1] + 1]
         verdict = self.rule.judge(draft, output.logits, self.sampling, noise)
         values = self._read(draft, verdict, output)
         self.timer.lap("accept")
@@ -163,86 +164,79 @@ class Session:
             rule=type(self.rule).__name__,
         )
 
-    def _round_noise(self, head: Tensor, num_positions: int) -> Tensor:
+    def _round_noise(self, num_positions: int) -> Tensor | None:
         """`[B, K + 1, 3]`: each row's uniform numbers for the positions of this round."""
-        if not self._random:
-            return self._noise.expand(-1, num_positions, -1)
-        index = head[:, 4:] + torch.arange(num_positions, device=self.device)
+        if self._noise is None:
+            return None
+        first = torch.tensor([[row.num_new] for row in self._rows], device=self.device)
+        index = first + torch.arange(num_positions, device=self.device)
         return self._noise.gather(1, index[..., None].expand(-1, -1, len(Purpose)))
 
-    def _propose(self, head: Tensor, windows: Sequence[int], noise: Tensor) -> Draft:
+    def _propose(self, tail: Tensor, windows: Sequence[int], noise: Tensor | None) -> Draft:
         num_guesses = max(windows)
         if num_guesses == 0:
             empty = torch.empty(len(windows), 0, self.target.vocab_size, device=self.device)
             return Draft(torch.empty(len(windows), 0, dtype=torch.long, device=self.device), logits=empty)
         context = Context(
             texts=[row.text for row in self._rows],
-            tail=head[:, 2:4],
-            tail_start=head[:, 1],
-            uniform=noise[:, :num_guesses, self.rule.draft_purpose],
+            tail=tail,
+            uniform=None if noise is None else noise[:, :num_guesses, self.rule.draft_purpose],
             wants_logits=self.rule.needs_draft_logits,
         )
         draft = self.drafter.propose(self._draft_state, context, windows, self.sampling)
         self.num_draft_calls += draft.num_calls
         return draft
 
-    def _verify(self, head: Tensor, draft: Draft) -> ModelOutput:
+    def _verify(self, tail: Tensor, draft: Draft) -> ModelOutput:
         """The target reads what it has not seen of each text, and the guesses; logits of the K + 1 last positions."""
         self.num_target_calls += 1
-        state, texts = self._target_state, [row.text for row in self._rows]
-        fresh, self._fresh = self._fresh, [False] * len(texts)
-        if not any(fresh):
-            lengths = head[:, 0]
-            state.truncate(lengths)
-            state.commit(lengths)
-            return self.target(torch.cat((head[:, 3:4], draft.tokens), dim=1), state)
-        starts = [0 if new else len(text) - 1 for new, text in zip(fresh, texts, strict=True)]
-        if any(starts):
-            lengths = torch.tensor(starts, device=self.device)
-            state.truncate(lengths)
-            state.commit(lengths)
+        state, texts, num_guesses = self._target_state, [row.text for row in self._rows], draft.tokens.shape[1]
+        starts = [min(length, len(text) - 1) for length, text in zip(state.consumed, texts, strict=True)]
+        state.truncate(starts)
+        state.commit(starts)
         unread = [text[start:] for start, text in zip(starts, texts, strict=True)]
-        tokens, num_unread = pad(unread, self.device)
-        num_guesses = draft.tokens.shape[1]
+        tokens, num_unread = (tail[:, 1:], None) if all(len(each) == 1 for each in unread) else pad(unread, self.device)
         if num_unread is None:
             tokens = torch.cat((tokens, draft.tokens), dim=1)
             return self.target(tokens, state, logits_for=slice(-num_guesses - 1, None))
-        offsets = torch.arange(num_guesses + 1, device=self.device)
-        places = num_unread[:, None] + offsets
+        first = torch.tensor([[length] for length in num_unread], device=self.device)
+        places = first + torch.arange(num_guesses + 1, device=self.device)
         tokens = torch.nn.functional.pad(tokens, (0, num_guesses)).scatter(1, places[:, :-1], draft.tokens)
-        return self.target(tokens, state, valid_lengths=num_unread + num_guesses, logits_for=places - 1)
+        valid_lengths = [length + num_guesses for length in num_unread]
+        return self.target(tokens, state, valid_lengths=valid_lengths, logits_for=places - 1)
 
     def _read(self, draft: Draft, verdict: Verdict, output: ModelOutput) -> list[list[Any]]:
         """The round's only read of the device: all that the host wants to know of it, in one tensor."""
-        columns = [verdict.num_accepted[:, None], verdict.next_tokens[:, None], draft.tokens]
+        columns = [verdict.kept, verdict.endings, draft.tokens]
         if draft.lengths is not None:
             columns.append(draft.lengths[:, None])
         if verdict.changed is not None:
             columns.append(verdict.changed)
         if self.logprobs:
-            settled = torch.nn.functional.pad(draft.tokens, (0, 1))
-            settled = settled.scatter(1, verdict.num_accepted[:, None], verdict.next_tokens[:, None])
             # float64 holds the integers beside them exactly.
-            columns.append(Sampling.log_probs(output.logits, settled).double())
+            columns.append(Sampling.log_probs(output.logits[:, :-1], draft.tokens).double())
+            columns.append(Sampling.log_probs(output.logits, verdict.endings).double())
         return torch.cat(columns, dim=1).tolist()
 
     def _settle(self, values: list[list[Any]], draft: Draft, verdict: Verdict) -> list[tuple[Row, list[int]]]:
         """Give every live row what its verdict kept; `values` as `_read` lays them out."""
         seconds, num_guesses = self.timer.elapsed(), draft.tokens.shape[1]
         events = []
-        for row, row_values in zip(self._rows, values, strict=True):
+        for row, numbers in zip(self._rows, values, strict=True):
             if not row.live:
                 continue
+            num_accepted = next((i for i in range(num_guesses) if not numbers[i]), num_guesses)
             logprobs = None
             if self.logprobs:
-                logprobs = row_values[-num_guesses - 1 :]
-                row_values = [int(value) for value in row_values[: -num_guesses - 1]]
-            num_accepted, next_token, *numbers = row_values
-            drafted, changed = numbers[:num_guesses], numbers[num_guesses:]
+                numbers, scores = numbers[: -2 * num_guesses - 1], numbers[-2 * num_guesses - 1 :]
+                logprobs = [*scores[:num_accepted], scores[num_guesses + num_accepted]]
+                numbers = [int(number) for number in numbers]
+            ending = numbers[num_guesses + num_accepted]
+            drafted, changed = numbers[2 * num_guesses + 1 : 3 * num_guesses + 1], numbers[3 * num_guesses + 1 :]
             if draft.lengths is not None:
                 length, *changed = changed
                 drafted, changed = drafted[:length], changed[:length]
-            added = row.settle(drafted, num_accepted, next_token, seconds=seconds, changed=changed, logprobs=logprobs)
+            added = row.settle(drafted, num_accepted, ending, seconds=seconds, changed=changed, logprobs=logprobs)
             events.append((row, added))
         return events
 
@@ -255,15 +249,8 @@ class Session:
 
     def _select(self, sources: list[int]) -> None:
         """Row i becomes the former row `sources[i]`, or a vacant one where that is -1."""
-        index = torch.tensor(sources, device=self.device)
-        self._target_state.select(index)
+        self._target_state.select(sources)
         self._draft_state.select(sources)
-        self._noise = self._noise[index.clamp(min=0)]
-        self._fresh = [i < 0 or self._fresh[i] for i in sources]
+        if self._noise is not None:
+            self._noise = self._noise[torch.tensor(sources, device=self.device).clamp(min=0)]
         self._rows = [self._vacant() if i < 0 else self._rows[i] for i in sources]
-
-
-def _head(text: Sequence[int], num_new: int) -> list[int]:
-    """What a round uploads of a row: length - 1, length - 2, the last two tokens, the number of new tokens."""
-    length = len(text)
-    return [length - 1, length - 2, text[-2] if length > 1 else text[-1], text[-1], num_new]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lightning_specdec.models.state import DecodeState
+from lightning_specdec.models.state import DecodeState, Lengths, as_list
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -55,7 +55,7 @@ class LanguageModel(nn.Module, ABC):
         tokens: Int[Tensor, "B T"],
         state: DecodeState | None = None,
         *,
-        valid_lengths: Int[Tensor, "B"] | None = None,
+        valid_lengths: Lengths | None = None,
         logits_for: Int[Tensor, "B N"] | slice | None = None,
         features: Sequence[int] = (),
         parents: Int[Tensor, "B T"] | None = None,
@@ -64,7 +64,7 @@ class LanguageModel(nn.Module, ABC):
 
         Args:
             tokens: what follows the tokens that the state has consumed; without a state, whole sequences.
-            state: changed in place: `lengths` grows by `valid_lengths`.
+            state: changed in place: its lengths grow by `valid_lengths`.
             valid_lengths: how many of each row's tokens are real; the rest is right padding. All of them when None.
             logits_for: indices into T whose logits are wanted, row by row or one slice for all; all of T when None.
             features: layers whose hidden states are wanted.
@@ -101,7 +101,7 @@ class LanguageModel(nn.Module, ABC):
         num_tokens: int,
         choose: Callable[[Float[Tensor, "B V"], int], Int[Tensor, "B"]],
         *,
-        valid_lengths: Int[Tensor, "B"] | None = None,
+        valid_lengths: Lengths | None = None,
     ) -> Int[Tensor, "B num_tokens"]:
         """Consume `tokens`, then continue them by `num_tokens` tokens without the host reading any.
 
@@ -109,7 +109,9 @@ class LanguageModel(nn.Module, ABC):
             tokens: what the state has not consumed yet; the last new token is not consumed either.
             choose: picks a token from the logits of new token i, given as `choose(logits, i)`.
         """
-        last = slice(-1, None) if valid_lengths is None else (valid_lengths - 1)[:, None]
+        last: Tensor | slice = slice(-1, None)
+        if valid_lengths is not None:
+            last = torch.tensor([[length - 1] for length in as_list(valid_lengths)], device=tokens.device)
         output = self(tokens, state, valid_lengths=valid_lengths, logits_for=last)
         chosen = [choose(output.logits[:, -1], 0)]
         for i in range(1, num_tokens):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_specdec.checks import require_int
 from lightning_specdec.models.base import LanguageModel, ModelOutput, Plain
-from lightning_specdec.models.state import DecodeState, RecurrentState
+from lightning_specdec.models.state import DecodeState, Lengths, RecurrentState
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -38,7 +38,7 @@ class _RecurrentLM(LanguageModel):
         tokens: Int[Tensor, "B T"],
         state: DecodeState | None = None,
         *,
-        valid_lengths: Int[Tensor, "B"] | None = None,
+        valid_lengths: Lengths | None = None,
         logits_for: Int[Tensor, "B N"] | slice | None = None,
         features: Sequence[int] = (),
         parents: Int[Tensor, "B T"] | None = None,
@@ -205,7 +205,7 @@ class FusedRNN(_RecurrentLM):
         num_tokens: int,
         choose: Callable[[Float[Tensor, "B V"], int], Int[Tensor, "B"]],
         *,
-        valid_lengths: Int[Tensor, "B"] | None = None,
+        valid_lengths: Lengths | None = None,
     ) -> Int[Tensor, "B num_tokens"]:
         if valid_lengths is not None:
             return super().rollout(tokens, state, num_tokens, choose, valid_lengths=valid_lengths)

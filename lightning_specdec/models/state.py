@@ -1,11 +1,15 @@
 """What a model remembers of the tokens that it has consumed, row by row, and the way back.
 
 Knows nothing of the networks that fill it.
+
+Lengths live on the host, which counts the tokens that it feeds; a copy goes to the device where a kernel needs one. So
+going back is checked always, and costs the device nothing.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,52 +18,75 @@ from torch import Tensor
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-CHECK_INVARIANTS = False
-"""Whether going back is checked to stay between commit and length. It reads the device, so only tests turn it on."""
+Lengths = Sequence[int] | Tensor
+"""A number of tokens for each row; a tensor is read to the host."""
 
 
 class DecodeState(ABC):
     """The memory of a batch of rows while they are decoded.
 
     Attributes:
+        consumed: tokens consumed, row by row.
         committed: lengths below which no row goes back any more.
     """
 
-    committed: Int[Tensor, "B"]
+    def __init__(self, batch_size: int, device: torch.device) -> None:
+        self.consumed = [0] * batch_size
+        self.committed = [0] * batch_size
+        self.device = device
 
     @property
-    @abstractmethod
     def lengths(self) -> Int[Tensor, "B"]:
-        """Tokens consumed, row by row."""
+        """Tokens consumed, row by row, on the device."""
+        return torch.tensor(self.consumed, device=self.device)
 
     @property
     @abstractmethod
     def memory_bytes(self) -> int:
         """Bytes that it takes now."""
 
-    def truncate(self, lengths: Int[Tensor, "B"]) -> None:
+    def truncate(self, lengths: Lengths) -> None:
         """Go back to these absolute lengths: each between its row's last commit and its present length."""
-        if CHECK_INVARIANTS:
-            assert bool((lengths <= self.lengths).all()), f"cannot go forward from {self.lengths} to {lengths}"
-            assert bool((lengths >= self.committed).all()), f"cannot go back to {lengths}, behind {self.committed}"
-        self._go_back(lengths)
+        lengths = as_list(lengths)
+        if lengths == self.consumed:
+            return
+        for length, first, last in zip(lengths, self.committed, self.consumed, strict=True):
+            assert first <= length <= last, f"cannot go from {self.consumed} to {lengths}: committed {self.committed}"
+        self._go_back()
+        self.consumed = lengths
 
     @abstractmethod
-    def _go_back(self, lengths: Int[Tensor, "B"]) -> None: ...
+    def _go_back(self) -> None:
+        """What going back needs besides a change of `consumed`."""
 
-    def commit(self, lengths: Int[Tensor, "B"]) -> None:
+    def commit(self, lengths: Lengths) -> None:
         """Forget the way back below these lengths. Only what the target has judged is committed."""
+        lengths = as_list(lengths)
+        for length, first, last in zip(lengths, self.committed, self.consumed, strict=True):
+            assert first <= length <= last, f"cannot commit {lengths} of {self.consumed}: committed {self.committed}"
         self.committed = lengths
 
-    @abstractmethod
-    def select(self, rows: Int[Tensor, "N"]) -> None:
-        """Become a batch of N rows: row i is the former row `rows[i]`, or an empty one where that is -1."""
+    def advance(self, num_tokens: int, valid_lengths: Lengths | None = None) -> None:
+        """Count tokens as consumed: `num_tokens` of every row, or as many as are valid."""
+        counts = [num_tokens] * len(self.consumed) if valid_lengths is None else as_list(valid_lengths)
+        self.consumed = [length + count for length, count in zip(self.consumed, counts, strict=True)]
 
-    def clear(self, rows: Int[Tensor, "N"]) -> None:
+    def select(self, rows: Sequence[int] | Tensor) -> None:
+        """Become a batch of N rows: row i is the former row `rows[i]`, or an empty one where that is -1."""
+        rows = as_list(rows)
+        index = torch.tensor(rows, device=self.device)
+        self._select(index.clamp(min=0), index < 0)
+        self.consumed = [0 if row < 0 else self.consumed[row] for row in rows]
+        self.committed = [0 if row < 0 else self.committed[row] for row in rows]
+
+    @abstractmethod
+    def _select(self, source: Int[Tensor, "N"], empty: Bool[Tensor, "N"]) -> None:
+        """Take the rows `source`, with zeros where `empty`."""
+
+    def clear(self, rows: Sequence[int] | Tensor) -> None:
         """Empty these rows for the next request."""
-        kept = torch.arange(self.lengths.shape[0], device=self.lengths.device)
-        kept[rows] = -1
-        self.select(kept)
+        cleared = set(as_list(rows))
+        self.select([-1 if row in cleared else row for row in range(len(self.consumed))])
 
     def keep(self, path: Int[Tensor, "B N"]) -> None:
         """Of the slots just written keep these, in this order (for trees of guesses)."""
@@ -70,8 +97,8 @@ class RecurrentState(DecodeState):
     """The hidden states of a recurrent network since the last commit, all layers side by side.
 
     Theory: a recurrent network folds the whole past into one vector, which cannot be taken apart again. So the way
-    back is to keep that vector for every token since the last commit, and to gather one for each row. While no row
-    has gone back, the newest vectors are those to go on from, and nothing needs to be gathered at all.
+    back is to keep that vector for every token since the last commit, and to take one for each row. While no row
+    has gone back, the newest vectors are those to go on from, and nothing needs to be taken at all.
 
     Args:
         batch_size: rows.
@@ -79,17 +106,12 @@ class RecurrentState(DecodeState):
     """
 
     def __init__(self, batch_size: int, state_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
-        self.committed = torch.zeros(batch_size, dtype=torch.long, device=device)
-        # Slot s of the joined chunks holds the state after `_origin + s` tokens; each chunk is [B, n, state_size].
-        self._origin = self.committed
-        self._chunks = [torch.zeros(batch_size, 1, state_size, device=device, dtype=dtype)]
-        self._current: Tensor | None = self._chunks[0][:, 0]
-        # Lengths are `_base + _ahead`. Rows are even while every length is that of the last slot.
-        self._base, self._ahead, self._even = self.committed, 0, True
-
-    @property
-    def lengths(self) -> Int[Tensor, "B"]:
-        return self._base + self._ahead if self._ahead else self._base
+        super().__init__(batch_size, device)
+        # Slot s of the joined chunks holds a row's state after `_origin + s` tokens; each chunk is [B, n, state_size].
+        self._origin = self.consumed
+        self._current: Tensor | None = torch.zeros(batch_size, state_size, device=device, dtype=dtype)
+        self._chunks = [self._current[:, None]]
+        self._num_slots = 1
 
     @property
     def memory_bytes(self) -> int:
@@ -98,50 +120,59 @@ class RecurrentState(DecodeState):
     def hidden(self) -> Float[Tensor, "B D"]:
         """Every row's hidden states after the tokens that it has consumed."""
         if self._current is None:
-            chunk = self._joined()
-            slots = self.lengths - self._origin
-            if len(slots) > 1:
-                slots = slots + torch.arange(len(slots), device=slots.device) * chunk.shape[1]
-            self._current = chunk.flatten(0, 1).index_select(0, slots)
+            slots = [length - origin for length, origin in zip(self.consumed, self._origin, strict=True)]
+            if min(slots) == max(slots):
+                self._current = self._slot(slots[0])
+            else:
+                places = [row * self._num_slots + slot for row, slot in enumerate(slots)]
+                self._current = self._joined().flatten(0, 1).index_select(0, torch.tensor(places, device=self.device))
         return self._current
 
-    def append(self, hidden: Float[Tensor, "B T D"], valid_lengths: Int[Tensor, "B"] | None = None) -> None:
+    def _slot(self, slot: int) -> Float[Tensor, "B D"]:
+        """The states of one slot of all rows, without joining the chunks."""
+        for chunk in self._chunks:
+            if slot < chunk.shape[1]:
+                return chunk[:, slot]
+            slot -= chunk.shape[1]
+        raise AssertionError("the slot lies behind everything that was consumed")
+
+    def append(self, hidden: Float[Tensor, "B T D"], valid_lengths: Lengths | None = None) -> None:
         """Store the hidden states after each of T more tokens, and count the valid ones as consumed."""
-        if self._even:
+        num_tokens, newest = hidden.shape[1], self._num_slots - 1
+        if all(length - origin == newest for length, origin in zip(self.consumed, self._origin, strict=True)):
             self._chunks.append(hidden)
         else:
-            past, (_, num_tokens, size) = self._joined(), hidden.shape
-            slots = (self.lengths - self._origin)[:, None] + torch.arange(1, num_tokens + 1, device=hidden.device)
+            past, (_, _, size) = self._joined(), hidden.shape
+            first = self.lengths - torch.tensor(self._origin, device=self.device)
+            slots = first[:, None] + torch.arange(1, num_tokens + 1, device=self.device)
             room = torch.cat((past, past.new_zeros(past.shape[0], num_tokens, size)), dim=1)
             self._chunks = [room.scatter_(1, slots[..., None].expand(-1, -1, size), hidden)]
-        if valid_lengths is None:
-            self._ahead += hidden.shape[1]
-            self._current = hidden[:, -1]
-        else:
-            self._base, self._ahead, self._even = self.lengths + valid_lengths, 0, False
-            self._current = None
+        self._num_slots += num_tokens
+        self._current = hidden[:, -1] if valid_lengths is None else None
+        self.advance(num_tokens, valid_lengths)
 
     def _joined(self) -> Float[Tensor, "B S D"]:
         if len(self._chunks) > 1:
             self._chunks = [torch.cat(self._chunks, dim=1)]
         return self._chunks[0]
 
-    def _go_back(self, lengths: Int[Tensor, "B"]) -> None:
-        self._base, self._ahead, self._even, self._current = lengths, 0, False, None
+    def _go_back(self) -> None:
+        self._current = None
 
-    def commit(self, lengths: Int[Tensor, "B"]) -> None:
+    def commit(self, lengths: Lengths) -> None:
         super().commit(lengths)
-        if lengths is self._base and not self._ahead:  # to where the rows are: the past can go
+        if self.committed == self.consumed:  # to where the rows are: the past can go
             self._chunks = [self.hidden()[:, None]]
-            self._origin, self._even = lengths, True
+            self._origin, self._num_slots = self.consumed, 1
 
-    def select(self, rows: Int[Tensor, "N"]) -> None:
-        source, empty = rows.clamp(min=0), rows < 0
-        self._chunks = [_select(self._joined(), source, empty)]
-        self._base, self._ahead = _select(self.lengths, source, empty), 0
-        self.committed = _select(self.committed, source, empty)
-        self._origin = _select(self._origin, source, empty)
-        self._even, self._current = False, None
+    def _select(self, source: Int[Tensor, "N"], empty: Bool[Tensor, "N"]) -> None:
+        self._chunks = [_take(self._joined(), source, empty)]
+        self._current = None
+
+    def select(self, rows: Sequence[int] | Tensor) -> None:
+        rows = as_list(rows)
+        super().select(rows)
+        self._origin = [0 if row < 0 else self._origin[row] for row in rows]
 
 
 class KVState(DecodeState):
@@ -167,15 +198,11 @@ class KVState(DecodeState):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._lengths = self.committed = torch.zeros(batch_size, dtype=torch.long, device=device)
+        super().__init__(batch_size, device)
         self._slots = torch.arange(max_length + 1, device=device)
         # Zeros, not empty: a NaN left in a masked slot would still poison attention through 0 * NaN.
         shape = (num_layers, batch_size, max_length + 1, num_heads, head_size)
         self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
-
-    @property
-    def lengths(self) -> Int[Tensor, "B"]:
-        return self._lengths
 
     @property
     def memory_bytes(self) -> int:
@@ -183,7 +210,7 @@ class KVState(DecodeState):
 
     def positions(self, num_tokens: int) -> Int[Tensor, "B T"]:
         """Positions in the text of the next `num_tokens` tokens of every row."""
-        return self._lengths[:, None] + self._slots[:num_tokens]
+        return self.lengths[:, None] + self._slots[:num_tokens]
 
     def update(
         self,
@@ -204,23 +231,21 @@ class KVState(DecodeState):
         """True where a query may look: at its own position and before."""
         return self._slots <= positions[:, :, None]
 
-    def advance(self, num_tokens: int, valid_lengths: Int[Tensor, "B"] | None = None) -> None:
-        """Count the tokens that were just written."""
-        self._lengths = self._lengths + (num_tokens if valid_lengths is None else valid_lengths)
+    def _go_back(self) -> None:
+        pass  # what lies behind a length is never read
 
-    def _go_back(self, lengths: Int[Tensor, "B"]) -> None:
-        self._lengths = lengths
-
-    def select(self, rows: Int[Tensor, "N"]) -> None:
-        source, empty = rows.clamp(min=0), rows < 0
-        self._lengths = _select(self._lengths, source, empty)
-        self.committed = _select(self.committed, source, empty)
+    def _select(self, source: Int[Tensor, "N"], empty: Bool[Tensor, "N"]) -> None:
         self.keys, self.values = (
-            _select(buffer.transpose(0, 1), source, empty).transpose(0, 1).contiguous()
+            _take(buffer.transpose(0, 1), source, empty).transpose(0, 1).contiguous()
             for buffer in (self.keys, self.values)
         )
 
 
-def _select(values: Tensor, source: Int[Tensor, "N"], empty: Bool[Tensor, "N"]) -> Tensor:
+def as_list(lengths: Sequence[int] | Tensor) -> list[int]:
+    """Numbers on the host."""
+    return lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+
+
+def _take(values: Tensor, source: Int[Tensor, "N"], empty: Bool[Tensor, "N"]) -> Tensor:
     """The rows of `values` by `source`, zero where `empty`."""
     return values[source].masked_fill(empty.view(-1, *[1] * (values.dim() - 1)), 0)

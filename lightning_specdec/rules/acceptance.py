@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_specdec.checks import require_number
-from lightning_specdec.rules.sampling import SOFTMAX, Purpose, Sampling, draw
+from lightning_specdec.rules.sampling import SOFTMAX, Purpose, Sampling, column, draw
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -43,17 +43,28 @@ class Draft:
 
 @dataclass
 class Verdict:
-    """What a rule decided.
+    """What a rule decided at every position, so that whoever reads it on the host has only to find the first rejection.
 
     Args:
-        num_accepted: how many leading tokens of the draft are kept.
-        next_tokens: the token after them: the correction of the first one rejected, or the bonus.
+        kept: `[B, K]`, whether a drafted token may stay, if all those before it do. False behind a row's guesses.
+        endings: `[B, K + 1]`, the token that ends the round if it ends at that position: the correction of a rejected
+            guess, or the bonus behind the last one.
         changed: `[B, K]`, for lossy rules: true where the target would have drawn another token than the drafted one.
     """
 
-    num_accepted: Int[Tensor, "B"]
-    next_tokens: Int[Tensor, "B"]
+    kept: Bool[Tensor, "B K"]
+    endings: Int[Tensor, "B K1"]
     changed: Bool[Tensor, "B K"] | None = None
+
+    @property
+    def num_accepted(self) -> Int[Tensor, "B"]:
+        """How many leading tokens of each row's draft are kept."""
+        return self.kept.cumprod(1).sum(1)
+
+    @property
+    def next_tokens(self) -> Int[Tensor, "B"]:
+        """The token after them: the correction of the first one rejected, or the bonus."""
+        return self.endings.gather(1, self.num_accepted[:, None]).squeeze(1)
 
 
 class AcceptanceRule(ABC):
@@ -71,9 +82,16 @@ class AcceptanceRule(ABC):
 
     @abstractmethod
     def judge(
-        self, draft: Draft, target_logits: Float[Tensor, "B K1 V"], sampling: Sampling, noise: Float[Tensor, "B K1 3"]
+        self,
+        draft: Draft,
+        target_logits: Float[Tensor, "B K1 V"],
+        sampling: Sampling,
+        noise: Float[Tensor, "B K1 3"] | None,
     ) -> Verdict:
-        """The verdict on one round, from the target's K + 1 logits and the uniform numbers of the K + 1 positions."""
+        """The verdict on one round, from the target's K + 1 logits and the uniform numbers of the K + 1 positions.
+
+        `noise` is None where neither side draws at random.
+        """
 
 
 class ExactMatch(AcceptanceRule):
@@ -89,11 +107,14 @@ class ExactMatch(AcceptanceRule):
     draft_purpose = Purpose.CORRECT
 
     def judge(
-        self, draft: Draft, target_logits: Float[Tensor, "B K1 V"], sampling: Sampling, noise: Float[Tensor, "B K1 3"]
+        self,
+        draft: Draft,
+        target_logits: Float[Tensor, "B K1 V"],
+        sampling: Sampling,
+        noise: Float[Tensor, "B K1 3"] | None,
     ) -> Verdict:
-        own = sampling.sample(target_logits, noise[..., Purpose.CORRECT])
-        num_accepted = _count_kept(draft.tokens == own[:, :-1], draft.lengths)
-        return Verdict(num_accepted, _at(own, num_accepted))
+        own = sampling.sample(target_logits, column(noise, Purpose.CORRECT))
+        return Verdict(_within(draft.tokens == own[:, :-1], draft.lengths), own)
 
 
 class RejectionSampling(AcceptanceRule):
@@ -109,25 +130,27 @@ class RejectionSampling(AcceptanceRule):
     lossless = True
 
     def judge(
-        self, draft: Draft, target_logits: Float[Tensor, "B K1 V"], sampling: Sampling, noise: Float[Tensor, "B K1 3"]
+        self,
+        draft: Draft,
+        target_logits: Float[Tensor, "B K1 V"],
+        sampling: Sampling,
+        noise: Float[Tensor, "B K1 3"] | None,
     ) -> Verdict:
         target_probs = sampling.probs(target_logits)
-        num_guesses = draft.tokens.shape[1]
-        uniform = noise[:, :num_guesses, Purpose.ACCEPT]
         draft_probs = _one_hot(draft.tokens, target_probs) if draft.probs is None else draft.probs
-        kept = uniform * _prob_of(draft.tokens, draft_probs) < _prob_of(draft.tokens, target_probs[:, :-1])
-        num_accepted = _count_kept(kept, draft.lengths)
-        target_there = _at(target_probs, num_accepted)
-        if num_guesses == 0:
-            residual = target_there
-        else:
-            guessed = num_accepted < (num_guesses if draft.lengths is None else draft.lengths)
-            draft_there = _at(draft_probs, num_accepted.clamp(max=num_guesses - 1)) * guessed[:, None]
-            residual = (target_there - draft_there).clamp_(min=0)
-            # Equal distributions leave no mass, and rounding alone can reject there: then the target itself is drawn.
-            residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target_there)
-        next_tokens = draw(residual, _at(noise[..., Purpose.CORRECT], num_accepted))
-        return Verdict(num_accepted, next_tokens)
+        if noise is None:  # nothing is left to chance, and any number decides alike
+            noise = target_probs.new_zeros(*target_probs.shape[:2], len(Purpose))
+        kept = noise[:, :-1, Purpose.ACCEPT] * _prob_of(draft.tokens, draft_probs) < _prob_of(
+            draft.tokens, target_probs[:, :-1]
+        )
+        if draft.lengths is not None:
+            guessed = _within(torch.ones_like(kept), draft.lengths)
+            kept, draft_probs = kept & guessed, draft_probs * guessed[..., None]
+        # Behind the last guess the draft left nothing out: the bonus comes from the target itself.
+        residual = (target_probs - torch.nn.functional.pad(draft_probs, (0, 0, 0, 1))).clamp_(min=0)
+        # Equal distributions leave no mass, and rounding alone can reject there: then the target itself is drawn.
+        residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target_probs)
+        return Verdict(kept, draw(residual, noise[..., Purpose.CORRECT]))
 
 
 class _LossyRule(AcceptanceRule):
@@ -136,11 +159,10 @@ class _LossyRule(AcceptanceRule):
     lossless = False
 
     def _verdict(
-        self, kept: Bool[Tensor, "B K"], draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor
+        self, kept: Bool[Tensor, "B K"], draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
     ) -> Verdict:
-        own = sampling.sample(target_logits, noise[..., Purpose.CORRECT])
-        num_accepted = _count_kept(kept, draft.lengths)
-        return Verdict(num_accepted, _at(own, num_accepted), changed=draft.tokens != own[:, :-1])
+        own = sampling.sample(target_logits, column(noise, Purpose.CORRECT))
+        return Verdict(_within(kept, draft.lengths), own, changed=draft.tokens != own[:, :-1])
 
 
 class EpsilonThreshold(_LossyRule):
@@ -160,7 +182,11 @@ class EpsilonThreshold(_LossyRule):
         self.epsilon = require_number("epsilon", epsilon, low=0, high=1, low_open=True)
 
     def judge(
-        self, draft: Draft, target_logits: Float[Tensor, "B K1 V"], sampling: Sampling, noise: Float[Tensor, "B K1 3"]
+        self,
+        draft: Draft,
+        target_logits: Float[Tensor, "B K1 V"],
+        sampling: Sampling,
+        noise: Float[Tensor, "B K1 3"] | None,
     ) -> Verdict:
         assert draft.logits is not None, "the session refuses drafters without logits"
         target_prob = _prob_of(draft.tokens, SOFTMAX.probs(target_logits[:, :-1]))
@@ -188,7 +214,11 @@ class TypicalAcceptance(_LossyRule):
         self.delta = require_number("delta", delta, low=0, high=1, low_open=True)
 
     def judge(
-        self, draft: Draft, target_logits: Float[Tensor, "B K1 V"], sampling: Sampling, noise: Float[Tensor, "B K1 3"]
+        self,
+        draft: Draft,
+        target_logits: Float[Tensor, "B K1 V"],
+        sampling: Sampling,
+        noise: Float[Tensor, "B K1 3"] | None,
     ) -> Verdict:
         target_probs = (SOFTMAX if sampling.greedy else sampling).probs(target_logits[:, :-1])
         entropy = torch.special.entr(target_probs).sum(-1)
@@ -196,18 +226,9 @@ class TypicalAcceptance(_LossyRule):
         return self._verdict(_prob_of(draft.tokens, target_probs) > threshold, draft, target_logits, sampling, noise)
 
 
-def _count_kept(kept: Bool[Tensor, "B K"], lengths: Int[Tensor, "B"] | None) -> Int[Tensor, "B"]:
-    """How many leading tokens of each row are kept."""
-    if lengths is not None:
-        kept = kept & (torch.arange(kept.shape[1], device=kept.device) < lengths[:, None])
-    return kept.cumprod(1).sum(1)
-
-
-def _at(values: Tensor, index: Int[Tensor, "B"]) -> Tensor:
-    """`values[b, index[b]]` for each row b."""
-    if values.dim() == 2:
-        return values.gather(1, index[:, None]).squeeze(1)
-    return values.gather(1, index[:, None, None].expand(-1, 1, values.shape[-1])).squeeze(1)
+def _within(kept: Bool[Tensor, "B K"], lengths: Int[Tensor, "B"] | None) -> Bool[Tensor, "B K"]:
+    """`kept`, false behind each row's guesses."""
+    return kept if lengths is None else kept & (torch.arange(kept.shape[1], device=kept.device) < lengths[:, None])
 
 
 def _prob_of(tokens: Int[Tensor, "B K"], probs: Float[Tensor, "B K V"]) -> Float[Tensor, "B K"]:

@@ -73,16 +73,17 @@ class Sampling:
             probs = probs / probs.sum(-1, keepdim=True)
         return probs
 
-    def sample(self, logits: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"]) -> Int[Tensor, "*B"]:
-        """Draw a token from each distribution; `uniform` is not read at temperature 0."""
+    def sample(self, logits: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"] | None) -> Int[Tensor, "*B"]:
+        """Draw a token from each distribution; `uniform` is not read at temperature 0, and may be None then."""
         return self.sample_with_probs(logits, uniform)[0]
 
     def sample_with_probs(
-        self, logits: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"]
+        self, logits: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"] | None
     ) -> tuple[Int[Tensor, "*B"], Float[Tensor, "*B V"] | None]:
         """As `sample`, with the distributions drawn from; None at temperature 0, where the draw is certain."""
         if self.greedy:
             return logits.argmax(-1), None
+        assert uniform is not None, f"temperature {self.temperature} needs uniform numbers"
         probs = self.probs(logits)
         return draw(probs, uniform), probs
 
@@ -111,6 +112,11 @@ class Purpose(IntEnum):
     DRAFT = 0
     ACCEPT = 1
     CORRECT = 2
+
+
+def column(noise: Float[Tensor, "*B 3"] | None, purpose: Purpose) -> Float[Tensor, "*B"] | None:
+    """The uniform numbers of one purpose; None where nothing is drawn at random."""
+    return None if noise is None else noise[..., purpose]
 
 
 def noise_table(seed: int, prompt_index: int, num_positions: int) -> Float[Tensor, "N 3"]:
