@@ -3,8 +3,10 @@
 Knows nothing of sessions; it guesses what `ModelDrafter` guesses, with fewer launches.
 
 Theory: a small draft spends its time on launching operations. Ahead-of-time compilation turns the roll-out of one row
-(read two tokens, guess K) into one native function, without the guards that `torch.compile` checks at each call and
+(read what is new, guess K) into one native function, without the guards that `torch.compile` checks at each call and
 that cost more here than the arithmetic. Weights are arguments, so one compiled file serves every checkpoint of a shape.
+Two forms are compiled: for the two tokens that a round reads, and for up to `MOST_READ` of a prompt, padded on the left
+with tokens that leave the state as it is.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +32,12 @@ from lightning_specdec.rules import Sampling
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
+MOST_READ = 8
+"""Tokens that the compiled roll-out can read before it guesses; what comes before them is read uncompiled."""
+
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Counted up when the compiled function changes, so that files of another version are not loaded."""
 
 
@@ -59,7 +64,14 @@ class _Program(nn.Module):
             all_probs.append(logits if probs is None else probs)
             return token
 
-        chosen, states = self.model.with_weights(weights).unroll(tokens, hidden, self.num_tokens, choose)
+        model = self.model.with_weights(weights)
+        read: list[Tensor] = []
+        for token in tokens[:, :-1].unbind(1):
+            after = model.unroll(token[:, None].clamp(min=0), hidden, 1, lambda logits, i: token)[1][:, 0]  # noqa: B023
+            hidden = torch.where(token[:, None] < 0, hidden, after)
+            read.append(hidden)
+        chosen, states = model.unroll(tokens[:, -1:], hidden, self.num_tokens, choose)
+        states = torch.cat((torch.stack(read, dim=1), states), dim=1)
         return chosen, states, torch.stack(all_logits, dim=1), torch.stack(all_probs, dim=1)
 
 
@@ -91,38 +103,25 @@ class CompiledDrafter(ModelDrafter):
         self._no_noise = torch.zeros(1, num_draft_tokens)
         self._hidden_size = fused.num_layers * fused.hidden_size
         program = _Program(fused, num_draft_tokens, self.compiled_sampling)
-        path = self._path(cache_dir or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser())
+        directory = cache_dir or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
         started = time.perf_counter()
-        if not path.exists():
-            self._compile(program, path)
-        package = torch._inductor.aoti_load_package(str(path))
-        # The loader itself: the package's own call checks and flattens its arguments anew each time.
-        self._run = package.loader.run
+        self._run = {num_read: self._load(program, num_read, directory) for num_read in (2, MOST_READ)}
         self.warmup_seconds = time.perf_counter() - started
 
-    def _example(self) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-        hidden = torch.zeros(1, self._hidden_size, dtype=self._weights[0].dtype)
-        return self._weights, torch.zeros(1, 2, dtype=torch.long), hidden, torch.zeros(1, self.num_draft_tokens)
-
-    def _path(self, cache_dir: Path) -> Path:
-        """A name that changes with everything that the compiled code depends on."""
+    def _load(self, program: _Program, num_read: int, cache_dir: Path) -> Callable[[list[Tensor]], list[Tensor]]:
+        """The compiled function for `num_read` tokens, compiled now if this machine has not done so before."""
+        # The name changes with everything that the compiled code depends on.
         shapes = [(tuple(weight.shape), str(weight.dtype)) for weight in self._weights]
         machine = (torch.__version__, torch.backends.cpu.get_cpu_capability())
-        key = repr((FORMAT, machine, shapes, self.num_draft_tokens, self.compiled_sampling))
-        return cache_dir / "lightning_specdec" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.pt2"
-
-    def _compile(self, program: _Program, path: Path) -> None:
-        if shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
-            raise CompilerMissing("no C++ compiler was found (g++, clang++ or $CXX): the draft runs uncompiled")
-        log.info("compiling the draft, once for this machine: about 15 seconds")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}.pt2")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            with torch.no_grad():
-                exported = torch.export.export(program, self._example())
-                torch._inductor.aoti_compile_and_package(exported, package_path=str(unfinished))
-        unfinished.replace(path)
+        key = repr((FORMAT, machine, shapes, num_read, self.num_draft_tokens, self.compiled_sampling))
+        path = cache_dir / "lightning_specdec" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.pt2"
+        if not path.exists():
+            hidden = torch.zeros(1, self._hidden_size, dtype=self._weights[0].dtype)
+            tokens = torch.zeros(1, num_read, dtype=torch.long)
+            _compile(program, (self._weights, tokens, hidden, torch.zeros(1, self.num_draft_tokens)), path)
+        # The loader itself: the package's own call checks and flattens its arguments anew each time.
+        run: Callable[[list[Tensor]], list[Tensor]] = torch._inductor.aoti_load_package(str(path)).loader.run
+        return run
 
     def fused(self) -> CompiledDrafter:
         return self
@@ -137,21 +136,39 @@ class CompiledDrafter(ModelDrafter):
         sampling: Sampling,
     ) -> tuple[Int[Tensor, "B K"], Float[Tensor, "B K V"] | None, Float[Tensor, "B K V"] | None]:
         num_rows, num_tokens = tokens.shape
-        fits = num_rows == 1 and num_tokens >= 2 and num_guesses <= self.num_draft_tokens
+        fits = num_rows == 1 and num_guesses <= self.num_draft_tokens
         if not fits or (self.sampling or sampling) != self.compiled_sampling:
             return super().roll(state, tokens, valid_lengths, num_guesses, context, sampling)
         assert isinstance(state, RecurrentState)
-        if num_tokens > 2:
-            self.model(tokens[:, :-2], state, logits_for=slice(0, 0))
-            tokens = tokens[:, -2:]
+        if num_tokens > MOST_READ:
+            self.model(tokens[:, :-MOST_READ], state, logits_for=slice(0, 0))
+            tokens, num_tokens = tokens[:, -MOST_READ:], MOST_READ
+        num_padded = 0 if num_tokens == 2 else MOST_READ - num_tokens
+        if num_padded:
+            tokens = nn.functional.pad(tokens, (num_padded, 0), value=-1)
         uniform = self._no_noise if context.uniform is None else context.uniform
         if (missing := self.num_draft_tokens - uniform.shape[1]) > 0:
             uniform = nn.functional.pad(uniform, (0, missing))
         # Compiled code takes the strides of its example for granted.
-        guesses, states, logits, probs = self._run([*self._weights, tokens, state.hidden(), uniform.contiguous()])
-        state.append(states)
+        inputs = [*self._weights, tokens, state.hidden(), uniform.contiguous()]
+        guesses, states, logits, probs = self._run[tokens.shape[1]](inputs)
+        state.append(states[:, num_padded:])
         return (
             guesses[:, :num_guesses],
             None if self.compiled_sampling.greedy else probs[:, :num_guesses],
             logits[:, :num_guesses] if context.wants_logits else None,
         )
+
+
+def _compile(program: _Program, example: tuple[Any, ...], path: Path) -> None:
+    """Compile the program for inputs like the example's, into a file that is there whole or not at all."""
+    if shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
+        raise CompilerMissing("no C++ compiler was found (g++, clang++ or $CXX): the draft runs uncompiled")
+    log.info("compiling the draft, once for this machine and these settings: about ten seconds")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}.pt2")
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore", FutureWarning)
+        exported = torch.export.export(program, example)
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(unfinished))
+    unfinished.replace(path)

@@ -17,11 +17,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from lightning_specdec import checkpoint as checkpoint_file
 from lightning_specdec import training as _training  # noqa: F401  # YAML can name a class once it is imported
 from lightning_specdec.data import SequenceData
-from lightning_specdec.training.checkpoint_io import VERSION_KEY, SafeCheckpointIO
+from lightning_specdec.training.checkpoint_io import SafeCheckpointIO
 from lightning_specdec.training.parse_errors import one_line
+from lightning_specdec.training.resume import check_trainer_state
 
 VERBS = ("fit", "validate", "test", "predict")
 ALLOWED_IMPORTS = (
@@ -126,41 +126,6 @@ def find_checkpoint(trainer: Trainer, name: str) -> str:
     return path
 
 
-def check_trainer_state(path: str, trainer: Trainer, model: LightningModule, *, resume: bool) -> None:
-    """Raise unless the Trainer can use this checkpoint for this model, or resume from it.
-
-    Raises:
-        FileNotFoundError, ValueError: as `checkpoint.load`; and for files without what the Trainer needs, weights of
-            other networks, and runs that are already over.
-    """
-    checkpoint_file.load(path)
-    content = checkpoint_file.read(path)
-    if "hyper_parameters" in content:
-        raise ValueError(f"{path} holds hyperparameters for another program to build: give a checkpoint of this one")
-    if not isinstance(content.get(VERSION_KEY, ""), str):
-        raise ValueError(f"{path} does not say which version wrote it: make it again")
-    wanted = {"epoch": int, "global_step": int, "loops": dict, "optimizer_states": list, "lr_schedulers": list}
-    missing = [key for key, kind in wanted.items() if not isinstance(content.get(key), kind)]
-    if resume and missing:
-        raise ValueError(
-            f"{path} holds models but no training run to resume (no {', '.join(missing)}): give the last.ckpt or "
-            "best.ckpt of a run"
-        )
-    for name, tensor in model.state_dict().items():
-        stored = content["state_dict"].get(name)
-        if stored is None or stored.shape != tensor.shape:
-            found = "is not there" if stored is None else f"has the shape {tuple(stored.shape)}"
-            raise ValueError(
-                f"{path} is of other networks ({name} {found}, {tuple(tensor.shape)} is needed): give the config that "
-                "it was trained with"
-            )
-    if resume and trainer.max_epochs not in (None, -1) and content["epoch"] + 1 >= trainer.max_epochs:
-        raise ValueError(
-            f"{path} has {content['epoch'] + 1} epochs behind it and the run ends after {trainer.max_epochs}: "
-            "raise --trainer.max_epochs"
-        )
-
-
 def run() -> None:
     """Run the trainer verb that `sys.argv` names.
 
@@ -190,6 +155,8 @@ def run() -> None:
         )
     except ArgumentError as error:
         raise ValueError(one_line(str(error))) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"a config is no text ({error.reason}): give a YAML file, as configs/rnn.yaml") from error
     except SIGTERMException:
         raise SystemExit(128 + signal.SIGTERM) from None
     except MisconfigurationException as error:
@@ -202,7 +169,8 @@ def run() -> None:
 
 def quiet_lightning() -> None:
     """Drop the tips and warnings that say nothing about the user's own run."""
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_worth_reading)
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
+        logging.getLogger(name).addFilter(_is_worth_reading)
     for message in (
         ".*does not have many workers.*",
         "The dirpath has changed from.*",

@@ -10,6 +10,7 @@ import re
 _KEY = re.compile(r'Parser key "([^"]+)":?')
 _CLASS = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>")
 _DENIED = re.compile(r"Importing '([^']+)' is not allowed.*")
+_REQUIRED = re.compile(r"(the following arguments are required: .*)")
 _NO_CLASS = re.compile(r"Expected a dot import path string: (.*)")
 _SCAFFOLD = re.compile(
     r"Does not validate against any|Subtypes:|Errors:|Given value type:|Problem with given class_path '[^']*':$"
@@ -43,5 +44,6 @@ def one_line(report: str) -> str:
 def _plain(reason: str) -> str:
     reason = _DENIED.sub(r"\1 may not be named here: only classes of lightning_specdec and of Lightning may", reason)
     reason = _NO_CLASS.sub(r"there is no class \1 to put here: see --help for the choices", reason)
+    reason = _REQUIRED.sub(r"\1: give a config that has them, as --config configs/rnn.yaml", reason)
     reason = _CLASS.sub(r"\1", reason).replace(". Got value: ", ", got ")
     return re.sub(r"^expected a (?=[aeiou])", "expected an ", re.sub(r"^Expected", "expected", reason))

@@ -1,0 +1,131 @@
+"""Whether the Trainer can use a checkpoint, found out before it starts.
+
+Knows nothing of the command line.
+
+The Trainer restores loops, callbacks and optimizers by itself and trusts what it finds. Adam's fused step trusts the
+shapes in its state so far as to write beyond its memory, so whatever is restored is compared with what it will replace.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_specdec import checkpoint as checkpoint_file
+from lightning_specdec.training.checkpoint_io import VERSION_KEY
+
+
+def check_trainer_state(path: str, trainer: Trainer, model: LightningModule, *, resume: bool) -> None:
+    """Raise unless the Trainer can use this checkpoint for this model, or resume from it.
+
+    Raises:
+        FileNotFoundError, ValueError: as `checkpoint.load`; and for files without what the Trainer needs, weights of
+            other networks, and runs that are already over.
+    """
+    checkpoint_file.load(path)
+    content = checkpoint_file.read(path)
+    if "hyper_parameters" in content:
+        raise ValueError(f"{path} holds hyperparameters for another program to build: give a checkpoint of this one")
+    if not re.fullmatch(r"\d+(\.\w+)+", str(content.get(VERSION_KEY, "0.0"))):
+        raise ValueError(f"{path} does not say which version wrote it: make it again")
+    for name, tensor in model.state_dict().items():
+        stored = content["state_dict"].get(name)
+        if stored is None or stored.shape != tensor.shape:
+            found = "is not there" if stored is None else f"has the shape {tuple(stored.shape)}"
+            raise ValueError(
+                f"{path} is of other networks ({name} {found}, {tuple(tensor.shape)} is needed): give the config that "
+                "it was trained with"
+            )
+    callbacks = content.get("callbacks", {})
+    if not isinstance(callbacks, dict) or not all(isinstance(state, dict) for state in callbacks.values()):
+        raise ValueError(f"{path} holds no usable callbacks: give another checkpoint of that run")
+    if resume:
+        _check_run(path, content, trainer, model)
+
+
+def _check_run(path: str, content: Mapping[str, Any], trainer: Trainer, model: LightningModule) -> None:
+    """Raise unless the checkpoint holds a run that this Trainer can go on with."""
+    wanted = {"epoch": int, "global_step": int, "loops": dict, "optimizer_states": list, "lr_schedulers": list}
+    if missing := [key for key, kind in wanted.items() if not isinstance(content.get(key), kind)]:
+        raise ValueError(
+            f"{path} holds models but no training run to resume (no {', '.join(missing)}): give the last.ckpt or "
+            "best.ckpt of a run"
+        )
+    damaged = f"{path} holds a training run that cannot be resumed (its %s): give another checkpoint of that run"
+    if not _alike(content["loops"].get("fit_loop"), trainer.fit_loop.state_dict()):
+        raise ValueError(damaged % "counts of epochs and steps are damaged")
+    optimizer = model.configure_optimizers()
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    states = content["optimizer_states"]
+    if len(states) != 1 or not _fits(states[0], optimizer):
+        raise ValueError(damaged % "optimizer's state is not that of this model's optimizer")
+    epochs = content["epoch"] + 1
+    if trainer.max_epochs not in (None, -1) and epochs >= trainer.max_epochs:
+        raise ValueError(
+            f"{path} has {epochs} epochs behind it and the run ends after {trainer.max_epochs}: "
+            "raise --trainer.max_epochs"
+        )
+
+
+def _alike(given: object, fresh: object) -> bool:
+    """Whether a state has every entry of a fresh one, of the same kind; counts are not negative and not absurd."""
+    if isinstance(fresh, dict):
+        return isinstance(given, dict) and all(key in given and _alike(given[key], fresh[key]) for key in fresh)
+    if type(given) is not type(fresh):
+        return False
+    return not isinstance(given, int) or 0 <= given < 2**53
+
+
+def _fits(state: object, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's state is one that this optimizer could have reached: each number where it belongs."""
+    fresh = optimizer.state_dict()["param_groups"]
+    if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
+        return False
+    groups = state.get("param_groups")
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    if not isinstance(groups, list) or len(groups) != len(fresh):
+        return False
+    for given, group in zip(groups, fresh, strict=True):
+        if not isinstance(given, dict) or given.keys() != group.keys() or given["params"] != group["params"]:
+            return False
+        if not all(_same_kind(given[key], group[key]) for key in group):
+            return False
+    kinds = _state_kinds(optimizer)
+    if not state["state"].keys() <= set(range(len(weights))):
+        return False
+    for index, entries in state["state"].items():
+        if not isinstance(entries, dict) or entries.keys() != kinds.keys():
+            return False
+        for key, is_scalar in kinds.items():
+            shape = torch.Size() if is_scalar else weights[index].shape
+            value = entries[key]
+            if not isinstance(value, Tensor) or value.shape != shape or not _is_plain(value):
+                return False
+    return True
+
+
+def _same_kind(given: object, fresh: object) -> bool:
+    if isinstance(fresh, tuple | list):
+        return isinstance(given, tuple | list) and len(given) == len(fresh) and all(map(_same_kind, given, fresh))
+    if isinstance(fresh, float | int) and not isinstance(fresh, bool):
+        return isinstance(given, float | int) and not isinstance(given, bool)
+    return type(given) is type(fresh)
+
+
+def _state_kinds(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
+    """What this kind of optimizer remembers of a weight, and whether that is a single number."""
+    weight = torch.zeros(2, 3, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    probe = type(optimizer)([weight], **optimizer.defaults)
+    probe.step()
+    return {key: value.dim() == 0 for key, value in probe.state[weight].items()}
+
+
+def _is_plain(value: Tensor) -> bool:
+    whole = value.untyped_storage().nbytes() >= value.numel() * value.element_size()
+    return value.dtype.is_floating_point and value.layout == torch.strided and value.device.type == "cpu" and whole
