@@ -64,6 +64,7 @@ def main() -> None:
                     row = measure(decoder, texts, rule, temperature, window, compiled=compiled, repeats=options.repeats)
                     rows.append({"prompts": name, **row})
                     print(line(rows[-1]), flush=True)
+    print(f"\n{table(rows)}")
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps({"manifest": found, "rows": rows}, indent=1) + "\n")
@@ -122,6 +123,32 @@ def line(row: dict[str, Any]) -> str:
         f"predicted {row['predicted_speedup']:.2f} | acceptance {row['acceptance_rate']:.2f} "
         f"block {row['block_efficiency']:.2f} | loop {row['loop_microseconds']:.0f} us{bar}"
     )
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The table of the README: each rule at a window of 3 and at its best window, over all unseen progressions."""
+    lines = [
+        "| Rule, temperature | Draft | Window | Acceptance rate | Block efficiency "
+        "| walltime_speedup | Equal treatment (its ceiling) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for rule, temperature in dict.fromkeys((row["rule"], row["temperature"]) for row in rows):
+        for draft in ("fused", "compiled"):
+            group = [
+                row
+                for row in rows
+                if (row["rule"], row["temperature"], row["draft"], row["prompts"])
+                == (rule, temperature, draft, "unseen")
+            ]
+            best = max(group, key=lambda row: row["walltime_speedup"])
+            for row in [row for row in group if row["num_draft_tokens"] == 3 or row is best]:
+                window = f"{row['num_draft_tokens']}{' (best)' if row is best else ''}"
+                lines.append(
+                    f"| {rule}, {temperature:.0f} | {draft} | {window} | {row['acceptance_rate']:.2f} "
+                    f"| {row['block_efficiency']:.2f} | {row['walltime_speedup']:.2f} "
+                    f"| {row['equal_treatment_speedup']:.2f} ({row['equal_treatment_ceiling']:.2f}) |"
+                )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
