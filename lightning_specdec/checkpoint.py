@@ -10,20 +10,15 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
-import struct
-import tempfile
-import warnings
-import zipfile
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from lightning_specdec import archive
 from lightning_specdec.drafters import DRAFTERS, Drafter
 from lightning_specdec.inference.rows import check_prompt
 from lightning_specdec.models import MODELS, LanguageModel
@@ -31,22 +26,6 @@ from lightning_specdec.models import MODELS, LanguageModel
 KEY = "lightning_specdec"
 FORMAT = 1
 _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-_DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, ValueError, OverflowError, RuntimeError)
-_BROKEN = (
-    pickle.UnpicklingError,
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What reading a file of somebody else's making can raise."""
 
 
 @dataclass
@@ -82,9 +61,12 @@ def describe(
 
 
 def _spec(module: LanguageModel | Drafter) -> dict[str, Any]:
+    name = type(module).__name__
+    if {**MODELS, **DRAFTERS}.get(name) is not type(module):
+        raise ValueError(f"a checkpoint cannot hold a {name}: it could not be built again (see MODELS and DRAFTERS)")
     arguments: dict[str, Any] = module.arguments()
     plain = {k: _spec(v) if isinstance(v, LanguageModel | Drafter) else v for k, v in arguments.items()}
-    return {"class": type(module).__name__, "arguments": plain}
+    return {"class": name, "arguments": plain}
 
 
 def save(
@@ -99,22 +81,7 @@ def save(
     weights = {f"target.{name}": value for name, value in target.state_dict().items()}
     weights |= {f"drafter.{name}": value for name, value in drafter.state_dict().items()}
     content = {KEY: describe(target, drafter, prompts=prompts, recipe=recipe or {}), "state_dict": weights}
-    path = Path(path)
-    if path.is_dir():
-        raise ValueError(f"{path} is a directory: name the file to write in it")
-    if path.parent.exists() and not path.parent.is_dir():
-        raise ValueError(f"{path} cannot be written, for {path.parent} is no directory: choose another name")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    archive.write(path, content)
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -124,24 +91,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         FileNotFoundError: there is no such file.
         ValueError: it is no checkpoint of this program, or a broken one. Nothing in it has run.
     """
-    path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such checkpoint; `lightning_specdec fit --config ...` writes one")
-    if path.is_dir():
-        raise ValueError(f"{path} is a directory: name the checkpoint file in it")
-    if path.stat().st_size == 0:
-        raise ValueError(f"{path} is empty: the copy or the run that wrote it was cut off; make it again")
-    _check_whole(path)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the kinds of tensors that other programs store
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except _BROKEN as error:
-        if isinstance(error, pickle.UnpicklingError) and ("GLOBAL" in str(error) or "class" in str(error)):
-            raise ValueError(
-                f"{path} asks to run code when it is opened, so it was refused: take checkpoints only from this program"
-            ) from error
-        raise ValueError(_foreign(path)) from error
+    content = archive.read(path)
     if not isinstance(content, dict) or not isinstance(content.get(KEY), dict):
         raise ValueError(f"{path} is no checkpoint of this program: it has no {KEY!r} entry; train one with `fit`")
     found = content[KEY].get("format")
@@ -156,29 +106,6 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     return content
 
 
-def _check_whole(path: Path) -> None:
-    """Raise ValueError unless this is an archive as torch writes it and every byte of it is as it was written."""
-    with path.open("rb") as file:
-        head = file.read(2)
-    if head != b"PK":
-        raise ValueError(_foreign(path))
-    stored = True
-    try:
-        with zipfile.ZipFile(path) as archive:
-            stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
-            whole = stored and archive.testzip() is None
-    except _DAMAGED:
-        whole = False
-    if not stored:
-        raise ValueError(_foreign(path))
-    if not whole:
-        raise ValueError(f"{path} is truncated or damaged: copy it again, or go back to another checkpoint of that run")
-
-
-def _foreign(path: Path) -> str:
-    return f"{path} is no checkpoint of this program: expected the file that `lightning_specdec fit` writes"
-
-
 def load(path: str | os.PathLike[str]) -> Checkpoint:
     """Build what a checkpoint describes, with its weights.
 
@@ -188,7 +115,7 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
     content = read(path)
     described, weights = content[KEY], content["state_dict"]
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _Unset():
             target = _build(described.get("target"), MODELS)
             drafter = _build(described.get("drafter"), DRAFTERS)
         for name, module in (("target", target), ("drafter", drafter)):
@@ -208,6 +135,18 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
         raise ValueError(f"{path} is no usable checkpoint, train another: {reason}") from error
     training = {key: content[key] for key in ("epoch", "global_step") if type(content.get(key)) is int}
     return Checkpoint(target.eval(), drafter.eval(), prompts, recipe, training)
+
+
+class _Unset(TorchFunctionMode):
+    """Leaves new weights unset: the file's take their place, and setting one without memory takes torch a second."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
 
 
 def _check_weights(owner: str, given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:

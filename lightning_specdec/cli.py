@@ -15,6 +15,8 @@ from lightning_specdec.cli_options import TRAINER_VERBS, VERBS, UsageError, make
 def main() -> None:
     """The entry point of the installed script; exits with 0, 1 (failed), 2 (user's fault) or 130 (interrupted)."""
     debug = "--debug" in sys.argv
+    if sys.stdout is None:  # closed by the caller, as `>&-` does
+        sys.stdout = open(os.devnull, "w")
     try:
         code = _run(sys.argv[1:])
         sys.stdout.flush()

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import platform
-import re
 import sys
 import warnings
 from argparse import Namespace
@@ -23,6 +22,7 @@ import torch
 from lightning_specdec import __version__, checkpoint
 from lightning_specdec.checks import require_int
 from lightning_specdec.cli_options import RULES as RULE_ARGUMENTS
+from lightning_specdec.cli_prompts import read_prompts
 from lightning_specdec.cli_report import decoded_text, summary_table
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.drafters import Drafter
@@ -36,7 +36,6 @@ log = logging.getLogger("lightning_specdec")
 MAX_THREADS = 1024
 MAX_TOKENS = 2**20
 """More than any model here can hold in memory, and less than what overflows a size."""
-_TOKEN = re.compile(r"[+-]?[0-9]{1,40}")
 
 
 def decode(options: Namespace) -> int:
@@ -116,40 +115,6 @@ def make_rule(options: Namespace) -> AcceptanceRule:
             f"{options.rule} takes no {' and no '.join(sorted(foreign))}: drop it or choose another --rule"
         )
     return RULES[options.rule](**given)
-
-
-def read_prompts(prompts: list[str], path: str | None) -> list[tuple[str, list[int]]] | None:
-    """The prompts of the options with their places, None when there are none: lines of tokens, or of JSON lists."""
-    lines: list[tuple[str, str]] = []
-    for i, text in enumerate(prompts, start=1):
-        lines += _lines("stdin", sys.stdin.read()) if text == "-" else [(f"--prompt {i}", text)]
-    if path == "-":
-        lines += _lines("stdin", sys.stdin.read())
-    elif path is not None:
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not text: give one prompt a line, as `1 2 3`") from error
-        lines += _lines(path, text)
-    if not prompts and path is None:
-        return None
-    if not lines:
-        raise ValueError("there is no prompt: give at least one line of tokens, as `1 2 3`")
-    return [(where, _parse_prompt(where, text)) for where, text in lines]
-
-
-def _lines(name: str, text: str) -> list[tuple[str, str]]:
-    return [(f"{name}, line {i}", line) for i, line in enumerate(text.splitlines(), start=1) if line.strip()]
-
-
-def _parse_prompt(where: str, text: str) -> list[int]:
-    words = text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
-    if not words:
-        raise ValueError(f"{where}: the prompt is empty, give at least one token, as `1 2 3`")
-    for word in words:
-        if not _TOKEN.fullmatch(word):
-            raise ValueError(f"{where}: {word[:40]!r} is no token, give integers, as `1 2 3`")
-    return [int(word) for word in words]
 
 
 def find_device(name: str) -> torch.device:

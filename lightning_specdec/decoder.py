@@ -26,7 +26,7 @@ from lightning_specdec.inference import (
     speculative_decode,
     stream,
 )
-from lightning_specdec.inference.rows import Prompts, as_prompts
+from lightning_specdec.inference.rows import Prompts, check_batch
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import AcceptanceRule, Sampling
 
@@ -266,7 +266,9 @@ class SpeculativeDecoder:
         """
         if mode not in ("both", "standard", "speculative"):
             raise ValueError(f"mode must be both, standard or speculative, got {mode!r}")
-        texts = as_prompts(self.prompts if prompts is None else prompts)
+        given = self.prompts if prompts is None else prompts
+        batch = check_batch(given, self.target.vocab_size, max_new_tokens=max_new_tokens, indices=None)
+        texts = [text for _, text in batch]
         drafter, sampling, started = self.ready_drafter(), sampling or Sampling(), time.perf_counter()
         shared: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "eos": eos, "seed": seed}
         guessing = {**shared, "num_draft_tokens": num_draft_tokens, "rule": rule, "logprobs": logprobs}
@@ -322,6 +324,6 @@ class SpeculativeDecoder:
         quiet_lightning()
         module = PairTraining(self.target, self.drafter.model)
         trainer = Trainer(max_epochs=max_epochs, logger=False, enable_checkpointing=False, enable_model_summary=False)
-        trainer.fit(module, datamodule=datamodule)
+        trainer.fit(module.train(), datamodule=datamodule)
         self.prompts, self.recipe, self._ready = datamodule.prompts(), module.recipe(), None
         return {name: float(value) for name, value in trainer.callback_metrics.items()}

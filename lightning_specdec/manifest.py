@@ -50,17 +50,14 @@ def _processor() -> str:
 
 def _commit() -> str | None:
     """The git commit of this source tree, if it is one; with a + when files were changed since."""
-    here = Path(__file__).parent
     try:
-        commit = subprocess.run(
-            ["git", "-C", str(here), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        dirty = subprocess.run(
-            ["git", "-C", str(here), "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
+        _git("ls-files", "--error-unmatch", Path(__file__).name)  # not a package installed within another's tree
+        commit, dirty = _git("rev-parse", "--short=12", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.CalledProcessError):
         return None
     return f"{commit}+" if dirty else commit
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -79,7 +79,7 @@ class AlwaysWrong(ScriptedDrafter):
 
     def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
         logits = torch.cat([self.target(torch.tensor([text])).logits[:, -1] for text in context.texts])
-        right = sampling.sample(logits, context.uniform[:, 0])
+        right = sampling.sample(logits, None if context.uniform is None else context.uniform[:, 0])
         guesses = ((right + 1) % self.target.vocab_size)[:, None].expand(-1, max(windows))
         return Draft(guesses, None if min(windows) == max(windows) else torch.tensor(windows))
 

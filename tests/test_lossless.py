@@ -8,17 +8,22 @@ import torch
 
 from lightning_specdec.drafters import DRAFTERS, ModelDrafter
 from lightning_specdec.inference import autoregressive_decode, speculative_decode
-from lightning_specdec.rules import RULES, Sampling
+from lightning_specdec.rules import RULES, Purpose, Sampling
 
 GREEDY = Sampling()
 SAMPLINGS = {
-    "t1": Sampling(1.0),
     "hot": Sampling(1.7),
     "top_k": Sampling(1.0, top_k=3),
     "top_p": Sampling(0.8, top_p=0.7),
-    "min_p": Sampling(1.2, min_p=0.2),
-    "all": Sampling(0.9, top_k=6, top_p=0.9, min_p=0.05),
+    "all": Sampling(0.9, top_k=6, top_p=0.9, min_p=0.1),
 }
+SURELY_WRONG = [
+    (rule, sampling)
+    for rule in cases.LOSSLESS
+    for sampling in (GREEDY, Sampling(1.0))
+    # A guess is surely wrong where the target is certain, or where the drafter reads the target's own numbers.
+    if sampling.greedy or cases.RULES[rule].draft_purpose is Purpose.CORRECT
+]
 
 
 def test_every_registered_drafter_is_among_the_cases() -> None:
@@ -83,7 +88,7 @@ def test_a_window_larger_than_what_is_wanted_gives_no_token_too_many(
 @pytest.mark.parametrize("drafter", cases.DRAFTERS)
 @pytest.mark.parametrize("target", cases.MODELS)
 def test_exact_match_equals_autoregressive_at_every_temperature(target: str, drafter: str, sampling: str) -> None:
-    for window in (1, 3, 6):
+    for window in (2, 5):
         result = speculative_decode(
             cases.target(target),
             cases.drafter(drafter, target),
@@ -146,15 +151,11 @@ def test_the_fused_target_as_the_draft_accepts_everything(target: str) -> None:
     assert result.block_efficiency == 4
 
 
-@pytest.mark.parametrize("rule", cases.LOSSLESS)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("rule", "sampling"), SURELY_WRONG)
 @pytest.mark.parametrize("target", cases.MODELS)
 def test_a_drafter_that_is_always_wrong_costs_target_calls_but_no_token(
-    target: str, temperature: float, rule: str
+    target: str, rule: str, sampling: Sampling
 ) -> None:
-    if temperature and rule == "RejectionSampling":
-        pytest.skip("no guess is surely wrong where every token has a chance")
-    sampling = Sampling(temperature)
     result = speculative_decode(
         cases.target(target),
         cases.drafter("wrong", target),

@@ -143,7 +143,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, monk
     verb(monkeypatch, tmp_path / "halves", "fit", "--trainer.max_epochs", "2")
     verb(monkeypatch, tmp_path / "halves", "fit", "--trainer.max_epochs", "4", "--ckpt_path", "last")
     whole, halves = (checkpoint.read(tmp_path / n / "checkpoints/rnn/last.ckpt") for n in ("whole", "halves"))
-    assert whole["epoch"] == halves["epoch"] == 3 and whole["global_step"] == halves["global_step"] == 80
+    assert whole["epoch"] == halves["epoch"] == 3 and whole["global_step"] == halves["global_step"] == 200
     assert whole["lightning_specdec"]["recipe"] == halves["lightning_specdec"]["recipe"]
     for name, weight in whole["state_dict"].items():
         assert torch.equal(weight, halves["state_dict"][name]), name

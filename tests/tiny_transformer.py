@@ -1,6 +1,6 @@
 """A transformer small enough for tests, on a real `KVState`: proof that the contracts hold for attention too.
 
-Knows nothing of drafts, rules or sampling. Pre-norm, rotary positions, tied to nothing.
+Knows nothing of drafts, rules or sampling. Pre-norm, rotary positions.
 
 Shapes: B rows, T tokens, S cache slots, V vocabulary, D width, H heads, E = D / H.
 """
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_specdec.models import DecodeState, KVState, LanguageModel, ModelOutput
 from lightning_specdec.models.base import Plain
+from lightning_specdec.models.state import Lengths
 
 
 class Block(nn.Module):
@@ -82,7 +83,7 @@ class TinyTransformer(LanguageModel):
         tokens: Int[Tensor, "B T"],
         state: DecodeState | None = None,
         *,
-        valid_lengths: Int[Tensor, "B"] | None = None,
+        valid_lengths: Lengths | None = None,
         logits_for: Int[Tensor, "B N"] | slice | None = None,
         features: Sequence[int] = (),
         parents: Int[Tensor, "B T"] | None = None,

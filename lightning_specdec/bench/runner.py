@@ -184,6 +184,7 @@ def interleave(
     """
     require_int("repeats", repeats, 1)
     require_int("batch_size", batch_size, 1)
+    require_int("warmup", warmup, 0)
     numbers = list(range(len(prompts)))
     batches = [numbers[i : i + batch_size] for i in range(0, len(numbers), batch_size)]
     runs, interrupted = {name: Runs() for name in ways}, False
@@ -203,6 +204,8 @@ def interleave(
                     runs[name].results.append(merge_results(results))
     except KeyboardInterrupt:
         interrupted = True
+        for each in runs.values():
+            del each.seconds[len(each.results) :]  # it may come between the two
     finally:
         if collecting:
             gc.enable()

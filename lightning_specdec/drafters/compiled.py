@@ -103,7 +103,7 @@ class CompiledDrafter(ModelDrafter):
         self._no_noise = torch.zeros(1, num_draft_tokens)
         self._hidden_size = fused.num_layers * fused.hidden_size
         program = _Program(fused, num_draft_tokens, self.compiled_sampling)
-        directory = cache_dir or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+        directory = cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         started = time.perf_counter()
         self._run = {num_read: self._load(program, num_read, directory) for num_read in (2, MOST_READ)}
         self.warmup_seconds = time.perf_counter() - started

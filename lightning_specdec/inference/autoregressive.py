@@ -9,12 +9,16 @@ from collections.abc import Sequence
 
 import torch
 
+from lightning_specdec.checks import require_int
 from lightning_specdec.drafters.model import pad
 from lightning_specdec.inference.results import DecodeInterrupted, DecodeResult
 from lightning_specdec.inference.rows import Prompts, Row, check_batch, check_eos, power_of_two
 from lightning_specdec.inference.timing import PhaseTimer, peak_memory_bytes
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import Purpose, Sampling, noise_table
+
+COMMIT_EVERY = 64
+"""Tokens after which the states forget the way back, which nobody will go."""
 
 
 @torch.inference_mode()
@@ -44,7 +48,7 @@ def autoregressive_decode(
         logprobs: whether each token's log probability is wanted.
     """
     sampling, device = sampling or Sampling(), target.device
-    stops = check_eos(eos, target.vocab_size)
+    stops, seed = check_eos(eos, target.vocab_size), require_int("seed", seed, 0, 2**63 - 1)
     rows = [
         Row(number, text, max_new_tokens=max_new_tokens, eos=stops, speculative=False)
         for number, text in check_batch(prompts, target.vocab_size, max_new_tokens=max_new_tokens, indices=indices)
@@ -60,16 +64,21 @@ def autoregressive_decode(
         if valid_lengths is not None:
             last = torch.tensor([[length - 1] for length in valid_lengths], device=device)
         logits = target(tokens, state, valid_lengths=valid_lengths, logits_for=last).logits[:, -1]
+        state.commit(state.consumed)  # nothing goes back: a recurrent state need not carry the prompt along
         while True:
             timer.lap("verify")
             chosen = sampling.sample(logits, None if noise is None else noise[:, num_calls, Purpose.CORRECT])
-            scores = Sampling.log_probs(logits, chosen).tolist() if logprobs else None
-            values = chosen.tolist()
+            if logprobs:  # float64 holds the tokens beside them exactly: the host reads once
+                scores = Sampling.log_probs(logits, chosen).double()
+                read = torch.stack((chosen.double(), scores)).tolist()
+                values, row_scores = [int(token) for token in read[0]], read[1]
+            else:
+                values, row_scores = chosen.tolist(), None
             timer.lap("accept")
             num_calls, seconds = num_calls + 1, timer.elapsed()
             for i, row in enumerate(live):
                 if row.live:
-                    row.append(values[i : i + 1], seconds, None if scores is None else scores[i : i + 1])
+                    row.append(values[i : i + 1], seconds, None if row_scores is None else row_scores[i : i + 1])
             kept = [i for i, row in enumerate(live) if row.live]
             if not kept:
                 break
@@ -79,6 +88,8 @@ def autoregressive_decode(
                 state.select(kept)
                 live, chosen = [live[i] for i in kept], chosen[index]
                 noise = None if noise is None else noise[index]
+            if num_calls % COMMIT_EVERY == 0:
+                state.commit(state.consumed)
             timer.lap("rest")
             logits = target(chosen[:, None], state).logits[:, -1]
     except KeyboardInterrupt:

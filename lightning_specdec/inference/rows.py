@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_specdec.checks import require_int
 from lightning_specdec.inference.results import Counts, Round, RowResult
 
-Prompts = Sequence[int] | Sequence[Sequence[int]] | Tensor
+Prompts = Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor
 
 
 class Row:
@@ -70,7 +71,8 @@ class Row:
         self.num_rounds += 1
         if logprobs is not None:
             self.logprobs = (self.logprobs or []) + list(logprobs[: len(added)])
-        if self.live and self.remaining <= 0:
+        assert self.remaining >= 0, "a drafter guessed beyond its window"
+        if self.live and self.remaining == 0:
             self.stop_reason = "length"
         return added
 
@@ -114,17 +116,17 @@ class Row:
         )
 
 
-def as_prompts(prompts: Prompts) -> list[list[int]]:
+def as_prompts(prompts: Prompts) -> list[list[Any]]:
     """A list of prompts from a list of tokens, a list of such lists, or a tensor `[T]` or `[B, T]`."""
-    values: list[Any] = prompts.tolist() if isinstance(prompts, Tensor) else list(prompts)
+    values: list[Any] = torch.atleast_1d(prompts).tolist() if isinstance(prompts, Tensor) else list(prompts)
     if not values:
         raise ValueError("there is no prompt: give at least one token")
-    if all(isinstance(value, int) for value in values):
-        return [values]
+    if not all(isinstance(value, Sequence) or (isinstance(value, Tensor) and value.dim()) for value in values):
+        return [values]  # of one prompt, or of what `check_prompt` refuses
     return [value.tolist() if isinstance(value, Tensor) else list(value) for value in values]
 
 
-def check_prompt(prompt: Sequence[int], vocab_size: int, name: str) -> None:
+def check_prompt(prompt: Sequence[Any], vocab_size: int, name: str) -> None:
     """Raise ValueError for an empty prompt or a token outside the vocabulary."""
     if not prompt:
         raise ValueError(f"{name} is empty: give at least one token")

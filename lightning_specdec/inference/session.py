@@ -67,7 +67,7 @@ class Session:
         self.num_draft_tokens = require_int("num_draft_tokens", num_draft_tokens, 1)
         self.max_length = require_int("max_length", max_length, 2)
         self.eos = check_eos(eos, target.vocab_size)
-        self.seed, self.logprobs = seed, logprobs
+        self.seed, self.logprobs = require_int("seed", seed, 0, 2**63 - 1), logprobs
         drafter.check_target(target)
         if self.rule.needs_draft_logits and not drafter.gives_logits:
             rule_name, drafter_name = type(self.rule).__name__, type(drafter).__name__
@@ -168,8 +168,10 @@ class Session:
         """`[B, K + 1, 3]`: each row's uniform numbers for the positions of this round."""
         if self._noise is None:
             return None
-        first = torch.tensor([[row.num_new] for row in self._rows], device=self.device)
-        index = first + torch.arange(num_positions, device=self.device)
+        done = [row.num_new for row in self._rows]
+        if min(done) == max(done):
+            return self._noise[:, done[0] : done[0] + num_positions]
+        index = torch.tensor(done, device=self.device)[:, None] + torch.arange(num_positions, device=self.device)
         return self._noise.gather(1, index[..., None].expand(-1, -1, len(Purpose)))
 
     def _propose(self, tail: Tensor, windows: Sequence[int], noise: Tensor | None) -> Draft:

@@ -231,6 +231,12 @@ class KVState(DecodeState):
         """True where a query may look: at its own position and before."""
         return self._slots <= positions[:, :, None]
 
+    def advance(self, num_tokens: int, valid_lengths: Lengths | None = None) -> None:
+        super().advance(num_tokens, valid_lengths)
+        assert max(self.consumed) < len(self._slots), (
+            f"{max(self.consumed)} tokens overrun {len(self._slots) - 1} slots"
+        )
+
     def _go_back(self) -> None:
         pass  # what lies behind a length is never read
 

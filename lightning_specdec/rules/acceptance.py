@@ -22,12 +22,16 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 
+_NO_MASS = 1e-30
+"""A residual up to this much is rounding; one so small that float32 rounds its products up could not be drawn from."""
+
+
 @dataclass
 class Draft:
     """Guesses for the next tokens of every row.
 
     Args:
-        tokens: `[B, K]`.
+        tokens: `[B, K]`, all of the vocabulary, padding too: the target reads them.
         lengths: how many of a row's K tokens are guesses; the rest is padding. All of them when None.
         probs: `[B, K, V]`, exactly the distribution that each token was drawn from; None for a certain guess (one-hot).
         logits: `[B, K, V]`, for the rules that compare the draft's own softmax; None where there are none.
@@ -149,14 +153,18 @@ class RejectionSampling(AcceptanceRule):
         # Behind the last guess the draft left nothing out: the bonus comes from the target itself.
         residual = (target_probs - torch.nn.functional.pad(draft_probs, (0, 0, 0, 1))).clamp_(min=0)
         # Equal distributions leave no mass, and rounding alone can reject there: then the target itself is drawn.
-        residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target_probs)
+        residual = torch.where(residual.sum(-1, keepdim=True) > _NO_MASS, residual, target_probs)
         return Verdict(kept, draw(residual, noise[..., Purpose.CORRECT]))
 
 
 class _LossyRule(AcceptanceRule):
-    """A rule that keeps tokens by a criterion of its own, and counts which of them the target would not have drawn."""
+    """A rule that keeps tokens by a criterion of its own, and counts which of them the target would not have drawn.
+
+    Guesses are drawn with the target's numbers, so that a difference is one of the models and not of the dice.
+    """
 
     lossless = False
+    draft_purpose = Purpose.CORRECT
 
     def _verdict(
         self, kept: Bool[Tensor, "B K"], draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None

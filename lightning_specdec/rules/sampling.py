@@ -41,6 +41,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         require_number("temperature", self.temperature, low=0)
+        if 0 < self.temperature < 1e-6:  # logits divided by it would overflow
+            raise ValueError(f"temperature must be 0 or at least 1e-06, got {self.temperature:g}: use 0 for greedy")
         if self.top_k is not None:
             require_int("top_k", self.top_k, 1)
         if self.top_p is not None:
@@ -100,7 +102,8 @@ SOFTMAX = Sampling(temperature=1.0)
 def draw(weights: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"]) -> Int[Tensor, "*B"]:
     """Inverse transform sampling: the first token whose cumulative weight exceeds `uniform` times the total.
 
-    Weights need no normalization. A token of weight zero is never drawn: the comparison is strict, and uniform < 1.
+    Weights need no normalization, but a sum above 1e-30. A token of weight zero is never drawn: the comparison is
+    strict, and uniform < 1.
     """
     cumulative = weights.cumsum(-1)
     return torch.searchsorted(cumulative, uniform[..., None] * cumulative[..., -1:], right=True).squeeze(-1)

@@ -157,6 +157,10 @@ def run() -> None:
         raise ValueError(one_line(str(error))) from error
     except UnicodeDecodeError as error:
         raise ValueError(f"a config is no text ({error.reason}): give a YAML file, as configs/rnn.yaml") from error
+    except SystemExit as stop:
+        if isinstance(stop.__context__, KeyboardInterrupt):  # the Trainer ends with 1 then, like a failure
+            raise SystemExit(128 + signal.SIGINT) from None
+        raise
     except SIGTERMException:
         raise SystemExit(128 + signal.SIGTERM) from None
     except MisconfigurationException as error:

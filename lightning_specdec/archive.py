@@ -1,0 +1,110 @@
+"""A file <-> tensors and plain values: written whole or not at all, read without running anything in it.
+
+Knows nothing of what they mean.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import tempfile
+import warnings
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, ValueError, OverflowError, RuntimeError)
+_BROKEN = (
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What reading a file of somebody else's making can raise."""
+
+
+def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
+    """Write beside the old file, if there is one, and swap the two in one step.
+
+    Raises:
+        ValueError: no file can be put there.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory: name the file to write in it")
+    if path.parent.exists() and not path.parent.is_dir():
+        raise ValueError(f"{path} cannot be written, for {path.parent} is no directory: choose another name")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def read(path: str | os.PathLike[str]) -> Any:
+    """What a file holds, if every byte of it is as torch wrote it and it holds tensors and plain values only.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is of another kind, or damaged, or asks to run code. Nothing in it has run.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such checkpoint; `lightning_specdec fit --config ...` writes one")
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory: name the checkpoint file in it")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty: the copy or the run that wrote it was cut off; make it again")
+    _check_whole(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the kinds of tensors that other programs store
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except _BROKEN as error:
+        if isinstance(error, pickle.UnpicklingError) and ("GLOBAL" in str(error) or "class" in str(error)):
+            raise ValueError(
+                f"{path} asks to run code when it is opened, so it was refused: take checkpoints only from this program"
+            ) from error
+        raise ValueError(_foreign(path)) from error
+    return content
+
+
+def _check_whole(path: Path) -> None:
+    """Raise ValueError unless this is an archive as torch writes it and every byte of it is as it was written."""
+    with path.open("rb") as file:
+        head = file.read(2)
+    if head != b"PK":
+        raise ValueError(_foreign(path))
+    stored = True
+    try:
+        with zipfile.ZipFile(path) as archive:
+            stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
+            whole = stored and archive.testzip() is None
+    except _DAMAGED:
+        whole = False
+    if not stored:
+        raise ValueError(_foreign(path))
+    if not whole:
+        raise ValueError(f"{path} is truncated or damaged: copy it again, or go back to another checkpoint of that run")
+
+
+def _foreign(path: Path) -> str:
+    return f"{path} is no checkpoint of this program: expected the file that `lightning_specdec fit` writes"

@@ -1,0 +1,194 @@
+"""Laws of bad checkpoints: whatever a file says, it runs nothing and gives one line."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_fixtures import OF_A_CHECKPOINT, Bomb, call, ckpt, here, refused, shipped_run
+
+from lightning_specdec import checkpoint
+
+__all__ = ["ckpt", "here", "shipped_run"]
+pytestmark = pytest.mark.usefixtures("here")
+
+
+def changed(**parts: object) -> Callable[[dict[str, Any]], None]:
+    """Replaces parts of a description; `target__hidden_size` stands for that argument of the target."""
+
+    def change(content: dict[str, Any]) -> None:
+        for name, value in parts.items():
+            owner, _, argument = name.partition("__")
+            if argument:
+                content[checkpoint.KEY][owner]["arguments"][argument] = value
+            else:
+                content[checkpoint.KEY][name] = value
+
+    return change
+
+
+def weight(value: Callable[[torch.Tensor], object], name: str = "target.output.weight") -> Callable[..., None]:
+    return lambda content: content["state_dict"].update({name: value(content["state_dict"]["target.output.weight"])})
+
+
+def optimizer(key: str, value: object) -> Callable[..., None]:
+    return lambda content: content["optimizer_states"][0]["state"][0].update({key: value})
+
+
+RNN_SPEC = {"class": "RNN", "arguments": {"vocab_size": 50}}
+DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "foreign class": changed(target={"class": "os.system", "arguments": {"command": "mkdir exploded"}}),
+    "class of another kind": changed(drafter=RNN_SPEC),
+    "class that is a list": changed(target={"class": ["RNN"], "arguments": {}}),
+    "no description": changed(target=None),
+    "huge layer": changed(target__hidden_size=10**12),
+    "huge depth": changed(target__num_layers=10**9),
+    "huge vocabulary": changed(target__vocab_size=2**40),
+    "negative size": changed(target__embedding_size=-1),
+    "fraction": changed(target__hidden_size=64.0),
+    "truth": changed(target__num_layers=True),
+    "not a number": changed(target__hidden_size=float("nan")),
+    "tensor for a size": changed(target__hidden_size=torch.tensor(64)),
+    "text for a size": changed(target__hidden_size="64"),
+    "legal size that is not the weights'": changed(target__hidden_size=2**14),
+    "unknown argument": changed(target__device="cuda"),
+    "unknown argument of the drafter": changed(drafter__sampling=RNN_SPEC),
+    "missing argument": lambda content: content[checkpoint.KEY]["target"]["arguments"].pop("vocab_size"),
+    "model that is none": changed(drafter__model=5),
+    "prompts outside the vocabulary": changed(prompts=[[1, 50]]),
+    "prompts that are none": changed(prompts=["abc"]),
+    "recipe with a tensor": changed(recipe={"seed": torch.ones(2)}),
+    "format of the future": changed(format=2),
+    "format that is a tensor": changed(format=torch.tensor([1, 1])),
+    "no weights": lambda content: content.pop("state_dict"),
+    "missing weight": lambda content: content["state_dict"].pop("target.output.weight"),
+    "extra weight": weight(lambda value: value, "target.extra"),
+    "weight under a number": lambda content: content["state_dict"].update({5: torch.ones(1)}),
+    "weight of another shape": weight(lambda value: value.T.contiguous()),
+    "weight of integers": weight(lambda value: value.long()),
+    "weight of another precision": weight(lambda value: value.double()),
+    "weight that is not finite": weight(lambda value: value / 0),
+    "weight larger than the file": weight(lambda value: torch.ones(1, 1).expand(value.shape)),
+    "weight without memory": weight(lambda value: value.to("meta")),
+    "sparse weight": weight(lambda value: value.to_sparse()),
+    "weight that is none": weight(lambda value: [1.0]),
+    "code in a corner": lambda content: content.update(corner=Bomb()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_checkpoint_that_does_not_hold_together_is_refused(ckpt: str, damage: str) -> None:
+    content = copy.deepcopy(torch.load(ckpt, weights_only=True))
+    DAMAGES[damage](content)
+    torch.save(content, "bad.ckpt")
+    for verb in ("decode", "info", "export"):
+        refused(*OF_A_CHECKPOINT[verb]("bad.ckpt"), told="bad.ckpt")
+    with pytest.raises(ValueError, match="bad.ckpt"):
+        checkpoint.load("bad.ckpt")
+    assert not Path("exploded").exists()
+
+
+def make_files(good: Path) -> list[str]:
+    """Files that are no checkpoint, in the current directory; gives their names and one that is not there."""
+    data = good.read_bytes()
+    for i, length in enumerate((1, 1000, len(data) // 2, len(data) - 1)):
+        Path(f"truncated{i}.ckpt").write_bytes(data[:length])
+    flipped = bytearray(data)
+    flipped[len(data) // 2] ^= 1
+    Path("flipped.ckpt").write_bytes(flipped)
+    Path("empty.ckpt").write_bytes(b"")
+    Path("text.ckpt").write_text("a: 1\n")
+    Path("folder.ckpt").mkdir()
+    Path("pickled_bomb.ckpt").write_bytes(pickle.dumps(Bomb()))
+    torch.save(Bomb(), "bomb.ckpt")
+    torch.save(torch.nn.Linear(2, 2), "module.ckpt")
+    torch.save({"weight": torch.ones(2)}, "other.ckpt")
+    torch.save([1, 2], "old.ckpt", _use_new_zipfile_serialization=False)
+    lightning = {"state_dict": {"layer.weight": torch.ones(2)}, "epoch": 1, "hyper_parameters": {"lr": 1}}
+    torch.save({**lightning, "pytorch-lightning_version": "2.6.6", "global_step": 1, "loops": {}}, "lightning.ckpt")
+    with zipfile.ZipFile("archive.ckpt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("data.pkl", "x" * 1000)
+    return ["nowhere.ckpt", *sorted(path.name for path in Path.cwd().iterdir())]
+
+
+@pytest.mark.parametrize("verb", OF_A_CHECKPOINT)
+def test_a_file_that_is_no_checkpoint_is_refused_by_every_verb(ckpt: str, verb: str) -> None:
+    for name in make_files(Path(ckpt)):
+        refused(*OF_A_CHECKPOINT[verb](name), told=name)
+    assert not Path("exploded").exists()
+
+
+RUN_DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "huge layer": DAMAGES["huge layer"],
+    "foreign class": DAMAGES["foreign class"],
+    "hyperparameters": lambda content: content.update(hyper_parameters={"class_path": "os.system"}),
+    "no loops": lambda content: content.update(loops={}),
+    "loops of another kind": lambda content: content.update(loops={"fit_loop": 5}),
+    "negative count": lambda content: content["loops"]["fit_loop"]["epoch_progress"]["total"].update(ready=-1),
+    "no optimizer": lambda content: content.update(optimizer_states=[]),
+    "optimizer that is none": lambda content: content.update(optimizer_states=[5]),
+    "moment of another shape": optimizer("exp_avg", torch.ones(3)),
+    "moment larger than the file": optimizer("exp_avg", torch.ones(1, 1).expand(50, 32)),
+    "count that is a list": optimizer("step", [1]),
+    "rate that is text": lambda content: content["optimizer_states"][0]["param_groups"][0].update(lr="1"),
+    "callbacks that are none": lambda content: content.update(callbacks="all"),
+    "version that is none": lambda content: content.update({"pytorch-lightning_version": "newest"}),
+}
+
+
+@pytest.mark.parametrize("damage", RUN_DAMAGES)
+def test_a_run_that_cannot_be_resumed_is_refused_before_it_begins(ckpt: str, damage: str) -> None:
+    content = copy.deepcopy(torch.load(ckpt, weights_only=True))
+    RUN_DAMAGES[damage](content)
+    torch.save(content, "bad.ckpt")
+    refused(*OF_A_CHECKPOINT["fit"]("bad.ckpt"), told="bad.ckpt")
+
+
+def mutated(data: bytes, seed: int) -> bytes:
+    """The bytes with a few flipped, sometimes with some missing: in the middle, or near either end."""
+    numbers, changed = random.Random(seed), bytearray(data)
+    for _ in range(numbers.choice((1, 1, 3, 30))):
+        near_end = numbers.choice((len(data), 4000, -6000))
+        changed[numbers.randrange(near_end) if near_end > 0 else numbers.randrange(near_end, 0)] ^= (
+            1 << numbers.randrange(8)
+        )
+    if seed % 5 == 0:
+        start = numbers.randrange(len(changed))
+        del changed[start : start + numbers.randrange(1, 100)]
+    return bytes(changed)
+
+
+def rewrite(source: str, path: str, change: Callable[[bytes], bytes]) -> None:
+    """A checkpoint whose pickle is changed and whose checksums are right, as a forger would write it."""
+    with zipfile.ZipFile(source) as archive:
+        records = {name.split("/", 1)[1]: archive.read(name) for name in archive.namelist()}
+    writer = torch._C.PyTorchFileWriter(path)
+    for name, data in records.items():
+        if name not in ("version", ".data/serialization_id"):
+            data = change(data) if name == "data.pkl" else data
+            writer.write_record(name, data, len(data))
+    writer.write_end_of_file()
+
+
+@pytest.mark.parametrize("forged", [False, True], ids=["damaged", "forged"])
+def test_random_damage_gives_one_line_or_none(ckpt: str, forged: bool) -> None:
+    codes = []
+    for seed in range(60):
+        if forged:
+            rewrite(ckpt, "bad.ckpt", lambda data, seed=seed: mutated(data, seed))  # type: ignore[misc]
+        else:
+            Path("bad.ckpt").write_bytes(mutated(Path(ckpt).read_bytes(), seed))
+        for verb in ("info", "decode"):
+            outcome = call(*OF_A_CHECKPOINT[verb]("bad.ckpt"))
+            codes.append(outcome.code)
+            assert outcome.code in (0, 2), (seed, outcome)
+            assert outcome.code == 0 or (outcome.out == "" and outcome.err.count("\n") == 1), (seed, outcome)
+    assert codes.count(2) > 60
+    assert [path.name for path in Path.cwd().iterdir()] == ["bad.ckpt"]

@@ -1,0 +1,120 @@
+"""Laws of bad input: one line that says what is wrong, exit code 2, nothing run, nothing written."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from cli_fixtures import OF_A_CHECKPOINT, SCRIPT, TRAINER, Bomb, call, ckpt, here, listing, refused, shipped_run
+from training_fixtures import RNN_CONFIG
+
+__all__ = ["ckpt", "here", "shipped_run"]
+pytestmark = pytest.mark.usefixtures("here")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["decod"], "unknown verb 'decod': choose from fit, validate, test, predict, decode, info, export, env"),
+        (["--hepl"], "unknown verb '--hepl'"),
+        (["decode"], "--ckpt (see `lightning_specdec decode --help`)"),
+        (["decode", "--ckpt", "x.ckpt", "--num_draft_token", "3"], "unrecognized arguments: --num_draft_token"),
+        (["decode", "--ckpt", "x.ckpt", "--temp", "1"], "unrecognized arguments: --temp"),
+        (["decode", "--ckpt", "x.ckpt", "1 2 3"], "unrecognized arguments: 1 2 3"),
+        (["decode", "--ckpt", "x.ckpt"], "x.ckpt: no such checkpoint"),
+        (["info", "--ckp", "x.ckpt"], "--ckpt"),
+        (["env", "--verbose"], "unrecognized arguments: --verbose"),
+        (["export", "--ckpt", "x.ckpt"], "--output"),
+        (["fit"], "give a config that has them, as --config configs/rnn.yaml"),
+        (["fit", "--config", "nowhere.yaml"], "File does not exist"),
+        (["test", "--confg", str(RNN_CONFIG)], "unrecognized arguments: --confg"),
+        (["fit", *TRAINER, "--trainer.max_epoch", "3"], "unrecognized arguments: --trainer.max_epoch"),
+        (["fit", *TRAINER, "--ckpt_path", "last"], "there is no last checkpoint"),
+    ],
+)
+def test_an_unknown_verb_option_or_file_is_refused(arguments: list[str], told: str) -> None:
+    refused(*arguments, told=told)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--prompt", ""], "--prompt 1: the prompt is empty"),
+        (["--prompt", "1 2", "--prompt", "[]"], "--prompt 2: the prompt is empty"),
+        (["--prompt", "-"], "there is no prompt"),
+        (["--prompt", "1 two 3"], "--prompt 1: 'two' is no token"),
+        (["--prompt", "1.5"], "'1.5' is no token"),
+        (["--prompt", "²"], "'²' is no token"),
+        (["--prompt", "+-1"], "'+-1' is no token"),
+        (["--prompt", "9" * 5000], "is no token"),
+        (["--prompt", "3", "--prompt", "7 50"], "--prompt 2 holds 50: tokens of this model are integers from 0 to 49"),
+        (["--prompt", "-1 2"], "--prompt 1 holds -1"),
+        (["--prompts_file", "nowhere.txt"], "nowhere.txt: No such file"),
+        (["--prompts_file", "."], "Is a directory"),
+        (["--prompts_file", "empty.txt"], "there is no prompt"),
+        (["--prompts_file", "prompts.txt"], "prompts.txt, line 3 holds 50"),
+        (["--prompts_file", "binary.txt"], "binary.txt is not text"),
+        (["--rule", "Exact"], "invalid choice: 'Exact'"),
+        (["--rule", "EpsilonThreshold", "--rule.delta", "0.1"], "EpsilonThreshold takes no delta"),
+        (["--epsilon", "0.1"], "ExactMatch takes no epsilon"),
+        (["--rule", "EpsilonThreshold", "--epsilon", "0"], "epsilon must be in (0, 1], got 0"),
+        (["--num_draft_tokens", "0"], "num_draft_tokens must be from 1 to 1048576, got 0"),
+        (["--num_draft_tokens", "1.5"], "invalid int value: '1.5'"),
+        (["--max_new_tokens", "-3"], "max_new_tokens must be from 1 to 1048576, got -3"),
+        (["--max_new_tokens", "9" * 20], "max_new_tokens must be from 1 to 1048576"),
+        (["--temperature", "-0.1"], "temperature must be"),
+        (["--temperature", "nan"], "temperature must be"),
+        (["--top_p", "0"], "top_p must be in (0, 1], got 0"),
+        (["--top_p", "1.01"], "top_p must be in (0, 1], got 1.01"),
+        (["--top_k", "0"], "top_k must be at least 1, got 0"),
+        (["--min_p", "2"], "min_p must be in [0, 1], got 2"),
+        (["--eos", "50"], "eos must be from 0 to 49, got 50"),
+        (["--repeats", "0"], "repeats must be at least 1"),
+        (["--batch_size", "0"], "batch_size must be at least 1"),
+        (["--threads", "0"], "threads must be from 1"),
+        (["--threads", "1000000000"], "threads must be from 1"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--mode", "twice"], "invalid choice: 'twice'"),
+        *(
+            (["--device", name], f"no usable device {name!r}")
+            for name in ("cuda:99", "nope", "meta", "hpu", "mkldnn", "")
+        ),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_an_option_out_of_range_is_refused(ckpt: str, options: list[str], told: str) -> None:
+    Path("empty.txt").write_text("\n\n")
+    Path("prompts.txt").write_text("1 2 3\n\n4 50\n")
+    Path("binary.txt").write_bytes(b"\x80\x81")
+    refused("decode", "--ckpt", ckpt, *options, told=told)
+
+
+@pytest.mark.parametrize("output", ["folder", "", "file/new.ckpt"])
+def test_an_export_that_cannot_be_written_leaves_nothing_behind(ckpt: str, output: str) -> None:
+    Path("folder").mkdir()
+    Path("file").write_text("mine")
+    refused("export", "--ckpt", ckpt, "--output", output, told="director")
+
+
+def test_a_refused_export_keeps_what_was_there(ckpt: str) -> None:
+    shutil.copy(ckpt, "exported.ckpt")
+    torch.save(Bomb(), "bomb.ckpt")
+    refused(*OF_A_CHECKPOINT["export"]("bomb.ckpt"), told="bomb.ckpt asks to run code")
+
+
+@pytest.mark.parametrize("verb", ["decode", "fit"])
+def test_a_process_of_its_own_says_no_more_than_that(ckpt: str, verb: str) -> None:
+    torch.save(Bomb(), "bomb.ckpt")
+    before = listing(Path.cwd())
+    done = subprocess.run([SCRIPT, *OF_A_CHECKPOINT[verb]("bomb.ckpt")], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: bomb.ckpt asks to run code") and done.stderr.count("\n") == 1
+    assert listing(Path.cwd()) == before
+
+
+def test_an_error_of_our_own_can_be_traced(ckpt: str) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere.ckpt"):
+        call("decode", "--ckpt", "nowhere.ckpt", "--debug")

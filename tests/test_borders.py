@@ -1,0 +1,131 @@
+"""Who may import whom: read from the files, and seen in fresh processes."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightning_specdec
+
+PACKAGE = Path(lightning_specdec.__file__).parent
+FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+ORDER = ["models", "rules", "drafters", "inference", "training", "bench", "decoder", "cli"]
+"""From right to left: a part may import those before it."""
+TORCH_ONLY = ("models", "rules", "drafters", "inference", "checks.py", "checkpoint.py", "decoder.py")
+MAY_IMPORT_LIGHTNING = ("training/", "data/", "cli")
+
+
+def imports(tree: ast.AST, *, whole: bool) -> Iterator[str]:
+    """Names of imported modules, without those for type checkers; with `whole`, those inside functions too."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            for other in node.orelse:
+                yield from imports(other, whole=whole)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "the house imports by full names"
+            base = node.module or ""
+            yield from ([f"{base}.{alias.name}" for alias in node.names] if base == "lightning_specdec" else [base])
+        elif whole or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from imports(node, whole=whole)
+
+
+def imported(file: str, *, whole: bool = True) -> set[str]:
+    return set(imports(ast.parse((PACKAGE / file).read_text()), whole=whole))
+
+
+def part(name: str) -> str:
+    """The part of the house that a module or a file belongs to."""
+    first = name.removeprefix("lightning_specdec.").replace("/", ".").split(".")[0]
+    return "cli" if first.startswith("cli") else first
+
+
+def test_the_walk_sees_imports_where_they_hide() -> None:
+    source = """
+from typing import TYPE_CHECKING
+import a.b
+if TYPE_CHECKING:
+    import hidden
+def f():
+    from c import d
+class C:
+    try:
+        import e
+    except ImportError:
+        pass
+"""
+    assert set(imports(ast.parse(source), whole=True)) == {"typing", "a.b", "c", "e"}
+    assert set(imports(ast.parse(source), whole=False)) == {"typing", "a.b", "e"}
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.startswith(TORCH_ONLY)])
+def test_decoding_imports_torch_and_the_standard_library_alone(file: str) -> None:
+    allowed = {"torch", "lightning_specdec", *sys.stdlib_module_names}
+    if file == "models/huggingface.py":
+        allowed |= {"transformers"}
+    names = imported(file, whole=file != "decoder.py")  # its `train` may reach for Lightning
+    assert {name.split(".")[0] for name in names} <= allowed
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_lightning_stays_where_training_is(file: str) -> None:
+    names = imported(file, whole=file != "decoder.py")
+    outside = {name for name in names if name.split(".")[0] in ("lightning", "pytorch_lightning", "jsonargparse")}
+    assert not outside or file.startswith(MAY_IMPORT_LIGHTNING)
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if part(file.removesuffix(".py")) in ORDER])
+def test_a_part_imports_only_what_stands_to_its_right(file: str) -> None:
+    own = ORDER.index(part(file.removesuffix(".py")))
+    for name in imported(file, whole=not file.startswith("decoder")):
+        if name.startswith("lightning_specdec.") and part(name) in ORDER:
+            assert ORDER.index(part(name)) <= own, f"{file} imports {name}"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_checks_know_nothing_and_everything_may_use_them(file: str) -> None:
+    if file == "checks.py":
+        assert not any(name.startswith("lightning_specdec") for name in imported(file))
+    assert "lightning_specdec" not in imported(file), "import from the module that defines it"
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Top-level names of all modules that a fresh process has loaded after this statement."""
+    program = f"{statement}\nimport sys; print(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    return set(done.stdout.split())
+
+
+def test_importing_the_package_loads_neither_torch_nor_lightning() -> None:
+    loaded = loaded_after("import lightning_specdec; dir(lightning_specdec); lightning_specdec.__version__")
+    assert loaded.isdisjoint({"torch", "lightning", "numpy", "jsonargparse"})
+    assert {name for name in loaded if name not in sys.stdlib_module_names} <= {"lightning_specdec"} | site_modules()
+
+
+def site_modules() -> set[str]:
+    """What this environment loads in every process, whatever is imported."""
+    return loaded_after("pass")
+
+
+def test_decoding_loads_no_lightning() -> None:
+    statement = (
+        "import torch; from lightning_specdec import RNN, ModelDrafter, SpeculativeDecoder\n"
+        "model = RNN(5); SpeculativeDecoder(model, model).decode([[1, 2]], max_new_tokens=3)"
+    )
+    loaded = loaded_after(statement)
+    assert "torch" in loaded
+    ours = loaded - loaded_after("import torch") - {"lightning_specdec"} - set(sys.stdlib_module_names)
+    assert ours.isdisjoint({"lightning", "jsonargparse", "torchmetrics", "tensorboard", "transformers", "jaxtyping"})
+
+
+def test_every_public_name_is_where_the_package_says() -> None:
+    for name in lightning_specdec.__all__:
+        assert getattr(lightning_specdec, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = lightning_specdec.nothing

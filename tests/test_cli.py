@@ -1,0 +1,174 @@
+"""Laws of the command line: help at once, both outputs and one table, one JSON document, what is settled kept."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_fixtures import SCRIPT, call, ckpt, shipped_run, succeed
+from training_fixtures import RNN_CONFIG
+
+from lightning_specdec import SpeculativeDecoder, __version__, checkpoint, cli_options, cli_verbs
+from lightning_specdec.rules import RULES, Sampling
+from lightning_specdec.training import cli as training_cli
+
+__all__ = ["ckpt", "shipped_run"]
+HEAVY = "{'torch', 'lightning', 'jsonargparse', 'numpy', 'yaml', 'tensorboard'}"
+QUICK = ("--repeats", "1")
+OPTIONS = {option.name: option for option in cli_options.VERBS["decode"].options}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["decode", "--help"], ["fit", "-h"], ["--version"], ["nonsense"], ["decode", "--nonsense"]],
+)
+def test_help_and_mistakes_are_answered_at_once_without_torch(arguments: list[str]) -> None:
+    program = "import sys; from lightning_specdec.cli import main\ntry: main()\nexcept SystemExit: pass\n"
+    program += f"sys.exit(str({HEAVY} & set(sys.modules)) if {HEAVY} & set(sys.modules) else 0)"
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout or done.stderr.startswith("error:")
+    assert time.perf_counter() - started < 1
+
+
+@pytest.mark.parametrize("verb", cli_options.VERBS)
+def test_every_verb_has_help_that_names_its_options(verb: str) -> None:
+    shown = succeed(verb, "--help").out
+    assert all(f"--{option.name}" in shown for option in cli_options.VERBS[verb].options)
+    assert f"  {verb} " in succeed("--help").out
+
+
+def test_the_table_names_the_verbs_that_there_are() -> None:
+    assert cli_options.TRAINER_VERBS == training_cli.VERBS
+    assert list(cli_options.VERBS) == [*training_cli.VERBS, *cli_verbs.VERBS]
+
+
+def test_the_tables_rules_are_the_constructors() -> None:
+    assert list(cli_options.RULES) == list(RULES)
+    for name, defaults in cli_options.RULES.items():
+        arguments = inspect.signature(RULES[name]).parameters
+        assert {key: argument.default for key, argument in arguments.items()} == defaults
+        for key, value in defaults.items():
+            assert f"{name} ({value})" in OPTIONS[f"rule.{key}"].help
+
+
+def test_the_tables_defaults_are_the_functions_own() -> None:
+    functions: list[Any] = [SpeculativeDecoder.benchmark, Sampling, SpeculativeDecoder.from_checkpoint]
+    owners = {key: value for each in functions for key, value in inspect.signature(each).parameters.items()}
+    shared = [
+        name for name in OPTIONS if name in owners and owners[name].default not in (None, inspect.Parameter.empty)
+    ]
+    assert set(shared) >= {"num_draft_tokens", "max_new_tokens", "temperature", "seed", "mode", "repeats", "batch_size"}
+    for name in shared:
+        default = OPTIONS[name].default or (False if OPTIONS[name].action else OPTIONS[name].default)
+        assert default == owners[name].default, name
+    for name in set(OPTIONS) & set(owners) - set(shared) - {"rule"}:
+        assert OPTIONS[name].default is None, name
+
+
+def test_version_and_the_module_are_the_script(ckpt: str) -> None:
+    commands = [[SCRIPT, "--version"], [sys.executable, "-m", "lightning_specdec", "--version"]]
+    outputs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for command in commands]
+    assert outputs == [f"{__version__}\n"] * 2
+    assert call().code == 2 and "usage:" in call().out
+
+
+@pytest.mark.parametrize("output", ["text", "json"])
+def test_ctrl_c_prints_what_is_settled_and_says_130(ckpt: str, output: str) -> None:
+    options = ["decode", "--ckpt", ckpt, "--prompt", "-", "--max_new_tokens", "1000000", "--output", output]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [SCRIPT, *options], stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment
+    ) as child:
+        assert child.stdin is not None
+        child.stdin.write("\n" * 500_000 + "1 2 3\n")  # more than a pipe holds: once it is taken, the program is up
+        child.stdin.close()
+        child.stdin = None
+        time.sleep(0.7)
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=30)
+    assert child.returncode == 130 and err == ""
+    tokens = (
+        json.loads(out)["prompts"][0]["standard"]["tokens"] if output == "json" else out.split("standard")[1].split()
+    )
+    assert len(tokens) > 100
+    assert output == "json" or "(stopped: interrupted)" in out
+
+
+def test_ctrl_c_during_the_repeats_keeps_those_that_are_over(ckpt: str) -> None:
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    outcome = call("decode", "--ckpt", ckpt, "--repeats", "1000000", "--output", "json")
+    assert outcome.code == 130
+    assert len(outcome.json["summary"]["standard"]["runs"]["seconds"]) >= 1
+    assert all(len(each["speculative"]["tokens"]) == 7 for each in outcome.json["prompts"])
+
+
+def test_ctrl_c_during_training_says_130_and_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    last = Path("checkpoints/rnn/last.ckpt")
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 60
+        while not last.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    handler = signal.getsignal(signal.SIGINT)  # the Trainer ignores the signal from then on
+    try:
+        outcome = call("fit", "--config", str(RNN_CONFIG), "--trainer.accelerator", "cpu", "--trainer.logger", "false")
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert outcome.code == 130 and "Traceback" not in outcome.err
+    assert 0 <= checkpoint.load(last).training["epoch"] < 99
+
+
+def test_a_reader_that_has_gone_causes_no_traceback(ckpt: str) -> None:
+    with subprocess.Popen([SCRIPT, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stderr is not None
+        child.stdout.close()
+        assert child.stderr.read() == ""
+    assert child.returncode == 0
+    closed = subprocess.run(f"{SCRIPT} --help >&-", shell=True, capture_output=True, text=True, check=False)
+    assert (closed.returncode, closed.stderr) == (0, "")
+
+
+def test_info_says_what_a_checkpoint_holds_and_how_it_was_made(ckpt: str) -> None:
+    shown = succeed("info", "--ckpt", ckpt).out
+    assert "target      RNN(vocab_size=50, embedding_size=32, hidden_size=64, num_layers=2), 19,442 parameters" in shown
+    assert "drafter     ModelDrafter" in shown and json.dumps(checkpoint.load(ckpt).prompts) in shown
+    assert "recipe      epochs: 100\n" in shown and "training    epoch: 99\n" in shown
+
+
+def test_an_exported_checkpoint_decodes_the_same_and_holds_no_training(ckpt: str, tmp_path: Path) -> None:
+    exported = str(tmp_path / "new" / "small.ckpt")
+    assert succeed("export", "--ckpt", ckpt, "--output", exported).out.startswith(exported)
+    small, whole = checkpoint.read(exported), checkpoint.read(ckpt)
+    assert set(small) == {checkpoint.KEY, "state_dict"} and Path(exported).stat().st_size < Path(ckpt).stat().st_size
+    for name, weight in small["state_dict"].items():
+        assert torch.equal(weight, whole["state_dict"][name])
+    documents = [succeed("decode", "--ckpt", path, *QUICK, "--output", "json").json for path in (ckpt, exported)]
+    first, second = ([each["speculative"]["tokens"] for each in document["prompts"]] for document in documents)
+    assert first == second
+    assert [path.name for path in Path(exported).parent.iterdir()] == ["small.ckpt"]
+
+
+def test_env_says_what_a_bug_report_needs() -> None:
+    shown = succeed("env").out
+    for word in ("lightning_specdec", "python", "torch", "lightning", "threads", "float32", "cuda", "numpy"):
+        assert word in shown

@@ -1,0 +1,171 @@
+"""Laws of `decode`: both outputs, the fate of each guess, one table or one JSON document."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_fixtures import ckpt, shipped_run, succeed
+
+from lightning_specdec import checkpoint, cli_options, cli_verbs
+from lightning_specdec.rules import RULES
+
+__all__ = ["ckpt", "shipped_run"]
+QUICK = ("--repeats", "1")
+
+
+def test_without_a_prompt_the_stored_prompts_get_seven_tokens_both_ways(ckpt: str) -> None:
+    document = succeed("decode", "--ckpt", ckpt, *QUICK, "--output", "json").json
+    assert [each["prompt"] for each in document["prompts"]] == checkpoint.load(ckpt).prompts
+    for each in document["prompts"]:
+        assert each["standard"]["tokens"] == each["speculative"]["tokens"]
+        assert len(each["speculative"]["tokens"]) == 7
+        assert each["standard"]["counts"] is None
+        counts = each["speculative"]["counts"]
+        assert counts["num_accepted"] <= counts["num_tested"] <= counts["num_proposed"]
+
+
+def test_the_json_document_holds_the_tables_rows_under_their_names(ckpt: str) -> None:
+    outcome = succeed("decode", "--ckpt", ckpt, "--repeats", "2", "--output", "json")
+    summary, manifest = outcome.json["summary"], outcome.json["manifest"]
+    assert outcome.err == "" and outcome.out.count("\n") == 1
+    rates = {"walltime_speedup", "latency_reduction", "acceptance_rate", "draft_utilization", "block_efficiency"}
+    assert all(isinstance(summary[name], float) for name in rates | {"predicted_speedup", "warmup_seconds"})
+    for side in ("standard", "speculative"):
+        phases = {f"{phase}_seconds" for phase in ("draft", "verify", "accept", "rest")}
+        assert {"seconds", "tokens_per_second", "time_to_first_token", "num_target_calls", *phases} <= summary[
+            side
+        ].keys()
+        assert len(summary[side]["runs"]["seconds"]) == 2
+    assert {"device", "threads", "torch", "commit", "checkpoint_sha256", "options"} <= manifest.keys()
+    assert manifest["options"]["num_draft_tokens"] == 3
+
+
+def test_the_text_shows_the_fate_of_each_guess_by_marks_where_there_is_no_terminal(ckpt: str) -> None:
+    options = ("decode", "--ckpt", ckpt, *QUICK, "--num_draft_tokens", "4")
+    shown, document = succeed(*options).out, succeed(*options, "--output", "json").json
+    assert "\x1b" not in shown and "ExactMatch is lossless: all 21 new tokens equal" in shown
+    for each in document["prompts"]:
+        words: list[str] = []
+        for turn in each["speculative"]["rounds"]:
+            words += map(str, turn["drafted"][: turn["num_accepted"]])
+            rejected = turn["drafted"][turn["num_accepted"] :][:1]
+            words += [f"x{token}" for token in rejected]
+            words += [] if turn["next_token"] is None else [f"{'=' if rejected else '+'}{turn['next_token']}"]
+        assert f"  speculative  {' '.join(words)}\n" in shown
+        assert f"prompt {each['index']}: {' '.join(map(str, each['prompt']))}\n" in shown
+    for row in ("walltime_speedup", "latency_reduction", "predicted_speedup", "target_calls", "verify", "quartiles"):
+        assert f"\n{row} " in shown
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_a_terminal_gets_colours_unless_it_asks_for_none(
+    ckpt: str, monkeypatch: pytest.MonkeyPatch, no_color: str
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    leader, follower = os.openpty()
+    received = bytearray()
+
+    def read() -> None:
+        while b"commit" not in received:
+            received.extend(os.read(leader, 65536))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    options = cli_options.make_parser("decode").parse_args(["--ckpt", ckpt, *QUICK])
+    with os.fdopen(follower, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        assert cli_verbs.decode(options) == 0
+        terminal.flush()
+        reader.join(timeout=10)
+        monkeypatch.undo()
+    os.close(leader)
+    assert (b"\x1b[32m" in received) == (no_color == "") and b"kept guess" in received
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--rule", "ExactMatch", "--temperature", "1"],
+        ["--rule", "RejectionSampling", "--temperature", "0.7", "--top_k", "9", "--top_p", "0.9", "--min_p", "0.01"],
+        ["--rule", "EpsilonThreshold", "--rule.epsilon", "0.9", "--temperature", "1"],
+        ["--rule", "EpsilonThreshold", "--epsilon", "0.2"],
+        ["--rule", "TypicalAcceptance", "--rule.epsilon", "0.05", "--rule.delta", "0.2", "--temperature", "1"],
+        ["--rule", "TypicalAcceptance", "--batch_size", "3", "--max-new-tokens", "9"],
+    ],
+    ids=" ".join,
+)
+def test_a_lossy_rule_says_so_and_how_many_tokens_differ(ckpt: str, options: list[str]) -> None:
+    outcome = succeed("decode", "--ckpt", ckpt, *QUICK, "--num-draft-tokens", "5", *options)
+    document = succeed("decode", "--ckpt", ckpt, *QUICK, "--num-draft-tokens", "5", *options, "--output", "json").json
+    rule = RULES[options[1]]
+    pairs = [(each["standard"]["tokens"], each["speculative"]["tokens"]) for each in document["prompts"]]
+    differing = sum(a != b for pair in pairs for a, b in zip(*pair, strict=True))
+    assert document["summary"]["lossless"] == rule.lossless
+    if rule.lossless:
+        assert f"{options[1]} is lossless" in outcome.out and document["summary"]["num_changed"] is None
+    else:
+        total = sum(len(standard) for standard, _ in pairs)
+        assert f"{options[1]} is LOSSY: {differing} of {total} new tokens differ" in outcome.out
+        assert f"; {document['summary']['num_changed']} kept guesses are not what the target would" in outcome.out
+
+
+def prompts_of(*arguments: str, stdin: str = "") -> list[list[int]]:
+    outcome = succeed("decode", *QUICK, "--max_new_tokens", "1", "--output", "json", *arguments, stdin=stdin)
+    return [each["prompt"] for each in outcome.json["prompts"]]
+
+
+def test_prompts_come_from_options_files_and_stdin(ckpt: str, tmp_path: Path) -> None:
+    (tmp_path / "lines.txt").write_text("1 2 3\n\n[4, 5]\n6,7\r\n")
+    ragged = [[1, 2, 3], [4, 5], [6, 7]]
+    assert prompts_of("--ckpt", ckpt, "--prompt", "1 2 3", "--prompt", "[4, 5]", "--prompt=6") == [*ragged[:2], [6]]
+    assert prompts_of("--ckpt", ckpt, "--prompts_file", str(tmp_path / "lines.txt")) == ragged
+    assert prompts_of("--ckpt", ckpt, "--prompt", "9", "--prompts_file", str(tmp_path / "lines.txt")) == [[9], *ragged]
+    assert prompts_of("--ckpt", ckpt, "--prompt", "-", stdin="1 2 3\n4 5\n") == ragged[:2]
+    assert prompts_of("--ckpt", ckpt, "--prompts_file", "-", stdin="[1, 2, 3]\n") == ragged[:1]
+
+
+@pytest.mark.parametrize("mode", ["standard", "speculative"])
+def test_one_mode_runs_that_way_alone(ckpt: str, mode: str) -> None:
+    document = succeed("decode", "--ckpt", ckpt, *QUICK, "--mode", mode, "--output", "json").json
+    other = {"standard": "speculative", "speculative": "standard"}[mode]
+    assert document["summary"][other] is None and document["summary"]["walltime_speedup"] is None
+    assert all(mode in each and other not in each for each in document["prompts"])
+    shown = succeed("decode", "--ckpt", ckpt, *QUICK, "--mode", mode).out
+    assert f"  {mode}  " in shown and f"  {other}  " not in shown
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(ckpt: str) -> None:
+    def tokens(seed: str) -> list[Any]:
+        options = ("--temperature", "1", "--max_new_tokens", "12", "--seed", seed, "--rule", "RejectionSampling")
+        document = succeed("decode", "--ckpt", ckpt, *QUICK, *options, "--output", "json").json
+        return [(each["standard"]["tokens"], each["speculative"]["tokens"]) for each in document["prompts"]]
+
+    assert tokens("3") == tokens("3") != tokens("4")
+
+
+def test_eos_logprobs_threads_and_dtype_do_what_they_say(ckpt: str) -> None:
+    options = ("decode", "--ckpt", ckpt, *QUICK, "--prompt", "1 2 3", "--eos", "5", "--eos", "49", "--logprobs")
+    document = succeed(*options, "--threads", "1", "--dtype", "float64", "--output", "json").json
+    (row,) = document["prompts"]
+    for side in ("standard", "speculative"):
+        assert row[side]["tokens"] == [4, 5] and row[side]["stop_reason"] == "eos"
+        assert len(row[side]["logprobs"]) == 2 and all(value <= 0 for value in row[side]["logprobs"])
+    assert document["manifest"]["threads"] == 1
+    shown = succeed(*options, "--dtype", "bfloat16").out
+    assert "(stopped: eos)" in shown and "  logprobs  " in shown
+
+
+def test_messages_are_json_lines_when_asked_for(ckpt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("CXX", "nowhere"), ("PATH", ""), ("XDG_CACHE_HOME", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    outcome = succeed("decode", "--ckpt", ckpt, *QUICK, "--compile", "--log_json", "--output", "json")
+    message = json.loads(outcome.err)
+    assert message["level"] == "warning" and "no C++ compiler" in message["message"]
+    assert succeed("decode", "--ckpt", ckpt, *QUICK, "--compile", "--log_level", "error").err == ""
+    assert outcome.json["summary"]["walltime_speedup"] > 0

@@ -1,0 +1,207 @@
+"""Law 9: a metric is its formula, from rounds counted by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import cases
+import pytest
+
+from lightning_specdec.inference import (
+    PHASES,
+    Counts,
+    DecodeResult,
+    Round,
+    Row,
+    autoregressive_decode,
+    open_session,
+    run,
+    speculative_decode,
+)
+from lightning_specdec.rules import Sampling
+
+
+def new_row(*, max_new_tokens: int = 10, eos: tuple[int, ...] = (9,)) -> Row:
+    return Row(0, [1, 2], max_new_tokens=max_new_tokens, eos=frozenset(eos), speculative=True)
+
+
+def settle(row: Row, drafted: list[int], num_accepted: int, next_token: int) -> list[int]:
+    return row.settle(drafted, num_accepted, next_token, seconds=0.0)
+
+
+@pytest.mark.parametrize(
+    ("drafted", "num_accepted", "next_token", "added", "counts"),
+    [
+        ([3, 4, 5], 3, 6, [3, 4, 5, 6], (3, 3, 3)),  # everything kept, and the bonus
+        ([3, 4, 5], 1, 6, [3, 6], (3, 2, 1)),  # the second rejected and corrected
+        ([3, 4, 5], 0, 6, [6], (3, 1, 0)),  # the first rejected
+        ([], 0, 6, [6], (0, 0, 0)),  # nothing guessed
+        ([3, 9, 5], 3, 6, [3, 9], (2, 2, 2)),  # stopped by a kept guess: what is behind it is not counted
+        ([3, 9, 5], 2, 6, [3, 9], (2, 2, 2)),  # the same, with a rejection behind it
+        ([9, 4, 5], 1, 6, [9], (1, 1, 1)),
+        ([3, 4, 5], 1, 9, [3, 9], (2, 2, 1)),  # stopped by a correction: the rejected guess counts as tested
+        ([3, 4, 5], 0, 9, [9], (1, 1, 0)),
+        ([3, 4, 5], 3, 9, [3, 4, 5, 9], (3, 3, 3)),  # stopped by the bonus
+        ([3, 4, 9], 3, 6, [3, 4, 9], (3, 3, 3)),  # stopped by the last guess: there is no bonus
+        ([9, 9, 9], 3, 9, [9], (1, 1, 1)),
+    ],
+)
+def test_a_round_counts_what_is_in_the_output(
+    drafted: list[int], num_accepted: int, next_token: int, added: list[int], counts: tuple[int, int, int]
+) -> None:
+    row = new_row()
+    assert settle(row, drafted, num_accepted, next_token) == added
+    assert row.counts is not None
+    assert (row.counts.num_proposed, row.counts.num_tested, row.counts.num_accepted) == counts
+    assert row.counts.histogram == [0] * counts[2] + [1]
+    assert row.stop_reason == ("eos" if 9 in added else "")
+    ending = None if len(added) == counts[2] else added[-1]
+    assert row.rounds == [Round(drafted[: counts[0]], counts[2], ending)]
+
+
+def test_rounds_add_up_to_the_rows_numbers() -> None:
+    row = new_row()
+    for drafted, num_accepted in ([3, 4, 5], 3), ([3, 4, 5], 1), ([3, 4], 2):
+        settle(row, drafted, num_accepted, 6)
+    result = row.result()
+    assert result.tokens == [3, 4, 5, 6, 3, 6, 3, 4, 6] and result.prompt == [1, 2]
+    assert result.counts == Counts(8, 7, 6, [0, 1, 1, 1])
+    assert result.block_efficiency == 9 / 3
+    assert result.counts.acceptance_rate == 6 / 7
+    assert result.counts.draft_utilization == 6 / 8
+    assert result.stop_reason == "interrupted"
+
+
+def test_a_row_stops_at_its_length() -> None:
+    row = new_row(max_new_tokens=4)
+    settle(row, [3, 4], 2, 5)
+    assert row.live and row.remaining == 1
+    settle(row, [], 0, 9)
+    assert row.stop_reason == "eos", "a stop token is a stop, also as the last one"
+    other = new_row(max_new_tokens=3)
+    settle(other, [3, 4], 2, 5)
+    assert other.stop_reason == "length"
+
+
+def test_the_end_of_a_prompt_is_no_stop() -> None:
+    row = Row(0, [9, 9], max_new_tokens=5, eos=frozenset([9]), speculative=True)
+    assert row.live and settle(row, [3], 1, 4) == [3, 4]
+
+
+def test_changed_tokens_are_counted_only_where_they_are_kept() -> None:
+    row = new_row()
+    row.settle([3, 4, 5], 2, 6, seconds=0.0, changed=[1, 0, 1])
+    row.settle([3, 9, 5], 3, 6, seconds=0.0, changed=[1, 1, 1])
+    assert row.counts is not None and row.counts.num_changed == 1 + 2
+
+
+def test_an_acceptance_of_four_fifths_with_a_window_of_four_gives_the_rates_of_the_papers() -> None:
+    """accepted / tested 0.80, accepted / proposed 0.59, block efficiency 3.36: three rates, not one."""
+    generator, total, tokens = random.Random(0), Counts(), 0
+    num_rounds = 100_000
+    for _ in range(num_rounds):
+        accepted = next((i for i in range(4) if generator.random() >= 0.8), 4)
+        total.record(4, min(accepted + 1, 4), accepted)
+        tokens += accepted + 1
+    assert total.acceptance_rate == pytest.approx(0.80, abs=0.005)
+    assert total.draft_utilization == pytest.approx(0.59, abs=0.005)
+    assert tokens / num_rounds == pytest.approx(3.36, abs=0.02)
+    assert sum(total.histogram) == num_rounds
+    assert sum(i * count for i, count in enumerate(total.histogram)) == total.num_accepted
+
+
+def test_counts_of_rows_add_up() -> None:
+    first, second = Counts(4, 3, 2, [0, 0, 1], 1), Counts(2, 2, 0, [1], 0)
+    second.add(first)
+    assert second == Counts(6, 5, 2, [1, 0, 1], 1)
+    first.add(Counts())
+    assert first == Counts(4, 3, 2, [0, 0, 1], 1)
+    assert Counts().acceptance_rate is None and Counts().draft_utilization is None
+
+
+@pytest.mark.parametrize("rule", cases.RULES)
+@pytest.mark.parametrize("drafter", ["near", "ragged"])
+def test_a_result_can_be_counted_again_from_its_rounds(drafter: str, rule: str) -> None:
+    result = speculative_decode(
+        cases.target("rnn"),
+        cases.drafter(drafter, "rnn"),
+        cases.PROMPTS,
+        max_new_tokens=12,
+        rule=cases.RULES[rule](),
+        sampling=Sampling(1.0),
+        eos=cases.EOS,
+        logprobs=True,
+    )
+    total = Counts()
+    for row in result.rows:
+        assert row.rounds is not None and row.counts is not None and row.logprobs is not None
+        tokens: list[int] = []
+        for each in row.rounds:
+            tokens += each.drafted[: each.num_accepted]
+            rejected = each.next_token is not None and each.num_accepted < len(each.drafted)
+            total.record(len(each.drafted), each.num_accepted + rejected, each.num_accepted)
+            if each.next_token is not None:
+                tokens.append(each.next_token)
+        assert tokens == row.tokens
+        assert len(row.tokens) == len(row.token_seconds) == len(row.logprobs) <= 12
+        assert row.token_seconds == sorted(row.token_seconds)
+        assert len(row.rounds) == row.num_rounds == sum(row.counts.histogram)
+    counted = result.counts
+    assert counted is not None
+    total.num_changed = counted.num_changed
+    assert counted == total
+    assert result.num_new_tokens == sum(len(row.tokens) for row in result.rows)
+    assert result.block_efficiency == result.num_new_tokens / sum(row.num_rounds for row in result.rows)
+    assert result.acceptance_rate == total.num_accepted / total.num_tested
+    assert result.draft_utilization == total.num_accepted / total.num_proposed
+    assert result.num_target_calls == max(row.num_rounds for row in result.rows)
+    assert result.tokens_per_second == result.num_new_tokens / result.seconds
+    assert result.time_to_first_token == min(row.token_seconds[0] for row in result.rows)
+
+
+@pytest.mark.parametrize("logprobs", [True, False])
+def test_a_result_survives_json(logprobs: bool) -> None:
+    target = cases.target("rnn")
+    speculative = speculative_decode(
+        target, cases.drafter("near", "rnn"), cases.PROMPTS, max_new_tokens=7, logprobs=logprobs
+    )
+    standard = autoregressive_decode(target, cases.PROMPTS, max_new_tokens=7, logprobs=logprobs)
+    for result in (speculative, standard):
+        again = DecodeResult.from_json(result.to_json())
+        assert again == result
+        assert again.block_efficiency == result.block_efficiency and again.counts == result.counts
+        assert json.loads(result.to_json()) == result.to_dict()
+
+
+def test_standard_decoding_has_none_for_what_belongs_to_speculation() -> None:
+    result = autoregressive_decode(cases.target("rnn"), cases.PROMPTS, max_new_tokens=7, eos=cases.EOS)
+    for name in ("counts", "acceptance_rate", "draft_utilization", "num_changed", "rule", "num_draft_calls"):
+        assert getattr(result, name) is None
+    assert result.num_draft_tokens is None
+    assert all(row.counts is None and row.rounds is None for row in result.rows)
+    assert result.block_efficiency == 1.0 and result.lossless
+    assert result.num_target_calls == max(len(row.tokens) for row in result.rows)
+
+
+def test_nothing_guessed_is_no_rate() -> None:
+    result = speculative_decode(cases.target("rnn"), cases.drafter("near", "rnn"), cases.PROMPTS, max_new_tokens=1)
+    assert result.acceptance_rate is None and result.draft_utilization is None and result.block_efficiency == 1.0
+    session = open_session(cases.target("rnn"), cases.drafter("near", "rnn"), cases.PROMPTS, max_new_tokens=3)
+    nothing = session.result()
+    assert nothing.tokens == [[]] * len(cases.PROMPTS)
+    assert nothing.block_efficiency is None and nothing.time_to_first_token is None
+    assert nothing.rows[0].block_efficiency is None and nothing.rows[0].time_to_first_token is None
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+def test_phases_add_up_to_the_whole(speculative: bool) -> None:
+    target = cases.target("rnn")
+    if speculative:
+        result = run(open_session(target, cases.drafter("near", "rnn"), cases.PROMPTS * 4, max_new_tokens=60))
+    else:
+        result = autoregressive_decode(target, cases.PROMPTS * 4, max_new_tokens=60)
+    assert set(result.phase_seconds) == set(PHASES) and min(result.phase_seconds.values()) >= 0
+    assert sum(result.phase_seconds.values()) == pytest.approx(result.seconds, rel=0.03)
+    assert (result.phase_seconds["draft"] > 0) is speculative
+    assert result.peak_memory_bytes > 1e6

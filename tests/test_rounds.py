@@ -1,0 +1,142 @@
+"""A round from outside: one read of the device, and what is left when somebody presses Ctrl-C in the middle of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_specdec.inference import (
+    DecodeInterrupted,
+    Session,
+    autoregressive_decode,
+    open_session,
+    speculative_decode,
+)
+from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
+from lightning_specdec.rules import Sampling
+
+
+class Interrupted(LanguageModel):
+    """A model at whose n-th call somebody presses Ctrl-C."""
+
+    def __init__(self, model: LanguageModel, at_call: int) -> None:
+        super().__init__()
+        self.model, self.vocab_size, self.calls_left = model, model.vocab_size, at_call
+
+    def init_state(self, batch_size: int, max_length: int) -> DecodeState:
+        return self.model.init_state(batch_size, max_length)
+
+    def forward(self, tokens: Tensor, state: DecodeState | None = None, **options: Any) -> ModelOutput:
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            raise KeyboardInterrupt
+        return self.model(tokens, state, **options)
+
+    def arguments(self) -> dict[str, Any]:
+        return self.model.arguments()
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+def test_ctrl_c_hands_over_what_is_settled(speculative: bool) -> None:
+    model, drafter = Interrupted(cases.target("rnn"), 3), cases.drafter("near", "rnn")
+    with pytest.raises(DecodeInterrupted) as caught:
+        if speculative:
+            speculative_decode(model, drafter, cases.PROMPTS, max_new_tokens=30)
+        else:
+            autoregressive_decode(model, cases.PROMPTS, max_new_tokens=30)
+    result = caught.value.result
+    expected = autoregressive_decode(cases.target("rnn"), cases.PROMPTS, max_new_tokens=30).tokens
+    for row, tokens in zip(result.rows, expected, strict=True):
+        assert row.stop_reason == "interrupted"
+        assert row.num_rounds == 2 and 2 <= len(row.tokens) < 30
+        assert row.tokens == tokens[: len(row.tokens)]
+
+
+def test_a_session_goes_on_after_a_failed_call() -> None:
+    model, drafter = Interrupted(cases.target("rnn"), 3), cases.drafter("near", "rnn")
+    session = open_session(model, drafter, cases.PROMPTS, max_new_tokens=12, sampling=Sampling(1.0))
+    failures = 0
+    while session.live:
+        try:
+            session.step()
+        except KeyboardInterrupt:
+            failures += 1
+    assert failures == 1
+    assert session.result().tokens == cases.standard("rnn", Sampling(1.0), 12, None).tokens
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes a host wait for its device."""
+
+    METHODS = (
+        "tolist",
+        "item",
+        "numpy",
+        "cpu",
+        "nonzero",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__array__",
+    )
+    OPERATIONS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        for name in self.METHODS:
+            monkeypatch.setattr(torch.Tensor, name, self.counted(name, getattr(torch.Tensor, name)))
+
+    def counted(self, name: str, method: Any) -> Any:
+        def call(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+            self.seen.append(name)
+            return method(tensor, *arguments, **options)
+
+        return call
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation._schema.name.removeprefix("aten::") in self.OPERATIONS:
+            self.seen.append(operation._schema.name)
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", cases.RULES)
+@pytest.mark.parametrize("target", ["rnn", "transformer"])
+def test_the_host_reads_the_device_once_a_round(
+    target: str, rule: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, drafter = cases.target(target), cases.drafter("near", target)
+    session = Session(
+        model,
+        drafter,
+        max_length=40,
+        rule=cases.RULES[rule](),
+        sampling=Sampling(temperature, top_p=0.9),
+        eos=cases.EOS,
+        logprobs=True,
+    )
+    counts = []
+    with Reads(monkeypatch) as reads:
+        for prompt in cases.PROMPTS:
+            session.add(prompt, max_new_tokens=12)
+            session.cancel(session.add(prompt, max_new_tokens=12))
+        while session.live:
+            reads.seen.clear()
+            session.step()
+            counts.append(list(reads.seen))
+    assert len(counts) > 2
+    assert all(count == ["tolist"] for count in counts), counts
+
+
+def test_the_count_of_reads_sees_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Reads(monkeypatch) as reads:
+        values = torch.tensor([1.0, 0.0])
+        _ = values[values > 0], values.sum().item(), bool(values[0]), values.tolist()
+    assert len(reads.seen) >= 4

@@ -1,0 +1,175 @@
+"""Logits become probabilities and draws as the words say; noise is a table that depends on seed and index alone."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from lightning_specdec.rules import SOFTMAX, Purpose, Sampling, draw, noise_table
+
+LAST = 1 - 2**-24
+"""The largest uniform number that is ever drawn."""
+
+
+def slow_probs(logits: list[float], sampling: Sampling) -> list[float]:
+    """The distribution by its definition, in plain Python."""
+    if sampling.temperature == 0:
+        return [float(i == logits.index(max(logits))) for i in range(len(logits))]
+    weights = [math.exp((x - max(logits)) / sampling.temperature) for x in logits]
+    probs = [weight / sum(weights) for weight in weights]
+    ranked = sorted(range(len(probs)), key=lambda i: -probs[i])
+    if sampling.top_k is not None:
+        probs = normalized(probs, set(ranked[: sampling.top_k]))
+    if sampling.top_p is not None:
+        kept, held = set(), 0.0
+        for i in ranked:
+            if held >= sampling.top_p:
+                break
+            kept.add(i)
+            held += probs[i]
+        probs = normalized(probs, kept)
+    if sampling.min_p is not None:
+        probs = normalized(probs, {i for i in ranked if probs[i] >= sampling.min_p * max(probs)})
+    return probs
+
+
+def normalized(probs: list[float], kept: set[int]) -> list[float]:
+    total = sum(probs[i] for i in kept)
+    return [probs[i] / total if i in kept else 0.0 for i in range(len(probs))]
+
+
+SETTINGS = [
+    Sampling(0.0),
+    Sampling(1.0),
+    Sampling(0.3),
+    Sampling(5.0),
+    Sampling(1.0, top_k=1),
+    Sampling(1.0, top_k=3),
+    Sampling(1.0, top_k=50),
+    Sampling(1.0, top_p=0.5),
+    Sampling(1.0, top_p=1e-6),
+    Sampling(1.0, top_p=1.0),
+    Sampling(1.0, min_p=0.3),
+    Sampling(1.0, min_p=0.0),
+    Sampling(1.0, min_p=1.0),
+    Sampling(0.7, top_k=5, top_p=0.9, min_p=0.1),
+    Sampling(2.0, top_k=4, top_p=0.6),
+    Sampling(0.0, top_k=2, top_p=0.5),
+]
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_filters_equal_their_definition(sampling: Sampling) -> None:
+    generator = random.Random(3)
+    rows = [[generator.gauss(0, 2) for _ in range(7)] for _ in range(50)]
+    probs = sampling.probs(torch.tensor(rows))
+    expected = torch.tensor([slow_probs(row, sampling) for row in rows])
+    torch.testing.assert_close(probs, expected, rtol=1e-5, atol=1e-6)
+    assert probs.dtype == torch.float32
+
+
+def test_top_p_keeps_the_token_that_crosses_the_bound_and_none_behind_it() -> None:
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
+    assert Sampling(1.0, top_p=0.5).probs(logits).count_nonzero() == 1
+    assert Sampling(1.0, top_p=0.6).probs(logits).count_nonzero() == 2
+    assert Sampling(1.0, top_p=0.76).probs(logits).count_nonzero() == 3
+
+
+def test_equal_logits_leave_exactly_k_tokens_and_one_greedy_token() -> None:
+    logits = torch.zeros(2, 6)
+    assert Sampling(1.0, top_k=2).probs(logits).count_nonzero(dim=-1).tolist() == [2, 2]
+    assert Sampling().probs(logits).sum(-1).tolist() == [1.0, 1.0]
+    assert Sampling().probs(logits).argmax(-1).tolist() == Sampling().sample(logits, None).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_probabilities_are_float32_whatever_the_model_computes_in(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[1.0, -2.0, 0.5]], dtype=dtype)
+    probs = Sampling(0.7).probs(logits)
+    assert probs.dtype == torch.float32
+    torch.testing.assert_close(probs, (logits.float() / 0.7).softmax(-1))
+
+
+def test_forbidden_tokens_have_no_probability_and_are_never_drawn() -> None:
+    logits = torch.tensor([[-torch.inf, 1.0, -torch.inf, 2.0]])
+    for sampling in SETTINGS:
+        probs = sampling.probs(logits)
+        assert probs[0, 0] == 0 and probs[0, 2] == 0 and bool(probs.isfinite().all())
+        for uniform in (0.0, 0.5, LAST):
+            assert sampling.sample(logits, torch.tensor([uniform])).item() in (1, 3)
+
+
+def test_large_logits_and_small_temperatures_stay_finite() -> None:
+    logits = torch.tensor([[3e4, -3e4, 2.9e4]])
+    for temperature in (1e-4, 0.01, 1.0, 100.0):
+        probs = Sampling(temperature, top_k=2, top_p=0.9, min_p=0.01).probs(logits)
+        assert bool(probs.isfinite().all()) and probs.sum().item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("zeros", [(0,), (3,), (0, 3), (0, 1, 3), (1, 2), ()])
+@pytest.mark.parametrize("uniform", [0.0, 2**-24, 0.5, LAST])
+def test_a_token_of_weight_zero_is_never_drawn(zeros: tuple[int, ...], uniform: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(500, 4, generator=generator) * 10.0 ** torch.randint(-20, 3, (500, 1), generator=generator)
+    weights[:, list(zeros)] = 0
+    tokens = draw(weights, torch.full((500,), uniform))
+    assert bool((weights.gather(1, tokens[:, None]) > 0).all())
+
+
+def test_a_large_vocabulary_is_drawn_from_within_its_bounds() -> None:
+    probs = torch.randn(20, 50_000, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    for uniform in (0.0, LAST):
+        tokens = draw(probs, torch.full((20,), uniform))
+        assert bool((tokens >= 0).all()) and bool((tokens < 50_000).all())
+
+
+def test_draws_are_the_inverse_of_the_cumulative_distribution() -> None:
+    weights = torch.tensor([1.0, 0.0, 2.0, 1.0])
+    numbers = torch.tensor([0.0, 0.24, 0.25, 0.5, 0.74, 0.75, LAST])
+    assert draw(weights.expand(7, 4), numbers).tolist() == [0, 0, 2, 2, 2, 3, 3]
+
+
+def test_log_probs_are_the_models_own_whatever_the_sampling() -> None:
+    logits = torch.tensor([[1.0, 2.0, 0.0]])
+    token = torch.tensor([1])
+    assert Sampling.log_probs(logits, token).item() == pytest.approx(math.log(SOFTMAX.probs(logits)[0, 1].item()))
+
+
+def test_a_longer_table_begins_with_the_shorter_one() -> None:
+    long = noise_table(3, 5, 100)
+    for length in (1, 2, 5, 6, 16, 99):
+        assert torch.equal(noise_table(3, 5, length), long[:length])
+    assert long.shape == (100, len(Purpose)) and float(long.min()) >= 0 and float(long.max()) < 1
+
+
+def test_tables_of_other_indices_and_seeds_are_other_tables() -> None:
+    first = {tuple(noise_table(seed, index, 2).flatten().tolist()) for seed in range(30) for index in range(300)}
+    assert len(first) == 30 * 300
+
+
+def test_a_table_does_not_touch_the_global_generator() -> None:
+    before = torch.random.get_rng_state()
+    noise_table(1, 1, 10)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 12345])
+def test_neighbouring_tables_are_independent(seed: int) -> None:
+    """4000 rows: means within 5 standard errors, correlations of neighbours, purposes and positions below 5 / sqrt(n).
+
+    About 40 comparisons of 5 sigma: a false alarm once in 40,000 choices of the seed.
+    """
+    count = 4000
+    tables = torch.stack([noise_table(seed, index, 3) for index in range(count)]).double().flatten(1)
+    assert float((tables.mean(0) - 0.5).abs().max()) < 5 * (1 / 12 / count) ** 0.5
+    centred = (tables - 0.5) * 12**0.5
+    among = centred.T @ centred / count - torch.eye(9)
+    assert float((among - among.diag().diag()).abs().max()) < 5 / count**0.5
+    neighbours = (centred[1:] * centred[:-1]).mean(0)
+    assert float(neighbours.abs().max()) < 5 / count**0.5
+    cells = torch.histc(tables[:, 0], 50, 0, 1)
+    # chi-square, 49 degrees of freedom: above 110 once in a million
+    assert float(((cells - count / 50) ** 2 / (count / 50)).sum()) < 110

@@ -1,0 +1,185 @@
+"""Laws 5 and 7: a row's tokens depend on its prompt, its index and the seed, and on nothing that happens beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import torch
+
+from lightning_specdec.inference import (
+    Row,
+    Session,
+    autoregressive_decode,
+    open_session,
+    speculative_decode,
+    stream,
+)
+from lightning_specdec.inference.rows import power_of_two
+from lightning_specdec.rules import Sampling
+
+PAIRS = [(drafter, rule) for drafter in ("near", "ragged", "certain") for rule in cases.RULES]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("drafter", "rule"), [pair for pair in PAIRS if cases.applies(*pair)])
+@pytest.mark.parametrize("target", ["rnn", "transformer"])
+def test_a_ragged_batch_equals_its_rows_decoded_one_by_one(
+    target: str, drafter: str, rule: str, temperature: float
+) -> None:
+    options: dict[str, Any] = {
+        "max_new_tokens": 9,
+        "rule": cases.RULES[rule](),
+        "sampling": Sampling(temperature),
+        "eos": cases.EOS,
+        "seed": 4,
+    }
+    model, guesser = cases.target(target), cases.drafter(drafter, target)
+    batch = speculative_decode(model, guesser, cases.PROMPTS, **options)
+    for index, row in enumerate(batch.rows):
+        alone = speculative_decode(model, guesser, cases.PROMPTS[index], indices=[index], **options).rows[0]
+        assert (row.tokens, row.stop_reason, row.counts, row.rounds) == (
+            alone.tokens,
+            alone.stop_reason,
+            alone.counts,
+            alone.rounds,
+        )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("target", cases.MODELS)
+def test_standard_decoding_of_a_ragged_batch_equals_its_rows_decoded_one_by_one(
+    target: str, temperature: float
+) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 9, "sampling": Sampling(temperature), "eos": cases.EOS, "seed": 4}
+    batch = autoregressive_decode(cases.target(target), cases.PROMPTS, **options)
+    for index, prompt in enumerate(cases.PROMPTS):
+        alone = autoregressive_decode(cases.target(target), prompt, indices=[index], **options)
+        assert batch.tokens[index] == alone.tokens[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("target", "drafter", "rule"),
+    [
+        ("rnn", "near", "RejectionSampling"),
+        ("rnn", "ragged", "ExactMatch"),
+        ("fused", "repeater", "RejectionSampling"),
+        ("transformer", "near", "ExactMatch"),
+        ("transformer", "transformer", "RejectionSampling"),
+    ],
+)
+def test_rows_that_come_and_go_change_nothing_for_the_others(target: str, drafter: str, rule: str, seed: int) -> None:
+    """Rows are added and cancelled at random: the batch grows, shrinks and reuses slots, each row is as if alone."""
+    generator, model, guesser = random.Random(seed), cases.target(target), cases.drafter(drafter, target)
+    options: dict[str, Any] = {"rule": cases.RULES[rule](), "sampling": Sampling(0.9), "eos": cases.EOS, "seed": 6}
+    session = Session(model, guesser, max_length=24, num_draft_tokens=3, **options)
+    added: list[tuple[Row, list[int], int]] = []
+    events: dict[int, list[int]] = {}
+    batch_sizes = []
+    for turn in range(40):
+        while (turn < 14 and generator.random() < 0.6) or (turn > 25 and turn < 30 and not session.live):
+            prompt = [generator.randrange(cases.VOCAB) for _ in range(generator.randint(1, 8))]
+            wanted = generator.randint(1, 12)
+            added.append((session.add(prompt, max_new_tokens=wanted), prompt, wanted))
+        if session.live and generator.random() < 0.15:
+            session.cancel(generator.choice(session.live))
+        for row, tokens in session.step():
+            events.setdefault(row.index, []).extend(tokens)
+        batch_sizes.append(len(session._rows))
+    assert not session.live and session.step() == []
+    assert max(batch_sizes) >= 4 and batch_sizes[-1] < max(batch_sizes)
+    assert all(size == power_of_two(size) for size in batch_sizes)
+    reasons = set()
+    for (row, prompt, wanted), result in zip(added, session.result().rows, strict=True):
+        alone = speculative_decode(model, guesser, prompt, max_new_tokens=wanted, indices=[row.index], **options)
+        expected = alone.tokens[0]
+        if result.stop_reason == "cancelled":
+            expected = expected[: len(result.tokens)]
+        assert result.tokens == expected == events.get(row.index, [])
+        reasons.add(result.stop_reason)
+    assert reasons == {"eos", "length", "cancelled"}
+
+
+def test_two_sessions_share_their_models_without_noticing() -> None:
+    model, drafter = cases.target("rnn"), cases.drafter("near", "rnn")
+    sessions = [
+        open_session(model, drafter, cases.PROMPTS, max_new_tokens=8, sampling=Sampling(1.0), seed=seed)
+        for seed in (1, 2)
+    ]
+    while any([session.step() for session in sessions]):
+        pass
+    for seed, session in zip((1, 2), sessions, strict=True):
+        alone = speculative_decode(model, drafter, cases.PROMPTS, max_new_tokens=8, sampling=Sampling(1.0), seed=seed)
+        assert session.result().tokens == alone.tokens
+
+
+@pytest.mark.parametrize("rule", cases.RULES)
+def test_a_batch_in_another_order_gives_the_same_tokens(rule: str) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 10, "rule": cases.RULES[rule](), "sampling": Sampling(1.0), "seed": 9}
+    model, drafter = cases.target("rnn"), cases.drafter("near", "rnn")
+    straight = speculative_decode(model, drafter, cases.PROMPTS, **options)
+    for order in ([3, 1, 0, 2], [2, 0], [1]):
+        prompts = [cases.PROMPTS[i] for i in order]
+        shuffled = speculative_decode(model, drafter, prompts, indices=order, **options)
+        assert shuffled.tokens == [straight.tokens[i] for i in order]
+        assert [row.index for row in shuffled.rows] == order
+
+
+def _decode_all() -> list[list[list[int]]]:
+    return [
+        speculative_decode(
+            cases.target("rnn"),
+            cases.drafter(drafter, "rnn"),
+            cases.PROMPTS,
+            max_new_tokens=8,
+            rule=cases.RULES[rule](),
+            sampling=Sampling(1.0),
+            seed=seed,
+        ).tokens
+        for drafter, rule, seed in [
+            ("near", "RejectionSampling", 0),
+            ("near", "ExactMatch", 0),
+            ("ragged", "ExactMatch", 1),
+        ]
+    ]
+
+
+def test_the_same_seed_gives_the_same_tokens_in_one_process_or_two() -> None:
+    torch.rand(100)  # the global generator has no part in it
+    here = _decode_all()
+    torch.rand(7)
+    assert _decode_all() == here
+    program = "import json, test_session; print(json.dumps(test_session._decode_all()))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTHONHASHSEED": "7"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert json.loads(done.stdout) == here
+
+
+def test_another_seed_gives_other_tokens() -> None:
+    model, drafter = cases.target("rnn"), cases.drafter("near", "rnn")
+    results = [
+        speculative_decode(model, drafter, cases.PROMPTS, max_new_tokens=10, sampling=Sampling(1.0), seed=seed).tokens
+        for seed in range(5)
+    ]
+    assert len({json.dumps(tokens) for tokens in results}) == 5
+
+
+@pytest.mark.parametrize("rule", cases.RULES)
+def test_a_stream_yields_the_tokens_of_the_whole_decode(rule: str) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 9, "rule": cases.RULES[rule](), "sampling": Sampling(1.0)}
+    model, drafter = cases.target("rnn"), cases.drafter("near", "rnn")
+    streamed: dict[int, list[int]] = {}
+    for index, token in stream(open_session(model, drafter, cases.PROMPTS, eos=cases.EOS, **options)):
+        streamed.setdefault(index, []).append(token)
+    whole = speculative_decode(model, drafter, cases.PROMPTS, eos=cases.EOS, **options)
+    assert [streamed[i] for i in range(len(cases.PROMPTS))] == whole.tokens

@@ -1,0 +1,259 @@
+"""Laws 6 and 8: a state that went back is as if it had never been ahead; what lies behind its rows is never read."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import cases
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_specdec.drafters import ModelDrafter
+from lightning_specdec.drafters.model import ModelDraftState
+from lightning_specdec.inference import open_session, speculative_decode
+from lightning_specdec.models import DecodeState, KVState, LanguageModel, ModelOutput, RecurrentState
+from lightning_specdec.rules import Sampling
+
+MAX_LENGTH = 24
+KINDS = {
+    "rnn-1": lambda: cases.MODELS["rnn"](2, num_layers=1),
+    "rnn-3": lambda: cases.MODELS["rnn"](2, num_layers=3),
+    "fused-3": lambda: cases.MODELS["fused"](2, num_layers=3),
+    "transformer-1": lambda: cases.MODELS["transformer"](2, num_layers=1),
+    "transformer-3": lambda: cases.MODELS["transformer"](2, num_layers=3),
+}
+
+
+assert_close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
+
+
+def poison(state: DecodeState) -> None:
+    """Garbage wherever no row has been: large numbers in cache slots, NaN in hidden states that were gone back from."""
+    for row, length in enumerate(state.consumed):
+        if isinstance(state, KVState):
+            state.keys[:, row, length:] = 1e4
+            state.values[:, row, length:] = -1e4
+        else:
+            assert isinstance(state, RecurrentState)
+            if row == 0:
+                state._chunks = [state._joined().clone()]
+            state._chunks[0][row, length - state._origin[row] + 1 :] = torch.nan
+
+
+class Walk:
+    """A batch that is fed, goes back, commits and moves its rows at random; every feed is compared with a fresh run."""
+
+    def __init__(self, kind: str, seed: int, *, poisoned: bool = False) -> None:
+        self.model, self.random, self.poisoned = KINDS[kind](), random.Random(seed), poisoned
+        self.layers = range(int(kind[-1]))
+        self.state = self.model.init_state(3, MAX_LENGTH)
+        self.texts: list[list[int]] = [[], [], []]
+        self.committed = [0, 0, 0]
+        self.num_compared = 0
+
+    def feed(self) -> None:
+        width = self.random.randint(1, 4)
+        counts = [self.random.randint(0, width) for _ in self.texts]
+        if self.random.random() < 0.4:
+            counts = [width] * len(self.texts)
+        if max(len(text) for text in self.texts) + width > MAX_LENGTH:
+            return
+        tokens = torch.tensor([[self.random.randrange(cases.VOCAB) for _ in range(width)] for _ in self.texts])
+        if self.poisoned:
+            poison(self.state)
+        valid = None if min(counts) == width else counts
+        output = self.model(tokens, self.state, valid_lengths=valid, features=self.layers)
+        for row, count in enumerate(counts):
+            self.texts[row] += tokens[row, :count].tolist()
+            if count:
+                self.compare(row, count, output)
+        assert self.state.consumed == [len(text) for text in self.texts]
+
+    def compare(self, row: int, count: int, output: ModelOutput) -> None:
+        fresh = self.model(torch.tensor([self.texts[row]]), features=self.layers)
+        assert_close(output.logits[row, :count], fresh.logits[0, -count:])
+        for layer in self.layers:
+            assert_close(output.features[layer][row, :count], fresh.features[layer][0, -count:])
+        self.num_compared += count
+
+    def between(self) -> list[int]:
+        """A length for each row between its last commit and its present one."""
+        return [self.random.randint(first, len(t)) for first, t in zip(self.committed, self.texts, strict=True)]
+
+    def truncate(self) -> None:
+        lengths = self.between()
+        self.state.truncate(lengths if self.random.random() < 0.5 else torch.tensor(lengths))
+        self.texts = [text[:length] for text, length in zip(self.texts, lengths, strict=True)]
+
+    def commit(self) -> None:
+        here = [len(text) for text in self.texts]
+        self.committed = here if self.random.random() < 0.6 else self.between()
+        self.state.commit(self.committed)
+
+    def select(self) -> None:
+        rows = [self.random.randrange(-1, len(self.texts)) for _ in range(self.random.randint(1, 4))]
+        self.state.select(rows)
+        self.texts = [[] if row < 0 else list(self.texts[row]) for row in rows]
+        self.committed = [0 if row < 0 else self.committed[row] for row in rows]
+
+    def clear(self) -> None:
+        row = self.random.randrange(len(self.texts))
+        self.state.clear([row])
+        self.texts[row], self.committed[row] = [], 0
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            step = self.random.choices(
+                [self.feed, self.truncate, self.commit, self.select, self.clear], weights=[6, 4, 2, 1, 1]
+            )
+            step[0]()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", KINDS)
+def test_truncating_and_feeding_again_equals_a_fresh_run_in_every_layer(kind: str, seed: int) -> None:
+    walk = Walk(kind, seed)
+    with torch.inference_mode():
+        walk.run(60)
+    assert walk.num_compared > 60
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", KINDS)
+def test_garbage_behind_the_rows_changes_nothing(kind: str, seed: int) -> None:
+    walk = Walk(kind, seed, poisoned=True)
+    with torch.inference_mode():
+        walk.run(60)
+    assert walk.num_compared > 60
+
+
+class Poisoned(LanguageModel):
+    """A model before whose every call the unused part of the state is filled with garbage."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
+        self.model, self.vocab_size = model, model.vocab_size
+
+    def init_state(self, batch_size: int, max_length: int) -> DecodeState:
+        return self.model.init_state(batch_size, max_length)
+
+    def forward(self, tokens: Tensor, state: DecodeState | None = None, **options: Any) -> ModelOutput:
+        assert state is not None
+        poison(state)
+        return self.model(tokens, state, **options)
+
+    def arguments(self) -> dict[str, Any]:
+        return self.model.arguments()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", cases.LOSSLESS)
+@pytest.mark.parametrize("target", ["rnn", "transformer"])
+def test_garbage_in_unused_slots_changes_no_decode(target: str, rule: str, temperature: float) -> None:
+    draft = cases.related(cases.target(target))
+    clean, poisoned = (
+        speculative_decode(
+            wrap(cases.target(target)),
+            ModelDrafter(wrap(draft)),
+            cases.PROMPTS,
+            max_new_tokens=10,
+            rule=cases.RULES[rule](),
+            sampling=Sampling(temperature),
+            eos=cases.EOS,
+        )
+        for wrap in (lambda model: model, Poisoned)
+    )
+    assert poisoned.tokens == clean.tokens
+    assert poisoned.counts == clean.counts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_wanted_logits_are_those_of_the_whole(kind: str) -> None:
+    model, tokens = KINDS[kind](), torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    with torch.inference_mode():
+        whole = model(tokens).logits
+        for part in (slice(-1, None), slice(1, 3), torch.tensor([[3, 0], [1, 2]])):
+            wanted = whole[:, part] if isinstance(part, slice) else whole[torch.arange(2)[:, None], part]
+            assert_close(model(tokens, logits_for=part).logits, wanted)
+            state = model.init_state(2, 8)
+            assert_close(model(tokens, state, logits_for=part).logits, wanted)
+
+
+def test_the_fused_network_is_the_same_function() -> None:
+    for num_layers in (1, 2, 3):
+        model = cases.MODELS["rnn"](4, num_layers=num_layers)
+        fused, tokens = model.fused(), torch.randint(0, cases.VOCAB, (3, 7))
+        whole, folded = model(tokens, features=range(num_layers)), fused(tokens, features=range(num_layers))
+        assert_close(folded.logits, whole.logits)
+        for layer in range(num_layers):
+            assert_close(folded.features[layer], whole.features[layer])
+
+
+@pytest.mark.parametrize("valid_lengths", [None, [1, 3]])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rollout_equals_feeding_the_tokens_it_chose(kind: str, valid_lengths: Sequence[int] | None) -> None:
+    model, tokens = KINDS[kind](), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    seen: list[Tensor] = []
+
+    def choose(logits: Tensor, i: int) -> Tensor:
+        assert i == len(seen)
+        seen.append(logits)
+        return logits.argmax(-1)
+
+    with torch.inference_mode():
+        state = model.init_state(2, 12)
+        chosen = model.rollout(tokens, state, 4, choose, valid_lengths=valid_lengths)
+        for row, count in enumerate(valid_lengths or [3, 3]):
+            text = tokens[row, :count].tolist() + chosen[row].tolist()
+            fresh = model(torch.tensor([text])).logits[0, count - 1 : -1]
+            assert_close(torch.stack(seen, dim=1)[row], fresh)
+            assert state.consumed[row] == count + 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_refuses_to_go_forward_or_behind_its_commit(kind: str) -> None:
+    model = KINDS[kind]()
+    state = model.init_state(2, 8)
+    with torch.inference_mode():
+        model(torch.tensor([[1, 2, 3], [4, 5, 6]]), state)
+    state.commit([2, 1])
+    for wrong in ([3, 4], [1, 3], [2, 0]):
+        with pytest.raises(AssertionError, match="cannot go"):
+            state.truncate(wrong)
+    with pytest.raises(AssertionError, match="cannot commit"):
+        state.commit([2, 4])
+    with pytest.raises(NotImplementedError, match="single path"):
+        state.keep(torch.zeros(2, 1, dtype=torch.long))
+
+
+def test_what_a_recurrent_state_holds_does_not_grow_with_the_text() -> None:
+    target = cases.target("rnn")
+    session = open_session(target, cases.drafter("near", "rnn"), cases.PROMPTS, max_new_tokens=60)
+    draft_state = session._draft_state
+    assert isinstance(draft_state, ModelDraftState)
+    held = []
+    for _ in range(12):
+        session.step()
+        held.append((session._target_state.memory_bytes, draft_state.model_state.memory_bytes))
+    assert held[-1] == held[2]
+
+
+def test_static_buffers_stay_where_they_are() -> None:
+    """No concatenation and no new allocation: what compiled graphs need."""
+    target = cases.target("transformer")
+    session = open_session(target, cases.drafter("near", "transformer"), cases.PROMPTS[1:2], max_new_tokens=20)
+    session.step()
+    state = session._target_state
+    assert isinstance(state, KVState)
+    address = state.keys.data_ptr(), state.values.data_ptr(), state.memory_bytes
+    while session.step():
+        assert (state.keys.data_ptr(), state.values.data_ptr(), state.memory_bytes) == address
+
+
+def test_both_kinds_of_state_are_walked() -> None:
+    kinds = {type(KINDS[kind]().init_state(1, 4)) for kind in KINDS}
+    assert kinds == {RecurrentState, KVState}

@@ -1,0 +1,128 @@
+"""Law 2, empirically: thousands of whole decodes have the target's distribution, and biased rules are found out.
+
+Sequences of 3 tokens over 4 are counted and compared with their exact probabilities by the chi-square statistic.
+With 63 degrees of freedom an unbiased decoder exceeds 132 once in a million runs (Wilson-Hilferty approximation). The
+seeds are fixed, so the tests do not flicker: the odds are those that a change of seed would have met.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import cases
+import pytest
+import torch
+from test_distribution import BonusFromDraft, NoResidual
+
+from lightning_specdec.drafters import Context, Draft, Drafter, DraftState, ModelDrafter
+from lightning_specdec.inference import autoregressive_decode, speculative_decode
+from lightning_specdec.models import LanguageModel
+from lightning_specdec.rules import AcceptanceRule, RejectionSampling, Sampling
+
+VOCAB, NUM_NEW, NUM_ROWS, BOUND = 4, 3, 2048, 132.0
+PROMPT = [0, 2, 1]
+SEQUENCES = list(itertools.product(range(VOCAB), repeat=NUM_NEW))
+SAMPLING = Sampling(1.2)
+TARGETS = {"rnn": (0, 1.5), "transformer": (2, 1.2)}
+"""Seed and sharpness: all tokens have a fair chance, so that the statistic's cells are full."""
+
+
+@functools.cache
+def target(name: str) -> LanguageModel:
+    seed, sharpness = TARGETS[name]
+    return cases.MODELS[name](seed, vocab_size=VOCAB, sharpness=sharpness)
+
+
+@functools.cache
+def expected(name: str) -> list[float]:
+    """Each sequence's exact count."""
+    texts = torch.tensor([[*PROMPT, *sequence] for sequence in SEQUENCES])
+    with torch.no_grad():
+        scores = (target(name)(texts[:, :-1]).logits.double() / SAMPLING.temperature).log_softmax(-1)
+    chosen = scores[:, len(PROMPT) - 1 :].gather(2, texts[:, len(PROMPT) :, None]).sum((1, 2))
+    assert float(chosen.exp().sum()) == pytest.approx(1)
+    return (NUM_ROWS * chosen.exp()).tolist()
+
+
+def chi_square(name: str, rows: Sequence[Sequence[int]]) -> float:
+    """The statistic of the sequences that were decoded."""
+    counts = Counter(map(tuple, rows))
+    assert len(rows) == NUM_ROWS and set(counts) <= set(SEQUENCES)
+    return sum((counts[s] - wanted) ** 2 / wanted for s, wanted in zip(SEQUENCES, expected(name), strict=True))
+
+
+def decode(name: str, drafter: Drafter, rule: AcceptanceRule, *, seed: int = 0, chunk: int = 128) -> list[list[int]]:
+    """The rows in batches that a machine would have, numbered through."""
+    rows = []
+    for first in range(0, NUM_ROWS, chunk):
+        result = speculative_decode(
+            target(name),
+            drafter,
+            [PROMPT] * chunk,
+            max_new_tokens=NUM_NEW,
+            num_draft_tokens=2,
+            rule=rule,
+            sampling=SAMPLING,
+            seed=seed,
+            indices=range(first, first + chunk),
+        )
+        rows += result.tokens
+    return rows
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_cells_of_the_statistic_are_full_enough(name: str) -> None:
+    assert min(expected(name)) > 5
+    assert max(expected(name)) > 3 * NUM_ROWS / len(SEQUENCES), "the target hardly prefers anything"
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_standard_decoding_has_the_targets_distribution(name: str) -> None:
+    result = autoregressive_decode(target(name), [PROMPT] * NUM_ROWS, max_new_tokens=NUM_NEW, sampling=SAMPLING)
+    assert chi_square(name, result.tokens) < BOUND
+
+
+@pytest.mark.parametrize("drafter", ["near", "unrelated", "hotter", "certain", "ragged"])
+def test_whole_decodes_under_rejection_sampling_have_the_targets_distribution(drafter: str) -> None:
+    rows = decode("rnn", cases.DRAFTERS[drafter](target("rnn")), RejectionSampling())
+    assert chi_square("rnn", rows) < BOUND
+
+
+def test_whole_decodes_over_attention_have_the_targets_distribution() -> None:
+    rows = decode("transformer", cases.DRAFTERS["unrelated"](target("transformer")), RejectionSampling())
+    assert chi_square("transformer", rows) < BOUND
+
+
+class Overconfident(ModelDrafter):
+    """Proposes its argmax and reports its softmax, as a well-known library did."""
+
+    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
+        draft = super().propose(state, replace(context, wants_logits=True), windows, Sampling(0.0))
+        assert draft.logits is not None
+        return Draft(draft.tokens, draft.lengths, sampling.probs(draft.logits))
+
+
+@pytest.mark.parametrize("bias", ["no residual", "bonus from the draft", "argmax reported as softmax"])
+def test_biased_decodes_are_found_out(bias: str) -> None:
+    draft = cases.MODELS["rnn"](8, vocab_size=VOCAB)
+    rules = {"no residual": NoResidual, "bonus from the draft": BonusFromDraft}
+    drafter = ModelDrafter(draft) if bias in rules else Overconfident(draft)
+    rows = decode("rnn", drafter, rules.get(bias, RejectionSampling)())
+    assert chi_square("rnn", rows) > 2 * BOUND
+
+
+@pytest.mark.parametrize("name", ["unrelated", "fused", "transformer", "hotter"])
+def test_guesses_are_drawn_from_the_probabilities_that_they_report(name: str) -> None:
+    """Over a grid of uniform numbers each token's share is its reported probability, to the grid's width."""
+    drafter, num_rows = cases.DRAFTERS[name](target("rnn")), 2000
+    grid = ((torch.arange(num_rows) + 0.5) / num_rows)[:, None]
+    context = Context([PROMPT] * num_rows, torch.tensor([PROMPT[-2:]] * num_rows), grid)
+    with torch.inference_mode():
+        draft = drafter.propose(drafter.init_state(num_rows, 8), context, [1] * num_rows, SAMPLING)
+    assert draft.probs is not None
+    shares = torch.bincount(draft.tokens[:, 0], minlength=VOCAB) / num_rows
+    assert shares.tolist() == pytest.approx(draft.probs[0, 0].tolist(), abs=1.01 / num_rows)
