@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-RUN := OMP_NUM_THREADS=1 $(BIN)/lightning_specdec
+RUN := $(BIN)/lightning_specdec
 
 .PHONY: help setup dev demo test lint bench checkpoints clean
 

@@ -30,7 +30,7 @@ from lightning_specdec.data import ArithmeticProgressions
 from lightning_specdec.drafters.compiled import CompilerMissing
 from lightning_specdec.manifest import manifest
 
-WINDOWS = (1, 2, 3, 4, 5, 6)
+WINDOWS = {"fused": (1, 2, 3, 4, 5, 6), "compiled": (3, 6)}
 BARS = {("ExactMatch", 0.0): 1.5, ("EpsilonThreshold", 0.0): 1.5, ("RejectionSampling", 1.0): 1.2}
 """What a window of 3 is meant to reach, by rule and temperature."""
 
@@ -59,8 +59,9 @@ def main() -> None:
     ]
     for rule, temperature in rules:
         for name, texts in prompts.items():
-            for compiled in (False, True):
-                for window in WINDOWS:
+            for draft, windows in WINDOWS.items():
+                for window in windows:
+                    compiled = draft == "compiled"
                     row = measure(decoder, texts, rule, temperature, window, compiled=compiled, repeats=options.repeats)
                     rows.append({"prompts": name, **row})
                     print(line(rows[-1]), flush=True)

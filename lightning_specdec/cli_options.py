@@ -33,6 +33,7 @@ class Option:
     default: Any = None
     choices: Sequence[str] | None = None
     action: str | None = None
+    positional: bool = False
     required: bool = False
     metavar: str | None = None
     aliases: tuple[str, ...] = ()
@@ -84,6 +85,7 @@ VERBS: dict[str, Verb] = {
         (
             _CKPT,
             Option("prompt", "tokens, as '1 2 3'; repeat for more; '-' reads lines from stdin", action="append"),
+            Option("stdin", "prompts from stdin", choices=("-",), positional=True),
             Option("prompts_file", "prompts, one a line: tokens, or a JSON list; '-' is stdin", metavar="FILE"),
             Option("num_draft_tokens", "guesses per round (the window)", int, 3),
             Option("max_new_tokens", "new tokens of each prompt at most", int, 7),
@@ -104,7 +106,7 @@ VERBS: dict[str, Verb] = {
             Option("compile", "compile the draft: slow once, then faster", action="store_true"),
             Option("device", "where to decode, as cpu or cuda:0", default="cpu"),
             Option("dtype", "what the models compute in; as stored when not given", choices=DTYPES),
-            Option("threads", "CPU threads of torch", int),
+            Option("threads", "CPU threads of torch; one for small models when not given", int),
             Option("logprobs", "show each token's log probability under the target", action="store_true"),
             Option("output", "a report, or one JSON document", default="text", choices=("text", "json")),
             *_LOGS,
@@ -147,6 +149,9 @@ def make_parser(verb: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     for option in described.options:
+        if option.positional:
+            parser.add_argument(option.name, nargs="?", choices=option.choices, metavar="-", help=option.help)
+            continue
         names = [f"--{name}" for name in (option.name, *option.aliases)]
         names += [dashed for name in names if (dashed := name.replace("_", "-")) != name]
         shown = "" if option.default in (None, False) else f" (default: {option.default})"

@@ -31,6 +31,7 @@ from lightning_specdec.inference.rows import check_prompt
 from lightning_specdec.manifest import manifest
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import RULES, AcceptanceRule, Sampling
+from lightning_specdec.threads import limit_threads
 
 log = logging.getLogger("lightning_specdec")
 MAX_THREADS = 1024
@@ -49,10 +50,12 @@ def decode(options: Namespace) -> int:
     require_int("batch_size", options.batch_size, 1)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
     rule = make_rule(options)
-    given = read_prompts(options.prompt or [], options.prompts_file)
+    given = read_prompts([*(options.prompt or []), *(["-"] if options.stdin else [])], options.prompts_file)
     decoder = SpeculativeDecoder.from_checkpoint(
         options.ckpt, device=find_device(options.device), dtype=options.dtype and getattr(torch, options.dtype)
     )
+    if options.threads is None:
+        limit_threads(decoder.target.num_parameters)
     for where, prompt in given or []:
         check_prompt(prompt, decoder.target.vocab_size, where)
     prompts = decoder.prompts if given is None else [prompt for _, prompt in given]

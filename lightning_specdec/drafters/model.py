@@ -58,6 +58,10 @@ class ModelDrafter(Drafter):
             )
 
     def arguments(self) -> dict[str, Any]:
+        if self.sampling is not None:
+            raise ValueError(
+                "a checkpoint keeps no sampling of the draft's own: save without it, give it when decoding"
+            )
         return {"model": self.model}
 
     def needs_noise(self, sampling: Sampling) -> bool:

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 
 from lightning_specdec import training as _training  # noqa: F401  # YAML can name a class once it is imported
 from lightning_specdec.data import SequenceData
+from lightning_specdec.threads import limit_threads
 from lightning_specdec.training.checkpoint_io import SafeCheckpointIO
 from lightning_specdec.training.parse_errors import one_line
 from lightning_specdec.training.resume import check_trainer_state
@@ -80,6 +81,7 @@ class TrainingCLI(LightningCLI):
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Look at all that the user gave before the Trainer starts, so that a fault leaves nothing behind."""
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        limit_threads(sum(parameter.numel() for parameter in self.model.parameters()))
         if isinstance(self.datamodule, SequenceData):
             self.datamodule.splits()
         if kwargs.get("ckpt_path"):
