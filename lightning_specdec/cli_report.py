@@ -93,7 +93,7 @@ _ROWS = (
     ("rest", "rest_seconds", "the loop itself"),
 )
 _FIGURES = (
-    ("walltime_speedup", "seconds standard / speculative; the target called alike, the draft fused"),
+    ("walltime_speedup", "seconds standard / speculative; the target called alike, the draft fused or compiled"),
     ("latency_reduction", "1 - 1 / walltime_speedup"),
     ("predicted_speedup", "theory, from the acceptance rate and the costs above"),
     ("equal_treatment_speedup", "the target fused and rolled out on the standard side too"),
