@@ -23,7 +23,6 @@ from lightning_specdec import (
     EpsilonThreshold,
     ExactMatch,
     RejectionSampling,
-    Sampling,
     SpeculativeDecoder,
 )
 from lightning_specdec.data import ArithmeticProgressions
@@ -82,15 +81,20 @@ def measure(
     repeats: int,
 ) -> dict[str, Any]:
     """One line of the table."""
-    sampling, compile_seconds = Sampling(temperature), 0.0
+    compile_seconds = 0.0
     pair = SpeculativeDecoder(decoder.target, decoder.drafter)
     if compiled:
         try:
-            compile_seconds = pair.compile_draft(num_draft_tokens=window, sampling=sampling)
+            compile_seconds = pair.compile_draft(num_draft_tokens=window, temperature=temperature)
         except CompilerMissing as error:
             print(error)
     bench = pair.benchmark(
-        prompts, num_draft_tokens=window, rule=rule, sampling=sampling, repeats=repeats, equal_treatment=True
+        prompts,
+        num_draft_tokens=window,
+        rule=rule,
+        repeats=repeats,
+        equal_treatment=True,
+        temperature=temperature,
     )
     assert bench.standard is not None and bench.speculative is not None
     result = bench.speculative.result

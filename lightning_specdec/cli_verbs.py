@@ -30,7 +30,7 @@ from lightning_specdec.inference import DecodeInterrupted, DecodeResult
 from lightning_specdec.inference.rows import check_prompt
 from lightning_specdec.manifest import manifest
 from lightning_specdec.models import LanguageModel
-from lightning_specdec.rules import RULES, AcceptanceRule, Sampling
+from lightning_specdec.rules import RULES, AcceptanceRule, Sampling, SamplingOptions
 from lightning_specdec.threads import limit_threads
 
 log = logging.getLogger("lightning_specdec")
@@ -48,7 +48,10 @@ def decode(options: Namespace) -> int:
     require_int("max_new_tokens", options.max_new_tokens, 1, MAX_TOKENS)
     require_int("repeats", options.repeats, 1)
     require_int("batch_size", options.batch_size, 1)
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
+    draws = SamplingOptions(
+        temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p
+    )
+    Sampling(**draws)  # a fault of theirs is said before anything is loaded
     rule = make_rule(options)
     given = read_prompts([*(options.prompt or []), *(["-"] if options.stdin else [])], options.prompts_file)
     decoder = SpeculativeDecoder.from_checkpoint(
@@ -61,14 +64,13 @@ def decode(options: Namespace) -> int:
     prompts = decoder.prompts if given is None else [prompt for _, prompt in given]
     if not prompts:
         raise ValueError(f"{options.ckpt} keeps no prompts of its own: give some with --prompt")
-    compile_seconds = _compile(decoder, options.num_draft_tokens, sampling) if options.compile else 0.0
+    compile_seconds = _compile(decoder, options.num_draft_tokens, draws) if options.compile else 0.0
     shared: dict[str, Any] = {
         "max_new_tokens": options.max_new_tokens,
         "eos": options.eos,
         "seed": options.seed,
         "logprobs": options.logprobs,
     }
-    draws = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     standard: DecodeResult | None = None
     speculative: DecodeResult | None = None
     try:
@@ -82,11 +84,11 @@ def decode(options: Namespace) -> int:
             prompts,
             num_draft_tokens=options.num_draft_tokens,
             rule=rule,
-            sampling=sampling,
             repeats=options.repeats,
             batch_size=options.batch_size,
             mode=options.mode,
             equal_treatment=True,
+            **draws,
             **shared,
         )
         summary, interrupted = bench.summary(), bench.interrupted
@@ -134,12 +136,12 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def _compile(decoder: SpeculativeDecoder, num_draft_tokens: int, sampling: Sampling) -> float:
+def _compile(decoder: SpeculativeDecoder, num_draft_tokens: int, draws: SamplingOptions) -> float:
     """Compile the draft if this machine can; say so if it cannot."""
     from lightning_specdec.drafters.compiled import CompilerMissing
 
     try:
-        return decoder.compile_draft(num_draft_tokens=num_draft_tokens, sampling=sampling)
+        return decoder.compile_draft(num_draft_tokens=num_draft_tokens, **draws)
     except (CompilerMissing, ValueError) as error:
         log.warning("%s", error)
         return 0.0

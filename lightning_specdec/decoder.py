@@ -8,31 +8,28 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
 from lightning_specdec import checkpoint
-from lightning_specdec.bench.rolled import rolled_decode
-from lightning_specdec.bench.runner import Benchmark, Way, interleave
+from lightning_specdec.bench.pair import compare
+from lightning_specdec.bench.runner import Benchmark
 from lightning_specdec.checks import require_int
 from lightning_specdec.drafters import Drafter, ModelDrafter
 from lightning_specdec.inference import (
     DecodeResult,
-    Session,
     autoregressive_decode,
     open_session,
     run,
-    speculative_decode,
     stream,
 )
-from lightning_specdec.inference.rows import Prompts, check_batch
+from lightning_specdec.inference.rows import Prompts
 from lightning_specdec.models import LanguageModel
-from lightning_specdec.rules import AcceptanceRule, Sampling
+from lightning_specdec.rules import AcceptanceRule, Sampling, SamplingOptions
 
 if TYPE_CHECKING:
     from lightning_specdec.data import SequenceData
-    from lightning_specdec.drafters.compiled import CompiledDrafter
 
 
 class SpeculativeDecoder:
@@ -96,32 +93,6 @@ class SpeculativeDecoder:
             self._ready = self.drafter.fused() if self.fuse_draft else self.drafter
         return self._ready
 
-    def session(
-        self,
-        prompts: Prompts,
-        *,
-        max_new_tokens: int,
-        num_draft_tokens: int = 3,
-        rule: AcceptanceRule | None = None,
-        sampling: Sampling | None = None,
-        eos: int | Sequence[int] | None = None,
-        seed: int = 0,
-        logprobs: bool = False,
-    ) -> Session:
-        """A session with these prompts in it; see `open_session` for the arguments."""
-        return open_session(
-            self.target,
-            self.ready_drafter(),
-            prompts,
-            max_new_tokens=max_new_tokens,
-            num_draft_tokens=num_draft_tokens,
-            rule=rule,
-            sampling=sampling,
-            eos=eos,
-            seed=seed,
-            logprobs=logprobs,
-        )
-
     def decode(
         self,
         prompts: Prompts,
@@ -129,13 +100,10 @@ class SpeculativeDecoder:
         max_new_tokens: int,
         num_draft_tokens: int = 3,
         rule: AcceptanceRule | None = None,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
         eos: int | Sequence[int] | None = None,
         seed: int = 0,
         logprobs: bool = False,
+        **sampling: Unpack[SamplingOptions],
     ) -> DecodeResult:
         """Decode speculatively.
 
@@ -144,23 +112,24 @@ class SpeculativeDecoder:
             max_new_tokens: new tokens of each row at most.
             num_draft_tokens: guesses per round.
             rule: what keeps or rejects them; `ExactMatch()` when None.
-            temperature, top_k, top_p, min_p: see `Sampling`.
             eos: tokens that stop a row; kept in the output.
             seed: the same seed gives the same tokens.
             logprobs: whether each token's log probability under the target is wanted.
+            sampling: temperature (0, greedy, when not given), top_k, top_p, min_p: see `Sampling`.
         """
-        return run(
-            self.session(
-                prompts,
-                max_new_tokens=max_new_tokens,
-                num_draft_tokens=num_draft_tokens,
-                rule=rule,
-                sampling=Sampling(temperature, top_k, top_p, min_p),
-                eos=eos,
-                seed=seed,
-                logprobs=logprobs,
-            )
+        session = open_session(
+            self.target,
+            self.ready_drafter(),
+            prompts,
+            max_new_tokens=max_new_tokens,
+            num_draft_tokens=num_draft_tokens,
+            rule=rule,
+            sampling=Sampling(**sampling),
+            eos=eos,
+            seed=seed,
+            logprobs=logprobs,
         )
+        return run(session)
 
     def stream(
         self,
@@ -169,17 +138,19 @@ class SpeculativeDecoder:
         max_new_tokens: int,
         num_draft_tokens: int = 3,
         rule: AcceptanceRule | None = None,
-        sampling: Sampling | None = None,
         eos: int | Sequence[int] | None = None,
         seed: int = 0,
+        **sampling: Unpack[SamplingOptions],
     ) -> Iterator[tuple[int, int]]:
-        """Decode speculatively and yield (prompt number, token) as tokens are settled; `session` has the arguments."""
-        session = self.session(
+        """Decode speculatively and yield (prompt number, token) as tokens are settled; arguments as of `decode`."""
+        session = open_session(
+            self.target,
+            self.ready_drafter(),
             prompts,
             max_new_tokens=max_new_tokens,
             num_draft_tokens=num_draft_tokens,
             rule=rule,
-            sampling=sampling,
+            sampling=Sampling(**sampling),
             eos=eos,
             seed=seed,
         )
@@ -190,13 +161,10 @@ class SpeculativeDecoder:
         prompts: Prompts,
         *,
         max_new_tokens: int,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
         eos: int | Sequence[int] | None = None,
         seed: int = 0,
         logprobs: bool = False,
+        **sampling: Unpack[SamplingOptions],
     ) -> DecodeResult:
         """Decode with the target alone, one call for each token; the arguments are those of `decode`."""
         self.target.eval()
@@ -204,32 +172,29 @@ class SpeculativeDecoder:
             self.target,
             prompts,
             max_new_tokens=max_new_tokens,
-            sampling=Sampling(temperature, top_k, top_p, min_p),
+            sampling=Sampling(**sampling),
             eos=eos,
             seed=seed,
             logprobs=logprobs,
         )
 
-    def compile_draft(self, *, num_draft_tokens: int = 3, sampling: Sampling | None = None) -> float:
+    def compile_draft(self, *, num_draft_tokens: int = 3, **sampling: Unpack[SamplingOptions]) -> float:
         """Decode with the draft's roll-out compiled for these settings from now on.
 
         Returns:
-            the seconds that it took: some ten for the first time on a machine, next to none after.
+            the seconds that it took: some twenty for the first time on a machine, next to none after.
 
         Raises:
             CompilerMissing: no C++ compiler is there; decoding goes on with the fused draft.
             ValueError: this draft cannot be compiled.
         """
-        compiled = self._compiled(self.drafter, num_draft_tokens=num_draft_tokens, sampling=sampling)
-        self._ready = compiled
-        return compiled.warmup_seconds
-
-    def _compiled(self, drafter: Drafter, *, num_draft_tokens: int, sampling: Sampling | None) -> CompiledDrafter:
         from lightning_specdec.drafters.compiled import CompiledDrafter
 
-        if not isinstance(drafter, ModelDrafter):
-            raise ValueError(f"only a ModelDrafter can be compiled, this is a {type(drafter).__name__}")
-        return CompiledDrafter(drafter, num_draft_tokens=num_draft_tokens, sampling=sampling or Sampling())
+        if not isinstance(self.drafter, ModelDrafter):
+            raise ValueError(f"only a ModelDrafter can be compiled, this is a {type(self.drafter).__name__}")
+        started, drawn = time.perf_counter(), Sampling(**sampling)
+        self._ready = CompiledDrafter(self.drafter, num_draft_tokens=num_draft_tokens, sampling=drawn)
+        return time.perf_counter() - started
 
     def benchmark(
         self,
@@ -238,7 +203,6 @@ class SpeculativeDecoder:
         max_new_tokens: int = 7,
         num_draft_tokens: int = 3,
         rule: AcceptanceRule | None = None,
-        sampling: Sampling | None = None,
         eos: int | Sequence[int] | None = None,
         seed: int = 0,
         logprobs: bool = False,
@@ -247,62 +211,36 @@ class SpeculativeDecoder:
         batch_size: int = 1,
         mode: str = "both",
         equal_treatment: bool = False,
+        **sampling: Unpack[SamplingOptions],
     ) -> Benchmark:
-        """Decode both ways again and again, interleaved, and measure.
-
-        Two figures stand side by side. `walltime_speedup`: the target is called the same way on both sides, once for
-        each token against once a round, and the draft is fused or compiled. `equal_treatment_speedup`: the standard
-        side is as fused as the draft's roll-out is, compiled if that is compiled, and speculation verifies with the
-        fused target.
+        """Decode both ways again and again, interleaved, and measure; see `Benchmark` for the figures.
 
         Args:
             prompts: those that belong to the pair when None.
             repeats: runs that are timed each way, after `warmup` that are not.
             batch_size: prompts that are decoded together.
             mode: "both", "standard" or "speculative".
-            equal_treatment: whether to measure the second figure too.
+            equal_treatment: whether to measure with the target fused on both sides too.
 
-        The rest are those of `session`.
+        The rest are those of `decode`.
         """
-        if mode not in ("both", "standard", "speculative"):
-            raise ValueError(f"mode must be both, standard or speculative, got {mode!r}")
-        given = self.prompts if prompts is None else prompts
-        batch = check_batch(given, self.target.vocab_size, max_new_tokens=max_new_tokens, indices=None)
-        texts = [text for _, text in batch]
-        drafter, sampling, started = self.ready_drafter(), sampling or Sampling(), time.perf_counter()
-        shared: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "eos": eos, "seed": seed}
-        guessing = {**shared, "num_draft_tokens": num_draft_tokens, "rule": rule, "logprobs": logprobs}
-        ways: dict[str, Way] = {}
-        if mode != "speculative":
-            ways["standard"] = lambda batch, indices: autoregressive_decode(
-                self.target, batch, indices=indices, logprobs=logprobs, **shared
-            )
-        if mode != "standard":
-            ways["speculative"] = lambda batch, indices: speculative_decode(
-                self.target, drafter, batch, indices=indices, **guessing
-            )
-        if mode == "both" and equal_treatment:
-            fused, rollout = self.target.fused(), ModelDrafter(self.target).fused()
-            if type(drafter) is not type(rollout):
-                rollout = self._compiled(rollout, num_draft_tokens=num_draft_tokens + 1, sampling=sampling)
-            ways["rolled_standard"] = lambda batch, indices: rolled_decode(
-                rollout, batch, indices=indices, chunk=num_draft_tokens + 1, **shared
-            )
-            ways["rolled_speculative"] = lambda batch, indices: speculative_decode(
-                fused, drafter, batch, indices=indices, **guessing
-            )
-        prepared = time.perf_counter() - started
-        runs, warmup_seconds, interrupted = interleave(
-            ways, texts, repeats=repeats, warmup=warmup, batch_size=batch_size
-        )
-        return Benchmark(
-            standard=runs.get("standard"),
-            speculative=runs.get("speculative"),
-            rolled_standard=runs.get("rolled_standard"),
-            rolled_speculative=runs.get("rolled_speculative"),
-            warmup_seconds=prepared + warmup_seconds,
+        drafter = self.ready_drafter()
+        return compare(
+            self.target,
+            drafter,
+            self.prompts if prompts is None else prompts,
+            max_new_tokens=max_new_tokens,
             num_draft_tokens=num_draft_tokens,
-            interrupted=interrupted,
+            rule=rule,
+            sampling=Sampling(**sampling),
+            eos=eos,
+            seed=seed,
+            logprobs=logprobs,
+            repeats=repeats,
+            warmup=warmup,
+            batch_size=batch_size,
+            mode=mode,
+            equal_treatment=equal_treatment,
         )
 
     def train(self, datamodule: SequenceData, *, max_epochs: int = 100) -> dict[str, float]:

@@ -16,7 +16,7 @@ from lightning_specdec.bench.rolled import rolled_decode
 from lightning_specdec.bench.runner import Benchmark, Runs, interleave
 from lightning_specdec.bench.theory import predicted_speedup
 from lightning_specdec.data import ArithmeticProgressions
-from lightning_specdec.inference import Counts, DecodeResult, RowResult
+from lightning_specdec.inference import Counts, DecodeResult, RowResult, open_session
 from lightning_specdec.inference.timing import PHASES
 
 SIDES = ("standard", "speculative", "rolled_standard", "rolled_speculative")
@@ -119,7 +119,7 @@ def test_a_benchmark_lists_every_run_and_decodes_what_decoding_does(batch_size: 
     bench = decoder.benchmark(
         cases.PROMPTS,
         max_new_tokens=9,
-        sampling=sampling,
+        temperature=sampling.temperature,
         eos=cases.EOS,
         repeats=4,
         warmup=1,
@@ -228,10 +228,10 @@ def test_what_could_not_be_built_again_is_not_saved(tmp_path: Path) -> None:
 def test_a_stream_yields_the_tokens_of_decoding_as_they_are_settled() -> None:
     decoder = pair()
     options: dict[str, Any] = {"max_new_tokens": 20, "num_draft_tokens": 3, "eos": cases.EOS, "seed": 3}
-    pairs = list(decoder.stream(cases.PROMPTS, sampling=Sampling(1.0), rule=RejectionSampling(), **options))
+    pairs = list(decoder.stream(cases.PROMPTS, temperature=1.0, rule=RejectionSampling(), **options))
     whole = decoder.decode(cases.PROMPTS, temperature=1.0, rule=RejectionSampling(), **options)
     for i, tokens in enumerate(whole.tokens):
         assert [token for number, token in pairs if number == i] == tokens
-    session = decoder.session([1, 2], max_new_tokens=20, rule=EpsilonThreshold())
+    session = open_session(decoder.target, decoder.drafter, [1, 2], max_new_tokens=20, rule=EpsilonThreshold())
     session.step()
     assert 1 <= session.live[0].num_new <= 4, "a round settles at most the window and one token more"

@@ -9,6 +9,8 @@ import time
 
 import torch
 
+MOST_MARKS = 1024
+"""Marks that a GPU's timer keeps before it adds them up, so that a long session does not collect them for ever."""
 PHASES = ("draft", "verify", "accept", "rest")
 
 
@@ -40,6 +42,8 @@ class PhaseTimer:
         """What has happened since the last lap belongs to `phase`."""
         if self._cuda:
             self._mark(phase)
+            if len(self._marks) > MOST_MARKS:
+                self.seconds()
             return
         now = time.perf_counter()
         self._seconds[phase] += now - self._last

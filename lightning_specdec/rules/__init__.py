@@ -9,7 +9,7 @@ from lightning_specdec.rules.acceptance import (
     TypicalAcceptance,
     Verdict,
 )
-from lightning_specdec.rules.sampling import SOFTMAX, Purpose, Sampling, column, draw, noise_table
+from lightning_specdec.rules.sampling import SOFTMAX, Purpose, Sampling, SamplingOptions, column, draw, noise_table
 
 RULES: dict[str, type[AcceptanceRule]] = {
     rule.__name__: rule for rule in (ExactMatch, RejectionSampling, EpsilonThreshold, TypicalAcceptance)
@@ -26,6 +26,7 @@ __all__ = [
     "Purpose",
     "RejectionSampling",
     "Sampling",
+    "SamplingOptions",
     "TypicalAcceptance",
     "Verdict",
     "column",

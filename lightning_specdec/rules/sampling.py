@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
@@ -16,6 +16,15 @@ from lightning_specdec.checks import require_int, require_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The arguments of `Sampling`, for callers that pass them on."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
 
 
 @dataclass(frozen=True)
