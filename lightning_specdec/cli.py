@@ -41,6 +41,15 @@ def _one_line(error: Exception) -> str:
     return text or type(error).__name__
 
 
+def _spell_out_stdin(arguments: list[str]) -> list[str]:
+    """A bare `-` as `--prompt -`. (A positional argument would take the value of any misspelt option.)"""
+    spelt: list[str] = []
+    for i, argument in enumerate(arguments):
+        bare = argument == "-" and not (i and arguments[i - 1].startswith("--"))
+        spelt += ["--prompt", "-"] if bare else [argument]
+    return spelt
+
+
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview(__version__))
@@ -61,7 +70,7 @@ def _run(arguments: list[str]) -> int:
 
         run()
         return 0
-    options = make_parser(verb).parse_args(rest)
+    options = make_parser(verb).parse_args(_spell_out_stdin(rest) if verb == "decode" else rest)
     from lightning_specdec import cli_verbs
 
     return cli_verbs.VERBS[verb](options)

@@ -33,7 +33,6 @@ class Option:
     default: Any = None
     choices: Sequence[str] | None = None
     action: str | None = None
-    positional: bool = False
     required: bool = False
     metavar: str | None = None
     aliases: tuple[str, ...] = ()
@@ -84,8 +83,11 @@ VERBS: dict[str, Verb] = {
         "decode both ways, compare the outputs, report the speedup",
         (
             _CKPT,
-            Option("prompt", "tokens, as '1 2 3'; repeat for more; '-' reads lines from stdin", action="append"),
-            Option("stdin", "prompts from stdin", choices=("-",), positional=True),
+            Option(
+                "prompt",
+                "tokens, as '1 2 3'; repeat for more; '-' (or a bare -) reads lines from stdin",
+                action="append",
+            ),
             Option("prompts_file", "prompts, one a line: tokens, or a JSON list; '-' is stdin", metavar="FILE"),
             Option("num_draft_tokens", "guesses per round (the window)", int, 3),
             Option("max_new_tokens", "new tokens of each prompt at most", int, 7),
@@ -149,9 +151,6 @@ def make_parser(verb: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     for option in described.options:
-        if option.positional:
-            parser.add_argument(option.name, nargs="?", choices=option.choices, metavar="-", help=option.help)
-            continue
         names = [f"--{name}" for name in (option.name, *option.aliases)]
         names += [dashed for name in names if (dashed := name.replace("_", "-")) != name]
         shown = "" if option.default in (None, False) else f" (default: {option.default})"

@@ -53,7 +53,7 @@ def decode(options: Namespace) -> int:
     )
     Sampling(**draws)  # a fault of theirs is said before anything is loaded
     rule = make_rule(options)
-    given = read_prompts([*(options.prompt or []), *(["-"] if options.stdin else [])], options.prompts_file)
+    given = read_prompts(options.prompt or [], options.prompts_file)
     decoder = SpeculativeDecoder.from_checkpoint(
         options.ckpt, device=find_device(options.device), dtype=options.dtype and getattr(torch, options.dtype)
     )

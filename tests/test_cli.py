@@ -45,8 +45,7 @@ def test_help_and_mistakes_are_answered_at_once_without_torch(arguments: list[st
 @pytest.mark.parametrize("verb", cli_options.VERBS)
 def test_every_verb_has_help_that_names_its_options(verb: str) -> None:
     shown = succeed(verb, "--help").out
-    options = cli_options.VERBS[verb].options
-    assert all((option.help if option.positional else f"--{option.name}") in shown for option in options)
+    assert all(f"--{option.name}" in shown for option in cli_options.VERBS[verb].options)
     assert f"  {verb} " in succeed("--help").out
 
 

@@ -127,6 +127,7 @@ def test_prompts_come_from_options_files_and_stdin(ckpt: str, tmp_path: Path) ->
     assert prompts_of("--ckpt", ckpt, "--prompts_file", str(tmp_path / "lines.txt")) == ragged
     assert prompts_of("--ckpt", ckpt, "--prompt", "9", "--prompts_file", str(tmp_path / "lines.txt")) == [[9], *ragged]
     assert prompts_of("--ckpt", ckpt, "--prompt", "-", stdin="1 2 3\n4 5\n") == ragged[:2]
+    assert prompts_of("--ckpt", ckpt, "-", stdin="1 2 3\n4 5\n") == ragged[:2]
     assert prompts_of("--ckpt", ckpt, "--prompts_file", "-", stdin="[1, 2, 3]\n") == ragged[:1]
 
 
