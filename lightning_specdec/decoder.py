@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
@@ -61,7 +61,8 @@ class SpeculativeDecoder:
         self.prompts = [list(prompt) for prompt in prompts]
         self.recipe = recipe or {}
         self.fuse_draft = fuse_draft
-        self._ready: Drafter | None = None
+        self._make_ready: Callable[[], Drafter] = self._fused
+        self._ready: tuple[object, Drafter] | None = None
 
     @classmethod
     def from_checkpoint(
@@ -86,12 +87,16 @@ class SpeculativeDecoder:
         checkpoint.save(path, self.target, self.drafter, prompts=self.prompts, recipe=self.recipe)
 
     def ready_drafter(self) -> Drafter:
-        """The drafter as decoding uses it: fused once, at first use."""
-        if self._ready is None:
+        """The drafter as decoding uses it: fused or compiled, and made anew when its weights have changed."""
+        weights = [(id(weight), weight._version) for weight in self.drafter.parameters()]
+        if self._ready is None or self._ready[0] != weights:
             self.target.eval()
             self.drafter.eval()
-            self._ready = self.drafter.fused() if self.fuse_draft else self.drafter
-        return self._ready
+            self._ready = weights, self._make_ready()
+        return self._ready[1]
+
+    def _fused(self) -> Drafter:
+        return self.drafter.fused() if self.fuse_draft else self.drafter
 
     def decode(
         self,
@@ -190,10 +195,20 @@ class SpeculativeDecoder:
         """
         from lightning_specdec.drafters.compiled import CompiledDrafter
 
-        if not isinstance(self.drafter, ModelDrafter):
-            raise ValueError(f"only a ModelDrafter can be compiled, this is a {type(self.drafter).__name__}")
-        started, drawn = time.perf_counter(), Sampling(**sampling)
-        self._ready = CompiledDrafter(self.drafter, num_draft_tokens=num_draft_tokens, sampling=drawn)
+        drafter, drawn = self.drafter, Sampling(**sampling)
+        if not isinstance(drafter, ModelDrafter):
+            raise ValueError(f"only a ModelDrafter can be compiled, this is a {type(drafter).__name__}")
+
+        def compiled() -> Drafter:
+            return CompiledDrafter(drafter, num_draft_tokens=num_draft_tokens, sampling=drawn)
+
+        started, before = time.perf_counter(), self._make_ready
+        self._make_ready, self._ready = compiled, None
+        try:
+            self.ready_drafter()
+        except BaseException:
+            self._make_ready = before
+            raise
         return time.perf_counter() - started
 
     def benchmark(
@@ -263,5 +278,6 @@ class SpeculativeDecoder:
         module = PairTraining(self.target, self.drafter.model)
         trainer = Trainer(max_epochs=max_epochs, logger=False, enable_checkpointing=False, enable_model_summary=False)
         trainer.fit(module.train(), datamodule=datamodule)
-        self.prompts, self.recipe, self._ready = datamodule.prompts(), module.recipe(), None
+        self.prompts, self.recipe = datamodule.prompts(), module.recipe()
+        self._ready = None  # torch does not count what a fused optimizer writes as a change
         return {name: float(value) for name, value in trainer.callback_metrics.items()}

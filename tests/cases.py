@@ -53,6 +53,9 @@ class Stateless(DraftState):
     def select(self, rows: Sequence[int]) -> None:
         pass
 
+    def clear(self, rows: Sequence[int]) -> None:
+        pass
+
 
 class ScriptedDrafter(Drafter):
     """A drafter without networks; those below say what it guesses."""

@@ -47,8 +47,8 @@ def test_the_ratios_are_their_formulas() -> None:
     assert standard.tokens_per_second == [2.0, 8.0, 4.0, 8 / 3]
     assert bench.walltime_speedup == 2.5 and bench.latency_reduction == pytest.approx(0.6)
     assert bench.equal_treatment_speedup == 0.5
-    # Four target steps of one second; a roll-out of 0.3 and a verification of 1.0 a round.
-    assert bench.equal_treatment_ceiling == pytest.approx(4 * 1.0 / (0.3 + 1.0))
+    # Three seconds rolled out; two rounds at least for eight tokens, each a roll-out of 0.3 and a verification of 1.0.
+    assert bench.equal_treatment_ceiling == pytest.approx(3.0 / (2 * (0.3 + 1.0)))
     assert bench.predicted_speedup == pytest.approx(
         predicted_speedup(
             1.0,
@@ -167,18 +167,31 @@ def test_a_wrong_setting_is_refused(wrong: dict[str, Any], told: str) -> None:
     "sampling", [Sampling(), Sampling(1.0), Sampling(0.8, top_p=0.7)], ids=["greedy", "t1", "top_p"]
 )
 @pytest.mark.parametrize("target", ["rnn", "fused", "transformer"])
-def test_rolled_decoding_gives_the_tokens_of_standard_decoding(target: str, sampling: Sampling, chunk: int) -> None:
+def test_rolled_decoding_gives_the_tokens_of_standard_decoding(
+    target: str, sampling: Sampling, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_specdec.bench.rolled.CHUNK", chunk)
     rolled = rolled_decode(
         ModelDrafter(cases.target(target)),
         cases.PROMPTS,
         max_new_tokens=10,
-        chunk=chunk,
         sampling=sampling,
         eos=cases.EOS,
     )
     expected = cases.standard(target, sampling, 10)
     assert rolled.tokens == expected.tokens
     assert [row.stop_reason for row in rolled.rows] == [row.stop_reason for row in expected.rows]
+
+
+def test_decoding_notices_that_the_draft_has_changed() -> None:
+    decoder = pair()
+    assert decoder.ready_drafter() is decoder.ready_drafter()
+    before = decoder.decode([1, 2, 3], max_new_tokens=20)
+    with torch.no_grad():
+        for weight in decoder.drafter.parameters():
+            weight.zero_()
+    after = decoder.decode([1, 2, 3], max_new_tokens=20)
+    assert after.tokens == before.tokens and after.acceptance_rate != before.acceptance_rate
 
 
 def test_training_teaches_both_and_decoding_goes_on_with_what_they_learned() -> None:

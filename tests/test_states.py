@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_specdec.drafters import ModelDrafter
 from lightning_specdec.drafters.model import ModelDraftState
-from lightning_specdec.inference import open_session, speculative_decode
+from lightning_specdec.inference import autoregressive_decode, open_session, speculative_decode
 from lightning_specdec.models import DecodeState, KVState, LanguageModel, ModelOutput, RecurrentState
 from lightning_specdec.rules import Sampling
 
@@ -252,6 +252,23 @@ def test_static_buffers_stay_where_they_are() -> None:
     address = state.keys.data_ptr(), state.values.data_ptr(), state.memory_bytes
     while session.step():
         assert (state.keys.data_ptr(), state.values.data_ptr(), state.memory_bytes) == address
+
+
+def test_a_used_slot_is_taken_again_without_moving_the_others() -> None:
+    target = cases.target("transformer")
+    session = open_session(target, cases.drafter("near", "transformer"), [[1], [2, 3]], max_new_tokens=6)
+    long = session.live[1]
+    session.cancel(session.live[0])
+    state = session._target_state
+    assert isinstance(state, KVState)
+    session.step()
+    address = state.keys.data_ptr(), state.values.data_ptr()
+    session.cancel(long)
+    again = session.add([2, 3], max_new_tokens=6)
+    assert again.index == 2, "the next free number"
+    while session.step():
+        assert (state.keys.data_ptr(), state.values.data_ptr()) == address or len(session._rows) == 1
+    assert again.text[2:] == autoregressive_decode(target, [2, 3], max_new_tokens=6).tokens[0]
 
 
 def test_both_kinds_of_state_are_walked() -> None:

@@ -136,6 +136,27 @@ def test_validate_and_test_read_the_same_yaml_and_the_best_checkpoint(
         assert str(min(event.value for event in events.Scalars("val/loss")))[:6] in shown
 
 
+def test_a_strangers_checkpoint_deletes_nothing(
+    shipped_run: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning restores from a checkpoint which file it believes it has to replace."""
+    precious = tmp_path / "precious.ckpt"
+    shutil.copy(shipped_run.best, precious)
+    content = torch.load(shipped_run.last, weights_only=True)
+    victims = [str(precious), "checkpoints/rnn/../../precious.ckpt"]
+    for victim in victims:
+        for name, state in content["callbacks"].items():
+            if "val/loss" in name:
+                state.pop("dirpath", None)
+                worst = torch.tensor(99.0)
+                state |= {"best_k_models": {victim: worst}, "kth_best_model_path": victim}
+                state |= {"kth_value": worst, "best_model_score": worst, "best_model_path": victim}
+        torch.save(content, tmp_path / "stranger.ckpt")
+        options = ["--ckpt_path", "stranger.ckpt", "--trainer.max_epochs", "102"]
+        verb(monkeypatch, tmp_path, "fit", *options)
+        assert precious.read_bytes() == shipped_run.best.read_bytes()
+
+
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("whole", "halves"):
         (tmp_path / name).mkdir()
@@ -376,13 +397,15 @@ def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     assert SafeCheckpointIO().load_checkpoint(path)["epoch"] == 1
 
 
-def test_only_checkpoints_are_ever_removed(tmp_path: Path) -> None:
+def test_only_what_this_run_has_written_is_ever_removed(tmp_path: Path) -> None:
+    io = SafeCheckpointIO()
     (tmp_path / "folder.ckpt").mkdir()
     for name in ("notes.txt", "old.ckpt"):
         (tmp_path / name).write_text("")
+    io.save_checkpoint({}, tmp_path / "mine.ckpt")
     for path in sorted(tmp_path.iterdir()):
-        SafeCheckpointIO().remove_checkpoint(path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.ckpt", "notes.txt"]
+        io.remove_checkpoint(path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.ckpt", "notes.txt", "old.ckpt"]
 
 
 def test_a_draft_of_another_vocabulary_is_refused() -> None:

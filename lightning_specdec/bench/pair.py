@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_specdec.bench.rolled import rolled_decode
+from lightning_specdec.bench.rolled import CHUNK, rolled_decode
 from lightning_specdec.bench.runner import Benchmark, Way, interleave
 from lightning_specdec.drafters import Drafter, ModelDrafter
 from lightning_specdec.drafters.compiled import CompiledDrafter
@@ -67,10 +67,8 @@ def compare(
     if mode == "both" and equal_treatment:
         fused, rollout = target.fused(), ModelDrafter(target).fused()
         if isinstance(drafter, CompiledDrafter):
-            rollout = CompiledDrafter(rollout, num_draft_tokens=num_draft_tokens + 1, sampling=sampling)
-        ways["rolled_standard"] = lambda texts, indices: rolled_decode(
-            rollout, texts, indices=indices, chunk=num_draft_tokens + 1, **shared
-        )
+            rollout = CompiledDrafter(rollout, num_draft_tokens=min(CHUNK, max_new_tokens), sampling=sampling)
+        ways["rolled_standard"] = lambda texts, indices: rolled_decode(rollout, texts, indices=indices, **shared)
         ways["rolled_speculative"] = lambda texts, indices: speculative_decode(
             fused, drafter, texts, indices=indices, **guessing
         )

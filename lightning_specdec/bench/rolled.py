@@ -15,6 +15,9 @@ from lightning_specdec.inference.rows import Prompts, check_batch, check_eos
 from lightning_specdec.inference.timing import peak_memory_bytes
 from lightning_specdec.rules import Purpose, Sampling, noise_table
 
+CHUNK = 32
+"""Most tokens between two reads: enough that neither a read nor the token read twice weighs anything."""
+
 
 @torch.inference_mode()
 def rolled_decode(
@@ -22,22 +25,21 @@ def rolled_decode(
     prompts: Prompts,
     *,
     max_new_tokens: int,
-    chunk: int,
     sampling: Sampling,
     eos: int | Sequence[int] | None = None,
     seed: int = 0,
     indices: Sequence[int] | None = None,
 ) -> DecodeResult:
-    """Generate with the target alone, `chunk` tokens for each read by the host.
+    """Generate with the target alone, up to `CHUNK` tokens for each read by the host.
 
     Theory: a draft is fast partly because nobody looks at its tokens one by one. A target can be rolled out the same
     way; a row that stops within a chunk wastes the rest of it. The tokens are those of `autoregressive_decode`.
+    A chunk begins, as a draft does, by reading two tokens of which the state has seen one.
 
     Args:
         rollout: the target as a `ModelDrafter`, fused or compiled.
-        chunk: tokens between two reads.
     """
-    model = rollout.model
+    model, chunk = rollout.model, min(CHUNK, max_new_tokens)
     batch = check_batch(prompts, model.vocab_size, max_new_tokens=max_new_tokens, indices=indices)
     stops = check_eos(eos, model.vocab_size)
     timer, num_steps = PhaseTimer(model.device), 0

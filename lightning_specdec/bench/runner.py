@@ -6,6 +6,7 @@ Knows nothing of how the ways decode, nor of how the figures are shown.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -96,15 +97,15 @@ class Benchmark:
 
     @property
     def equal_treatment_ceiling(self) -> float | None:
-        """The same with every guess kept and no time outside the model calls:
-        (k + 1) rolled-out target steps / (the draft's roll-out + one target call on k + 1 tokens)."""
+        """The same with as few rounds as the window allows, and with no time outside the calls of draft and target:
+        median seconds of the rolled-out standard decoding / (fewest rounds * mean seconds of a round's calls)."""
         if self.rolled_standard is None or self.rolled_speculative is None:
             return None
-        standard, speculative = self.rolled_standard.result, self.rolled_speculative.result
-        step = standard.phase_seconds["verify"] / standard.num_target_calls
-        draft = speculative.phase_seconds["draft"] / speculative.num_target_calls
-        verify = speculative.phase_seconds["verify"] / speculative.num_target_calls
-        return (self.num_draft_tokens + 1) * step / (draft + verify)
+        result = self.rolled_speculative.result
+        calls = result.phase_seconds["draft"] + result.phase_seconds["verify"]
+        rounds = sum(row.num_rounds for row in result.rows)
+        fewest = sum(math.ceil(len(row.tokens) / (self.num_draft_tokens + 1)) for row in result.rows)
+        return self.rolled_standard.median_seconds / (calls * fewest / rounds) if rounds else None
 
     @property
     def predicted_speedup(self) -> float | None:

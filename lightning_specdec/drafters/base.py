@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from lightning_specdec.models import LanguageModel, ModelOutput
-from lightning_specdec.rules import Draft, Sampling, Verdict
+from lightning_specdec.rules import Draft, Sampling
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -43,6 +43,10 @@ class DraftState(ABC):
     def select(self, rows: Sequence[int]) -> None:
         """Row i becomes the former row `rows[i]`, or an empty one where that is -1."""
 
+    @abstractmethod
+    def clear(self, rows: Sequence[int]) -> None:
+        """Empty these rows for the next request."""
+
 
 class Drafter(nn.Module, ABC):
     """A cheap way to guess the next tokens.
@@ -69,8 +73,13 @@ class Drafter(nn.Module, ABC):
     def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
         """Guess at most `windows[b]` tokens for each row b, and at least one where the window is not 0, if it can."""
 
-    def observe(self, state: DraftState, output: ModelOutput, verdict: Verdict) -> None:  # noqa: B027
-        """Learn what the target said. Nothing to learn by default."""
+    def observe(self, state: DraftState, output: ModelOutput, num_accepted: Sequence[int]) -> None:  # noqa: B027
+        """Learn what the target said, and how many guesses of each row were kept. Nothing to learn by default.
+
+        What is learnt may depend on the settled text and on what the target said of it, and on nothing behind the first
+        rejection: the uniform numbers of those positions are used again by the next round, so a drafter that
+        remembered what it had drawn with them would bias the output.
+        """
 
     def needs_noise(self, sampling: Sampling) -> bool:
         """Whether guesses are drawn at random under the session's sampling."""

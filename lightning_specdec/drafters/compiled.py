@@ -12,12 +12,14 @@ with tokens that leave the state as it is.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 import os
 import shutil
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,11 @@ from lightning_specdec.rules import Sampling
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
+
+MOST_READ = 8
+"""Tokens that the compiled roll-out can read before it guesses; what comes before them is read uncompiled."""
+
+log = logging.getLogger(__name__)
 
 MOST_READ = 8
 """Tokens that the compiled roll-out can read before it guesses; what comes before them is read uncompiled."""
@@ -113,7 +120,7 @@ class CompiledDrafter(ModelDrafter):
         # The name changes with everything that the compiled code depends on.
         shapes = [(tuple(weight.shape), str(weight.dtype)) for weight in self._weights]
         machine = (torch.__version__, torch.backends.cpu.get_cpu_capability())
-        key = repr((FORMAT, machine, shapes, num_read, self.num_draft_tokens, self.compiled_sampling))
+        key = repr((_source_hash(), machine, shapes, num_read, self.num_draft_tokens, self.compiled_sampling))
         path = cache_dir / "lightning_specdec" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.pt2"
         if not path.exists():
             hidden = torch.zeros(1, self._hidden_size, dtype=self._weights[0].dtype)
@@ -158,6 +165,13 @@ class CompiledDrafter(ModelDrafter):
             None if self.compiled_sampling.greedy else probs[:, :num_guesses],
             logits[:, :num_guesses] if context.wants_logits else None,
         )
+
+
+@cache
+def _source_hash() -> str:
+    """Changes with the code that is compiled, so that files of another version are not loaded."""
+    sources = (Path(inspect.getfile(part)).read_bytes() for part in (_Program, FusedRNN, Sampling))
+    return hashlib.sha256(b"".join(sources)).hexdigest()
 
 
 def _compile(program: _Program, example: tuple[Any, ...], path: Path) -> None:

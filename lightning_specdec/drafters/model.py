@@ -30,6 +30,9 @@ class ModelDraftState(DraftState):
     def select(self, rows: Sequence[int]) -> None:
         self.model_state.select(rows)
 
+    def clear(self, rows: Sequence[int]) -> None:
+        self.model_state.clear(rows)
+
 
 class ModelDrafter(Drafter):
     """Guesses with a smaller language model of the same vocabulary, one token after the other.

@@ -12,7 +12,7 @@ import torch
 from lightning_specdec.checks import require_int
 from lightning_specdec.drafters.model import pad
 from lightning_specdec.inference.results import DecodeInterrupted, DecodeResult
-from lightning_specdec.inference.rows import Prompts, Row, check_batch, check_eos, power_of_two
+from lightning_specdec.inference.rows import Prompts, Row, check_batch, check_drawn, check_eos, power_of_two
 from lightning_specdec.inference.timing import PhaseTimer, peak_memory_bytes
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import Purpose, Sampling, noise_table
@@ -78,6 +78,7 @@ def autoregressive_decode(
             num_calls, seconds = num_calls + 1, timer.elapsed()
             for i, row in enumerate(live):
                 if row.live:
+                    check_drawn(values[i], target.vocab_size)
                     row.append(values[i : i + 1], seconds, None if row_scores is None else row_scores[i : i + 1])
             kept = [i for i, row in enumerate(live) if row.live]
             if not kept:

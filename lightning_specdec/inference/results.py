@@ -20,7 +20,8 @@ class Counts:
         num_tested: those that a verdict was reached on: up to and with the first rejection.
         num_accepted: those kept.
         histogram: how many row-rounds kept 0, 1, 2, ... tokens.
-        num_changed: under a lossy rule, tokens kept that the target would not have drawn there.
+        num_changed: under a lossy rule, tokens kept where the target drew another one; above temperature 0 that happens
+            to two equal models too.
     """
 
     num_proposed: int = 0

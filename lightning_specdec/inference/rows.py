@@ -135,6 +135,13 @@ def check_prompt(prompt: Sequence[Any], vocab_size: int, name: str) -> None:
             raise ValueError(f"{name} holds {token!r}: tokens of this model are integers from 0 to {vocab_size - 1}")
 
 
+def check_drawn(token: int, vocab_size: int) -> int:
+    """The token, unless it was drawn from logits that are not numbers."""
+    if token >= vocab_size:
+        raise ValueError("the target's logits are not finite, so nothing can be drawn from them: try --dtype float32")
+    return token
+
+
 def check_eos(eos: int | Sequence[int] | None, vocab_size: int) -> frozenset[int]:
     """The stop tokens as a set."""
     tokens = [] if eos is None else [eos] if isinstance(eos, int) else eos

@@ -18,7 +18,7 @@ from lightning_specdec.checks import require_int
 from lightning_specdec.drafters import Context, Draft, Drafter
 from lightning_specdec.drafters.model import pad
 from lightning_specdec.inference.results import DecodeResult
-from lightning_specdec.inference.rows import Row, check_eos, check_prompt, power_of_two
+from lightning_specdec.inference.rows import Row, check_drawn, check_eos, check_prompt, power_of_two
 from lightning_specdec.inference.timing import PhaseTimer, peak_memory_bytes
 from lightning_specdec.models import LanguageModel, ModelOutput
 from lightning_specdec.rules import AcceptanceRule, ExactMatch, Purpose, Sampling, Verdict, noise_table
@@ -76,6 +76,7 @@ class Session:
         self.timer = PhaseTimer(self.device)
         self.num_target_calls = self.num_draft_calls = 0
         self._added: list[Row] = []
+        self._next_index = 0
         self._rows = [self._vacant() for _ in range(batch_size)]
         # Guesses are read beyond the text: at most a window and the token that opens it.
         num_slots = max_length + num_draft_tokens + 1
@@ -97,10 +98,10 @@ class Session:
 
     @torch.inference_mode()
     def add(self, prompt: Sequence[int], *, max_new_tokens: int, index: int | None = None) -> Row:
-        """Begin a row; it joins the next round. `index` keys its noise: the number of rows added before, when None."""
+        """Begin a row; it joins the next round. `index` keys its noise: the next free number when None."""
         check_prompt(prompt, self.target.vocab_size, "the prompt")
         require_int("max_new_tokens", max_new_tokens, 1)
-        index = len(self._added) if index is None else index
+        index = self._next_index if index is None else index
         row = Row(index, prompt, max_new_tokens=max_new_tokens, eos=self.eos, speculative=True)
         if row.max_length > self.max_length:
             raise ValueError(
@@ -112,9 +113,11 @@ class Session:
             slot = len(self._rows)
             self._select([*range(slot), *[-1] * (power_of_two(slot + 1) - slot)])
         elif self._target_state.consumed[slot]:
-            self._select([-1 if i == slot else i for i in range(len(self._rows))])
+            self._target_state.clear([slot])
+            self._draft_state.clear([slot])
         self._rows[slot] = row
         self._added.append(row)
+        self._next_index = max(self._next_index, index + 1)
         if self._noise is not None:
             table = noise_table(self.seed, index, max_new_tokens)
             self._noise[slot, :max_new_tokens] = table.to(self.device)
@@ -145,8 +148,8 @@ class Session:
         verdict = self.rule.judge(draft, output.logits, self.sampling, noise)
         values = self._read(draft, verdict, output)
         self.timer.lap("accept")
-        events = self._settle(values, draft, verdict)
-        self.drafter.observe(self._draft_state, output, verdict)
+        events, num_accepted = self._settle(values, draft)
+        self.drafter.observe(self._draft_state, output, num_accepted)
         self.timer.lap("rest")
         return events
 
@@ -220,27 +223,28 @@ class Session:
             columns.append(Sampling.log_probs(output.logits, verdict.endings).double())
         return torch.cat(columns, dim=1).tolist()
 
-    def _settle(self, values: list[list[Any]], draft: Draft, verdict: Verdict) -> list[tuple[Row, list[int]]]:
+    def _settle(self, values: list[list[Any]], draft: Draft) -> tuple[list[tuple[Row, list[int]]], list[int]]:
         """Give every live row what its verdict kept; `values` as `_read` lays them out."""
         seconds, num_guesses = self.timer.elapsed(), draft.tokens.shape[1]
-        events = []
+        events, counts = [], []
         for row, numbers in zip(self._rows, values, strict=True):
+            num_accepted = next((i for i in range(num_guesses) if not numbers[i]), num_guesses)
+            counts.append(num_accepted if row.live else 0)
             if not row.live:
                 continue
-            num_accepted = next((i for i in range(num_guesses) if not numbers[i]), num_guesses)
             logprobs = None
             if self.logprobs:
                 numbers, scores = numbers[: -2 * num_guesses - 1], numbers[-2 * num_guesses - 1 :]
                 logprobs = [*scores[:num_accepted], scores[num_guesses + num_accepted]]
                 numbers = [int(number) for number in numbers]
-            ending = numbers[num_guesses + num_accepted]
+            ending = check_drawn(numbers[num_guesses + num_accepted], self.target.vocab_size)
             drafted, changed = numbers[2 * num_guesses + 1 : 3 * num_guesses + 1], numbers[3 * num_guesses + 1 :]
             if draft.lengths is not None:
                 length, *changed = changed
                 drafted, changed = drafted[:length], changed[:length]
             added = row.settle(drafted, num_accepted, ending, seconds=seconds, changed=changed, logprobs=logprobs)
             events.append((row, added))
-        return events
+        return events, counts
 
     def _shrink(self) -> None:
         """Leave finished rows behind once the live ones fit a smaller power of two."""

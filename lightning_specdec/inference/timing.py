@@ -5,6 +5,7 @@ Knows nothing of what the phases do.
 
 from __future__ import annotations
 
+import sys
 import time
 
 import torch
@@ -25,6 +26,7 @@ class PhaseTimer:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._cuda = device.type == "cuda"
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._marks: list[tuple[str, torch.cuda.Event]] = []
@@ -35,7 +37,7 @@ class PhaseTimer:
 
     def _mark(self, phase: str) -> None:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         self._marks.append((phase, event))
 
     def lap(self, phase: str) -> None:
@@ -56,7 +58,7 @@ class PhaseTimer:
     def seconds(self) -> dict[str, float]:
         """Seconds by phase so far."""
         if self._cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
             for (_, before), (phase, after) in zip(self._marks, self._marks[1:], strict=False):
                 self._seconds[phase] += before.elapsed_time(after) / 1000
             self._marks = self._marks[-1:]
@@ -67,6 +69,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Most bytes held so far: by torch on a GPU, by the whole process on a CPU (peak resident set)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource  # not on Windows, where torch's CPU users have no such figure
+    import resource  # of POSIX systems
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, kilobytes elsewhere

@@ -84,9 +84,10 @@ class DecodeState(ABC):
         """Take the rows `source`, with zeros where `empty`."""
 
     def clear(self, rows: Sequence[int] | Tensor) -> None:
-        """Empty these rows for the next request."""
+        """Empty these rows for the next request, in place."""
         cleared = set(as_list(rows))
-        self.select([-1 if row in cleared else row for row in range(len(self.consumed))])
+        self.consumed = [0 if row in cleared else length for row, length in enumerate(self.consumed)]
+        self.committed = [0 if row in cleared else length for row, length in enumerate(self.committed)]
 
     def keep(self, path: Int[Tensor, "B N"]) -> None:
         """Of the slots just written keep these, in this order (for trees of guesses)."""
@@ -167,6 +168,13 @@ class RecurrentState(DecodeState):
 
     def _select(self, source: Int[Tensor, "N"], empty: Bool[Tensor, "N"]) -> None:
         self._chunks = [_take(self._joined(), source, empty)]
+        self._current = None
+
+    def clear(self, rows: Sequence[int] | Tensor) -> None:
+        super().clear(rows)
+        cleared = as_list(rows)
+        self._joined()[cleared] = 0
+        self._origin = [0 if row in cleared else origin for row, origin in enumerate(self._origin)]
         self._current = None
 
     def select(self, rows: Sequence[int] | Tensor) -> None:

@@ -160,11 +160,11 @@ class RejectionSampling(AcceptanceRule):
 class _LossyRule(AcceptanceRule):
     """A rule that keeps tokens by a criterion of its own, and counts which of them the target would not have drawn.
 
-    Guesses are drawn with the target's numbers, so that a difference is one of the models and not of the dice.
+    The target's draws are independent of the draft's, so that a correction is a draw from the target. Above temperature
+    0 two like models draw differently too, and the count includes that.
     """
 
     lossless = False
-    draft_purpose = Purpose.CORRECT
 
     def _verdict(
         self, kept: Bool[Tensor, "B K"], draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None

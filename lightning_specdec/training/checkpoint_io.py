@@ -26,6 +26,10 @@ class SafeCheckpointIO(TorchCheckpointIO):
     Lightning writes it, is copied over the old one wherever it lies on another file system.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._written: set[Path] = set()
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} writes local files: it takes no storage_options")
@@ -37,6 +41,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, final)
+        self._written.add(final.resolve())
 
     def load_checkpoint(
         self, path: str | Path, map_location: Callable[..., Any] | None = None, weights_only: bool | None = None
@@ -46,6 +51,6 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return {VERSION_KEY: lightning.__version__, **content}
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        # The path may come from a resumed checkpoint: delete nothing but a checkpoint.
-        if Path(path).suffix == ".ckpt" and Path(path).is_file():
-            Path(path).unlink()
+        # The path may come from a resumed checkpoint, which may be a stranger's: delete only what this run has written.
+        if Path(path).resolve() in self._written:
+            Path(path).unlink(missing_ok=True)
