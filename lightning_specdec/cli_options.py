@@ -7,6 +7,7 @@ defaults.
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -137,7 +138,17 @@ class UsageError(ValueError):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see `{self.prog} --help`)")
+        raise UsageError(f"{message}{self._advice(message)} (see `{self.prog} --help`)")
+
+    def _advice(self, message: str) -> str:
+        """What was probably meant by arguments that are not known."""
+        words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecognized") else []
+        for word in words:
+            if near := difflib.get_close_matches(word.split("=")[0], list(self._option_string_actions), n=1):
+                return f": did you mean {near[0]}?"
+            if word.isdigit():
+                return ': quote a prompt, as --prompt "1 2 3"'
+        return ""
 
 
 def make_parser(verb: str) -> argparse.ArgumentParser:

@@ -81,7 +81,9 @@ def _comparison(standard: DecodeResult, speculative: DecodeResult) -> str:
 
 
 _ROWS = (
-    ("seconds", "seconds", "median over repeats, all prompts"),
+    ("seconds", "seconds", "median, all prompts"),
+    ("first quartile", "first_quartile", ""),
+    ("third quartile", "third_quartile", ""),
     ("tokens_per_second", "tokens_per_second", "new tokens / seconds"),
     ("time_to_first_token", "time_to_first_token", "mean over prompts"),
     ("block_efficiency", "block_efficiency", "new tokens / rounds"),
@@ -89,18 +91,18 @@ _ROWS = (
     ("draft_calls", "num_draft_calls", ""),
     ("draft", "draft_seconds", "guessing"),
     ("verify", "verify_seconds", "the target's calls"),
-    ("accept", "accept_seconds", "the verdict, and reading it"),
+    ("accept", "accept_seconds", "the verdict, read"),
     ("rest", "rest_seconds", "the loop itself"),
 )
 _FIGURES = (
-    ("walltime_speedup", "seconds standard / speculative; the target called alike, the draft fused or compiled"),
+    ("walltime_speedup", "seconds standard / speculative"),
     ("latency_reduction", "1 - 1 / walltime_speedup"),
-    ("predicted_speedup", "theory, from the acceptance rate and the costs above"),
-    ("equal_treatment_speedup", "the target fused and rolled out on the standard side too"),
-    ("equal_treatment_ceiling", "the most that can be had there: every guess kept, a loop that costs nothing"),
+    ("predicted_speedup", "theory, from acceptance and costs"),
+    ("equal_treatment_speedup", "the standard target fused too"),
+    ("equal_treatment_ceiling", "there, with nothing ever rejected"),
     ("acceptance_rate", "guesses kept / tested"),
     ("draft_utilization", "guesses kept / proposed"),
-    ("warmup_seconds", "before the clock: warm-up runs, and compilation if any"),
+    ("warmup_seconds", "warm-up and compilation, apart"),
 )
 
 
@@ -109,33 +111,40 @@ def summary_table(summary: Mapping[str, Any], *, num_prompts: int, manifest: Map
     sides = [name for name in ("standard", "speculative") if summary[name] is not None]
     lines = [f"{'':<24}" + "".join(f"{name:>14}" for name in sides)]
     for label, key, note in _ROWS:
-        cells = [_cell(key, summary[name][key]) for name in sides]
+        cells = [_cell(key, _value(summary[name], key)) for name in sides]
         if any(cell != "-" for cell in cells):
             lines.append(f"{label:<24}" + "".join(f"{cell:>14}" for cell in cells) + (f"  {note}" if note else ""))
-    for name in sides:
-        first, third = summary[name]["seconds_quartiles"]
-        repeats = len(summary[name]["runs"]["seconds"])
-        spread = f"{_cell('seconds', first)} to {_cell('seconds', third)}"
-        lines.append(f"{'quartiles':<24}  {name}: {spread} ({repeats} repeats)")
     lines.append("")
     for key, note in _FIGURES:
         if summary.get(key) is not None:
             lines.append(f"{key:<24}{_cell(key, summary[key]):>14}  {note}")
     lines.append("")
     lines.append(
-        f"{num_prompts} prompts on {manifest['device']} ({manifest['processor']}), {manifest['threads']} threads, "
+        f"{_count(num_prompts, 'prompt')}, {_count(len(summary[sides[0]]['runs']['seconds']), 'repeat')}, "
+        f"{manifest['device']} ({manifest['processor']}), {_count(manifest['threads'], 'thread')},\n"
         f"torch {manifest['torch']}, commit {manifest['commit']}"
     )
     return "\n".join(lines)
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _value(side: Mapping[str, Any], key: str) -> float | None:
+    """A figure of one way; standard decoding has no draft."""
+    if key in ("first_quartile", "third_quartile"):
+        return side["seconds_quartiles"][key == "third_quartile"]
+    return None if key == "draft_seconds" and side["num_draft_calls"] is None else side[key]
+
+
 def _cell(key: str, value: float | None) -> str:
     if value is None:
         return "-"
-    if key in ("seconds", "time_to_first_token") or (key.endswith("_seconds") and key != "warmup_seconds"):
-        return f"{value * 1000:.3f} ms"
     if key == "warmup_seconds":
         return f"{value:.2f} s"
+    if key.endswith(("seconds", "_quartile", "_first_token")):
+        return f"{value * 1000:.3f} ms"
     if key == "tokens_per_second":
         return f"{value:,.0f}"
     if key.startswith("num_"):

@@ -51,7 +51,8 @@ def decode(options: Namespace) -> int:
     draws = SamplingOptions(
         temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p
     )
-    Sampling(**draws)  # a fault of theirs is said before anything is loaded
+    if Sampling(**draws).greedy and (idle := [name for name in ("top_k", "top_p", "min_p") if draws[name] is not None]):
+        log.warning("temperature 0 takes the likeliest token: %s changes nothing", " and ".join(idle))
     rule = make_rule(options)
     given = read_prompts(options.prompt or [], options.prompts_file)
     decoder = SpeculativeDecoder.from_checkpoint(
@@ -108,6 +109,8 @@ def decode(options: Namespace) -> int:
         print(decoded_text(standard, speculative, colour=colour, logprobs=options.logprobs))
         if summary:
             print(summary_table(summary, num_prompts=len(prompts), manifest=found))
+    if interrupted:
+        print("interrupted: what is above was settled by then", file=sys.stderr)
     return 130 if interrupted else 0
 
 

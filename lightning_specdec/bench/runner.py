@@ -105,7 +105,9 @@ class Benchmark:
         calls = result.phase_seconds["draft"] + result.phase_seconds["verify"]
         rounds = sum(row.num_rounds for row in result.rows)
         fewest = sum(math.ceil(len(row.tokens) / (self.num_draft_tokens + 1)) for row in result.rows)
-        return self.rolled_standard.median_seconds / (calls * fewest / rounds) if rounds else None
+        if not rounds or not result.num_draft_calls:
+            return None
+        return self.rolled_standard.median_seconds / (calls * fewest / rounds)
 
     @property
     def predicted_speedup(self) -> float | None:

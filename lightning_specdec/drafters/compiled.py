@@ -178,7 +178,7 @@ def _compile(program: _Program, example: tuple[Any, ...], path: Path) -> None:
     """Compile the program for inputs like the example's, into a file that is there whole or not at all."""
     if shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
         raise CompilerMissing("no C++ compiler was found (g++, clang++ or $CXX): the draft runs uncompiled")
-    log.info("compiling the draft, once for this machine and these settings: about ten seconds")
+    log.info("compiling a roll-out, once for this machine and these settings: ten seconds or more")
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}.pt2")
     with warnings.catch_warnings(), torch.no_grad():

@@ -118,6 +118,8 @@ class Row:
 
 def as_prompts(prompts: Prompts) -> list[list[Any]]:
     """A list of prompts from a list of tokens, a list of such lists, or a tensor `[T]` or `[B, T]`."""
+    if not isinstance(prompts, Tensor) and hasattr(prompts, "tolist"):  # an array of numpy's
+        prompts = torch.as_tensor(prompts)
     values: list[Any] = torch.atleast_1d(prompts).tolist() if isinstance(prompts, Tensor) else list(prompts)
     if not values:
         raise ValueError("there is no prompt: give at least one token")

@@ -196,6 +196,7 @@ class JsonLinesWriter(BasePredictionWriter):
             merged = {row["index"]: row for part in parts for row in map(json.loads, part.read_text().splitlines())}
             self._write(self._part(0), [merged[index] for index in sorted(merged)])
             os.replace(self._part(0), self.path)
+            print(f"{len(merged)} predictions: {self.path}")
             for part in parts[1:]:
                 part.unlink()
 

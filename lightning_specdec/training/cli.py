@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from lightning_specdec.training.checkpoint_io import SafeCheckpointIO
 from lightning_specdec.training.parse_errors import one_line
 from lightning_specdec.training.resume import check_trainer_state
 
+_PROMISES = ("val/acceptance_rate", "val/block_efficiency")
 VERBS = ("fit", "validate", "test", "predict")
 ALLOWED_IMPORTS = (
     "lightning_specdec",
@@ -88,17 +90,31 @@ class TrainingCLI(LightningCLI):
             path = find_checkpoint(self.trainer, str(kwargs["ckpt_path"]))
             check_trainer_state(path, self.trainer, self.model, resume=subcommand == "fit")
             kwargs["ckpt_path"] = path
+        elif subcommand == "fit":
+            self._say_what_is_replaced()
         return {**kwargs, "weights_only": True}
+
+    def _say_what_is_replaced(self) -> None:
+        """A new run into the folder of an earlier one takes the place of its checkpoints."""
+        for callback in self.trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath and callback.filename == "last":
+                earlier = Path(callback.dirpath) / f"last{callback.FILE_EXTENSION}"
+                if earlier.is_file():
+                    note = "replaces the checkpoints of an earlier run (--ckpt_path last would go on with it)"
+                    print(f"note: {note}: {_short(str(Path(callback.dirpath).absolute()))}", file=sys.stderr)
 
     def after_fit(self) -> None:
         """Say what was reached and where it lies."""
         if not self.trainer.is_global_zero:
             return
         values = sorted(self.trainer.callback_metrics.items())
-        print("  ".join(f"{name} {float(value):.3f}" for name, value in values if name.endswith("_loss")))
+        for names in (("train/draft_loss", "train/target_loss"), ("val/draft_loss", "val/target_loss"), _PROMISES):
+            print("  ".join(f"{name} {float(value):.3f}" for name, value in values if name in names))
         for callback in self.trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and Path(callback.best_model_path).is_file():
                 print(f"{callback.filename} checkpoint: {_short(callback.best_model_path)}")
+        if self.trainer.log_dir:
+            print(f"curves: tensorboard --logdir {_short(str(Path(self.trainer.log_dir).absolute()))}")
 
 
 def _short(path: str) -> str:

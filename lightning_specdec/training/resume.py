@@ -38,8 +38,8 @@ def check_trainer_state(path: str, trainer: Trainer, model: LightningModule, *, 
         if stored is None or stored.shape != tensor.shape:
             found = "is not there" if stored is None else f"has the shape {tuple(stored.shape)}"
             raise ValueError(
-                f"{path} is of other networks ({name} {found}, {tuple(tensor.shape)} is needed): give the config that "
-                "it was trained with"
+                f"{path} is of other networks ({name} {found}, {tuple(tensor.shape)} is needed): give the config and "
+                "the --data options that it was trained with"
             )
     callbacks = content.get("callbacks", {})
     if not isinstance(callbacks, dict) or not all(isinstance(state, dict) for state in callbacks.values()):
