@@ -59,7 +59,7 @@ def test_the_text_shows_the_fate_of_each_guess_by_marks_where_there_is_no_termin
             words += [] if turn["next_token"] is None else [f"{'=' if rejected else '+'}{turn['next_token']}"]
         assert f"  speculative  {' '.join(words)}\n" in shown
         assert f"prompt {each['index']}: {' '.join(map(str, each['prompt']))}\n" in shown
-    for row in ("walltime_speedup", "latency_reduction", "predicted_speedup", "target_calls", "verify", "first quartile"):
+    for row in ("walltime_speedup", "latency_reduction", "predicted_speedup", "target_calls", "first quartile"):
         assert f"\n{row} " in shown
 
 
