@@ -35,7 +35,7 @@ demo: setup
 	$(RUN) decode --ckpt checkpoints/rnn/last.ckpt
 
 test: lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 lint: dev
 	$(BIN)/ruff check .
