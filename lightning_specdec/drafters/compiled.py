@@ -16,7 +16,6 @@ import inspect
 import logging
 import os
 import shutil
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -111,9 +110,7 @@ class CompiledDrafter(ModelDrafter):
         self._hidden_size = fused.num_layers * fused.hidden_size
         program = _Program(fused, num_draft_tokens, self.compiled_sampling)
         directory = cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        started = time.perf_counter()
         self._run = {num_read: self._load(program, num_read, directory) for num_read in (2, MOST_READ)}
-        self.warmup_seconds = time.perf_counter() - started
 
     def _load(self, program: _Program, num_read: int, cache_dir: Path) -> Callable[[list[Tensor]], list[Tensor]]:
         """The compiled function for `num_read` tokens, compiled now if this machine has not done so before."""
