@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_specdec.drafters import Context, ModelDrafter
+from lightning_specdec.drafters import Context, ModelDrafter, last_two
 from lightning_specdec.inference import DecodeResult, PhaseTimer, Row
 from lightning_specdec.inference.rows import Prompts, check_batch, check_eos
 from lightning_specdec.inference.timing import peak_memory_bytes
@@ -53,7 +53,7 @@ def rolled_decode(
     done = 0
     while any(row.live for row in rows):
         size = min(chunk, max_new_tokens - done)
-        tail = torch.tensor([text[-2:] if len(text) > 1 else text * 2 for text in texts], device=model.device)
+        tail = last_two(texts, model.device)
         context = Context(texts, tail, None if noise is None else noise[:, done : done + size])
         timer.lap("rest")
         draft = rollout.propose(state, context, [size] * len(rows), sampling)

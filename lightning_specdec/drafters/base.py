@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from lightning_specdec.models import LanguageModel, ModelOutput
@@ -34,6 +35,11 @@ class Context:
     tail: Int[Tensor, "B 2"]
     uniform: Float[Tensor, "B K"] | None
     wants_logits: bool = False
+
+
+def last_two(texts: Sequence[Sequence[int]], device: torch.device) -> Int[Tensor, "B 2"]:
+    """The `tail` of a context: every text's last two tokens, a single one repeated."""
+    return torch.tensor([[*text[-2:]] if len(text) > 1 else [*text, *text] for text in texts], device=device)
 
 
 class DraftState(ABC):

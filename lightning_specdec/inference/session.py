@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_specdec.checks import require_int
-from lightning_specdec.drafters import Context, Draft, Drafter
+from lightning_specdec.drafters import Context, Draft, Drafter, last_two
 from lightning_specdec.drafters.model import pad
 from lightning_specdec.inference.results import DecodeResult
 from lightning_specdec.inference.rows import Row, check_drawn, check_eos, check_prompt, power_of_two
@@ -82,9 +82,8 @@ class Session:
         num_slots = max_length + num_draft_tokens + 1
         self._target_state = target.init_state(batch_size, num_slots)
         self._draft_state = drafter.init_state(batch_size, num_slots)
-        self._random = not self.sampling.greedy or drafter.needs_noise(self.sampling)
         self._noise: Tensor | None = None
-        if self._random:
+        if not self.sampling.greedy or drafter.needs_noise(self.sampling):
             self._noise = torch.zeros(batch_size, num_slots, len(Purpose), device=self.device)
 
     def _vacant(self) -> Row:
@@ -135,7 +134,7 @@ class Session:
             return []
         self._shrink()
         rows = self._rows
-        tail = torch.tensor([row.text[-2:] if len(row.text) > 1 else row.text * 2 for row in rows], device=self.device)
+        tail = last_two([row.text for row in rows], self.device)
         windows = [min(self.num_draft_tokens, row.remaining - 1) if row.live else 0 for row in rows]
         noise = self._round_noise(max(windows) + 1)
         self.timer.lap("rest")
