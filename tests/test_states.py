@@ -35,8 +35,9 @@ def poison(state: DecodeState) -> None:
     """Garbage wherever no row has been: large numbers in cache slots, NaN in hidden states that were gone back from."""
     for row, length in enumerate(state.consumed):
         if isinstance(state, KVState):
-            state.keys[:, row, length:] = 1e4
-            state.values[:, row, length:] = -1e4
+            for keys, values in state.buffers.values():
+                keys[row, :, length:] = 1e4
+                values[row, :, length:] = -1e4
         else:
             assert isinstance(state, RecurrentState)
             if row == 0:
@@ -242,6 +243,11 @@ def test_what_a_recurrent_state_holds_does_not_grow_with_the_text() -> None:
     assert held[-1] == held[2]
 
 
+def addresses(state: KVState) -> list[int]:
+    """Where the buffers lie."""
+    return [buffer.data_ptr() for pair in state.buffers.values() for buffer in pair]
+
+
 def test_static_buffers_stay_where_they_are() -> None:
     """No concatenation and no new allocation: what compiled graphs need."""
     target = cases.target("transformer")
@@ -249,9 +255,9 @@ def test_static_buffers_stay_where_they_are() -> None:
     session.step()
     state = session._target_state
     assert isinstance(state, KVState)
-    address = state.keys.data_ptr(), state.values.data_ptr(), state.memory_bytes
+    address, memory_bytes = addresses(state), state.memory_bytes
     while session.step():
-        assert (state.keys.data_ptr(), state.values.data_ptr(), state.memory_bytes) == address
+        assert (addresses(state), state.memory_bytes) == (address, memory_bytes)
 
 
 def test_a_used_slot_is_taken_again_without_moving_the_others() -> None:
@@ -262,12 +268,12 @@ def test_a_used_slot_is_taken_again_without_moving_the_others() -> None:
     state = session._target_state
     assert isinstance(state, KVState)
     session.step()
-    address = state.keys.data_ptr(), state.values.data_ptr()
+    address = addresses(state)
     session.cancel(long)
     again = session.add([2, 3], max_new_tokens=6)
     assert again.index == 2, "the next free number"
     while session.step():
-        assert (state.keys.data_ptr(), state.values.data_ptr()) == address or len(session._rows) == 1
+        assert addresses(state) == address or len(session._rows) == 1
     assert again.text[2:] == autoregressive_decode(target, [2, 3], max_new_tokens=6).tokens[0]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_specdec.models import DecodeState, KVState, LanguageModel, ModelOutput
 from lightning_specdec.models.base import Plain
-from lightning_specdec.models.state import Lengths
+from lightning_specdec.models.state import Lengths, Slots
 
 
 class Block(nn.Module):
@@ -34,16 +34,19 @@ class Block(nn.Module):
         positions: Int[Tensor, "B T"],
         mask: Bool[Tensor, "B T S"],
         state: KVState | None,
+        slots: Slots | None,
         layer: int,
     ) -> Float[Tensor, "B T D"]:
         heads = self.qkv(self.attention_norm(hidden)).unflatten(-1, (3, self.num_heads, self.head_size))
         queries, keys, values = heads.unbind(2)
         queries, keys = rotate(queries, positions), rotate(keys, positions)
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         if state is not None:
-            keys, values = state.update(layer, positions, keys, values)
-        scores = torch.einsum("bthe,bshe->bhts", queries, keys) / self.head_size**0.5
+            assert slots is not None
+            keys, values = state.update(layer, slots, keys, values)
+        scores = torch.einsum("bthe,bhse->bhts", queries, keys) / self.head_size**0.5
         weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1)
-        hidden = hidden + self.out(torch.einsum("bhts,bshe->bthe", weights, values).flatten(2))
+        hidden = hidden + self.out(torch.einsum("bhts,bhse->bthe", weights, values).flatten(2))
         return hidden + self.mlp(self.mlp_norm(hidden))
 
 
@@ -68,15 +71,7 @@ class TinyTransformer(LanguageModel):
         return {name: getattr(self, name) for name in ("vocab_size", "width", "num_heads", "num_layers")}
 
     def init_state(self, batch_size: int, max_length: int) -> KVState:
-        return KVState(
-            batch_size,
-            max_length,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            head_size=self.width // self.num_heads,
-            device=self.device,
-            dtype=self.output.weight.dtype,
-        )
+        return KVState(batch_size, max_length, device=self.device)
 
     def forward(
         self,
@@ -91,14 +86,14 @@ class TinyTransformer(LanguageModel):
         assert parents is None and (state is None or isinstance(state, KVState))
         num_tokens = tokens.shape[1]
         if state is None:
-            positions = torch.arange(num_tokens).expand_as(tokens)
+            slots, positions = None, torch.arange(num_tokens).expand_as(tokens)
             mask = positions[:, None] <= positions[:, :, None]
         else:
-            positions = state.positions(num_tokens)
-            mask = state.mask(positions)
+            slots = state.slots(num_tokens)
+            positions, mask = slots.positions, state.mask(slots)
         hidden, layers = self.embedding(tokens), {}
         for layer, block in enumerate(self.blocks):
-            hidden = block(hidden, positions, mask, state, layer)
+            hidden = block(hidden, positions, mask, state, slots, layer)
             layers[layer] = hidden
         if state is not None:
             state.advance(num_tokens, valid_lengths)

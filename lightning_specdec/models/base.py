@@ -18,6 +18,8 @@ from lightning_specdec.models.state import DecodeState, Lengths, as_list
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
+    from lightning_specdec.text.vocabulary import Vocabulary
+
 Plain = int | float | str | bool
 
 
@@ -41,9 +43,16 @@ class LanguageModel(nn.Module, ABC):
     Theory: speculative decoding needs two things of a network. It must score several tokens in one call, which makes
     verification cheaper than generation, and it must forget the tokens that the verdict rejected, which is what
     `DecodeState.truncate` does. Everything else (sampling, drafting, stopping) is somebody else's work.
+
+    Attributes:
+        vocab_size: rows of the output head.
+        max_positions: most tokens of a text that it was made for; None where there is no limit.
+        vocabulary: what the tokens mean, where that is known.
     """
 
     vocab_size: int
+    max_positions: int | None = None
+    vocabulary: Vocabulary | None = None
 
     @abstractmethod
     def init_state(self, batch_size: int, max_length: int) -> DecodeState:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,11 +35,14 @@ class DecodeState(ABC):
         self.consumed = [0] * batch_size
         self.committed = [0] * batch_size
         self.device = device
+        self._lengths: tuple[list[int], Tensor] | None = None
 
     @property
     def lengths(self) -> Int[Tensor, "B"]:
-        """Tokens consumed, row by row, on the device."""
-        return torch.tensor(self.consumed, device=self.device)
+        """Tokens consumed, row by row, on the device. Uploaded when they have changed otherwise than by `advance`."""
+        if self._lengths is None or self._lengths[0] is not self.consumed:
+            self._lengths = self.consumed, torch.tensor(self.consumed, device=self.device)
+        return self._lengths[1]
 
     @property
     @abstractmethod
@@ -69,7 +73,9 @@ class DecodeState(ABC):
     def advance(self, num_tokens: int, valid_lengths: Lengths | None = None) -> None:
         """Count tokens as consumed: `num_tokens` of every row, or as many as are valid."""
         counts = [num_tokens] * len(self.consumed) if valid_lengths is None else as_list(valid_lengths)
-        self.consumed = [length + count for length, count in zip(self.consumed, counts, strict=True)]
+        before, self.consumed = self.consumed, [a + b for a, b in zip(self.consumed, counts, strict=True)]
+        if valid_lengths is None and self._lengths is not None and self._lengths[0] is before:
+            self._lengths = self.consumed, self._lengths[1] + num_tokens
 
     def select(self, rows: Sequence[int] | Tensor) -> None:
         """Become a batch of N rows: row i is the former row `rows[i]`, or an empty one where that is -1."""
@@ -183,76 +189,100 @@ class RecurrentState(DecodeState):
         self._origin = [0 if row < 0 else self._origin[row] for row in rows]
 
 
+@dataclass(frozen=True)
+class Slots:
+    """Where one call over T tokens writes, and what it looks at.
+
+    Args:
+        positions: `[B, T]`, positions in the text: a row's length and on.
+        first: the slot of every row's first token, where that is one and the same; None where rows differ.
+        span: how many slots, from the first on, the call's queries look at.
+    """
+
+    positions: Int[Tensor, "B T"]
+    first: int | None
+    span: int
+
+
 class KVState(DecodeState):
-    """Attention's keys and values, layer by layer, in static buffers `[B, S, heads, head_size]`.
+    """Attention's keys and values, layer by layer, in static buffers `[B, heads, S, head_size]`.
 
     Theory: position = length + offset and the mask is `key_position <= query_position`, so what lies beyond a row's
     length is never read, whatever it holds. To go back is to lower a length: nothing is cropped, padded or copied,
-    rows of different lengths share one call, and every shape stays as it was.
+    and rows of different lengths share one call. A layer's buffers are made, zeroed and in full length, when it first
+    writes: so layers may differ in heads and sizes, and nothing needs to be known of a model beforehand.
+
+    A call takes `slots` once; each layer then gives its new keys and values to `update` and attends over what it gets
+    back, under `mask`; `advance` ends the call.
 
     Args:
         batch_size: rows.
         max_length: most tokens that a row consumes. One slot more takes the padding that falls behind them.
+        whole_span: whether calls look at whole buffers, so that shapes never change, as compiled code wants it;
+            otherwise only as far as the longest row reaches.
     """
 
-    def __init__(
-        self,
-        batch_size: int,
-        max_length: int,
-        *,
-        num_layers: int,
-        num_heads: int,
-        head_size: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, batch_size: int, max_length: int, *, device: torch.device, whole_span: bool = False) -> None:
         super().__init__(batch_size, device)
-        self._slots = torch.arange(max_length + 1, device=device)
-        # Zeros, not empty: a NaN left in a masked slot would still poison attention through 0 * NaN.
-        shape = (num_layers, batch_size, max_length + 1, num_heads, head_size)
-        self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        self.num_slots = max_length + 1
+        self.whole_span = whole_span
+        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._rows = torch.arange(batch_size, device=device)[:, None]
 
     @property
     def memory_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return sum(keys.nbytes + values.nbytes for keys, values in self.buffers.values())
 
-    def positions(self, num_tokens: int) -> Int[Tensor, "B T"]:
-        """Positions in the text of the next `num_tokens` tokens of every row."""
-        return self.lengths[:, None] + self._slots[:num_tokens]
+    def slots(self, num_tokens: int) -> Slots:
+        """The places of the next `num_tokens` tokens of every row."""
+        first, longest = min(self.consumed), max(self.consumed)
+        span = self.num_slots if self.whole_span else min(longest + num_tokens, self.num_slots)
+        if first == longest and first + num_tokens <= self.num_slots:
+            positions = torch.arange(first, first + num_tokens, device=self.device).expand(len(self.consumed), -1)
+            return Slots(positions, first, span)
+        return Slots(self.lengths[:, None] + torch.arange(num_tokens, device=self.device), None, span)
 
     def update(
-        self,
-        layer: int,
-        positions: Int[Tensor, "B T"],
-        keys: Float[Tensor, "B T H D"],
-        values: Float[Tensor, "B T H D"],
-    ) -> tuple[Float[Tensor, "B S H D"], Float[Tensor, "B S H D"]]:
-        """Store a layer's keys and values at their positions; gives the whole buffers back."""
-        num_slots = len(self._slots)
-        rows = torch.arange(positions.shape[0], device=positions.device)[:, None] * num_slots
-        slots = (rows + positions.clamp(max=num_slots - 1)).flatten()
-        for buffer, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            buffer.flatten(0, 1).index_copy_(0, slots, new.flatten(0, 1))
-        return self.keys[layer], self.values[layer]
+        self, layer: int, slots: Slots, keys: Float[Tensor, "B H T D"], values: Float[Tensor, "B H T E"]
+    ) -> tuple[Float[Tensor, "B H S D"], Float[Tensor, "B H S E"]]:
+        """Store a layer's keys and values; gives the slots to attend over, as views of the buffers."""
+        if layer not in self.buffers:
+            # Zeros, not empty: a NaN left in a masked slot would still poison attention through 0 * NaN.
+            batch, heads, _, size = keys.shape
+            self.buffers[layer] = (
+                keys.new_zeros(batch, heads, self.num_slots, size),
+                values.new_zeros(batch, values.shape[1], self.num_slots, values.shape[-1]),
+            )
+        key_buffer, value_buffer = self.buffers[layer]
+        if slots.first is not None:
+            end = slots.first + keys.shape[2]
+            key_buffer[:, :, slots.first : end] = keys
+            value_buffer[:, :, slots.first : end] = values
+        else:
+            places = slots.positions.clamp(max=self.num_slots - 1)
+            key_buffer[self._rows, :, places] = keys.transpose(1, 2)
+            value_buffer[self._rows, :, places] = values.transpose(1, 2)
+        return key_buffer[:, :, : slots.span], value_buffer[:, :, : slots.span]
 
-    def mask(self, positions: Int[Tensor, "B T"]) -> Bool[Tensor, "B T S"]:
-        """True where a query may look: at its own position and before."""
-        return self._slots <= positions[:, :, None]
+    def mask(self, slots: Slots, *, window: int | None = None) -> Bool[Tensor, "B T S"]:
+        """True where a query may look: at its own position and before, the last `window` of these where one is set."""
+        keys, queries = torch.arange(slots.span, device=self.device), slots.positions[:, :, None]
+        seen = keys <= queries
+        return seen if window is None else seen & (keys > queries - window)
 
     def advance(self, num_tokens: int, valid_lengths: Lengths | None = None) -> None:
         super().advance(num_tokens, valid_lengths)
-        assert max(self.consumed) < len(self._slots), (
-            f"{max(self.consumed)} tokens overrun {len(self._slots) - 1} slots"
-        )
+        assert max(self.consumed) < self.num_slots, f"{max(self.consumed)} tokens overrun {self.num_slots - 1} slots"
 
     def _go_back(self) -> None:
         pass  # what lies behind a length is never read
 
     def _select(self, source: Int[Tensor, "N"], empty: Bool[Tensor, "N"]) -> None:
-        self.keys, self.values = (
-            _take(buffer.transpose(0, 1), source, empty).transpose(0, 1).contiguous()
-            for buffer in (self.keys, self.values)
-        )
+        self.buffers = {
+            layer: (_take(keys, source, empty), _take(values, source, empty))
+            for layer, (keys, values) in self.buffers.items()
+        }
+        self._rows = torch.arange(len(source), device=self.device)[:, None]
 
 
 def as_list(lengths: Sequence[int] | Tensor) -> list[int]:

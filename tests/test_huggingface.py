@@ -1,0 +1,195 @@
+"""Laws of transformers models behind our interface: their own logits and greedy output, a state that goes back."""
+
+from __future__ import annotations
+
+import functools
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, tiny
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_specdec.drafters import ModelDrafter
+from lightning_specdec.inference import autoregressive_decode, speculative_decode
+from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.rules import RejectionSampling, Sampling
+
+PROMPTS = [[3], [1, 2, 3, 4, 5], [7, 7], [10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 60, 66]]
+assert_close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@functools.cache
+def reference(family: str) -> Any:
+    """The model as transformers runs it."""
+    return tiny(family)
+
+
+@functools.cache
+def ours(family: str) -> HuggingFaceLM:
+    """The same weights behind our interface."""
+    return HuggingFaceLM(tiny(family))
+
+
+@functools.cache
+def packed(family: str) -> HuggingFaceLM:
+    return ours(family).fused()
+
+
+def random_tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 67, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@every_family
+def test_without_a_state_the_logits_are_those_of_transformers(family: str) -> None:
+    tokens = random_tokens(2, 20)
+    assert_close(ours(family)(tokens).logits, reference(family)(tokens).logits)
+
+
+@every_family
+@pytest.mark.parametrize("form", [ours, packed])
+@torch.inference_mode()
+def test_ragged_pieces_through_the_state_give_the_logits_of_the_whole(family: str, form: object) -> None:
+    """Pieces of other lengths for each row, right-padded, some tokens taken back and read anew."""
+    model = form(family)  # type: ignore[operator]
+    tokens, expected = random_tokens(3, 24), reference(family)(random_tokens(3, 24)).logits
+    state = model.init_state(3, 24)
+    pieces = [[7, 1, 4], [1, 6, 2], [5, 5, 1], [3, 1, 8]]
+    for round_number, counts in enumerate(pieces):
+        starts = list(state.consumed)
+        width = max(counts)
+        piece = torch.stack(
+            [
+                torch.nn.functional.pad(tokens[b, s : s + width], (0, max(0, s + width - 24)), value=1)
+                for b, s in enumerate(starts)
+            ]
+        )
+        logits = model(piece, state, valid_lengths=counts).logits
+        for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            assert_close(logits[b, :count], expected[b, start : start + count])
+        state.truncate(
+            [
+                n - (round_number + b) % 2 * min(1, c)
+                for b, (n, c) in enumerate(zip(state.consumed, counts, strict=True))
+            ]
+        )
+
+
+@every_family
+@torch.inference_mode()
+def test_only_the_wanted_places_are_scored(family: str) -> None:
+    model, tokens = ours(family), random_tokens(2, 9)
+    whole = model(tokens).logits
+    assert_close(model(tokens, logits_for=slice(-2, None)).logits, whole[:, -2:])
+    places = torch.tensor([[8, 0], [3, 3]])
+    assert_close(model(tokens, logits_for=places).logits, torch.stack([whole[b, places[b]] for b in range(2)]))
+
+
+@every_family
+@pytest.mark.parametrize("form", [ours, packed])
+def test_greedy_decoding_equals_generate(family: str, form: object) -> None:
+    model, number = form(family), 40  # type: ignore[operator]
+    together = autoregressive_decode(model, PROMPTS, max_new_tokens=number).tokens
+    assert len({token for tokens in together for token in tokens}) > 8, "one token over and over would show nothing"
+    for prompt, tokens in zip(PROMPTS, together, strict=True):
+        ids = torch.tensor([prompt])
+        whole = reference(family).generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=number, do_sample=False
+        )
+        assert tokens == whole[0, len(prompt) :].tolist()
+
+
+@every_family
+@pytest.mark.parametrize("window", [1, 4, 8])
+def test_greedy_speculative_output_is_the_standard_one(family: str, window: int) -> None:
+    target, near = ours(family), deepcopy(ours(family))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in near.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator) * 0.1 * weight.std().nan_to_num())
+    expected = autoregressive_decode(target, PROMPTS, max_new_tokens=30, eos=5)
+    result = speculative_decode(target, ModelDrafter(near), PROMPTS, max_new_tokens=30, num_draft_tokens=window, eos=5)
+    assert result.tokens == expected.tokens
+    assert result.acceptance_rate is not None and 0 < result.acceptance_rate < 1
+
+
+@every_family
+def test_a_ragged_batch_equals_its_rows_at_every_temperature(family: str) -> None:
+    target, drafter = ours(family), ModelDrafter(HuggingFaceLM(tiny("llama", 2)))
+    options = {"max_new_tokens": 12, "rule": RejectionSampling(), "sampling": Sampling(0.8)}
+    together = speculative_decode(target, drafter, PROMPTS, **options)  # type: ignore[arg-type]
+    for i, prompt in enumerate(PROMPTS):
+        alone = speculative_decode(target, drafter, [prompt], indices=[i], **options)  # type: ignore[arg-type]
+        assert alone.tokens[0] == together.tokens[i]
+
+
+@every_family
+def test_a_text_may_fill_the_context_to_its_last_token(family: str) -> None:
+    """Padding and guesses behind the end of the context read no position that the model lacks."""
+    target, drafter = ours(family), ModelDrafter(ours(family))
+    prompts = [list(range(60)), [1, 2]]
+    result = speculative_decode(target, drafter, prompts, max_new_tokens=36, num_draft_tokens=5)
+    assert result.tokens == autoregressive_decode(target, prompts, max_new_tokens=36).tokens
+
+
+@every_family
+def test_features_are_the_hidden_states_of_transformers(family: str) -> None:
+    tokens = random_tokens(2, 7)
+    expected = reference(family)(tokens, output_hidden_states=True).hidden_states
+    found = ours(family)(tokens, features=(0, 2)).features
+    assert_close(found[0], expected[1])
+    assert_close(found[2], expected[3])
+
+
+@every_family
+def test_the_users_model_generates_as_before(family: str) -> None:
+    """The attention implementation that a model is given changes nothing for transformers' own code."""
+    model: Any = tiny(family)
+    ids = random_tokens(1, 9)
+    before = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    HuggingFaceLM(model).fused()
+    after = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    assert before.tolist() == after.tolist()
+
+
+def test_a_packed_model_counts_its_weights_and_keeps_its_own_parameters() -> None:
+    model = ours("llama")
+    assert packed("llama").num_parameters == model.num_parameters
+    assert packed("llama").memory_bytes >= model.memory_bytes
+    assert any(isinstance(layer, torch.nn.Linear) for layer in model.modules()), "the copy was packed, not the model"
+
+
+def test_a_config_makes_a_new_model_that_learns() -> None:
+    model = HuggingFaceLM({"model_type": "gpt2", "vocab_size": 11, "n_embd": 16, "n_layer": 2, "n_head": 2})
+    assert model.vocab_size == 11
+    model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    assert all(weight.grad is not None for name, weight in model.named_parameters() if "wpe" not in name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_decodes_both_ways(dtype: torch.dtype) -> None:
+    target = HuggingFaceLM(tiny("llama")).to(dtype)
+    result = speculative_decode(target, ModelDrafter(target), PROMPTS, max_new_tokens=10)
+    assert [len(tokens) for tokens in result.tokens] == [10] * 4
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "words"),
+    [
+        ("mamba", {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}, "linear_attention"),
+        (
+            "qwen3_next",
+            {"hidden_size": 32, "num_hidden_layers": 4, "num_experts": 2, "num_attention_heads": 2},
+            "linear_attention",
+        ),
+        ("bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2}, "position_ids"),
+    ],
+)
+def test_a_model_that_cannot_go_back_is_refused_by_name(family: str, sizes: dict[str, int], words: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, vocab_size=20, **sizes))
+    with pytest.raises(ValueError, match=words) as caught:
+        HuggingFaceLM(model)
+    assert type(model).__name__ in str(caught.value)
