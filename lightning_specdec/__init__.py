@@ -11,12 +11,18 @@ if TYPE_CHECKING:
     from lightning_specdec.drafters import Draft as Draft
     from lightning_specdec.drafters import Drafter as Drafter
     from lightning_specdec.drafters import ModelDrafter as ModelDrafter
+    from lightning_specdec.drafters import NGramDrafter as NGramDrafter
     from lightning_specdec.inference import DecodeResult as DecodeResult
     from lightning_specdec.inference import Session as Session
     from lightning_specdec.inference import autoregressive_decode as autoregressive_decode
     from lightning_specdec.models import RNN as RNN
     from lightning_specdec.models import DecodeState as DecodeState
     from lightning_specdec.models import LanguageModel as LanguageModel
+    from lightning_specdec.models.huggingface import HuggingFaceLM as HuggingFaceLM
+    from lightning_specdec.models.loading import load_model as load_model
+    from lightning_specdec.pairs import Pair as Pair
+    from lightning_specdec.pairs import get_pair as get_pair
+    from lightning_specdec.pairs import list_pairs as list_pairs
     from lightning_specdec.rules import AcceptanceRule as AcceptanceRule
     from lightning_specdec.rules import EpsilonThreshold as EpsilonThreshold
     from lightning_specdec.rules import ExactMatch as ExactMatch
@@ -31,12 +37,18 @@ _HOMES = {
     "Draft": "drafters",
     "Drafter": "drafters",
     "ModelDrafter": "drafters",
+    "NGramDrafter": "drafters",
     "DecodeResult": "inference",
     "Session": "inference",
     "autoregressive_decode": "inference",
+    "HuggingFaceLM": "models.huggingface",
     "RNN": "models",
     "DecodeState": "models",
     "LanguageModel": "models",
+    "load_model": "models.loading",
+    "Pair": "pairs",
+    "get_pair": "pairs",
+    "list_pairs": "pairs",
     "AcceptanceRule": "rules",
     "EpsilonThreshold": "rules",
     "ExactMatch": "rules",

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 
 from lightning_specdec import __version__
-from lightning_specdec.cli_options import TRAINER_VERBS, VERBS, UsageError, make_parser, overview
+from lightning_specdec.cli_options import TRAINER_VERBS, VERBS, make_parser
+from lightning_specdec.cli_parser import UsageError, overview
 
 
 def main() -> None:
@@ -52,7 +54,7 @@ def _spell_out_stdin(arguments: list[str]) -> list[str]:
 
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(overview(__version__))
+        print(overview(__version__, VERBS))
         return 0 if arguments else 2
     if arguments[0] in ("-V", "--version"):
         print(__version__)
@@ -71,6 +73,5 @@ def _run(arguments: list[str]) -> int:
         run()
         return 0
     options = make_parser(verb).parse_args(_spell_out_stdin(rest) if verb == "decode" else rest)
-    from lightning_specdec import cli_verbs
-
-    return cli_verbs.VERBS[verb](options)
+    code: int = getattr(import_module(f"lightning_specdec.{VERBS[verb].home}"), verb)(options)
+    return code

@@ -15,15 +15,27 @@ _STYLES = {"kept": ("32", ""), "rejected": ("31;9", "x"), "corrected": ("33;1", 
 
 
 def decoded_text(
-    standard: DecodeResult | None, speculative: DecodeResult | None, *, colour: bool, logprobs: bool = False
+    standard: DecodeResult | None,
+    speculative: DecodeResult | None,
+    *,
+    colour: bool,
+    logprobs: bool = False,
+    rounding: str | None = None,
 ) -> str:
-    """Both ways' new tokens of each prompt."""
+    """Both ways' new tokens of each prompt.
+
+    Args:
+        standard, speculative: the outcomes; None for a way that did not run.
+        colour: whether fates are shown by colours, or by marks.
+        logprobs: whether to show the tokens' log probabilities.
+        rounding: the type that the target computes in, where both ways would give the same tokens but for rounding.
+    """
     lines: list[str] = []
     first = speculative or standard
     if first is None:
         return ""
     for i, row in enumerate(first.rows):
-        lines.append(f"prompt {row.index}: {_join(row.prompt)}{_stop_note(row)}")
+        lines.append(f"prompt {row.index}: {_join(row.prompt)}{stop_note(row)}")
         if standard is not None and i < len(standard.rows):
             lines.append(f"  standard     {_join(standard.rows[i].tokens)}")
         if speculative is not None:
@@ -31,10 +43,9 @@ def decoded_text(
         if logprobs and row.logprobs is not None:
             lines.append(f"  logprobs     {' '.join(f'{value:.3f}' for value in row.logprobs)}")
     if speculative is not None:
-        legend = (_styled(f"{fate} guess" if fate in ("kept", "rejected") else fate, fate, colour) for fate in _STYLES)
-        lines.append(f"  ({', '.join(legend)})")
+        lines.append(legend(colour))
     if standard is not None and speculative is not None:
-        lines.append(_comparison(standard, speculative))
+        lines.append(comparison(standard, speculative, rounding))
     return "\n".join([*lines, ""])
 
 
@@ -42,7 +53,8 @@ def _join(tokens: list[int]) -> str:
     return " ".join(map(str, tokens))
 
 
-def _styled(text: str, fate: str, colour: bool) -> str:
+def styled(text: str, fate: str, colour: bool) -> str:
+    """Text as it is shown for that fate of a guess: in its colour, or behind its mark."""
     code, mark = _STYLES[fate]
     return f"\x1b[{code}m{text}\x1b[0m" if colour else f"{mark}{text}"
 
@@ -51,19 +63,26 @@ def _with_fates(row: RowResult, *, colour: bool) -> str:
     """A row's new tokens round by round, each rejected guess before its correction."""
     words: list[str] = []
     for each in row.rounds or []:
-        words += [_styled(str(token), "kept", colour) for token in each.drafted[: each.num_accepted]]
+        words += [styled(str(token), "kept", colour) for token in each.drafted[: each.num_accepted]]
         rejected = each.drafted[each.num_accepted : each.num_accepted + 1]
-        words += [_styled(str(token), "rejected", colour) for token in rejected]
+        words += [styled(str(token), "rejected", colour) for token in rejected]
         if each.next_token is not None:
-            words.append(_styled(str(each.next_token), "corrected" if rejected else "bonus", colour))
+            words.append(styled(str(each.next_token), "corrected" if rejected else "bonus", colour))
     return " ".join(words)
 
 
-def _stop_note(row: RowResult) -> str:
+def legend(colour: bool) -> str:
+    """One line that says what the colours or marks mean."""
+    fates = (styled(f"{fate} guess" if fate in ("kept", "rejected") else fate, fate, colour) for fate in _STYLES)
+    return f"  ({', '.join(fates)})"
+
+
+def stop_note(row: RowResult) -> str:
+    """Why a row ended before its length."""
     return f"  (stopped: {row.stop_reason})" if row.stop_reason != "length" else ""
 
 
-def _comparison(standard: DecodeResult, speculative: DecodeResult) -> str:
+def comparison(standard: DecodeResult, speculative: DecodeResult, rounding: str | None) -> str:
     """One line on whether the outputs agree, and whether they should."""
     differing = total = 0
     for one, other in zip(standard.rows, speculative.rows, strict=False):
@@ -77,6 +96,9 @@ def _comparison(standard: DecodeResult, speculative: DecodeResult) -> str:
         return f"{speculative.rule} is LOSSY: {same}; {kept}"
     if differing == 0:
         return f"{speculative.rule} is lossless: all {total} new tokens equal the standard output"
+    if rounding is not None:
+        why = f"in {rounding} a call with several tokens rounds otherwise than calls with one"
+        return f"{speculative.rule} is lossless: {same}, as near-ties may, since {why}"
     return f"{speculative.rule} is lossless in distribution: {same}, as two draws may"
 
 

@@ -1,4 +1,4 @@
-"""Target, draft and rule in one object: train, decode, measure.
+"""Target, draft and rule in one object: load, train, decode, measure.
 
 Knows nothing of how any of them works.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
@@ -16,175 +16,110 @@ from lightning_specdec import checkpoint
 from lightning_specdec.bench.pair import compare
 from lightning_specdec.bench.runner import Benchmark
 from lightning_specdec.checks import require_int
+from lightning_specdec.decoding import Decoding, WindowChoice
 from lightning_specdec.drafters import Drafter, ModelDrafter
-from lightning_specdec.inference import (
-    DecodeResult,
-    autoregressive_decode,
-    open_session,
-    run,
-    stream,
-)
-from lightning_specdec.inference.rows import Prompts
+from lightning_specdec.inference.rows import as_prompts
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.pairs import get_pair
+from lightning_specdec.pretrained import PretrainedOptions, Source, load_pair, pair_options
 from lightning_specdec.rules import AcceptanceRule, Sampling, SamplingOptions
+from lightning_specdec.texts import TextPrompts
 
 if TYPE_CHECKING:
     from lightning_specdec.data import SequenceData
 
 
-class SpeculativeDecoder:
-    """A target and what guesses for it.
-
-    Theory: the draft guesses several tokens cheaply, the target checks them in one call, and the rule keeps what leaves
-    the output as it would have been. Everything that decodes here goes through `Session` and `autoregressive_decode`.
-
-    Args:
-        target: the model whose output is wanted.
-        drafter: what guesses; a `LanguageModel` is wrapped in a `ModelDrafter`.
-        prompts: held-out prompts that belong to the pair, used where none are given.
-        recipe: how the pair was made, as plain values; saved with it.
-        fuse_draft: whether to decode with the drafter's fused form. The output is the same; only the time differs.
-    """
-
-    def __init__(
-        self,
-        target: LanguageModel,
-        drafter: Drafter | LanguageModel,
-        *,
-        prompts: Sequence[Sequence[int]] = (),
-        recipe: dict[str, Any] | None = None,
-        fuse_draft: bool = True,
-    ) -> None:
-        self.target = target
-        self.drafter = ModelDrafter(drafter) if isinstance(drafter, LanguageModel) else drafter
-        self.drafter.check_target(target)
-        self.prompts = [list(prompt) for prompt in prompts]
-        self.recipe = recipe or {}
-        self.fuse_draft = fuse_draft
-        self._make_ready: Callable[[], Drafter] = self._fused
-        self._ready: tuple[object, Drafter] | None = None
+class SpeculativeDecoder(Decoding):
+    """A target and what guesses for it, from their files to their figures; its arguments are those of `Decoding`."""
 
     @classmethod
     def from_checkpoint(
         cls,
         path: str | os.PathLike[str],
         *,
+        drafter: Drafter | None = None,
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
         fuse_draft: bool = True,
     ) -> SpeculativeDecoder:
-        """The pair of a checkpoint that `fit` or `save` wrote.
+        """The pair of a checkpoint that `fit` or `save` wrote; with a drafter, its target with that.
 
         Raises:
             FileNotFoundError, ValueError: see `checkpoint.load`. Nothing in the file is run.
         """
         loaded = checkpoint.load(path)
-        target, drafter = loaded.target.to(device, dtype), loaded.drafter.to(device, dtype)
-        return cls(target, drafter, prompts=loaded.prompts, recipe=loaded.recipe, fuse_draft=fuse_draft)
+        target = loaded.target.to(device, dtype)
+        guessing = drafter or loaded.drafter.to(device, dtype)
+        return cls(target, guessing, prompts=loaded.prompts, recipe=loaded.recipe, fuse_draft=fuse_draft)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: Source | LanguageModel,
+        draft: Source | Drafter | LanguageModel | None = None,
+        *,
+        num_draft_tokens: WindowChoice | None = None,
+        **options: Unpack[PretrainedOptions],
+    ) -> SpeculativeDecoder:
+        """A pretrained model of transformers and what guesses for it: another model, a copy of fewer bits, n-grams.
+
+        Args:
+            target: a directory, a name on the hub, or a model.
+            draft: the same for the draft; or a drafter; n-gram look-up when None.
+            num_draft_tokens: see `SpeculativeDecoder`.
+            options: dtype, device, quantization and more: see `pretrained.load_pair`.
+
+        Raises:
+            ValueError: a model cannot be loaded, the models do not fit the memory, or do not fit each other.
+        """
+        return cls(*load_pair(target, draft, **options))._with_window(num_draft_tokens)
+
+    @classmethod
+    def from_pair(
+        cls,
+        name: str,
+        draft: Source | Drafter | LanguageModel | None = None,
+        *,
+        num_draft_tokens: WindowChoice | None = None,
+        **options: Unpack[PretrainedOptions],
+    ) -> SpeculativeDecoder:
+        """A pair of the registry (`list_pairs()`), with its own draft, types and window where no others are given.
+
+        The arguments and errors are those of `from_pretrained`.
+        """
+        pair = get_pair(name)
+        own, merged = pair_options(pair, draft, options)
+        loaded = load_pair(pair.target.place, own if draft is None else draft, **merged)
+        return cls(*loaded)._with_window(pair.num_draft_tokens if num_draft_tokens is None else num_draft_tokens)
+
+    def _with_window(self, num_draft_tokens: WindowChoice | None) -> SpeculativeDecoder:
+        if num_draft_tokens is not None:
+            self.num_draft_tokens = num_draft_tokens
+        return self
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the pair as a checkpoint for decoding."""
         checkpoint.save(path, self.target, self.drafter, prompts=self.prompts, recipe=self.recipe)
 
-    def ready_drafter(self) -> Drafter:
-        """The drafter as decoding uses it: fused or compiled, and made anew when its weights have changed."""
-        weights = [(id(weight), weight._version) for weight in self.drafter.parameters()]
-        if self._ready is None or self._ready[0] != weights:
-            self.target.eval()
-            self.drafter.eval()
-            self._ready = weights, self._make_ready()
-        return self._ready[1]
+    def compile(self, *, num_draft_tokens: int | None = None, **sampling: Unpack[SamplingOptions]) -> float:
+        """Compile what can be: the layers of transformers models, target and draft alike; else the draft's roll-out.
 
-    def _fused(self) -> Drafter:
-        return self.drafter.fused() if self.fuse_draft else self.drafter
+        Returns, raises: as `compile_draft`, whose arguments these are.
+        """
+        both: list[Any] = [self.target, getattr(self.ready_drafter(), "model", None)]
+        models = [model for model in both if _is_of_transformers(model)]
+        if not models:
+            return self.compile_draft(num_draft_tokens=num_draft_tokens, **sampling)
+        from lightning_specdec.models.compiled import compile_layers
 
-    def decode(
-        self,
-        prompts: Prompts,
-        *,
-        max_new_tokens: int,
-        num_draft_tokens: int = 3,
-        rule: AcceptanceRule | None = None,
-        eos: int | Sequence[int] | None = None,
-        seed: int = 0,
-        logprobs: bool = False,
-        **sampling: Unpack[SamplingOptions],
-    ) -> DecodeResult:
-        """Decode speculatively.
+        return sum((compile_layers(model) for model in models), start=0.0)
+
+    def compile_draft(self, *, num_draft_tokens: int | None = None, **sampling: Unpack[SamplingOptions]) -> float:
+        """Decode with the draft's roll-out compiled for these settings from now on.
 
         Args:
-            prompts: tokens of one prompt, of several of any lengths, or a tensor `[T]` or `[B, T]`.
-            max_new_tokens: new tokens of each row at most.
-            num_draft_tokens: guesses per round.
-            rule: what keeps or rejects them; `ExactMatch()` when None.
-            eos: tokens that stop a row; kept in the output.
-            seed: the same seed gives the same tokens.
-            logprobs: whether each token's log probability under the target is wanted.
-            sampling: temperature (0, greedy, when not given), top_k, top_p, min_p: see `Sampling`.
-        """
-        session = open_session(
-            self.target,
-            self.ready_drafter(),
-            prompts,
-            max_new_tokens=max_new_tokens,
-            num_draft_tokens=num_draft_tokens,
-            rule=rule,
-            sampling=Sampling(**sampling),
-            eos=eos,
-            seed=seed,
-            logprobs=logprobs,
-        )
-        return run(session)
-
-    def stream(
-        self,
-        prompts: Prompts,
-        *,
-        max_new_tokens: int,
-        num_draft_tokens: int = 3,
-        rule: AcceptanceRule | None = None,
-        eos: int | Sequence[int] | None = None,
-        seed: int = 0,
-        **sampling: Unpack[SamplingOptions],
-    ) -> Iterator[tuple[int, int]]:
-        """Decode speculatively and yield (prompt number, token) as tokens are settled; arguments as of `decode`."""
-        session = open_session(
-            self.target,
-            self.ready_drafter(),
-            prompts,
-            max_new_tokens=max_new_tokens,
-            num_draft_tokens=num_draft_tokens,
-            rule=rule,
-            sampling=Sampling(**sampling),
-            eos=eos,
-            seed=seed,
-        )
-        return stream(session)
-
-    def decode_standard(
-        self,
-        prompts: Prompts,
-        *,
-        max_new_tokens: int,
-        eos: int | Sequence[int] | None = None,
-        seed: int = 0,
-        logprobs: bool = False,
-        **sampling: Unpack[SamplingOptions],
-    ) -> DecodeResult:
-        """Decode with the target alone, one call for each token; the arguments are those of `decode`."""
-        self.target.eval()
-        return autoregressive_decode(
-            self.target,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            sampling=Sampling(**sampling),
-            eos=eos,
-            seed=seed,
-            logprobs=logprobs,
-        )
-
-    def compile_draft(self, *, num_draft_tokens: int = 3, **sampling: Unpack[SamplingOptions]) -> float:
-        """Decode with the draft's roll-out compiled for these settings from now on.
+            num_draft_tokens: the largest window; the decoder's own when None.
+            sampling: as of `decode`.
 
         Returns:
             the seconds that it took: some twenty for the first time on a machine, next to none after.
@@ -196,11 +131,14 @@ class SpeculativeDecoder:
         from lightning_specdec.drafters.compiled import CompiledDrafter
 
         drafter, drawn = self.drafter, Sampling(**sampling)
+        largest = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         if not isinstance(drafter, ModelDrafter):
             raise ValueError(f"only a ModelDrafter can be compiled, this is a {type(drafter).__name__}")
+        if not isinstance(largest, int):
+            raise ValueError("a draft is compiled for a fixed window: give num_draft_tokens as an integer")
 
         def compiled() -> Drafter:
-            return CompiledDrafter(drafter, num_draft_tokens=num_draft_tokens, sampling=drawn)
+            return CompiledDrafter(drafter, num_draft_tokens=largest, sampling=drawn)
 
         started, before = time.perf_counter(), self._make_ready
         self._make_ready, self._ready = compiled, None
@@ -213,12 +151,13 @@ class SpeculativeDecoder:
 
     def benchmark(
         self,
-        prompts: Prompts | None = None,
+        prompts: TextPrompts | None = None,
         *,
         max_new_tokens: int = 7,
-        num_draft_tokens: int = 3,
+        num_draft_tokens: WindowChoice | None = None,
         rule: AcceptanceRule | None = None,
         eos: int | Sequence[int] | None = None,
+        stop: str | Sequence[str] = (),
         seed: int = 0,
         logprobs: bool = False,
         repeats: int = 10,
@@ -239,18 +178,20 @@ class SpeculativeDecoder:
 
         The rest are those of `decode`.
         """
-        drafter = self.ready_drafter()
+        tokens = self.prompts if prompts is None else as_prompts(self._texts.tokens(prompts))
+        size = min(batch_size, max(1, len(tokens)))
         return compare(
             self.target,
-            drafter,
-            self.prompts if prompts is None else prompts,
+            self.ready_drafter(),
+            tokens,
             max_new_tokens=max_new_tokens,
-            num_draft_tokens=num_draft_tokens,
+            num_draft_tokens=self.window(num_draft_tokens, batch_size=size, rule=rule, **sampling),
             rule=rule,
             sampling=Sampling(**sampling),
-            eos=eos,
+            eos=self._texts.stop_tokens(eos),
             seed=seed,
             logprobs=logprobs,
+            stop=self._texts.stop_strings(stop),
             repeats=repeats,
             warmup=warmup,
             batch_size=batch_size,
@@ -281,3 +222,8 @@ class SpeculativeDecoder:
         self.prompts, self.recipe = datamodule.prompts(), module.recipe()
         self._ready = None  # torch does not count what a fused optimizer writes as a change
         return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def _is_of_transformers(model: object) -> bool:
+    """Whether this is a `HuggingFaceLM`, found out without importing transformers."""
+    return type(model).__module__ == "lightning_specdec.models.huggingface"

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from tiny_transformer import TinyTransformer
+from tiny_vocabularies import cross
 
-from lightning_specdec.drafters import Context, Draft, Drafter, DraftState, ModelDrafter
+from lightning_specdec.drafters import Context, Draft, Drafter, DraftState, ModelDrafter, NGramDrafter
 from lightning_specdec.inference import DecodeResult, autoregressive_decode
 from lightning_specdec.models import RNN, LanguageModel
 from lightning_specdec.rules import RULES as REGISTERED_RULES
@@ -127,6 +128,10 @@ DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
     "certain": lambda target: ModelDrafter(related(target), sampling=Sampling(0.0)),
     "ragged": lambda target: Ragged(related(target)),
     "repeater": lambda target: Repeater(),
+    "ngram": lambda target: NGramDrafter(),
+    "ngram_2_4": lambda target: NGramDrafter(max_ngram=4, min_ngram=2),
+    "cross": lambda target: cross(related(target)),
+    "cross_hotter": lambda target: cross(related(target), sampling=Sampling(1.5, top_k=3)),
     "wrong": lambda target: AlwaysWrong(target),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from pathlib import Path
 
 import jaxtyping
 import pytest
@@ -18,3 +19,16 @@ jaxtyping.install_import_hook("lightning_specdec", "shape_checker.check")
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests on the real model run when they are asked for and it is there."""
+    reason = None
+    if not (Path(__file__).parent.parent / "checkpoints" / "smollm2" / "config.json").exists():
+        reason = "checkpoints/smollm2 is absent: `make smollm2` writes it"
+    elif "real" not in config.getoption("markexpr"):
+        reason = "takes minutes on a real model: `make test-real` runs it"
+    if reason is not None:
+        for item in items:
+            if "real" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -37,7 +37,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def tiny(family: str, seed: int = 1, *, sharpness: float = 6.0, **sizes: Any) -> PreTrainedModel:
     """A random model of that family; the global seed stays as it was."""
-    config = AutoConfig.for_model(family, **{**FAMILIES[family], **_NONE, "pad_token_id": 0, "tie_word_embeddings": False, **sizes})
+    config = AutoConfig.for_model(
+        family, **{**FAMILIES[family], **_NONE, "pad_token_id": 0, "tie_word_embeddings": False, **sizes}
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -18,9 +18,13 @@ pytestmark = pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["decod"], "unknown verb 'decod': choose from fit, validate, test, predict, decode, info, export, env"),
+        (
+            ["decod"],
+            "unknown verb 'decod': choose from fit, validate, test, predict, decode, chat, pairs, check, info,",
+        ),
         (["--hepl"], "unknown verb '--hepl'"),
-        (["decode"], "--ckpt (see `lightning_specdec decode --help`)"),
+        (["decode"], "name the models by one of --ckpt, --pair, --target, got none"),
+        (["decode", "--ckpt", "x.ckpt", "--pair", "gpt2"], "got --ckpt and --pair"),
         (["decode", "--ckpt", "x.ckpt", "--num_draft_token", "3"], "unrecognized arguments: --num_draft_token"),
         (["decode", "--ckpt", "x.ckpt", "--temp", "1"], "unrecognized arguments: --temp"),
         (["decode", "--ckpt", "x.ckpt", "1 2 3"], "unrecognized arguments: 1 2 3"),
@@ -62,7 +66,7 @@ def test_an_unknown_verb_option_or_file_is_refused(arguments: list[str], told: s
         (["--epsilon", "0.1"], "ExactMatch takes no epsilon"),
         (["--rule", "EpsilonThreshold", "--epsilon", "0"], "epsilon must be in (0, 1], got 0"),
         (["--num_draft_tokens", "0"], "num_draft_tokens must be from 1 to 1048576, got 0"),
-        (["--num_draft_tokens", "1.5"], "invalid int value: '1.5'"),
+        (["--num_draft_tokens", "1.5"], "must be an integer or auto, got '1.5'"),
         (["--max_new_tokens", "-3"], "max_new_tokens must be from 1 to 1048576, got -3"),
         (["--max_new_tokens", "9" * 20], "max_new_tokens must be from 1 to 1048576"),
         (["--temperature", "-0.1"], "temperature must be"),

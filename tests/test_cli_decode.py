@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cli_fixtures import ckpt, shipped_run, succeed
 
-from lightning_specdec import checkpoint, cli_options, cli_verbs
+from lightning_specdec import checkpoint, cli_decode, cli_options
 from lightning_specdec.rules import RULES
 
 __all__ = ["ckpt", "shipped_run"]
@@ -80,7 +80,7 @@ def test_a_terminal_gets_colours_unless_it_asks_for_none(
     options = cli_options.make_parser("decode").parse_args(["--ckpt", ckpt, *QUICK])
     with os.fdopen(follower, "w") as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)
-        assert cli_verbs.decode(options) == 0
+        assert cli_decode.decode(options) == 0
         terminal.flush()
         reader.join(timeout=10)
         monkeypatch.undo()

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_specdec.drafters import ModelDrafter
 from lightning_specdec.inference import autoregressive_decode, speculative_decode
 from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.models.quantization import Int8Linear, quantize
 from lightning_specdec.rules import RejectionSampling, Sampling
 
 PROMPTS = [[3], [1, 2, 3, 4, 5], [7, 7], [10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 60, 66]]
@@ -173,6 +174,40 @@ def test_half_precision_decodes_both_ways(dtype: torch.dtype) -> None:
     target = HuggingFaceLM(tiny("llama")).to(dtype)
     result = speculative_decode(target, ModelDrafter(target), PROMPTS, max_new_tokens=10)
     assert [len(tokens) for tokens in result.tokens] == [10] * 4
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("form", ["quantized", "packed"])
+def test_an_int8_copy_is_a_good_draft_and_changes_nothing(family: str, form: str) -> None:
+    """The rounded weights are near the target's, so most guesses are kept; the output stays the target's own."""
+    target, draft = ours(family), HuggingFaceLM(tiny(family))
+    quantize(draft.model, "int8")
+    weights = [weight for weight in draft.parameters() if hasattr(weight, "qdata")]
+    assert len(weights) >= 12 and all(weight.qdata.dtype == torch.int8 for weight in weights)
+    assert draft.memory_bytes < target.memory_bytes
+    drafter = ModelDrafter(draft if form == "quantized" else draft.pack())
+    result = speculative_decode(target, drafter, PROMPTS, max_new_tokens=20)
+    assert result.tokens == autoregressive_decode(target, PROMPTS, max_new_tokens=20).tokens
+    assert result.acceptance_rate is not None and result.acceptance_rate > 0.7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 4, 9])
+def test_an_int8_layer_rounds_its_weights_and_nothing_else(dtype: torch.dtype, num_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-127, 128, (33, 48), generator=generator, dtype=torch.int8)
+    scale, bias = torch.rand(33, generator=generator).to(dtype), torch.rand(33, generator=generator).to(dtype)
+    inputs = torch.randn(1, num_tokens, 48, generator=generator).to(dtype)
+    expected = inputs.double() @ (weight.double() * scale.double()[:, None]).t() + bias.double()
+    found = Int8Linear(weight, scale, bias)(inputs)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=0.02 if dtype == torch.bfloat16 else 1e-4, atol=0.5)
+
+
+@pytest.mark.parametrize(("kind", "words"), [("int4", "CUDA GPU only"), ("int3", "one of int8, int4")])
+def test_a_quantization_without_a_kernel_here_is_refused(kind: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        quantize(ours("llama").model, kind)
 
 
 @pytest.mark.parametrize(

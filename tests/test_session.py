@@ -25,7 +25,7 @@ from lightning_specdec.inference import (
 from lightning_specdec.inference.rows import power_of_two
 from lightning_specdec.rules import Sampling
 
-PAIRS = [(drafter, rule) for drafter in ("near", "ragged", "certain") for rule in cases.RULES]
+PAIRS = [(drafter, rule) for drafter in ("near", "ragged", "certain", "ngram", "cross") for rule in cases.RULES]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -73,7 +73,9 @@ def test_standard_decoding_of_a_ragged_batch_equals_its_rows_decoded_one_by_one(
         ("rnn", "ragged", "ExactMatch"),
         ("fused", "repeater", "RejectionSampling"),
         ("transformer", "near", "ExactMatch"),
+        ("transformer", "cross", "ExactMatch"),
         ("transformer", "transformer", "RejectionSampling"),
+        ("fused", "ngram", "RejectionSampling"),
     ],
 )
 def test_rows_that_come_and_go_change_nothing_for_the_others(target: str, drafter: str, rule: str, seed: int) -> None:

@@ -86,7 +86,7 @@ def test_standard_decoding_has_the_targets_distribution(name: str) -> None:
     assert chi_square(name, result.tokens) < BOUND
 
 
-@pytest.mark.parametrize("drafter", ["near", "unrelated", "hotter", "certain", "ragged"])
+@pytest.mark.parametrize("drafter", ["near", "unrelated", "hotter", "certain", "ragged", "ngram", "cross"])
 def test_whole_decodes_under_rejection_sampling_have_the_targets_distribution(drafter: str) -> None:
     rows = decode("rnn", cases.DRAFTERS[drafter](target("rnn")), RejectionSampling())
     assert chi_square("rnn", rows) < BOUND
@@ -115,7 +115,7 @@ def test_biased_decodes_are_found_out(bias: str) -> None:
     assert chi_square("rnn", rows) > 2 * BOUND
 
 
-@pytest.mark.parametrize("name", ["unrelated", "fused", "transformer", "hotter"])
+@pytest.mark.parametrize("name", ["unrelated", "fused", "transformer", "hotter", "cross"])
 def test_guesses_are_drawn_from_the_probabilities_that_they_report(name: str) -> None:
     """Over a grid of uniform numbers each token's share is its reported probability, to the grid's width."""
     drafter, num_rows = cases.DRAFTERS[name](target("rnn")), 2000

@@ -13,7 +13,7 @@ from lightning_specdec.bench.rolled import CHUNK, rolled_decode
 from lightning_specdec.bench.runner import Benchmark, Way, interleave
 from lightning_specdec.drafters import Drafter, ModelDrafter
 from lightning_specdec.drafters.compiled import CompiledDrafter
-from lightning_specdec.inference import autoregressive_decode, speculative_decode
+from lightning_specdec.inference import StopStrings, Window, autoregressive_decode, speculative_decode
 from lightning_specdec.inference.rows import Prompts, check_batch
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import AcceptanceRule, Sampling
@@ -27,12 +27,13 @@ def compare(
     prompts: Prompts,
     *,
     max_new_tokens: int,
-    num_draft_tokens: int,
+    num_draft_tokens: int | Window,
     rule: AcceptanceRule | None,
     sampling: Sampling,
     eos: int | Sequence[int] | None = None,
     seed: int = 0,
     logprobs: bool = False,
+    stop: StopStrings | None = None,
     repeats: int = 10,
     warmup: int = 3,
     batch_size: int = 1,
@@ -54,11 +55,11 @@ def compare(
     batch = check_batch(prompts, target.vocab_size, max_new_tokens=max_new_tokens, indices=None)
     started = time.perf_counter()
     shared: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "eos": eos, "seed": seed}
-    guessing = {**shared, "num_draft_tokens": num_draft_tokens, "rule": rule, "logprobs": logprobs}
+    guessing = {**shared, "stop": stop, "num_draft_tokens": num_draft_tokens, "rule": rule, "logprobs": logprobs}
     ways: dict[str, Way] = {}
     if mode != "speculative":
         ways["standard"] = lambda texts, indices: autoregressive_decode(
-            target, texts, indices=indices, logprobs=logprobs, **shared
+            target, texts, indices=indices, logprobs=logprobs, stop=stop, **shared
         )
     if mode != "standard":
         ways["speculative"] = lambda texts, indices: speculative_decode(
@@ -81,6 +82,6 @@ def compare(
         rolled_standard=runs.get("rolled_standard"),
         rolled_speculative=runs.get("rolled_speculative"),
         warmup_seconds=prepared + warmed,
-        num_draft_tokens=num_draft_tokens,
+        num_draft_tokens=num_draft_tokens if isinstance(num_draft_tokens, int) else None,
         interrupted=interrupted,
     )

@@ -68,7 +68,7 @@ class Benchmark:
         rolled_standard: equal treatment: the target as fused as the draft, and its roll-out without a read per token.
         rolled_speculative: equal treatment: speculation over that fused target.
         warmup_seconds: what ran before the clock did: warm-up repeats, and compilation if there was any.
-        num_draft_tokens: the window.
+        num_draft_tokens: the window; None where it changed from round to round.
         interrupted: whether Ctrl-C cut the repeats short.
     """
 
@@ -77,7 +77,7 @@ class Benchmark:
     rolled_standard: Runs | None
     rolled_speculative: Runs | None
     warmup_seconds: float
-    num_draft_tokens: int
+    num_draft_tokens: int | None
     interrupted: bool = False
 
     @property
@@ -99,12 +99,13 @@ class Benchmark:
     def equal_treatment_ceiling(self) -> float | None:
         """The same with as few rounds as the window allows, and with no time outside the calls of draft and target:
         median seconds of the rolled-out standard decoding / (fewest rounds * mean seconds of a round's calls)."""
-        if self.rolled_standard is None or self.rolled_speculative is None:
+        if self.rolled_standard is None or self.rolled_speculative is None or self.num_draft_tokens is None:
             return None
         result = self.rolled_speculative.result
         calls = result.phase_seconds["draft"] + result.phase_seconds["verify"]
         rounds = sum(row.num_rounds for row in result.rows)
-        fewest = sum(math.ceil(len(row.tokens) / (self.num_draft_tokens + 1)) for row in result.rows)
+        most = self.num_draft_tokens + 1
+        fewest = sum(math.ceil(len(row.tokens) / most) for row in result.rows)
         if not rounds or not result.num_draft_calls:
             return None
         return self.rolled_standard.median_seconds / (calls * fewest / rounds)
@@ -112,7 +113,7 @@ class Benchmark:
     @property
     def predicted_speedup(self) -> float | None:
         """What theory expects from alpha and this run's mean costs, for independent acceptance and this length."""
-        if self.standard is None or self.speculative is None:
+        if self.standard is None or self.speculative is None or self.num_draft_tokens is None:
             return None
         standard, result = self.standard.result, self.speculative.result
         if result.acceptance_rate is None or not result.num_draft_calls:

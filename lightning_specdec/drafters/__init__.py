@@ -1,10 +1,23 @@
 """Ways to guess the next tokens, one file each."""
 
 from lightning_specdec.drafters.base import Context, Drafter, DraftState, last_two
+from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary, make_drafter
 from lightning_specdec.drafters.model import ModelDrafter
+from lightning_specdec.drafters.ngram import NGramDrafter
 from lightning_specdec.rules import Draft
 
-DRAFTERS: dict[str, type[Drafter]] = {"ModelDrafter": ModelDrafter}
+DRAFTERS: dict[str, type[Drafter]] = {"ModelDrafter": ModelDrafter, "NGramDrafter": NGramDrafter}
 """The classes that a checkpoint may name, and that the law tests go through."""
 
-__all__ = ["DRAFTERS", "Context", "Draft", "DraftState", "Drafter", "ModelDrafter", "last_two"]
+__all__ = [
+    "DRAFTERS",
+    "Context",
+    "CrossVocabulary",
+    "Draft",
+    "DraftState",
+    "Drafter",
+    "ModelDrafter",
+    "NGramDrafter",
+    "last_two",
+    "make_drafter",
+]

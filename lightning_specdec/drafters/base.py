@@ -29,12 +29,17 @@ class Context:
         tail: the last two tokens of every row, on the device; a one-token text repeats its token.
         uniform: `[B, K]`, numbers in [0, 1) for drawing the K guesses; None where nothing is drawn at random.
         wants_logits: whether the rule compares the draft's logits.
+        vocab_size: rows of the target's output, which guesses and their distributions are over; as many as the draft's
+            own when None.
+        windows: guesses wanted of each row, which is all that logits processors are asked about; K of all when None.
     """
 
     texts: Sequence[Sequence[int]]
     tail: Int[Tensor, "B 2"]
     uniform: Float[Tensor, "B K"] | None
     wants_logits: bool = False
+    vocab_size: int | None = None
+    windows: Sequence[int] | None = None
 
 
 def last_two(texts: Sequence[Sequence[int]], device: torch.device) -> Int[Tensor, "B 2"]:
@@ -53,6 +58,13 @@ class DraftState(ABC):
     def clear(self, rows: Sequence[int]) -> None:
         """Empty these rows for the next request."""
 
+    def go_back(self, row: int, length: int) -> None:
+        """A row goes on after so many tokens of its text with others than were guessed: forget all behind them.
+
+        Whoever remembers nothing but settled text may ignore it; to forget the whole row is always right.
+        """
+        self.clear([row])
+
 
 class Drafter(nn.Module, ABC):
     """A cheap way to guess the next tokens.
@@ -66,6 +78,12 @@ class Drafter(nn.Module, ABC):
     """
 
     gives_logits: ClassVar[bool] = False
+
+    @property
+    def max_positions(self) -> int | None:
+        """Most tokens of a text that its models were made for; None where there is no limit."""
+        limits = [model.max_positions for model in self.modules() if isinstance(model, LanguageModel)]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @abstractmethod
     def check_target(self, target: LanguageModel) -> None:

@@ -15,7 +15,6 @@ import hashlib
 import inspect
 import logging
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightning_specdec.compiler import CompilerMissing, require_compiler
 from lightning_specdec.drafters.base import Context
 from lightning_specdec.drafters.model import ModelDrafter
 from lightning_specdec.models import DecodeState, FusedRNN, RecurrentState
@@ -33,10 +33,7 @@ from lightning_specdec.rules import Sampling
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-MOST_READ = 8
-"""Tokens that the compiled roll-out can read before it guesses; what comes before them is read uncompiled."""
-
-log = logging.getLogger(__name__)
+__all__ = ["CompiledDrafter", "CompilerMissing"]
 
 MOST_READ = 8
 """Tokens that the compiled roll-out can read before it guesses; what comes before them is read uncompiled."""
@@ -45,10 +42,6 @@ log = logging.getLogger(__name__)
 
 FORMAT = 2
 """Counted up when the compiled function changes, so that files of another version are not loaded."""
-
-
-class CompilerMissing(RuntimeError):
-    """There is no C++ compiler on this machine; decoding works without one, more slowly."""
 
 
 class _Program(nn.Module):
@@ -105,6 +98,8 @@ class CompiledDrafter(ModelDrafter):
         super().__init__(fused, sampling=drafter.sampling)
         self.num_draft_tokens = num_draft_tokens
         self.compiled_sampling = drafter.sampling or sampling
+        if self.compiled_sampling.processors:
+            raise ValueError("a roll-out with logits processors cannot be compiled: decode with the draft uncompiled")
         self._weights = fused.weights()
         self._no_noise = torch.zeros(1, num_draft_tokens)
         self._hidden_size = fused.num_layers * fused.hidden_size
@@ -141,6 +136,7 @@ class CompiledDrafter(ModelDrafter):
     ) -> tuple[Int[Tensor, "B K"], Float[Tensor, "B K V"] | None, Float[Tensor, "B K V"] | None]:
         num_rows, num_tokens = tokens.shape
         fits = num_rows == 1 and num_guesses <= self.num_draft_tokens
+        fits = fits and context.vocab_size in (None, self.model.vocab_size)
         if not fits or (self.sampling or sampling) != self.compiled_sampling:
             return super().roll(state, tokens, valid_lengths, num_guesses, context, sampling)
         assert isinstance(state, RecurrentState)
@@ -173,8 +169,7 @@ def _source_hash() -> str:
 
 def _compile(program: _Program, example: tuple[Any, ...], path: Path) -> None:
     """Compile the program for inputs like the example's, into a file that is there whole or not at all."""
-    if shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
-        raise CompilerMissing("no C++ compiler was found (g++, clang++ or $CXX): the draft runs uncompiled")
+    require_compiler()
     log.info("compiling a roll-out, once for this machine and these settings: ten seconds or more")
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}.pt2")

@@ -5,6 +5,7 @@ Knows nothing of the target but its vocabulary.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import le
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_specdec.drafters.base import Context, Drafter, DraftState
-from lightning_specdec.models import DecodeState, LanguageModel
+from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
 
 if TYPE_CHECKING:
@@ -26,20 +27,42 @@ class ModelDraftState(DraftState):
     """The state of the draft's model."""
 
     model_state: DecodeState
+    guessed_at: list[int] | None = None
+    """Lengths of the texts that were last guessed on, until it is known how many of the guesses were kept."""
+
+    def settle(self, num_accepted: Sequence[int]) -> None:
+        """Forget the guesses that were not kept: texts may go on for rounds before the draft is asked again."""
+        if self.guessed_at is not None:
+            right = [length + count for length, count in zip(self.guessed_at, num_accepted, strict=True)]
+            self.model_state.truncate([min(pair) for pair in zip(right, self.model_state.consumed, strict=True)])
+            self.guessed_at = None
+
+    def _drop_guesses(self) -> None:
+        self.settle([0] * len(self.model_state.consumed))
 
     def select(self, rows: Sequence[int]) -> None:
+        self._drop_guesses()
         self.model_state.select(rows)
 
     def clear(self, rows: Sequence[int]) -> None:
+        self._drop_guesses()
         self.model_state.clear(rows)
 
+    def go_back(self, row: int, length: int) -> None:
+        lengths = list(self.model_state.consumed)
+        if self.model_state.committed[row] > length:
+            self.clear([row])
+        elif lengths[row] > length:
+            lengths[row] = length
+            self.model_state.truncate(lengths)
 
-class ModelDrafter(Drafter):
-    """Guesses with a smaller language model of the same vocabulary, one token after the other.
 
-    Theory: the classic draft of Leviathan et al. 2023 and Chen et al. 2023. After a verdict the model has not seen the
-    last one or two tokens of the text (the correction or bonus, and the last guess, which nobody fed). It always reads
-    the last two again: that costs no launch more than reading two ragged ones, and keeps every shape fixed.
+class RollingDrafter(Drafter):
+    """Guesses with a smaller language model, one token after the other; what it shares with the target is open.
+
+    Theory: a guess is drawn from a distribution over the target's tokens, and the verdict is right only if exactly that
+    distribution is reported. So the model's logits become logits over the target's tokens first, with -inf for
+    what the model cannot say, and only then a distribution.
 
     Args:
         model: the draft.
@@ -53,8 +76,79 @@ class ModelDrafter(Drafter):
         self.model = model
         self.sampling = sampling
 
+    def needs_noise(self, sampling: Sampling) -> bool:
+        return not (self.sampling or sampling).greedy
+
+    @abstractmethod
+    def to_target(self, logits: Float[Tensor, "B W"], context: Context) -> Float[Tensor, "B V"]:
+        """Logits of the draft's W tokens as logits of the target's V."""
+
+    @abstractmethod
+    def to_draft(self, tokens: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
+        """What the model reads for guesses that were drawn from those."""
+
+    def roll(
+        self,
+        state: DecodeState,
+        tokens: Int[Tensor, "B T"],
+        valid_lengths: Sequence[int] | None,
+        num_guesses: int,
+        context: Context,
+        sampling: Sampling,
+    ) -> tuple[Int[Tensor, "B K"], Float[Tensor, "B K V"] | None, Float[Tensor, "B K V"] | None]:
+        """Read tokens and guess: the guesses as the model reads them, the target's tokens' distributions that they were
+        drawn from, and the logits if wanted."""
+        sampling = self.sampling or sampling
+        uniform = [None] * num_guesses if context.uniform is None else context.uniform.unbind(1)
+        all_probs: list[Tensor] = []
+        all_logits: list[Tensor] = []
+        windows = context.windows or [num_guesses] * len(context.texts)
+        texts = [list(text) for text in context.texts] if sampling.processors else []
+
+        def choose(logits: Float[Tensor, "B V"], i: int) -> Int[Tensor, "B"]:
+            logits = self.to_target(logits, context)
+            if sampling.processors:
+                wanted = [text if i < window else None for text, window in zip(texts, windows, strict=True)]
+                logits = sampling.process(logits[:, None], wanted)[:, 0]
+            token, probs = sampling.sample_with_probs(logits, uniform[i])
+            if sampling.processors:  # its own guesses are a part of what the next one is judged by
+                for text, guess in zip(texts, token.tolist(), strict=True):
+                    text.append(guess)
+            if probs is not None:
+                all_probs.append(probs)
+            if context.wants_logits:
+                all_logits.append(logits)
+            return self.to_draft(token)
+
+        guesses = self.model.rollout(tokens, state, num_guesses, choose, valid_lengths=valid_lengths)
+        return (
+            guesses,
+            torch.stack(all_probs, dim=1) if all_probs else None,
+            torch.stack(all_logits, dim=1) if all_logits else None,
+        )
+
+
+class ModelDrafter(RollingDrafter):
+    """Guesses with a smaller language model of the same vocabulary, one token after the other.
+
+    Theory: the classic draft of Leviathan et al. 2023 and Chen et al. 2023. After a verdict the model has not seen the
+    last one or two tokens of the text (the correction or bonus, and the last guess, which nobody fed). It always reads
+    the last two again: that costs no launch more than reading two ragged ones, and keeps every shape fixed.
+
+    Args:
+        model: the draft.
+        sampling: how it draws its guesses, if not as the session draws; any choice is lossless under a lossless rule.
+    """
+
     def check_target(self, target: LanguageModel) -> None:
-        if self.model.vocab_size != target.vocab_size:
+        own, others = self.model.vocabulary, target.vocabulary
+        if own is not None and others is not None:
+            if difference := own.difference(others):
+                raise ValueError(
+                    f"the draft's vocabulary is not the target's ({difference}): draft with CrossVocabulary, "
+                    "which guesses what both have"
+                )
+        elif self.model.vocab_size != target.vocab_size:
             raise ValueError(
                 f"the draft has a vocabulary of {self.model.vocab_size} tokens, the target one of {target.vocab_size}: "
                 "train both with one vocabulary"
@@ -67,53 +161,34 @@ class ModelDrafter(Drafter):
             )
         return {"model": self.model}
 
-    def needs_noise(self, sampling: Sampling) -> bool:
-        return not (self.sampling or sampling).greedy
-
     def fused(self) -> ModelDrafter:
         return ModelDrafter(self.model.fused(), sampling=self.sampling)
 
     def init_state(self, batch_size: int, max_length: int) -> ModelDraftState:
         return ModelDraftState(self.model.init_state(batch_size, max_length))
 
+    def to_target(self, logits: Float[Tensor, "B W"], context: Context) -> Float[Tensor, "B V"]:
+        return fit(logits, context.vocab_size)
+
+    def to_draft(self, tokens: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
+        return tokens
+
     def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
         assert isinstance(state, ModelDraftState)
         tokens, valid_lengths = self._unread(state.model_state, context)
+        if context.vocab_size is not None and context.vocab_size > self.model.vocab_size:
+            # The target may say what only pads its output: no word, but the draft has to read something.
+            tokens = tokens.clamp(max=self.model.vocab_size - 1)
         num_guesses = max(windows)
+        state.guessed_at = [len(text) for text in context.texts]
         guesses, probs, logits = self.roll(state.model_state, tokens, valid_lengths, num_guesses, context, sampling)
         even = min(windows) == num_guesses
         lengths = None if even else torch.tensor(windows, device=guesses.device)
         return Draft(guesses, lengths, probs, logits, num_calls=num_guesses)
 
-    def roll(
-        self,
-        state: DecodeState,
-        tokens: Int[Tensor, "B T"],
-        valid_lengths: Sequence[int] | None,
-        num_guesses: int,
-        context: Context,
-        sampling: Sampling,
-    ) -> tuple[Int[Tensor, "B K"], Float[Tensor, "B K V"] | None, Float[Tensor, "B K V"] | None]:
-        """Read tokens and guess: the guesses, the distributions that they were drawn from, the logits if wanted."""
-        sampling = self.sampling or sampling
-        uniform = [None] * num_guesses if context.uniform is None else context.uniform.unbind(1)
-        all_probs: list[Tensor] = []
-        all_logits: list[Tensor] = []
-
-        def choose(logits: Float[Tensor, "B V"], i: int) -> Int[Tensor, "B"]:
-            token, probs = sampling.sample_with_probs(logits, uniform[i])
-            if probs is not None:
-                all_probs.append(probs)
-            if context.wants_logits:
-                all_logits.append(logits)
-            return token
-
-        guesses = self.model.rollout(tokens, state, num_guesses, choose, valid_lengths=valid_lengths)
-        return (
-            guesses,
-            torch.stack(all_probs, dim=1) if all_probs else None,
-            torch.stack(all_logits, dim=1) if all_logits else None,
-        )
+    def observe(self, state: DraftState, output: ModelOutput, num_accepted: Sequence[int]) -> None:
+        assert isinstance(state, ModelDraftState)
+        state.settle(num_accepted)
 
     def _unread(self, state: DecodeState, context: Context) -> tuple[Int[Tensor, "B T"], list[int] | None]:
         """The tokens to read before guessing, right-padded, and how many of each row's are real (None: all)."""
@@ -127,6 +202,15 @@ class ModelDrafter(Drafter):
             state.truncate(starts)
         unread = [text[start:] for start, text in zip(starts, context.texts, strict=True)]
         return pad(unread, context.tail.device)
+
+
+def fit(logits: Float[Tensor, "B W"], vocab_size: int | None) -> Float[Tensor, "B V"]:
+    """Logits over `vocab_size` tokens: the last ones cut off, or -inf put behind them. As they are when None.
+
+    Models of one vocabulary differ in the rows that pad their output to a round number, and no text has those tokens.
+    """
+    missing = 0 if vocab_size is None else vocab_size - logits.shape[-1]
+    return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
 
 def pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Int[Tensor, "B T"], list[int] | None]:

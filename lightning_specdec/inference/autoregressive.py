@@ -11,8 +11,10 @@ import torch
 
 from lightning_specdec.checks import require_int
 from lightning_specdec.drafters.model import pad
+from lightning_specdec.inference.limits import check_context, flag_undrawable
 from lightning_specdec.inference.results import DecodeInterrupted, DecodeResult
 from lightning_specdec.inference.rows import Prompts, Row, check_batch, check_drawn, check_eos, power_of_two
+from lightning_specdec.inference.stopping import StopStrings
 from lightning_specdec.inference.timing import PhaseTimer, peak_memory_bytes
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import Purpose, Sampling, noise_table
@@ -32,6 +34,7 @@ def autoregressive_decode(
     seed: int = 0,
     indices: Sequence[int] | None = None,
     logprobs: bool = False,
+    stop: StopStrings | None = None,
 ) -> DecodeResult:
     """Generate token by token with the target alone.
 
@@ -46,13 +49,16 @@ def autoregressive_decode(
         seed: keys the noise, together with the prompt's index.
         indices: the prompts' numbers; 0, 1, ... when None.
         logprobs: whether each token's log probability is wanted.
+        stop: strings that stop a row.
     """
     sampling, device = sampling or Sampling(), target.device
     stops, seed = check_eos(eos, target.vocab_size), require_int("seed", seed, 0, 2**63 - 1)
     rows = [
-        Row(number, text, max_new_tokens=max_new_tokens, eos=stops, speculative=False)
+        Row(number, text, max_new_tokens=max_new_tokens, eos=stops, speculative=False, stop=stop)
         for number, text in check_batch(prompts, target.vocab_size, max_new_tokens=max_new_tokens, indices=indices)
     ]
+    for row in rows:
+        check_context(row.prompt_length, max_new_tokens, target)
     timer, num_calls, live = PhaseTimer(device), 0, rows
     try:
         noise: torch.Tensor | None = None
@@ -67,13 +73,18 @@ def autoregressive_decode(
         state.commit(state.consumed)  # nothing goes back: a recurrent state need not carry the prompt along
         while True:
             timer.lap("verify")
-            chosen = sampling.sample(logits, None if noise is None else noise[:, num_calls, Purpose.CORRECT])
+            processed = logits
+            if sampling.processors:
+                texts = [row.text if row.live else None for row in live]
+                processed = sampling.process(logits[:, None], texts)[:, 0]
+            chosen = sampling.sample(processed, None if noise is None else noise[:, num_calls, Purpose.CORRECT])
+            told = flag_undrawable(chosen, logits) if sampling.greedy else chosen  # a draw has found it out already
             if logprobs:  # float64 holds the tokens beside them exactly: the host reads once
-                scores = Sampling.log_probs(logits, chosen).double()
-                read = torch.stack((chosen.double(), scores)).tolist()
+                scores = Sampling.log_probs(logits, chosen.clamp(max=target.vocab_size - 1)).double()
+                read = torch.stack((told.double(), scores)).tolist()
                 values, row_scores = [int(token) for token in read[0]], read[1]
             else:
-                values, row_scores = chosen.tolist(), None
+                values, row_scores = told.tolist(), None
             timer.lap("accept")
             num_calls, seconds = num_calls + 1, timer.elapsed()
             for i, row in enumerate(live):

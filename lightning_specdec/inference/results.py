@@ -77,12 +77,13 @@ class RowResult:
     Args:
         index: the prompt's number, which its noise is keyed by.
         tokens: the new tokens only.
-        stop_reason: "eos", "length", "cancelled", or "interrupted".
+        stop_reason: "eos", "stop" (a stop string), "length", "cancelled", or "interrupted".
         num_rounds: target calls that this row took part in.
         token_seconds: when each new token was settled, in seconds since decoding began.
         counts: None for standard decoding.
         rounds: None for standard decoding.
         logprobs: each new token's log probability under the target, if asked for.
+        text: of the new tokens, without a stop string that ended them; None where there is no tokenizer.
     """
 
     index: int
@@ -94,6 +95,7 @@ class RowResult:
     counts: Counts | None = None
     rounds: list[Round] | None = None
     logprobs: list[float] | None = None
+    text: str | None = None
 
     @property
     def block_efficiency(self) -> float | None:
@@ -117,6 +119,8 @@ class DecodeResult:
         num_target_calls: passes of the target.
         num_draft_calls: passes of the draft.
         peak_memory_bytes: most memory held so far, of the device or, on a CPU, of the process.
+        num_draft_tokens: the largest window.
+        window: how windows were chosen, with the costs that they were planned by: see `window_from_dict`.
         rule: name of the acceptance rule.
         lossless: whether the output has exactly the target's distribution.
     """
@@ -130,6 +134,7 @@ class DecodeResult:
     num_draft_calls: int | None = None
     num_draft_tokens: int | None = None
     rule: str | None = None
+    window: dict[str, Any] | None = None
 
     @property
     def tokens(self) -> list[list[int]]:

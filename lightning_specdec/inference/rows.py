@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_specdec.checks import require_int
 from lightning_specdec.inference.results import Counts, Round, RowResult
+from lightning_specdec.inference.stopping import StopStrings
 
 Prompts = Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor
 
@@ -26,15 +27,27 @@ class Row:
         max_new_tokens: where it stops at the latest; 0 makes a row that is finished before it begins.
         eos: tokens that stop it; they are kept. Those in the prompt do not count.
         speculative: whether to count drafted tokens.
+        stop: strings that stop it once its new text holds one; the token that completes it is kept.
+        num_drawn: new tokens of earlier turns, whose noise is used up.
     """
 
     def __init__(
-        self, index: int, prompt: Sequence[int], *, max_new_tokens: int, eos: frozenset[int], speculative: bool
+        self,
+        index: int,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        eos: frozenset[int],
+        speculative: bool,
+        stop: StopStrings | None = None,
+        num_drawn: int = 0,
     ) -> None:
         self.text = list(prompt)
         self.prompt_length = len(self.text)
         self.max_length = self.prompt_length + max_new_tokens
         self.eos = eos
+        self.num_drawn = num_drawn
+        self._search = None if stop is None else stop.search()
         self.stop_reason = "" if max_new_tokens else "length"
         self.counts = Counts() if speculative else None
         self.rounds: list[Round] = []
@@ -58,6 +71,13 @@ class Row:
         """New tokens still wanted at most."""
         return self.max_length - len(self.text)
 
+    @property
+    def num_hidden(self) -> int:
+        """Bytes at the end of the new text that are not to be shown: a stop string, or what may become one."""
+        if self._search is None:
+            return 0
+        return self._search.num_held if self.live else self._search.num_cut
+
     def append(self, tokens: Sequence[int], seconds: float, logprobs: Sequence[float] | None = None) -> list[int]:
         """Add settled tokens up to and with the first stop; gives those that were added."""
         added = list(tokens)
@@ -66,6 +86,9 @@ class Row:
                 del added[i + 1 :]
                 self.stop_reason = "eos"
                 break
+        if self._search is not None and (num_kept := self._search.push(added)) is not None:
+            del added[num_kept:]
+            self.stop_reason = "stop"
         self.text += added
         self.token_seconds += [seconds] * len(added)
         self.num_rounds += 1
@@ -92,7 +115,7 @@ class Row:
         """
         assert self.counts is not None
         added = self.append([*drafted[:num_accepted], next_token], seconds, logprobs)
-        stopped_early = self.stop_reason == "eos" and len(added) <= len(drafted)
+        stopped_early = self.stop_reason in ("eos", "stop") and len(added) <= len(drafted)
         proposed = len(added) if stopped_early else len(drafted)
         accepted = min(num_accepted, len(added))
         tested = min(num_accepted + 1, proposed)
@@ -162,6 +185,11 @@ def check_batch(
     if len(numbers) != len(texts):
         raise ValueError(f"there are {len(texts)} prompts but {len(numbers)} indices: give one for each")
     return list(zip(numbers, texts, strict=True))
+
+
+def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts have in common from the start on."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def power_of_two(count: int) -> int:

@@ -17,11 +17,14 @@ from torch import Tensor
 from lightning_specdec.checks import require_int
 from lightning_specdec.drafters import Context, Draft, Drafter, last_two
 from lightning_specdec.drafters.model import pad
+from lightning_specdec.inference.limits import check_context, flag_undrawable
 from lightning_specdec.inference.results import DecodeResult
-from lightning_specdec.inference.rows import Row, check_drawn, check_eos, check_prompt, power_of_two
+from lightning_specdec.inference.rows import Row, check_drawn, check_eos, check_prompt, num_shared, power_of_two
+from lightning_specdec.inference.stopping import StopStrings
 from lightning_specdec.inference.timing import PhaseTimer, peak_memory_bytes
+from lightning_specdec.inference.windows import Outcome, Window, as_window
 from lightning_specdec.models import LanguageModel, ModelOutput
-from lightning_specdec.rules import AcceptanceRule, ExactMatch, Purpose, Sampling, Verdict, noise_table
+from lightning_specdec.rules import AcceptanceRule, ExactMatch, Purpose, Sampling, Verdict, column, noise_table
 
 
 class Session:
@@ -36,7 +39,7 @@ class Session:
         drafter: what guesses.
         rule: what decides; `ExactMatch()` when None.
         sampling: how tokens are drawn; greedy when None.
-        num_draft_tokens: guesses per round; fewer where a row wants fewer.
+        num_draft_tokens: guesses per round, fewer where a row wants fewer; or a `Window` that chooses.
         max_length: most tokens of a row, prompt and new ones together.
         batch_size: rows to make room for at once; more rows grow it, to powers of two.
         eos: tokens that stop a row.
@@ -56,7 +59,7 @@ class Session:
         max_length: int,
         rule: AcceptanceRule | None = None,
         sampling: Sampling | None = None,
-        num_draft_tokens: int = 3,
+        num_draft_tokens: int | Window = 3,
         batch_size: int = 1,
         eos: int | Sequence[int] | None = None,
         seed: int = 0,
@@ -64,7 +67,7 @@ class Session:
     ) -> None:
         self.target, self.drafter = target, drafter
         self.rule, self.sampling = rule or ExactMatch(), sampling or Sampling()
-        self.num_draft_tokens = require_int("num_draft_tokens", num_draft_tokens, 1)
+        self.window = as_window(num_draft_tokens)
         self.max_length = require_int("max_length", max_length, 2)
         self.eos = check_eos(eos, target.vocab_size)
         self.seed, self.logprobs = require_int("seed", seed, 0, 2**63 - 1), logprobs
@@ -75,13 +78,17 @@ class Session:
         self.device = target.device
         self.timer = PhaseTimer(self.device)
         self.num_target_calls = self.num_draft_calls = 0
-        self._added: list[Row] = []
+        # A round that begins elsewhere changes the output of some rules: see `AdaptiveWindow`.
+        certain = self.rule.lossless and self.sampling.greedy
+        self._plan = self.window.plan(jointly=self.rule.ignores_windows or certain)
+        self._added: dict[Row, None] = {}
         self._next_index = 0
         self._rows = [self._vacant() for _ in range(batch_size)]
         # Guesses are read beyond the text: at most a window and the token that opens it.
-        num_slots = max_length + num_draft_tokens + 1
+        num_slots = max_length + self.window.largest + 1
         self._target_state = target.init_state(batch_size, num_slots)
         self._draft_state = drafter.init_state(batch_size, num_slots)
+        self._nothing = Draft(torch.empty(batch_size, 0, dtype=torch.long, device=self.device))
         self._noise: Tensor | None = None
         if not self.sampling.greedy or drafter.needs_noise(self.sampling):
             self._noise = torch.zeros(batch_size, num_slots, len(Purpose), device=self.device)
@@ -96,17 +103,78 @@ class Session:
         return [row for row in self._rows if row.live]
 
     @torch.inference_mode()
-    def add(self, prompt: Sequence[int], *, max_new_tokens: int, index: int | None = None) -> Row:
+    def add(
+        self, prompt: Sequence[int], *, max_new_tokens: int, index: int | None = None, stop: StopStrings | None = None
+    ) -> Row:
         """Begin a row; it joins the next round. `index` keys its noise: the next free number when None."""
+        index = self._next_index if index is None else index
+        row = self._row(prompt, max_new_tokens=max_new_tokens, index=index, stop=stop)
+        return self._enter(row, self._free_slot())
+
+    @torch.inference_mode()
+    def resume(self, row: Row, prompt: Sequence[int], *, max_new_tokens: int, stop: StopStrings | None = None) -> Row:
+        """Begin the next turn of a row that has ended: another row, whose prompt goes on from the old one's text.
+
+        Theory: the states have read the old text already. They go back to where the two texts part, and only what
+        follows is read; where they cannot go back so far, or the old row's place has gone to another, all of it is.
+        The outcome is the same: that of the whole prompt, with noise that no earlier turn has drawn from.
+        """
+        if row.live:
+            raise ValueError("the row is still being decoded: cancel it, or wait for its end, before it is resumed")
+        num_drawn = row.num_drawn + row.num_new
+        new = self._row(prompt, max_new_tokens=max_new_tokens, index=row.index, stop=stop, num_drawn=num_drawn)
+        slot = next((i for i, other in enumerate(self._rows) if other is row), None)
+        # The old text's last token was drawn and never fed; a guess may have been, in its place.
+        keep = min(num_shared(row.text, prompt), len(row.text) - 1, len(prompt) - 1)
+        if slot is None or self._target_state.committed[slot] > keep:
+            return self._enter(new, self._free_slot())
+        lengths = list(self._target_state.consumed)
+        lengths[slot] = min(lengths[slot], keep)
+        self._target_state.truncate(lengths)
+        self._draft_state.go_back(slot, max(0, keep - self._plan.first_token(row)))
+        self._plan.resume(new, row, keep)
+        return self._enter(new, slot)
+
+    def num_read(self, row: Row) -> int:
+        """Tokens of a row's text that the target has read, guesses not counted; 0 where it has no place here."""
+        places = zip(self._rows, self._target_state.consumed, strict=True)
+        return next((min(length, len(row.text)) for other, length in places if other is row), 0)
+
+    def _row(
+        self, prompt: Sequence[int], *, max_new_tokens: int, index: int, stop: StopStrings | None, num_drawn: int = 0
+    ) -> Row:
+        """A row that has no place yet, checked."""
         check_prompt(prompt, self.target.vocab_size, "the prompt")
         require_int("max_new_tokens", max_new_tokens, 1)
-        index = self._next_index if index is None else index
-        row = Row(index, prompt, max_new_tokens=max_new_tokens, eos=self.eos, speculative=True)
+        row = Row(
+            index,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            eos=self.eos,
+            speculative=True,
+            stop=stop,
+            num_drawn=num_drawn,
+        )
+        check_context(len(prompt), max_new_tokens, self.target, self.drafter)
         if row.max_length > self.max_length:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones exceed max_length={self.max_length}: "
                 "open the session with a larger one"
             )
+        return row
+
+    def _enter(self, row: Row, slot: int) -> Row:
+        """Give a row its place."""
+        self._rows[slot] = row
+        self._added[row] = None
+        self._next_index = max(self._next_index, row.index + 1)
+        if self._noise is not None:
+            table = noise_table(self.seed, row.index, row.num_drawn + row.remaining)[row.num_drawn :]
+            self._noise[slot, : len(table)] = table.to(self.device)
+        return row
+
+    def _free_slot(self) -> int:
+        """An empty place for a row; the batch grows where there is none."""
         slot = next((i for i, other in enumerate(self._rows) if not other.live), None)
         if slot is None:
             slot = len(self._rows)
@@ -114,18 +182,18 @@ class Session:
         elif self._target_state.consumed[slot]:
             self._target_state.clear([slot])
             self._draft_state.clear([slot])
-        self._rows[slot] = row
-        self._added.append(row)
-        self._next_index = max(self._next_index, index + 1)
-        if self._noise is not None:
-            table = noise_table(self.seed, index, max_new_tokens)
-            self._noise[slot, :max_new_tokens] = table.to(self.device)
-        return row
+        return slot
 
     def cancel(self, row: Row) -> None:
         """Stop a row; what it has stays."""
         if row.live:
             row.stop_reason = "cancelled"
+
+    def release(self, row: Row) -> None:
+        """Forget a row that has ended: `result` leaves it out. A server does so with each, or memory fills up."""
+        if row.live:
+            raise ValueError("the row is still being decoded: cancel it, or wait for its end, before it is released")
+        self._added.pop(row, None)
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Row, list[int]]]:
@@ -135,7 +203,7 @@ class Session:
         self._shrink()
         rows = self._rows
         tail = last_two([row.text for row in rows], self.device)
-        windows = [min(self.num_draft_tokens, row.remaining - 1) if row.live else 0 for row in rows]
+        windows = self._plan.windows(rows)
         noise = self._round_noise(max(windows) + 1)
         self.timer.lap("rest")
         draft = self._propose(tail, windows, noise)
@@ -144,16 +212,17 @@ class Session:
         self.timer.lap("verify")
         if noise is not None:  # of fewer positions, where nobody guessed as much as was allowed
             noise = noise[:, : draft.tokens.shape[1] + 1]
-        verdict = self.rule.judge(draft, output.logits, self.sampling, noise)
+        verdict = self._judge(draft, self._processed(output.logits, draft), noise)
         values = self._read(draft, verdict, output)
         self.timer.lap("accept")
-        events, num_accepted = self._settle(values, draft)
+        events, outcomes, num_accepted = self._settle(values, draft, windows)
         self.drafter.observe(self._draft_state, output, num_accepted)
+        self._plan.learn(outcomes)
         self.timer.lap("rest")
         return events
 
     def result(self) -> DecodeResult:
-        """The outcome so far of all rows that were ever added, in their order."""
+        """The outcome so far of all rows that were added and not released, in their order."""
         return DecodeResult(
             rows=[row.result() for row in self._added],
             seconds=self.timer.elapsed(),
@@ -162,7 +231,8 @@ class Session:
             peak_memory_bytes=peak_memory_bytes(self.device),
             lossless=self.rule.lossless,
             num_draft_calls=self.num_draft_calls,
-            num_draft_tokens=self.num_draft_tokens,
+            num_draft_tokens=self.window.largest,
+            window=self.window.to_dict(),
             rule=type(self.rule).__name__,
         )
 
@@ -179,13 +249,16 @@ class Session:
     def _propose(self, tail: Tensor, windows: Sequence[int], noise: Tensor | None) -> Draft:
         num_guesses = max(windows)
         if num_guesses == 0:
-            empty = torch.empty(len(windows), 0, self.target.vocab_size, device=self.device)
-            return Draft(torch.empty(len(windows), 0, dtype=torch.long, device=self.device), logits=empty)
+            if len(self._nothing.tokens) != len(windows):
+                self._nothing = Draft(torch.empty(len(windows), 0, dtype=torch.long, device=self.device))
+            return self._nothing
         context = Context(
-            texts=[row.text for row in self._rows],
+            texts=[row.text[first:] if (first := self._plan.first_token(row)) else row.text for row in self._rows],
             tail=tail,
             uniform=None if noise is None else noise[:, :num_guesses, self.rule.draft_purpose],
             wants_logits=self.rule.needs_draft_logits,
+            vocab_size=self.target.vocab_size,
+            windows=windows,
         )
         draft = self.drafter.propose(self._draft_state, context, windows, self.sampling)
         self.num_draft_calls += draft.num_calls
@@ -201,7 +274,8 @@ class Session:
         unread = [text[start:] for start, text in zip(starts, texts, strict=True)]
         tokens, num_unread = (tail[:, 1:], None) if all(len(each) == 1 for each in unread) else pad(unread, self.device)
         if num_unread is None:
-            tokens = torch.cat((tokens, draft.tokens), dim=1)
+            if num_guesses:
+                tokens = torch.cat((tokens, draft.tokens), dim=1)
             return self.target(tokens, state, logits_for=slice(-num_guesses - 1, None))
         first = torch.tensor([[length] for length in num_unread], device=self.device)
         places = first + torch.arange(num_guesses + 1, device=self.device)
@@ -209,9 +283,31 @@ class Session:
         valid_lengths = [length + num_guesses for length in num_unread]
         return self.target(tokens, state, valid_lengths=valid_lengths, logits_for=places - 1)
 
+    def _judge(self, draft: Draft, logits: Tensor, noise: Tensor | None) -> Verdict:
+        """The rule's verdict; where nobody guessed, the target's own token, which every rule would give."""
+        if draft.tokens.shape[1]:
+            return self.rule.judge(draft, logits, self.sampling, noise)
+        return Verdict(draft.tokens.bool(), self.sampling.sample(logits, column(noise, Purpose.CORRECT)))
+
+    def _processed(self, logits: Tensor, draft: Draft) -> Tensor:
+        """What the rule judges by: the logits as processors leave them for each text and each of its guesses.
+
+        Processors are asked from the host, so with them it reads the guesses ahead of the verdict.
+        """
+        if not self.sampling.processors:
+            return logits
+        guesses = draft.tokens.tolist()
+        if draft.lengths is not None:
+            guesses = [row[:length] for row, length in zip(guesses, draft.lengths.tolist(), strict=True)]
+        texts = [row.text if row.live else None for row in self._rows]
+        return self.sampling.process(logits, texts, guesses, stop_at_impossible=self.rule.lossless)
+
     def _read(self, draft: Draft, verdict: Verdict, output: ModelOutput) -> list[list[Any]]:
         """The round's only read of the device: all that the host wants to know of it, in one tensor."""
-        columns = [verdict.kept, verdict.endings, draft.tokens]
+        endings = verdict.endings
+        if self.sampling.greedy:  # a draw has found it out already
+            endings = flag_undrawable(endings, output.logits)
+        columns = [verdict.kept, endings, draft.tokens] if draft.tokens.shape[1] else [endings]
         if draft.lengths is not None:
             columns.append(draft.lengths[:, None])
         if verdict.changed is not None:
@@ -219,14 +315,17 @@ class Session:
         if self.logprobs:
             # float64 holds the integers beside them exactly.
             columns.append(Sampling.log_probs(output.logits[:, :-1], draft.tokens).double())
-            columns.append(Sampling.log_probs(output.logits, verdict.endings).double())
-        return torch.cat(columns, dim=1).tolist()
+            known = verdict.endings.clamp(max=self.target.vocab_size - 1)
+            columns.append(Sampling.log_probs(output.logits, known).double())
+        return (torch.cat(columns, dim=1) if len(columns) > 1 else endings).tolist()
 
-    def _settle(self, values: list[list[Any]], draft: Draft) -> tuple[list[tuple[Row, list[int]]], list[int]]:
+    def _settle(
+        self, values: list[list[Any]], draft: Draft, windows: Sequence[int]
+    ) -> tuple[list[tuple[Row, list[int]]], list[Outcome], list[int]]:
         """Give every live row what its verdict kept; `values` as `_read` lays them out."""
         seconds, num_guesses = self.timer.elapsed(), draft.tokens.shape[1]
-        events, counts = [], []
-        for row, numbers in zip(self._rows, values, strict=True):
+        events, outcomes, counts = [], [], []
+        for row, window, numbers in zip(self._rows, windows, values, strict=True):
             num_accepted = next((i for i in range(num_guesses) if not numbers[i]), num_guesses)
             counts.append(num_accepted if row.live else 0)
             if not row.live:
@@ -236,14 +335,17 @@ class Session:
                 numbers, scores = numbers[: -2 * num_guesses - 1], numbers[-2 * num_guesses - 1 :]
                 logprobs = [*scores[:num_accepted], scores[num_guesses + num_accepted]]
                 numbers = [int(number) for number in numbers]
-            ending = check_drawn(numbers[num_guesses + num_accepted], self.target.vocab_size)
+            first = 0 if self.sampling.greedy else num_accepted  # where it is certain, guesses that were kept count too
+            check_drawn(max(numbers[num_guesses + first : num_guesses + num_accepted + 1]), self.target.vocab_size)
+            ending = numbers[num_guesses + num_accepted]
             drafted, changed = numbers[2 * num_guesses + 1 : 3 * num_guesses + 1], numbers[3 * num_guesses + 1 :]
             if draft.lengths is not None:
                 length, *changed = changed
                 drafted, changed = drafted[:length], changed[:length]
             added = row.settle(drafted, num_accepted, ending, seconds=seconds, changed=changed, logprobs=logprobs)
             events.append((row, added))
-        return events, counts
+            outcomes.append(Outcome(row, window, len(drafted), num_accepted))
+        return events, outcomes, counts
 
     def _shrink(self) -> None:
         """Leave finished rows behind once the live ones fit a smaller power of two."""

@@ -92,7 +92,7 @@ class LanguageModel(nn.Module, ABC):
     @property
     def memory_bytes(self) -> int:
         """Bytes of parameters and buffers, without any state."""
-        return sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()))
+        return sum(map(_held_bytes, (*self.parameters(), *self.buffers())))
 
     @property
     def device(self) -> torch.device:
@@ -126,3 +126,11 @@ class LanguageModel(nn.Module, ABC):
         for i in range(1, num_tokens):
             chosen.append(choose(self(chosen[-1][:, None], state).logits[:, -1], i))
         return torch.stack(chosen, dim=1)
+
+
+def _held_bytes(tensor: Tensor) -> int:
+    """Bytes that a tensor holds: of a quantized one those of its parts, since it passes for a tensor of floats."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.nbytes
+    names, _ = tensor.__tensor_flatten__()
+    return sum(_held_bytes(getattr(tensor, name)) for name in names)

@@ -8,9 +8,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lightning_specdec.models.quantization import unpack_int8
+
 NUM_TOKENS = 8
 """How many tokens a call is packed for: rounds verify about as many. The layout serves any number."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+_PRODUCT = torch.ops.mkldnn._linear_pointwise.default
+
+
+def _packed_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    """The product with a packed weight."""
+    output: Tensor = _PRODUCT(inputs, weight, bias, "none", [], "")
+    return output
+
+
+# The compiler takes packed weights for constants of its own making; behind an operator of ours they can be arguments.
+_LIBRARY = torch.library.Library("lightning_specdec", "DEF")
+_LIBRARY.define("packed_linear(Tensor inputs, Tensor weight, Tensor? bias, int out_features) -> Tensor")
+_LIBRARY.impl("packed_linear", _packed_linear, "CPU")
+_LIBRARY.impl("packed_linear", _packed_linear, "MkldnnCPU")
+_LIBRARY.impl("packed_linear", lambda x, weight, bias, number: x.new_empty((*x.shape[:-1], number)), "Meta")
+_OPAQUE = torch.ops.lightning_specdec.packed_linear.default
 
 
 class PackedLinear(nn.Module):
@@ -31,10 +51,11 @@ class PackedLinear(nn.Module):
         # Plain attributes: a packed tensor is opaque, so it can neither be saved nor moved like a parameter.
         self.weight_packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), NUM_TOKENS)
         self.bias_plain = None if bias is None else bias.detach().clone()
-        self._linear = torch.ops.mkldnn._linear_pointwise.default
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self._linear(inputs, self.weight_packed, self.bias_plain, "none", [], "")
+        if torch.compiler.is_compiling():
+            return _OPAQUE(inputs, self.weight_packed, self.bias_plain, self.out_features)
+        return _packed_linear(inputs, self.weight_packed, self.bias_plain, self.out_features)
 
     @property
     def memory_bytes(self) -> int:
@@ -61,14 +82,17 @@ def can_pack(layer: nn.Module) -> bool:
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Put a `PackedLinear` in the place of every linear layer below `module` that can be packed.
+    """Put a `PackedLinear` in the place of every linear layer below `module` that can be packed, and an `Int8Linear` in
+    the place of those whose weights are quantized to int8.
 
     Each layer's own weight is let go as soon as its packed form is there, so no more than one layer is held twice; a
     weight that something else uses too, as an output head tied to the embedding, stays beside its packed form.
     """
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if can_pack(child):
+            if isinstance(child, nn.Linear) and (int8 := unpack_int8(child)) is not None:
+                setattr(parent, name, int8)
+            elif can_pack(child):
                 weight, bias = child.weight, child.bias
                 assert isinstance(weight, Tensor)
                 # GPT-2's Conv1D is a linear layer that keeps its weight the other way round.

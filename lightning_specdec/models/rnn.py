@@ -136,6 +136,7 @@ class FusedRNN(_RecurrentLM):
     def __init__(self, model: RNN) -> None:
         super().__init__()
         self.vocab_size, self.hidden_size, self.num_layers = model.vocab_size, model.hidden_size, model.num_layers
+        self.vocabulary = model.vocabulary
         self._arguments, self._num_parameters = model.arguments(), model.num_parameters
         with torch.no_grad():
             (from_input, from_hidden, *biases), *upper = [list(layer.parameters()) for layer in model.layers]

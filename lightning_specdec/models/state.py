@@ -227,7 +227,7 @@ class KVState(DecodeState):
         self.num_slots = max_length + 1
         self.whole_span = whole_span
         self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._rows = torch.arange(batch_size, device=device)[:, None]
+        self.rows = torch.arange(batch_size, device=device)[:, None]
 
     @property
     def memory_bytes(self) -> int:
@@ -260,8 +260,8 @@ class KVState(DecodeState):
             value_buffer[:, :, slots.first : end] = values
         else:
             places = slots.positions.clamp(max=self.num_slots - 1)
-            key_buffer[self._rows, :, places] = keys.transpose(1, 2)
-            value_buffer[self._rows, :, places] = values.transpose(1, 2)
+            key_buffer[self.rows, :, places] = keys.transpose(1, 2)
+            value_buffer[self.rows, :, places] = values.transpose(1, 2)
         return key_buffer[:, :, : slots.span], value_buffer[:, :, : slots.span]
 
     def mask(self, slots: Slots, *, window: int | None = None) -> Bool[Tensor, "B T S"]:
@@ -282,7 +282,7 @@ class KVState(DecodeState):
             layer: (_take(keys, source, empty), _take(values, source, empty))
             for layer, (keys, values) in self.buffers.items()
         }
-        self._rows = torch.arange(len(source), device=self.device)[:, None]
+        self.rows = torch.arange(len(source), device=self.device)[:, None]
 
 
 def as_list(lengths: Sequence[int] | Tensor) -> list[int]:

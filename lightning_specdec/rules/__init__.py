@@ -9,6 +9,7 @@ from lightning_specdec.rules.acceptance import (
     TypicalAcceptance,
     Verdict,
 )
+from lightning_specdec.rules.processors import LogitsProcessor
 from lightning_specdec.rules.sampling import SOFTMAX, Purpose, Sampling, SamplingOptions, column, draw, noise_table
 
 RULES: dict[str, type[AcceptanceRule]] = {
@@ -23,6 +24,7 @@ __all__ = [
     "Draft",
     "EpsilonThreshold",
     "ExactMatch",
+    "LogitsProcessor",
     "Purpose",
     "RejectionSampling",
     "Sampling",

@@ -78,9 +78,11 @@ class AcceptanceRule(ABC):
         lossless: whether the output keeps exactly the target's distribution.
         needs_draft_logits: whether the drafter must give its logits.
         draft_purpose: the column of the noise that the drafter draws from.
+        ignores_windows: whether the output is the same at every temperature however many tokens are guessed.
     """
 
     lossless: ClassVar[bool]
+    ignores_windows: ClassVar[bool] = False
     needs_draft_logits: ClassVar[bool] = False
     draft_purpose: ClassVar[Purpose] = Purpose.DRAFT
 
@@ -108,6 +110,7 @@ class ExactMatch(AcceptanceRule):
     """
 
     lossless = True
+    ignores_windows = True
     draft_purpose = Purpose.CORRECT
 
     def judge(

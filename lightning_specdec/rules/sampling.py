@@ -5,7 +5,8 @@ Knows nothing of drafts or verdicts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, TypedDict
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_specdec.checks import require_int, require_number
+from lightning_specdec.rules import processors
+from lightning_specdec.rules.processors import LogitsProcessor
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -25,6 +28,7 @@ class SamplingOptions(TypedDict, total=False):
     top_k: int | None
     top_p: float | None
     min_p: float | None
+    processors: Sequence[LogitsProcessor]
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,9 @@ class Sampling:
         top_k: only the k likeliest tokens stay.
         top_p: only the smallest set of likeliest tokens that holds this much probability stays (Holtzman et al. 2020).
         min_p: only tokens at least this times as likely as the likeliest stay (Nguyen et al. 2024).
+        processors: change the logits by the text before them, ahead of all the rest; transformers' own will do. Each is
+            asked about one row's unpadded prefix at a time, drafted tokens included, so it must have an answer for any
+            prefix, and no memory.
 
     The filters apply in this order, each to what the one before left.
     """
@@ -47,6 +54,8 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    processors: Sequence[LogitsProcessor] = field(default=(), hash=False)
+    _checked: set[tuple[int, str]] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         require_number("temperature", self.temperature, low=0)
@@ -58,11 +67,43 @@ class Sampling:
             require_number("top_p", self.top_p, low=0, high=1, low_open=True)
         if self.min_p is not None:
             require_number("min_p", self.min_p, low=0, high=1)
+        object.__setattr__(self, "processors", processors.flat(self.processors))
 
     @property
     def greedy(self) -> bool:
         """Whether no randomness is left: temperature 0."""
         return self.temperature == 0
+
+    def process(
+        self,
+        logits: Float[Tensor, "B N V"],
+        texts: Sequence[Sequence[int] | None],
+        guesses: Sequence[Sequence[int]] | None = None,
+        *,
+        stop_at_impossible: bool = False,
+    ) -> Float[Tensor, "B N V"]:
+        """The logits as the processors leave them, in float32; untouched where there are none.
+
+        Position i of a row is that after its text and its first i guesses; positions behind a row's guesses stay as
+        they are. Every position costs a call of each processor.
+
+        Args:
+            texts: each row's tokens so far; None for a row that nobody wants.
+            guesses: the drafted tokens of each row, at most N - 1.
+            stop_at_impossible: whether the rest of a row may stay as it is behind a guess that was given no chance.
+
+        Raises:
+            ValueError: for a processor with a memory.
+        """
+        if not self.processors:
+            return logits
+        first = next((i for i, text in enumerate(texts) if text is not None), None)
+        kind = logits.shape[-1], str(logits.device)
+        if first is not None and kind not in self._checked:
+            for processor in self.processors:
+                processors.check_memory(processor, texts[first] or (), logits[first, :1].float())
+            self._checked.add(kind)
+        return processors.process(self.processors, logits, texts, guesses, stop_at_impossible=stop_at_impossible)
 
     def probs(self, logits: Float[Tensor, "*B V"]) -> Float[Tensor, "*B V"]:
         """The distribution that a token is drawn from, in float32."""

@@ -1,0 +1,37 @@
+"""Prompts of Spec-Bench (Xia et al. 2024), for the benchmarks: its `question.jsonl` as chat prompts.
+
+Knows nothing of models but their tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+TASKS = {
+    "translation": "translation",
+    "summarization": "summarization",
+    "qa": "qa",
+    "math_reasoning": "math_reasoning",
+    "rag": "rag",
+}
+"""Its categories; the eight of MT-Bench count as one task, conversation."""
+
+
+def load(path: str | Path, tokenizer: Any, *, longest: int = 1024) -> dict[str, list[list[int]]]:
+    """The first turns by task, as tokens of a chat; those of more than `longest` tokens are left out."""
+    prompts: dict[str, list[list[int]]] = {}
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        tokens = tokenizer.encode_chat([{"role": "user", "content": row["turns"][0]}])
+        if len(tokens) <= longest:
+            prompts.setdefault(TASKS.get(row["category"], "conversation"), []).append(tokens)
+    return prompts
+
+
+def mixed(prompts: dict[str, list[list[int]]], number: int) -> list[list[int]]:
+    """As many prompts, task by task in turn."""
+    longest = max(map(len, prompts.values()))
+    turns = [texts[i] for i in range(longest) for texts in prompts.values() if i < len(texts)]
+    return turns[:number]

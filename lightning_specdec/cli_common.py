@@ -1,0 +1,59 @@
+"""What several verbs share: messages on stderr, and where the models go.
+
+Knows nothing of what the verbs do.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from argparse import Namespace
+
+import torch
+
+from lightning_specdec.checks import require_number
+from lightning_specdec.rules import SamplingOptions
+
+log = logging.getLogger("lightning_specdec")
+
+
+def find_device(name: str) -> torch.device:
+    """The device, if this machine has it and torch can use it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of names that torch is giving up
+            device = torch.device(name)
+            torch.empty(1, device=device).tolist()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise ValueError(
+            f"there is no usable device {name!r} here: try --device cpu (`lightning_specdec env`)"
+        ) from error
+    return device
+
+
+def draws(options: Namespace) -> SamplingOptions:
+    """How tokens are drawn, as the options of `cli_options.DRAWS` say."""
+    chosen = SamplingOptions(
+        temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p
+    )
+    if options.repetition_penalty is not None:
+        penalty = require_number("repetition_penalty", options.repetition_penalty, low=0, low_open=True)
+        from transformers import RepetitionPenaltyLogitsProcessor
+
+        chosen["processors"] = [RepetitionPenaltyLogitsProcessor(float(penalty))]
+    return chosen
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return json.dumps({"level": record.levelname.lower(), "name": record.name, "message": record.getMessage()})
+
+
+def set_up_logs(level: str, *, json_lines: bool) -> None:
+    """Show messages on stderr from this level on."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter() if json_lines else logging.Formatter("%(levelname)s: %(message)s"))
+    log.handlers = [handler]
+    log.setLevel(level.upper())

@@ -1,0 +1,87 @@
+"""How `decode` looks where the tokens are text: each prompt's answer, what was guessed in colour.
+
+Knows nothing of how the answers came about.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+from lightning_specdec.cli_report import comparison, legend, stop_note, styled
+from lightning_specdec.inference import DecodeResult, RowResult
+
+if TYPE_CHECKING:
+    from lightning_specdec.text.tokenizer import TextTokenizer
+
+MOST_SHOWN = 100
+"""Characters of a prompt that are repeated above its answer."""
+
+
+def decoded_prose(
+    standard: DecodeResult | None,
+    speculative: DecodeResult | None,
+    tokenizer: TextTokenizer,
+    prompts: list[str],
+    *,
+    colour: bool,
+    logprobs: bool = False,
+    rounding: str | None = None,
+) -> str:
+    """Both ways' new text of each prompt; arguments as of `cli_report.decoded_text`.
+
+    Args:
+        tokenizer: the target's.
+        prompts: as the user gave them.
+    """
+    lines: list[str] = []
+    first = speculative or standard
+    if first is None:
+        return ""
+    for i, row in enumerate(first.rows):
+        lines.append(f"prompt {row.index}: {_clip(prompts[row.index])}{stop_note(row)}")
+        if speculative is not None:
+            lines += ["  speculative", _block(_with_fates(row, tokenizer) if colour else row.text or "")]
+        if standard is not None and i < len(standard.rows):
+            other = standard.rows[i]
+            same = speculative is not None and other.tokens == row.tokens
+            lines += ["  standard, the same"] if same else [f"  standard{stop_note(other)}", _block(other.text or "")]
+        if logprobs and row.logprobs is not None:
+            lines.append(f"  logprobs     {' '.join(f'{value:.3f}' for value in row.logprobs)}")
+    if speculative is not None and colour:
+        lines.append(legend(colour))
+    if standard is not None and speculative is not None:
+        lines.append(comparison(standard, speculative, rounding))
+    return "\n".join([*lines, ""])
+
+
+def _clip(prompt: str) -> str:
+    text = " ".join(prompt.split())
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def _block(text: str) -> str:
+    return textwrap.indent(text.strip("\n"), "    ")
+
+
+def _with_fates(row: RowResult, tokenizer: TextTokenizer) -> str:
+    """A row's new text in the colours of its tokens' fates, each rejected guess before its correction."""
+    stream, shown, num_left = tokenizer.stream(), [], len(row.text or "")
+
+    def show(piece: str, fate: str) -> None:
+        nonlocal num_left
+        piece = piece[:num_left]  # a stop string is not shown
+        num_left -= len(piece)
+        if piece:
+            shown.append(styled(piece, fate, True))
+
+    for each in row.rounds or []:
+        for token in each.drafted[: each.num_accepted]:
+            show(stream.push([token]), "kept")
+        rejected = each.drafted[each.num_accepted : each.num_accepted + 1]
+        if rejected and each.next_token is not None:
+            shown.append(styled(tokenizer.decode(rejected).replace("\n", "\u23ce"), "rejected", True))
+        if each.next_token is not None:
+            show(stream.push([each.next_token]), "corrected" if rejected else "bonus")
+    show(stream.finish(), "kept")
+    return "".join(shown)

@@ -1,0 +1,95 @@
+"""A transformers model whose layers run as compiled code, for decoding.
+
+Knows nothing of drafts or sessions; the logits are those of the uncompiled model up to rounding.
+
+Theory: decoding a few tokens spends much of its time on launching small operations, which a compiler fuses. Compiling
+a whole model takes minutes, and a new start for each shape. But all layers of a model run the same code on other
+weights: so one layer is compiled, with the weights, the buffers of the state and all lengths as arguments, and the code
+serves every layer, every text and (from two tokens on) every width.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from lightning_specdec.compiler import require_compiler
+
+if TYPE_CHECKING:
+    from lightning_specdec.models.huggingface import HuggingFaceLM
+
+WIDTHS = (1, 4, 7)
+"""Tokens of the warm-up's calls: one, and two widths for the code that serves all others."""
+
+
+class _LayerCache:
+    """One layer's part of a state, as the compiled code sees it: tensors and a number, the same for every layer."""
+
+    def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, positions: Tensor, span: int) -> None:
+        self.keys, self.values = keys, values
+        self.rows, self.positions, self.span = rows, positions, span
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.keys[self.rows, :, self.positions] = key_states.transpose(1, 2)
+        self.values[self.rows, :, self.positions] = value_states.transpose(1, 2)
+        return self.keys[:, :, : self.span], self.values[:, :, : self.span]
+
+
+def compile_layers(model: HuggingFaceLM, *, backend: str = "inductor") -> float:
+    """Compile the layers of a model, in place, and warm up.
+
+    The first call that fills a state, a prompt's, stays uncompiled: its width comes once.
+
+    Returns:
+        the seconds that it took: some ten to forty for the first time on a machine, a few after.
+
+    Raises:
+        CompilerMissing: no C++ compiler is there.
+        ValueError: the model keeps its layers in no list.
+    """
+    require_compiler()
+    layers = _layers(model)
+    started = time.perf_counter()
+    for i, layer in enumerate(layers):
+        if not hasattr(layer, "forward_uncompiled"):
+            layer.forward_uncompiled = layer.forward  # type: ignore[assignment]
+            layer.forward = _dispatch(i, layer.forward, backend)
+    with torch.inference_mode():
+        state = model.init_state(1, 4 * sum(WIDTHS))
+        for width in (2, *WIDTHS, *WIDTHS):
+            model(torch.zeros(1, width, dtype=torch.long, device=model.device), state, logits_for=slice(-1, None))
+    return time.perf_counter() - started
+
+
+def _dispatch(index: int, plain: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """A layer's forward pass: compiled where it goes on with a state whose buffers are there."""
+    compiled = torch.compile(plain, dynamic=True, backend=backend)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+        state, slots = getattr(cache, "state", None), getattr(cache, "slots", None)
+        if state is None or slots is None or index not in state.buffers:
+            return plain(*args, **kwargs)
+        keys, values = state.buffers[index]
+        positions = slots.positions.clamp(max=state.num_slots - 1)
+        part = _LayerCache(keys, values, state.rows, positions, slots.span)
+        args = tuple(part if value is cache else value for value in args)
+        kwargs = {name: part if value is cache else value for name, value in kwargs.items()}
+        # A layer's own number is read by its code, but only to find its part of the cache: no code depends on it.
+        with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+            return compiled(*args, **kwargs)
+
+    return forward
+
+
+def _layers(model: HuggingFaceLM) -> nn.ModuleList:
+    """The list of the model's layers."""
+    for module in model.model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == model.config.num_hidden_layers:
+            return module
+    raise ValueError(f"{type(model.model).__name__} keeps its layers in no list, so they cannot be compiled one by one")

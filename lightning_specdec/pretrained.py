@@ -1,0 +1,216 @@
+"""Names and directories of pretrained models -> a target, and what guesses for it.
+
+Knows nothing of decoding; transformers is imported when the first model is loaded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+
+from lightning_specdec.drafters import Drafter, ModelDrafter, NGramDrafter
+from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary, make_drafter
+from lightning_specdec.memory import available_bytes, peak_bytes, require_memory
+from lightning_specdec.models import LanguageModel
+
+if TYPE_CHECKING:
+    from lightning_specdec.models.huggingface import HuggingFaceLM
+    from lightning_specdec.models.loading import Examined
+    from lightning_specdec.pairs import Pair
+
+KINDS: dict[str, type[Drafter]] = {kind.__name__: kind for kind in (ModelDrafter, CrossVocabulary, NGramDrafter)}
+"""What may guess for a pretrained model."""
+_OBJECTS = ("model", "target_vocabulary", "vocabulary", "encode", "start", "sampling")
+"""Arguments of drafters that are no plain values."""
+
+Source = str | os.PathLike[str]
+Dtype = str | torch.dtype | None
+
+
+class PretrainedOptions(TypedDict, total=False):
+    """The optional arguments of `load_pair`, for callers that pass them on."""
+
+    drafter: str | None
+    drafter_arguments: Mapping[str, Any]
+    dtype: Dtype
+    draft_dtype: Dtype
+    device: str | torch.device
+    quantization: str | None
+    draft_quantization: str | None
+    revision: str | None
+    draft_revision: str | None
+    trust_remote_code: bool
+    pack: bool
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A model to load: see `models.loading.load_model`."""
+
+    source: Source
+    dtype: Dtype
+    quantization: str | None
+    revision: str | None
+
+
+def load_pair(
+    target: Source | LanguageModel,
+    draft: Source | Drafter | LanguageModel | None = None,
+    *,
+    drafter: str | None = None,
+    drafter_arguments: Mapping[str, Any] | None = None,
+    dtype: Dtype = None,
+    draft_dtype: Dtype = None,
+    device: str | torch.device = "cpu",
+    quantization: str | None = None,
+    draft_quantization: str | None = None,
+    revision: str | None = None,
+    draft_revision: str | None = None,
+    trust_remote_code: bool = False,
+    pack: bool = True,
+) -> tuple[LanguageModel, Drafter]:
+    """A target and what guesses for it.
+
+    Without a draft the text itself is looked up for guesses (`NGramDrafter`), or, with `draft_quantization`, a
+    quantized copy of the target guesses. A draft of the target's vocabulary guesses directly, another one through
+    the tokens that both vocabularies have (`CrossVocabulary`).
+
+    Args:
+        target: a directory, a name on the hub, or a model.
+        draft: the same for the draft; or a drafter.
+        drafter: the class that guesses, by name, where it shall not follow from the models.
+        drafter_arguments: its arguments besides the model.
+        dtype, draft_dtype: what they compute in; as stored when None, the draft as the target.
+        device: where they go.
+        quantization, draft_quantization: "int8" or "int4" for weights stored so.
+        revision, draft_revision: branches, tags or commits on the hub.
+        trust_remote_code: whether a model's own Python code may run.
+        pack: whether weights are laid out for this processor, on a CPU: faster, and for decoding only.
+
+    Raises:
+        ValueError: a model cannot be loaded, the models do not fit the memory, or do not fit each other.
+    """
+    own: _Wanted | LanguageModel
+    own = target if isinstance(target, LanguageModel) else _Wanted(target, dtype, quantization, revision)
+    guess: _Wanted | LanguageModel | None = None
+    if isinstance(draft, LanguageModel):
+        guess = draft
+    elif draft is None and draft_quantization is not None:
+        if not isinstance(own, _Wanted):
+            raise ValueError("a quantized copy is made of the target's files: name the target by its source")
+        guess = _Wanted(own.source, draft_dtype or dtype, draft_quantization, revision)
+    elif draft is not None and not isinstance(draft, Drafter):
+        guess = _Wanted(draft, draft_dtype or dtype, draft_quantization, draft_revision)
+    arguments = drafter_arguments or {}
+    if not isinstance(draft, Drafter):
+        _check(drafter, arguments, has_model=guess is not None)
+    elif drafter is not None or arguments:
+        raise ValueError(f"the draft is a {type(draft).__name__} already: name no other drafter")
+    wanted = [model for model in (own, guess) if isinstance(model, _Wanted)]
+    examined = _examine(wanted, device, trust_remote_code)
+    _require_memory([examined[model] for model in wanted], device, pack)
+    loaded = [_load(examined[model], device, pack) if isinstance(model, _Wanted) else model for model in (own, guess)]
+    assert loaded[0] is not None
+    if isinstance(draft, Drafter):
+        return loaded[0], draft
+    return loaded[0], _make(drafter, arguments, loaded[0], loaded[1])
+
+
+def pair_options(pair: Pair, draft: object, options: PretrainedOptions) -> tuple[Source | None, PretrainedOptions]:
+    """A pair's draft and its arguments of `load_pair`; what is given goes before what the pair says.
+
+    Args:
+        draft: what guesses instead of the pair's own, which is then left out with its settings.
+        options: other settings than the pair's.
+    """
+    own: PretrainedOptions = {
+        "dtype": pair.target.dtype,
+        "quantization": pair.target.quantization,
+        "revision": None if pair.target.place == pair.target.local else pair.target.revision,
+    }
+    source: Source | None = None
+    if draft is None and options.get("drafter") in (None, pair.drafter):
+        own |= {"drafter": pair.drafter, "drafter_arguments": pair.drafter_arguments}
+        if pair.draft is not None:
+            source = pair.draft.place
+            own |= {
+                "draft_dtype": pair.draft.dtype,
+                "draft_quantization": pair.draft.quantization,
+                "draft_revision": None if source == pair.draft.local else pair.draft.revision,
+            }
+            if options.get("dtype") is not None:  # one type for both, unless the draft's is given too
+                own["draft_dtype"] = options["dtype"]
+    given: PretrainedOptions = {key: value for key, value in options.items() if value is not None}  # type: ignore[assignment]
+    return source, {**own, **given}
+
+
+def _check(kind: str | None, arguments: Mapping[str, Any], *, has_model: bool) -> None:
+    """Raise ValueError for a drafter that there is not, or that cannot be made of what is given."""
+    if kind is None:
+        if has_model and arguments:
+            raise ValueError("a drafter's arguments need the drafter's name: say which one is meant")
+        kind = "CrossVocabulary" if has_model else "NGramDrafter"
+    if kind not in KINDS:
+        raise ValueError(f"drafter must be one of {', '.join(KINDS)}, got {kind!r}")
+    if (kind == "NGramDrafter") == has_model:
+        raise ValueError(
+            f"{kind} guesses without a model: drop the draft" if has_model else f"{kind} needs a model: give a draft"
+        )
+    known = [name for name in inspect.signature(KINDS[kind]).parameters if name not in _OBJECTS]
+    if foreign := sorted(arguments.keys() - set(known)):
+        raise ValueError(f"{kind} takes no {foreign[0]}: " + (f"it takes {', '.join(known)}" if known else "drop it"))
+
+
+def _examine(models: list[_Wanted], device: str | torch.device, trust_remote_code: bool) -> dict[_Wanted, Examined]:
+    from lightning_specdec.models.loading import check_quantization, examine
+
+    for model in models:
+        check_quantization(model.quantization, device)
+    return {
+        model: examine(
+            model.source,
+            dtype=model.dtype,
+            quantization=model.quantization,
+            revision=model.revision,
+            trust_remote_code=trust_remote_code,
+        )
+        for model in dict.fromkeys(models)
+    }
+
+
+def _require_memory(models: list[Examined], device: str | torch.device, pack: bool) -> None:
+    """Raise ValueError unless the models fit beside each other, and each while it is loaded too."""
+    if not models:
+        return
+    parts = [(model.size, model.dtype, model.quantization) for model in models]
+    _, needed = peak_bytes(parts, packed=pack and torch.device(device).type == "cpu")
+    names = " with ".join(model.source for model in models)
+    require_memory(names, weights=needed, device=str(device), available=available_bytes(str(device)))
+
+
+def _load(examined: Examined, device: str | torch.device, pack: bool) -> HuggingFaceLM:
+    from lightning_specdec.models.loading import load
+
+    model = load(examined, device=device)
+    return model.pack() if pack else model
+
+
+def _make(
+    kind: str | None, arguments: Mapping[str, Any], target: LanguageModel, draft: LanguageModel | None
+) -> Drafter:
+    """The drafter, which may still find that its model does not fit the target."""
+    if draft is None:
+        return NGramDrafter(**arguments)
+    if kind == "ModelDrafter":
+        return ModelDrafter(draft)
+    if not arguments:
+        return make_drafter(target, draft)
+    tokenizer = getattr(draft, "tokenizer", None)
+    if tokenizer is None or target.vocabulary is None:
+        raise ValueError("CrossVocabulary needs the tokenizers of both models: load both with theirs")
+    return CrossVocabulary(draft, target.vocabulary, encode=tokenizer.encode_plain, start=tokenizer.start, **arguments)

@@ -1,0 +1,87 @@
+"""A hub on this machine: a small HTTP server that answers for its models as huggingface.co does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+REFUSALS = {
+    "lab/gated": (200, 403, "GatedRepo"),
+    "lab/gated-no-token": (200, 401, "GatedRepo"),
+    "lab/private": (401, 401, "RepoNotFound"),
+    "lab/unknown": (404, 404, "RepoNotFound"),
+    "lab/forbidden": (403, 403, ""),
+    "lab/broken": (500, 500, ""),
+    "lab/plain404": (404, 404, ""),
+}
+"""Of models that cannot be had: what the hub says when asked about the model, when asked for a file, and its code."""
+
+
+@contextmanager
+def serve(models: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
+    """The address of a hub with these models by name, and the requests that it got."""
+    requests: list[str] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(body=True)
+
+        def do_HEAD(self) -> None:
+            self.answer(body=False)
+
+        def answer(self, *, body: bool) -> None:
+            path = unquote(urlsplit(self.path).path)
+            requests.append(f"{self.command} {path}")
+            about = path.startswith("/api/models/")
+            parts = path.removeprefix("/api/models/").strip("/").split("/")
+            name, rest = "/".join(parts[:2]), parts[2:]
+            if name in REFUSALS and (status := REFUSALS[name][not about]) != 200:
+                self.send(status, b"no", {"X-Error-Code": REFUSALS[name][2]}, body)
+            elif name in REFUSALS:
+                self.send_info(name, {"config.json": 2}, body)
+            elif name not in models:
+                self.send(404, b"no", {"X-Error-Code": "RepoNotFound"}, body)
+            elif about:
+                revision = rest[1] if rest[:1] == ["revision"] else "main"
+                if revision not in ("main", COMMIT):
+                    self.send(404, b"no", {"X-Error-Code": "RevisionNotFound"}, body)
+                else:
+                    self.send_info(name, {file.name: file.stat().st_size for file in models[name].iterdir()}, body)
+            else:
+                content = (models[name] / rest[-1]).read_bytes()
+                tag = hashlib.sha256(content).hexdigest()
+                self.send(200, content, {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT}, body)
+
+        def send_info(self, name: str, sizes: dict[str, int], body: bool) -> None:
+            files = [{"rfilename": file, "size": size} for file, size in sizes.items()]
+            content = {"id": name, "modelId": name, "sha": COMMIT, "siblings": files, "tags": [], "downloads": 0}
+            self.send(200, json.dumps(content).encode(), {"Content-Type": "application/json"}, body)
+
+        def send(self, status: int, content: bytes, headers: dict[str, str], body: bool) -> None:
+            self.send_response(status)
+            for key, value in ({"Content-Length": str(len(content))} | headers).items():
+                if value:
+                    self.send_header(key, value)
+            self.end_headers()
+            if body:
+                self.wfile.write(content)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", requests
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,205 @@
+"""A calibration is what it says: costs of real rounds, a file that is checked, measured once."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_specdec.bench import calibration as measuring
+from lightning_specdec.bench.calibration import WIDTHS, calibrate
+from lightning_specdec.bench.remembered import fingerprint, load_or_measure
+from lightning_specdec.drafters import ModelDrafter, NGramDrafter
+from lightning_specdec.inference import Calibration, Costs, Session
+from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
+from lightning_specdec.rules import RejectionSampling, Sampling
+
+COSTS = Costs(2, (1, 3, 5), (1.0, 2.0, 2.5), (0.1, 0.1, 0.2), 0.5, 0.25, 0.01, 0.05)
+
+
+class Clockwork(LanguageModel):
+    """A model whose calls take as long as is written down: the clock is a number that they add to."""
+
+    now = 0.0
+
+    def __init__(self, model: LanguageModel, call: float, token: float) -> None:
+        super().__init__()
+        self.model, self.vocab_size, self.call, self.token = model, model.vocab_size, call, token
+
+    def init_state(self, batch_size: int, max_length: int) -> DecodeState:
+        return self.model.init_state(batch_size, max_length)
+
+    def forward(self, tokens: Tensor, state: DecodeState | None = None, **options: Any) -> ModelOutput:
+        Clockwork.now += self.call + self.token * tokens.shape[1]
+        return self.model(tokens, state, **options)
+
+    def arguments(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_calibration_finds_the_costs_that_the_calls_have(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_specdec.inference.timing.time.perf_counter", lambda: Clockwork.now)
+    target = Clockwork(cases.target("rnn"), 1.0, 0.1)
+    drafter = ModelDrafter(Clockwork(cases.MODELS["rnn"](8), 0.2, 0.01))
+    found = calibrate(target, drafter, batch_sizes=(size,), context_length=100).at(size)
+    assert found.widths == WIDTHS and found.batch_size == size
+    for width, seconds in zip(found.widths, found.target_seconds, strict=True):
+        assert seconds == pytest.approx(1.0 + 0.1 * width)
+    assert found.loop_seconds == pytest.approx([0.0] * len(WIDTHS), abs=1e-9)
+    # The first call of a draft reads the text's last two tokens, the others one.
+    assert found.draft_seconds == pytest.approx(0.01) and found.draft_step_seconds == pytest.approx(0.21)
+    assert found.target_token_seconds == pytest.approx(0.1, rel=0.02)
+    assert found.draft_token_seconds == pytest.approx(0.01, rel=0.03)
+
+
+@pytest.mark.parametrize("rule", [None, RejectionSampling()])
+@pytest.mark.parametrize("drafter", cases.DRAFTERS)
+def test_every_drafter_can_be_measured(drafter: str, rule: Any) -> None:
+    sampling = Sampling(1.0) if rule else None
+    found = calibrate(
+        cases.target("transformer"),
+        cases.drafter(drafter, "transformer"),
+        context_length=20,
+        seconds=0.01,
+        rule=rule,
+        sampling=sampling,
+    )
+    costs = found.at(1)
+    seconds = [costs.round_seconds(i) for i in range(17)]
+    assert all(math.isfinite(each) and each > 0 for each in seconds) and seconds == sorted(seconds)
+    assert costs.draft_step_seconds >= 0 and costs.draft_seconds >= 0 and costs.draft_token_seconds >= 0
+    assert found.largest_window == 16 and found.context_length == 20
+
+
+def test_measuring_costs_a_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds, step = [], Session.step
+    monkeypatch.setattr(Session, "step", lambda session: rounds.append(0) or step(session))
+    calibrate(cases.target("rnn"), NGramDrafter(), seconds=1e-9)
+    assert len(rounds) <= 60
+
+
+def test_a_calibration_keeps_within_the_models_contexts() -> None:
+    class Short(Clockwork):
+        max_positions = 260
+
+        def forward(self, tokens: Tensor, state: DecodeState | None = None, **options: Any) -> ModelOutput:
+            output = super().forward(tokens, state, **options)
+            assert state is None or max(state.consumed) <= 260 + 17
+            return output
+
+    target = Short(cases.target("rnn"), 0, 0)
+    assert calibrate(target, NGramDrafter(), context_length=500).context_length < 260
+    target.max_positions = 50
+    with pytest.raises(ValueError, match="the models hold 50: measure fewer widths"):
+        calibrate(target, NGramDrafter())
+    with pytest.raises(ValueError, match="widths must have one above 1"):
+        calibrate(cases.target("rnn"), NGramDrafter(), widths=(1,))
+
+
+def test_rounds_between_the_measured_widths_cost_what_lies_between() -> None:
+    assert [COSTS.round_seconds(i) for i in range(5)] == pytest.approx([1.1, 1.6, 2.1, 2.4, 2.7])
+    with pytest.raises(ValueError, match="a call on 6 tokens was not measured, 5 at most"):
+        COSTS.round_seconds(5)
+
+
+def test_a_batch_takes_the_costs_of_the_next_larger_one() -> None:
+    from dataclasses import replace
+
+    sizes = Calibration(tuple(replace(COSTS, batch_size=size) for size in (1, 4, 16)), 10)
+    assert [sizes.at(size).batch_size for size in (1, 2, 4, 5, 16, 40)] == [1, 4, 4, 16, 16, 16]
+
+
+def test_a_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
+    made = Calibration((COSTS,), 64, target="a target", drafter="a draft", threads=2)
+    made.save(tmp_path / "deep" / "costs.json")
+    assert Calibration.load(tmp_path / "deep" / "costs.json") == made
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["costs.json"]
+
+
+def broken(**changes: Any) -> str:
+    values = Calibration((COSTS,), 64).to_dict()
+    for name, value in changes.items():
+        owner = values if name in values else values["costs"][0]
+        owner[name] = value
+    return json.dumps(values)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "cannot be used as a calibration"),
+        ("[1, 2]", "this is no calibration of format 1"),
+        (broken(format=2), "this is no calibration of format 1"),
+        (broken(costs=[]), "sizes of batch must rise"),
+        (broken(costs=3), "costs must be a list"),
+        (broken(costs=[{"batch_size": 1}]), "Costs has the fields"),
+        (broken(widths=[2, 3, 5]), "widths must rise from 1"),
+        (broken(widths=[1, 5, 3]), "widths must rise from 1"),
+        (broken(widths=[1, 3]), "must have one figure for each of the 2 widths"),
+        (broken(target_seconds=[1.0, -2.0, 3.0]), "target_seconds must be in"),
+        (broken(target_seconds=[0.0, 2.0, 3.0]), "target_seconds must be in"),
+        (broken(target_seconds="fast"), "target_seconds must be a list"),
+        (broken(draft_seconds=math.nan), "draft_seconds must be in"),
+        (broken(draft_step_seconds="1"), "draft_step_seconds must be a number"),
+        (broken(batch_size=0), "batch_size must be at least 1"),
+        (broken(context_length="long"), "context_length must be an integer"),
+        (broken(threads=-1), "threads must be at least"),
+        (broken(device=[]), "device must be a text"),
+    ],
+)
+def test_a_file_that_is_no_calibration_is_refused_in_one_line(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=told) as caught:
+        Calibration.load(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no calibration at .*none.json"):
+        load_or_measure(cases.target("rnn"), NGramDrafter(), path=tmp_path / "none.json")
+
+
+def test_a_pair_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = []
+
+    def count(*arguments: Any, **options: Any) -> Calibration:
+        measured.append(options["batch_sizes"])
+        return measuring.calibrate(*arguments, **options, seconds=1e-9)
+
+    monkeypatch.setattr("lightning_specdec.bench.remembered.calibrate", count)
+    model, drafter = cases.MODELS["rnn"](), ModelDrafter(cases.MODELS["rnn"](3))
+    first = load_or_measure(model, drafter)
+    assert load_or_measure(cases.MODELS["rnn"](7), drafter) == first, "weights of another value cost the same"
+    assert measured == [(1,)]
+    for options in ({"batch_size": 2}, {"sampling": Sampling(1.0)}, {"rule": RejectionSampling()}):
+        load_or_measure(model, drafter, **options)  # type: ignore[arg-type]
+    load_or_measure(cases.MODELS["rnn"](hidden_size=32), drafter)
+    assert len(measured) == 5
+    (files := sorted(tmp_path.rglob("calibration-*.json")))[0].write_text("half a fi")
+    for _ in range(2):
+        load_or_measure(model, drafter)
+        load_or_measure(model, drafter, batch_size=2)
+    assert len(measured) <= 6 and len(files) == 5
+    given = tmp_path / "given.json"
+    first.save(given)
+    assert load_or_measure(model, NGramDrafter(3, 2), path=given) == first
+
+
+def test_a_fingerprint_tells_kinds_and_sizes_apart() -> None:
+    small, large = cases.MODELS["rnn"](), cases.MODELS["rnn"](hidden_size=32)
+    compiled = cases.MODELS["rnn"]()
+    compiled.forward = compiled.forward  # type: ignore[method-assign]
+    different = [small, large, small.fused(), cases.MODELS["transformer"](), compiled, cases.MODELS["rnn"]().double()]
+    assert len({fingerprint(each) for each in different}) == len(different)
+    assert fingerprint(NGramDrafter(3)) != fingerprint(NGramDrafter(4))
+    assert fingerprint(small) == fingerprint(cases.MODELS["rnn"](5))
+    assert isinstance(torch.get_num_threads(), int)

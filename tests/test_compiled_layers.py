@@ -1,0 +1,58 @@
+"""Laws of compiled transformers layers: the same output, few compilations, whatever the widths, texts and sessions.
+
+The compiler's front half is what decides when to compile, so most of this runs on a backend that generates no code; the
+programs run in processes of their own, without the shape checks of the other tests, which would be compiled too.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from families import tiny
+
+from lightning_specdec.compiler import CompilerMissing
+from lightning_specdec.models import compiled
+from lightning_specdec.models.huggingface import HuggingFaceLM
+
+PROGRAM = """
+from families import tiny
+from torch._dynamo.utils import counters
+from lightning_specdec.drafters import ModelDrafter
+from lightning_specdec.inference import autoregressive_decode, speculative_decode
+from lightning_specdec.models import compiled
+from lightning_specdec.models.huggingface import HuggingFaceLM
+
+prompts = [[3], [1, 2, 3, 4, 5], [10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 60, 66]]
+target = HuggingFaceLM(tiny("{family}")).fused()
+alone = [autoregressive_decode(target, prompt, max_new_tokens=16).tokens[0] for prompt in prompts]
+assert compiled.compile_layers(target, backend="{backend}") > 0
+compilations = counters["stats"]["unique_graphs"]
+assert 0 < compilations <= 2, compilations
+for prompt, expected in zip(prompts[1:], alone[1:], strict=True):
+    assert autoregressive_decode(target, prompt, max_new_tokens=16).tokens == [expected]
+    for window in (1, 3, 6):
+        options = {{"max_new_tokens": 16, "num_draft_tokens": window}}
+        assert speculative_decode(target, ModelDrafter(target), prompt, **options).tokens == [expected]
+assert counters["stats"]["unique_graphs"] == compilations, counters["stats"]
+assert speculative_decode(target, ModelDrafter(target), prompts, max_new_tokens=16).tokens == alone
+print("held")
+"""
+
+
+@pytest.mark.parametrize(("family", "backend"), [("llama", "aot_eager"), ("gpt2", "aot_eager")])
+def test_compiled_layers_decode_the_same_and_are_compiled_once_for_all_widths(family: str, backend: str) -> None:
+    program = PROGRAM.format(family=family, backend=backend)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.stdout == "held\n", done.stderr[-2000:]
+
+
+def test_without_a_compiler_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(CompilerMissing, match="no C\\+\\+ compiler"):
+        compiled.compile_layers(HuggingFaceLM(tiny("llama")))

@@ -1,0 +1,216 @@
+"""Laws of conversations: nothing is read twice, and the answers are those to the whole text read from scratch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import cases
+import pytest
+import torch
+
+from lightning_specdec.inference import Row, Session, autoregressive_decode, speculative_decode
+from lightning_specdec.inference import conversation as module
+from lightning_specdec.inference.conversation import Conversation
+from lightning_specdec.inference.stopping import StopStrings
+from lightning_specdec.rules import Sampling
+
+TURNS = [[3, 1, 4], [7], [2, 7, 1, 8, 2, 8], [10, 0, 10], [6]]
+NEW = 9
+
+
+def talk(conversation: Conversation, *, cancel_at: int | None = None, **options: Any) -> list[Row]:
+    """Five turns; with `cancel_at` each answer is stopped after so many rounds."""
+    text: list[int] = []
+    rows = []
+    for turn in TURNS:
+        row = conversation.begin([*text, *turn], max_new_tokens=NEW, **options)
+        answer: list[int] = []
+        for num_rounds in range(NEW):
+            if row.live and num_rounds == cancel_at:
+                conversation.cancel()
+            answer += conversation.step()
+        assert answer == row.text[row.prompt_length :] and not row.live
+        text = row.text
+        rows.append(row)
+    return rows
+
+
+def count_reads(conversation: Conversation) -> list[int]:
+    """Tokens that the target reads in each of its calls from now on."""
+    assert conversation.session is not None
+    state, reads = conversation.session._target_state, []
+    advance: Callable[..., None] = state.advance
+
+    def counting(num_tokens: int, valid_lengths: Any = None) -> None:
+        reads.append(num_tokens if valid_lengths is None else max(valid_lengths))
+        advance(num_tokens, valid_lengths)
+
+    state.advance = counting  # type: ignore[method-assign]
+    return reads
+
+
+@pytest.mark.parametrize("cancel_at", [None, 1, 2])
+@pytest.mark.parametrize("drafter", cases.DRAFTERS)
+@pytest.mark.parametrize("target", cases.MODELS)
+def test_every_answer_is_that_to_the_whole_text_read_from_scratch(
+    target: str, drafter: str, cancel_at: int | None
+) -> None:
+    for window in (1, 3, 6):
+        conversation = Conversation(
+            cases.target(target), cases.drafter(drafter, target), num_draft_tokens=window, eos=[cases.EOS]
+        )
+        for row in talk(conversation, cancel_at=cancel_at):
+            prompt, answer = row.text[: row.prompt_length], row.text[row.prompt_length :]
+            whole = autoregressive_decode(cases.target(target), prompt, max_new_tokens=NEW, eos=cases.EOS).tokens[0]
+            assert answer == (whole[: len(answer)] if row.stop_reason == "cancelled" else whole)
+
+
+@pytest.mark.parametrize("drafter", ["near", "ragged", "itself", "ngram", "wrong"])
+@pytest.mark.parametrize("target", cases.MODELS)
+def test_a_turn_reads_its_own_tokens_alone(target: str, drafter: str) -> None:
+    conversation = Conversation(cases.target(target), cases.drafter(drafter, target))
+    first = conversation.begin(TURNS[0], max_new_tokens=NEW)
+    reads, rows = count_reads(conversation), [first]
+    while first.live:
+        conversation.step()
+    for turn in TURNS[1:]:
+        text = rows[-1].text
+        del reads[:]
+        row = conversation.begin([*text, *turn], max_new_tokens=NEW)
+        rows.append(row)
+        # The last token of an answer was drawn and never fed.
+        assert conversation.num_reused == len(text) - 1
+        while row.live:
+            conversation.step()
+        assert row.counts is not None and len(reads) == row.num_rounds
+        assert sum(reads) == len(turn) + row.num_rounds + row.counts.num_proposed
+
+
+@pytest.mark.parametrize("target", ["rnn", "transformer"])
+def test_a_draft_that_is_the_target_is_right_in_every_turn(target: str) -> None:
+    """So its state went back to the text and no further."""
+    conversation = Conversation(cases.target(target), cases.drafter("itself", target), num_draft_tokens=2)
+    for row in talk(conversation):
+        assert row.result().block_efficiency == 3
+        assert row.counts is not None and row.counts.acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("rule", cases.RULES)
+@pytest.mark.parametrize("drafter", ["near", "ragged", "hotter", "ngram"])
+@pytest.mark.parametrize("target", ["rnn", "transformer"])
+def test_reading_all_again_changes_no_answer_at_any_temperature(
+    target: str, drafter: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise goes on where the last turn ended, however much room there was, and whether the states were kept."""
+    if not cases.applies(drafter, rule):
+        pytest.skip("this drafter cannot serve that rule")
+    options: dict[str, Any] = {"rule": cases.RULES[rule](), "sampling": Sampling(1.1), "seed": 3, "eos": [cases.EOS]}
+    model, guesser = cases.target(target), cases.drafter(drafter, target)
+    kept = [row.text for row in talk(Conversation(model, guesser, **options))]
+    monkeypatch.setattr(module, "FIRST_LENGTH", 13)
+    grown = Conversation(model, guesser, **options)
+    assert [row.text for row in talk(grown)] == kept
+    assert grown.session is not None and grown.session.max_length > 13
+    for i in range(len(TURNS)):
+        first = Conversation(model, guesser, **options)
+        rows = talk(first)
+        session = Session(model, guesser, max_length=99, **options)
+        if i:
+            row = session.resume(rows[i - 1], rows[i].text[: rows[i].prompt_length], max_new_tokens=NEW)
+            while session.step():
+                pass
+            assert row.text == kept[i]
+
+
+def test_no_turn_draws_from_the_noise_of_another() -> None:
+    """A model that forgets everything draws the same tokens from the same numbers."""
+    model = cases.make(cases.RNN, 1, embedding_size=8, hidden_size=16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    conversation = Conversation(model, cases.drafter("repeater", "rnn"), sampling=Sampling(1.0))
+    answers = [tuple(row.text[row.prompt_length :]) for row in talk(conversation)]
+    assert len(set(answers)) == len(TURNS)
+    alone = autoregressive_decode(model, [[1]], max_new_tokens=NEW * len(TURNS), sampling=Sampling(1.0)).tokens[0]
+    assert [token for answer in answers for token in answer] == alone
+
+
+@pytest.mark.parametrize("drafter", ["near", "itself", "ragged", "ngram", "repeater"])
+@pytest.mark.parametrize("target", cases.MODELS)
+def test_a_prompt_that_rewrites_the_text_is_answered_from_scratch(target: str, drafter: str) -> None:
+    generator = random.Random(4)
+    model, guesser = cases.target(target), cases.drafter(drafter, target)
+    conversation, text = Conversation(model, guesser, num_draft_tokens=4), [3, 1, 4, 1]
+    reused = set()
+    for _ in range(12):
+        kept = generator.choice([0, len(text) // 2, len(text) - 2, len(text) - 1, len(text)])
+        prompt = [*text[:kept], *[generator.randrange(cases.VOCAB) for _ in range(generator.randint(1, 4))]]
+        row = conversation.begin(prompt[-40:], max_new_tokens=6)
+        reused.add(conversation.num_reused > 0)
+        while row.live:
+            conversation.step()
+        whole = autoregressive_decode(model, prompt[-40:], max_new_tokens=6).tokens[0]
+        assert row.text[row.prompt_length :] == whole
+        text = row.text
+    assert reused == {True, False}
+
+
+@pytest.mark.parametrize("drafter", ["near", "itself"])
+def test_answers_end_by_stop_strings_and_go_on_behind_them(drafter: str) -> None:
+    pieces = [bytes([ord("a") + token]) for token in range(cases.VOCAB)]
+    stop = StopStrings(["a", "cb", "hh"], pieces)
+    model = cases.target("rnn")
+    rows = talk(Conversation(model, cases.drafter(drafter, "rnn"), sampling=Sampling(1.0)), stop=stop)
+    assert {row.stop_reason for row in rows} >= {"stop"}
+    again = talk(Conversation(model, cases.drafter("wrong", "rnn"), sampling=Sampling(1.0)), stop=stop)
+    assert [row.text for row in rows] == [row.text for row in again]
+
+
+@pytest.mark.parametrize("target", ["rnn", "transformer"])
+def test_rows_are_resumed_while_others_go_on(target: str) -> None:
+    generator = random.Random(8)
+    model, guesser = cases.target(target), cases.drafter("near", target)
+    session = Session(model, guesser, max_length=400, eos=cases.EOS)
+    rows = [session.add(prompt, max_new_tokens=5) for prompt in cases.PROMPTS]
+    done: list[Row] = []
+    for _ in range(60):
+        session.step()
+        for i, row in enumerate(rows):
+            if not row.live and generator.random() < 0.7:
+                done.append(row)
+                prompt = [*row.text, generator.randrange(cases.VOCAB), generator.randrange(cases.VOCAB)]
+                rows[i] = session.resume(row, prompt, max_new_tokens=generator.randint(1, 8))
+    assert len(done) > 60
+    for row in done:
+        expected = speculative_decode(
+            model, guesser, row.text[: row.prompt_length], max_new_tokens=row.max_length - row.prompt_length,
+            eos=cases.EOS,
+        )  # fmt: skip
+        assert row.text[row.prompt_length :] == expected.tokens[0]
+
+
+def test_a_conversation_keeps_to_the_models_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = cases.make(cases.RNN, 1, embedding_size=8, hidden_size=16)
+    model.max_positions = 10
+    conversation = Conversation(model, cases.drafter("ngram", "rnn"))
+    row = conversation.begin([1, 2, 3, 4], max_new_tokens=99)
+    while row.live:
+        conversation.step()
+    assert len(row.text) == 10 and row.stop_reason == "length"
+    with pytest.raises(ValueError, match="10 tokens and the models a context of 10: begin a new one"):
+        conversation.begin(row.text, max_new_tokens=1)
+    assert conversation.begin([1], max_new_tokens=3).live  # the conversation goes on with less
+
+
+def test_turns_out_of_turn_are_refused() -> None:
+    conversation = Conversation(cases.target("rnn"), cases.drafter("near", "rnn"))
+    with pytest.raises(ValueError, match="begin one"):
+        conversation.step()
+    row = conversation.begin([1], max_new_tokens=5)
+    with pytest.raises(ValueError, match="has not ended"):
+        conversation.begin([1, 2], max_new_tokens=5)
+    assert conversation.session is not None
+    with pytest.raises(ValueError, match="still being decoded"):
+        conversation.session.resume(row, [1, 2], max_new_tokens=5)

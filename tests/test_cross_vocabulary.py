@@ -1,0 +1,274 @@
+"""A draft with another vocabulary: its guesses are lossless, and what it reads is the text in its own tokens."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import cases
+import pytest
+import test_distribution as exact
+import torch
+from test_rounds import Reads
+from test_states import assert_close
+from tiny_vocabularies import PAIRS, Renamed, letters, other_letters
+from torch import Tensor
+
+from lightning_specdec.drafters import Context, Draft, DraftState
+from lightning_specdec.drafters.cross_state import CrossDraftState
+from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary
+from lightning_specdec.inference import Session, autoregressive_decode, open_session, run, speculative_decode
+from lightning_specdec.models import LanguageModel
+from lightning_specdec.rules import EpsilonThreshold, ExactMatch, RejectionSampling, Sampling
+from lightning_specdec.text.vocabulary import Vocabulary
+
+
+class Watched(CrossVocabulary):
+    """Looks at each round whether the draft has read the text as a fresh run would, none of it twice or not at all."""
+
+    num_watched, largest = 0, 0
+
+    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
+        draft = super().propose(state, replace(context, wants_logits=True), windows, sampling)
+        assert isinstance(state, CrossDraftState) and draft.logits is not None
+        for i, (row, text) in enumerate(zip(state.rows, context.texts, strict=True)):
+            tokens = row.behind(row.first)
+            fresh = self.to_target(self.model(torch.tensor([tokens])).logits[:, -1], context)[0]
+            said = fresh.isfinite()
+            assert_close(draft.logits[i, 0][said], fresh[said])
+            assert row.text.num_covered == len(text)
+            self.num_watched += 1
+        self.largest = max(self.largest, state.capacity)
+        return draft
+
+
+def vocabulary(*pieces: bytes) -> Vocabulary:
+    return Vocabulary(pieces)
+
+
+def renamed(model: LanguageModel) -> Renamed:
+    return Renamed(model, other_letters(model.vocab_size))
+
+
+@functools.cache
+def strangers() -> tuple[LanguageModel, Vocabulary, LanguageModel, Any]:
+    """Random networks over two real tokenizers: bytes trained on one text, SentencePiece on another."""
+    pytest.importorskip("transformers")
+    import tiny_tokenizers
+
+    own, other = tiny_tokenizers.byte_level(), tiny_tokenizers.sentencepiece()
+    target, draft = Vocabulary.of(own), Vocabulary.of(other)
+    models = [
+        cases.make(kind, seed, vocab_size=len(each) + 3, sharpness=2.5)
+        for kind, seed, each in ((cases.RNN, 3, target), (cases.TinyTransformer, 4, draft))
+    ]
+    models[0].vocabulary, models[1].vocabulary = target, draft
+    return models[0], target, models[1], functools.partial(other.encode, add_special_tokens=False)
+
+
+def stranger() -> tuple[LanguageModel, Watched]:
+    """A target, and a drafter for it that has not watched anything yet."""
+    target, names, draft, encode = strangers()
+    assert draft.vocabulary is not None
+    return target, Watched(draft, names, encode=encode, start=draft.vocabulary.special["bos"])
+
+
+WORDS = [[290, 302, 270], [262], [0, 273, 280, 300], [310, 5, 5, 130, 40]]
+"""Prompts of the byte-level tokenizer: one with BOS, one that ends in stray bytes."""
+
+
+@pytest.mark.parametrize("rule", [ExactMatch, RejectionSampling])
+@pytest.mark.parametrize("window", [1, 3, 5])
+def test_two_real_tokenizers_decode_as_the_target_alone(window: int, rule: type[Any]) -> None:
+    target, drafter = stranger()
+    options: dict[str, Any] = {"max_new_tokens": 20, "eos": 1}
+    result = speculative_decode(target, drafter, WORDS, num_draft_tokens=window, rule=rule(), **options)
+    assert result.tokens == autoregressive_decode(target, WORDS, **options).tokens
+    assert drafter.num_watched > 20
+    new = {token for row in result.tokens for token in row}
+    shared, whole = drafter.translation.pairs, drafter.translation.whole
+    assert new - set(shared), "the target said nothing that the draft does not have"
+    assert new & set(whole) and new - set(whole)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_two_real_tokenizers_draw_the_targets_own_tokens(temperature: float) -> None:
+    target, drafter = stranger()
+    options: dict[str, Any] = {"max_new_tokens": 15, "sampling": Sampling(temperature), "seed": 3}
+    result = speculative_decode(target, drafter, WORDS, **options)
+    assert result.tokens == autoregressive_decode(target, WORDS, **options).tokens
+
+
+def test_a_ragged_batch_of_another_vocabulary_equals_its_rows() -> None:
+    target, drafter = stranger()
+    options: dict[str, Any] = {"max_new_tokens": 12, "sampling": Sampling(1.0), "rule": RejectionSampling()}
+    batch = speculative_decode(target, drafter, WORDS, **options)
+    for index, row in enumerate(batch.rows):
+        alone = speculative_decode(target, drafter, WORDS[index], indices=[index], **options).rows[0]
+        assert (row.tokens, row.rounds) == (alone.tokens, alone.rounds)
+
+
+@pytest.mark.parametrize("target", cases.MODELS)
+def test_what_the_draft_has_read_equals_a_fresh_run(target: str) -> None:
+    model = cases.target(target)
+    drafter = Watched(renamed(cases.related(model)), letters(cases.VOCAB))
+    for rule in (RejectionSampling(), EpsilonThreshold()):
+        result = speculative_decode(
+            model, drafter, cases.PROMPTS, max_new_tokens=12, rule=rule, sampling=Sampling(1.0), eos=cases.EOS
+        )
+        assert result.counts is not None and result.counts.num_accepted > 0
+    assert drafter.num_watched > 20
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(0.8, top_p=0.7)], ids=["greedy", "t1", "p"])
+@pytest.mark.parametrize("rule", [ExactMatch, RejectionSampling])
+@pytest.mark.parametrize("target", ["rnn", "transformer"])
+def test_the_target_under_other_names_accepts_everything(target: str, rule: type[Any], sampling: Sampling) -> None:
+    """Its numbers are other ones, and it would rather say pairs: nothing of that is left in its guesses."""
+    model = cases.target(target)
+    pieces = [piece for piece in letters(cases.VOCAB).token_bytes[::-1] if piece]
+    drafter = CrossVocabulary(Renamed(model, vocabulary(*pieces[:4], *PAIRS, *pieces[4:])), letters(cases.VOCAB))
+    result = speculative_decode(
+        model, drafter, cases.PROMPTS, max_new_tokens=12, num_draft_tokens=3, rule=rule(), sampling=sampling
+    )
+    assert result.acceptance_rate == 1 and result.block_efficiency == 4
+
+
+@functools.cache
+def small_pair() -> tuple[LanguageModel, CrossVocabulary]:
+    """A target of a, b and c; the draft has b, a pair, and a."""
+    model = cases.MODELS["rnn"](3, vocab_size=exact.VOCAB, sharpness=1.5)
+    draft = Renamed(cases.MODELS["rnn"](4, vocab_size=exact.VOCAB, sharpness=1.5), vocabulary(b"b", b"ab", b"a"))
+    return model, CrossVocabulary(draft, letters(exact.VOCAB))
+
+
+def round_of(drafter: CrossVocabulary, uniform: Tensor, sampling: Sampling) -> Draft:
+    """The guesses after one prompt in every row, drawn with these numbers."""
+    prompts = [[2, 0, 1]] * len(uniform)
+    context = Context(prompts, torch.tensor([[0, 1]] * len(uniform)), uniform, vocab_size=exact.VOCAB)
+    state = drafter.init_state(len(uniform), 8)
+    with torch.inference_mode():
+        return drafter.propose(state, context, [exact.WINDOW] * len(uniform), sampling)
+
+
+@pytest.mark.parametrize("sampling", ["t1", "cold", "top_k", "top_p"])
+def test_a_round_through_the_intersection_has_exactly_the_targets_distribution(sampling: str) -> None:
+    """Summed over all guesses and outcomes; where each guess's interval ends is asked of the drafter's own code."""
+    (model, drafter), own, num_rows = small_pair(), exact.SAMPLINGS[sampling], len(exact.DRAFTS)
+    tokens, numbers = torch.tensor(exact.DRAFTS), torch.zeros(num_rows, exact.WINDOW)
+    chances = torch.ones(num_rows, dtype=torch.float64)
+    for i in range(exact.WINDOW):
+
+        def token_of(uniform: Tensor, i: int = i) -> Tensor:
+            drawn = torch.cat((numbers[:, :i], uniform[:, None], numbers[:, i + 1 :]), dim=1)
+            return round_of(drafter, drawn, own).tokens[:, i]
+
+        ends = exact.token_ends(token_of, num_rows)
+        sizes = exact.sizes(ends).gather(1, tokens[:, i : i + 1])[:, 0]
+        numbers[:, i] = (ends.gather(1, tokens[:, i : i + 1])[:, 0] - sizes / 2).clamp(max=1 - 1e-6).float()
+        chances *= sizes
+    possible = chances > 0
+    draft = round_of(drafter, numbers, own)
+    assert draft.probs is not None and draft.tokens[possible].tolist() == tokens[possible].tolist()
+    assert 1 < int(possible.sum()) <= 4, "the draft has no c"
+    with torch.no_grad():
+        texts = torch.tensor([[2, 0, 1, *guess] for guess in exact.DRAFTS])
+        logits = model(texts).logits[:, 2:]
+    # Reported probabilities as logits, which a softmax leaves as they are.
+    reported = exact.Proposal(Sampling(1.0), Sampling(1.0))
+    measured = exact.Measured(RejectionSampling(), logits, draft.probs.log(), own, reported, exact.WINDOW)
+    law = measured.law(chances)
+    assert sum(law.values()) == pytest.approx(1, abs=exact.TOLERANCE)
+    probs = {draft[:i]: own.probs(logits[n, i]).double() for n, draft in enumerate(exact.DRAFTS) for i in range(3)}
+    for block in exact.BLOCKS:
+        expected, total = 1.0, 0.0
+        for i, token in enumerate(block):
+            expected *= float(probs[block[:i]][token])
+        for n in range(1, exact.WINDOW + 2):
+            rest = law[block[:n]]
+            for i in range(n, exact.WINDOW + 1):
+                rest *= float(probs[block[:i]][block[i]])
+            total += rest
+        assert total == pytest.approx(expected, abs=exact.TOLERANCE)
+
+
+def test_guesses_never_leave_the_intersection() -> None:
+    _, drafter = small_pair()
+    draft = round_of(drafter, torch.rand(200, 2, generator=torch.Generator().manual_seed(0)), Sampling(1.5))
+    assert draft.probs is not None and float(draft.probs[..., 2].sum()) == 0
+    assert_close(draft.probs.sum(-1), torch.ones(200, 2))
+    assert set(draft.tokens.flatten().tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_telling_a_text_in_other_tokens_reads_the_device_once_a_round(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 12, "sampling": Sampling(temperature)}
+    session = open_session(cases.target("rnn"), cases.drafter("cross", "rnn"), cases.PROMPTS, **options)
+    counts = []
+    with Reads(monkeypatch) as reads:
+        while session.live:
+            reads.seen.clear()
+            session.step()
+            counts.append(list(reads.seen))
+    assert len(counts) > 2 and all(count == ["tolist"] for count in counts)
+
+
+def test_texts_of_many_more_tokens_than_the_targets_make_room() -> None:
+    """The target's tokens are words of eight letters, the draft's are letters."""
+    generator = random.Random(0)
+    words = vocabulary(*(bytes(generator.choice(b"abcdefgh") for _ in range(8)) for _ in range(8)), b"a", b"b")
+    target = cases.MODELS["rnn"](1, vocab_size=10)
+    target.vocabulary = words
+    letter_model = cases.MODELS["transformer"](2, vocab_size=8)
+    letter_model.vocabulary = letters(8)
+    drafter = Watched(letter_model, words)
+    prompts = [[1], [2, 9, 3], [4, 4, 4, 8]]
+    result = speculative_decode(target, drafter, prompts, max_new_tokens=10)
+    assert result.tokens == autoregressive_decode(target, prompts, max_new_tokens=10).tokens
+    assert drafter.init_state(3, 18).capacity < drafter.largest
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "t1"])
+def test_a_draft_of_a_short_context_goes_on_with_the_end_of_the_text(sampling: Sampling) -> None:
+    target = cases.target("transformer")
+    drafter = Watched(renamed(cases.MODELS["transformer"](3)), letters(cases.VOCAB))
+    drafter.model.max_positions = 16
+    prompts = [[1, 2, 3] * 7, [7], [4, 9]]
+    options: dict[str, Any] = {"max_new_tokens": 40, "num_draft_tokens": 6, "sampling": sampling}
+    batch = speculative_decode(target, drafter, prompts, **options)
+    assert batch.tokens == autoregressive_decode(target, prompts, max_new_tokens=40, sampling=sampling).tokens
+    alone = speculative_decode(target, drafter, prompts[0], **options)
+    assert alone.rows[0].rounds == batch.rows[0].rounds
+    assert drafter.largest == 16, "the buffers are no larger than the context"
+
+
+@pytest.mark.parametrize("kind", ["rnn", "transformer"])
+def test_a_row_that_goes_on_with_another_turn_is_read_on_from_where_the_texts_part(kind: str) -> None:
+    target = cases.target(kind)
+    drafter = Watched(renamed(cases.related(target)), letters(cases.VOCAB))
+    session = Session(target, drafter, max_length=60, eos=cases.EOS)
+    row = session.add(cases.PROMPTS[1], max_new_tokens=9)
+    run(session)
+    for num_dropped, turn in [(0, [5, 1, 2]), (3, [6]), (0, [8, 9, 3]), (30, [7])]:
+        prompt = [*row.text[: max(1, len(row.text) - num_dropped)], *turn]
+        row = session.resume(row, prompt, max_new_tokens=9)
+        run(session)
+        expected = autoregressive_decode(target, prompt, max_new_tokens=9, eos=cases.EOS).tokens[0]
+        assert row.text[len(prompt) :] == expected
+    assert drafter.num_watched > 10
+
+
+def test_the_fused_draft_guesses_the_same() -> None:
+    draft = cases.MODELS["rnn"](1)
+    draft.vocabulary = vocabulary(*(piece for piece in letters(11).token_bytes[::-1] if piece))
+    drafter, target = CrossVocabulary(draft, letters(11)), cases.target("rnn")
+    assert drafter.fused().fused() is not drafter and drafter.fused().model is not draft
+    same = [
+        speculative_decode(target, each, cases.PROMPTS, max_new_tokens=10).counts for each in (drafter, drafter.fused())
+    ]
+    assert same[0] == same[1]

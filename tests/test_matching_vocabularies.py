@@ -1,0 +1,209 @@
+"""Which drafts suit which targets: by what their tokens mean, not by how many there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import pytest
+import torch
+from test_states import assert_close
+from tiny_vocabularies import cross, letters
+
+from lightning_specdec.drafters import Context, ModelDrafter
+from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary, make_drafter
+from lightning_specdec.inference import autoregressive_decode, speculative_decode
+from lightning_specdec.models import LanguageModel
+from lightning_specdec.rules import RULES, EpsilonThreshold, RejectionSampling, Sampling
+from lightning_specdec.text.vocabulary import Vocabulary
+
+
+def vocabulary(*pieces: bytes) -> Vocabulary:
+    return Vocabulary(pieces)
+
+
+def model(vocab_size: int, names: Vocabulary | None = None, *, kind: str = "rnn", seed: int = 1) -> LanguageModel:
+    built = cases.MODELS[kind](seed, vocab_size=vocab_size)
+    built.vocabulary = names
+    return built
+
+
+TOKENS = letters(9)
+PROMPTS = [[3], [1, 2, 3, 4, 5], [8, 8]]
+SIZES = [(9, 12), (12, 9), (11, 13), (13, 11)]
+"""Rows of draft and target over nine tokens: either is padded, or both."""
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2), Sampling(0.9, top_p=0.8)], ids=["greedy", "t", "p"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["rnn", "transformer"])
+@pytest.mark.parametrize(("draft_size", "target_size"), SIZES)
+def test_models_of_one_vocabulary_and_padded_outputs_fit(
+    draft_size: int, target_size: int, kind: str, rule: str, sampling: Sampling
+) -> None:
+    """The random target says its padding rows too, which a smaller draft has no embedding for."""
+    target, draft = model(target_size, TOKENS, kind=kind), model(draft_size, letters(9), kind=kind, seed=2)
+    options: dict[str, Any] = {"max_new_tokens": 14, "sampling": sampling}
+    result = speculative_decode(target, ModelDrafter(draft), PROMPTS, rule=RULES[rule](), **options)
+    standard = autoregressive_decode(target, PROMPTS, **options)
+    if rule == "ExactMatch" or (RULES[rule].lossless and sampling.greedy):
+        assert result.tokens == standard.tokens
+    assert all(len(row) == 14 for row in result.tokens)
+
+
+def test_a_padded_target_does_say_what_the_draft_has_no_row_for() -> None:
+    said = autoregressive_decode(model(12, TOKENS), PROMPTS, max_new_tokens=14).tokens
+    assert max(token for row in said for token in row) > 9
+
+
+@pytest.mark.parametrize(("draft_size", "target_size"), SIZES)
+def test_a_guess_is_drawn_from_the_distribution_over_the_targets_rows(draft_size: int, target_size: int) -> None:
+    drafter, num_rows = ModelDrafter(model(draft_size, TOKENS, seed=3)), 500
+    grid = ((torch.arange(num_rows) + 0.5) / num_rows)[:, None]
+    context = Context([[1, 2]] * num_rows, torch.tensor([[1, 2]] * num_rows), grid, vocab_size=target_size)
+    with torch.inference_mode():
+        draft = drafter.propose(drafter.init_state(num_rows, 4), context, [1] * num_rows, Sampling(1.0))
+    assert draft.probs is not None and draft.probs.shape == (num_rows, 1, target_size)
+    assert_close(draft.probs.sum(-1), torch.ones(num_rows, 1))
+    shares = torch.bincount(draft.tokens[:, 0], minlength=target_size) / num_rows
+    assert shares.tolist() == pytest.approx(draft.probs[0, 0].tolist(), abs=1.01 / num_rows)
+
+
+def test_a_padded_copy_of_the_target_accepts_everything() -> None:
+    target, draft = model(9, TOKENS), model(12, TOKENS)
+    weights = target.state_dict()
+    for name, value in draft.state_dict().items():
+        value[: len(weights[name])] = weights[name]
+    result = speculative_decode(
+        target, ModelDrafter(draft), PROMPTS, max_new_tokens=12, rule=RejectionSampling(), sampling=Sampling(1.0)
+    )
+    assert result.acceptance_rate == 1
+
+
+def test_other_tokens_are_refused_though_as_many_and_the_first_is_named() -> None:
+    names = vocabulary(b"a", b"b", b"x", *(piece for piece in TOKENS.token_bytes[3:] if piece))
+    with pytest.raises(ValueError, match="token 2 is b'x' in the first and b'c' in the second.*with CrossVocabulary"):
+        ModelDrafter(model(9, names)).check_target(model(9, TOKENS))
+
+
+@pytest.mark.parametrize(("own", "others"), [(None, None), (TOKENS, None), (None, TOKENS)])
+def test_where_one_vocabulary_is_not_known_the_sizes_must_be_equal(
+    own: Vocabulary | None, others: Vocabulary | None
+) -> None:
+    ModelDrafter(model(9, own)).check_target(model(9, others))
+    with pytest.raises(ValueError, match="a vocabulary of 10 tokens, the target one of 9"):
+        ModelDrafter(model(10, own)).check_target(model(9, others))
+
+
+def test_a_fused_draft_keeps_its_vocabulary() -> None:
+    drafter = ModelDrafter(model(9, TOKENS)).fused()
+    assert drafter.model.vocabulary == TOKENS
+    drafter.check_target(model(12, TOKENS))
+
+
+class Reader:
+    """As a tokenizer of text, for a model that reads letters."""
+
+    def __init__(self, names: Vocabulary) -> None:
+        self.names, self.start = names, None
+
+    def encode_plain(self, text: str) -> list[int]:
+        return [self.names.token_bytes.index(letter.encode()) for letter in text]
+
+
+def test_the_drafter_for_a_model_is_chosen_by_what_its_tokens_mean() -> None:
+    target = model(12, TOKENS)
+    assert type(make_drafter(target, model(9, letters(9)))) is ModelDrafter
+    assert type(make_drafter(target, model(12))) is ModelDrafter
+    names = vocabulary(*(piece for piece in letters(9).token_bytes[::-1] if piece))
+    draft = model(9, names)
+    with pytest.raises(ValueError, match="it has none: load the draft with its tokenizer"):
+        make_drafter(target, draft)
+    draft.tokenizer = Reader(names)  # type: ignore[assignment]
+    drafter = make_drafter(target, draft, sampling=Sampling(0.5))
+    assert isinstance(drafter, CrossVocabulary) and drafter.sampling == Sampling(0.5)
+    result = speculative_decode(target, drafter, PROMPTS, max_new_tokens=10)
+    assert result.tokens == autoregressive_decode(target, PROMPTS, max_new_tokens=10).tokens
+    with pytest.raises(ValueError, match="the target one of 12"):
+        make_drafter(target, model(10))
+
+
+@pytest.mark.parametrize("target_first", [True, False])
+def test_transformers_models_with_tokenizers_of_their_own_are_paired(target_first: bool) -> None:
+    pytest.importorskip("transformers")
+    import tiny_tokenizers
+    from transformers import GPT2Config, LlamaConfig
+
+    from lightning_specdec.models.huggingface import HuggingFaceLM
+    from lightning_specdec.text.tokenizer import TextTokenizer
+
+    words, pieces = TextTokenizer(tiny_tokenizers.byte_level()), TextTokenizer(tiny_tokenizers.sentencepiece())
+    sizes: dict[str, Any] = {"num_attention_heads": 2, "num_hidden_layers": 2, "hidden_size": 16}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        llama = HuggingFaceLM(LlamaConfig(vocab_size=352, intermediate_size=32, **sizes), tokenizer=pieces)
+        gpt2 = HuggingFaceLM(GPT2Config(vocab_size=len(words.vocabulary), n_positions=48, **sizes), tokenizer=words)
+    target, draft = (llama.eval(), gpt2.eval()) if target_first else (gpt2.eval(), llama.eval())
+    drafter = make_drafter(target, draft)
+    assert isinstance(drafter, CrossVocabulary)
+    assert target.tokenizer is not None
+    prompts = [target.tokenizer.encode(text) for text in ("where the cat sat, 12 \u20ac", "a guess")]
+    for temperature in (0.0, 1.0):
+        options: dict[str, Any] = {"max_new_tokens": 16, "sampling": Sampling(temperature), "seed": 1}
+        expected = autoregressive_decode(target, prompts, **options).tokens
+        assert speculative_decode(target, drafter, prompts, **options).tokens == expected
+
+
+def test_plain_text_that_spells_a_special_token_is_no_special_token() -> None:
+    pytest.importorskip("transformers")
+    import tiny_tokenizers
+
+    from lightning_specdec.text.tokenizer import TextTokenizer
+
+    tokenizer = TextTokenizer(tiny_tokenizers.byte_level())
+    assert tokenizer.vocabulary.join(tokenizer.encode_plain("a</s>b")) == b"a</s>b"
+    assert tokenizer.encode_rendered("a</s>b")[1] == 1
+    assert tokenizer.start is None
+    own = tiny_tokenizers.byte_level()
+    own.backend_tokenizer.post_processor = tiny_tokenizers.begin_with("<s>", 0)
+    assert TextTokenizer(own).start == 0 and TextTokenizer(own).encode_plain("a") == tokenizer.encode_plain("a")
+
+
+def test_rules_that_compare_softmaxes_see_the_restricted_one() -> None:
+    drafter, target = cross(cases.related(cases.target("rnn"))), cases.target("rnn")
+    result = speculative_decode(target, drafter, cases.PROMPTS, max_new_tokens=8, rule=EpsilonThreshold(1.0))
+    assert not result.lossless and result.acceptance_rate == 1, "no two probabilities differ by more than 1"
+
+
+def test_too_small_an_intersection_is_refused_with_its_number_and_share() -> None:
+    draft = cases.MODELS["rnn"](1, vocab_size=4)
+    draft.vocabulary = vocabulary(b"a", b"x", b"y", b"z")
+    with pytest.raises(ValueError, match=r"1 tokens in common, 25.0% of the smaller vocabulary \(min_share is 50.0%\)"):
+        CrossVocabulary(draft, letters(11), min_share=0.5)
+    assert CrossVocabulary(draft, letters(11), min_share=0.2).translation.pairs == {0: 0}
+    with pytest.raises(ValueError, match="0 tokens in common"):
+        CrossVocabulary(draft, vocabulary(b"q", b"r"), min_share=0)
+    with pytest.raises(ValueError, match=r"min_share must be in \[0, 1\]"):
+        CrossVocabulary(draft, letters(11), min_share=2)
+
+
+def test_a_draft_whose_tokens_are_not_known_is_refused() -> None:
+    with pytest.raises(ValueError, match="give its vocabulary"):
+        CrossVocabulary(cases.MODELS["rnn"](1), letters(11))
+
+
+def test_the_drafter_serves_the_target_that_it_was_made_for_alone() -> None:
+    drafter = cross(cases.MODELS["rnn"](1))
+    with pytest.raises(ValueError, match="made for a target of 11 tokens, this one has 12"):
+        drafter.check_target(cases.MODELS["rnn"](1, vocab_size=12))
+    other = cases.MODELS["rnn"](1)
+    other.vocabulary = vocabulary(*(bytes([ord("b") + i]) for i in range(11)))
+    with pytest.raises(ValueError, match="another target's vocabulary .token 0 is b'a' in the first and b'b'"):
+        drafter.check_target(other)
+    other.vocabulary = letters(11)
+    drafter.check_target(other)
+
+
+def test_it_cannot_be_kept_in_a_checkpoint() -> None:
+    with pytest.raises(ValueError, match="keeps no tokenizer"):
+        cross(cases.MODELS["rnn"](1)).arguments()

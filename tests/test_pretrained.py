@@ -1,0 +1,226 @@
+"""Laws of pretrained pairs: what guesses follows from what is given, and changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from tiny_models import write, write_text_model
+from tiny_tokenizers import byte_level, sentencepiece
+
+from lightning_specdec import NGramDrafter, SpeculativeDecoder, pretrained
+from lightning_specdec.drafters import ModelDrafter
+from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary
+from lightning_specdec.models import compiled
+from lightning_specdec.models.loading import load_model
+from lightning_specdec.pairs import shipped_directory
+
+PROMPTS = ["the cat sat on the mat and", "a guess is kept when the target"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Directories of tiny models. Read them, do not write to them."""
+    home = tmp_path_factory.mktemp("pretrained")
+    return {
+        "target": write_text_model(home / "target", chat=True),
+        "draft": write_text_model(home / "draft", "gpt2", seed=2, n_layer=1, n_positions=512),
+        "foreign": write(home / "foreign", "qwen2", tokenizer=sentencepiece(), max_position_embeddings=512),
+        "tokens": write(home / "tokens"),
+        "other size": write(home / "other", vocab_size=71),
+    }
+
+
+def test_what_guesses_follows_from_the_draft(models: dict[str, str]) -> None:
+    load = SpeculativeDecoder.from_pretrained
+    assert isinstance(load(models["target"]).drafter, NGramDrafter)
+    assert isinstance(load(models["target"], models["draft"]).drafter, ModelDrafter)
+    assert isinstance(load(models["target"], models["foreign"]).drafter, CrossVocabulary)
+    assert isinstance(load(models["tokens"], models["tokens"]).drafter, ModelDrafter)
+    given = NGramDrafter(4)
+    assert load(models["target"], given).drafter is given
+    assert load(load_model(models["target"]), load_model(models["draft"])).drafter.check_target is not None
+    named = load(models["target"], drafter="NGramDrafter", drafter_arguments={"max_ngram": 4}).drafter
+    assert isinstance(named, NGramDrafter) and named.max_ngram == 4
+    cross = load(models["target"], models["foreign"], drafter="CrossVocabulary", drafter_arguments={"min_share": 0.05})
+    assert isinstance(cross.drafter, CrossVocabulary) and cross.drafter.min_share == 0.05
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"draft": "draft"},
+        {"draft": "foreign"},
+        {"draft_quantization": "int8"},
+        {"draft": "draft", "draft_quantization": "int8"},
+        {"draft": "draft", "pack": False},
+        {"num_draft_tokens": 7},
+    ],
+    ids=str,
+)
+def test_whatever_guesses_the_greedy_text_is_the_targets_own(models: dict[str, str], options: dict[str, Any]) -> None:
+    if "draft" in options:
+        options = {**options, "draft": models[options["draft"]]}
+    decoder = SpeculativeDecoder.from_pretrained(models["target"], **options)
+    expected = decoder.decode_standard(PROMPTS, max_new_tokens=24)
+    found = decoder.decode(PROMPTS, max_new_tokens=24)
+    assert found.tokens == expected.tokens and found.num_new_tokens == 48
+    assert [row.text for row in found.rows] == [row.text for row in expected.rows]
+    assert found.num_draft_tokens == options.get("num_draft_tokens", 3)
+
+
+def test_text_and_tokens_are_the_same_prompt(models: dict[str, str]) -> None:
+    decoder = SpeculativeDecoder.from_pretrained(models["target"])
+    tokenizer = decoder.tokenizer
+    assert tokenizer is not None
+    of_text = decoder.decode(PROMPTS[0], max_new_tokens=8)
+    assert of_text.tokens == decoder.decode([tokenizer.encode(PROMPTS[0])], max_new_tokens=8).tokens
+    assert of_text.rows[0].text == tokenizer.decode(of_text.tokens[0])
+    chat = decoder.encode_chat("the cat")
+    assert tokenizer.decode(chat) == "<user> the cat\n<assistant>"
+    assert chat == decoder.encode_chat([{"role": "user", "content": "the cat"}])
+    assert [token for _, token in decoder.stream(PROMPTS[0], max_new_tokens=8)] == of_text.tokens[0]
+
+
+def test_a_target_ends_at_its_own_eos_unless_told(models: dict[str, str]) -> None:
+    decoder = SpeculativeDecoder.from_pretrained(models["target"])
+    eos = byte_level().eos_token_id
+    first = decoder.decode(PROMPTS[0], max_new_tokens=12, eos=()).tokens[0]
+    assert decoder.tokenizer is not None and decoder.tokenizer.eos == {eos}
+    decoder._texts.eos = (first[5],)  # a token that it does say
+    cut = first.index(first[5]) + 1
+    for decode in (decoder.decode, decoder.decode_standard):
+        (row,) = decode(PROMPTS[0], max_new_tokens=12).rows
+        assert row.tokens == first[:cut] and row.stop_reason == "eos"
+        assert decode(PROMPTS[0], max_new_tokens=12, eos=()).tokens[0] == first
+        assert decode(PROMPTS[0], max_new_tokens=12, eos=first[2]).tokens[0] == first[: first.index(first[2]) + 1]
+
+
+def test_stop_strings_end_the_text_before_them_both_ways(models: dict[str, str]) -> None:
+    decoder = SpeculativeDecoder.from_pretrained(models["target"], models["draft"])
+    whole = decoder.decode(PROMPTS[0], max_new_tokens=24, eos=()).rows[0].text
+    assert whole is not None
+    stop = next(letter for letter in whole[4:] if letter.isascii())
+    for decode in (decoder.decode, decoder.decode_standard):
+        (row,) = decode(PROMPTS[0], max_new_tokens=24, eos=(), stop=["\0none", stop]).rows
+        assert row.text == whole[: whole.index(stop)] and row.stop_reason == "stop"
+        assert decode(PROMPTS[0], max_new_tokens=24, eos=(), stop=stop).rows[0].text == row.text
+
+
+def test_a_window_that_adapts_gives_the_same_text(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    decoder = SpeculativeDecoder.from_pretrained(models["target"], models["draft"], num_draft_tokens="auto")
+    found = decoder.decode(PROMPTS, max_new_tokens=24)
+    assert found.tokens == decoder.decode_standard(PROMPTS, max_new_tokens=24).tokens
+    assert found.window is not None and found.window["kind"] == "AdaptiveWindow"
+
+
+def test_dtypes_are_the_stored_ones_the_given_ones_and_the_targets_for_the_draft(models: dict[str, str]) -> None:
+    def dtypes(**options: Any) -> list[torch.dtype]:
+        decoder = SpeculativeDecoder.from_pretrained(models["target"], models["draft"], pack=False, **options)
+        assert isinstance(decoder.drafter, ModelDrafter)
+        return [next(model.parameters()).dtype for model in (decoder.target, decoder.drafter.model)]
+
+    assert dtypes() == [torch.float32] * 2
+    assert dtypes(dtype="bfloat16") == [torch.bfloat16] * 2
+    assert dtypes(dtype="float32", draft_dtype=torch.bfloat16) == [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "told"),
+    [
+        ("target", {"drafter": "ModelDrafter"}, "ModelDrafter needs a model: give a draft"),
+        ("target", {"drafter": "NGramDrafter", "draft": "draft"}, "NGramDrafter guesses without a model"),
+        ("target", {"drafter": "Oracle"}, "drafter must be one of ModelDrafter, CrossVocabulary, NGramDrafter"),
+        ("target", {"drafter": "ModelDrafter", "draft": "foreign"}, "the draft's vocabulary is not the target's"),
+        ("target", {"draft": "draft", "drafter_arguments": {"min_share": 0.5}}, "need the drafter's name"),
+        ("target", {"drafter_arguments": {"max_gram": 3}}, "NGramDrafter takes no max_gram: it takes max_ngram"),
+        ("target", {"drafter": "NGramDrafter", "drafter_arguments": {"max_ngram": 0}}, "max_ngram must be"),
+        ("target", {"draft": NGramDrafter(), "drafter": "NGramDrafter"}, "the draft is a NGramDrafter already"),
+        ("tokens", {"draft": "other size"}, "the draft has a vocabulary of 71 tokens, the target one of 67"),
+        ("target", {"draft_quantization": "int4"}, "int4 weights have a kernel on a CUDA GPU only"),
+        ("target", {"draft": "./nowhere"}, "./nowhere: there is no such directory"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_guess_is_refused(models: dict[str, str], target: str, options: dict[str, Any], told: str) -> None:
+    if options.get("draft") in models:
+        options = {**options, "draft": models[options["draft"]]}
+    with pytest.raises(ValueError) as raised:
+        SpeculativeDecoder.from_pretrained(models[target], **options)
+    assert told in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_two_models_must_fit_the_memory_together(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = load_model(models["target"]).memory_bytes
+    monkeypatch.setattr(pretrained, "available_bytes", lambda device: needed + 1000)
+    monkeypatch.setattr(pretrained, "_load", lambda *arguments: pytest.fail("weights were read"))
+    with pytest.raises(ValueError, match="not enough memory for .*target with .*draft: it needs"):
+        SpeculativeDecoder.from_pretrained(models["target"], models["draft"], pack=False)
+
+
+def test_compiling_takes_both_sides(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = SpeculativeDecoder.from_pretrained(models["target"], models["draft"])
+    taken: list[Any] = []
+
+    def take(model: Any) -> float:
+        taken.append(model)
+        return 1.5
+
+    monkeypatch.setattr(compiled, "compile_layers", take)
+    assert decoder.compile() == 3.0
+    assert isinstance(decoder.drafter, ModelDrafter) and taken == [decoder.target, decoder.drafter.model]
+    taken.clear()
+    assert SpeculativeDecoder.from_pretrained(models["target"]).compile() == 1.5 and len(taken) == 1
+
+
+def test_text_needs_a_tokenizer(models: dict[str, str]) -> None:
+    decoder = SpeculativeDecoder.from_pretrained(models["tokens"])
+    assert decoder.tokenizer is None and decoder.decode([1, 2, 3], max_new_tokens=4).rows[0].text is None
+    with pytest.raises(ValueError, match="the target has no tokenizer: give prompts as tokens"):
+        decoder.decode("text", max_new_tokens=4)
+    with pytest.raises(ValueError, match="stop strings need to know the text of the target's tokens"):
+        decoder.decode([1, 2], max_new_tokens=4, stop=["x"])
+    with pytest.raises(ValueError, match="num_draft_tokens must be an integer, a Window or 'auto', got 'many'"):
+        decoder.decode([1, 2], max_new_tokens=4, num_draft_tokens="many")
+
+
+@pytest.fixture
+def registry(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pair `mine` of the user's own: the tiny models in the shape of a shipped one."""
+    monkeypatch.chdir(tmp_path)
+    values = yaml.safe_load((shipped_directory() / "gpt2.yaml").read_text())
+    values["target"] |= {"source": models["target"], "dtype": "float64"}
+    values["draft"] |= {"source": "nowhere/at-all", "local": models["draft"], "dtype": "float32"}
+    Path("configs/pairs").mkdir(parents=True)
+    Path("configs/pairs/mine.yaml").write_text(yaml.safe_dump({**values, "num_draft_tokens": 5}))
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_pair_brings_its_models_types_and_window() -> None:
+    decoder = SpeculativeDecoder.from_pair("mine", pack=False)
+    assert isinstance(decoder.drafter, ModelDrafter) and decoder.num_draft_tokens == 5
+    assert next(decoder.target.parameters()).dtype == torch.float64
+    assert next(decoder.drafter.parameters()).dtype == torch.float32
+    found = decoder.decode(PROMPTS, max_new_tokens=12)
+    assert found.tokens == decoder.decode_standard(PROMPTS, max_new_tokens=12).tokens and found.num_draft_tokens == 5
+
+
+@pytest.mark.usefixtures("registry")
+def test_what_is_given_goes_before_what_the_pair_says(models: dict[str, str]) -> None:
+    load = SpeculativeDecoder.from_pair
+    other = load("mine", dtype="bfloat16", num_draft_tokens=2)
+    assert other.num_draft_tokens == 2
+    assert {next(part.parameters()).dtype for part in (other.target, other.drafter)} == {torch.bfloat16}
+    assert isinstance(load("mine", drafter="NGramDrafter").drafter, NGramDrafter)
+    assert isinstance(load("mine", models["foreign"]).drafter, CrossVocabulary)
+    given = NGramDrafter(4)
+    assert load("mine", given).drafter is given
+    with pytest.raises(ValueError, match="there is no pair 'mime': did you mean mine"):
+        load("mime")

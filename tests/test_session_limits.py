@@ -1,0 +1,124 @@
+"""What a session refuses, notices and lets go of: contexts too short, logits that are no numbers, rows that ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_specdec.drafters import ModelDrafter
+from lightning_specdec.inference import AdaptiveWindow, Calibration, Costs, Session, autoregressive_decode, open_session
+from lightning_specdec.inference import speculative_decode as decode
+from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
+from lightning_specdec.rules import RejectionSampling, Sampling
+
+
+class Wrapped(LanguageModel):
+    """A model that others change."""
+
+    def __init__(self, model: LanguageModel, max_positions: int | None = None) -> None:
+        super().__init__()
+        self.model, self.vocab_size, self.max_positions = model, model.vocab_size, max_positions
+
+    def init_state(self, batch_size: int, max_length: int) -> DecodeState:
+        return self.model.init_state(batch_size, max_length)
+
+    def forward(self, tokens: Tensor, state: DecodeState | None = None, **options: Any) -> ModelOutput:
+        return self.model(tokens, state, **options)
+
+    def arguments(self) -> dict[str, Any]:
+        return {}
+
+
+class Broken(Wrapped):
+    """From its n-th call on, one logit of the last position of the last row is `value`."""
+
+    def __init__(self, model: LanguageModel, value: float, call: int = 3) -> None:
+        super().__init__(model)
+        self.value, self.calls_left = value, call
+
+    def forward(self, tokens: Tensor, state: DecodeState | None = None, **options: Any) -> ModelOutput:
+        output = super().forward(tokens, state, **options)
+        self.calls_left -= 1
+        if self.calls_left <= 0:
+            output.logits[-1, -1, 4] = self.value
+        return output
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("way", ["standard", "ExactMatch", "RejectionSampling", "plain rounds"])
+def test_logits_that_are_no_numbers_are_an_error_at_every_temperature(
+    way: str, temperature: float, value: float, logprobs: bool
+) -> None:
+    model, sampling = Broken(cases.target("rnn"), value), Sampling(temperature)
+    options: dict[str, Any] = {"max_new_tokens": 30, "sampling": sampling, "logprobs": logprobs}
+    with pytest.raises(ValueError, match="the target's logits are not finite"):
+        if way == "standard":
+            autoregressive_decode(model, cases.PROMPTS, **options)
+        else:
+            window = 2 if way != "plain rounds" else never()
+            rule = RejectionSampling() if way == "RejectionSampling" else None
+            decode(model, cases.drafter("itself", "rnn"), cases.PROMPTS, num_draft_tokens=window, rule=rule, **options)
+
+
+def never() -> AdaptiveWindow:
+    """A window that never opens: wide calls cost too much."""
+    return AdaptiveWindow(Calibration((Costs(1, (1, 3), (1.0, 9.0), (0.0, 0.0), 1.0, 1.0, 0.0, 0.0),), 8))
+
+
+def test_a_logit_of_minus_infinity_is_a_token_that_is_not_wanted() -> None:
+    model = Broken(cases.target("rnn"), -torch.inf, call=1)
+    tokens = autoregressive_decode(model, [3], max_new_tokens=12).tokens[0]
+    assert len(tokens) == 12 and 4 not in tokens
+    assert decode(model, cases.drafter("near", "rnn"), [3], max_new_tokens=1).tokens[0] == tokens[:1]
+
+
+def test_a_text_longer_than_the_targets_context_is_refused_before_decoding() -> None:
+    model, drafter = Wrapped(cases.target("rnn"), 12), cases.drafter("near", "rnn")
+    told = "a prompt of 7 tokens and 6 new ones make 13, and the target's context holds 12: ask for at most 5 new ones"
+    for prompts in (cases.PROMPTS, cases.PROMPTS[3]):
+        with pytest.raises(ValueError, match=told):
+            autoregressive_decode(model, prompts, max_new_tokens=6)
+        with pytest.raises(ValueError, match=told):
+            open_session(model, drafter, prompts, max_new_tokens=6)
+    session = Session(model, drafter, max_length=40)
+    with pytest.raises(ValueError, match=told):
+        session.add(cases.PROMPTS[3], max_new_tokens=6)
+    with pytest.raises(ValueError, match="a prompt of 12 tokens .* holds 12: shorten the prompt"):
+        session.add([1] * 12, max_new_tokens=6)
+    assert session.result().rows == [] and session.live == []
+    expected = autoregressive_decode(model, cases.PROMPTS, max_new_tokens=5)
+    assert decode(model, drafter, cases.PROMPTS, max_new_tokens=5).tokens == expected.tokens
+
+
+def test_a_text_longer_than_the_drafts_context_is_refused_too() -> None:
+    drafter = ModelDrafter(Wrapped(cases.target("rnn"), 8))
+    assert drafter.max_positions == 8 and cases.drafter("near", "rnn").max_positions is None
+    with pytest.raises(ValueError, match="the draft's context holds 8: ask for at most 1 new ones"):
+        decode(cases.target("rnn"), drafter, cases.PROMPTS, max_new_tokens=2)
+
+
+def test_a_row_that_was_released_is_gone_and_the_others_are_not() -> None:
+    model, drafter = cases.target("rnn"), cases.drafter("near", "rnn")
+    session = Session(model, drafter, max_length=30, batch_size=2)
+    rows = [session.add(prompt, max_new_tokens=6) for prompt in cases.PROMPTS[:2]]
+    with pytest.raises(ValueError, match="still being decoded: cancel it"):
+        session.release(rows[0])
+    while session.live:
+        session.step()
+    expected = decode(model, drafter, cases.PROMPTS[:2], max_new_tokens=6).tokens
+    assert session.result().tokens == expected
+    session.release(rows[0])
+    session.release(rows[0])
+    assert session.result().tokens == expected[1:]
+    for _ in range(50):  # a server's life
+        row = session.add(cases.PROMPTS[2], max_new_tokens=2)
+        while row.live:
+            session.step()
+        session.release(row)
+    assert len(session._added) == 1 and len(session._rows) <= 2

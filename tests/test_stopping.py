@@ -1,0 +1,189 @@
+"""Laws of stop strings: found wherever they begin and end, and the same speculatively as token by token."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import cases
+import pytest
+
+from lightning_specdec.inference import DecodeResult, autoregressive_decode, open_session, run, speculative_decode
+from lightning_specdec.inference.stopping import StopStrings
+from lightning_specdec.rules import Sampling
+
+PIECES: tuple[bytes | None, ...] = (
+    b"ab",
+    b"a",
+    b"b",
+    b" c",
+    "é".encode(),
+    b"\xc3",
+    b"\xa9",
+    b"\xa9b",
+    b"cab a",
+    None,
+    b"",
+)
+"""What the tokens of `cases` stand for here: overlapping pieces, halves of a character, nothing at all."""
+STRINGS = {
+    "within_a_token": ["b a"],
+    "over_tokens": ["ba"],
+    "over_rounds": ["abcab ab"],
+    "overlapping": ["aba", "bab", "ab", "b"],
+    "longest_of_one_end": ["abab", "bab"],
+    "unicode": ["éé", "bé"],
+    "many": ["a", "c", "é"],
+    "never": ["xyz", "ÿ"],
+}
+
+
+def oracle(tokens: list[int], strings: list[str]) -> tuple[int, int] | None:
+    """Byte after byte: the tokens kept, and the bytes cut from their end."""
+    text = b""
+    for i, token in enumerate(tokens):
+        piece = PIECES[token] or b""
+        for place in range(len(piece)):
+            text += piece[place : place + 1]
+            if complete := [string.encode() for string in strings if text.endswith(string.encode())]:
+                return i + 1, max(map(len, complete)) + len(piece) - place - 1
+    return None
+
+
+@pytest.mark.parametrize("strings", STRINGS.values(), ids=STRINGS)
+def test_a_search_in_pieces_of_any_size_finds_what_a_search_byte_after_byte_finds(strings: list[str]) -> None:
+    generator, stops = random.Random(1), StopStrings(strings, PIECES)
+    for _ in range(400):
+        tokens = [generator.randrange(len(PIECES) + 1) for _ in range(generator.randint(0, 20))]
+        tokens = [min(token, 50) for token in tokens]  # one of them is no token
+        expected = oracle([token for token in tokens if token < len(PIECES)], strings)
+        search, read, found = stops.search(), 0, None
+        while found is None and read < len(tokens):
+            chunk = tokens[read : read + generator.randint(0, 5)]
+            kept = search.push(chunk)
+            found, read = (None if kept is None else read + kept), read + len(chunk)
+        if expected is None:
+            assert found is None and search.num_cut == 0
+        else:
+            assert found is not None
+            known = sum(token < len(PIECES) for token in tokens[:found])
+            assert (known, search.num_cut) == expected
+            assert stops.num_cut(tokens[:found]) == search.num_cut == search.num_held
+
+
+@pytest.mark.parametrize("strings", STRINGS.values(), ids=STRINGS)
+def test_what_is_held_is_the_longest_end_that_may_become_a_stop_string(strings: list[str]) -> None:
+    generator, stops = random.Random(2), StopStrings(strings, PIECES)
+    for _ in range(300):
+        search, text = stops.search(), b""
+        for token in [generator.randrange(len(PIECES)) for _ in range(12)]:
+            if search.push([token]) is not None:
+                break
+            text += PIECES[token] or b""
+            beginnings = {
+                size
+                for string in map(str.encode, strings)
+                for size in range(len(string))
+                if text.endswith(string[:size])
+            }
+            assert search.num_held == max(beginnings)
+
+
+def decode_both(
+    target: str, drafter: str, strings: list[str], window: int, sampling: Sampling
+) -> tuple[DecodeResult, DecodeResult]:
+    options: dict[str, Any] = {"max_new_tokens": 14, "sampling": sampling, "eos": 9}
+    options["stop"] = StopStrings(strings, PIECES)
+    model = cases.target(target)
+    guesser = cases.drafter(drafter, target)
+    return (
+        autoregressive_decode(model, cases.PROMPTS, **options),
+        speculative_decode(model, guesser, cases.PROMPTS, num_draft_tokens=window, **options),
+    )
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2)], ids=["greedy", "t1.2"])
+@pytest.mark.parametrize("strings", STRINGS.values(), ids=STRINGS)
+@pytest.mark.parametrize("drafter", ["near", "ragged", "itself", "repeater"])
+@pytest.mark.parametrize("target", ["rnn", "transformer"])
+def test_speculative_output_equals_standard_output_with_stop_strings(
+    target: str, drafter: str, strings: list[str], sampling: Sampling
+) -> None:
+    without = autoregressive_decode(
+        cases.target(target), cases.PROMPTS, max_new_tokens=14, sampling=sampling, eos=9
+    ).tokens
+    for window in range(1, 9):
+        standard, speculative = decode_both(target, drafter, strings, window, sampling)
+        assert speculative.tokens == standard.tokens
+        reasons = [row.stop_reason for row in standard.rows]
+        assert [row.stop_reason for row in speculative.rows] == reasons
+        for tokens, whole, reason in zip(standard.tokens, without, reasons, strict=True):
+            expected = oracle(whole, strings)
+            assert tokens == (whole if expected is None else whole[: expected[0]])
+            assert (reason == "stop") == (expected is not None)
+
+
+def test_tokens_behind_a_stop_string_count_neither_as_proposed_nor_as_accepted() -> None:
+    inside = 0
+    for window in range(1, 9):
+        _, result = decode_both("rnn", "itself", STRINGS["over_tokens"], window, Sampling(1.2))
+        for row in result.rows:
+            assert row.counts is not None and row.rounds is not None
+            *_, last = row.rounds
+            before = sum(each.num_accepted + 1 for each in row.rounds[:-1])
+            assert row.counts.num_proposed == sum(len(each.drafted) for each in row.rounds)
+            assert row.counts.num_accepted == sum(each.num_accepted for each in row.rounds)
+            if row.stop_reason == "stop" and last.next_token is None:  # in the middle of a block
+                inside += 1
+                assert last.drafted == row.tokens[before:] and last.num_accepted == len(last.drafted)
+    assert inside >= 8
+
+
+def test_the_prompt_does_not_count() -> None:
+    target = cases.target("rnn")
+    (first,) = autoregressive_decode(target, [[0, 1, 2]], max_new_tokens=1).tokens[0]
+    strings = ["aba"]  # the prompt's own text, and begun at its end
+    pieces = [b"z"] * cases.VOCAB
+    pieces[:3], pieces[first] = [b"a", b"b", b"ab"], b"a"
+    result = autoregressive_decode(target, [[0, 1, 2]], max_new_tokens=1, stop=StopStrings(strings, pieces))
+    assert result.rows[0].stop_reason == "length"
+
+
+def test_a_stop_string_wins_over_eos_in_the_same_token_and_eos_over_one_behind_it() -> None:
+    target = cases.target("rnn")
+    tokens = autoregressive_decode(target, [[3]], max_new_tokens=8).tokens[0]
+    pieces = [b"a"] * cases.VOCAB
+    for num_before, reason in ((0, "stop"), (1, "eos")):
+        stop = StopStrings(["a" * (1 + num_before)], pieces)
+        for window in (1, 4):
+            row = speculative_decode(
+                target, cases.drafter("itself", "rnn"), [[3]], max_new_tokens=8, num_draft_tokens=window,
+                eos=tokens[0], stop=stop,
+            ).rows[0]  # fmt: skip
+            assert (row.tokens, row.stop_reason) == (tokens[:1], reason)
+
+
+def test_a_row_says_how_much_of_its_text_is_not_to_be_shown() -> None:
+    strings = ["ba", "cab ab"]
+    stop = StopStrings(strings, PIECES)
+    session = open_session(
+        cases.target("rnn"), cases.drafter("near", "rnn"), cases.PROMPTS, max_new_tokens=14, stop=stop
+    )
+    rows = session.live
+    while session.step():
+        for row in rows:
+            new = row.text[row.prompt_length :]
+            found, text = oracle(new, strings), b"".join(PIECES[token] or b"" for token in new)
+            if row.live:
+                sizes = (n for string in strings for n in range(len(string)) if text.endswith(string[:n].encode()))
+                assert row.num_hidden == max(sizes)
+            else:
+                assert row.num_hidden == (0 if found is None else found[1]) == stop.num_cut(new)
+    run(session)
+    assert {row.stop_reason for row in rows} >= {"stop"}
+
+
+@pytest.mark.parametrize(("strings", "told"), [([""], "empty"), ("stop", "list"), (["a"] * 65, "fewer")])
+def test_strings_that_cannot_be_looked_for_are_refused(strings: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        StopStrings(strings, PIECES)

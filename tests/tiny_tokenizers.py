@@ -1,0 +1,117 @@
+"""Tokenizers trained on a few lines of text: every kind that models use, small enough to read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+ENGLISH = [
+    "the cat sat on the mat and the dog sat on the log",
+    "a guess is kept when the target would have said the same",
+    "naïve cafés cost 12 €, she said; élan vital 🙂",
+]
+PROSE = [
+    "where the cat was, there was the dog too, and there it sat",
+    "what the target says is what is kept, whatever was guessed",
+    "les cafés naïfs coûtent 12 €",
+]
+
+
+def byte_level(
+    lines: Sequence[str] = ENGLISH, *, vocab_size: int = 320, special: Sequence[str] = ("<s>", "</s>"), **options: Any
+) -> PreTrainedTokenizerFast:
+    """Byte-level BPE, as GPT-2's; the special tokens come first."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+    return wrap(tokenizer, bos_token=special[0], eos_token=special[1], **options)
+
+
+def nested_byte_level() -> PreTrainedTokenizerFast:
+    """The same with its steps inside sequences, as in Llama 3."""
+    tokenizer = byte_level().backend_tokenizer
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.Sequence([decoders.Sequence([decoders.ByteLevel()])])
+    return wrap(tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def sentencepiece(lines: Sequence[str] = PROSE, *, vocab_size: int = 340) -> PreTrainedTokenizerFast:
+    """BPE over SentencePiece's spaces with a token for each byte, as Llama 2's; `</s>` has another number."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    special = ["<unk>", "<pad>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, limit_alphabet=30, show_progress=False, max_token_length=8
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+    # The bytes were special in training alone.
+    rebuilt = Tokenizer.from_str(_without_added(tokenizer.to_str()))
+    return wrap(rebuilt, unk_token="<unk>", pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    """BPE with the one step that does all that SentencePiece does with spaces."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>", "</s>"], show_progress=False)
+    tokenizer.train_from_iterator(ENGLISH, trainer)
+    return wrap(tokenizer, unk_token="<unk>", eos_token="</s>")
+
+
+def words() -> PreTrainedTokenizerFast:
+    """Whole words; the last numbers are the special ones."""
+    names = sorted({word for line in ENGLISH for word in line.split()})
+    table = {name: number for number, name in enumerate([*names, "[UNK]", "[EOS]"])}
+    tokenizer = Tokenizer(models.WordLevel(table, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return wrap(tokenizer, unk_token="[UNK]", eos_token="[EOS]")
+
+
+def word_pieces() -> PreTrainedTokenizerFast:
+    """Words and the ends of words."""
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1, "gu": 2, "##ess": 3, "##ed": 4}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(cleanup=False)
+    return wrap(tokenizer, unk_token="[UNK]")
+
+
+def wrap(tokenizer: Tokenizer, **options: Any) -> PreTrainedTokenizerFast:
+    """As transformers gives it."""
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
+
+
+def begin_with(text: str, token: int) -> Any:
+    """What puts that token before every prompt."""
+    return processors.TemplateProcessing(single=f"{text} $A", special_tokens=[(text, token)])
+
+
+def _without_added(text: str) -> str:
+    spec = json.loads(text)
+    spec["added_tokens"] = []
+    return json.dumps(spec)
+
+
+KINDS = {
+    "byte_level": byte_level,
+    "nested_byte_level": nested_byte_level,
+    "sentencepiece": sentencepiece,
+    "metaspace": metaspace,
+    "words": words,
+    "word_pieces": word_pieces,
+}
