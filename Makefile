@@ -37,7 +37,7 @@ demo: setup
 	$(RUN) decode --ckpt checkpoints/rnn/last.ckpt
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 test-real: dev
 	$(BIN)/python -m pytest -m real

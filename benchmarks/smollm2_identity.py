@@ -3,9 +3,9 @@
     make smollm2
     python benchmarks/smollm2_identity.py --prompts question.jsonl --output docs/results/smollm2_identity.json
 
-In float32 every way of ours must give what `generate` gives. In bfloat16, where a call over nine tokens rounds otherwise
-than nine calls, every first divergence is reported with the gap between the two tokens' logits, in bfloat16 and as
-float32 sees it. A divergence is a tie when that gap is within the precision's resolution, and otherwise a bug.
+In float32 every way of ours must give what `generate` gives. In bfloat16, where a call over nine tokens rounds
+otherwise than nine calls, every first divergence is reported with the gap between the two tokens' logits, in bfloat16
+and as float32 sees it. A divergence is a tie when that gap is within the precision's resolution, and otherwise a bug.
 """
 
 from __future__ import annotations

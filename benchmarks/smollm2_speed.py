@@ -3,8 +3,8 @@
     make smollm2
     python benchmarks/smollm2_speed.py --prompts question.jsonl --output docs/results/smollm2_speed.json
 
-Every way decodes the same prompts to the same number of new tokens (no way stops early), prefill included, one prompt at
-a time, all ways in turn on each prompt. A ratio is the median over the prompts of one way's seconds over another's.
+Every way decodes the same prompts to the same number of new tokens (no way stops early), prefill included, one prompt
+at a time, all ways in turn on each prompt. A ratio is the median over the prompts of one way's seconds over another's.
 transformers is taken at its best: look-up with 3, 5 and 10 tokens, assisted decoding at its defaults and with constant
 windows, whichever is fastest over all prompts.
 """
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_specdec.bench.calibration import calibrate
 from spec_bench import load, mixed
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
+from lightning_specdec.bench.calibration import calibrate
 from lightning_specdec.drafters import Drafter, ModelDrafter, NGramDrafter
 from lightning_specdec.inference import DecodeResult, autoregressive_decode, speculative_decode
 from lightning_specdec.inference.windows import AdaptiveWindow
@@ -74,6 +74,18 @@ def main() -> None:
         options.output.write_text(json.dumps({"manifest": found, "rows": rows}, indent=1) + "\n")
 
 
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The ratios as a Markdown table, both precisions side by side."""
+    names = dict.fromkeys(row["ratio"] for row in rows if "ratio" in row)
+    found = {(row["ratio"], row["dtype"]): row for row in rows if "ratio" in row}
+    lines = ["| Ratio of seconds | bfloat16 | float32 |", "|---|---|---|"]
+    for name in names:
+        cells = [found.get((name, dtype)) for dtype in ("bfloat16", "float32")]
+        shown = ["-" if cell is None else f"{cell['value']:.2f}" for cell in cells]
+        lines.append(f"| {name} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
 class _Machine:
     """Both libraries' models in one precision, and the ways to decode with them."""
 
@@ -101,7 +113,7 @@ class _Machine:
             return {"generate": self._generate(), "standard": self._standard(), **theirs, **ours}
         assistant = self.theirs if part == "right" else self.random
         own = ModelDrafter(self.target if part == "right" else HuggingFaceLM(self.random).fused())
-        schedules = {"defaults": {"num_assistant_tokens_schedule": "heuristic"}}
+        schedules: dict[str, dict[str, Any]] = {"defaults": {"num_assistant_tokens_schedule": "heuristic"}}
         schedules |= {
             f"constant {n}": {"num_assistant_tokens_schedule": "constant", "num_assistant_tokens": n} for n in CONSTANTS
         }

@@ -4,9 +4,9 @@
     python benchmarks/window_promise.py --target checkpoints/smollm2 --dtype bfloat16
 
 Without a target, random transformers are made: the target's upper layers add little, so that its own first layers are a
-good draft at a quarter of its step, and another random network of that size is a useless one. With a target, the useless
-draft is random, of the size that is given. Every ratio is the median over pairs of runs, one of each way in turn; the
-prompt's reading by target and draft is included, the calibration is not.
+good draft at a quarter of its step, and another random network of that size is a useless one. With a target, the
+useless draft is random, of the size that is given. Every ratio is the median over pairs of runs, one of each way in
+turn, each pair on a prompt of its own; the prompt's reading by target and draft is included, the calibration is not.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from transformers import LlamaConfig
 
 from lightning_specdec.bench.calibration import calibrate
 from lightning_specdec.drafters import Drafter, ModelDrafter, NGramDrafter
-from lightning_specdec.inference import AdaptiveWindow, DecodeResult, autoregressive_decode
+from lightning_specdec.inference import AdaptiveWindow, DecodeResult, Window, autoregressive_decode
 from lightning_specdec.inference import speculative_decode as decode
 from lightning_specdec.manifest import manifest
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.loading import load_model
 
+Way = Callable[[list[int]], DecodeResult]
 MOST_LOST, MOST_MISSED = 1.05, 1.05
 """Seconds over standard decoding's with a useless draft; over the best fixed window's with a good one."""
 
@@ -58,10 +59,11 @@ def main() -> None:
     options = parser.parse_args()
     target, good, useless = models(options)
     generator = torch.Generator().manual_seed(1)
-    prompt = torch.randint(target.vocab_size, (options.prompt_length,), generator=generator).tolist()
-    rows = [promise(target, useless, "useless", prompt, options)]
+    size = (options.repeats, options.prompt_length)
+    prompts = torch.randint(target.vocab_size, size, generator=generator).tolist()
+    rows = [promise(target, useless, "useless", prompts, options)]
     if good is not None:
-        rows.append(promise(target, good, "good", prompt, options))
+        rows.append(promise(target, good, "good", prompts, options))
     if options.output:
         found = manifest(options={**vars(options), "output": None}, device=target.device)
         options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -110,11 +112,11 @@ def config(options: argparse.Namespace, num_layers: int, vocab_size: int = 4096)
 
 
 def promise(
-    target: LanguageModel, drafter: Drafter, name: str, prompt: list[int], options: argparse.Namespace
+    target: LanguageModel, drafter: Drafter, name: str, prompts: list[list[int]], options: argparse.Namespace
 ) -> dict[str, Any]:
     """One draft: the adaptive window's seconds over those of standard decoding and of each fixed window."""
     started = time.perf_counter()
-    calibration = calibrate(target, drafter, context_length=len(prompt))
+    calibration = calibrate(target, drafter, context_length=options.prompt_length)
     calibration_seconds = time.perf_counter() - started
     costs = calibration.at(1)
     ratio = costs.round_seconds(0)
@@ -123,18 +125,20 @@ def promise(
         f"{costs.draft_step_seconds / ratio:.3f} of it, 9 tokens {costs.round_seconds(8) / ratio:.2f} times as long",
         flush=True,
     )
-    ways = {"standard": lambda: autoregressive_decode(target, prompt, max_new_tokens=options.max_new_tokens)}
-    ways |= {"adaptive": speculation(target, drafter, prompt, options, AdaptiveWindow(calibration))}
+    num_new = options.max_new_tokens
+    ways: dict[str, Way] = {"standard": lambda prompt: autoregressive_decode(target, prompt, max_new_tokens=num_new)}
+    ways["adaptive"] = speculation(target, drafter, AdaptiveWindow(calibration), num_new)
     if name == "good":
-        ways |= {str(k): speculation(target, drafter, prompt, options, k) for k in options.windows}
-    seconds, results = interleaved(ways, options.repeats)
-    best = min(ways, key=lambda way: statistics.median(seconds[way]) if way != "adaptive" else float("inf"))
+        ways |= {str(window): speculation(target, drafter, window, num_new) for window in options.windows}
+    seconds, results = interleaved(ways, prompts)
+    best = min((way for way in ways if way != "adaptive"), key=lambda way: sum(seconds[way]))
     tokens = {way: result.tokens for way, result in results.items()}
     row: dict[str, Any] = {
         "draft": name,
         "calibration_seconds": calibration_seconds,
         "calibration": calibration.to_dict(),
         "standard_seconds": statistics.median(seconds["standard"]),
+        "seconds": seconds,
         "acceptance_rate": results["adaptive"].acceptance_rate,
         "over_standard": paired(seconds["adaptive"], seconds["standard"]),
         "best": best,
@@ -153,24 +157,23 @@ def promise(
     return row
 
 
-def speculation(
-    target: LanguageModel, drafter: Drafter, prompt: list[int], options: argparse.Namespace, window: Any
-) -> Callable[[], DecodeResult]:
-    return lambda: decode(target, drafter, prompt, max_new_tokens=options.max_new_tokens, num_draft_tokens=window)
+def speculation(target: LanguageModel, drafter: Drafter, window: int | Window, num_new: int) -> Way:
+    """Speculative decoding with that window."""
+    return lambda prompt: decode(target, drafter, prompt, max_new_tokens=num_new, num_draft_tokens=window)
 
 
 def interleaved(
-    ways: dict[str, Callable[[], DecodeResult]], repeats: int
+    ways: dict[str, Way], prompts: list[list[int]]
 ) -> tuple[dict[str, list[float]], dict[str, DecodeResult]]:
-    """Seconds of every way, all ways in turn, after one round that is not timed."""
-    results = {name: way() for name, way in ways.items()}
+    """Seconds of every way on each prompt, all ways in turn, after one prompt that is not timed; its results."""
+    results = {name: way(prompts[0]) for name, way in ways.items()}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     gc.collect()
     gc.disable()
-    for i in range(repeats):
+    for i, prompt in enumerate(prompts):
         for name in ways if i % 2 else reversed(ways):  # so that neither neighbour is always the same
             begin = time.perf_counter()
-            ways[name]()
+            ways[name](prompt)
             seconds[name].append(time.perf_counter() - begin)
     gc.enable()
     return seconds, results

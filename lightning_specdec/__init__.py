@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_specdec.decoder import SpeculativeDecoder as SpeculativeDecoder
+    from lightning_specdec.drafters import CrossVocabulary as CrossVocabulary
     from lightning_specdec.drafters import Draft as Draft
     from lightning_specdec.drafters import Drafter as Drafter
     from lightning_specdec.drafters import ModelDrafter as ModelDrafter
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "SpeculativeDecoder": "decoder",
+    "CrossVocabulary": "drafters",
     "Draft": "drafters",
     "Drafter": "drafters",
     "ModelDrafter": "drafters",

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
+from torch import nn
 
 from lightning_specdec import checkpoint
 from lightning_specdec.bench.pair import compare
@@ -19,7 +20,6 @@ from lightning_specdec.checks import require_int
 from lightning_specdec.decoding import Decoding, WindowChoice
 from lightning_specdec.drafters import Drafter, ModelDrafter
 from lightning_specdec.inference.rows import as_prompts
-from lightning_specdec.models import LanguageModel
 from lightning_specdec.pairs import get_pair
 from lightning_specdec.pretrained import PretrainedOptions, Source, load_pair, pair_options
 from lightning_specdec.rules import AcceptanceRule, Sampling, SamplingOptions
@@ -55,8 +55,8 @@ class SpeculativeDecoder(Decoding):
     @classmethod
     def from_pretrained(
         cls,
-        target: Source | LanguageModel,
-        draft: Source | Drafter | LanguageModel | None = None,
+        target: Source | nn.Module,
+        draft: Source | nn.Module | None = None,
         *,
         num_draft_tokens: WindowChoice | None = None,
         **options: Unpack[PretrainedOptions],
@@ -64,10 +64,12 @@ class SpeculativeDecoder(Decoding):
         """A pretrained model of transformers and what guesses for it: another model, a copy of fewer bits, n-grams.
 
         Args:
-            target: a directory, a name on the hub, or a model.
+            target: a directory, a name on the hub, or a model (ours, or one that transformers has loaded).
             draft: the same for the draft; or a drafter; n-gram look-up when None.
             num_draft_tokens: see `SpeculativeDecoder`.
-            options: dtype, device, quantization and more: see `pretrained.load_pair`.
+            options: dtype, draft_dtype, device, quantization and draft_quantization ("int8", "int4"), drafter and
+                drafter_arguments (a class of drafters by name), revision, draft_revision, trust_remote_code, pack: see
+                `pretrained.load_pair`.
 
         Raises:
             ValueError: a model cannot be loaded, the models do not fit the memory, or do not fit each other.
@@ -78,7 +80,7 @@ class SpeculativeDecoder(Decoding):
     def from_pair(
         cls,
         name: str,
-        draft: Source | Drafter | LanguageModel | None = None,
+        draft: Source | nn.Module | None = None,
         *,
         num_draft_tokens: WindowChoice | None = None,
         **options: Unpack[PretrainedOptions],

@@ -59,8 +59,8 @@ class _Wanted:
 
 
 def load_pair(
-    target: Source | LanguageModel,
-    draft: Source | Drafter | LanguageModel | None = None,
+    target: Source | torch.nn.Module,
+    draft: Source | torch.nn.Module | None = None,
     *,
     drafter: str | None = None,
     drafter_arguments: Mapping[str, Any] | None = None,
@@ -95,29 +95,30 @@ def load_pair(
     Raises:
         ValueError: a model cannot be loaded, the models do not fit the memory, or do not fit each other.
     """
+    wrapped, given = _wrapped(target), _wrapped(draft)
     own: _Wanted | LanguageModel
-    own = target if isinstance(target, LanguageModel) else _Wanted(target, dtype, quantization, revision)
+    own = wrapped if isinstance(wrapped, LanguageModel) else _Wanted(wrapped, dtype, quantization, revision)
     guess: _Wanted | LanguageModel | None = None
-    if isinstance(draft, LanguageModel):
-        guess = draft
-    elif draft is None and draft_quantization is not None:
+    if isinstance(given, LanguageModel):
+        guess = given
+    elif given is None and draft_quantization is not None:
         if not isinstance(own, _Wanted):
             raise ValueError("a quantized copy is made of the target's files: name the target by its source")
         guess = _Wanted(own.source, draft_dtype or dtype, draft_quantization, revision)
-    elif draft is not None and not isinstance(draft, Drafter):
-        guess = _Wanted(draft, draft_dtype or dtype, draft_quantization, draft_revision)
+    elif given is not None and not isinstance(given, Drafter):
+        guess = _Wanted(given, draft_dtype or dtype, draft_quantization, draft_revision)
     arguments = drafter_arguments or {}
-    if not isinstance(draft, Drafter):
+    if not isinstance(given, Drafter):
         _check(drafter, arguments, has_model=guess is not None)
     elif drafter is not None or arguments:
-        raise ValueError(f"the draft is a {type(draft).__name__} already: name no other drafter")
+        raise ValueError(f"the draft is a {type(given).__name__} already: name no other drafter")
     wanted = [model for model in (own, guess) if isinstance(model, _Wanted)]
     examined = _examine(wanted, device, trust_remote_code)
     _require_memory([examined[model] for model in wanted], device, pack)
     loaded = [_load(examined[model], device, pack) if isinstance(model, _Wanted) else model for model in (own, guess)]
     assert loaded[0] is not None
-    if isinstance(draft, Drafter):
-        return loaded[0], draft
+    if isinstance(given, Drafter):
+        return loaded[0], given
     return loaded[0], _make(drafter, arguments, loaded[0], loaded[1])
 
 
@@ -147,6 +148,15 @@ def pair_options(pair: Pair, draft: object, options: PretrainedOptions) -> tuple
                 own["draft_dtype"] = options["dtype"]
     given: PretrainedOptions = {key: value for key, value in options.items() if value is not None}  # type: ignore[assignment]
     return source, {**own, **given}
+
+
+def _wrapped(source: Any) -> Any:
+    """A loaded model of transformers as a `HuggingFaceLM`; anything else as it is."""
+    if not isinstance(source, torch.nn.Module) or isinstance(source, LanguageModel | Drafter):
+        return source
+    from lightning_specdec.models.huggingface import HuggingFaceLM
+
+    return HuggingFaceLM(source)  # type: ignore[arg-type]
 
 
 def _check(kind: str | None, arguments: Mapping[str, Any], *, has_model: bool) -> None:

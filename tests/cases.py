@@ -11,12 +11,14 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+from families import tiny
 from tiny_transformer import TinyTransformer
 from tiny_vocabularies import cross
 
 from lightning_specdec.drafters import Context, Draft, Drafter, DraftState, ModelDrafter, NGramDrafter
 from lightning_specdec.inference import DecodeResult, autoregressive_decode
 from lightning_specdec.models import RNN, LanguageModel
+from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.rules import RULES as REGISTERED_RULES
 from lightning_specdec.rules import AcceptanceRule, Sampling
 
@@ -116,6 +118,7 @@ MODELS: dict[str, Callable[..., LanguageModel]] = {
     "rnn": lambda seed=1, **sizes: make(RNN, seed, **{"embedding_size": 8, "hidden_size": 16, **sizes}),
     "fused": lambda seed=1, **sizes: MODELS["rnn"](seed, **sizes).fused(),
     "transformer": lambda seed=1, **sizes: make(TinyTransformer, seed, **{"sharpness": 2.5, **sizes}),
+    "gemma3": lambda seed=1, vocab_size=VOCAB: HuggingFaceLM(tiny("gemma3_text", seed, vocab_size=vocab_size)),
 }
 
 DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {

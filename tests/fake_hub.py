@@ -43,7 +43,7 @@ def serve(models: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
             parts = path.removeprefix("/api/models/").strip("/").split("/")
             name, rest = "/".join(parts[:2]), parts[2:]
             if name in REFUSALS and (status := REFUSALS[name][not about]) != 200:
-                self.send(status, b"no", {"X-Error-Code": REFUSALS[name][2]}, body)
+                self.send(int(status), b"no", {"X-Error-Code": REFUSALS[name][2]}, body)
             elif name in REFUSALS:
                 self.send_info(name, {"config.json": 2}, body)
             elif name not in models:

@@ -33,12 +33,70 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 """What sets each family apart is in it: shared key heads, sliding windows of 5 tokens, learned positions."""
+_MIXED = {**_SIZES, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MORE: dict[str, dict[str, Any]] = {
+    "gemma2": {**_MIXED, "head_dim": 8, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 3.0},
+    "gpt_oss": {**_MIXED, **_EXPERTS, "head_dim": 8},
+    "gemma3n_text": {
+        **_MIXED,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "intermediate_size": 48,
+        "head_dim": 8,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 67,
+        "laurel_rank": 4,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "deepseek_v3": {
+        **_SIZES,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "longcat_flash": {
+        **_SIZES,
+        "num_key_value_heads": 4,
+        "num_layers": 2,
+        "head_dim": 8,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "ffn_hidden_size": 48,
+        "expert_ffn_hidden_size": 24,
+        "n_routed_experts": 4,
+        "zero_expert_num": 1,
+        "moe_topk": 2,
+    },
+    "falcon": {**_SIZES, "num_kv_heads": 2, "new_decoder_architecture": True, "alibi": False},
+    "opt": {**_SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    "gptj": {"vocab_size": 67, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 96, "rotary_dim": 4},
+    "smollm3": {**_SIZES, "no_rope_layers": [1, 0, 1]},
+    "cohere2": {**_MIXED},
+    "mixtral": {**_SIZES, **_EXPERTS, "sliding_window": 5},
+}
+"""Families that differ from those in what their layers do: caps, sinks, shared layers, values of another size than
+keys, routers whose weights are read, layers without positions."""
 
 
 def tiny(family: str, seed: int = 1, *, sharpness: float = 6.0, **sizes: Any) -> PreTrainedModel:
     """A random model of that family; the global seed stays as it was."""
     config = AutoConfig.for_model(
-        family, **{**FAMILIES[family], **_NONE, "pad_token_id": 0, "tie_word_embeddings": False, **sizes}
+        family, **{**(FAMILIES | MORE)[family], **_NONE, "pad_token_id": 0, "tie_word_embeddings": False, **sizes}
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)

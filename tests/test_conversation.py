@@ -168,6 +168,25 @@ def test_answers_end_by_stop_strings_and_go_on_behind_them(drafter: str) -> None
     assert [row.text for row in rows] == [row.text for row in again]
 
 
+@pytest.mark.parametrize("drafter", ["near", "cross", "ngram"])
+def test_a_cancelled_answer_may_be_asked_for_again_from_any_place(drafter: str) -> None:
+    """As far back as the draft's own last commit, where it reads one token more than the prompt shares."""
+    target, generator = cases.target("transformer"), random.Random(0)
+    for _ in range(40):
+        conversation = Conversation(target, cases.drafter(drafter, "transformer"), num_draft_tokens=3)
+        prompt = [1, 2, 3, 4, 5, 6]
+        for _ in range(6):
+            row = conversation.begin(prompt, max_new_tokens=8)
+            for _ in range(generator.randint(1, 2)):
+                conversation.step()
+            conversation.cancel()
+            num_new = row.num_new
+            expected = autoregressive_decode(target, prompt, max_new_tokens=8).tokens[0]
+            assert row.text[len(prompt) :] == expected[:num_new]
+            prompt = row.text[: len(row.text) - generator.randint(0, 3)]
+            prompt += [generator.randrange(cases.VOCAB) for _ in range(generator.randint(0, 2))]
+
+
 @pytest.mark.parametrize("target", ["rnn", "transformer"])
 def test_rows_are_resumed_while_others_go_on(target: str) -> None:
     generator = random.Random(8)

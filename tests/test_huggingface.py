@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, tiny
+import tiny_tokenizers
+from families import FAMILIES, MORE, tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_specdec.drafters import ModelDrafter
-from lightning_specdec.inference import autoregressive_decode, speculative_decode
+from lightning_specdec.decoder import SpeculativeDecoder
+from lightning_specdec.drafters import ModelDrafter, NGramDrafter
+from lightning_specdec.inference import Session, autoregressive_decode, speculative_decode
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.quantization import Int8Linear, quantize
 from lightning_specdec.rules import RejectionSampling, Sampling
@@ -49,7 +51,7 @@ def test_without_a_state_the_logits_are_those_of_transformers(family: str) -> No
     assert_close(ours(family)(tokens).logits, reference(family)(tokens).logits)
 
 
-@every_family
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE])
 @pytest.mark.parametrize("form", [ours, packed])
 @torch.inference_mode()
 def test_ragged_pieces_through_the_state_give_the_logits_of_the_whole(family: str, form: object) -> None:
@@ -76,6 +78,40 @@ def test_ragged_pieces_through_the_state_give_the_logits_of_the_whole(family: st
                 for b, (n, c) in enumerate(zip(state.consumed, counts, strict=True))
             ]
         )
+
+
+@torch.inference_mode()
+def test_a_window_that_no_layer_heeds_is_not_heeded_here() -> None:
+    """As in a config that was written for another architecture: the model's own forward pass is what counts."""
+    tokens, reference_model = random_tokens(1, 20), tiny("llama", sliding_window=5)
+    model = HuggingFaceLM(tiny("llama", sliding_window=5))
+    assert_close(model(tokens, model.init_state(1, 20)).logits, reference_model(tokens, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_padding_far_behind_the_end_poisons_no_row(family: str, attention: str) -> None:
+    """A row near its end shares a call with a long prompt: its padding lies more than a window behind the buffers."""
+    inner: Any = tiny(family)
+    inner.set_attn_implementation(attention)
+    target, long = HuggingFaceLM(inner), [7 * i % 60 + 1 for i in range(50)]
+    session = Session(target, NGramDrafter(), max_length=60, batch_size=2)
+    first = session.add([1, 2, 3, 4, 5], max_new_tokens=55)
+    while first.remaining > 6:
+        session.step()
+    second = session.add(long, max_new_tokens=8)
+    while session.step():
+        pass
+    assert first.text[5:] == autoregressive_decode(target, [1, 2, 3, 4, 5], max_new_tokens=55).tokens[0]
+    assert second.text[50:] == autoregressive_decode(target, long, max_new_tokens=8).tokens[0]
+
+
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
+def test_an_attention_that_takes_no_mask_of_ours_is_refused(implementation: str) -> None:
+    model: Any = tiny("llama")
+    model.config._attn_implementation = implementation
+    with pytest.raises(ValueError, match=f"runs on {implementation}"):
+        HuggingFaceLM(model)
 
 
 @every_family
@@ -162,6 +198,18 @@ def test_a_packed_model_counts_its_weights_and_keeps_its_own_parameters() -> Non
     assert any(isinstance(layer, torch.nn.Linear) for layer in model.modules()), "the copy was packed, not the model"
 
 
+def test_a_loaded_model_and_tokenizer_of_transformers_serve_as_they_are() -> None:
+    tokenizer = tiny_tokenizers.byte_level()
+    model = tiny("llama", vocab_size=len(tokenizer))
+    target = HuggingFaceLM(model, tokenizer=tokenizer)
+    assert target.tokenizer is not None and target.vocabulary == target.tokenizer.vocabulary
+    decoder = SpeculativeDecoder.from_pretrained(target)
+    text = decoder.decode("the oak", max_new_tokens=5).rows[0].text
+    assert text == tokenizer.decode(decoder.decode_standard("the oak", max_new_tokens=5).rows[0].tokens)
+    bare = SpeculativeDecoder.from_pretrained(model, tiny("llama", 2, vocab_size=len(tokenizer)))
+    assert bare.decode([1, 2], max_new_tokens=5).tokens == bare.decode_standard([1, 2], max_new_tokens=5).tokens
+
+
 def test_a_config_makes_a_new_model_that_learns() -> None:
     model = HuggingFaceLM({"model_type": "gpt2", "vocab_size": 11, "n_embd": 16, "n_layer": 2, "n_head": 2})
     assert model.vocab_size == 11
@@ -220,9 +268,17 @@ def test_a_quantization_without_a_kernel_here_is_refused(kind: str, words: str) 
             "linear_attention",
         ),
         ("bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2}, "position_ids"),
+        ("falcon", {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "alibi": True}, "masks"),
+        ("gpt_neo", {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["local"], 2]]}, "masks"),
+        ("doge", {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}, "masks"),
+        ("bert", {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}, "decoder-only"),
+        ("roberta", {"hidden_size": 16, "num_attention_heads": 2, "is_decoder": True}, "decoder-only"),
+        ("bert-generation", {"hidden_size": 16, "num_attention_heads": 2}, "decoder-only"),
+        ("gemma3_text", {"num_hidden_layers": 1, "use_bidirectional_attention": True}, "decoder-only"),
+        ("llama4_text", {"num_hidden_layers": 4, "num_local_experts": 2}, "chunked_attention"),
     ],
 )
-def test_a_model_that_cannot_go_back_is_refused_by_name(family: str, sizes: dict[str, int], words: str) -> None:
+def test_a_model_that_cannot_go_back_is_refused_by_name(family: str, sizes: dict[str, Any], words: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, vocab_size=20, **sizes))
     with pytest.raises(ValueError, match=words) as caught:

@@ -160,3 +160,36 @@ def test_logprobs_are_the_targets_own_whatever_the_processors(speculative: bool)
         scores = model(torch.tensor([row.prompt + row.tokens])).logits[0].detach().log_softmax(-1)
         scores = scores[len(row.prompt) - 1 :]
         assert row.logprobs == pytest.approx([float(scores[i, token]) for i, token in enumerate(row.tokens)], abs=1e-4)
+
+
+def dead_end(length: int) -> LogitsProcessor:
+    """Leaves no token to texts of that length or more."""
+    return lambda prefix, scores: torch.full_like(scores, -torch.inf) if prefix.shape[1] >= length else scores
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("drafter", ["near", "itself", "repeater", "ngram"])
+def test_a_processor_that_leaves_no_token_is_an_error_both_ways(drafter: str, temperature: float) -> None:
+    model, sampling = cases.target("rnn"), Sampling(temperature, processors=[dead_end(5)])
+    for decode in (
+        lambda: autoregressive_decode(model, [1, 2, 3], max_new_tokens=6, sampling=sampling),
+        lambda: speculative_decode(
+            model, cases.drafter(drafter, "rnn"), [1, 2, 3], max_new_tokens=6, sampling=sampling
+        ),
+    ):
+        with pytest.raises(ValueError, match="not finite"):
+            decode()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_a_processor_leaves_behind_eos_is_nobodys_business(temperature: float) -> None:
+    model, sampling = cases.target("rnn"), Sampling(temperature)
+    plain = autoregressive_decode(model, [1, 2, 3], max_new_tokens=8, sampling=sampling).tokens[0]
+    eos = plain[2]
+    num_new = plain.index(eos) + 1
+    ending = Sampling(temperature, processors=[dead_end(3 + num_new)])
+    drafter = cases.drafter("itself", "rnn")
+    result = speculative_decode(
+        model, drafter, [1, 2, 3], max_new_tokens=8, num_draft_tokens=6, sampling=ending, eos=eos
+    )
+    assert result.tokens[0] == plain[:num_new]

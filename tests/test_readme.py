@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_models
 from cli_fixtures import SCRIPT, shipped_run, succeed
 from training_fixtures import TrainedRun
 
@@ -50,9 +51,10 @@ def test_every_call_of_the_readme_works(
     shutil.copy(ROOT / "checkpoints" / "rnn.ckpt", tmp_path / "checkpoints" / "rnn.ckpt")
     rows = (",".join(str(start + i) for i in range(3 + start % 4)) for start in range(40))
     (tmp_path / "mine.csv").write_text("\n".join(rows))
+    tiny_models.write_text_model(tmp_path / "checkpoints" / "smollm2", chat=True)  # the real one is a download
     monkeypatch.chdir(tmp_path)
     trains = arguments[0] in ("fit", "validate", "test", "predict")
-    outcome = succeed(*arguments, *(SHORT if trains else []))
+    outcome = succeed(*arguments, *(SHORT if trains else []), stdin="Hello\n")
     assert outcome.out or arguments[0] == "predict"
 
 
@@ -62,9 +64,11 @@ def test_tensorboard_is_installed_beside_the_script() -> None:
 
 @pytest.mark.parametrize("number", range(sum(language == "python" for language, _ in BLOCKS)))
 def test_every_block_of_python_runs(
-    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(ROOT)
+    tiny_models.write_text_model(tmp_path / "checkpoints" / "smollm2", chat=True)
+    shutil.copy(ROOT / "checkpoints" / "rnn.ckpt", tmp_path / "checkpoints" / "rnn.ckpt")
+    monkeypatch.chdir(tmp_path)
     program = [text for language, text in BLOCKS if language == "python"][number]
     exec(compile(program, f"README.md, block {number}", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -18,14 +20,21 @@ def _benchmark(name: str) -> ModuleType:
     return module
 
 
-def test_the_table_of_the_readme_is_made_from_the_record() -> None:
-    record = json.loads((ROOT / "docs" / "results" / "rnn_speed.json").read_text())
+TABLES = ("rnn_speed", "smollm2_speed")
+RECORDS = sorted(path.stem for path in (ROOT / "docs" / "results").glob("*.json"))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_tables_of_the_readme_are_made_from_the_records(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    record = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())
     readme = (ROOT / "README.md").read_text()
-    shown = readme.split("<!-- table: benchmarks/rnn_speed.py -->\n")[1].split("\n<!-- /table -->")[0]
-    assert shown == _benchmark("rnn_speed").table(record["rows"])
+    shown = readme.split(f"<!-- table: benchmarks/{name}.py -->\n")[1].split("\n<!-- /table -->")[0]
+    assert shown == _benchmark(name).table(record["rows"])
 
 
-def test_the_record_says_how_it_was_made() -> None:
-    manifest = json.loads((ROOT / "docs" / "results" / "rnn_speed.json").read_text())["manifest"]
-    for name in ("torch", "processor", "threads", "commit", "checkpoint_sha256", "options"):
-        assert manifest[name] not in (None, ""), name
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_says_how_it_was_made(name: str) -> None:
+    manifest = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())["manifest"]
+    for key in ("torch", "processor", "threads", "commit", "options"):
+        assert manifest[key] not in (None, ""), key

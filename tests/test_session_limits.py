@@ -66,6 +66,15 @@ def test_logits_that_are_no_numbers_are_an_error_at_every_temperature(
             decode(model, cases.drafter("itself", "rnn"), cases.PROMPTS, num_draft_tokens=window, rule=rule, **options)
 
 
+@pytest.mark.parametrize("rule", cases.LOSSLESS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_whose_logits_are_no_numbers_changes_nothing(rule: str, temperature: float) -> None:
+    drafter = ModelDrafter(Broken(cases.target("rnn"), float("nan"), call=1))
+    options: dict[str, Any] = {"max_new_tokens": 9, "sampling": Sampling(temperature)}
+    found = decode(cases.target("rnn"), drafter, [[1, 2, 3]], rule=cases.RULES[rule](), **options)
+    assert found.tokens == autoregressive_decode(cases.target("rnn"), [[1, 2, 3]], **options).tokens
+
+
 def never() -> AdaptiveWindow:
     """A window that never opens: wide calls cost too much."""
     return AdaptiveWindow(Calibration((Costs(1, (1, 3), (1.0, 9.0), (0.0, 0.0), 1.0, 1.0, 0.0, 0.0),), 8))

@@ -132,6 +132,20 @@ def test_garbage_behind_the_rows_changes_nothing(kind: str, seed: int) -> None:
     assert walk.num_compared > 60
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_a_request_that_ended_in_nan_leaves_nothing_behind(kind: str) -> None:
+    model, tokens = KINDS[kind](), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    state = model.init_state(2, 8)
+    model(tokens, state)
+    parts = [part for pair in state.buffers.values() for part in pair] if isinstance(state, KVState) else state._chunks
+    for part in parts:
+        part[1] = torch.nan
+    state.clear([1])
+    logits = model(tokens, state).logits
+    assert_close(logits[1:], model(tokens[1:]).logits)
+
+
 class Poisoned(LanguageModel):
     """A model before whose every call the unused part of the state is filled with garbage."""
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import cases
 import pytest
-import torch
 from test_whole_decodes import BOUND, NUM_NEW, NUM_ROWS, PROMPT, chi_square
 from test_whole_decodes import SAMPLING as WHOLE
 from test_whole_decodes import target as whole_target
@@ -76,7 +75,8 @@ def test_the_window_has_the_most_expected_tokens_per_second(seed: int) -> None:
         while accepted < made and generator.random() < truth[accepted]:
             accepted += 1
         course.evidence.record(5, made, accepted, 1e9)
-    rates = [hits / trials if trials else 0.0 for hits, trials in zip(course.evidence.accepted, course.evidence.tested)]
+    pairs = zip(course.evidence.accepted, course.evidence.tested, strict=True)
+    rates = [hits / trials if trials else 0.0 for hits, trials in pairs]
     offer = course.evidence.made[0] / course.evidence.asked[0]
 
     def tokens_per_second(window: int) -> float:

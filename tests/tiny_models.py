@@ -34,7 +34,7 @@ def write(
     if dtype is not None:
         model = model.to(dtype)
     with quiet():
-        model.save_pretrained(path, **({"max_shard_size": shard_size} if shard_size else {}))
+        model.save_pretrained(path, max_shard_size=shard_size or "50GB")
         if tokenizer is not None:
             tokenizer.save_pretrained(path)
     return str(path)
@@ -42,7 +42,7 @@ def write(
 
 def write_text_model(path: Path, family: str = "llama", *, chat: bool = False, seed: int = 1, **sizes: Any) -> str:
     """A directory with a random model and a byte-level tokenizer, with a chat template on demand."""
-    tokenizer = byte_level(**({"chat_template": CHAT} if chat else {}))
+    tokenizer = byte_level(chat_template=CHAT) if chat else byte_level()
     return write(path, family, seed=seed, tokenizer=tokenizer, max_position_embeddings=512, **sizes)
 
 

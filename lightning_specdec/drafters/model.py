@@ -50,7 +50,7 @@ class ModelDraftState(DraftState):
 
     def go_back(self, row: int, length: int) -> None:
         lengths = list(self.model_state.consumed)
-        if self.model_state.committed[row] > length:
+        if self.model_state.committed[row] >= length:  # the drafter reads the token before it again
             self.clear([row])
         elif lengths[row] > length:
             lengths[row] = length
@@ -115,6 +115,7 @@ class RollingDrafter(Drafter):
                 for text, guess in zip(texts, token.tolist(), strict=True):
                     text.append(guess)
             if probs is not None:
+                token = token.clamp(max=probs.shape[-1] - 1)  # none, where the logits are no numbers: it has to be read
                 all_probs.append(probs)
             if context.wants_logits:
                 all_logits.append(logits)

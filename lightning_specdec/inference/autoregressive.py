@@ -78,7 +78,7 @@ def autoregressive_decode(
                 texts = [row.text if row.live else None for row in live]
                 processed = sampling.process(logits[:, None], texts)[:, 0]
             chosen = sampling.sample(processed, None if noise is None else noise[:, num_calls, Purpose.CORRECT])
-            told = flag_undrawable(chosen, logits) if sampling.greedy else chosen  # a draw has found it out already
+            told = flag_undrawable(chosen, processed) if sampling.greedy else chosen  # a draw has found it out already
             if logprobs:  # float64 holds the tokens beside them exactly: the host reads once
                 scores = Sampling.log_probs(logits, chosen.clamp(max=target.vocab_size - 1)).double()
                 read = torch.stack((told.double(), scores)).tolist()

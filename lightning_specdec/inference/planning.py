@@ -20,7 +20,7 @@ NEIGHBOUR_WEIGHT = 6.0
 MEMORY = 24.0
 """Tests of a place that are remembered, older ones fading: texts change."""
 SURPRISE = 1e-3
-"""The chance, by the estimate, of as many rounds in a row without a kept guess at which the text is taken as changed."""
+"""How unlikely a run of rounds without a kept guess is, by the estimate, when the text is taken to have changed."""
 SURPRISED_MEMORY = 3.0
 """Tests that are remembered then."""
 RESTING_MEMORY = 2.0

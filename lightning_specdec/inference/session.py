@@ -117,7 +117,9 @@ class Session:
 
         Theory: the states have read the old text already. They go back to where the two texts part, and only what
         follows is read; where they cannot go back so far, or the old row's place has gone to another, all of it is.
-        The outcome is the same: that of the whole prompt, with noise that no earlier turn has drawn from.
+        With `ExactMatch`, and at temperature 0, the outcome is that of the whole prompt read anew. Rejection sampling
+        keeps its distribution; its draws may differ where the draft remembers more than the prompt tells. No noise that
+        an earlier turn drew from is drawn from again.
         """
         if row.live:
             raise ValueError("the row is still being decoded: cancel it, or wait for its end, before it is resumed")
@@ -212,8 +214,9 @@ class Session:
         self.timer.lap("verify")
         if noise is not None:  # of fewer positions, where nobody guessed as much as was allowed
             noise = noise[:, : draft.tokens.shape[1] + 1]
-        verdict = self._judge(draft, self._processed(output.logits, draft), noise)
-        values = self._read(draft, verdict, output)
+        judged = self._processed(output.logits, draft)
+        verdict = self._judge(draft, judged, noise)
+        values = self._read(draft, verdict, output, judged)
         self.timer.lap("accept")
         events, outcomes, num_accepted = self._settle(values, draft, windows)
         self.drafter.observe(self._draft_state, output, num_accepted)
@@ -302,11 +305,11 @@ class Session:
         texts = [row.text if row.live else None for row in self._rows]
         return self.sampling.process(logits, texts, guesses, stop_at_impossible=self.rule.lossless)
 
-    def _read(self, draft: Draft, verdict: Verdict, output: ModelOutput) -> list[list[Any]]:
+    def _read(self, draft: Draft, verdict: Verdict, output: ModelOutput, judged: Tensor) -> list[list[Any]]:
         """The round's only read of the device: all that the host wants to know of it, in one tensor."""
         endings = verdict.endings
         if self.sampling.greedy:  # a draw has found it out already
-            endings = flag_undrawable(endings, output.logits)
+            endings = flag_undrawable(endings, judged)
         columns = [verdict.kept, endings, draft.tokens] if draft.tokens.shape[1] else [endings]
         if draft.lengths is not None:
             columns.append(draft.lengths[:, None])
@@ -335,16 +338,22 @@ class Session:
                 numbers, scores = numbers[: -2 * num_guesses - 1], numbers[-2 * num_guesses - 1 :]
                 logprobs = [*scores[:num_accepted], scores[num_guesses + num_accepted]]
                 numbers = [int(number) for number in numbers]
-            first = 0 if self.sampling.greedy else num_accepted  # where it is certain, guesses that were kept count too
-            check_drawn(max(numbers[num_guesses + first : num_guesses + num_accepted + 1]), self.target.vocab_size)
             ending = numbers[num_guesses + num_accepted]
             drafted, changed = numbers[2 * num_guesses + 1 : 3 * num_guesses + 1], numbers[3 * num_guesses + 1 :]
             if draft.lengths is not None:
                 length, *changed = changed
                 drafted, changed = drafted[:length], changed[:length]
+            # Where the draw is certain, the guesses that were kept count too; what lies behind EOS never does.
+            first = 0 if self.sampling.greedy else num_accepted
+            last = next((i for i, token in enumerate(drafted[:num_accepted]) if token in row.eos), num_accepted)
+            drawn = numbers[num_guesses + first : num_guesses + last + 1]
+            check_drawn(max(drawn, default=0), self.target.vocab_size)
             added = row.settle(drafted, num_accepted, ending, seconds=seconds, changed=changed, logprobs=logprobs)
             events.append((row, added))
-            outcomes.append(Outcome(row, window, len(drafted), num_accepted))
+            num_made = len(drafted)
+            if len(added) <= num_accepted:  # nothing is learnt of guesses behind a stop: a next turn has their noise
+                window = num_made = num_accepted = len(added)
+            outcomes.append(Outcome(row, window, num_made, num_accepted))
         return events, outcomes, counts
 
     def _shrink(self) -> None:

@@ -27,6 +27,10 @@ WIDTHS = (1, 4, 7)
 """Tokens of the warm-up's calls: one, and two widths for the code that serves all others."""
 
 
+MOST_COMPILATIONS = 128
+"""Of one layer class's code, over all models of the process; torch's own limit of 8 ends with silently plain layers."""
+
+
 class _LayerCache:
     """One layer's part of a state, as the compiled code sees it: tensors and a number, the same for every layer."""
 
@@ -81,7 +85,8 @@ def _dispatch(index: int, plain: Callable[..., Any], backend: str) -> Callable[.
         args = tuple(part if value is cache else value for value in args)
         kwargs = {name: part if value is cache else value for name, value in kwargs.items()}
         # A layer's own number is read by its code, but only to find its part of the cache: no code depends on it.
-        with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+        # All models share a layer class's code, so they share its count of compilations too.
+        with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MOST_COMPILATIONS):
             return compiled(*args, **kwargs)
 
     return forward

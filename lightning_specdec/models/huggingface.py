@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from lightning_specdec.models import attention
 from lightning_specdec.models.base import LanguageModel, ModelOutput, Plain
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
     from lightning_specdec.text.tokenizer import TextTokenizer
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"}
+"""Families that see both ways; as decoders, some of them count positions from another number than 0."""
+_OWN_MASKS = ("doge", "gpt_neo")
+"""Families whose layers mask by themselves, besides the mask that they are given."""
 
 
 class HuggingFaceState(KVState):
@@ -69,7 +75,7 @@ class HuggingFaceLM(LanguageModel):
     Args:
         model: a loaded model; or a config (transformers' own, or a mapping with a `model_type`) for a new, random one.
             Of a loaded model the attention implementation is set to one that does the same with fewer copies.
-        tokenizer: turns text to tokens, where text is wanted.
+        tokenizer: turns text to tokens, where text is wanted: a `TextTokenizer`, or one of transformers.
 
     Raises:
         ValueError: for a model whose state cannot go back (recurrent and linear-attention layers), or that is no
@@ -80,7 +86,7 @@ class HuggingFaceLM(LanguageModel):
         self,
         model: PreTrainedModel | PreTrainedConfig | Mapping[str, Any],
         *,
-        tokenizer: TextTokenizer | None = None,
+        tokenizer: Any = None,
     ) -> None:
         super().__init__()
         self.model = model if isinstance(model, PreTrainedModel) else _from_config(model)
@@ -89,10 +95,16 @@ class HuggingFaceLM(LanguageModel):
         head = self.model.get_output_embeddings()
         self.vocab_size = int(getattr(head, "out_features", None) or self.config.vocab_size)
         self.max_positions = _max_positions(self.config)
-        self.tokenizer = tokenizer
-        self.vocabulary = tokenizer.vocabulary if tokenizer is not None else None
+        self.tokenizer = _wrapped(tokenizer, self.model)
+        self.vocabulary = None if self.tokenizer is None else self.tokenizer.vocabulary
         self._num_parameters = sum(weight.numel() for weight in self.model.parameters())
-        if self.model.config._attn_implementation == "sdpa":
+        implementation = self.model.config._attn_implementation
+        if implementation not in ("eager", "sdpa", attention.NAME):
+            raise ValueError(
+                f"{self._name} runs on {implementation}, which takes no mask for rows of different lengths: "
+                'load it with attn_implementation="sdpa"'
+            )
+        if implementation == "sdpa":
             self.model.set_attn_implementation(attention.NAME)
 
     @property
@@ -199,6 +211,15 @@ class HuggingFaceLM(LanguageModel):
             handle.remove()
 
 
+def _wrapped(tokenizer: Any, model: PreTrainedModel) -> TextTokenizer | None:
+    """A tokenizer of transformers as one of ours, which knows the model's stop tokens."""
+    from lightning_specdec.text.tokenizer import TextTokenizer
+
+    if tokenizer is None or isinstance(tokenizer, TextTokenizer):
+        return tokenizer
+    return TextTokenizer(tokenizer, generation_config=model.generation_config)
+
+
 def _from_config(config: PreTrainedConfig | Mapping[str, Any]) -> PreTrainedModel:
     """A new model with random weights."""
     if not isinstance(config, PreTrainedConfig):
@@ -217,12 +238,19 @@ def _from_config(config: PreTrainedConfig | Mapping[str, Any]) -> PreTrainedMode
 def _attention_windows(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, int | None]:
     """The kinds of attention layers that the model has, and how far back each looks (None: to the start)."""
     name = type(model).__name__
-    window = getattr(config, "sliding_window", None)
-    if config.is_encoder_decoder or getattr(config, "is_decoder", True) is False and not model.can_generate():
+    two_sided = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    if config.is_encoder_decoder or two_sided or config.model_type in _ENCODERS:
         raise ValueError(f"{name} is no causal language model of its own: use a decoder-only one")
+    if getattr(config, "alibi", False) or config.model_type in _OWN_MASKS:
+        raise ValueError(
+            f"{name} derives masks from places in its cache, so rows of different lengths cannot share a call: "
+            "use a model that lets its positions be given"
+        )
+    window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        kinds = [_SLIDING if window is not None and getattr(config, "use_sliding_window", True) else _FULL]
+        sliding = window is not None and getattr(config, "use_sliding_window", True) and _builds_windows(model)
+        kinds = [_SLIDING if sliding else _FULL]
     foreign = sorted({kind for kind in kinds if kind not in (_FULL, _SLIDING)})
     if foreign or getattr(model, "_is_stateful", False):
         what = f"layers of {', '.join(foreign)}" if foreign else "a recurrent state"
@@ -232,6 +260,14 @@ def _attention_windows(model: PreTrainedModel, config: PreTrainedConfig) -> dict
     if model.get_output_embeddings() is None:
         raise ValueError(f"{name} has no output head over a vocabulary: use a causal language model")
     return {kind: window if kind == _SLIDING else None for kind in dict.fromkeys(kinds)}
+
+
+def _builds_windows(model: PreTrainedModel) -> bool:
+    """Whether the model's code masks by a sliding window: a config of transformers' own models may name one that no
+    layer heeds. Code from elsewhere is taken at its config's word."""
+    sources = {type(part).__module__ for part in model.modules() if isinstance(part, PreTrainedModel)}
+    builder = "create_sliding_window_causal_mask"
+    return any(not name.startswith("transformers.") or hasattr(sys.modules[name], builder) for name in sources)
 
 
 def _max_positions(config: PreTrainedConfig) -> int | None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import torch
 from lightning_specdec.memory import QUANTIZATIONS, ModelSize, available_bytes, measure, require_memory, without_memory
 from lightning_specdec.models import hub, safetensors_file
 from lightning_specdec.models.config_file import FOREIGN, first_line, read_config
+from lightning_specdec.models.quantization import INSTALL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -144,6 +146,8 @@ def check_quantization(quantization: str | None, device: str | torch.device) -> 
     """Raise ValueError for weights that this device has no kernel for, before anything is read."""
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {quantization!r}")
+    if quantization is not None and find_spec("torchao") is None:
+        raise ValueError(f"quantized weights need torchao: {INSTALL}")
     if quantization == "int4" and torch.device(device).type != "cuda":
         raise ValueError(f"int4 weights have a kernel on a CUDA GPU only, not on {device}: use int8")
 

@@ -58,6 +58,12 @@ class PackedLinear(nn.Module):
         return _packed_linear(inputs, self.weight_packed, self.bias_plain, self.out_features)
 
     @property
+    def weight(self) -> Tensor:
+        """The plain weight, laid out anew each time: for models that read a small layer's instead of calling it."""
+        plain: Tensor = self.weight_packed.to_dense()
+        return plain
+
+    @property
     def memory_bytes(self) -> int:
         """Bytes of the packed weight and the bias."""
         packed: int = torch.ops.mkldnn._nbytes(self.weight_packed)

@@ -6,12 +6,15 @@ Knows nothing of how a quantized model is used: as a target, or as the cheaper c
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 KINDS = ("int8", "int4")
+INSTALL = f"{sys.executable} -m pip install torchao==0.18.0"
+"""How this Python gets torchao, in the version that these weights were tried with."""
 MOST_ROWS = 4
 """Tokens up to which the int8 kernel, which takes them one by one, beats turning the weight back into floats."""
 
@@ -63,7 +66,7 @@ def quantize(module: nn.Module, kind: str) -> None:
     try:
         from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
     except ImportError as error:
-        raise ValueError("quantized weights need torchao: pip install 'lightning_specdec[int8]'") from error
+        raise ValueError(f"quantized weights need torchao: {INSTALL}") from error
     _linearize(module)
     try:
         quantize_(module, Int8WeightOnlyConfig() if kind == "int8" else Int4WeightOnlyConfig(group_size=128))

@@ -266,7 +266,9 @@ class KVState(DecodeState):
 
     def mask(self, slots: Slots, *, window: int | None = None) -> Bool[Tensor, "B T S"]:
         """True where a query may look: at its own position and before, the last `window` of these where one is set."""
-        keys, queries = torch.arange(slots.span, device=self.device), slots.positions[:, :, None]
+        # Padding far behind the end would look at nothing, and the NaN that gives would reach the last slot.
+        queries = slots.positions[:, :, None].clamp(max=self.num_slots - 1)
+        keys = torch.arange(slots.span, device=self.device)
         seen = keys <= queries
         return seen if window is None else seen & (keys > queries - window)
 
@@ -276,6 +278,13 @@ class KVState(DecodeState):
 
     def _go_back(self) -> None:
         pass  # what lies behind a length is never read
+
+    def clear(self, rows: Sequence[int] | Tensor) -> None:
+        super().clear(rows)
+        cleared = as_list(rows)
+        for keys, values in self.buffers.values():  # a request that ended in NaN must not poison the next one
+            keys[cleared] = 0
+            values[cleared] = 0
 
     def _select(self, source: Int[Tensor, "N"], empty: Bool[Tensor, "N"]) -> None:
         self.buffers = {

@@ -1,0 +1,149 @@
+"""What one call of SmolLM2 costs by its width, in every form that it can take; and what decoding adds to its memory.
+
+    make smollm2
+    python benchmarks/smollm2_calls.py --output docs/results/smollm2_calls.json
+
+Milliseconds of a call over so many tokens behind a text of 200, median of interleaved repeats: transformers' own
+forward pass with its dynamic cache, the same model over our state, with packed weights, with compiled layers, with int8
+weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils import logging
+
+from lightning_specdec.drafters import NGramDrafter
+from lightning_specdec.inference import speculative_decode
+from lightning_specdec.manifest import manifest
+from lightning_specdec.models.compiled import compile_layers
+from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.models.quantization import quantize
+
+CONTEXT, WIDTHS = 200, (1, 2, 4, 8, 16)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="checkpoints/smollm2")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--compile", action="store_true", help="measure compiled layers too")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    rows: list[dict[str, Any]] = []
+    for dtype in (torch.bfloat16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        calls, warm_up = _forms(options, dtype)
+        for width in WIDTHS:
+            tokens = torch.randint(100, 40_000, (1, width), generator=torch.Generator().manual_seed(width))
+            seconds = _interleave({form: _bind(call, tokens) for form, call in calls.items()}, options.repeats)
+            row = {form: 1000 * statistics.median(each) for form, each in seconds.items()}
+            rows.append({"dtype": name, "width": width, "milliseconds": row})
+            print(
+                f"{name:<9} {width:>3}  " + "  ".join(f"{form} {value:.1f}" for form, value in row.items()), flush=True
+            )
+        rows.append({"dtype": name, "warm_up_seconds": warm_up, **_memory(options, dtype)})
+        print(f"{name:<9} {rows[-1]}", flush=True)
+    if options.output:
+        found = manifest(options={**vars(options), "output": None}, device=torch.device("cpu"))
+        options.output.write_text(json.dumps({"manifest": found, "rows": rows}, indent=1) + "\n")
+
+
+Call = Callable[[torch.Tensor], None]
+
+
+def _bind(call: Call, tokens: torch.Tensor) -> Callable[[], None]:
+    return lambda: call(tokens)
+
+
+def _forms(options: argparse.Namespace, dtype: torch.dtype) -> tuple[dict[str, Call], float | None]:
+    """Every form of the model, each behind the same text; and the seconds that compiling took."""
+    calls, warm_up = {"transformers": _theirs(_load(options, dtype))}, None
+    calls["ours"] = _ours(HuggingFaceLM(_load(options, dtype)))
+    calls["packed"] = _ours(HuggingFaceLM(_load(options, dtype)).pack())
+    if options.compile:
+        compiled = HuggingFaceLM(_load(options, dtype)).pack()
+        warm_up = compile_layers(compiled)
+        calls["compiled"] = _ours(compiled)
+    int8 = HuggingFaceLM(_load(options, dtype))
+    quantize(int8.model, "int8")
+    calls["int8"] = _ours(int8.pack())
+    return calls, warm_up
+
+
+def _load(options: argparse.Namespace, dtype: torch.dtype) -> Any:
+    return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
+
+
+def _text() -> torch.Tensor:
+    return torch.randint(100, 40_000, (1, CONTEXT), generator=torch.Generator().manual_seed(0))
+
+
+def _theirs(model: Any) -> Call:
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(_text(), past_key_values=cache)
+
+    @torch.inference_mode()
+    def call(tokens: torch.Tensor) -> None:
+        model(tokens, past_key_values=cache)
+        cache.crop(-tokens.shape[1])
+
+    return call
+
+
+def _ours(model: HuggingFaceLM) -> Call:
+    state = model.init_state(1, 2 * CONTEXT)
+    with torch.inference_mode():
+        model(_text(), state, logits_for=slice(-1, None))
+
+    @torch.inference_mode()
+    def call(tokens: torch.Tensor) -> None:
+        model(tokens, state)
+        state.truncate([CONTEXT])
+
+    return call
+
+
+def _interleave(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {form: [] for form in calls}
+    for i in range(repeats + 2):
+        for form, call in calls.items():
+            started = time.perf_counter()
+            call()
+            if i >= 2:
+                seconds[form].append(time.perf_counter() - started)
+    return seconds
+
+
+def _memory(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes of the weights, of the caches of a text of 512, and how much reading a text made the process grow."""
+    model = HuggingFaceLM(_load(options, dtype)).pack()
+    prompt = _text()[0].tolist()
+    speculative_decode(model, NGramDrafter(), prompt, max_new_tokens=8)  # what torch allocates once
+    before = _resident_bytes()
+    state = model.init_state(1, 512)
+    with torch.inference_mode():
+        model(_text(), state, logits_for=slice(-1, None))
+    grown = _resident_bytes() - before
+    return {"weight_bytes": model.memory_bytes, "cache_bytes": state.memory_bytes, "grown_bytes": grown}
+
+
+def _resident_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    main()
