@@ -33,7 +33,8 @@ from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.text.tokenizer import TextTokenizer
 
 Way = Callable[[list[int]], Any]
-LOOKUPS, CONSTANTS, WINDOWS = (3, 5, 10), (3, 5, 10), (4, 8, 12)
+LOOKUPS, CONSTANTS, WINDOWS = (3, 5, 10), (5, 10), (4, 8)
+MODEL_WINDOWS = {"right": (5, 10), "wrong": (1, 3)}
 BARS = {
     "standard over generate": {"bfloat16": 1.25, "float32": 1.0},
     "look-up over generate's": {"bfloat16": 1.3},
@@ -120,7 +121,7 @@ class _Machine:
         theirs = {
             f"generate assisted {name}": self._assisted(assistant, **schedule) for name, schedule in schedules.items()
         }
-        ours = {f"{part} {k}": self._ours(f"{part} {k}", own, k) for k in (1, 3, 5, 10)}
+        ours = {f"{part} {k}": self._ours(f"{part} {k}", own, k) for k in MODEL_WINDOWS[part]}
         return {"standard": self._standard(), **theirs, **ours}
 
     def rows(self, part: str, seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
@@ -207,7 +208,7 @@ class _Machine:
         return way
 
     def _adaptive(self, drafter: Drafter) -> AdaptiveWindow:
-        return AdaptiveWindow(calibrate(self.target, drafter))
+        return AdaptiveWindow(calibrate(self.target, drafter, context_length=500))
 
 
 def _interleave(ways: dict[str, Way], prompts: list[list[int]], machine: _Machine) -> dict[str, list[float]]:

@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from lightning_specdec.drafters import Drafter as Drafter
     from lightning_specdec.drafters import ModelDrafter as ModelDrafter
     from lightning_specdec.drafters import NGramDrafter as NGramDrafter
+    from lightning_specdec.inference import AdaptiveWindow as AdaptiveWindow
     from lightning_specdec.inference import DecodeResult as DecodeResult
+    from lightning_specdec.inference import FixedWindow as FixedWindow
     from lightning_specdec.inference import Session as Session
+    from lightning_specdec.inference import StopStrings as StopStrings
     from lightning_specdec.inference import autoregressive_decode as autoregressive_decode
     from lightning_specdec.models import RNN as RNN
     from lightning_specdec.models import DecodeState as DecodeState
@@ -41,6 +44,9 @@ _HOMES = {
     "ModelDrafter": "drafters",
     "NGramDrafter": "drafters",
     "DecodeResult": "inference",
+    "StopStrings": "inference",
+    "FixedWindow": "inference",
+    "AdaptiveWindow": "inference",
     "Session": "inference",
     "autoregressive_decode": "inference",
     "HuggingFaceLM": "models.huggingface",

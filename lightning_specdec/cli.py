@@ -73,5 +73,8 @@ def _run(arguments: list[str]) -> int:
         run()
         return 0
     options = make_parser(verb).parse_args(_spell_out_stdin(rest) if verb == "decode" else rest)
+    from lightning_specdec.cli_early import check_models
+
+    check_models(options)
     code: int = getattr(import_module(f"lightning_specdec.{VERBS[verb].home}"), verb)(options)
     return code

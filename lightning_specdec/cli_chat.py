@@ -62,11 +62,16 @@ def chat(options: Namespace) -> int:
     talk = Talk(decoder, tokenizer, options, interactive=interactive)
     if interactive:
         _note(f"{name}, {type(decoder.drafter).__name__} guesses for it. /help shows the commands, Ctrl-D leaves.")
+    if options.show_drafts:
+        _note(f"{talk.marked('kept guesses')}; the rest is the target's own")
     for line in _turns(interactive):
-        if line in COMMANDS:
-            if not talk.command(line):
+        word, *rest = line.split(maxsplit=1) or [""]
+        if word.lower() in COMMANDS:
+            if rest:
+                _note(f"{word.lower()} takes nothing behind it, got {rest[0]!r}")
+            elif not talk.command(word.lower()):
                 break
-        elif re.fullmatch(r"/[a-z]+", line):
+        elif re.fullmatch(r"/[A-Za-z]+", line):
             _note(f"there is no {line}: {', '.join(COMMANDS)}")
         elif line:
             try:
@@ -124,6 +129,7 @@ class Talk:
         """Do what a command says; False ends the chat."""
         if line == "/reset":
             self._begin()
+            _note("the chat begins anew")
         elif line == "/stats":
             print(self.stats(), flush=True)
         elif line == "/help":
@@ -158,9 +164,13 @@ class Talk:
             behind = sum(len(self.tokenizer.vocabulary.join([token])) for token in own)
             text = stream.push(kept, hold=max(hidden - behind, 0))
             if text:
-                print(styled(text, "kept", True) if self.colour else f"[{text}]", end="")
+                print(self.marked(text), end="")
             kept = []
         print(stream.push([*kept, *own], hold=hidden), end="", flush=True)
+
+    def marked(self, text: str) -> str:
+        """Text as it is shown where it was guessed and kept."""
+        return styled(text, "kept", True) if self.colour else f"[{text}]"
 
     def _count(self, row: Row, seconds: float) -> None:
         assert row.counts is not None

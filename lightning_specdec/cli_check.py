@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_specdec.checks import require_int
-from lightning_specdec.cli_common import find_device, set_up_logs
+from lightning_specdec.cli_common import find_device, progress, set_up_logs
 from lightning_specdec.decoding import Decoding
 from lightning_specdec.drafters import NGramDrafter
 from lightning_specdec.memory import gigabytes
@@ -30,6 +30,7 @@ def check(options: Namespace) -> int:
         torch.set_num_threads(require_int("threads", options.threads, 1, 1024))
     require_int("max_new_tokens", options.max_new_tokens, 1, MOST)
     started = time.perf_counter()
+    progress(f"loading {options.MODEL} ...")
     model = load_model(
         options.MODEL,
         dtype=options.dtype,
@@ -37,7 +38,7 @@ def check(options: Namespace) -> int:
         quantization=options.quantization,
         revision=options.revision,
         trust_remote_code=options.trust_remote_code,
-    )
+    ).pack()  # as pairs are decoded
     load_seconds = time.perf_counter() - started
     if options.threads is None:
         limit_threads(model.num_parameters)

@@ -46,6 +46,12 @@ def draws(options: Namespace) -> SamplingOptions:
     return chosen
 
 
+def progress(text: str) -> None:
+    """Say what takes its time, where somebody sits and waits."""
+    if sys.stderr.isatty():
+        log.info("%s", text)
+
+
 class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return json.dumps({"level": record.levelname.lower(), "name": record.name, "message": record.getMessage()})

@@ -9,20 +9,20 @@ import inspect
 import json
 import os
 import sys
-import time
 from argparse import Namespace
 from typing import Any
 
 import torch
 
 from lightning_specdec.checks import require_int
-from lightning_specdec.cli_common import draws, log, set_up_logs
+from lightning_specdec.cli_common import draws, log, progress, set_up_logs
 from lightning_specdec.cli_models import load_decoder
 from lightning_specdec.cli_options import RULES as RULE_ARGUMENTS
 from lightning_specdec.cli_parser import UsageError
 from lightning_specdec.cli_prompts import OWN, Placed, as_texts, as_tokens, read_prompts
 from lightning_specdec.cli_prose import decoded_prose
 from lightning_specdec.cli_report import decoded_text, summary_table
+from lightning_specdec.cli_shown import in_batches, rows_by_prompt
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.drafters import ModelDrafter
 from lightning_specdec.inference import DecodeInterrupted, DecodeResult, Window
@@ -50,11 +50,9 @@ def decode(options: Namespace) -> int:
     _fill_in(options, decoder)
     compile_seconds = _compile(decoder, options.num_draft_tokens, drawn) if options.compile else 0.0
     prompts = [tokens for _, tokens in texts]
-    started = time.perf_counter()
     window = decoder.window(
         batch_size=min(options.batch_size, len(prompts)), rule=rule, num_draft_tokens=options.num_draft_tokens, **drawn
     )
-    compile_seconds += time.perf_counter() - started
     shared: dict[str, Any] = {
         "max_new_tokens": options.max_new_tokens,
         "eos": () if options.ignore_eos else options.eos,
@@ -64,61 +62,93 @@ def decode(options: Namespace) -> int:
     }
     standard: DecodeResult | None = None
     speculative: DecodeResult | None = None
+    summary: dict[str, Any] = {}
+    interrupted = False
     try:
         if options.mode != "speculative":
-            standard = decoder.decode_standard(prompts, **drawn, **shared)
+            standard = in_batches(
+                lambda batch, indices: decoder.decode_standard(batch, indices=indices, **drawn, **shared),
+                prompts,
+                options.batch_size,
+            )
         if options.mode != "standard":
-            speculative = decoder.decode(prompts, num_draft_tokens=window, rule=rule, **drawn, **shared)
-        bench = decoder.benchmark(
-            prompts,
-            num_draft_tokens=window,
-            rule=rule,
-            repeats=options.repeats,
-            warmup=3 if options.ckpt else 0,  # a large model is warm by what is shown
-            batch_size=options.batch_size,
-            mode=options.mode,
-            equal_treatment=options.ckpt is not None and isinstance(decoder.drafter, ModelDrafter),
-            **drawn,
-            **shared,
-        )
-        summary, interrupted = bench.summary(), bench.interrupted
-        summary["warmup_seconds"] += compile_seconds
+            speculative = in_batches(
+                lambda batch, indices: decoder.decode(
+                    batch, indices=indices, num_draft_tokens=window, rule=rule, **drawn, **shared
+                ),
+                prompts,
+                options.batch_size,
+            )
     except KeyboardInterrupt as stop:
+        interrupted = True
         if isinstance(stop, DecodeInterrupted):
             if stop.result.rule is None:
                 standard = stop.result
             else:
                 speculative = stop.result
-        summary, interrupted = {}, True
+    if options.output == "text":
+        print(_outputs(decoder, standard, speculative, texts, rule, options), flush=True)
+    if options.repeats and not interrupted:
+        progress(f"timing {options.repeats} repeat{'s' if options.repeats > 1 else ''} ...")
+        try:
+            bench = decoder.benchmark(
+                prompts,
+                num_draft_tokens=window,
+                rule=rule,
+                repeats=options.repeats,
+                warmup=3 if options.ckpt else 0,  # a large model is warm by what is shown
+                batch_size=options.batch_size,
+                mode=options.mode,
+                equal_treatment=options.ckpt is not None and isinstance(decoder.drafter, ModelDrafter),
+                **drawn,
+                **shared,
+            )
+            summary, interrupted = bench.summary(), bench.interrupted
+            summary["warmup_seconds"] += compile_seconds
+        except KeyboardInterrupt:
+            interrupted = True
     found = manifest(options=vars(options), checkpoint=options.ckpt, device=decoder.target.device)
     if options.output == "json":
-        rows = _rows(standard, speculative, [text for text, _ in texts])
+        rows = rows_by_prompt(standard, speculative, [text for text, _ in texts])
         print(json.dumps({"summary": summary, "prompts": rows, "manifest": found}))
-    else:
-        shown: dict[str, Any] = {
-            "colour": sys.stdout.isatty() and not os.environ.get("NO_COLOR"),
-            "logprobs": options.logprobs,
-            "rounding": _rounding(decoder, rule, Sampling(**drawn)),
-        }
-        if decoder.tokenizer is None:
-            print(decoded_text(standard, speculative, **shown))
-        else:
-            named = [text or decoder.tokenizer.decode(tokens) for text, tokens in texts]
-            print(decoded_prose(standard, speculative, decoder.tokenizer, named, **shown))
-        if summary:
-            print(summary_table(summary, num_prompts=len(prompts), manifest=found))
+    elif summary:
+        print(summary_table(summary, num_prompts=len(prompts), manifest=found))
     if interrupted:
         print("interrupted: what is above was settled by then", file=sys.stderr)
     return 130 if interrupted else 0
+
+
+def _outputs(
+    decoder: SpeculativeDecoder,
+    standard: DecodeResult | None,
+    speculative: DecodeResult | None,
+    texts: list[tuple[str | None, list[int]]],
+    rule: AcceptanceRule,
+    options: Namespace,
+) -> str:
+    """Both ways' outputs as they are shown."""
+    shown: dict[str, Any] = {
+        "colour": sys.stdout.isatty() and not os.environ.get("NO_COLOR"),
+        "logprobs": options.logprobs,
+        "rounding": _rounding(decoder, rule, Sampling(**draws(options))),
+    }
+    if decoder.tokenizer is None:
+        return decoded_text(standard, speculative, **shown)
+    named = [text or decoder.tokenizer.decode(tokens) for text, tokens in texts]
+    return decoded_prose(standard, speculative, decoder.tokenizer, named, **shown)
 
 
 def _check(options: Namespace) -> SamplingOptions:
     """How tokens are drawn, once everything that can be checked without a model is."""
     if options.threads is not None:
         torch.set_num_threads(require_int("threads", options.threads, 1, MAX_THREADS))
-    for name, most in (("num_draft_tokens", MAX_TOKENS), ("max_new_tokens", MAX_TOKENS), ("repeats", None)):
+    for name, least, most in (
+        ("num_draft_tokens", 1, MAX_TOKENS),
+        ("max_new_tokens", 1, MAX_TOKENS),
+        ("repeats", 0, None),
+    ):
         if getattr(options, name) not in (None, "auto"):
-            require_int(name, getattr(options, name), 1, most)
+            require_int(name, getattr(options, name), least, most)
     require_int("batch_size", options.batch_size, 1)
     if options.raw and options.chat_template:
         raise UsageError("--raw and --chat_template exclude each other: give one of them")
@@ -181,24 +211,13 @@ def make_rule(options: Namespace) -> AcceptanceRule:
 
 def _compile(decoder: SpeculativeDecoder, num_draft_tokens: int | str | None, drawn: SamplingOptions) -> float:
     """Compile the models if this machine can; say so if it cannot."""
-    from lightning_specdec.compiler import CompilerMissing
+    from lightning_specdec.compiler import CompilerMissing, require_compiler
 
     try:
+        require_compiler()
+        log.info("compiling, 3 to 40 seconds at each start, the most for the first time on a machine")
         window = num_draft_tokens if isinstance(num_draft_tokens, int) else None
         return decoder.compile(num_draft_tokens=window, **drawn)
     except (CompilerMissing, ValueError) as error:
         log.warning("%s", error)
         return 0.0
-
-
-def _rows(
-    standard: DecodeResult | None, speculative: DecodeResult | None, texts: list[str | None]
-) -> list[dict[str, Any]]:
-    """For each prompt both ways' new tokens, text and counts."""
-    merged: dict[int, dict[str, Any]] = {}
-    for name, result in (("standard", standard), ("speculative", speculative)):
-        for row in result.to_dict()["rows"] if result else []:
-            index, prompt = row.pop("index"), row.pop("prompt")
-            known = {"index": index, "prompt": prompt, "prompt_text": texts[index]}
-            merged.setdefault(index, known)[name] = row
-    return list(merged.values())

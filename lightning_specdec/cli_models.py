@@ -5,20 +5,18 @@ Knows nothing of what the verb does with them.
 
 from __future__ import annotations
 
-import logging
 from argparse import Namespace
 from typing import Any
 
 import torch
 
-from lightning_specdec.cli_common import find_device
+from lightning_specdec.cli_common import find_device, progress
+from lightning_specdec.cli_early import named_model
 from lightning_specdec.cli_options import DRAFTERS
-from lightning_specdec.cli_parser import UsageError
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.drafters import Drafter, NGramDrafter
 from lightning_specdec.pretrained import PretrainedOptions
 
-log = logging.getLogger("lightning_specdec")
 _OF_PRETRAINED = (
     "draft",
     "quantization",
@@ -36,15 +34,11 @@ def load_decoder(options: Namespace) -> SpeculativeDecoder:
     Raises:
         ValueError: none or several are named, an option does not belong to the one that is, or it cannot be loaded.
     """
-    values = vars(options)
-    named = [name for name in ("ckpt", "pair", "target") if values.get(name) is not None]
-    if len(named) != 1:
-        known = [f"--{name}" for name in ("ckpt", "pair", "target") if name in values]
-        got = " and ".join(f"--{name}" for name in named) or "none"
-        raise UsageError(f"name the models by one of {', '.join(known)}, got {got} (see --help)")
+    named = named_model(options)
     arguments = drafter_arguments(options)
     device = find_device(options.device)
-    if named == ["ckpt"]:
+    progress(f"loading {vars(options)[named]} ...")
+    if named == "ckpt":
         return _from_checkpoint(options, arguments, device)
     shared = PretrainedOptions(
         drafter=options.drafter,

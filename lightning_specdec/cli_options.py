@@ -73,7 +73,12 @@ MODELS = (
     Option("drafter.min_ngram", "of NGramDrafter: fewest tokens that are looked up (1)", int),
     Option("drafter.guesses_per_token", "of NGramDrafter: guesses for each token that the look-up matched (2)", int),
     Option("drafter.min_share", "of CrossVocabulary: least share of tokens in common (0.1)", float),
-    Option("num_draft_tokens", "guesses per round; auto: as many as pay; when not given the pair's, or 3", _window),
+    Option(
+        "num_draft_tokens",
+        "guesses per round; auto: as many as pay; when not given the pair's, or 3",
+        _window,
+        metavar="INT|auto",
+    ),
     _QUANTIZATION,
     Option("draft_quantization", "the draft's; without a --draft a copy of the target guesses", choices=QUANTIZATIONS),
     Option("draft_dtype", "what the draft computes in; as the target when not given", choices=DTYPES),
@@ -131,11 +136,11 @@ VERBS: dict[str, Verb] = {
             Option("ignore_eos", "let no token end a row", action="store_true"),
             Option("stop", "text that ends a row and is not shown; repeat for more", action="append"),
             Option("mode", "which ways to run", default="both", choices=("both", "standard", "speculative")),
-            Option("repeats", "timed runs each way (10; 2 of text)", int),
+            Option("repeats", "timed runs each way (10; 2 of text), or 0 for the outputs alone", int),
             Option("batch_size", "prompts decoded together", int, 1),
             Option(
                 "compile",
-                "compile a recurrent draft, or both sides' transformers: slow once, then faster",
+                "compile a recurrent draft, or both sides' transformers: 3 to 40 seconds at each start",
                 action="store_true",
             ),
             *_PLACE,
@@ -171,6 +176,7 @@ VERBS: dict[str, Verb] = {
         "lightning_specdec chat --target checkpoints/smollm2 --drafter NGramDrafter --temperature 0.7 --show_drafts\n"
         "printf 'Hi\\nAnd again\\n' | lightning_specdec chat --pair smollm2 --max_new_tokens 40",
         home="cli_chat",
+        refusals={"--ckpt": "chat needs --pair or --target, since a checkpoint has no tokenizer"},
     ),
     "pairs": Verb(
         "list the pairs of models, and which of them fit this machine",

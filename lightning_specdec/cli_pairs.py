@@ -108,6 +108,8 @@ def _print_list(rows: Sequence[dict[str, Any]], options: Namespace) -> None:
                 _fits(row, options),
             ]
         )
+    texts = "" if options.batch_size == 1 else f" in each of {options.batch_size} texts"
+    print(f"memory: weights and caches of {options.context:,} tokens{texts}; or loading, where that takes more\n")
     print(_aligned(table))
     if any(row[role]["gated"] for row in rows for role in ("target", "draft") if row[role]):
         print("\nmeta-llama's models are gated: accept their terms on the hub and set HF_TOKEN")
@@ -117,7 +119,8 @@ def _print_list(rows: Sequence[dict[str, Any]], options: Namespace) -> None:
 def _print_check(rows: Sequence[dict[str, Any]], available: int | None, options: Namespace) -> None:
     free = "unknown" if available is None else gigabytes(available)
     texts = "a text" if options.batch_size == 1 else f"{options.batch_size} texts"
-    print(f"free on {options.device}: {free}; caches for {texts} of {options.context:,} tokens\n")
+    length = f"{options.context:,} tokens, or of a model's context"
+    print(f"free on {options.device}: {free}; caches for {texts} of {length}\n")
     table = [["name", "model", "parameters", "dtype", "weights", "caches", "here"]]
     for row in rows:
         for role in ("target", "draft"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 
@@ -37,12 +37,13 @@ class Option:
 @dataclass(frozen=True)
 class Verb:
     """One verb: what it does, its options, examples for its help, and the module whose function of the verb's name
-    does it (None for the Trainer's verbs)."""
+    does it (None for the Trainer's verbs). `refusals` say why it has not got an option that others have."""
 
     summary: str
     options: tuple[Option, ...]
     epilog: str = ""
     home: str | None = None
+    refusals: Mapping[str, str] = field(default_factory=dict)
 
 
 class UsageError(ValueError):
@@ -50,6 +51,8 @@ class UsageError(ValueError):
 
 
 class _Parser(argparse.ArgumentParser):
+    refusals: Mapping[str, str]
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}{self._advice(message)} (see `{self.prog} --help`)")
 
@@ -57,6 +60,8 @@ class _Parser(argparse.ArgumentParser):
         """What was probably meant by arguments that are not known."""
         words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecognized") else []
         for word in words:
+            if (reason := self.refusals.get(word.split("=")[0])) is not None:
+                return f": {reason}"
             if near := difflib.get_close_matches(word.split("=")[0], list(self._option_string_actions), n=1):
                 return f": did you mean {near[0]}?"
             if word.isdigit():
@@ -73,6 +78,7 @@ def build(verb: str, described: Verb) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.refusals = described.refusals
     for option in described.options:
         shown = "" if option.default in (None, False) else f" (default: {option.default})"
         settings: dict[str, Any] = {"help": option.help + shown}

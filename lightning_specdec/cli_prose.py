@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from lightning_specdec.cli_report import comparison, legend, stop_note, styled
+from lightning_specdec.cli_report import legend, remarks, rows_of, stop_note, styled
 from lightning_specdec.inference import DecodeResult, RowResult
 
 if TYPE_CHECKING:
@@ -35,24 +35,20 @@ def decoded_prose(
         prompts: as the user gave them.
     """
     lines: list[str] = []
-    first = speculative or standard
-    if first is None:
+    if standard is None and speculative is None:
         return ""
-    for i, row in enumerate(first.rows):
+    for row, plain, guessed in rows_of(standard, speculative):
         lines.append(f"prompt {row.index}: {_clip(prompts[row.index])}{stop_note(row)}")
-        if speculative is not None:
+        if guessed is not None:
             lines += ["  speculative", _block(_with_fates(row, tokenizer) if colour else row.text or "")]
-        if standard is not None and i < len(standard.rows):
-            other = standard.rows[i]
-            same = speculative is not None and other.tokens == row.tokens
-            lines += ["  standard, the same"] if same else [f"  standard{stop_note(other)}", _block(other.text or "")]
+        if plain is not None:
+            same = guessed is not None and plain.tokens == guessed.tokens
+            lines += ["  standard, the same"] if same else [f"  standard{stop_note(plain)}", _block(plain.text or "")]
         if logprobs and row.logprobs is not None:
             lines.append(f"  logprobs     {' '.join(f'{value:.3f}' for value in row.logprobs)}")
     if speculative is not None and colour:
         lines.append(legend(colour))
-    if standard is not None and speculative is not None:
-        lines.append(comparison(standard, speculative, rounding))
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, *remarks(standard, speculative, rounding), ""])
 
 
 def _clip(prompt: str) -> str:
@@ -65,8 +61,17 @@ def _block(text: str) -> str:
 
 
 def _with_fates(row: RowResult, tokenizer: TextTokenizer) -> str:
-    """A row's new text in the colours of its tokens' fates, each rejected guess before its correction."""
+    """A row's new text in the colours of its tokens' fates, each rejected guess before its correction.
+
+    Special tokens are no part of the text, and are shown all the same: they were guessed like others.
+    """
     stream, shown, num_left = tokenizer.stream(), [], len(row.text or "")
+    special = tokenizer.vocabulary.special_texts
+
+    def settle(token: int, fate: str) -> None:
+        show(stream.push([token]), fate)
+        if token in special and (num_left or row.stop_reason != "stop"):
+            shown.append(styled(special[token], fate, True))
 
     def show(piece: str, fate: str) -> None:
         nonlocal num_left
@@ -77,11 +82,12 @@ def _with_fates(row: RowResult, tokenizer: TextTokenizer) -> str:
 
     for each in row.rounds or []:
         for token in each.drafted[: each.num_accepted]:
-            show(stream.push([token]), "kept")
+            settle(token, "kept")
         rejected = each.drafted[each.num_accepted : each.num_accepted + 1]
         if rejected and each.next_token is not None:
-            shown.append(styled(tokenizer.decode(rejected).replace("\n", "\u23ce"), "rejected", True))
+            text = special.get(rejected[0]) or tokenizer.decode(rejected).replace("\n", "\u23ce")
+            shown.append(styled(text, "rejected", True))
         if each.next_token is not None:
-            show(stream.push([each.next_token]), "corrected" if rejected else "bonus")
+            settle(each.next_token, "corrected" if rejected else "bonus")
     show(stream.finish(), "kept")
     return "".join(shown)

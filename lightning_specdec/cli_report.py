@@ -5,7 +5,8 @@ Knows nothing of how the figures came about.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 from lightning_specdec.inference import DecodeResult, RowResult
@@ -31,22 +32,46 @@ def decoded_text(
         rounding: the type that the target computes in, where both ways would give the same tokens but for rounding.
     """
     lines: list[str] = []
-    first = speculative or standard
-    if first is None:
+    if standard is None and speculative is None:
         return ""
-    for i, row in enumerate(first.rows):
+    for row, plain, guessed in rows_of(standard, speculative):
         lines.append(f"prompt {row.index}: {_join(row.prompt)}{stop_note(row)}")
-        if standard is not None and i < len(standard.rows):
-            lines.append(f"  standard     {_join(standard.rows[i].tokens)}")
-        if speculative is not None:
-            lines.append(f"  speculative  {_with_fates(row, colour=colour)}")
+        if plain is not None:
+            lines.append(f"  standard     {_join(plain.tokens)}")
+        if guessed is not None:
+            lines.append(f"  speculative  {_with_fates(guessed, colour=colour)}")
         if logprobs and row.logprobs is not None:
             lines.append(f"  logprobs     {' '.join(f'{value:.3f}' for value in row.logprobs)}")
     if speculative is not None:
         lines.append(legend(colour))
+    return "\n".join([*lines, *remarks(standard, speculative, rounding), ""])
+
+
+def rows_of(
+    standard: DecodeResult | None, speculative: DecodeResult | None
+) -> Iterator[tuple[RowResult, RowResult | None, RowResult | None]]:
+    """Each prompt's outcome, the speculative one where it is there; then its standard and its speculative outcome."""
+    for plain, guessed in zip_longest(standard.rows if standard else [], speculative.rows if speculative else []):
+        yield guessed or plain, plain, guessed
+
+
+def remarks(standard: DecodeResult | None, speculative: DecodeResult | None, rounding: str | None) -> list[str]:
+    """What is said below the outputs: whether they agree, and the windows that were chosen."""
+    lines: list[str] = []
     if standard is not None and speculative is not None:
         lines.append(comparison(standard, speculative, rounding))
-    return "\n".join([*lines, ""])
+    if speculative is not None and (speculative.window or {}).get("kind") == "AdaptiveWindow":
+        lines.append(_windows(speculative))
+    return lines
+
+
+def _windows(result: DecodeResult) -> str:
+    """One line on how many guesses an adaptive window's rounds had."""
+    numbers = [len(each.drafted) for row in result.rows for each in row.rounds or []]
+    if not any(numbers):
+        return "auto: guessed nothing, since no guess promised to save time here"
+    mean = sum(numbers) / len(numbers)
+    return f"auto: {min(numbers)} to {max(numbers)} guesses per round, {mean:.1f} on average"
 
 
 def _join(tokens: list[int]) -> str:
@@ -85,25 +110,33 @@ def stop_note(row: RowResult) -> str:
 def comparison(standard: DecodeResult, speculative: DecodeResult, rounding: str | None) -> str:
     """One line on whether the outputs agree, and whether they should."""
     differing = total = 0
+    partings: list[int] = []
     for one, other in zip(standard.rows, speculative.rows, strict=False):
         settled = [len(row.tokens) for row in (one, other) if row.stop_reason == "interrupted"]
         expected, got = (row.tokens[: min(settled)] if settled else row.tokens for row in (one, other))
-        differing += sum(a != b for a, b in zip(expected, got, strict=False)) + abs(len(expected) - len(got))
+        places = [i for i, (a, b) in enumerate(zip_longest(expected, got), start=1) if a != b]
+        partings += places[:1]
+        differing += len(places)
         total += len(expected)
-    same = f"{differing} of {total} new tokens differ from the standard output"
+    rule = speculative.rule
     if not speculative.lossless:
-        kept = f"{speculative.num_changed} kept guesses are not what the target would have drawn there"
-        return f"{speculative.rule} is LOSSY: {same}; {kept}"
-    if differing == 0:
-        return f"{speculative.rule} is lossless: all {total} new tokens equal the standard output"
-    if rounding is not None:
-        why = f"in {rounding} a call with several tokens rounds otherwise than calls with one"
-        return f"{speculative.rule} is lossless: {same}, as near-ties may, since {why}"
-    return f"{speculative.rule} is lossless in distribution: {same}, as two draws may"
+        changed = speculative.num_changed or 0
+        kept = f"{_count(changed, 'kept guess', 'es')} {'is' if changed == 1 else 'are'} not what the target would have"
+        return f"{rule} is LOSSY: {differing} of {total} new tokens differ from the standard output; {kept} drawn there"
+    if not partings:
+        return f"{rule} is lossless: all {total} new tokens equal the standard output"
+    part = f"the outputs part in {len(partings)} of {_count(min(len(standard.rows), len(speculative.rows)), 'prompt')}"
+    part += f" ({'at' if len(partings) == 1 else 'first at'} token {min(partings)})"
+    if rounding is None:
+        return f"{rule} is lossless in distribution: {part}, as two draws may"
+    finer = f": --dtype {_FINER[rounding]} shows the same tokens" if rounding in _FINER else ""
+    return f"{rule} is lossless: {part}, as rounding in {rounding} lets them{finer}"
 
 
+_FINER = {"bfloat16": "float32", "float16": "float32", "float32": "float64"}
+"""Of each type: one that rounds less."""
 _ROWS = (
-    ("seconds", "seconds", "median, all prompts"),
+    ("seconds", "seconds", "median repeat, all prompts"),
     ("first quartile", "first_quartile", ""),
     ("third quartile", "third_quartile", ""),
     ("tokens_per_second", "tokens_per_second", "new tokens / seconds"),
@@ -138,7 +171,8 @@ def summary_table(summary: Mapping[str, Any], *, num_prompts: int, manifest: Map
             lines.append(f"{label:<24}" + "".join(f"{cell:>14}" for cell in cells) + (f"  {note}" if note else ""))
     lines.append("")
     for key, note in _FIGURES:
-        if summary.get(key) is not None:
+        nothing_warmed = key == "warmup_seconds" and summary[key] < 0.005
+        if summary.get(key) is not None and not nothing_warmed:
             lines.append(f"{key:<24}{_cell(key, summary[key]):>14}  {note}")
     lines.append("")
     lines.append(
@@ -149,8 +183,8 @@ def summary_table(summary: Mapping[str, Any], *, num_prompts: int, manifest: Map
     return "\n".join(lines)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def _value(side: Mapping[str, Any], key: str) -> float | None:

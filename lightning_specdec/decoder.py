@@ -91,7 +91,11 @@ class SpeculativeDecoder(Decoding):
         """
         pair = get_pair(name)
         own, merged = pair_options(pair, draft, options)
-        loaded = load_pair(pair.target.place, own if draft is None else draft, **merged)
+        try:
+            loaded = load_pair(pair.target.place, own if draft is None else draft, **merged)
+        except ValueError as error:
+            advice = "".join(model.advice for model in pair.models if model.source in str(error))
+            raise ValueError(f"{error}{advice}") from error
         return cls(*loaded)._with_window(pair.num_draft_tokens if num_draft_tokens is None else num_draft_tokens)
 
     def _with_window(self, num_draft_tokens: WindowChoice | None) -> SpeculativeDecoder:

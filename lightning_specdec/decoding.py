@@ -129,6 +129,7 @@ class Decoding:
         eos: int | Sequence[int] | None = None,
         stop: str | Sequence[str] = (),
         seed: int = 0,
+        indices: Sequence[int] | None = None,
         logprobs: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> DecodeResult:
@@ -142,6 +143,7 @@ class Decoding:
             eos: tokens that stop a row, kept in the output; the target's own when None, `()` for none.
             stop: strings that stop a row.
             seed: the same seed gives the same tokens.
+            indices: the prompts' numbers, which their noise is keyed by; 0, 1, ... when None.
             logprobs: whether each token's log probability under the target is wanted.
             sampling: temperature (0, greedy, when not given), top_k, top_p, min_p: see `Sampling`.
         """
@@ -157,6 +159,7 @@ class Decoding:
             sampling=drawn,
             eos=self._texts.stop_tokens(eos),
             seed=seed,
+            indices=indices,
             logprobs=logprobs,
             stop=stops,
         )
@@ -198,6 +201,7 @@ class Decoding:
         eos: int | Sequence[int] | None = None,
         stop: str | Sequence[str] = (),
         seed: int = 0,
+        indices: Sequence[int] | None = None,
         logprobs: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> DecodeResult:
@@ -211,6 +215,7 @@ class Decoding:
             sampling=Sampling(**sampling),
             eos=self._texts.stop_tokens(eos),
             seed=seed,
+            indices=indices,
             logprobs=logprobs,
             stop=stops,
         )

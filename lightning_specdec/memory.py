@@ -74,8 +74,9 @@ class ModelSize:
         return kept + self.matrix_parameters // 2 + self.matrix_parameters // INT4_GROUP * 2 * size
 
     def cache_bytes(self, dtype: str, *, batch_size: int, length: int) -> int:
-        """Bytes of the keys and values of `batch_size` rows of `length` tokens:
+        """Bytes of the keys and values of `batch_size` rows of `length` tokens, or of as many as the model reads:
         layers * 2 * batch_size * length * kv_heads * head_size * bytes of a number."""
+        length = length if self.context is None else min(length, self.context)
         return self.layers * 2 * batch_size * length * self.kv_heads * self.head_size * BYTES[dtype]
 
 

@@ -32,6 +32,7 @@ class PairModel:
         dtype: what it computes in.
         size: what decides its memory.
         local: a directory that is taken instead of the source where it is there.
+        hint: the command that makes this directory, told where the source cannot be had.
         quantization: how its matrices are stored: int8, int4, or None.
         revision: branch, tag or commit on the hub.
         gated: whether the hub wants a token (HF_TOKEN) of an account that accepted its terms.
@@ -41,6 +42,7 @@ class PairModel:
     dtype: str
     size: ModelSize
     local: str | None = None
+    hint: str | None = None
     quantization: str | None = None
     revision: str | None = None
     gated: bool = False
@@ -49,6 +51,11 @@ class PairModel:
     def place(self) -> str:
         """Where to load it from, as seen from the current directory."""
         return self.local if self.local is not None and Path(self.local, "config.json").is_file() else self.source
+
+    @property
+    def advice(self) -> str:
+        """What to do where the source cannot be had; empty where nothing is known."""
+        return "" if self.hint is None or self.place == self.local else f"; or make {self.local}: `{self.hint}`"
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def test_an_unknown_verb_option_or_file_is_refused(arguments: list[str], told: s
         (["--top_k", "0"], "top_k must be at least 1, got 0"),
         (["--min_p", "2"], "min_p must be in [0, 1], got 2"),
         (["--eos", "50"], "eos must be from 0 to 49, got 50"),
-        (["--repeats", "0"], "repeats must be at least 1"),
+        (["--repeats", "-1"], "repeats must be at least 0"),
         (["--batch_size", "0"], "batch_size must be at least 1"),
         (["--threads", "0"], "threads must be from 1"),
         (["--threads", "1000000000"], "threads must be from 1"),

@@ -43,9 +43,9 @@ def test_the_ratios_are_their_formulas() -> None:
     standard = Runs([4.0, 1.0, 2.0, 3.0], [STANDARD] * 4)
     speculative = Runs([1.0, 1.0, 9.0], [SPECULATIVE] * 3)
     bench = Benchmark(standard, speculative, Runs([3.0], [STANDARD]), Runs([6.0], [SPECULATIVE]), 0.5, 3)
-    assert standard.median_seconds == 2.5 and standard.spread_seconds == (1.75, 3.25)
+    assert standard.median_seconds == 2.0 and standard.spread_seconds == (1.0, 4.0)
     assert standard.tokens_per_second == [2.0, 8.0, 4.0, 8 / 3]
-    assert bench.walltime_speedup == 2.5 and bench.latency_reduction == pytest.approx(0.6)
+    assert bench.walltime_speedup == 2.0 and bench.latency_reduction == pytest.approx(0.5)
     assert bench.equal_treatment_speedup == 0.5
     # Three seconds rolled out; two rounds at least for eight tokens, each a roll-out of 0.3 and a verification of 1.0.
     assert bench.equal_treatment_ceiling == pytest.approx(3.0 / (2 * (0.3 + 1.0)))
@@ -63,7 +63,7 @@ def test_the_ratios_are_their_formulas() -> None:
     )
     summary = bench.summary()
     assert summary["acceptance_rate"] == 1.0 and summary["block_efficiency"] == 4.0
-    assert summary["standard"]["seconds"] == 2.5 and summary["standard"]["runs"]["seconds"] == standard.seconds
+    assert summary["standard"]["seconds"] == 2.0 and summary["standard"]["runs"]["seconds"] == standard.seconds
     assert summary["speculative"]["draft_seconds"] == 0.6 and summary["speculative"]["num_target_calls"] == 2
 
 
@@ -77,6 +77,18 @@ def test_one_side_alone_has_no_ratio() -> None:
 def test_the_figures_shown_together_come_from_one_repeat() -> None:
     slow, typical = result(8, (0.0, 9.0, 0.0, 0.0), 8), result(8, (0.0, 2.0, 0.0, 0.0), 8)
     assert Runs([9.0, 2.0, 1.9], [slow, typical, slow]).result is typical
+
+
+@pytest.mark.parametrize("seconds", [[3.0], [9.0, 2.0], [9.0, 2.0, 1.9], [4.0, 1.0, 2.0, 3.0]])
+def test_seconds_phases_and_rates_of_a_way_are_those_of_one_repeat(seconds: list[float]) -> None:
+    results = [result(8 + i, (0.0, each, 0.0, 0.0), 8) for i, each in enumerate(seconds)]
+    runs = Runs(seconds, results)
+    bench = Benchmark(runs, Runs([1.0], [SPECULATIVE]), None, None, 0.0, 3)
+    side = bench.summary()["standard"]
+    assert side["seconds"] == side["verify_seconds"] == bench.walltime_speedup
+    assert side["tokens_per_second"] == side["num_new_tokens"] / side["seconds"]
+    first, third = side["seconds_quartiles"]
+    assert first <= side["seconds"] <= third
 
 
 def test_the_ways_take_turns_after_the_warm_up() -> None:

@@ -142,6 +142,24 @@ def test_help_shows_the_commands_and_an_unknown_one_is_told(model: str) -> None:
     assert outcome.err.startswith("there is no /hlep: /reset")
 
 
+def test_commands_are_confirmed_in_any_case_and_take_nothing_behind_them(
+    model: str, decoder: SpeculativeDecoder
+) -> None:
+    turns = f"{TURNS[0]}\n/Reset\n/reset now\n/STATS all\n{TURNS[0]}\n/QUIT\n{TURNS[1]}\n"
+    outcome = succeed("chat", "--target", model, "--max_new_tokens", str(NEW), stdin=turns)
+    assert outcome.out == shown(oracle(decoder, TURNS[:1]) * 2)
+    assert outcome.err.splitlines() == [
+        "the chat begins anew",
+        "/reset takes nothing behind it, got 'now'",
+        "/stats takes nothing behind it, got 'all'",
+    ]
+
+
+def test_shown_drafts_have_a_legend(model: str) -> None:
+    outcome = succeed("chat", "--target", model, "--show_drafts", stdin="")
+    assert outcome.err == "[kept guesses]; the rest is the target's own\n"
+
+
 class Impatient(io.StringIO):
     """Somebody who presses Ctrl-C as soon as an answer begins, once or twice."""
 
@@ -228,10 +246,11 @@ def speechless(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def test_what_cannot_chat_is_refused_in_one_line(speechless: dict[str, str], model: str, here: None) -> None:
     refused("chat", told="one of --pair, --target")
+    refused("chat", "--ckpt", "x.ckpt", told="chat needs --pair or --target, since a checkpoint has no tokenizer")
     refused("chat", "--pair", "smollm2", "--target", model, told="one of --pair, --target")
     refused("chat", "--target", speechless["base"], told="has no chat template")
     refused("chat", "--target", speechless["mute"], told="has no tokenizer")
-    refused("chat", "--target", "./nowhere", told="no such directory")
+    refused("chat", "--target", "./nowhere", told="there is no directory ./nowhere")
     refused("chat", "--pair", "smolm2", told="did you mean smollm2?")
     refused("chat", "--target", model, "--max_new_tokens", "0", told="max_new_tokens")
     refused("chat", "--target", model, "--num_draft_tokens", "some", told="num_draft_tokens")

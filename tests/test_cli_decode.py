@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from cli_fixtures import ckpt, shipped_run, succeed
 
-from lightning_specdec import checkpoint, cli_decode, cli_options
+from lightning_specdec import SpeculativeDecoder, checkpoint, cli_decode, cli_options
+from lightning_specdec.bench.runner import Benchmark, Runs
+from lightning_specdec.cli_report import decoded_text, summary_table
+from lightning_specdec.cli_shown import in_batches
+from lightning_specdec.inference import DecodeInterrupted, DecodeResult, RowResult
+from lightning_specdec.inference.timing import PHASES
 from lightning_specdec.rules import RULES
 
 __all__ = ["ckpt", "shipped_run"]
@@ -112,7 +119,93 @@ def test_a_lossy_rule_says_so_and_how_many_tokens_differ(ckpt: str, options: lis
     else:
         total = sum(len(standard) for standard, _ in pairs)
         assert f"{options[1]} is LOSSY: {differing} of {total} new tokens differ" in outcome.out
-        assert f"; {document['summary']['num_changed']} kept guesses are not what the target would" in outcome.out
+        changed = document["summary"]["num_changed"]
+        kept = "1 kept guess is" if changed == 1 else f"{changed} kept guesses are"
+        assert f"; {kept} not what the target would have drawn there" in outcome.out
+
+
+@pytest.mark.parametrize("size", ["1", "2", "3"])
+def test_batches_hold_for_what_is_shown_and_change_no_token(
+    ckpt: str, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, list[Any]] = {"decode": [], "decode_standard": []}
+    for name, calls in seen.items():
+        whole = getattr(SpeculativeDecoder, name)
+
+        def watched(self: Any, prompts: Any, *, whole: Any = whole, calls: Any = calls, **options: Any) -> Any:
+            calls.append(options["indices"])
+            return whole(self, prompts, **options)
+
+        monkeypatch.setattr(SpeculativeDecoder, name, watched)
+    drawn = ("--repeats", "0", "--temperature", "1", "--rule", "RejectionSampling", "--seed", "2")
+    document = succeed("decode", "--ckpt", ckpt, *drawn, "--batch_size", size, "--output", "json").json
+    expected = {"1": [[0], [1], [2]], "2": [[0, 1], [2]], "3": [[0, 1, 2]]}[size]
+    assert seen == {"decode": expected, "decode_standard": expected}
+    monkeypatch.undo()
+    decoder = SpeculativeDecoder.from_checkpoint(ckpt)
+    whole = decoder.decode(
+        decoder.prompts, max_new_tokens=7, temperature=1.0, rule=RULES["RejectionSampling"](), seed=2
+    )
+    assert [each["speculative"]["tokens"] for each in document["prompts"]] == whole.tokens
+    assert [each["index"] for each in document["prompts"]] == [0, 1, 2]
+
+
+def test_ctrl_c_keeps_the_batches_that_are_over_and_the_one_in_progress() -> None:
+    def result(tokens: list[int], index: int) -> DecodeResult:
+        return DecodeResult([RowResult(index, [1], tokens, "length", 1, [0.1])], 1.0, {}, 1, 0)
+
+    def decode(batch: list[list[int]], indices: list[int]) -> DecodeResult:
+        if indices == [1]:
+            raise DecodeInterrupted(result([9], 1))
+        return result([8, 8], indices[0])
+
+    with pytest.raises(DecodeInterrupted) as stopped:
+        in_batches(decode, [[1], [2], [3]], 1)
+    assert stopped.value.result.tokens == [[8, 8], [9]]
+    shown = decoded_text(
+        in_batches(lambda _, n: result([8, 8], n[0]), [[1]] * 3, 1), stopped.value.result, colour=False
+    )
+    assert "prompt 2: 1\n  standard     8 8\n" in shown, "what only one way has settled is shown too"
+
+
+def test_no_repeats_show_the_outputs_and_no_table(ckpt: str) -> None:
+    whole, brief = (succeed("decode", "--ckpt", ckpt, "--repeats", number).out for number in ("1", "0"))
+    assert whole.startswith(brief.rstrip("\n")) and brief.rstrip().endswith("equal the standard output")
+    assert succeed("decode", "--ckpt", ckpt, "--repeats", "0", "--output", "json").json["summary"] == {}
+
+
+def test_the_outputs_are_shown_before_anything_is_timed(
+    ckpt: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def benchmark(self: Any, prompts: Any, **options: Any) -> Any:
+        assert "all 21 new tokens equal" in capsys.readouterr().out
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SpeculativeDecoder, "benchmark", benchmark)
+    options = ["--ckpt", ckpt, "--repeats", "5", "--max_new_tokens", "7"]
+    assert cli_decode.decode(cli_options.make_parser("decode").parse_args(options)) == 130
+
+
+def test_what_was_not_warmed_has_no_row() -> None:
+    runs = Runs(
+        [1.0], [DecodeResult([RowResult(0, [1], [2], "length", 1, [0.1])], 1.0, dict.fromkeys(PHASES, 0.2), 1, 0)]
+    )
+    machine = {"device": "cpu", "processor": "", "threads": 1, "torch": "", "commit": None}
+    for seconds, rows in ((0.0004, 0), (0.31, 1)):
+        summary = Benchmark(runs, None, None, None, seconds, 3).summary()
+        assert summary_table(summary, num_prompts=1, manifest=machine).count("warmup_seconds") == rows
+
+
+def test_a_terminal_is_told_what_takes_its_time(ckpt: str) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    told = Terminal()
+    options = cli_options.make_parser("decode").parse_args(["--ckpt", ckpt, *QUICK])
+    with mock.patch.object(sys, "stderr", told):
+        assert cli_decode.decode(options) == 0
+    assert told.getvalue().splitlines() == [f"INFO: loading {ckpt} ...", "INFO: timing 1 repeat ..."]
 
 
 def prompts_of(*arguments: str, stdin: str = "") -> list[list[int]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +39,21 @@ def test_quantized_weights_take_what_was_foretold(family: str, tied: bool, tmp_p
     assert foretold == sum(weight.nbytes for weight in model.parameters())
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_packed_weights_take_what_was_foretold(tied: bool, tmp_path: Path) -> None:
+    """Of sizes that the kernels' blocks divide, as those of real models: others are filled up."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    path = write(tmp_path, vocab_size=128, tie_word_embeddings=tied, **sizes)
+    model = load_model(path, dtype="float32").pack()
+    foretold = examine(path).size.weight_bytes("float32", packed=True)
+    assert foretold == model.memory_bytes - sum(buffer.nbytes for buffer in model.buffers())
+
+
 def test_four_bits_are_half_a_byte_and_their_scales() -> None:
     size = ModelSize(1280, 1280, 10, 10, layers=1, kv_heads=1, head_size=1)
     assert size.weight_bytes("bfloat16", "int4") == 10 * 2 + 640 + 10 * 2 * 2
@@ -47,6 +64,10 @@ def test_four_bits_are_half_a_byte_and_their_scales() -> None:
 def test_caches_are_layers_times_two_times_heads_times_size_times_length() -> None:
     size = ModelSize(100, 50, 50, 10, layers=32, kv_heads=8, head_size=128)
     assert size.cache_bytes("bfloat16", batch_size=4, length=1000) == 32 * 2 * 4 * 1000 * 8 * 128 * 2
+    short = replace(size, context=500)
+    assert 2 * short.cache_bytes("bfloat16", batch_size=4, length=1000) == size.cache_bytes(
+        "bfloat16", batch_size=4, length=1000
+    ), "no text is longer than the context"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_specdec.rules import SOFTMAX, Purpose, Sampling, draw, noise_table
+from lightning_specdec.rules.sampling import largest
 
 LAST = 1 - 2**-24
 """The largest uniform number that is ever drawn."""
@@ -173,3 +174,16 @@ def test_neighbouring_tables_are_independent(seed: int) -> None:
     cells = torch.histc(tables[:, 0], 50, 0, 1)
     # chi-square, 49 degrees of freedom: above 110 once in a million
     assert float(((cells - count / 50) ** 2 / (count / 50)).sum()) < 110
+
+
+@pytest.mark.parametrize("size", [11, 4096, 4097, 5000, 49_152])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_logit_is_found_where_argmax_finds_it(size: int, dtype: torch.dtype) -> None:
+    """Ties go to the first token; a NaN is the largest of all; the last and first tokens can win."""
+    logits = torch.randn(6, 2, size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    logits[1, 0, -1] = logits[1, 1, 0] = 100
+    logits[2, 0, [size - 2, size // 2, 3]] = 100
+    logits[3, 0, size - 1] = logits[3, 1, 2] = torch.nan
+    logits[4] = 1
+    assert largest(logits).tolist() == logits.argmax(-1).tolist()
+    assert largest(logits[0, 0]).tolist() == logits[0, 0].argmax(-1).tolist()

@@ -6,6 +6,7 @@ Knows nothing of how costs are measured or used.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from lightning_specdec.drafters import Drafter
 from lightning_specdec.inference import Calibration
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import AcceptanceRule, ExactMatch, Sampling
+
+log = logging.getLogger(__name__)
 
 
 def load_or_measure(
@@ -48,6 +51,7 @@ def load_or_measure(
     try:
         return Calibration.load(remembered)
     except (FileNotFoundError, ValueError):  # none yet, or one that another version wrote
+        log.info("measuring what draft and target cost, once for this machine: some seconds")
         found = calibrate(target, drafter, batch_sizes=(batch_size,), rule=rule, sampling=sampling)
         found.save(remembered)
         return found

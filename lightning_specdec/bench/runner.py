@@ -35,16 +35,16 @@ class Runs:
 
     @property
     def median_seconds(self) -> float:
-        """Median of the repeats' seconds."""
-        return statistics.median(self.seconds)
+        """Median of the repeats' seconds, of two in the middle the lower: the seconds of one repeat."""
+        return statistics.median_low(self.seconds)
 
     @property
     def spread_seconds(self) -> tuple[float, float]:
-        """First and third quartile of the repeats' seconds."""
-        if len(self.seconds) < 2:
-            return self.seconds[0], self.seconds[0]
-        first, _, third = statistics.quantiles(self.seconds, n=4, method="inclusive")
-        return first, third
+        """First and third quartile of the repeats' seconds, each those of one repeat: at least half of the repeats lie
+        between them, the median too."""
+        ordered = sorted(self.seconds)
+        outside = (len(ordered) - 1) // 4
+        return ordered[outside], ordered[-1 - outside]
 
     @property
     def tokens_per_second(self) -> list[float]:
@@ -53,9 +53,8 @@ class Runs:
 
     @property
     def result(self) -> DecodeResult:
-        """The repeat whose seconds are nearest to the median: its phases belong together."""
-        nearest = min(range(len(self.seconds)), key=lambda i: abs(self.seconds[i] - self.median_seconds))
-        return self.results[nearest]
+        """The repeat whose seconds are the median: its figures belong together."""
+        return self.results[self.seconds.index(self.median_seconds)]
 
 
 @dataclass
@@ -149,14 +148,14 @@ class Benchmark:
 
 
 def _side(runs: Runs) -> dict[str, Any]:
-    """The figures of one way of decoding."""
+    """The figures of one way of decoding: those of its median repeat."""
     result = runs.result
     first, third = runs.spread_seconds
     names = ("num_new_tokens", "block_efficiency", "num_target_calls", "num_draft_calls", "peak_memory_bytes")
     return {
         "seconds": runs.median_seconds,
         "seconds_quartiles": [first, third],
-        "tokens_per_second": statistics.median(runs.tokens_per_second),
+        "tokens_per_second": result.num_new_tokens / runs.median_seconds,
         "time_to_first_token": statistics.mean(row.token_seconds[0] for row in result.rows if row.token_seconds)
         if any(row.token_seconds for row in result.rows)
         else None,
