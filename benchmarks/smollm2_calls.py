@@ -22,8 +22,6 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
-from lightning_specdec.drafters import NGramDrafter
-from lightning_specdec.inference import speculative_decode
 from lightning_specdec.manifest import manifest
 from lightning_specdec.models.compiled import compile_layers
 from lightning_specdec.models.huggingface import HuggingFaceLM
@@ -127,22 +125,12 @@ def _interleave(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str,
 
 
 def _memory(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, int]:
-    """Bytes of the weights, of the caches of a text of 512, and how much reading a text made the process grow."""
+    """Bytes of the packed weights, and of the caches of a text of 512."""
     model = HuggingFaceLM(_load(options, dtype)).pack()
-    prompt = _text()[0].tolist()
-    speculative_decode(model, NGramDrafter(), prompt, max_new_tokens=8)  # what torch allocates once
-    before = _resident_bytes()
-    state = model.init_state(1, 512)
+    state = model.init_state(1, 511)
     with torch.inference_mode():
         model(_text(), state, logits_for=slice(-1, None))
-    grown = _resident_bytes() - before
-    return {"weight_bytes": model.memory_bytes, "cache_bytes": state.memory_bytes, "grown_bytes": grown}
-
-
-def _resident_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
-    return int(line.split()[1]) * 1024
+    return {"weight_bytes": model.memory_bytes, "cache_bytes": state.memory_bytes}
 
 
 if __name__ == "__main__":

@@ -105,8 +105,8 @@ def _generate(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
 def _divergence(reference: Any, exact: Any, prompt: list[int], want: list[int], got: list[int]) -> dict[str, Any]:
     """Where two outputs part, and how far apart the two tokens' logits are there.
 
-    transformers itself scores the place three times: the text in one call, and its end in calls of 1 and of 9 tokens. How
-    much the gap changes between these is what rounding does to it.
+    transformers itself scores the place three times: the text in one call, and its end in calls of 1 and of 9 tokens.
+    How much the gap changes between these is what rounding does to it.
     """
     at = next((i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b), min(len(want), len(got)))
     if at in (len(want), len(got)):

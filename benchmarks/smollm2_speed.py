@@ -158,7 +158,7 @@ class _Machine:
         if part == "lookup":
             ours = best(["look-up"])
             return {
-                "standard over generate": ratio(seconds["generate"], standard),
+                "standard over generate, long prompts": ratio(seconds["generate"], standard),
                 "look-up over generate's": ratio(best(["generate look-up"]), ours),
                 "look-up over standard": ratio(standard, ours),
                 "adaptive look-up over standard": ratio(standard, seconds["look-up auto"]),

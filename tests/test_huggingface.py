@@ -7,8 +7,8 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
-import torch
 import tiny_tokenizers
+import torch
 from families import FAMILIES, MORE, tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -138,7 +138,11 @@ def test_a_request_that_ended_in_nan_leaves_nothing_behind(kind: str) -> None:
     model, tokens = KINDS[kind](), torch.tensor([[1, 2, 3], [4, 5, 6]])
     state = model.init_state(2, 8)
     model(tokens, state)
-    parts = [part for pair in state.buffers.values() for part in pair] if isinstance(state, KVState) else state._chunks
+    if isinstance(state, KVState):
+        parts = [part for pair in state.buffers.values() for part in pair]
+    else:
+        assert isinstance(state, RecurrentState)
+        parts = state._chunks
     for part in parts:
         part[1] = torch.nan
     state.clear([1])
