@@ -98,7 +98,7 @@ def test_the_window_has_the_most_expected_tokens_per_second(seed: int) -> None:
         assert course.best(most) <= most
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(60))
 def test_whatever_happens_the_loss_stays_within_its_bound(seed: int) -> None:
     """An adversary decides what is accepted, found, and how long prompts are; the recorded costs are the clock."""
     generator = random.Random(seed)
@@ -168,8 +168,8 @@ def test_a_useless_draft_costs_a_twentieth_at_most_and_next_to_nothing_in_a_long
     assert average(each, 0.0, 2000) <= 1.02 * standard(each, 2000)
 
 
-@pytest.mark.parametrize("alpha", [0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0])
-@pytest.mark.parametrize("ratio", [0.02, 0.1, 0.25])
+@pytest.mark.parametrize("alpha", [0.3, 0.7, 0.9, 1.0])
+@pytest.mark.parametrize("ratio", [0.02, 0.25])
 @pytest.mark.parametrize("shape", list(SHAPES)[:3])
 def test_a_draft_of_any_quality_comes_within_a_twentieth_of_the_best_fixed_window(
     shape: str, ratio: float, alpha: float
@@ -229,7 +229,7 @@ def test_what_lies_behind_the_first_rejection_teaches_nothing() -> None:
 # Sessions: the laws of every other window.
 
 
-@pytest.mark.parametrize("shape", ["wide calls are free", "float32"])
+@pytest.mark.parametrize("shape", ["wide calls are free"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("drafter", cases.DRAFTERS)
 @pytest.mark.parametrize("target", cases.MODELS)
