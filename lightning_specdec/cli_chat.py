@@ -15,12 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-import torch
-
 from lightning_specdec.checks import require_int
-from lightning_specdec.cli_common import draws, set_up_logs
+from lightning_specdec.cli_common import draws, set_threads, set_up_logs
 from lightning_specdec.cli_decode import make_rule
 from lightning_specdec.cli_models import load_decoder
+from lightning_specdec.cli_options import MAX_TOKENS
 from lightning_specdec.cli_report import styled
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.inference import Counts, Row, StopStrings
@@ -37,18 +36,15 @@ COMMANDS = {
     "/help": "show these commands",
     "/quit": "leave (so does Ctrl-D)",
 }
-MOST = 2**20
-"""More tokens than any model reads."""
 
 
 def chat(options: Namespace) -> int:
     """Talk until the input ends: on a terminal with a prompt for each turn, otherwise one turn a line of stdin."""
     set_up_logs(options.log_level, json_lines=options.log_json)
-    if options.threads is not None:
-        torch.set_num_threads(require_int("threads", options.threads, 1, 1024))
-    require_int("max_new_tokens", options.max_new_tokens, 1, MOST)
+    set_threads(options)
+    require_int("max_new_tokens", options.max_new_tokens, 1, MAX_TOKENS)
     if options.max_length is not None:
-        require_int("max_length", options.max_length, 2, MOST)
+        require_int("max_length", options.max_length, 2, MAX_TOKENS)
     Sampling(**draws(options))  # refused before anything is loaded
     decoder = load_decoder(options)
     if options.threads is None:

@@ -10,25 +10,21 @@ import time
 from argparse import Namespace
 from typing import Any
 
-import torch
-
 from lightning_specdec.checks import require_int
-from lightning_specdec.cli_common import find_device, progress, set_up_logs
+from lightning_specdec.cli_common import find_device, progress, set_threads, set_up_logs
+from lightning_specdec.cli_options import MAX_TOKENS
 from lightning_specdec.decoding import Decoding
 from lightning_specdec.drafters import NGramDrafter
 from lightning_specdec.memory import gigabytes
 from lightning_specdec.models.loading import load_model
 from lightning_specdec.threads import limit_threads
 
-MOST = 2**20
-
 
 def check(options: Namespace) -> int:
     """Load a model, print its parameters and memory, and generate with it."""
     set_up_logs(options.log_level, json_lines=options.log_json)
-    if options.threads is not None:
-        torch.set_num_threads(require_int("threads", options.threads, 1, 1024))
-    require_int("max_new_tokens", options.max_new_tokens, 1, MOST)
+    set_threads(options)
+    require_int("max_new_tokens", options.max_new_tokens, 1, MAX_TOKENS)
     started = time.perf_counter()
     progress(f"loading {options.MODEL} ...")
     model = load_model(

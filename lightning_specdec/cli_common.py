@@ -13,7 +13,8 @@ from argparse import Namespace
 
 import torch
 
-from lightning_specdec.checks import require_number
+from lightning_specdec.checks import require_int, require_number
+from lightning_specdec.cli_options import MAX_THREADS
 from lightning_specdec.rules import SamplingOptions
 
 log = logging.getLogger("lightning_specdec")
@@ -31,6 +32,12 @@ def find_device(name: str) -> torch.device:
             f"there is no usable device {name!r} here: try --device cpu (`lightning_specdec env`)"
         ) from error
     return device
+
+
+def set_threads(options: Namespace) -> None:
+    """As many CPU threads as the user asks for; the rest is `limit_threads`', once the model is known."""
+    if options.threads is not None:
+        torch.set_num_threads(require_int("threads", options.threads, 1, MAX_THREADS))
 
 
 def draws(options: Namespace) -> SamplingOptions:

@@ -12,11 +12,10 @@ import sys
 from argparse import Namespace
 from typing import Any
 
-import torch
-
 from lightning_specdec.checks import require_int
-from lightning_specdec.cli_common import draws, log, progress, set_up_logs
+from lightning_specdec.cli_common import draws, log, progress, set_threads, set_up_logs
 from lightning_specdec.cli_models import load_decoder
+from lightning_specdec.cli_options import MAX_TOKENS
 from lightning_specdec.cli_options import RULES as RULE_ARGUMENTS
 from lightning_specdec.cli_parser import UsageError
 from lightning_specdec.cli_prompts import OWN, Placed, as_texts, as_tokens, read_prompts
@@ -30,10 +29,6 @@ from lightning_specdec.inference.rows import check_prompt
 from lightning_specdec.manifest import manifest
 from lightning_specdec.rules import RULES, AcceptanceRule, ExactMatch, Sampling, SamplingOptions
 from lightning_specdec.threads import limit_threads
-
-MAX_THREADS = 1024
-MAX_TOKENS = 2**20
-"""More than any model here can hold in memory, and less than what overflows a size."""
 
 
 def decode(options: Namespace) -> int:
@@ -87,7 +82,7 @@ def decode(options: Namespace) -> int:
             else:
                 speculative = stop.result
     if options.output == "text":
-        print(_outputs(decoder, standard, speculative, texts, rule, options), flush=True)
+        print(_outputs(decoder, standard, speculative, texts, rule, options, Sampling(**drawn)), flush=True)
     if options.repeats and not interrupted:
         progress(f"timing {options.repeats} repeat{'s' if options.repeats > 1 else ''} ...")
         try:
@@ -125,12 +120,13 @@ def _outputs(
     texts: list[tuple[str | None, list[int]]],
     rule: AcceptanceRule,
     options: Namespace,
+    sampling: Sampling,
 ) -> str:
     """Both ways' outputs as they are shown."""
     shown: dict[str, Any] = {
         "colour": sys.stdout.isatty() and not os.environ.get("NO_COLOR"),
         "logprobs": options.logprobs,
-        "rounding": _rounding(decoder, rule, Sampling(**draws(options))),
+        "rounding": _rounding(decoder, rule, sampling),
     }
     if decoder.tokenizer is None:
         return decoded_text(standard, speculative, **shown)
@@ -140,8 +136,7 @@ def _outputs(
 
 def _check(options: Namespace) -> SamplingOptions:
     """How tokens are drawn, once everything that can be checked without a model is."""
-    if options.threads is not None:
-        torch.set_num_threads(require_int("threads", options.threads, 1, MAX_THREADS))
+    set_threads(options)
     for name, least, most in (
         ("num_draft_tokens", 1, MAX_TOKENS),
         ("max_new_tokens", 1, MAX_TOKENS),

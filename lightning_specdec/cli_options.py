@@ -28,6 +28,9 @@ DRAFTERS: dict[str, dict[str, float]] = {
 
 QUANTIZATIONS = ("int8", "int4")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+MAX_THREADS = 1024
+MAX_TOKENS = 2**20
+"""More than any model here can hold in memory, and less than what overflows a size."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 

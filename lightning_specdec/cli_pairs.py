@@ -12,19 +12,19 @@ from typing import Any
 
 from lightning_specdec import ollama
 from lightning_specdec.checks import require_int
+from lightning_specdec.cli_options import MAX_TOKENS
 from lightning_specdec.cli_parser import UsageError
 from lightning_specdec.memory import available_bytes, gigabytes
 from lightning_specdec.pairs import Pair, PairModel, get_pair, list_pairs
 
-MOST = 2**20
 PROMPT = "The quick brown fox"
 NUM_TOKENS = 10
 
 
 def pairs(options: Namespace) -> int:
     """List the pairs, or what Ollama has; 1 if a pair that was asked for by name does not fit."""
-    require_int("context", options.context, 1, MOST)
-    require_int("batch_size", options.batch_size, 1, MOST)
+    require_int("context", options.context, 1, MAX_TOKENS)
+    require_int("batch_size", options.batch_size, 1, MAX_TOKENS)
     if options.ollama:
         if options.check is not None:
             raise UsageError("--check and --ollama exclude each other: give one of them")

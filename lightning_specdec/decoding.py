@@ -12,6 +12,8 @@ from lightning_specdec.drafters import Drafter, ModelDrafter
 from lightning_specdec.inference import (
     AdaptiveWindow,
     DecodeResult,
+    Session,
+    StopStrings,
     Window,
     autoregressive_decode,
     open_session,
@@ -147,17 +149,14 @@ class Decoding:
             logprobs: whether each token's log probability under the target is wanted.
             sampling: temperature (0, greedy, when not given), top_k, top_p, min_p: see `Sampling`.
         """
-        stops, drawn, drafter = self._texts.stop_strings(stop), Sampling(**sampling), self.ready_drafter()
-        tokens = as_prompts(self._texts.tokens(prompts))
-        session = open_session(
-            self.target,
-            drafter,
-            tokens,
+        stops = self._texts.stop_strings(stop)
+        session = self._open(
+            prompts,
+            num_draft_tokens,
+            SamplingOptions(**sampling),
             max_new_tokens=max_new_tokens,
-            num_draft_tokens=self.window(num_draft_tokens, batch_size=len(tokens), rule=rule, **sampling),
             rule=rule,
-            sampling=drawn,
-            eos=self._texts.stop_tokens(eos),
+            eos=eos,
             seed=seed,
             indices=indices,
             logprobs=logprobs,
@@ -178,20 +177,49 @@ class Decoding:
         **sampling: Unpack[SamplingOptions],
     ) -> Iterator[tuple[int, int]]:
         """Decode speculatively and yield (prompt number, token) as tokens are settled; arguments as of `decode`."""
-        tokens = as_prompts(self._texts.tokens(prompts))
-        session = open_session(
-            self.target,
-            self.ready_drafter(),
-            tokens,
+        session = self._open(
+            prompts,
+            num_draft_tokens,
+            SamplingOptions(**sampling),
             max_new_tokens=max_new_tokens,
-            num_draft_tokens=self.window(num_draft_tokens, batch_size=len(tokens), rule=rule, **sampling),
             rule=rule,
-            sampling=Sampling(**sampling),
-            eos=self._texts.stop_tokens(eos),
+            eos=eos,
             seed=seed,
             stop=self._texts.stop_strings(stop),
         )
         return stream(session)
+
+    def _open(
+        self,
+        prompts: TextPrompts,
+        num_draft_tokens: WindowChoice | None,
+        sampling: SamplingOptions,
+        *,
+        max_new_tokens: int,
+        rule: AcceptanceRule | None,
+        eos: int | Sequence[int] | None,
+        seed: int,
+        stop: StopStrings | None,
+        indices: Sequence[int] | None = None,
+        logprobs: bool = False,
+    ) -> Session:
+        """A session with these prompts in it; arguments as of `decode`."""
+        drawn, drafter = Sampling(**sampling), self.ready_drafter()
+        tokens = as_prompts(self._texts.tokens(prompts))
+        return open_session(
+            self.target,
+            drafter,
+            tokens,
+            max_new_tokens=max_new_tokens,
+            num_draft_tokens=self.window(num_draft_tokens, batch_size=len(tokens), rule=rule, **sampling),
+            rule=rule,
+            sampling=drawn,
+            eos=self._texts.stop_tokens(eos),
+            seed=seed,
+            indices=indices,
+            logprobs=logprobs,
+            stop=stop,
+        )
 
     def decode_standard(
         self,

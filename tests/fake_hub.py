@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from local_server import Handler, serving
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REFUSALS = {
@@ -29,7 +29,7 @@ def serve(models: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
     """The address of a hub with these models by name, and the requests that it got."""
     requests: list[str] = []
 
-    class Hub(BaseHTTPRequestHandler):
+    class Hub(Handler):
         def do_GET(self) -> None:
             self.answer(body=True)
 
@@ -73,15 +73,5 @@ def serve(models: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
             if body:
                 self.wfile.write(content)
 
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", requests
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(Hub) as address:
+        yield f"http://{address}", requests

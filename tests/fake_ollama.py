@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from local_server import Handler, serving
 
 MODELS: list[dict[str, Any]] = [
     {
@@ -26,7 +26,7 @@ def serve(models: Any = MODELS) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """The server's address, and what it was asked to generate."""
     asked: list[dict[str, Any]] = []
 
-    class Ollama(BaseHTTPRequestHandler):
+    class Ollama(Handler):
         def do_GET(self) -> None:
             if self.path == "/api/tags":
                 self.send(200, models if isinstance(models, bytes) else {"models": models})
@@ -51,15 +51,5 @@ def serve(models: Any = MODELS) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Ollama)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.server_port}", asked
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(Ollama) as address:
+        yield address, asked

@@ -5,12 +5,11 @@ Knows nothing of streams or models; the tokens' bytes are the vocabulary's.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 from lightning_specdec.text.stream import PLAIN, Joining
-from lightning_specdec.text.vocabulary import Vocabulary
+from lightning_specdec.text.vocabulary import Vocabulary, decoder_steps
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -33,7 +32,7 @@ def joining_of(tokenizer: Any, vocabulary: Vocabulary, *, show_special: bool = F
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return PLAIN
-    steps = _steps(json.loads(backend.decoder.__getstate__())) if backend.decoder is not None else [{"type": None}]
+    steps: list[dict[str, Any]] = [{"type": None}] if backend.decoder is None else decoder_steps(backend.decoder)
     byte_tokens: frozenset[int] = frozenset()
     num_stripped, closing, words = 0, b"", False
     for step in steps:
@@ -68,10 +67,3 @@ def joining_of(tokenizer: Any, vocabulary: Vocabulary, *, show_special: bool = F
         for token in vocabulary.special_texts:
             shown[token] = backend.decode([*lead, token], skip_special_tokens=False).removeprefix(before).encode()
     return Joining(first if words else None, num_stripped, closing, byte_tokens, shown)
-
-
-def _steps(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """The steps of a decoder, sequences laid out."""
-    if spec["type"] == "Sequence":
-        return [step for inner in spec["decoders"] for step in _steps(inner)]
-    return [spec]

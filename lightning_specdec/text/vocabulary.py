@@ -117,7 +117,7 @@ def _decoder(decoder: Any) -> ToBytes:
     """
     if decoder is None:  # the tokens are then joined by spaces
         return lambda name: f" {name}".encode()
-    steps = _steps(_flat(json.loads(decoder.__getstate__())))
+    steps = _steps(decoder_steps(decoder))
 
     def to_bytes(name: str) -> bytes:
         value: str | bytes = name
@@ -127,6 +127,11 @@ def _decoder(decoder: Any) -> ToBytes:
         return value if isinstance(value, bytes) else value.encode()
 
     return to_bytes
+
+
+def decoder_steps(decoder: Any) -> list[dict[str, Any]]:
+    """What a backend's decoder does, as its file describes it, step by step."""
+    return list(_flat(json.loads(decoder.__getstate__())))
 
 
 def _flat(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
