@@ -27,7 +27,7 @@ RESTING_MEMORY = 2.0
 """The same where drafting was given up: a draft that has turned good is believed soon."""
 FIRST_SHARE, LEAST_SHARE = 0.04, 0.01
 """The share of the time that looking again may take after giving up: each look in vain halves it, down to the least."""
-MAX_LOSS = 0.035
+MAX_LOSS = 0.02
 """The share of standard decoding's time that drafting may ever lose, by the recorded costs."""
 READING_SHARE = 0.75
 """The share of that loss that the draft's reading of a prompt may take."""
