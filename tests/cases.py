@@ -15,7 +15,7 @@ from families import tiny
 from tiny_transformer import TinyTransformer
 from tiny_vocabularies import cross
 
-from lightning_specdec.drafters import Context, Draft, Drafter, DraftState, ModelDrafter, NGramDrafter
+from lightning_specdec.drafters import Context, Draft, Drafter, DraftState, Host, ModelDrafter, NGramDrafter
 from lightning_specdec.inference import DecodeResult, autoregressive_decode
 from lightning_specdec.models import RNN, LanguageModel
 from lightning_specdec.models.huggingface import HuggingFaceLM
@@ -66,7 +66,7 @@ class ScriptedDrafter(Drafter):
     def check_target(self, target: LanguageModel) -> None:
         pass
 
-    def init_state(self, batch_size: int, max_length: int) -> DraftState:
+    def init_state(self, batch_size: int, max_length: int, host: Host | None = None) -> DraftState:
         return Stateless()
 
     def arguments(self) -> dict[str, Any]:

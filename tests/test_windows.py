@@ -14,7 +14,7 @@ from test_whole_decodes import BOUND, NUM_NEW, NUM_ROWS, PROMPT, chi_square
 from test_whole_decodes import SAMPLING as WHOLE
 from test_whole_decodes import target as whole_target
 
-from lightning_specdec.drafters import Context, Draft, Drafter, DraftState, ModelDrafter
+from lightning_specdec.drafters import Context, Draft, Drafter, DraftState, Host, ModelDrafter
 from lightning_specdec.inference import (
     AdaptiveWindow,
     Calibration,
@@ -314,8 +314,11 @@ class Counted(Drafter):
     def check_target(self, target: LanguageModel) -> None:
         self.drafter.check_target(target)
 
-    def init_state(self, batch_size: int, max_length: int) -> DraftState:
-        return self.drafter.init_state(batch_size, max_length)
+    def init_state(self, batch_size: int, max_length: int, host: Host | None = None) -> DraftState:
+        return self.drafter.init_state(batch_size, max_length, host)
+
+    def features(self, target: LanguageModel) -> Sequence[int]:
+        return self.drafter.features(target)
 
     def arguments(self) -> dict[str, Any]:
         return {}

@@ -10,13 +10,14 @@ guesses are cut or filled up to the script's window, so that the target sees tha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import torch
 
 from lightning_specdec.checks import require_int
-from lightning_specdec.drafters import Context, Draft, Drafter, DraftState
+from lightning_specdec.drafters import Context, Draft, Drafter, DraftState, Host
 from lightning_specdec.inference import PHASES, Calibration, Costs, Row, Session
 from lightning_specdec.inference.windows import Plan, Window
 from lightning_specdec.models import LanguageModel, ModelOutput
@@ -59,11 +60,18 @@ class _Filled(Drafter):
     def gives_logits(self) -> bool:  # type: ignore[override]
         return self.drafter.gives_logits
 
+    @property
+    def inside_target(self) -> bool:  # type: ignore[override]
+        return self.drafter.inside_target
+
     def check_target(self, target: LanguageModel) -> None:
         self.drafter.check_target(target)
 
-    def init_state(self, batch_size: int, max_length: int) -> DraftState:
-        return self.drafter.init_state(batch_size, max_length)
+    def init_state(self, batch_size: int, max_length: int, host: Host | None = None) -> DraftState:
+        return self.drafter.init_state(batch_size, max_length, host)
+
+    def features(self, target: LanguageModel) -> Sequence[int]:
+        return self.drafter.features(target)
 
     def needs_noise(self, sampling: Sampling) -> bool:
         return self.drafter.needs_noise(sampling)
@@ -81,7 +89,7 @@ class _Filled(Drafter):
             for each in (draft.probs, draft.logits)
         )
         tokens = torch.nn.functional.pad(draft.tokens, (0, missing))
-        return Draft(tokens, draft.lengths, probs, logits, num_calls=draft.num_calls)
+        return replace(draft, tokens=tokens, probs=probs, logits=logits)
 
     def observe(self, state: DraftState, output: ModelOutput, num_accepted: Sequence[int]) -> None:
         self.drafter.observe(state, output, num_accepted)
@@ -135,7 +143,7 @@ def calibrate(
         repeats = min([repeats, *((limit - length - first_tokens) // pass_tokens - 1 for limit in limits)])
         script = [windows[0], *one_pass * (repeats + 1)]
         rounds = _run(target, drafter, texts, script, **options)
-        costs.append(_costs(size, length, widths, script, rounds))
+        costs.append(_costs(size, length, widths, script, rounds, inside_target=drafter.inside_target))
     return Calibration(
         tuple(costs),
         length,
@@ -187,7 +195,13 @@ def _run(
 
 
 def _costs(
-    batch_size: int, length: int, widths: Sequence[int], script: Sequence[int], rounds: Sequence[_Seconds]
+    batch_size: int,
+    length: int,
+    widths: Sequence[int],
+    script: Sequence[int],
+    rounds: Sequence[_Seconds],
+    *,
+    inside_target: bool,
 ) -> Costs:
     """Medians of the rounds; the first one read the prompt, and the first pass warmed up."""
     one_pass = len(widths) + 2
@@ -209,7 +223,8 @@ def _costs(
         loop_seconds=tuple(loop.values()),
         draft_seconds=fixed,
         draft_step_seconds=step,
-        draft_token_seconds=max(0.0, rounds[0]["draft"] - draft[first]) / length,
+        # What a draft inside the target reads of a prompt, the target reads no more.
+        draft_token_seconds=0.0 if inside_target else max(0.0, rounds[0]["draft"] - draft[first]) / length,
         target_token_seconds=max(0.0, rounds[0]["verify"] - call[first]) / length,
     )
 

@@ -1,12 +1,17 @@
 """Ways to guess the next tokens, one file each."""
 
-from lightning_specdec.drafters.base import Context, Drafter, DraftState, last_two
+from lightning_specdec.drafters.base import Context, Drafter, DraftState, Host, last_two
 from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary, make_drafter
+from lightning_specdec.drafters.early_exit import EarlyExitDrafter
 from lightning_specdec.drafters.model import ModelDrafter
 from lightning_specdec.drafters.ngram import NGramDrafter
 from lightning_specdec.rules import Draft
 
-DRAFTERS: dict[str, type[Drafter]] = {"ModelDrafter": ModelDrafter, "NGramDrafter": NGramDrafter}
+DRAFTERS: dict[str, type[Drafter]] = {
+    "EarlyExitDrafter": EarlyExitDrafter,
+    "ModelDrafter": ModelDrafter,
+    "NGramDrafter": NGramDrafter,
+}
 """The classes that a checkpoint may name, and that the law tests go through."""
 
 __all__ = [
@@ -16,6 +21,8 @@ __all__ = [
     "Draft",
     "DraftState",
     "Drafter",
+    "EarlyExitDrafter",
+    "Host",
     "ModelDrafter",
     "NGramDrafter",
     "last_two",

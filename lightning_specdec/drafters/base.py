@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_specdec.models import LanguageModel, ModelOutput
+from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
 
 if TYPE_CHECKING:
@@ -47,6 +47,19 @@ def last_two(texts: Sequence[Sequence[int]], device: torch.device) -> Int[Tensor
     return torch.tensor([[*text[-2:]] if len(text) > 1 else [*text, *text] for text in texts], device=device)
 
 
+@dataclass
+class Host:
+    """The target that a session decodes, and its state, for drafters that work inside it.
+
+    Args:
+        model: the target, as it decodes.
+        state: its state; only the session moves its lengths.
+    """
+
+    model: LanguageModel
+    state: DecodeState
+
+
 class DraftState(ABC):
     """What a drafter remembers of a batch of rows: its own business, but for rows that move."""
 
@@ -75,9 +88,12 @@ class Drafter(nn.Module, ABC):
 
     Attributes:
         gives_logits: whether `propose` can give its logits, which some rules compare with the target's.
+        inside_target: whether it works on the target's own state. Then it sees whole texts, however long, since it
+            reads nothing that the target would not read.
     """
 
     gives_logits: ClassVar[bool] = False
+    inside_target: ClassVar[bool] = False
 
     @property
     def max_positions(self) -> int | None:
@@ -89,9 +105,17 @@ class Drafter(nn.Module, ABC):
     def check_target(self, target: LanguageModel) -> None:
         """Raise ValueError if this drafter cannot guess for that target."""
 
+    def features(self, target: LanguageModel) -> Sequence[int]:
+        """The layers of the target whose hidden states `observe` wants."""
+        return ()
+
     @abstractmethod
-    def init_state(self, batch_size: int, max_length: int) -> DraftState:
-        """An empty state for rows whose texts and guesses together reach at most `max_length` tokens."""
+    def init_state(self, batch_size: int, max_length: int, host: Host | None = None) -> DraftState:
+        """An empty state for rows whose texts and guesses together reach at most `max_length` tokens.
+
+        Args:
+            host: the target and its state; given by every session.
+        """
 
     @abstractmethod
     def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:

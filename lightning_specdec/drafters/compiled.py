@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lightning_specdec.compiler import CompilerMissing, require_compiler
 from lightning_specdec.drafters.base import Context
 from lightning_specdec.drafters.model import ModelDrafter
-from lightning_specdec.models import DecodeState, FusedRNN, RecurrentState
+from lightning_specdec.models import DecodeState, FusedRNN, LanguageModel, RecurrentState
 from lightning_specdec.rules import Sampling
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ class CompiledDrafter(ModelDrafter):
 
     def roll(
         self,
+        model: LanguageModel,
         state: DecodeState,
         tokens: Int[Tensor, "B T"],
         valid_lengths: Sequence[int] | None,
@@ -138,7 +139,7 @@ class CompiledDrafter(ModelDrafter):
         fits = num_rows == 1 and num_guesses <= self.num_draft_tokens
         fits = fits and context.vocab_size in (None, self.model.vocab_size)
         if not fits or (self.sampling or sampling) != self.compiled_sampling:
-            return super().roll(state, tokens, valid_lengths, num_guesses, context, sampling)
+            return super().roll(model, state, tokens, valid_lengths, num_guesses, context, sampling)
         assert isinstance(state, RecurrentState)
         if num_tokens > MOST_READ:
             self.model(tokens[:, :-MOST_READ], state, logits_for=slice(0, 0))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_specdec.checks import require_number
-from lightning_specdec.drafters.base import Context, Drafter, DraftState
+from lightning_specdec.drafters.base import Context, Drafter, DraftState, Host
 from lightning_specdec.drafters.cross_state import CrossDraftState
 from lightning_specdec.drafters.model import ModelDrafter, RollingDrafter, fit, pad
 from lightning_specdec.models import LanguageModel, ModelOutput
@@ -60,7 +60,8 @@ class CrossVocabulary(RollingDrafter):
         min_share: float = 0.1,
         sampling: Sampling | None = None,
     ) -> None:
-        super().__init__(model, sampling=sampling)
+        super().__init__(sampling=sampling)
+        self.model = model
         self.min_share = require_number("min_share", min_share, low=0, high=1)
         own = model.vocabulary if vocabulary is None else vocabulary
         if own is None:
@@ -118,7 +119,7 @@ class CrossVocabulary(RollingDrafter):
             sampling=self.sampling,
         )
 
-    def init_state(self, batch_size: int, max_length: int) -> CrossDraftState:
+    def init_state(self, batch_size: int, max_length: int, host: Host | None = None) -> CrossDraftState:
         # The draft's tokens are shorter as a rule, so there are more of them.
         capacity, limit = max_length + max_length // 2, self.model.max_positions
         capacity = capacity if limit is None else min(capacity, limit)
@@ -139,7 +140,9 @@ class CrossVocabulary(RollingDrafter):
             row.extend(text)
         state.make_room(num_guesses)
         tokens, valid_lengths = pad(state.unread(), context.tail.device)
-        read, probs, logits = self.roll(state.model_state, tokens, valid_lengths, num_guesses, context, sampling)
+        read, probs, logits = self.roll(
+            self.model, state.model_state, tokens, valid_lengths, num_guesses, context, sampling
+        )
         state.num_fed = num_guesses - 1
         guesses = self._renamed.index_select(0, read.flatten()).view_as(read)
         lengths = [min(window, num_guesses) for window in windows]

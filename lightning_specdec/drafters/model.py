@@ -5,7 +5,6 @@ Knows nothing of the target but its vocabulary.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import le
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_specdec.drafters.base import Context, Drafter, DraftState
+from lightning_specdec.drafters.base import Context, Drafter, DraftState, Host
 from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
 
@@ -58,37 +57,36 @@ class ModelDraftState(DraftState):
 
 
 class RollingDrafter(Drafter):
-    """Guesses with a smaller language model, one token after the other; what it shares with the target is open.
+    """Guesses with a language model, one token after the other; which one is open, and what it shares with the target.
 
     Theory: a guess is drawn from a distribution over the target's tokens, and the verdict is right only if exactly that
     distribution is reported. So the model's logits become logits over the target's tokens first, with -inf for
     what the model cannot say, and only then a distribution.
 
     Args:
-        model: the draft.
         sampling: how it draws its guesses, if not as the session draws; any choice is lossless under a lossless rule.
     """
 
     gives_logits = True
 
-    def __init__(self, model: LanguageModel, *, sampling: Sampling | None = None) -> None:
+    def __init__(self, *, sampling: Sampling | None = None) -> None:
         super().__init__()
-        self.model = model
         self.sampling = sampling
 
     def needs_noise(self, sampling: Sampling) -> bool:
         return not (self.sampling or sampling).greedy
 
-    @abstractmethod
     def to_target(self, logits: Float[Tensor, "B W"], context: Context) -> Float[Tensor, "B V"]:
         """Logits of the draft's W tokens as logits of the target's V."""
+        return fit(logits, context.vocab_size)
 
-    @abstractmethod
     def to_draft(self, tokens: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
         """What the model reads for guesses that were drawn from those."""
+        return tokens
 
     def roll(
         self,
+        model: LanguageModel,
         state: DecodeState,
         tokens: Int[Tensor, "B T"],
         valid_lengths: Sequence[int] | None,
@@ -96,8 +94,8 @@ class RollingDrafter(Drafter):
         context: Context,
         sampling: Sampling,
     ) -> tuple[Int[Tensor, "B K"], Float[Tensor, "B K V"] | None, Float[Tensor, "B K V"] | None]:
-        """Read tokens and guess: the guesses as the model reads them, the target's tokens' distributions that they were
-        drawn from, and the logits if wanted."""
+        """Have a model read tokens and guess: the guesses as it reads them, the distributions over the target's tokens
+        that they were drawn from, and the logits if wanted."""
         sampling = self.sampling or sampling
         uniform = [None] * num_guesses if context.uniform is None else context.uniform.unbind(1)
         all_probs: list[Tensor] = []
@@ -121,7 +119,7 @@ class RollingDrafter(Drafter):
                 all_logits.append(logits)
             return self.to_draft(token)
 
-        guesses = self.model.rollout(tokens, state, num_guesses, choose, valid_lengths=valid_lengths)
+        guesses = model.rollout(tokens, state, num_guesses, choose, valid_lengths=valid_lengths)
         return (
             guesses,
             torch.stack(all_probs, dim=1) if all_probs else None,
@@ -140,6 +138,10 @@ class ModelDrafter(RollingDrafter):
         model: the draft.
         sampling: how it draws its guesses, if not as the session draws; any choice is lossless under a lossless rule.
     """
+
+    def __init__(self, model: LanguageModel, *, sampling: Sampling | None = None) -> None:
+        super().__init__(sampling=sampling)
+        self.model = model
 
     def check_target(self, target: LanguageModel) -> None:
         own, others = self.model.vocabulary, target.vocabulary
@@ -165,14 +167,8 @@ class ModelDrafter(RollingDrafter):
     def fused(self) -> ModelDrafter:
         return ModelDrafter(self.model.fused(), sampling=self.sampling)
 
-    def init_state(self, batch_size: int, max_length: int) -> ModelDraftState:
+    def init_state(self, batch_size: int, max_length: int, host: Host | None = None) -> ModelDraftState:
         return ModelDraftState(self.model.init_state(batch_size, max_length))
-
-    def to_target(self, logits: Float[Tensor, "B W"], context: Context) -> Float[Tensor, "B V"]:
-        return fit(logits, context.vocab_size)
-
-    def to_draft(self, tokens: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
-        return tokens
 
     def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
         assert isinstance(state, ModelDraftState)
@@ -182,7 +178,9 @@ class ModelDrafter(RollingDrafter):
             tokens = tokens.clamp(max=self.model.vocab_size - 1)
         num_guesses = max(windows)
         state.guessed_at = [len(text) for text in context.texts]
-        guesses, probs, logits = self.roll(state.model_state, tokens, valid_lengths, num_guesses, context, sampling)
+        guesses, probs, logits = self.roll(
+            self.model, state.model_state, tokens, valid_lengths, num_guesses, context, sampling
+        )
         even = min(windows) == num_guesses
         lengths = None if even else torch.tensor(windows, device=guesses.device)
         return Draft(guesses, lengths, probs, logits, num_calls=num_guesses)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_specdec.checks import require_int
-from lightning_specdec.drafters.base import Context, Drafter, DraftState
+from lightning_specdec.drafters.base import Context, Drafter, DraftState, Host
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import Draft, Sampling
 
@@ -144,7 +144,7 @@ class NGramDrafter(Drafter):
     def needs_noise(self, sampling: Sampling) -> bool:
         return False
 
-    def init_state(self, batch_size: int, max_length: int) -> NGramState:
+    def init_state(self, batch_size: int, max_length: int, host: Host | None = None) -> NGramState:
         return NGramState(batch_size, range(self.min_ngram, self.max_ngram + 1))
 
     def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:

@@ -9,13 +9,14 @@ and rule without looking, and reads their outcome once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_specdec.checks import require_int
-from lightning_specdec.drafters import Context, Draft, Drafter, last_two
+from lightning_specdec.drafters import Context, Draft, Drafter, Host, last_two
 from lightning_specdec.drafters.model import pad
 from lightning_specdec.inference.limits import check_context, flag_undrawable
 from lightning_specdec.inference.results import DecodeResult
@@ -87,7 +88,8 @@ class Session:
         # Guesses are read beyond the text: at most a window and the token that opens it.
         num_slots = max_length + self.window.largest + 1
         self._target_state = target.init_state(batch_size, num_slots)
-        self._draft_state = drafter.init_state(batch_size, num_slots)
+        self._draft_state = drafter.init_state(batch_size, num_slots, Host(target, self._target_state))
+        self._features = tuple(drafter.features(target))
         self._nothing = Draft(torch.empty(batch_size, 0, dtype=torch.long, device=self.device))
         self._noise: Tensor | None = None
         if not self.sampling.greedy or drafter.needs_noise(self.sampling):
@@ -133,7 +135,7 @@ class Session:
         lengths = list(self._target_state.consumed)
         lengths[slot] = min(lengths[slot], keep)
         self._target_state.truncate(lengths)
-        self._draft_state.go_back(slot, max(0, keep - self._plan.first_token(row)))
+        self._draft_state.go_back(slot, max(0, keep - self._first_token(row)))
         self._plan.resume(new, row, keep)
         return self._enter(new, slot)
 
@@ -204,13 +206,14 @@ class Session:
             return []
         self._shrink()
         rows = self._rows
+        unread = self._rewind()
         tail = last_two([row.text for row in rows], self.device)
         windows = self._plan.windows(rows)
         noise = self._round_noise(max(windows) + 1)
         self.timer.lap("rest")
         draft = self._propose(tail, windows, noise)
         self.timer.lap("draft")
-        output = self._verify(tail, draft)
+        output = self._verify(tail, draft, unread)
         self.timer.lap("verify")
         if noise is not None:  # of fewer positions, where nobody guessed as much as was allowed
             noise = noise[:, : draft.tokens.shape[1] + 1]
@@ -256,7 +259,7 @@ class Session:
                 self._nothing = Draft(torch.empty(len(windows), 0, dtype=torch.long, device=self.device))
             return self._nothing
         context = Context(
-            texts=[row.text[first:] if (first := self._plan.first_token(row)) else row.text for row in self._rows],
+            texts=[row.text[first:] if (first := self._first_token(row)) else row.text for row in self._rows],
             tail=tail,
             uniform=None if noise is None else noise[:, :num_guesses, self.rule.draft_purpose],
             wants_logits=self.rule.needs_draft_logits,
@@ -267,24 +270,38 @@ class Session:
         self.num_draft_calls += draft.num_calls
         return draft
 
-    def _verify(self, tail: Tensor, draft: Draft) -> ModelOutput:
-        """The target reads what it has not seen of each text, and the guesses; logits of the K + 1 last positions."""
-        self.num_target_calls += 1
-        state, texts, num_guesses = self._target_state, [row.text for row in self._rows], draft.tokens.shape[1]
+    def _first_token(self, row: Row) -> int:
+        """Where the part of a row's text begins that the drafter sees."""
+        return 0 if self.drafter.inside_target else self._plan.first_token(row)
+
+    def _rewind(self) -> list[list[int]]:
+        """The target goes back to what is settled; gives what it has not read of each text, its last token at least."""
+        state, texts = self._target_state, [row.text for row in self._rows]
         starts = [min(length, len(text) - 1) for length, text in zip(state.consumed, texts, strict=True)]
         state.truncate(starts)
         state.commit(starts)
-        unread = [text[start:] for start, text in zip(starts, texts, strict=True)]
+        return [text[start:] for start, text in zip(starts, texts, strict=True)]
+
+    def _verify(self, tail: Tensor, draft: Draft, unread: list[list[int]]) -> ModelOutput:
+        """The target reads what it has not seen of each text, and the guesses; logits of the K + 1 last positions."""
+        self.num_target_calls += 1
+        num_guesses = draft.tokens.shape[1]
         tokens, num_unread = (tail[:, 1:], None) if all(len(each) == 1 for each in unread) else pad(unread, self.device)
+        places: Tensor | slice = slice(-num_guesses - 1, None)
+        valid_lengths = None
         if num_unread is None:
             if num_guesses:
                 tokens = torch.cat((tokens, draft.tokens), dim=1)
-            return self.target(tokens, state, logits_for=slice(-num_guesses - 1, None))
-        first = torch.tensor([[length] for length in num_unread], device=self.device)
-        places = first + torch.arange(num_guesses + 1, device=self.device)
-        tokens = torch.nn.functional.pad(tokens, (0, num_guesses)).scatter(1, places[:, :-1], draft.tokens)
-        valid_lengths = [length + num_guesses for length in num_unread]
-        return self.target(tokens, state, valid_lengths=valid_lengths, logits_for=places - 1)
+        else:
+            first = torch.tensor([[length] for length in num_unread], device=self.device)
+            guessed = first + torch.arange(num_guesses + 1, device=self.device)
+            tokens = torch.nn.functional.pad(tokens, (0, num_guesses)).scatter(1, guessed[:, :-1], draft.tokens)
+            valid_lengths = [length + num_guesses for length in num_unread]
+            places = guessed - 1
+        score = self.target if draft.exit_states is None else partial(self.target.finish, draft.exit_states)
+        return score(
+            tokens, self._target_state, valid_lengths=valid_lengths, logits_for=places, features=self._features
+        )
 
     def _judge(self, draft: Draft, logits: Tensor, noise: Tensor | None) -> Verdict:
         """The rule's verdict; where nobody guessed, the target's own token, which every rule would give."""

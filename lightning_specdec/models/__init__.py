@@ -1,6 +1,6 @@
 """Networks that score tokens, each with a state that can go back."""
 
-from lightning_specdec.models.base import LanguageModel, ModelOutput
+from lightning_specdec.models.base import ExitStates, LanguageModel, ModelOutput
 from lightning_specdec.models.rnn import RNN, FusedRNN
 from lightning_specdec.models.state import DecodeState, KVState, RecurrentState
 
@@ -11,6 +11,7 @@ __all__ = [
     "MODELS",
     "RNN",
     "DecodeState",
+    "ExitStates",
     "FusedRNN",
     "KVState",
     "LanguageModel",

@@ -31,10 +31,40 @@ class ModelOutput:
         logits: `[B, T, V]`, or `[B, N, V]` where `logits_for` named N positions; `logits[:, i]` scores the token after
             the i-th of them.
         features: hidden states `[B, T, D]` of the layers that were asked for, by layer.
+        logits_for: the positions that the logits are of, as they were asked for.
     """
 
     logits: Float[Tensor, "B N V"]
     features: dict[int, Tensor] = field(default_factory=dict)
+    logits_for: Int[Tensor, "B N"] | slice | None = None
+
+    def scored(self, layer: int) -> Float[Tensor, "B N D"]:
+        """A layer's hidden states at the positions that the logits are of."""
+        return select(self.features[layer], self.logits_for)
+
+
+@dataclass
+class ExitStates:
+    """What a model's lower layers have made of tokens that its upper layers have not seen.
+
+    Args:
+        num_layers: how many lower layers.
+        hidden: `[B, N, D]`, their output for the tokens behind those that the state has consumed.
+        lengths: how many of each row's N are real.
+    """
+
+    num_layers: int
+    hidden: Float[Tensor, "B N D"]
+    lengths: list[int]
+
+
+def select(hidden: Float[Tensor, "B T D"], places: Int[Tensor, "B N"] | slice | None) -> Float[Tensor, "B N D"]:
+    """The hidden states at some of the T positions: all of them when None."""
+    if places is None:
+        return hidden
+    if isinstance(places, slice):
+        return hidden[:, places]
+    return hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
 
 
 class LanguageModel(nn.Module, ABC):
@@ -83,6 +113,37 @@ class LanguageModel(nn.Module, ABC):
     @abstractmethod
     def arguments(self) -> dict[str, Plain]:
         """The constructor's arguments as plain values: with the class's name, what a checkpoint rebuilds it from."""
+
+    def check_exit(self, num_layers: int) -> None:
+        """Raise ValueError if the model cannot be split behind that many layers."""
+        raise ValueError(f"{type(self).__name__} has no layers to exit from: an early exit takes a transformers model")
+
+    def lower(
+        self, tokens: Int[Tensor, "B T"], state: DecodeState, starts: Sequence[int], num_layers: int
+    ) -> Float[Tensor, "B T D"]:
+        """What the first `num_layers` layers make of tokens, row b's first one at position `starts[b]`.
+
+        Their part of the state is written; the state's lengths, which are those of the whole model, stay.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot be taken apart")
+
+    def finish(
+        self,
+        exit_states: ExitStates,
+        tokens: Int[Tensor, "B T"],
+        state: DecodeState,
+        *,
+        valid_lengths: Lengths | None = None,
+        logits_for: Int[Tensor, "B N"] | slice | None = None,
+        features: Sequence[int] = (),
+    ) -> ModelOutput:
+        """As `forward`, where `lower` has made `exit_states` of the first of these tokens: the lower layers read the
+        rest alone, the upper layers all of them."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be taken apart")
+
+    def exit_logits(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
+        """What the final norm and the output head make of a lower layer's output."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be taken apart")
 
     @property
     def num_parameters(self) -> int:

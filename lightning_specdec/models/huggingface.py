@@ -9,7 +9,7 @@ import inspect
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +20,15 @@ from transformers.cache_utils import Cache
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from lightning_specdec.models import attention
-from lightning_specdec.models.base import LanguageModel, ModelOutput, Plain
+from lightning_specdec.models.base import ExitStates, LanguageModel, ModelOutput, Plain, select
+from lightning_specdec.models.layers import Call, LayerStack, take_apart
 from lightning_specdec.models.packed import PackedLinear, pack_linears
-from lightning_specdec.models.state import DecodeState, KVState, Lengths, Slots
+from lightning_specdec.models.state import DecodeState, KVState, Lengths, Slots, as_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from jaxtyping import Int
+    from jaxtyping import Bool, Float, Int
 
     from lightning_specdec.text.tokenizer import TextTokenizer
 
@@ -97,6 +98,7 @@ class HuggingFaceLM(LanguageModel):
         self.max_positions = _max_positions(self.config)
         self.tokenizer = _wrapped(tokenizer, self.model)
         self.vocabulary = None if self.tokenizer is None else self.tokenizer.vocabulary
+        self._parts: LayerStack | str | None = None
         self._num_parameters = sum(weight.numel() for weight in self.model.parameters())
         implementation = self.model.config._attn_implementation
         if implementation not in ("eager", "sdpa", attention.NAME):
@@ -141,6 +143,52 @@ class HuggingFaceLM(LanguageModel):
             pack_linears(self.model)
         return self
 
+    @property
+    def stack(self) -> LayerStack:
+        """The model's parts. They are checked when they are first asked for.
+
+        Raises:
+            ValueError: it cannot be taken apart.
+        """
+        if isinstance(self._parts, str):
+            raise ValueError(self._parts)
+        if self._parts is None:
+            try:
+                if len(self.windows) > 1:
+                    raise ValueError(f"{self._name} cannot be taken apart: its layers differ in how far they look back")
+                self._parts = take_apart(self.model)
+            except ValueError as error:
+                self._parts = str(error)
+                raise
+        return self._parts
+
+    @property
+    def takes_apart(self) -> bool:
+        """Whether the model's parts can be called one by one."""
+        if self._parts is None:
+            with suppress(ValueError):
+                return bool(self.stack)
+        return isinstance(self._parts, LayerStack)
+
+    def check_exit(self, num_layers: int) -> None:
+        total = self.stack.num_layers
+        if not isinstance(num_layers, int) or not 1 <= num_layers < total:
+            raise ValueError(
+                f"exit_layer must be between 1 and {total - 1} for this model of {total} layers, got {num_layers}"
+            )
+
+    def lower(
+        self, tokens: Int[Tensor, "B T"], state: DecodeState, starts: Sequence[int], num_layers: int
+    ) -> Float[Tensor, "B T D"]:
+        assert isinstance(state, HuggingFaceState)
+        positions, mask = self._placed(state, tokens.shape[1], starts)
+        hidden = self.stack.embed(tokens, positions)
+        call = self.stack.begin(hidden, positions, mask, state.cache)
+        return self.stack.run(hidden, call, 0, num_layers)
+
+    def exit_logits(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
+        return self.stack.head(self.stack.norm(hidden))
+
     def forward(
         self,
         tokens: Int[Tensor, "B T"],
@@ -155,36 +203,139 @@ class HuggingFaceLM(LanguageModel):
         behind the final norm, as the output head sees it."""
         if parents is not None:
             raise ValueError(f"{self._name} reads one path of tokens: draft without a tree")
+        assert state is None or isinstance(state, HuggingFaceState), (
+            f"{self._name} needs a HuggingFaceState, got {state}"
+        )
+        if self.takes_apart:
+            positions, mask = self._free(tokens) if state is None else self._placed(state, tokens.shape[1])
+            hidden = self.stack.embed(tokens, positions)
+            call = self.stack.begin(hidden, positions, mask, None if state is None else state.cache)
+            output = self._by_parts(hidden, 0, call, logits_for, features)
+        else:
+            output = self._whole(tokens, state, logits_for, features)
+        if state is not None:
+            state.advance(tokens.shape[1], valid_lengths)
+        return output
+
+    def finish(
+        self,
+        exit_states: ExitStates,
+        tokens: Int[Tensor, "B T"],
+        state: DecodeState,
+        *,
+        valid_lengths: Lengths | None = None,
+        logits_for: Int[Tensor, "B N"] | slice | None = None,
+        features: Sequence[int] = (),
+    ) -> ModelOutput:
+        assert isinstance(state, HuggingFaceState)
+        hidden = self._completed(tokens, state, valid_lengths, exit_states)
+        positions, mask = self._placed(state, tokens.shape[1])
+        call = self.stack.begin(hidden, positions, mask, state.cache)
+        output = self._by_parts(hidden, exit_states.num_layers, call, logits_for, features)
+        state.advance(tokens.shape[1], valid_lengths)
+        return output
+
+    def _by_parts(
+        self,
+        hidden: Float[Tensor, "B T D"],
+        first: int,
+        call: Call,
+        logits_for: Int[Tensor, "B N"] | slice | None,
+        features: Sequence[int],
+    ) -> ModelOutput:
+        """The layers from the first on, the final norm, the head."""
+        stack = self.stack
+        kept: dict[int, Tensor] = {}
+        for layer in sorted(features):
+            if layer < stack.num_layers - 1:
+                hidden, first = stack.run(hidden, call, first, layer + 1), layer + 1
+                kept[layer] = hidden
+        hidden = stack.run(hidden, call, first, stack.num_layers)
+        if stack.num_layers - 1 in features:
+            hidden = kept[stack.num_layers - 1] = stack.norm(hidden)
+            logits = stack.head(select(hidden, logits_for))
+        else:
+            logits = stack.head(stack.norm(select(hidden, logits_for)))
+        return ModelOutput(logits, kept, logits_for)
+
+    def _completed(
+        self, tokens: Int[Tensor, "B T"], state: HuggingFaceState, valid_lengths: Lengths | None, done: ExitStates
+    ) -> Float[Tensor, "B T D"]:
+        """The lower layers' output for all tokens: what they have made already, and now the rest."""
+        num_tokens = tokens.shape[1]
+        lengths = [num_tokens] * len(tokens) if valid_lengths is None else as_list(valid_lengths)
+        width = max(length - known for length, known in zip(lengths, done.lengths, strict=True))
+        starts = [length + known for length, known in zip(state.consumed, done.lengths, strict=True)]
+        known = min(done.lengths)
+        if known == max(done.lengths) and width == num_tokens - known:
+            if not width:
+                return done.hidden[:, :num_tokens]
+            rest = self.lower(tokens[:, known:], state, starts, done.num_layers)
+            return torch.cat((done.hidden[:, :known], rest), dim=1)
+        hidden = nn.functional.pad(done.hidden, (0, 0, 0, max(0, num_tokens + width - done.hidden.shape[1])))
+        if width:
+            places = torch.tensor(done.lengths, device=tokens.device)[:, None] + torch.arange(
+                width, device=tokens.device
+            )
+            unread = tokens.gather(1, places.clamp(max=num_tokens - 1))
+            rest = self.lower(unread, state, starts, done.num_layers)
+            hidden = hidden.scatter(1, places[..., None].expand(-1, -1, hidden.shape[-1]), rest)
+        return hidden[:, :num_tokens]
+
+    def _whole(
+        self,
+        tokens: Int[Tensor, "B T"],
+        state: HuggingFaceState | None,
+        logits_for: Int[Tensor, "B N"] | slice | None,
+        features: Sequence[int],
+    ) -> ModelOutput:
+        """One call of the model's own forward pass."""
         options: dict[str, Any] = {"use_cache": False}
         if state is not None:
-            assert isinstance(state, HuggingFaceState), f"{self._name} needs a HuggingFaceState, got {state}"
             options = self._through(state, tokens.shape[1])
         if features:
             options["output_hidden_states"] = True
         with self._scored(logits_for):
             output = self.model(input_ids=tokens, **options)
-        if state is not None:
-            state.advance(tokens.shape[1], valid_lengths)
         hidden = {layer: output.hidden_states[layer + 1] for layer in features}
-        return ModelOutput(output.logits, hidden)
+        return ModelOutput(output.logits, hidden, logits_for)
 
     @property
     def _name(self) -> str:
         return type(self.model).__name__
 
+    def _free(self, tokens: Int[Tensor, "B T"]) -> tuple[Tensor, Tensor | None]:
+        """Positions and mask of whole sequences; without a mask, attention is causal by itself."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        window = next(iter(self.windows.values()))
+        if window is None or tokens.shape[1] <= window:
+            return positions, None
+        apart = positions[0, :, None] - positions
+        seen = (apart >= 0) & (apart < window)
+        return positions, self._additive(seen[None])
+
+    def _placed(
+        self, state: HuggingFaceState, num_tokens: int, starts: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Positions and mask of the state's next tokens, for a model of one kind of layers."""
+        slots = state.cache.slots = state.slots(num_tokens, starts)
+        mask = self._additive(state.mask(slots, window=next(iter(self.windows.values()))))
+        return self._clamped(slots.positions), mask
+
+    def _additive(self, seen: Bool[Tensor, "B T S"]) -> Float[Tensor, "B 1 T S"]:
+        """0 where a query may look, -inf elsewhere."""
+        return torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
+
+    def _clamped(self, positions: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+        """Of padding behind the end: a table of positions has no entry there."""
+        return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)
+
     def _through(self, state: HuggingFaceState, num_tokens: int) -> dict[str, Any]:
         """The arguments that make the model's next call read and write the state."""
-        slots = state.slots(num_tokens)
-        state.cache.slots = slots
-        masks = {}
-        for kind, window in self.windows.items():
-            seen = state.mask(slots, window=window)[:, None]
-            masks[kind] = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-        positions = slots.positions
-        if self.max_positions is not None:  # of padding behind the end: a table of positions has no entry there
-            positions = positions.clamp(max=self.max_positions - 1)
+        slots = state.cache.slots = state.slots(num_tokens)
+        masks = {kind: self._additive(state.mask(slots, window=window)) for kind, window in self.windows.items()}
         return {
-            "position_ids": positions,
+            "position_ids": self._clamped(slots.positions),
             "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
             "past_key_values": state.cache,
             "use_cache": True,
@@ -198,13 +349,7 @@ class HuggingFaceLM(LanguageModel):
             yield
             return
 
-        def select(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            hidden = inputs[0]
-            if isinstance(places, slice):
-                return (hidden[:, places],)
-            return (hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1])),)
-
-        handle = head.register_forward_pre_hook(select)
+        handle = head.register_forward_pre_hook(lambda module, inputs: (select(inputs[0], places),))
         try:
             yield
         finally:

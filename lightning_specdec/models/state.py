@@ -233,14 +233,16 @@ class KVState(DecodeState):
     def memory_bytes(self) -> int:
         return sum(keys.nbytes + values.nbytes for keys, values in self.buffers.values())
 
-    def slots(self, num_tokens: int) -> Slots:
-        """The places of the next `num_tokens` tokens of every row."""
-        first, longest = min(self.consumed), max(self.consumed)
+    def slots(self, num_tokens: int, starts: Sequence[int] | None = None) -> Slots:
+        """The places of `num_tokens` tokens of every row: of the next ones, or of those from `starts` on."""
+        lengths = self.consumed if starts is None else starts
+        first, longest = min(lengths), max(lengths)
         span = self.num_slots if self.whole_span else min(longest + num_tokens, self.num_slots)
         if first == longest and first + num_tokens <= self.num_slots:
-            positions = torch.arange(first, first + num_tokens, device=self.device).expand(len(self.consumed), -1)
+            positions = torch.arange(first, first + num_tokens, device=self.device).expand(len(lengths), -1)
             return Slots(positions, first, span)
-        return Slots(self.lengths[:, None] + torch.arange(num_tokens, device=self.device), None, span)
+        begin = self.lengths if starts is None else torch.tensor(starts, device=self.device)
+        return Slots(begin[:, None] + torch.arange(num_tokens, device=self.device), None, span)
 
     def update(
         self, layer: int, slots: Slots, keys: Float[Tensor, "B H T D"], values: Float[Tensor, "B H T E"]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_specdec.checks import require_number
+from lightning_specdec.models.base import ExitStates
 from lightning_specdec.rules.sampling import SOFTMAX, Purpose, Sampling, column, draw
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Draft:
         probs: `[B, K, V]`, exactly the distribution that each token was drawn from; None for a certain guess (one-hot).
         logits: `[B, K, V]`, for the rules that compare the draft's own softmax; None where there are none.
         num_calls: passes of the drafter's networks that the guesses took.
+        exit_states: what the target's own lower layers have made, while guessing, of the tokens that it reads next.
     """
 
     tokens: Int[Tensor, "B K"]
@@ -43,6 +45,7 @@ class Draft:
     probs: Float[Tensor, "B K V"] | None = None
     logits: Float[Tensor, "B K V"] | None = None
     num_calls: int = 0
+    exit_states: ExitStates | None = None
 
 
 @dataclass
