@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := $(BIN)/lightning_specdec
 
-.PHONY: help setup dev demo test test-real lint bench checkpoints smollm2 clean
+.PHONY: help setup dev demo test test-real lint bench bench-transformers checkpoints smollm2 clean
 
 help:
 	@echo "make setup        create $(VENV) and install the project"
@@ -12,7 +12,7 @@ help:
 	@echo "make test         lint, types and every test"
 	@echo "make test-real    the tests on a real model (minutes; make smollm2 first)"
 	@echo "make smollm2      write SmolLM2-135M-Instruct to checkpoints/smollm2 (a download of 98 MB)"
-	@echo "make bench        the speed figures of the README"
+	@echo "make bench        the speed figures of the README; make bench-transformers those of the transformers"
 	@echo "make checkpoints  train anew the checkpoints that ship"
 	@echo "make clean        remove $(VENV) and what runs have written"
 
@@ -49,6 +49,9 @@ lint: dev
 
 bench: dev
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rnn_speed.py
+
+bench-transformers: dev
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/transformer_speed.py
 
 checkpoints: setup
 	$(RUN) fit --config configs/rnn.yaml

@@ -4,28 +4,34 @@ Knows nothing of training: a training checkpoint and an exported one are read al
 
 A checkpoint names its classes from our own registries and gives their arguments as plain values; the constructors check
 the ranges. Networks are built without memory (on the meta device) and take the file's weights, which must fit exactly.
+A target has one drafter that guesses for it unless another is asked for, and may have others, each with a name.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
 from lightning_specdec import archive
+from lightning_specdec.checkpoint_weights import BROKEN, short, try_out, with_weights
 from lightning_specdec.drafters import DRAFTERS, Drafter
 from lightning_specdec.inference.rows import check_prompt
 from lightning_specdec.models import MODELS, LanguageModel
 
 KEY = "lightning_specdec"
 FORMAT = 1
-_FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+MAIN = "main"
+"""What the drafter is called that guesses unless another is asked for, where it has no other name."""
+_OTHERS = "others."
+_SPEC = {"class", "arguments"}
+_DEEPEST, _MOST_STAGES = 8, 16
 
 
 @dataclass
@@ -38,6 +44,9 @@ class Checkpoint:
         prompts: held-out prompts to try it on.
         recipe: how it was made, as plain values.
         training: what a training checkpoint holds besides: epoch and step; empty in an exported one.
+        others: what else can guess for it, by name.
+        name: the drafter's own name.
+        tokenizer: what makes tokens of text: a name, or a directory; None where tokens are no text.
     """
 
     target: LanguageModel
@@ -45,28 +54,69 @@ class Checkpoint:
     prompts: list[list[int]]
     recipe: dict[str, Any]
     training: dict[str, int]
+    others: dict[str, Drafter] = field(default_factory=dict)
+    name: str = MAIN
+    tokenizer: str | None = None
+
+    @property
+    def drafters(self) -> dict[str, Drafter]:
+        """All of them by name, the one that guesses unless another is asked for first."""
+        return {self.name: self.drafter, **self.others}
+
+    def draft(self, name: str | None = None) -> Drafter:
+        """The drafter of that name.
+
+        Raises:
+            ValueError: there is none.
+        """
+        chosen = self.name if name is None else name
+        if chosen not in self.drafters:
+            raise ValueError(f"the checkpoint has no draft {short(chosen, 80)!r}: it has {', '.join(self.drafters)}")
+        return self.drafters[chosen]
 
 
 def describe(
-    target: LanguageModel, drafter: Drafter, *, prompts: Sequence[Sequence[int]], recipe: dict[str, Any]
+    target: LanguageModel,
+    drafter: Drafter,
+    *,
+    prompts: Sequence[Sequence[int]],
+    recipe: dict[str, Any],
+    others: Mapping[str, Drafter] | None = None,
+    name: str = MAIN,
+    tokenizer: str | None = None,
 ) -> dict[str, Any]:
-    """What goes into a checkpoint under `KEY`, beside weights named `target.*` and `drafter.*`."""
-    return {
+    """What goes into a checkpoint under `KEY`, beside weights named `target.*`, `drafter.*` and `others.NAME.*`."""
+    described = {
         "format": FORMAT,
         "target": _spec(target),
         "drafter": _spec(drafter),
         "prompts": [[int(token) for token in prompt] for prompt in prompts],
         "recipe": recipe,
     }
+    if others or name != MAIN:
+        described |= {"name": name, "others": {key: _spec(other) for key, other in (others or {}).items()}}
+        _check_names(described["others"], name)
+    return described if tokenizer is None else {**described, "tokenizer": tokenizer}
 
 
 def _spec(module: LanguageModel | Drafter) -> dict[str, Any]:
     name = type(module).__name__
-    if {**MODELS, **DRAFTERS}.get(name) is not type(module):
+    if _registered().get(name) is not type(module):
         raise ValueError(f"a checkpoint cannot hold a {name}: it could not be built again (see MODELS and DRAFTERS)")
-    arguments: dict[str, Any] = module.arguments()
-    plain = {k: _spec(v) if isinstance(v, LanguageModel | Drafter) else v for k, v in arguments.items()}
-    return {"class": name, "arguments": plain}
+    return {"class": name, "arguments": {key: _plain_argument(value) for key, value in module.arguments().items()}}
+
+
+def _plain_argument(value: Any) -> Any:
+    if isinstance(value, LanguageModel | Drafter):
+        return _spec(value)
+    if isinstance(value, list | tuple):
+        return [_plain_argument(each) for each in value]
+    return value
+
+
+def _registered() -> Mapping[str, Any]:
+    """Every class that a description may name, as an argument of another."""
+    return ChainMap(MODELS, DRAFTERS)  # type: ignore[arg-type]
 
 
 def save(
@@ -76,12 +126,18 @@ def save(
     *,
     prompts: Sequence[Sequence[int]] = (),
     recipe: dict[str, Any] | None = None,
+    others: Mapping[str, Drafter] | None = None,
+    name: str = MAIN,
+    tokenizer: str | None = None,
 ) -> None:
     """Write a checkpoint for decoding: descriptions and weights, nothing of the training. Whole or not at all."""
-    weights = {f"target.{name}": value for name, value in target.state_dict().items()}
-    weights |= {f"drafter.{name}": value for name, value in drafter.state_dict().items()}
-    content = {KEY: describe(target, drafter, prompts=prompts, recipe=recipe or {}), "state_dict": weights}
-    archive.write(path, content)
+    described = describe(
+        target, drafter, prompts=prompts, recipe=recipe or {}, others=others, name=name, tokenizer=tokenizer
+    )
+    parts: dict[str, nn.Module] = {"target.": target, "drafter.": drafter}
+    parts |= {f"{_OTHERS}{key}.": other for key, other in (others or {}).items()}
+    weights = {prefix + key: value for prefix, part in parts.items() for key, value in part.state_dict().items()}
+    archive.write(path, {KEY: described, "state_dict": weights})
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -96,7 +152,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{path} is no checkpoint of this program: it has no {KEY!r} entry; train one with `fit`")
     found = content[KEY].get("format")
     if type(found) is not int or found != FORMAT:
-        found = _short(repr(found), 40)
+        found = short(repr(found), 40)
         raise ValueError(f"{path} has checkpoint format {found}, this version reads {FORMAT}: update or train anew")
     weights = content.get("state_dict")
     if not isinstance(weights, dict) or not all(
@@ -115,61 +171,47 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
     content = read(path)
     described, weights = content[KEY], content["state_dict"]
     try:
-        with torch.device("meta"), _Unset():
-            target = _build(described.get("target"), MODELS)
-            drafter = _build(described.get("drafter"), DRAFTERS)
-        for name, module in (("target", target), ("drafter", drafter)):
-            prefix = f"{name}."
-            own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-            _check_weights(name, own, module.state_dict())
-            module.load_state_dict(own, strict=True, assign=True)
-        drafter.check_target(target)
+        others, name = described.get("others", {}), described.get("name", MAIN)
+        _check_names(others, name)
+        if foreign := [key for key in weights if key.startswith(_OTHERS) and key.split(".")[1] not in others]:
+            raise ValueError(f"among its weights is {short(foreign[0], 80)!r}, and it describes no such draft")
+        target = _part("target", described.get("target"), MODELS, weights)
+        drafter = _part("drafter", described.get("drafter"), DRAFTERS, weights)
+        built = {key: _part(_OTHERS + key, spec, DRAFTERS, weights) for key, spec in others.items()}
+        for each in (drafter, *built.values()):
+            each.check_target(target)
         prompts = described.get("prompts")
         if not isinstance(prompts, list) or not all(isinstance(prompt, list) for prompt in prompts):
             raise ValueError("its prompts are no lists of tokens")
         for prompt in prompts:
             check_prompt(prompt, target.vocab_size, "a stored prompt")
         recipe = _plain(described.get("recipe"))
-    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-        reason = _short(" ".join(str(error).split()), 300)
+        tokenizer = described.get("tokenizer")
+        if tokenizer is not None and not isinstance(tokenizer, str):
+            raise ValueError("its tokenizer is no name")
+    except BROKEN as error:
+        reason = short(" ".join(str(error).split()), 300)
         raise ValueError(f"{path} is no usable checkpoint, train another: {reason}") from error
     training = {key: content[key] for key in ("epoch", "global_step") if type(content.get(key)) is int}
-    return Checkpoint(target.eval(), drafter.eval(), prompts, recipe, training)
+    return Checkpoint(target, drafter, prompts, recipe, training, built, name, tokenizer)
 
 
-class _Unset(TorchFunctionMode):
-    """Leaves new weights unset: the file's take their place, and setting one without memory takes torch a second."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return kwargs["tensor"] if "tensor" in kwargs else args[0]
-        return func(*args, **kwargs)
+def _check_names(others: object, name: object) -> None:
+    """Raise ValueError unless these can be the names of drafters: weights are found by them."""
+    names = [name, *others] if isinstance(others, dict) else [None]
+    if not all(isinstance(each, str) and each.isidentifier() and len(each) <= 80 for each in names):
+        raise ValueError("its drafts' names are no words")
+    if len(set(names)) < len(names):
+        raise ValueError(f"it has two drafts of the name {name}")
 
 
-def _check_weights(owner: str, given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless the given weights are those that the description wants, whole and finite."""
-    if missing := wanted.keys() - given.keys():
-        raise ValueError(
-            f"the weights of the {owner} lack {min(missing)} ({len(missing)} of {len(wanted)} are missing)"
-        )
-    if foreign := given.keys() - wanted.keys():
-        raise ValueError(f"among the weights of the {owner} is {_short(min(foreign), 80)!r}, which it has no place for")
-    for name, value in given.items():
-        if value.shape != wanted[name].shape:
-            shapes = f"{tuple(value.shape)}, its description says {tuple(wanted[name].shape)}"
-            raise ValueError(f"the shape of the {owner}'s {name} is {shapes}")
-        if value.dtype not in _FLOATS or value.layout != torch.strided or value.device.type != "cpu":
-            kind = f"{value.dtype}, {value.layout}, on {value.device}"
-            raise ValueError(f"the {owner}'s {name} is no plain floating-point tensor ({kind})")
-        if value.untyped_storage().nbytes() < value.numel() * value.element_size():
-            raise ValueError(f"the {owner}'s {name} claims more numbers than the file holds")
-        if not value.isfinite().all():
-            raise ValueError(f"the {owner}'s {name} is not finite: its training diverged, so lower the learning rate")
-    if len(kinds := {str(value.dtype) for value in given.values()}) > 1:
-        raise ValueError(f"the weights of the {owner} are of several kinds: {', '.join(sorted(kinds))}")
+def _part(name: str, spec: object, registry: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Any:
+    """A target or a drafter as it is described, with its weights."""
+    owner, prefix = name.replace(_OTHERS, "draft "), f"{name}."
+    own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+    module = with_weights(partial(_build, spec, registry), owner, own).eval()
+    try_out(owner, module)
+    return module
 
 
 def _plain(recipe: object) -> dict[str, Any]:
@@ -183,19 +225,26 @@ def _plain(recipe: object) -> dict[str, Any]:
     return plain
 
 
-def _short(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[:length]}..."
-
-
-def _build(spec: object, registry: dict[str, Any]) -> Any:
+def _build(spec: object, registry: Mapping[str, Any], depth: int = 0) -> Any:
     """An object of a registered class from its description."""
     if not isinstance(spec, dict) or not isinstance(spec.get("arguments"), dict):
-        raise ValueError(f"expected a class and its arguments, got {_short(repr(spec), 80)}")
+        raise ValueError(f"expected a class and its arguments, got {short(repr(spec), 80)}")
     name = spec.get("class")
     if not isinstance(name, str) or name not in registry:
-        raise ValueError(f"{_short(repr(name), 80)} is none of the classes that may stand there: {', '.join(registry)}")
-    arguments = {k: _build(v, MODELS) if isinstance(v, dict) else v for k, v in spec["arguments"].items()}
+        raise ValueError(f"{short(repr(name), 80)} is none of the classes that may stand there: {', '.join(registry)}")
+    arguments = {key: _built_argument(value, depth) for key, value in spec["arguments"].items()}
     built = registry[name](**arguments)
     if foreign := arguments.keys() - built.arguments().keys():
-        raise ValueError(f"a checkpoint's {name} has no argument {_short(min(foreign), 80)!r}")
+        raise ValueError(f"a checkpoint's {name} has no argument {short(min(foreign), 80)!r}")
     return built
+
+
+def _built_argument(value: Any, depth: int) -> Any:
+    nested = isinstance(value, list) and any(isinstance(each, list | dict) for each in value)
+    if nested and (depth >= _DEEPEST or len(value) > _MOST_STAGES):
+        raise ValueError("its parts are nested too deeply, or too many")
+    if nested:
+        return [_built_argument(each, depth + 1) for each in value]
+    if isinstance(value, dict) and value.keys() == _SPEC:
+        return _build(value, _registered(), depth + 1)
+    return value

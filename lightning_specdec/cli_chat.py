@@ -18,8 +18,8 @@ from types import FrameType
 from lightning_specdec.checks import require_int
 from lightning_specdec.cli_common import draws, set_threads, set_up_logs
 from lightning_specdec.cli_decode import make_rule
+from lightning_specdec.cli_groups import MAX_TOKENS
 from lightning_specdec.cli_models import load_decoder
-from lightning_specdec.cli_options import MAX_TOKENS
 from lightning_specdec.cli_report import styled
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.inference import Counts, Row, StopStrings
@@ -51,7 +51,7 @@ def chat(options: Namespace) -> int:
         limit_threads(decoder.target.num_parameters)
     tokenizer = decoder.tokenizer
     name = options.pair or options.target
-    if tokenizer is None or not tokenizer.has_chat_template:
+    if not isinstance(tokenizer, TextTokenizer) or not tokenizer.has_chat_template:
         missing = "tokenizer" if tokenizer is None else "chat template"
         raise ValueError(f"{name} has no {missing}: choose a model that was tuned for chats, or use `decode`")
     interactive = sys.stdin.isatty() and sys.stdout.isatty()

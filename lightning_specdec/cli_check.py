@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_specdec.checks import require_int
 from lightning_specdec.cli_common import find_device, progress, set_threads, set_up_logs
-from lightning_specdec.cli_options import MAX_TOKENS
+from lightning_specdec.cli_groups import MAX_TOKENS
 from lightning_specdec.decoding import Decoding
 from lightning_specdec.drafters import NGramDrafter
 from lightning_specdec.memory import gigabytes

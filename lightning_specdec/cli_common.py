@@ -14,7 +14,7 @@ from argparse import Namespace
 import torch
 
 from lightning_specdec.checks import require_int, require_number
-from lightning_specdec.cli_options import MAX_THREADS
+from lightning_specdec.cli_groups import MAX_THREADS
 from lightning_specdec.rules import SamplingOptions
 
 log = logging.getLogger("lightning_specdec")
@@ -54,9 +54,8 @@ def draws(options: Namespace) -> SamplingOptions:
 
 
 def progress(text: str) -> None:
-    """Say what takes its time, where somebody sits and waits."""
-    if sys.stderr.isatty():
-        log.info("%s", text)
+    """Say what takes its time, where somebody sits and waits; elsewhere to those who debug."""
+    log.log(logging.INFO if sys.stderr.isatty() else logging.DEBUG, "%s", text)
 
 
 class _JsonFormatter(logging.Formatter):

@@ -14,9 +14,9 @@ from typing import Any
 
 from lightning_specdec.checks import require_int
 from lightning_specdec.cli_common import draws, log, progress, set_threads, set_up_logs
+from lightning_specdec.cli_groups import MAX_TOKENS
+from lightning_specdec.cli_groups import RULES as RULE_ARGUMENTS
 from lightning_specdec.cli_models import load_decoder
-from lightning_specdec.cli_options import MAX_TOKENS
-from lightning_specdec.cli_options import RULES as RULE_ARGUMENTS
 from lightning_specdec.cli_parser import UsageError
 from lightning_specdec.cli_prompts import OWN, Placed, as_texts, as_tokens, read_prompts
 from lightning_specdec.cli_prose import decoded_prose
@@ -34,10 +34,8 @@ from lightning_specdec.threads import limit_threads
 def decode(options: Namespace) -> int:
     """Decode both ways, show the outputs, measure."""
     set_up_logs(options.log_level, json_lines=options.log_json)
-    drawn, rule = _check(options), make_rule(options)
+    drawn, rule = check_options(options), make_rule(options)
     given = read_prompts(options.prompt or [], options.prompts_file)
-    if options.ckpt is not None and given is not None:
-        as_tokens(given)  # refused before anything is loaded
     decoder = load_decoder(options)
     if options.threads is None:
         limit_threads(decoder.target.num_parameters)
@@ -134,7 +132,7 @@ def _outputs(
     return decoded_prose(standard, speculative, decoder.tokenizer, named, **shown)
 
 
-def _check(options: Namespace) -> SamplingOptions:
+def check_options(options: Namespace) -> SamplingOptions:
     """How tokens are drawn, once everything that can be checked without a model is."""
     set_threads(options)
     for name, least, most in (
@@ -181,6 +179,8 @@ def find_prompts(
         if not prompts:
             raise ValueError("the target keeps no prompts of its own: give some with --prompt '1 2 3'")
         return [(None, prompt) for prompt in prompts]
+    if given is None and decoder.prompts:
+        return [(None, prompt) for prompt in decoder.prompts]
     chat = options.chat_template or (tokenizer.has_chat_template and not options.raw)
     texts = [text for _, text in as_texts(given)] if given is not None else list(OWN)
     return [(text, decoder.encode_chat(text) if chat else decoder.encode(text)) for text in texts]

@@ -25,7 +25,7 @@ def check_models(options: Namespace) -> None:
     if values.get("pair") is not None:
         get_pair(options.pair)
     for name in PLACES:
-        if values.get(name) is not None:
+        if values.get(name) is not None and values.get("ckpt") is None:  # a checkpoint's drafts have names
             check_place(values[name])
 
 

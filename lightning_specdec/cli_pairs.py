@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_specdec import ollama
 from lightning_specdec.checks import require_int
-from lightning_specdec.cli_options import MAX_TOKENS
+from lightning_specdec.cli_groups import MAX_TOKENS
 from lightning_specdec.cli_parser import UsageError
 from lightning_specdec.memory import available_bytes, gigabytes
 from lightning_specdec.pairs import Pair, PairModel, get_pair, list_pairs

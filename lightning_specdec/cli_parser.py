@@ -80,7 +80,8 @@ def build(verb: str, described: Verb) -> argparse.ArgumentParser:
     )
     parser.refusals = described.refusals
     for option in described.options:
-        shown = "" if option.default in (None, False) else f" (default: {option.default})"
+        default = " ".join(map(str, option.default)) if isinstance(option.default, tuple) else option.default
+        shown = "" if default in (None, False) else f" (default: {default})"
         settings: dict[str, Any] = {"help": option.help + shown}
         if option.action != "store_true":
             settings |= {"type": option.type, "default": option.default, "metavar": option.metavar}

@@ -12,7 +12,7 @@ from lightning_specdec.cli_report import legend, remarks, rows_of, stop_note, st
 from lightning_specdec.inference import DecodeResult, RowResult
 
 if TYPE_CHECKING:
-    from lightning_specdec.text.tokenizer import TextTokenizer
+    from lightning_specdec.text.base import Tokenizer
 
 MOST_SHOWN = 100
 """Characters of a prompt that are repeated above its answer."""
@@ -21,7 +21,7 @@ MOST_SHOWN = 100
 def decoded_prose(
     standard: DecodeResult | None,
     speculative: DecodeResult | None,
-    tokenizer: TextTokenizer,
+    tokenizer: Tokenizer,
     prompts: list[str],
     *,
     colour: bool,
@@ -60,7 +60,7 @@ def _block(text: str) -> str:
     return textwrap.indent(text.strip("\n"), "    ")
 
 
-def _with_fates(row: RowResult, tokenizer: TextTokenizer) -> str:
+def _with_fates(row: RowResult, tokenizer: Tokenizer) -> str:
     """A row's new text in the colours of its tokens' fates, each rejected guess before its correction.
 
     Special tokens are no part of the text, and are shown all the same: they were guessed like others.

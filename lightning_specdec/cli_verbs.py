@@ -24,19 +24,35 @@ def info(options: Namespace) -> int:
     """Say what a checkpoint holds."""
     loaded = checkpoint.load(options.ckpt)
     print(f"checkpoint  {options.ckpt} ({Path(options.ckpt).stat().st_size:,} bytes)")
-    parts: list[tuple[str, LanguageModel | Drafter]] = [("target", loaded.target), ("drafter", loaded.drafter)]
+    parts: list[tuple[str, LanguageModel | Drafter]] = [("target", loaded.target)]
+    if loaded.others:
+        parts += [(f"draft {name}", drafter) for name, drafter in loaded.drafters.items()]
+    else:
+        parts.append(("drafter", loaded.drafter))
     for name, module in parts:
-        shown: dict[str, Any] = module.arguments()
-        models = {key: value for key, value in shown.items() if isinstance(value, LanguageModel)}
-        plain = {key: value for key, value in shown.items() if key not in models}
-        print(f"{name:<11} {_described(type(module).__name__, plain)}, {_parameters(module)}")
-        for key, model in models.items():
-            print(f"  {key:<9} {_described(type(model).__name__, model.arguments())}, {_parameters(model)}")
+        _show_part(f"{name:<11}", module)
+    if loaded.tokenizer is not None:
+        print(f"tokenizer   {json.dumps(loaded.tokenizer)[1:-1]}")
     print(f"prompts     {json.dumps(loaded.prompts)}")
     for name, values in (("recipe", loaded.recipe), ("training", loaded.training)):
         for key, value in values.items():
             print(f"{name:<11} {json.dumps(key)[1:-1]}: {json.dumps(value)}")
     return 0
+
+
+def _show_part(label: str, module: LanguageModel | Drafter, indent: str = "  ") -> None:
+    """A line for a model or a drafter, and lines for the models and drafters that it is made of."""
+    parts: list[tuple[str, LanguageModel | Drafter]] = []
+    plain: dict[str, Any] = {}
+    for key, value in module.arguments().items():
+        listed = value if isinstance(value, list | tuple) else [value]
+        inner = [each for each in listed if isinstance(each, LanguageModel | Drafter)]
+        parts += [(key, each) for each in inner]
+        if not inner:
+            plain[key] = value
+    print(f"{label} {_described(type(module).__name__, plain)}, {_parameters(module)}")
+    for key, part in parts:
+        _show_part(f"{indent}{key:<{max(1, 11 - len(indent))}}", part, indent + "  ")
 
 
 def _described(name: str, arguments: dict[str, Any]) -> str:
@@ -50,7 +66,16 @@ def _parameters(module: torch.nn.Module) -> str:
 def export(options: Namespace) -> int:
     """Strip a training checkpoint to what decoding needs."""
     loaded = checkpoint.load(options.ckpt)
-    checkpoint.save(options.output, loaded.target, loaded.drafter, prompts=loaded.prompts, recipe=loaded.recipe)
+    checkpoint.save(
+        options.output,
+        loaded.target,
+        loaded.drafter,
+        prompts=loaded.prompts,
+        recipe=loaded.recipe,
+        others=loaded.others,
+        name=loaded.name,
+        tokenizer=loaded.tokenizer,
+    )
     print(f"{options.output}: {Path(options.output).stat().st_size:,} bytes")
     return 0
 

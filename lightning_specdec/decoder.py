@@ -7,29 +7,26 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
 
 from lightning_specdec import checkpoint
-from lightning_specdec.bench.pair import compare
-from lightning_specdec.bench.runner import Benchmark
 from lightning_specdec.checks import require_int
-from lightning_specdec.decoding import Decoding, WindowChoice
+from lightning_specdec.decoding import WindowChoice
 from lightning_specdec.drafters import Drafter, ModelDrafter
-from lightning_specdec.inference.rows import as_prompts
+from lightning_specdec.measuring import Measuring
 from lightning_specdec.pairs import get_pair
 from lightning_specdec.pretrained import PretrainedOptions, Source, load_pair, pair_options
-from lightning_specdec.rules import AcceptanceRule, Sampling, SamplingOptions
-from lightning_specdec.texts import TextPrompts
+from lightning_specdec.rules import Sampling, SamplingOptions
+from lightning_specdec.text.named import named_tokenizer
 
 if TYPE_CHECKING:
-    from lightning_specdec.data import SequenceData
+    from lightning_specdec.data import TokenData
 
 
-class SpeculativeDecoder(Decoding):
+class SpeculativeDecoder(Measuring):
     """A target and what guesses for it, from their files to their figures; its arguments are those of `Decoding`."""
 
     @classmethod
@@ -37,6 +34,7 @@ class SpeculativeDecoder(Decoding):
         cls,
         path: str | os.PathLike[str],
         *,
+        draft: str | None = None,
         drafter: Drafter | None = None,
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
@@ -44,13 +42,30 @@ class SpeculativeDecoder(Decoding):
     ) -> SpeculativeDecoder:
         """The pair of a checkpoint that `fit` or `save` wrote; with a drafter, its target with that.
 
+        Args:
+            draft: of a checkpoint with several drafts the one that guesses, by name; its first when None.
+
         Raises:
             FileNotFoundError, ValueError: see `checkpoint.load`. Nothing in the file is run.
         """
         loaded = checkpoint.load(path)
         target = loaded.target.to(device, dtype)
-        guessing = drafter or loaded.drafter.to(device, dtype)
-        return cls(target, guessing, prompts=loaded.prompts, recipe=loaded.recipe, fuse_draft=fuse_draft)
+        guessing = drafter or loaded.draft(draft)
+        drafts = {name: each.to(device, dtype) for name, each in loaded.drafters.items()}
+        decoder = cls(
+            target,
+            guessing,
+            prompts=loaded.prompts,
+            recipe=loaded.recipe,
+            fuse_draft=fuse_draft,
+            drafts=drafts if loaded.others else None,
+        )
+        if loaded.tokenizer is not None and decoder.tokenizer is None:
+            try:
+                decoder.read_text(named_tokenizer(loaded.tokenizer))
+            except ValueError as error:
+                raise ValueError(f"{path} was trained on the text of a tokenizer that is not here: {error}") from error
+        return decoder
 
     @classmethod
     def from_pretrained(
@@ -103,9 +118,34 @@ class SpeculativeDecoder(Decoding):
             self.num_draft_tokens = num_draft_tokens
         return self
 
+    def with_drafter(self, drafter: Drafter) -> SpeculativeDecoder:
+        """The same target and settings with another draft."""
+        return SpeculativeDecoder(
+            self.target,
+            drafter,
+            prompts=self.prompts,
+            recipe=self.recipe,
+            fuse_draft=self.fuse_draft,
+            num_draft_tokens=self.num_draft_tokens,
+            drafts=self.drafts,
+        )
+
+    def with_exit(self, exit_layer: int) -> SpeculativeDecoder:
+        """The same target, its first `exit_layer` layers guessing for it: any exit, see `exits`."""
+        return self.with_drafter(self.exits([exit_layer])[exit_layer])
+
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the pair as a checkpoint for decoding."""
-        checkpoint.save(path, self.target, self.drafter, prompts=self.prompts, recipe=self.recipe)
+        """Write the pair, and what else can guess for the target, as a checkpoint for decoding."""
+        checkpoint.save(
+            path,
+            self.target,
+            self.drafter,
+            prompts=self.prompts,
+            recipe=self.recipe,
+            others={name: each for name, each in self.drafts.items() if each is not self.drafter},
+            name=next((name for name, each in self.drafts.items() if each is self.drafter), checkpoint.MAIN),
+            tokenizer=None if self.tokenizer is None else self.tokenizer.name,
+        )
 
     def compile(self, *, num_draft_tokens: int | None = None, **sampling: Unpack[SamplingOptions]) -> float:
         """Compile what can be: the layers of transformers models, target and draft alike; else the draft's roll-out.
@@ -155,57 +195,7 @@ class SpeculativeDecoder(Decoding):
             raise
         return time.perf_counter() - started
 
-    def benchmark(
-        self,
-        prompts: TextPrompts | None = None,
-        *,
-        max_new_tokens: int = 7,
-        num_draft_tokens: WindowChoice | None = None,
-        rule: AcceptanceRule | None = None,
-        eos: int | Sequence[int] | None = None,
-        stop: str | Sequence[str] = (),
-        seed: int = 0,
-        logprobs: bool = False,
-        repeats: int = 10,
-        warmup: int = 3,
-        batch_size: int = 1,
-        mode: str = "both",
-        equal_treatment: bool = False,
-        **sampling: Unpack[SamplingOptions],
-    ) -> Benchmark:
-        """Decode both ways again and again, interleaved, and measure; see `Benchmark` for the figures.
-
-        Args:
-            prompts: those that belong to the pair when None.
-            repeats: runs that are timed each way, after `warmup` that are not.
-            batch_size: prompts that are decoded together.
-            mode: "both", "standard" or "speculative".
-            equal_treatment: whether to measure with the target fused on both sides too.
-
-        The rest are those of `decode`.
-        """
-        tokens = self.prompts if prompts is None else as_prompts(self._texts.tokens(prompts))
-        size = min(batch_size, max(1, len(tokens)))
-        return compare(
-            self.target,
-            self.ready_drafter(),
-            tokens,
-            max_new_tokens=max_new_tokens,
-            num_draft_tokens=self.window(num_draft_tokens, batch_size=size, rule=rule, **sampling),
-            rule=rule,
-            sampling=Sampling(**sampling),
-            eos=self._texts.stop_tokens(eos),
-            seed=seed,
-            logprobs=logprobs,
-            stop=self._texts.stop_strings(stop),
-            repeats=repeats,
-            warmup=warmup,
-            batch_size=batch_size,
-            mode=mode,
-            equal_treatment=equal_treatment,
-        )
-
-    def train(self, datamodule: SequenceData, *, max_epochs: int = 100) -> dict[str, float]:
+    def train(self, datamodule: TokenData, *, max_epochs: int = 100) -> dict[str, float]:
         """Train target and draft on the data, both in one run, with Lightning's Trainer.
 
         Theory: each learns the next token by cross-entropy. The better the draft imitates the target, the more is kept.
@@ -226,6 +216,8 @@ class SpeculativeDecoder(Decoding):
         trainer = Trainer(max_epochs=max_epochs, logger=False, enable_checkpointing=False, enable_model_summary=False)
         trainer.fit(module.train(), datamodule=datamodule)
         self.prompts, self.recipe = datamodule.prompts(), module.recipe()
+        if datamodule.tokenizer is not None:
+            self.read_text(named_tokenizer(datamodule.tokenizer))
         self._ready = None  # torch does not count what a fused optimizer writes as a change
         return {name: float(value) for name, value in trainer.callback_metrics.items()}
 

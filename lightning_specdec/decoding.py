@@ -5,7 +5,7 @@ Knows nothing of where the two come from, of files, training or timing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from lightning_specdec.drafters import Drafter, ModelDrafter
@@ -26,7 +26,7 @@ from lightning_specdec.rules import AcceptanceRule, Sampling, SamplingOptions
 from lightning_specdec.texts import TextPrompts, Texts
 
 if TYPE_CHECKING:
-    from lightning_specdec.text.tokenizer import Message, TextTokenizer
+    from lightning_specdec.text.base import Message, Tokenizer
 
 WindowChoice = int | str | Window
 """Guesses per round; "auto" for as many as pay on this machine; or a `Window` that chooses."""
@@ -45,6 +45,7 @@ class Decoding:
         recipe: how the pair was made, as plain values; saved with it.
         fuse_draft: whether to decode with the drafter's fused form. The output is the same; only the time differs.
         num_draft_tokens: guesses per round where a call names none; "auto" for as many as pay, or a `Window`.
+        drafts: all that can guess for the target, by name, where there are several.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Decoding:
         recipe: dict[str, Any] | None = None,
         fuse_draft: bool = True,
         num_draft_tokens: WindowChoice = 3,
+        drafts: Mapping[str, Drafter] | None = None,
     ) -> None:
         self.target = target
         self.drafter = ModelDrafter(drafter) if isinstance(drafter, LanguageModel) else drafter
@@ -64,14 +66,20 @@ class Decoding:
         self.recipe = recipe or {}
         self.fuse_draft = fuse_draft
         self.num_draft_tokens = num_draft_tokens
+        self.drafts = dict(drafts or {})
         self._texts = Texts(target)
         self._make_ready: Callable[[], Drafter] = self._fused
         self._ready: tuple[object, Drafter] | None = None
 
     @property
-    def tokenizer(self) -> TextTokenizer | None:
+    def tokenizer(self) -> Tokenizer | None:
         """The target's; None where prompts and output are tokens alone."""
         return self._texts.tokenizer
+
+    def read_text(self, tokenizer: Tokenizer) -> None:
+        """From now on, take prompts and give output as text by the tokenizer that the target was trained with."""
+        self.target.tokenizer, self.target.vocabulary = tokenizer, tokenizer.vocabulary
+        self._texts = Texts(self.target)
 
     def encode(self, text: str) -> list[int]:
         """A prompt's tokens, as `decode` takes it: the text as it is."""

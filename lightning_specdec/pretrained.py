@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
-from lightning_specdec.drafters import Drafter, ModelDrafter, NGramDrafter
+from lightning_specdec.drafters import DRAFTERS, Drafter, EarlyExitDrafter, ModelDrafter, NGramDrafter
 from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary, make_drafter
 from lightning_specdec.memory import available_bytes, peak_bytes, require_memory
 from lightning_specdec.models import LanguageModel
@@ -23,10 +23,16 @@ if TYPE_CHECKING:
     from lightning_specdec.models.loading import Examined
     from lightning_specdec.pairs import Pair
 
-KINDS: dict[str, type[Drafter]] = {kind.__name__: kind for kind in (ModelDrafter, CrossVocabulary, NGramDrafter)}
+KINDS: dict[str, type[Drafter]] = {
+    kind.__name__: kind for kind in (ModelDrafter, CrossVocabulary, NGramDrafter, EarlyExitDrafter)
+}
 """What may guess for a pretrained model."""
+_WITHOUT_A_MODEL = ("NGramDrafter", "EarlyExitDrafter")
+"""Those that guess from the text, or with the target itself."""
 _OBJECTS = ("model", "target_vocabulary", "vocabulary", "encode", "start", "sampling")
 """Arguments of drafters that are no plain values."""
+_TRAINED = ("head_layers", "hidden_size", "vocab_size")
+"""Those that describe weights of a drafter's own, which only a checkpoint has."""
 
 Source = str | os.PathLike[str]
 Dtype = str | torch.dtype | None
@@ -77,8 +83,8 @@ def load_pair(
     """A target and what guesses for it.
 
     Without a draft the text itself is looked up for guesses (`NGramDrafter`), or, with `draft_quantization`, a
-    quantized copy of the target guesses. A draft of the target's vocabulary guesses directly, another one through
-    the tokens that both vocabularies have (`CrossVocabulary`).
+    quantized copy of the target guesses, or, by name, the target's own first layers (`EarlyExitDrafter`). A draft of
+    the target's vocabulary guesses directly, another one through the tokens that both have (`CrossVocabulary`).
 
     Args:
         target: a directory, a name on the hub, or a model.
@@ -165,15 +171,21 @@ def _check(kind: str | None, arguments: Mapping[str, Any], *, has_model: bool) -
         if has_model and arguments:
             raise ValueError("a drafter's arguments need the drafter's name: say which one is meant")
         kind = "CrossVocabulary" if has_model else "NGramDrafter"
+    if kind in DRAFTERS.keys() - KINDS.keys():
+        raise ValueError(f"a {kind} is trained beside its target: decode a checkpoint that holds both")
     if kind not in KINDS:
         raise ValueError(f"drafter must be one of {', '.join(KINDS)}, got {kind!r}")
-    if (kind == "NGramDrafter") == has_model:
+    if (kind in _WITHOUT_A_MODEL) == has_model:
         raise ValueError(
             f"{kind} guesses without a model: drop the draft" if has_model else f"{kind} needs a model: give a draft"
         )
-    known = [name for name in inspect.signature(KINDS[kind]).parameters if name not in _OBJECTS]
+    parameters = inspect.signature(KINDS[kind]).parameters
+    known = [name for name in parameters if name not in (*_OBJECTS, *_TRAINED)]
     if foreign := sorted(arguments.keys() - set(known)):
         raise ValueError(f"{kind} takes no {foreign[0]}: " + (f"it takes {', '.join(known)}" if known else "drop it"))
+    needed = [name for name in known if parameters[name].default is inspect.Parameter.empty]
+    if missing := [name for name in needed if name not in arguments]:
+        raise ValueError(f"{kind} needs {missing[0]}: give it")
 
 
 def _examine(models: list[_Wanted], device: str | torch.device, trust_remote_code: bool) -> dict[_Wanted, Examined]:
@@ -215,7 +227,7 @@ def _make(
 ) -> Drafter:
     """The drafter, which may still find that its model does not fit the target."""
     if draft is None:
-        return NGramDrafter(**arguments)
+        return EarlyExitDrafter(**arguments) if kind == "EarlyExitDrafter" else NGramDrafter(**arguments)
     if kind == "ModelDrafter":
         return ModelDrafter(draft)
     if not arguments:

@@ -13,7 +13,7 @@ from lightning_specdec.inference.rows import Prompts
 from lightning_specdec.models import LanguageModel
 
 if TYPE_CHECKING:
-    from lightning_specdec.text.tokenizer import Message, TextTokenizer
+    from lightning_specdec.text.base import Message, Tokenizer
 
 TextPrompts = Prompts | str | Sequence[str]
 """Prompts as tokens or as text."""
@@ -27,7 +27,7 @@ class Texts:
     """
 
     def __init__(self, target: LanguageModel) -> None:
-        self.tokenizer: TextTokenizer | None = getattr(target, "tokenizer", None)
+        self.tokenizer = target.tokenizer
         self.vocabulary = target.vocabulary
         stops = self.tokenizer.eos if self.tokenizer is not None else ()
         self.eos = tuple(sorted(token for token in stops if token < target.vocab_size))
@@ -80,7 +80,7 @@ class Texts:
         stream = self._needed().stream()
         return stream.push(tokens, hold=num_cut) + stream.finish(drop=num_cut)
 
-    def _needed(self) -> TextTokenizer:
+    def _needed(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ValueError("the target has no tokenizer: give prompts as tokens, or load it with its tokenizer")
         return self.tokenizer

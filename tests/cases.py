@@ -6,21 +6,35 @@ Models are random and sharpened, so that their outputs wander instead of settlin
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from families import tiny
+from tiny_heads import heads
 from tiny_transformer import TinyTransformer
 from tiny_vocabularies import cross
+from torch import nn
 
-from lightning_specdec.drafters import Context, Draft, Drafter, DraftState, Host, ModelDrafter, NGramDrafter
+from lightning_specdec.drafters import (
+    Context,
+    Draft,
+    Drafter,
+    DraftState,
+    EarlyExitDrafter,
+    Host,
+    ModelDrafter,
+    NGramDrafter,
+    StagedDrafter,
+)
 from lightning_specdec.inference import DecodeResult, autoregressive_decode
 from lightning_specdec.models import RNN, LanguageModel
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.rules import RULES as REGISTERED_RULES
 from lightning_specdec.rules import AcceptanceRule, Sampling
+
+Network = TypeVar("Network", bound=nn.Module)
 
 VOCAB = 11
 PROMPTS = [[3], [1, 2, 3, 4, 5], [7, 7], [10, 9, 8, 7, 6, 5, 4]]
@@ -29,7 +43,7 @@ EOS = 5
 """A token that the targets do produce, so that rows stop at different times, some inside a block."""
 
 
-def make(kind: type[Any], seed: int, *, vocab_size: int = VOCAB, sharpness: float = 3.0, **sizes: int) -> Any:
+def make(kind: Callable[..., Any], seed: int, *, vocab_size: int = VOCAB, sharpness: float = 3.0, **sizes: int) -> Any:
     """A random model whose matrices are `sharpness` times their default size; the global seed stays as it was."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -41,7 +55,7 @@ def make(kind: type[Any], seed: int, *, vocab_size: int = VOCAB, sharpness: floa
     return model
 
 
-def near(model: LanguageModel, *, noise: float = 0.2, seed: int = 5) -> LanguageModel:
+def near(model: Network, *, noise: float = 0.2, seed: int = 5) -> Network:
     """A copy that is a little off: its guesses are right often, not always."""
     generator, other = torch.Generator().manual_seed(seed), deepcopy(model)
     with torch.no_grad():
@@ -119,6 +133,9 @@ MODELS: dict[str, Callable[..., LanguageModel]] = {
     "fused": lambda seed=1, **sizes: MODELS["rnn"](seed, **sizes).fused(),
     "transformer": lambda seed=1, **sizes: make(TinyTransformer, seed, **{"sharpness": 2.5, **sizes}),
     "gemma3": lambda seed=1, vocab_size=VOCAB: HuggingFaceLM(tiny("gemma3_text", seed, vocab_size=vocab_size)),
+    "llama": lambda seed=1, **sizes: HuggingFaceLM(
+        tiny("llama", seed, **{"vocab_size": VOCAB, "sharpness": 14.0, "max_position_embeddings": 512, **sizes})
+    ),
 }
 
 DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
@@ -136,7 +153,18 @@ DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
     "cross": lambda target: cross(related(target)),
     "cross_hotter": lambda target: cross(related(target), sampling=Sampling(1.5, top_k=3)),
     "wrong": lambda target: AlwaysWrong(target),
+    "early_exit": lambda target: EarlyExitDrafter(1),
+    "early_exit_own": lambda target: with_own_head(2, target),
+    "early_exit_hotter": lambda target: EarlyExitDrafter(1, sampling=Sampling(1.5, top_k=3)),
+    "heads": lambda target: heads(target),
+    "heads_shared": lambda target: heads(target, shared_output=True),
+    "staged": lambda target: StagedDrafter([small(target), ModelDrafter(related(target))], stage_windows=2),
+    "staged_three": lambda target: StagedDrafter(
+        [NGramDrafter(), small(target), ModelDrafter(related(target), sampling=Sampling(1.5, top_k=3))]
+    ),
+    "staged_exit": lambda target: StagedDrafter([small(target), EarlyExitDrafter(1)], stage_windows=3),
 }
+"""By the target that they are for; the laws go through those that take it, see `COMBINATIONS`."""
 
 RULES: dict[str, type[AcceptanceRule]] = REGISTERED_RULES
 LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
@@ -145,6 +173,24 @@ LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
 def related(target: LanguageModel) -> LanguageModel:
     """A draft that is often right about that target."""
     return near(MODELS["rnn"](1, vocab_size=target.vocab_size)) if not list(target.parameters()) else near(target)
+
+
+def small(target: LanguageModel) -> ModelDrafter:
+    """A draft smaller than any other here."""
+    return ModelDrafter(MODELS["rnn"](8, vocab_size=target.vocab_size, num_layers=1))
+
+
+def with_own_head(exit_layer: int, target: LanguageModel) -> Drafter:
+    """An early exit with an output head of its own, a little off the target's where that has one."""
+
+    def build(vocab_size: int) -> EarlyExitDrafter:
+        return EarlyExitDrafter(exit_layer, head_layers=[exit_layer], hidden_size=32, vocab_size=vocab_size)
+
+    drafter: EarlyExitDrafter = make(build, 6, vocab_size=target.vocab_size)
+    if isinstance(target, HuggingFaceLM):
+        assert drafter.head is not None
+        drafter.head.output.load_state_dict(target.model.get_output_embeddings().state_dict())
+    return near(drafter)
 
 
 @functools.cache
@@ -166,6 +212,49 @@ def standard(target_name: str, sampling: Sampling, max_new_tokens: int, eos: int
     return autoregressive_decode(model, PROMPTS, max_new_tokens=max_new_tokens, sampling=sampling, eos=eos)
 
 
+def fits(drafter_name: str, target_name: str) -> bool:
+    """Whether that drafter takes that target."""
+    try:
+        drafter(drafter_name, target_name).check_target(target(target_name))
+    except ValueError:
+        return False
+    return True
+
+
+def pairs(drafters: Iterable[str] = DRAFTERS, targets: Iterable[str] = MODELS) -> list[tuple[str, str]]:
+    """Targets and drafters: each of these drafters with all of these targets that it takes, or else with one other."""
+    found = []
+    for name in drafters:
+        fitting = [target for target in targets if fits(name, target)]
+        found += [(target, name) for target in fitting or [target_of(name)]]
+    return found
+
+
+def target_of(drafter_name: str) -> str:
+    """A target that the drafter takes: the first of all, which is the quickest."""
+    return next(target for target in MODELS if fits(drafter_name, target))
+
+
+COMBINATIONS = pairs()
+"""Every target with every drafter that takes it."""
+BUT_LLAMA = [name for name in MODELS if name != "llama"]
+"""For laws that llama meets with drafters alone that work inside it: for the others gemma3 stands for its kind."""
+
+
 def applies(drafter_name: str, rule_name: str) -> bool:
     """Whether that drafter can serve that rule."""
-    return drafter(drafter_name, "rnn").gives_logits or not RULES[rule_name].needs_draft_logits
+    return drafter(drafter_name, target_of(drafter_name)).gives_logits or not RULES[rule_name].needs_draft_logits
+
+
+def triples(drafters: Iterable[str], targets: Iterable[str]) -> list[tuple[str, str, str]]:
+    """The `pairs`, each with all rules that its drafter can serve."""
+    return [(*pair, rule) for pair in pairs(drafters, targets) for rule in RULES if applies(pair[1], rule)]
+
+
+def few(values: Sequence[Any], target_name: str, drafter_name: str) -> Sequence[Any]:
+    """Of values for llama, which costs more than most targets: all for an early exit, every third one for other
+    drafters that work inside it, and the middle one for those that do not: to them it is a model like gemma3."""
+    if target_name != "llama" or drafter_name == "early_exit":
+        return values
+    step = 3 if drafter(drafter_name, target_name).inside_target else len(values)
+    return values[len(values) // 2 % step :: step]

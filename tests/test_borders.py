@@ -20,10 +20,12 @@ TORCH_ONLY = ("models", "rules", "drafters", "inference", "checks.py", "checkpoi
 OUTSIDE = {
     "models/huggingface.py": {"transformers"},
     "models/attention.py": {"transformers"},
+    "models/layers.py": {"transformers"},
     "models/compiled.py": {"transformers"},
     "models/quantization.py": {"torchao"},
     "models/loading.py": {"transformers", "huggingface_hub"},
     "models/config_file.py": {"transformers", "huggingface_hub"},
+    "models/config_values.py": {"transformers", "huggingface_hub"},
     "models/hub.py": {"huggingface_hub"},
 }
 """The files that stand between the house and other libraries."""

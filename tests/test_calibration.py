@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -60,12 +61,12 @@ def test_a_calibration_finds_the_costs_that_the_calls_have(size: int, monkeypatc
 
 
 @pytest.mark.parametrize("rule", [None, RejectionSampling()])
-@pytest.mark.parametrize("drafter", cases.DRAFTERS)
-def test_every_drafter_can_be_measured(drafter: str, rule: Any) -> None:
+@pytest.mark.parametrize(("target", "drafter"), cases.pairs(targets=["transformer"]))
+def test_every_drafter_can_be_measured(target: str, drafter: str, rule: Any) -> None:
     sampling = Sampling(1.0) if rule else None
     found = calibrate(
-        cases.target("transformer"),
-        cases.drafter(drafter, "transformer"),
+        cases.target(target),
+        cases.drafter(drafter, target),
         context_length=20,
         seconds=0.01,
         rule=rule,
@@ -73,7 +74,8 @@ def test_every_drafter_can_be_measured(drafter: str, rule: Any) -> None:
     )
     costs = found.at(1)
     seconds = [costs.round_seconds(i) for i in range(17)]
-    assert all(math.isfinite(each) and each > 0 for each in seconds) and seconds == sorted(seconds)
+    assert all(math.isfinite(each) and each > 0 for each in seconds)
+    assert all(wide >= narrow * (1 - 1e-12) for narrow, wide in itertools.pairwise(seconds)), "sums of two figures each"
     assert costs.draft_step_seconds >= 0 and costs.draft_seconds >= 0 and costs.draft_token_seconds >= 0
     assert found.largest_window == 16 and found.context_length == 20
 

@@ -19,7 +19,8 @@ import torch
 from cli_fixtures import SCRIPT, call, ckpt, shipped_run, succeed
 from training_fixtures import RNN_CONFIG
 
-from lightning_specdec import SpeculativeDecoder, __version__, checkpoint, cli_options
+from lightning_specdec import SpeculativeDecoder, __version__, checkpoint, cli_groups, cli_options
+from lightning_specdec.drafters import DRAFTERS
 from lightning_specdec.pretrained import KINDS, load_pair
 from lightning_specdec.rules import RULES, Sampling
 from lightning_specdec.training import cli as training_cli
@@ -37,6 +38,7 @@ OPTIONS = {option.name: option for option in cli_options.VERBS["decode"].options
         ["decode", "--help"],
         ["fit", "-h"],
         ["check", "--help"],
+        ["sweep", "--help"],
         ["--version"],
         ["nonsense"],
         ["decode", "--nonsense"],
@@ -69,8 +71,8 @@ def test_the_table_names_the_verbs_that_there_are() -> None:
 
 
 def test_the_tables_rules_are_the_constructors() -> None:
-    assert list(cli_options.RULES) == list(RULES)
-    for name, defaults in cli_options.RULES.items():
+    assert list(cli_groups.RULES) == list(RULES)
+    for name, defaults in cli_groups.RULES.items():
         arguments = inspect.signature(RULES[name]).parameters
         assert {key: argument.default for key, argument in arguments.items()} == defaults
         for key, value in defaults.items():
@@ -78,8 +80,9 @@ def test_the_tables_rules_are_the_constructors() -> None:
 
 
 def test_the_tables_drafters_are_the_constructors() -> None:
-    assert list(cli_options.DRAFTERS) == list(KINDS)
-    for name, defaults in cli_options.DRAFTERS.items():
+    assert list(cli_groups.DRAFTERS) == list(KINDS)
+    assert set(cli_groups.TRAINED) == DRAFTERS.keys() - KINDS.keys()
+    for name, defaults in cli_groups.DRAFTERS.items():
         arguments = inspect.signature(KINDS[name]).parameters
         plain = {key: each.default for key, each in arguments.items() if isinstance(each.default, int | float)}
         assert plain == defaults
@@ -107,6 +110,15 @@ def test_the_tables_defaults_are_the_functions_own() -> None:
         assert default == owners[name].default, name
     for name in set(OPTIONS) & set(owners) - set(shared) - {"rule", "stop"}:
         assert OPTIONS[name].default is None, name
+
+
+def test_the_sweeps_defaults_are_the_functions_own() -> None:
+    owned = inspect.signature(SpeculativeDecoder.sweep).parameters
+    options = {option.name: option for option in cli_options.VERBS["sweep"].options}
+    assert options["num_draft_tokens"].default == owned["windows"].default
+    assert options["fuse"].default == ("both" if owned["fuse"].default else "none")
+    for name in ("max_new_tokens", "repeats", "batch_size", "seed"):
+        assert options[name].default == owned[name].default, name
 
 
 def test_version_and_the_module_are_the_script(ckpt: str) -> None:

@@ -22,6 +22,7 @@ from lightning_specdec import cli_options
 from lightning_specdec.cli_chat import COMMANDS, Talk
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.text.chat import Chat
+from lightning_specdec.text.tokenizer import TextTokenizer
 
 __all__ = ["here"]
 REAL = Path(__file__).parent.parent / "checkpoints" / "smollm2"
@@ -50,7 +51,7 @@ def decoder(model: str) -> SpeculativeDecoder:
 
 def oracle(decoder: SpeculativeDecoder, turns: list[str], *, system: str | None = None, **options: Any) -> list[str]:
     """Standard decoding's answers, each to the whole chat read from scratch."""
-    assert decoder.tokenizer is not None
+    assert isinstance(decoder.tokenizer, TextTokenizer)
     chat, answers = Chat(decoder.tokenizer, system=system), []
     for turn in turns:
         prompt = chat.ask(turn)
@@ -95,7 +96,7 @@ def test_stop_strings_end_an_answer_and_are_not_shown(model: str, decoder: Specu
 
 
 def test_a_special_token_ends_an_answer_like_any_stop_string(model: str, decoder: SpeculativeDecoder) -> None:
-    assert decoder.tokenizer is not None
+    assert isinstance(decoder.tokenizer, TextTokenizer)
     answers = oracle(decoder, TURNS, eos=[0, 2])
     assert talk(model, "--stop", "<unk>") == shown(answers)
 
@@ -176,7 +177,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(
     model: str, decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = cli_options.make_parser("chat").parse_args(["--target", model, "--max_new_tokens", str(NEW)])
-    assert decoder.tokenizer is not None
+    assert isinstance(decoder.tokenizer, TextTokenizer)
     talker = Talk(decoder, decoder.tokenizer, options, interactive=True)
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(sys, "stdout", Impatient())

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from cli_fixtures import SCRIPT, call, ckpt, refused, shipped_run, succeed
-from tiny_models import cut, write, write_text_model
+from tiny_models import cut, write, write_drafts, write_text_model
 from tiny_tokenizers import sentencepiece
 
 from lightning_specdec import SpeculativeDecoder, cli_pairs, cli_prompts, cli_report
@@ -25,6 +25,7 @@ from lightning_specdec.pairs import shipped_directory
 __all__ = ["ckpt", "shipped_run"]
 BRIEF = ("--repeats", "1", "--max_new_tokens", "8", "--output", "json")
 SHOWN = ("--repeats", "1", "--max_new_tokens", "8")
+EXIT = ("--target", "target", "--drafter", "EarlyExitDrafter", "--exit_layer")
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(home / "foreign", "qwen2", tokenizer=sentencepiece(), max_position_embeddings=512)
     write(home / "tokens")
     write(home / "other", vocab_size=71)
+    write(home / "layered", "gemma3_text")
+    write_drafts(home / "drafts.ckpt", "exit")
+    write_drafts(home / "sizes.ckpt", "small")
     write_text_model(home / "broken")
     cut(0.5)(home / "broken")
     values = yaml.safe_load((shipped_directory() / "gpt2.yaml").read_text())
@@ -67,6 +71,9 @@ GUESSING: dict[str, tuple[str, ...]] = {
     "int8 copy": ("--draft_quantization", "int8"),
     "adaptive": ("--draft", "draft", "--num_draft_tokens", "auto"),
     "sampled": ("--draft", "draft", "--temperature", "1", "--seed", "3"),
+    "early exit": ("--drafter", "EarlyExitDrafter", "--exit_layer", "2"),
+    "early exit, sampled": ("--drafter", "EarlyExitDrafter", "--drafter.exit_layer", "1", "--temperature", "1"),
+    "early exit, int8": ("--drafter", "EarlyExitDrafter", "--exit_layer", "1", "--quantization", "int8"),
 }
 
 
@@ -215,6 +222,36 @@ def test_look_up_serves_the_recurrent_pair_too(ckpt: str) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "kind", "layer"),
+    [
+        (["drafts.ckpt"], "EarlyExitDrafter", 1),
+        (["drafts.ckpt", "--exit_layer", "2"], "EarlyExitDrafter", 2),
+        (["drafts.ckpt", "--drafter", "EarlyExitDrafter", "--exit_layer", "2"], "EarlyExitDrafter", 2),
+        (["drafts.ckpt", "--draft", "small"], "ModelDrafter", None),
+        (["sizes.ckpt"], "ModelDrafter", None),
+        (["sizes.ckpt", "--draft", "exit", "--exit_layer", "2"], "EarlyExitDrafter", 2),
+        (["sizes.ckpt", "--drafter", "EarlyExitDrafter", "--exit_layer", "2"], "EarlyExitDrafter", 2),
+        (["drafts.ckpt", "--drafter", "NGramDrafter"], "NGramDrafter", None),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_checkpoints_drafts_and_exits_are_chosen_when_decoding(
+    arguments: list[str], kind: str, layer: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    decode = SpeculativeDecoder.decode
+
+    def watched(self: SpeculativeDecoder, *given: Any, **options: Any) -> DecodeResult:
+        seen.append(self.drafter)
+        return decode(self, *given, **options)
+
+    monkeypatch.setattr(SpeculativeDecoder, "decode", watched)
+    document = succeed("decode", "--ckpt", *arguments, "--repeats", "0", "--output", "json").json
+    assert all(each["standard"]["tokens"] == each["speculative"]["tokens"] for each in document["prompts"])
+    assert type(seen[0]).__name__ == kind and getattr(seen[0], "exit_layer", None) == layer
+
+
 def test_a_target_without_a_tokenizer_is_decoded_by_tokens() -> None:
     options = ("decode", "--target", "tokens", "--repeats", "1", "--output", "json")
     (each,) = succeed(*options, "--prompt", "1 2 3", "--max_new_tokens", "6").json["prompts"]
@@ -250,6 +287,18 @@ def test_a_target_without_a_tokenizer_is_decoded_by_tokens() -> None:
         (["--target", "target", "--drafter", "NGramDrafter", "--drafter.max_ngram", "0"], "max_ngram must be"),
         (["--target", "target", "--drafter", "NGramDrafter", "--drafter.min_share", "1"], "takes no min_share"),
         (["--target", "target", "--drafter", "NGramDrafter", "--draft", "draft"], "guesses without a model"),
+        (["--target", "target", "--drafter", "EarlyExitDrafter"], "EarlyExitDrafter needs --exit_layer"),
+        (["--target", "target", "--exit_layer", "1"], "--exit_layer needs the drafter's name"),
+        (["--target", "target", "--drafter", "MultiTokenDrafter"], "a MultiTokenDrafter is trained beside its target"),
+        (["--target", "target", "--drafter", "NGramDrafter", "--exit_layer", "1"], "NGramDrafter takes no exit_layer"),
+        ([*EXIT, "0"], "exit_layer must be at least 1, got 0"),
+        ([*EXIT, "3"], "exit_layer must be from 1 to 2, got 3"),
+        ([*EXIT, "1", "--draft", "draft"], "EarlyExitDrafter guesses without a model: drop the draft"),
+        (["--target", "layered", "--drafter", "EarlyExitDrafter", "--exit_layer", "1"], "cannot be taken apart"),
+        (["--ckpt", "drafts.ckpt", "--exit_layer", "3"], "exit_layer must be from 1 to 2"),
+        (["--ckpt", "sizes.ckpt", "--exit_layer", "1"], "this checkpoint's draft is a ModelDrafter"),
+        (["--ckpt", "sizes.ckpt", "--drafter", "EarlyExitDrafter"], "EarlyExitDrafter needs --exit_layer"),
+        (["--ckpt", "sizes.ckpt", "--draft", "smal"], "the checkpoint has no draft 'smal': it has small, exit"),
         (["--target", "target", "--prompt", " "], "--prompt 1: the prompt is empty"),
         (["--target", "target", "--prompts_file", "-"], "there is no prompt"),
         (["--target", "target", "--stop", ""], "a stop string is empty"),
@@ -260,7 +309,8 @@ def test_a_target_without_a_tokenizer_is_decoded_by_tokens() -> None:
         (["--target", "tokens", "--prompt", "text"], "--prompt 1: 'text' is no token"),
         (["--target", "tokens", "--prompt", "1 99"], "--prompt 1 holds 99: tokens of this model are"),
         (["--target", "tokens", "--prompt", "1", "--stop", "x"], "--stop needs a tokenizer"),
-        (["--ckpt", "x.ckpt", "--draft", "draft"], "--draft is for pretrained models"),
+        (["--ckpt", "x.ckpt", "--draft_dtype", "float32"], "--draft_dtype is for pretrained models"),
+        (["--ckpt", "x.ckpt", "--draft", "d", "--drafter", "NGramDrafter"], "give --draft or --drafter, not both"),
         (["--ckpt", "x.ckpt", "--drafter", "CrossVocabulary"], "a checkpoint holds no model for a CrossVocabulary"),
     ],
     ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else "",

@@ -21,7 +21,7 @@ from lightning_specdec.models.huggingface import HuggingFaceLM
 PROGRAM = """
 from families import tiny
 from torch._dynamo.utils import counters
-from lightning_specdec.drafters import ModelDrafter
+from lightning_specdec.drafters import EarlyExitDrafter, ModelDrafter
 from lightning_specdec.inference import autoregressive_decode, speculative_decode
 from lightning_specdec.models import compiled
 from lightning_specdec.models.huggingface import HuggingFaceLM
@@ -36,9 +36,11 @@ for prompt, expected in zip(prompts[1:], alone[1:], strict=True):
     assert autoregressive_decode(target, prompt, max_new_tokens=16).tokens == [expected]
     for window in (1, 3, 6):
         options = {{"max_new_tokens": 16, "num_draft_tokens": window}}
-        assert speculative_decode(target, ModelDrafter(target), prompt, **options).tokens == [expected]
+        for drafter in (ModelDrafter(target), EarlyExitDrafter(1)):
+            assert speculative_decode(target, drafter, prompt, **options).tokens == [expected]
 assert counters["stats"]["unique_graphs"] == compilations, counters["stats"]
-assert speculative_decode(target, ModelDrafter(target), prompts, max_new_tokens=16).tokens == alone
+for drafter in (ModelDrafter(target), EarlyExitDrafter(2)):
+    assert speculative_decode(target, drafter, prompts, max_new_tokens=16).tokens == alone
 print("held")
 """
 

@@ -27,18 +27,27 @@ SURELY_WRONG = [
 
 
 def test_every_registered_drafter_is_among_the_cases() -> None:
-    named = {type(cases.drafter(name, "rnn")) for name in cases.DRAFTERS}
+    named = {type(cases.drafter(name, target)) for target, name in cases.COMBINATIONS}
     assert set(DRAFTERS.values()) <= named
+
+
+def test_only_drafters_that_work_inside_a_target_are_particular_about_it() -> None:
+    for target in cases.MODELS:
+        for name in cases.DRAFTERS:
+            assert (target, name) in cases.COMBINATIONS or cases.DRAFTERS[name](cases.target(target)).inside_target
+    assert {target for target, _ in cases.COMBINATIONS} == set(cases.MODELS)
+    assert {name for _, name in cases.COMBINATIONS} == set(cases.DRAFTERS)
 
 
 def test_every_rule_is_among_the_cases() -> None:
     assert set(RULES) == set(cases.RULES) and len(cases.LOSSLESS) >= 2
 
 
-@pytest.mark.parametrize("window", range(1, 9))
 @pytest.mark.parametrize("rule", cases.LOSSLESS)
-@pytest.mark.parametrize("drafter", cases.DRAFTERS)
-@pytest.mark.parametrize("target", cases.MODELS)
+@pytest.mark.parametrize(
+    ("target", "drafter", "window"),
+    [(*pair, window) for pair in cases.COMBINATIONS for window in cases.few(range(1, 9), *pair)],
+)
 def test_greedy_speculative_equals_autoregressive(target: str, drafter: str, rule: str, window: int) -> None:
     result = speculative_decode(
         cases.target(target),
@@ -67,8 +76,7 @@ def test_the_prompts_of_the_law_above_stop_at_eos_inside_a_block_and_at_their_le
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
 @pytest.mark.parametrize("rule", cases.LOSSLESS)
-@pytest.mark.parametrize("drafter", ["near", "itself", "ragged"])
-@pytest.mark.parametrize("target", cases.MODELS)
+@pytest.mark.parametrize(("target", "drafter"), cases.pairs(["near", "itself", "ragged", "early_exit"]))
 def test_a_window_larger_than_what_is_wanted_gives_no_token_too_many(
     target: str, drafter: str, rule: str, max_new_tokens: int
 ) -> None:
@@ -84,11 +92,12 @@ def test_a_window_larger_than_what_is_wanted_gives_no_token_too_many(
     assert all(len(row.tokens) == max_new_tokens for row in result.rows)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("drafter", cases.DRAFTERS)
-@pytest.mark.parametrize("target", cases.MODELS)
+@pytest.mark.parametrize(
+    ("target", "drafter", "sampling"),
+    [(*pair, sampling) for pair in cases.COMBINATIONS for sampling in cases.few([*SAMPLINGS], *pair)],
+)
 def test_exact_match_equals_autoregressive_at_every_temperature(target: str, drafter: str, sampling: str) -> None:
-    for window in (2, 5):
+    for window in cases.few((2, 5), target, drafter):
         result = speculative_decode(
             cases.target(target),
             cases.drafter(drafter, target),
@@ -102,8 +111,7 @@ def test_exact_match_equals_autoregressive_at_every_temperature(target: str, dra
 
 
 @pytest.mark.parametrize("rule", cases.LOSSLESS)
-@pytest.mark.parametrize("drafter", ["near", "ragged"])
-@pytest.mark.parametrize("target", cases.MODELS)
+@pytest.mark.parametrize(("target", "drafter"), cases.pairs(["near", "ragged", "early_exit", "early_exit_own"]))
 def test_logprobs_are_the_targets_own(target: str, drafter: str, rule: str) -> None:
     model = cases.target(target)
     result = speculative_decode(

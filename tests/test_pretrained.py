@@ -19,6 +19,7 @@ from lightning_specdec.models.loading import load_model
 from lightning_specdec.pairs import shipped_directory
 
 PROMPTS = ["the cat sat on the mat and", "a guess is kept when the target"]
+EXIT: dict[str, Any] = {"drafter": "EarlyExitDrafter", "drafter_arguments": {"exit_layer": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,8 @@ def test_what_guesses_follows_from_the_draft(models: dict[str, str]) -> None:
         {"draft": "draft", "draft_quantization": "int8"},
         {"draft": "draft", "pack": False},
         {"num_draft_tokens": 7},
+        {"drafter": "EarlyExitDrafter", "drafter_arguments": {"exit_layer": 2}},
+        {"drafter": "EarlyExitDrafter", "drafter_arguments": {"exit_layer": 1}, "pack": False},
     ],
     ids=str,
 )
@@ -138,6 +141,11 @@ def test_dtypes_are_the_stored_ones_the_given_ones_and_the_targets_for_the_draft
         ("target", {"drafter": "ModelDrafter"}, "ModelDrafter needs a model: give a draft"),
         ("target", {"drafter": "NGramDrafter", "draft": "draft"}, "NGramDrafter guesses without a model"),
         ("target", {"drafter": "Oracle"}, "drafter must be one of ModelDrafter, CrossVocabulary, NGramDrafter"),
+        ("target", {"drafter": "MultiTokenDrafter"}, "a MultiTokenDrafter is trained beside its target"),
+        ("target", {"drafter": "EarlyExitDrafter"}, "EarlyExitDrafter needs exit_layer"),
+        ("target", EXIT | {"draft": "draft"}, "EarlyExitDrafter guesses without a model: drop the draft"),
+        ("target", EXIT | {"drafter_arguments": {"exit_layer": 3}}, "exit_layer must be from 1 to 2"),
+        ("target", {"drafter": "EarlyExitDrafter", "drafter_arguments": {"head_layers": [1]}}, "takes no head_layers"),
         ("target", {"drafter": "ModelDrafter", "draft": "foreign"}, "the draft's vocabulary is not the target's"),
         ("target", {"draft": "draft", "drafter_arguments": {"min_share": 0.5}}, "need the drafter's name"),
         ("target", {"drafter_arguments": {"max_gram": 3}}, "NGramDrafter takes no max_gram: it takes max_ngram"),
@@ -200,6 +208,16 @@ def registry(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyP
     values["draft"] |= {"source": "nowhere/at-all", "local": models["draft"], "dtype": "float32"}
     Path("configs/pairs").mkdir(parents=True)
     Path("configs/pairs/mine.yaml").write_text(yaml.safe_dump({**values, "num_draft_tokens": 5}))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen3", "mistral"])
+def test_every_family_that_lies_open_exits_early(family: str, tmp_path: Path) -> None:
+    decoder = SpeculativeDecoder.from_pretrained(write(tmp_path / family, family), **EXIT)
+    prompts = [[1, 2, 3], [5, 4, 3, 2, 1, 6, 7]]
+    expected = decoder.decode_standard(prompts, max_new_tokens=12)
+    found = decoder.with_exit(2).decode(prompts, max_new_tokens=12)
+    assert found.tokens == decoder.decode(prompts, max_new_tokens=12).tokens == expected.tokens
+    assert found.num_draft_calls
 
 
 @pytest.mark.usefixtures("registry")

@@ -30,7 +30,6 @@ KINDS: dict[str, tuple[LogitsProcessor, ...]] = {
         theirs.NoBadWordsLogitsProcessor([[4], [2, 2]]),
     ),
 }
-PAIRS = [(drafter, rule) for drafter in ("near", "ragged", "ngram") for rule in cases.RULES]
 HOT = {
     "t1": Sampling(1.0, processors=KINDS["repetition"]),
     "top_p": Sampling(0.8, top_p=0.8, processors=KINDS["all"]),
@@ -72,8 +71,7 @@ def test_the_processors_of_these_laws_do_change_the_output(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["repetition", "sequence_bias", "all"])
-@pytest.mark.parametrize("drafter", cases.DRAFTERS)
-@pytest.mark.parametrize("target", ["rnn", "transformer"])
+@pytest.mark.parametrize(("target", "drafter"), cases.pairs(targets=["rnn", "transformer"]))
 def test_greedy_speculative_equals_autoregressive_with_processors(target: str, drafter: str, kind: str) -> None:
     sampling = Sampling(processors=KINDS[kind])
     for rule in cases.LOSSLESS:
@@ -91,8 +89,7 @@ def test_greedy_speculative_equals_autoregressive_with_processors(target: str, d
 
 
 @pytest.mark.parametrize("hot", HOT)
-@pytest.mark.parametrize("drafter", cases.DRAFTERS)
-@pytest.mark.parametrize("target", ["rnn", "transformer"])
+@pytest.mark.parametrize(("target", "drafter"), cases.pairs(targets=["rnn", "transformer"]))
 def test_exact_match_equals_autoregressive_with_processors_at_every_temperature(
     target: str, drafter: str, hot: str
 ) -> None:
@@ -110,7 +107,7 @@ def test_exact_match_equals_autoregressive_with_processors_at_every_temperature(
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("target", cases.MODELS)
+@pytest.mark.parametrize("target", cases.BUT_LLAMA)
 def test_a_drafter_that_is_the_target_accepts_everything_with_processors(
     target: str, window: int, kind: str, temperature: float
 ) -> None:
@@ -128,8 +125,13 @@ def test_a_drafter_that_is_the_target_accepts_everything_with_processors(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(("drafter", "rule"), [pair for pair in PAIRS if cases.applies(*pair)])
-@pytest.mark.parametrize("target", ["rnn", "transformer"])
+@pytest.mark.parametrize(
+    ("target", "drafter", "rule"),
+    [
+        *cases.triples(["near", "ragged", "ngram", "heads"], ["rnn", "transformer"]),
+        ("llama", "early_exit", "RejectionSampling"),
+    ],
+)
 def test_a_ragged_batch_with_processors_equals_its_rows_decoded_one_by_one(
     target: str, drafter: str, rule: str, temperature: float
 ) -> None:
@@ -168,13 +170,15 @@ def dead_end(length: int) -> LogitsProcessor:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("drafter", ["near", "itself", "repeater", "ngram"])
-def test_a_processor_that_leaves_no_token_is_an_error_both_ways(drafter: str, temperature: float) -> None:
-    model, sampling = cases.target("rnn"), Sampling(temperature, processors=[dead_end(5)])
+@pytest.mark.parametrize(
+    ("target", "drafter"), cases.pairs(["near", "itself", "repeater", "ngram", "early_exit"], ["rnn"])
+)
+def test_a_processor_that_leaves_no_token_is_an_error_both_ways(target: str, drafter: str, temperature: float) -> None:
+    model, sampling = cases.target(target), Sampling(temperature, processors=[dead_end(5)])
     for decode in (
         lambda: autoregressive_decode(model, [1, 2, 3], max_new_tokens=6, sampling=sampling),
         lambda: speculative_decode(
-            model, cases.drafter(drafter, "rnn"), [1, 2, 3], max_new_tokens=6, sampling=sampling
+            model, cases.drafter(drafter, target), [1, 2, 3], max_new_tokens=6, sampling=sampling
         ),
     ):
         with pytest.raises(ValueError, match="not finite"):

@@ -48,7 +48,8 @@ def test_every_call_of_the_readme_works(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     shutil.copytree(shipped_run.directory / "checkpoints", tmp_path / "checkpoints")
-    shutil.copy(ROOT / "checkpoints" / "rnn.ckpt", tmp_path / "checkpoints" / "rnn.ckpt")
+    for path in (ROOT / "checkpoints").glob("*.ckpt"):
+        shutil.copy(path, tmp_path / "checkpoints" / path.name)
     rows = (",".join(str(start + i) for i in range(3 + start % 4)) for start in range(40))
     (tmp_path / "mine.csv").write_text("\n".join(rows))
     tiny_models.write_text_model(tmp_path / "checkpoints" / "smollm2", chat=True)  # the real one is a download
@@ -67,7 +68,8 @@ def test_every_block_of_python_runs(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_models.write_text_model(tmp_path / "checkpoints" / "smollm2", chat=True)
-    shutil.copy(ROOT / "checkpoints" / "rnn.ckpt", tmp_path / "checkpoints" / "rnn.ckpt")
+    for path in (ROOT / "checkpoints").glob("*.ckpt"):
+        shutil.copy(path, tmp_path / "checkpoints" / path.name)
     monkeypatch.chdir(tmp_path)
     program = [text for language, text in BLOCKS if language == "python"][number]
     exec(compile(program, f"README.md, block {number}", "exec"), {"__name__": "__main__"})

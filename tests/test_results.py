@@ -121,11 +121,11 @@ def test_counts_of_rows_add_up() -> None:
 
 
 @pytest.mark.parametrize("rule", cases.RULES)
-@pytest.mark.parametrize("drafter", ["near", "ragged"])
-def test_a_result_can_be_counted_again_from_its_rounds(drafter: str, rule: str) -> None:
+@pytest.mark.parametrize(("target", "drafter"), cases.pairs(["near", "ragged", "early_exit"], ["rnn"]))
+def test_a_result_can_be_counted_again_from_its_rounds(target: str, drafter: str, rule: str) -> None:
     result = speculative_decode(
-        cases.target("rnn"),
-        cases.drafter(drafter, "rnn"),
+        cases.target(target),
+        cases.drafter(drafter, target),
         cases.PROMPTS,
         max_new_tokens=12,
         rule=cases.RULES[rule](),

@@ -108,14 +108,13 @@ class Reads(TorchDispatchMode):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("rule", cases.RULES)
-@pytest.mark.parametrize("target", ["rnn", "transformer"])
+@pytest.mark.parametrize(("target", "name"), cases.pairs(["near", "early_exit", "heads"], ["rnn", "transformer"]))
 def test_the_host_reads_the_device_once_a_round(
-    target: str, rule: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+    target: str, name: str, rule: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, drafter = cases.target(target), cases.drafter("near", target)
     session = Session(
-        model,
-        drafter,
+        cases.target(target),
+        cases.drafter(name, target),
         max_length=40,
         rule=cases.RULES[rule](),
         sampling=Sampling(temperature, top_p=0.9),

@@ -238,6 +238,53 @@ def test_expected_rounds_are_counted_by_hand() -> None:
     assert rounds[0].tolist() == [[0.75, 0.25, 0, 0], [0.75, 0, 0, 0]]
 
 
+def test_expected_rounds_of_heads_follow_every_path() -> None:
+    """Against a walk over all outcomes: what a guess is worth depends on where its round starts."""
+    num_new, num_draft_tokens = 6, 3
+    acceptance = torch.rand(num_new, num_draft_tokens, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for first_round in (True, False):
+        wanted = torch.zeros(num_new, num_draft_tokens + 1, dtype=torch.float64)
+
+        def walk(j: int, probability: float, wanted: Tensor = wanted, first_round: bool = first_round) -> None:
+            if j >= num_new:
+                return
+            window = min(num_draft_tokens, num_new - j - 1) if j or first_round else 0
+            for n in range(window + 1):
+                kept = float(acceptance[j, :n].prod()) * (1 if n == window else 1 - float(acceptance[j, n]))
+                wanted[j, n] += probability * kept
+                walk(j + n + 1, probability * kept)
+
+        walk(0, 1.0)
+        lengths = torch.tensor([num_new, 2])
+        both = torch.stack((acceptance, acceptance))
+        found = expected_rounds(both, lengths, num_draft_tokens, first_round=first_round)
+        torch.testing.assert_close(found[0], wanted)
+        assert found[1, 2:].sum() == 0
+
+
+def test_a_chain_is_heads_whose_guess_does_not_mind_where_it_starts() -> None:
+    generator = torch.Generator().manual_seed(1)
+    chain, lengths = torch.rand(3, 9, generator=generator), torch.tensor([9, 4, 1])
+    heads = torch.nn.functional.pad(chain, (0, 1)).unfold(1, 2, 1)
+    torch.testing.assert_close(expected_rounds(chain, lengths, 2), expected_rounds(heads, lengths, 2))
+
+
+def test_the_rounds_of_heads_are_counted_by_hand() -> None:
+    # Seven new tokens after a prompt of three, the target says 1 throughout. Nothing is guessed in the first round;
+    # the second starts at new token 1 and keeps one of its two guesses, the third, at new token 3, both; the last, at
+    # new token 6, has no room for a guess.
+    target = [[1] * 9]
+    draft = [[[5, 5]] * 3 + [[1, 7], [5, 5], [1, 1], [5, 5], [5, 5], [5, 5]]]
+    metric = Speculation(2, Sampling(), first_round=False)
+    metric.update(one_hot_logits(draft), one_hot_logits(target), batch_of(list(range(10))))  # type: ignore[arg-type]
+    counts = metric.compute()
+    assert counts.accepted_per_round.tolist() == [2, 1, 1]
+    assert counts.num_rounds == 4 and counts.num_positions == 7
+    assert counts.acceptance_sum == 3 and counts.num_tested == 4
+    with pytest.raises(ValueError, match="logits of 2 guesses, the metric counts rounds of 3"):
+        Speculation(3, Sampling()).update(one_hot_logits(draft), one_hot_logits(target), batch_of(list(range(10))))  # type: ignore[arg-type]
+
+
 def test_sampling_acceptance_is_the_mean_overlap() -> None:
     draft, target = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.7, 0.1])
     metric = Speculation(2, Sampling(temperature=1.0))

@@ -18,7 +18,7 @@ import pytest
 import torch
 from test_distribution import BonusFromDraft, NoResidual
 
-from lightning_specdec.drafters import Context, Draft, Drafter, DraftState, ModelDrafter
+from lightning_specdec.drafters import Context, Draft, Drafter, DraftState, Host, ModelDrafter
 from lightning_specdec.inference import autoregressive_decode, speculative_decode
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import AcceptanceRule, RejectionSampling, Sampling
@@ -27,7 +27,7 @@ VOCAB, NUM_NEW, NUM_ROWS, BOUND = 4, 3, 2048, 132.0
 PROMPT = [0, 2, 1]
 SEQUENCES = list(itertools.product(range(VOCAB), repeat=NUM_NEW))
 SAMPLING = Sampling(1.2)
-TARGETS = {"rnn": (0, 1.5), "transformer": (2, 1.2)}
+TARGETS = {"rnn": (0, 1.5), "transformer": (2, 1.2), "llama": (4, 4.0)}
 """Seed and sharpness: all tokens have a fair chance, so that the statistic's cells are full."""
 
 
@@ -92,9 +92,20 @@ def test_whole_decodes_under_rejection_sampling_have_the_targets_distribution(dr
     assert chi_square("rnn", rows) < BOUND
 
 
-def test_whole_decodes_over_attention_have_the_targets_distribution() -> None:
-    rows = decode("transformer", cases.DRAFTERS["unrelated"](target("transformer")), RejectionSampling())
-    assert chi_square("transformer", rows) < BOUND
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [
+        ("transformer", "unrelated"),
+        ("llama", "early_exit"),
+        ("llama", "early_exit_own"),
+        ("llama", "early_exit_hotter"),
+        ("transformer", "heads"),
+        ("transformer", "heads_shared"),
+    ],
+)
+def test_whole_decodes_over_attention_have_the_targets_distribution(name: str, drafter: str) -> None:
+    rows = decode(name, cases.DRAFTERS[drafter](target(name)), RejectionSampling())
+    assert chi_square(name, rows) < BOUND
 
 
 class Overconfident(ModelDrafter):
@@ -115,14 +126,21 @@ def test_biased_decodes_are_found_out(bias: str) -> None:
     assert chi_square("rnn", rows) > 2 * BOUND
 
 
-@pytest.mark.parametrize("name", ["unrelated", "fused", "transformer", "hotter", "cross"])
-def test_guesses_are_drawn_from_the_probabilities_that_they_report(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("rnn", kind) for kind in ("unrelated", "fused", "transformer", "hotter", "cross")),
+        *(("llama", kind) for kind in ("early_exit", "early_exit_own", "early_exit_hotter")),
+    ],
+)
+def test_guesses_are_drawn_from_the_probabilities_that_they_report(name: str, kind: str) -> None:
     """Over a grid of uniform numbers each token's share is its reported probability, to the grid's width."""
-    drafter, num_rows = cases.DRAFTERS[name](target("rnn")), 2000
+    model, num_rows = target(name), 2000
+    drafter, host = cases.DRAFTERS[kind](model), Host(model, model.init_state(num_rows, 8))
     grid = ((torch.arange(num_rows) + 0.5) / num_rows)[:, None]
     context = Context([PROMPT] * num_rows, torch.tensor([PROMPT[-2:]] * num_rows), grid)
     with torch.inference_mode():
-        draft = drafter.propose(drafter.init_state(num_rows, 8), context, [1] * num_rows, SAMPLING)
+        draft = drafter.propose(drafter.init_state(num_rows, 8, host), context, [1] * num_rows, SAMPLING)
     assert draft.probs is not None
     shares = torch.bincount(draft.tokens[:, 0], minlength=VOCAB) / num_rows
     assert shares.tolist() == pytest.approx(draft.probs[0, 0].tolist(), abs=1.01 / num_rows)

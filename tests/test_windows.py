@@ -180,13 +180,16 @@ def test_a_draft_of_any_quality_comes_within_a_twentieth_of_the_best_fixed_windo
 
 
 def test_it_stops_on_a_draft_that_is_always_wrong_and_looks_again_ever_more_seldom() -> None:
-    _, windows = simulate(costs("bfloat16", 0.25), lambda position: False, 1000)
+    """Its first looks spend what a short text may lose: the next one waits until the text has grown, those after it for
+    their own rests."""
+    _, windows = simulate(costs("bfloat16", 0.25), lambda position: False, 4000)
     looks = [i for i, window in enumerate(windows) if window]
     assert len([look for look in looks if look < 128]) <= 8 and len(looks) <= 20
-    assert looks[-1] > 500, "it gave up for ever"
+    assert looks[-1] > 3000, "it gave up for ever"
     assert all(windows[look] == 1 for look in looks[3:])
-    gaps = [after - before for before, after in itertools.pairwise(looks[3:])]
-    assert gaps[0] >= 5 and gaps[-2] >= 4 * gaps[0]
+    first, *rests = [after - before for before, after in itertools.pairwise(looks[3:])]
+    assert first >= 5
+    assert rests == sorted(rests) and rests[-1] >= 3 * rests[0]
 
 
 @pytest.mark.parametrize("shape", list(SHAPES)[:2])
@@ -231,8 +234,7 @@ def test_what_lies_behind_the_first_rejection_teaches_nothing() -> None:
 
 @pytest.mark.parametrize("shape", ["wide calls are free"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("drafter", cases.DRAFTERS)
-@pytest.mark.parametrize("target", cases.MODELS)
+@pytest.mark.parametrize(("target", "drafter"), cases.pairs(targets=cases.BUT_LLAMA))
 def test_with_an_adaptive_window_exact_match_equals_standard_decoding(
     target: str, drafter: str, temperature: float, shape: str
 ) -> None:
@@ -242,14 +244,17 @@ def test_with_an_adaptive_window_exact_match_equals_standard_decoding(
     assert result.tokens == autoregressive_decode(model, cases.PROMPTS, **options).tokens
 
 
-@pytest.mark.parametrize("rule", cases.RULES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("drafter", ["near", "unrelated", "ragged", "ngram", "cross"])
+@pytest.mark.parametrize(
+    ("target", "drafter", "rule"),
+    [
+        *cases.triples(["near", "unrelated", "ragged", "ngram", "cross"], ["rnn"]),
+        ("llama", "early_exit", "RejectionSampling"),
+    ],
+)
 def test_a_ragged_batch_with_adaptive_windows_equals_its_rows_decoded_one_by_one(
-    drafter: str, temperature: float, rule: str
+    target: str, drafter: str, rule: str, temperature: float
 ) -> None:
-    if not cases.applies(drafter, rule):
-        pytest.skip("this rule needs the draft's logits")
     options: dict[str, Any] = {
         "max_new_tokens": 24,
         "rule": cases.RULES[rule](),
@@ -257,7 +262,7 @@ def test_a_ragged_batch_with_adaptive_windows_equals_its_rows_decoded_one_by_one
         "num_draft_tokens": adaptive(),
         "seed": 4,
     }
-    model, guesser = cases.target("rnn"), cases.drafter(drafter, "rnn")
+    model, guesser = cases.target(target), cases.drafter(drafter, target)
     batch = speculative_decode(model, guesser, cases.PROMPTS, **options)
     for index, row in enumerate(batch.rows):
         alone = speculative_decode(model, guesser, cases.PROMPTS[index], indices=[index], **options).rows[0]
@@ -266,12 +271,14 @@ def test_a_ragged_batch_with_adaptive_windows_equals_its_rows_decoded_one_by_one
             assert row.rounds == alone.rounds
 
 
-@pytest.mark.parametrize("drafter", ["near", "unrelated", "ngram"])
-def test_whole_decodes_with_adaptive_windows_have_the_targets_distribution(drafter: str) -> None:
-    guesser, rows, used = cases.DRAFTERS[drafter](whole_target("rnn")), [], set()
+@pytest.mark.parametrize(
+    ("name", "drafter"), [("rnn", "near"), ("rnn", "unrelated"), ("rnn", "ngram"), ("llama", "early_exit")]
+)
+def test_whole_decodes_with_adaptive_windows_have_the_targets_distribution(name: str, drafter: str) -> None:
+    guesser, rows, used = cases.DRAFTERS[drafter](whole_target(name)), [], set()
     for first in range(0, NUM_ROWS, 128):
         result = speculative_decode(
-            whole_target("rnn"),
+            whole_target(name),
             guesser,
             [PROMPT] * 128,
             max_new_tokens=NUM_NEW,
@@ -283,7 +290,7 @@ def test_whole_decodes_with_adaptive_windows_have_the_targets_distribution(draft
         rows += result.tokens
         used |= {len(each.drafted) for row in result.rows for each in row.rounds or ()}
     assert len(used) > 1
-    assert chi_square("rnn", rows) < BOUND
+    assert chi_square(name, rows) < BOUND
 
 
 def test_a_record_replays() -> None:
@@ -394,8 +401,10 @@ class Scripted(Window, Plan):
         return {"kind": "Scripted"}
 
 
-@pytest.mark.parametrize("drafter", ["near", "unrelated", "transformer", "fused", "ngram"])
-@pytest.mark.parametrize("target", ["rnn", "transformer"])
+@pytest.mark.parametrize(
+    ("target", "drafter"),
+    cases.pairs(["near", "unrelated", "transformer", "fused", "ngram", "early_exit"], ["rnn", "transformer"]),
+)
 def test_a_draft_that_was_not_asked_for_a_while_guesses_as_if_it_had_been(target: str, drafter: str) -> None:
     """What it read of rejected guesses is gone, and what it missed is read."""
     model, guesser, script = cases.target(target), cases.DRAFTERS[drafter](cases.target(target)), [4, 0, 0, 0] * 6

@@ -8,10 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cases
 from families import tiny
 from safetensors.torch import load_file, save_file
 from tiny_tokenizers import byte_level
 
+from lightning_specdec import ModelDrafter, SpeculativeDecoder
+from lightning_specdec.drafters import EarlyExitDrafter
 from lightning_specdec.models.loading import quiet
 
 CHAT = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant>"
@@ -44,6 +47,18 @@ def write_text_model(path: Path, family: str = "llama", *, chat: bool = False, s
     """A directory with a random model and a byte-level tokenizer, with a chat template on demand."""
     tokenizer = byte_level(chat_template=CHAT) if chat else byte_level()
     return write(path, family, seed=seed, tokenizer=tokenizer, max_position_embeddings=512, **sizes)
+
+
+def write_drafts(path: Path, first: str) -> str:
+    """A checkpoint of a transformer with two drafts, `exit` and `small`; the first one guesses unless told."""
+    target = cases.MODELS["llama"]()
+    drafts = {"exit": EarlyExitDrafter(1), "small": ModelDrafter(cases.MODELS["llama"](2, num_hidden_layers=1))}
+    names = [first, *drafts.keys() - {first}]
+    decoder = SpeculativeDecoder(
+        target, drafts[first], prompts=cases.PROMPTS, drafts={name: drafts[name] for name in names}
+    )
+    decoder.save(path)
+    return str(path)
 
 
 def edit_config(**values: Any) -> Callable[[Path], None]:

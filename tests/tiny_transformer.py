@@ -63,6 +63,7 @@ class TinyTransformer(LanguageModel):
     def __init__(self, vocab_size: int, *, width: int = 16, num_heads: int = 2, num_layers: int = 2) -> None:
         super().__init__()
         self.vocab_size, self.width, self.num_heads, self.num_layers = vocab_size, width, num_heads, num_layers
+        self.hidden_size = width
         self.embedding = nn.Embedding(vocab_size, width)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
         self.norm, self.output = nn.LayerNorm(width), nn.Linear(width, vocab_size)
@@ -101,7 +102,18 @@ class TinyTransformer(LanguageModel):
             hidden = hidden[:, logits_for]
         elif logits_for is not None:
             hidden = hidden.gather(1, logits_for[..., None].expand(-1, -1, self.width))
-        return ModelOutput(self.output(self.norm(hidden)), {layer: layers[layer] for layer in features})
+        return ModelOutput(self.output_logits(hidden), {layer: layers[layer] for layer in features}, logits_for)
+
+    def check_output_head(self) -> None:
+        pass
+
+    def output_logits(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
+        logits: Tensor = self.output(self.norm(hidden))
+        return logits
+
+    @property
+    def output_weight(self) -> Float[Tensor, "V D"]:
+        return self.output.weight
 
 
 def rotate(vectors: Float[Tensor, "B T H E"], positions: Int[Tensor, "B T"]) -> Float[Tensor, "B T H E"]:

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import yaml
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 RNN_CONFIG = CONFIGS / "rnn.yaml"
+TINY: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 class TrainedRun(NamedTuple):
@@ -65,3 +67,25 @@ def verb(monkeypatch: pytest.MonkeyPatch, directory: Path, *arguments: str, logg
     command = ["lightning_specdec", arguments[0], "--config", str(RNN_CONFIG), *options, *arguments[1:]]
     monkeypatch.setattr(sys, "argv", command)
     run()
+
+
+def shrunk(name: str, directory: Path, **sizes: int) -> Path:
+    """A shipped config with networks and data that train in a second.
+
+    Args:
+        sizes: of the networks, where they are not those of `TINY`.
+    """
+    values = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    arguments = values["model"]["init_args"]
+    for model in (arguments["target"], arguments.get("draft"), *arguments.get("drafts", {}).values()):
+        if model is not None:
+            model["init_args"]["model"] = {**model["init_args"]["model"], **TINY, **sizes}
+    values["data"]["init_args"] |= {"vocab_size": 24, "length": 14, "num_train": 32, "num_val": 4, "num_test": 2}
+    values["model"]["init_args"]["max_new_tokens"] = 4
+    values["trainer"] |= {"max_epochs": 1, "accelerator": "cpu", "logger": False}
+    for callback in values["trainer"]["callbacks"]:
+        if callback["class_path"] == "DecodeHeldOut":
+            callback["init_args"] = {"num_prompts": 1, "max_new_tokens": 4}
+    path = directory / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    return path

@@ -212,10 +212,15 @@ def _costs(
     call = {window: median(each["verify"] for each in several) for window, several in by_window.items()}
     loop = {window: median(each["accept"] + each["rest"] for each in several) for window, several in by_window.items()}
     draft = {window: median(each["draft"] for each in several) for window, several in by_window.items()}
-    excess = _rising([call[window] + loop[window] for window in call])
-    call = {window: seconds - loop[window] for window, seconds in zip(call, excess, strict=True)}
+    both = _rising([call[window] + loop[window] for window in call])
+    for window, whole in zip(call, both, strict=True):
+        loop[window] = min(loop[window], whole / 2)  # more is an interruption's, and the call cannot take less than 0
+        call[window] = whole - loop[window]
     fixed, step = _line({window: seconds - draft[0] for window, seconds in draft.items() if window})
     first = script[0]
+    drafted, verified = (
+        max(0.0, rounds[0][phase] - later[first]) / length for phase, later in (("draft", draft), ("verify", call))
+    )
     return Costs(
         batch_size=batch_size,
         widths=tuple(widths),
@@ -223,9 +228,9 @@ def _costs(
         loop_seconds=tuple(loop.values()),
         draft_seconds=fixed,
         draft_step_seconds=step,
-        # What a draft inside the target reads of a prompt, the target reads no more.
-        draft_token_seconds=0.0 if inside_target else max(0.0, rounds[0]["draft"] - draft[first]) / length,
-        target_token_seconds=max(0.0, rounds[0]["verify"] - call[first]) / length,
+        # What a draft inside the target reads of a prompt is the target's own reading, and no further cost.
+        draft_token_seconds=0.0 if inside_target else drafted,
+        target_token_seconds=verified + drafted if inside_target else verified,
     )
 
 

@@ -40,11 +40,8 @@ class Runs:
 
     @property
     def spread_seconds(self) -> tuple[float, float]:
-        """First and third quartile of the repeats' seconds, each those of one repeat: at least half of the repeats lie
-        between them, the median too."""
-        ordered = sorted(self.seconds)
-        outside = (len(ordered) - 1) // 4
-        return ordered[outside], ordered[-1 - outside]
+        """First and third quartile of the repeats' seconds."""
+        return quartiles(self.seconds)
 
     @property
     def tokens_per_second(self) -> list[float]:
@@ -83,6 +80,15 @@ class Benchmark:
     def walltime_speedup(self) -> float | None:
         """Median seconds of standard decoding / median seconds of speculative decoding."""
         return _ratio(self.standard, self.speculative)
+
+    @property
+    def speedup_quartiles(self) -> tuple[float, float] | None:
+        """First and third quartile, over the repeats, of a repeat's seconds of standard decoding / those of the
+        speculative decoding that ran beside it: what drifts between repeats is not in them."""
+        if self.standard is None or self.speculative is None:
+            return None
+        pairs = zip(self.standard.seconds, self.speculative.seconds, strict=False)
+        return quartiles([standard / speculative for standard, speculative in pairs])
 
     @property
     def latency_reduction(self) -> float | None:
@@ -145,6 +151,13 @@ class Benchmark:
             for name in ("acceptance_rate", "draft_utilization", "block_efficiency", "lossless", "num_changed"):
                 rows[name] = getattr(result, name)
         return rows | {name: None if runs is None else _side(runs) for name, runs in sides.items()}
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """First and third quartile, each one of the values: at least half of them lie between, `median_low` too."""
+    ordered = sorted(values)
+    outside = (len(ordered) - 1) // 4
+    return ordered[outside], ordered[-1 - outside]
 
 
 def _side(runs: Runs) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Knows nothing of files or models.
 from __future__ import annotations
 
 from lightning_specdec.checks import require_int
+from lightning_specdec.data.base import PlainValues
 from lightning_specdec.data.sequences import SequenceData
 
 
@@ -71,6 +72,6 @@ class ArithmeticProgressions(SequenceData):
         wrap = "" if self.modulo else ", or set modulo to true"
         return f"{rule} give", f"raise vocab_size or max_step{wrap}"
 
-    def arguments(self) -> dict[str, int | str | bool | None]:
+    def arguments(self) -> PlainValues:
         own = {"length": self.length, "max_step": self.max_step, "modulo": self.modulo}
         return {**super().arguments(), **own}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_specdec.data.base import PlainValues
 from lightning_specdec.data.sequences import SequenceData
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}", re.ASCII)
@@ -80,7 +81,7 @@ class SequenceFile(SequenceData):
     def shortage(self) -> tuple[str, str]:
         return f"{self.path} holds", "add sequences to the file"
 
-    def arguments(self) -> dict[str, int | str | bool | None]:
+    def arguments(self) -> PlainValues:
         return {"path": self.path, **super().arguments()}
 
     def _check_tokens(self, line: int, sequence: list[int]) -> None:

@@ -1,55 +1,17 @@
-"""What every source of integer sequences shares: the split, the batches and the prompts.
+"""Lists of integer sequences, split by a seed, in right-padded batches.
 
 Knows nothing of where the sequences come from, nor of the models that learn them.
-
-Shapes: B rows, T tokens, N = T - 1 labels.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from lightning.pytorch import LightningDataModule
-from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
 
-from lightning_specdec.checks import require_int
-
-if TYPE_CHECKING:
-    from jaxtyping import Int
-
-IGNORED = -100
-"""The label that cross-entropy leaves out."""
-
-
-class Batch(NamedTuple):
-    """Some sequences as one right-padded tensor.
-
-    Args:
-        tokens: `[B, T]`, zeros behind a row's end.
-        lengths: `[B]`, how many of a row's tokens are real.
-        prompt_lengths: `[B]`, how many of them are given when the row is continued by decoding.
-        indices: `[B]`, each row's number within its split.
-    """
-
-    tokens: Tensor
-    lengths: Tensor
-    prompt_lengths: Tensor
-    indices: Tensor
-
-    def next_tokens(self) -> Int[Tensor, "B N"]:
-        """The label of every position but the last: the token after it, `IGNORED` where that is padding."""
-        labels = self.tokens[:, 1:]
-        positions = torch.arange(1, self.tokens.shape[1], device=labels.device)
-        return labels.masked_fill(positions >= self.lengths[:, None], IGNORED)
-
-    def prompts(self) -> list[list[int]]:
-        """The first tokens of every row, on the host."""
-        lengths = self.prompt_lengths.tolist()
-        return [row[:length] for row, length in zip(self.tokens.tolist(), lengths, strict=True)]
+from lightning_specdec.data.base import Batch, Row, Rows, TokenData
 
 
 class Splits(NamedTuple):
@@ -60,31 +22,7 @@ class Splits(NamedTuple):
     test: list[list[int]]
 
 
-class EpochSampler(Sampler[int]):
-    """A new order each epoch, which depends on the seed and the epoch's number alone.
-
-    Theory: stochastic gradient descent wants its examples shuffled. A stream of random numbers would start anew when a
-    run is resumed; a key of seed and epoch gives the resumed run the very order that the uninterrupted one would have.
-    """
-
-    def __init__(self, num_sequences: int, seed: int) -> None:
-        self.num_sequences = num_sequences
-        self.seed = seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called by Lightning before each epoch."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.num_sequences
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
-        yield from torch.randperm(self.num_sequences, generator=generator).tolist()
-
-
-class SequenceData(LightningDataModule):
+class SequenceData(TokenData):
     """Integer sequences, split by a seed into training, validation and test, in batches of one shape each.
 
     Theory: a model must be judged on what it did not learn from, so each distinct sequence is in one split only.
@@ -112,14 +50,15 @@ class SequenceData(LightningDataModule):
         seed: int,
         prompt_length: int,
     ) -> None:
-        super().__init__()
-        self.vocab_size = require_int("vocab_size", vocab_size, 2, 2**20)
-        self.num_train = None if num_train is None else require_int("num_train", num_train, 1)
-        self.num_val = require_int("num_val", num_val, 1)
-        self.num_test = require_int("num_test", num_test, 1)
-        self.batch_size = require_int("batch_size", batch_size, 1)
-        self.seed = require_int("seed", seed, 0, 2**32 - 1)
-        self.prompt_length = require_int("prompt_length", prompt_length, 1)
+        super().__init__(
+            vocab_size,
+            num_train=num_train,
+            num_val=num_val,
+            num_test=num_test,
+            batch_size=batch_size,
+            seed=seed,
+            prompt_length=prompt_length,
+        )
         self._splits: Splits | None = None
 
     @abstractmethod
@@ -130,16 +69,11 @@ class SequenceData(LightningDataModule):
     def shortage(self) -> tuple[str, str]:
         """For the error when there are too few: what was counted, and what to do besides asking for fewer."""
 
-    def arguments(self) -> dict[str, int | str | bool | None]:
-        """The constructor's arguments as plain values, for the record of how a checkpoint was made."""
-        names = ("vocab_size", "num_train", "num_val", "num_test", "batch_size", "seed", "prompt_length")
-        return {name: getattr(self, name) for name in names}
-
     def splits(self) -> Splits:
         """The three splits, made on the first call."""
         if self._splits is None:
             sequences = self.sequences()
-            self._check_count(len(sequences))
+            self._check_count(len(sequences), *self.shortage())
             order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(self.seed)).tolist()
             held_out = self.num_val + self.num_test
             stop = None if self.num_train is None else held_out + self.num_train
@@ -150,52 +84,20 @@ class SequenceData(LightningDataModule):
             )
         return self._splits
 
-    def _check_count(self, num_sequences: int) -> None:
-        num_train = 1 if self.num_train is None else self.num_train
-        needed = num_train + self.num_val + self.num_test
-        if num_sequences < needed:
-            counted, remedy = self.shortage()
-            at_least = "at least " if self.num_train is None else ""
-            raise ValueError(
-                f"{counted} {num_sequences} distinct sequences, and the split needs {at_least}{needed} ({num_train} "
-                f"train + {self.num_val} val + {self.num_test} test): lower these numbers, or {remedy}"
-            )
+    @property
+    def max_length(self) -> int:
+        return max(len(sequence) for split in self.splits() for sequence in split)
 
-    def prompts(self) -> list[list[int]]:
-        """The first `prompt_length` tokens of the test sequences."""
-        return [sequence[: self._prompt_length(sequence)] for sequence in self.splits().test]
+    def rows(self, split: str) -> Rows:
+        return list(enumerate(getattr(self.splits(), split)))
 
-    def _prompt_length(self, sequence: list[int]) -> int:
-        return min(self.prompt_length, len(sequence) - 1)
-
-    def setup(self, stage: str) -> None:
-        self.splits()
-
-    def train_dataloader(self) -> DataLoader[tuple[int, list[int]]]:
-        return self._dataloader(self.splits().train, EpochSampler(len(self.splits().train), self.seed))
-
-    def val_dataloader(self) -> DataLoader[tuple[int, list[int]]]:
-        return self._dataloader(self.splits().val)
-
-    def test_dataloader(self) -> DataLoader[tuple[int, list[int]]]:
-        return self._dataloader(self.splits().test)
-
-    def predict_dataloader(self) -> DataLoader[tuple[int, list[int]]]:
-        return self._dataloader(self.splits().test)
-
-    def _dataloader(
-        self, sequences: list[list[int]], sampler: Sampler[int] | None = None
-    ) -> DataLoader[tuple[int, list[int]]]:
-        rows = list(enumerate(sequences))
-        return DataLoader(rows, batch_size=self.batch_size, sampler=sampler, collate_fn=self.collate)  # type: ignore[arg-type]
-
-    def collate(self, rows: list[tuple[int, list[int]]]) -> Batch:
+    def collate(self, rows: Sequence[Row]) -> Batch:
         """One batch of numbered sequences."""
         sequences = [sequence for _, sequence in rows]
         width = max(map(len, sequences))
         return Batch(
             tokens=torch.tensor([[*sequence, *[0] * (width - len(sequence))] for sequence in sequences]),
             lengths=torch.tensor([len(sequence) for sequence in sequences]),
-            prompt_lengths=torch.tensor([self._prompt_length(sequence) for sequence in sequences]),
+            prompt_lengths=torch.tensor([min(self.prompt_length, len(sequence) - 1) for sequence in sequences]),
             indices=torch.tensor([index for index, _ in rows]),
         )

@@ -4,13 +4,17 @@ from lightning_specdec.drafters.base import Context, Drafter, DraftState, Host, 
 from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary, make_drafter
 from lightning_specdec.drafters.early_exit import EarlyExitDrafter
 from lightning_specdec.drafters.model import ModelDrafter
+from lightning_specdec.drafters.multi_token import MultiTokenDrafter
 from lightning_specdec.drafters.ngram import NGramDrafter
+from lightning_specdec.drafters.staged import StagedDrafter
 from lightning_specdec.rules import Draft
 
 DRAFTERS: dict[str, type[Drafter]] = {
     "EarlyExitDrafter": EarlyExitDrafter,
     "ModelDrafter": ModelDrafter,
+    "MultiTokenDrafter": MultiTokenDrafter,
     "NGramDrafter": NGramDrafter,
+    "StagedDrafter": StagedDrafter,
 }
 """The classes that a checkpoint may name, and that the law tests go through."""
 
@@ -24,7 +28,9 @@ __all__ = [
     "EarlyExitDrafter",
     "Host",
     "ModelDrafter",
+    "MultiTokenDrafter",
     "NGramDrafter",
+    "StagedDrafter",
     "last_two",
     "make_drafter",
 ]

@@ -32,6 +32,8 @@ class Context:
         vocab_size: rows of the target's output, which guesses and their distributions are over; as many as the draft's
             own when None.
         windows: guesses wanted of each row, which is all that logits processors are asked about; K of all when None.
+        settled: how many tokens of each text will stay, all of them when None. The others are guesses themselves, and
+            `go_back` takes them back; a state that cannot go back so far has to read the text again.
     """
 
     texts: Sequence[Sequence[int]]
@@ -40,6 +42,7 @@ class Context:
     wants_logits: bool = False
     vocab_size: int | None = None
     windows: Sequence[int] | None = None
+    settled: Sequence[int] | None = None
 
 
 def last_two(texts: Sequence[Sequence[int]], device: torch.device) -> Int[Tensor, "B 2"]:

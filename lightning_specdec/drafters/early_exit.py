@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_specdec.checks import require_int
 from lightning_specdec.drafters.base import Context, DraftState, Host
-from lightning_specdec.drafters.model import RollingDrafter, pad
+from lightning_specdec.drafters.model import RollingDrafter, pad, refuse_sampling
 from lightning_specdec.models import DecodeState, ExitStates, LanguageModel, ModelOutput
 from lightning_specdec.models.base import Plain, select
 from lightning_specdec.models.state import Lengths
@@ -91,6 +91,8 @@ class ExitModel(LanguageModel):
         num_layers: how many lower layers.
         head: turns their output to logits; the target's own final norm and head when None.
     """
+
+    num_layers: int
 
     def __init__(self, target: LanguageModel, num_layers: int, head: nn.Module | None) -> None:
         super().__init__()
@@ -172,8 +174,8 @@ class ExitHead(nn.Module):
         self.output = nn.Linear(hidden_size, vocab_size, bias=False)
 
     def forward(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
-        """Logits."""
-        logits: Tensor = self.output(self.norm(hidden))
+        """Logits, computed in the head's own type."""
+        logits: Tensor = self.output(self.norm(hidden.to(self.output.weight.dtype)))
         return logits
 
 
@@ -210,18 +212,21 @@ class EarlyExitDrafter(RollingDrafter):
             self.heads[str(layer)] = ExitHead(size, rows)
 
     @property
-    def head(self) -> nn.Module | None:
+    def head(self) -> ExitHead | None:
         """The exit's own output head; None where the target's serves."""
-        key = str(self.exit_layer)
-        return self.heads[key] if key in self.heads else None
+        head = self.heads[str(self.exit_layer)] if str(self.exit_layer) in self.heads else None
+        assert head is None or isinstance(head, ExitHead)
+        return head
 
     def check_target(self, target: LanguageModel) -> None:
         target.check_exit(self.exit_layer)
-        if self.heads and self.vocab_size != target.vocab_size:
-            raise ValueError(
-                f"the exit's heads are for {self.vocab_size} tokens, the target has {target.vocab_size}: "
-                "use the target that they were trained with"
-            )
+        sizes = ("tokens", self.vocab_size, target.vocab_size), ("hidden units", self.hidden_size, target.hidden_size)
+        for what, own, others in sizes:
+            if self.heads and own != others:
+                raise ValueError(
+                    f"the exit's heads are for {own} {what}, the target has {others}: "
+                    "use the target that they were trained with"
+                )
 
     def at(self, exit_layer: int) -> EarlyExitDrafter:
         """The same drafter with another exit; the heads are shared."""
@@ -230,10 +235,7 @@ class EarlyExitDrafter(RollingDrafter):
         return other
 
     def arguments(self) -> dict[str, Any]:
-        if self.sampling is not None:
-            raise ValueError(
-                "a checkpoint keeps no sampling of the draft's own: save without it, give it when decoding"
-            )
+        refuse_sampling(self.sampling)
         plain: dict[str, Any] = {"exit_layer": self.exit_layer}
         if self.heads:
             plain |= {"head_layers": [int(layer) for layer in self.heads]}

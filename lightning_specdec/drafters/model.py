@@ -56,6 +56,56 @@ class ModelDraftState(DraftState):
             self.model_state.truncate(lengths)
 
 
+class Guesses:
+    """Draws guesses one after the other, and keeps what a draft must report of them.
+
+    Args:
+        windows: guesses wanted of each row, which is all that logits processors are asked about.
+        sampling: how they are drawn.
+    """
+
+    def __init__(self, context: Context, windows: Sequence[int], sampling: Sampling) -> None:
+        self.windows, self.sampling, self.wants_logits = windows, sampling, context.wants_logits
+        self._uniform = None if context.uniform is None else context.uniform.unbind(1)
+        self._texts = [list(text) for text in context.texts] if sampling.processors else []
+        self._tokens: list[Tensor] = []
+        self._probs: list[Tensor] = []
+        self._logits: list[Tensor] = []
+
+    def draw(self, logits: Float[Tensor, "B V"]) -> Int[Tensor, "B"]:
+        """The next guess of every row, from logits over the target's tokens."""
+        i = len(self._tokens)
+        if self.sampling.processors:
+            wanted = [text if i < window else None for text, window in zip(self._texts, self.windows, strict=True)]
+            logits = self.sampling.process(logits[:, None], wanted)[:, 0]
+        token, probs = self.sampling.sample_with_probs(logits, None if self._uniform is None else self._uniform[i])
+        if self.sampling.processors:  # its own guesses are a part of what the next one is judged by
+            for text, guess in zip(self._texts, token.tolist(), strict=True):
+                text.append(guess)
+        if probs is not None:
+            token = token.clamp(max=probs.shape[-1] - 1)  # none, where the logits are no numbers: it has to be read
+            self._probs.append(probs)
+        if self.wants_logits:
+            self._logits.append(logits)
+        self._tokens.append(token)
+        return token
+
+    @property
+    def tokens(self) -> Int[Tensor, "B K"]:
+        """The guesses."""
+        return torch.stack(self._tokens, dim=1)
+
+    @property
+    def probs(self) -> Float[Tensor, "B K V"] | None:
+        """The distributions that they were drawn from; None where they were certain."""
+        return torch.stack(self._probs, dim=1) if self._probs else None
+
+    @property
+    def logits(self) -> Float[Tensor, "B K V"] | None:
+        """The logits, if they are wanted."""
+        return torch.stack(self._logits, dim=1) if self._logits else None
+
+
 class RollingDrafter(Drafter):
     """Guesses with a language model, one token after the other; which one is open, and what it shares with the target.
 
@@ -96,35 +146,14 @@ class RollingDrafter(Drafter):
     ) -> tuple[Int[Tensor, "B K"], Float[Tensor, "B K V"] | None, Float[Tensor, "B K V"] | None]:
         """Have a model read tokens and guess: the guesses as it reads them, the distributions over the target's tokens
         that they were drawn from, and the logits if wanted."""
-        sampling = self.sampling or sampling
-        uniform = [None] * num_guesses if context.uniform is None else context.uniform.unbind(1)
-        all_probs: list[Tensor] = []
-        all_logits: list[Tensor] = []
         windows = context.windows or [num_guesses] * len(context.texts)
-        texts = [list(text) for text in context.texts] if sampling.processors else []
+        drawn = Guesses(context, windows, self.sampling or sampling)
 
         def choose(logits: Float[Tensor, "B V"], i: int) -> Int[Tensor, "B"]:
-            logits = self.to_target(logits, context)
-            if sampling.processors:
-                wanted = [text if i < window else None for text, window in zip(texts, windows, strict=True)]
-                logits = sampling.process(logits[:, None], wanted)[:, 0]
-            token, probs = sampling.sample_with_probs(logits, uniform[i])
-            if sampling.processors:  # its own guesses are a part of what the next one is judged by
-                for text, guess in zip(texts, token.tolist(), strict=True):
-                    text.append(guess)
-            if probs is not None:
-                token = token.clamp(max=probs.shape[-1] - 1)  # none, where the logits are no numbers: it has to be read
-                all_probs.append(probs)
-            if context.wants_logits:
-                all_logits.append(logits)
-            return self.to_draft(token)
+            return self.to_draft(drawn.draw(self.to_target(logits, context)))
 
         guesses = model.rollout(tokens, state, num_guesses, choose, valid_lengths=valid_lengths)
-        return (
-            guesses,
-            torch.stack(all_probs, dim=1) if all_probs else None,
-            torch.stack(all_logits, dim=1) if all_logits else None,
-        )
+        return guesses, drawn.probs, drawn.logits
 
 
 class ModelDrafter(RollingDrafter):
@@ -158,10 +187,7 @@ class ModelDrafter(RollingDrafter):
             )
 
     def arguments(self) -> dict[str, Any]:
-        if self.sampling is not None:
-            raise ValueError(
-                "a checkpoint keeps no sampling of the draft's own: save without it, give it when decoding"
-            )
+        refuse_sampling(self.sampling)
         return {"model": self.model}
 
     def fused(self) -> ModelDrafter:
@@ -194,16 +220,30 @@ class ModelDrafter(RollingDrafter):
         tails = [len(text) - 2 for text in context.texts]
         if min(tails) >= 0 and all(map(le, tails, state.consumed)):
             state.truncate(tails)
-            state.commit(tails)
+            commit(state, tails, context)
             return context.tail, None
         starts = [min(length, max(tail, 0)) for length, tail in zip(state.consumed, tails, strict=True)]
         if starts != state.consumed:
             state.truncate(starts)
+        commit(state, starts, context)
         unread = [text[start:] for start, text in zip(starts, context.texts, strict=True)]
         return pad(unread, context.tail.device)
 
 
-def fit(logits: Float[Tensor, "B W"], vocab_size: int | None) -> Float[Tensor, "B V"]:
+def commit(state: DecodeState, lengths: Sequence[int], context: Context) -> None:
+    """Forget the way back below these lengths, but not below a settled text's last two tokens."""
+    if context.settled is not None:
+        lengths = [min(length, max(0, settled - 2)) for length, settled in zip(lengths, context.settled, strict=True)]
+    state.commit(lengths)
+
+
+def refuse_sampling(sampling: Sampling | None) -> None:
+    """Raise ValueError for a draft with a sampling of its own, which is about to be saved."""
+    if sampling is not None:
+        raise ValueError("a checkpoint keeps no sampling of the draft's own: save without it, give it when decoding")
+
+
+def fit(logits: Float[Tensor, "*B W"], vocab_size: int | None) -> Float[Tensor, "*B V"]:
     """Logits over `vocab_size` tokens: the last ones cut off, or -inf put behind them. As they are when None.
 
     Models of one vocabulary differ in the rows that pad their output to a round number, and no text has those tokens.

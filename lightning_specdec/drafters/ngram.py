@@ -26,8 +26,9 @@ class _Index:
     """Where each n-gram of one row's text occurred last.
 
     Theory: a suffix that occurred before did so as an n-gram with a token behind it. One table holds the place behind
-    the latest occurrence of every n-gram but those that end the text. New tokens add theirs, and what was there is
-    never read again. Where a suffix is missing from the table so are all longer ones, and the search ends.
+    the latest occurrence of every n-gram but those that end the text. New tokens add theirs once they are settled, and
+    what was there is never read again. Where a suffix is missing from the table so are all longer ones, and the search
+    ends.
 
     An n-gram's key is one whole number, its last token first: numbers are no work for the garbage collector.
     """
@@ -44,13 +45,13 @@ class _Index:
         other.places, other.end = dict(self.places), self.end
         return other
 
-    def guess(self, text: Sequence[int], window: int, guesses_per_token: int) -> Sequence[int]:
+    def guess(self, text: Sequence[int], num_settled: int, window: int, guesses_per_token: int) -> Sequence[int]:
         """Take in the text's new tokens, and copy up to `window` from behind the match; none where there is none."""
         assert self.end <= len(text), "the text became shorter: its row was not cleared"
-        for end in range(self.end, len(text)):
+        for end in range(self.end, num_settled):
             for _, key in self._ngrams(text, end):
                 self.places[key] = end
-        self.end = len(text)
+        self.end = max(self.end, num_settled)
         matched = behind = 0
         for length, key in self._ngrams(text, len(text)):
             if (found := self.places.get(key)) is None:
@@ -150,9 +151,10 @@ class NGramDrafter(Drafter):
     def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
         assert isinstance(state, NGramState)
         # A row that wants no guess may be a vacant one: its text is nobody's.
+        settled = context.settled or [len(text) for text in context.texts]
         found = [
-            index.guess(text, window, self.guesses_per_token) if window else ()
-            for index, text, window in zip(state.rows, context.texts, windows, strict=True)
+            index.guess(text, known, window, self.guesses_per_token) if window else ()
+            for index, text, known, window in zip(state.rows, context.texts, settled, windows, strict=True)
         ]
         lengths = [len(row) for row in found]
         width = max(lengths)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from lightning_specdec.models.state import DecodeState, Lengths, as_list
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
+    from lightning_specdec.text.base import Tokenizer
     from lightning_specdec.text.vocabulary import Vocabulary
 
 Plain = int | float | str | bool
@@ -76,13 +77,19 @@ class LanguageModel(nn.Module, ABC):
 
     Attributes:
         vocab_size: rows of the output head.
+        hidden_size: width of its layers' outputs; None where it gives no features.
+        num_layers: how many layers; None where it gives no features.
         max_positions: most tokens of a text that it was made for; None where there is no limit.
         vocabulary: what the tokens mean, where that is known.
+        tokenizer: turns text to tokens, where the tokens are text.
     """
 
     vocab_size: int
+    hidden_size: int | None = None
+    num_layers: int | None = None
     max_positions: int | None = None
     vocabulary: Vocabulary | None = None
+    tokenizer: Tokenizer | None = None
 
     @abstractmethod
     def init_state(self, batch_size: int, max_length: int) -> DecodeState:
@@ -111,7 +118,7 @@ class LanguageModel(nn.Module, ABC):
         """
 
     @abstractmethod
-    def arguments(self) -> dict[str, Plain]:
+    def arguments(self) -> dict[str, Any]:
         """The constructor's arguments as plain values: with the class's name, what a checkpoint rebuilds it from."""
 
     def check_exit(self, num_layers: int) -> None:
@@ -144,6 +151,19 @@ class LanguageModel(nn.Module, ABC):
     def exit_logits(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
         """What the final norm and the output head make of a lower layer's output."""
         raise NotImplementedError(f"{type(self).__name__} cannot be taken apart")
+
+    def check_output_head(self) -> None:
+        """Raise ValueError if the output head cannot be called by itself."""
+        raise ValueError(f"{type(self).__name__} does not let its output head be shared: use heads with their own")
+
+    def output_logits(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
+        """What the model makes of its last layer's output, as `features` gives it."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be taken apart")
+
+    @property
+    def output_weight(self) -> Float[Tensor, "V D"]:
+        """The output head's matrix."""
+        raise ValueError(f"{type(self).__name__} does not show its output head's weights")
 
     @property
     def num_parameters(self) -> int:

@@ -6,7 +6,6 @@ Knows nothing of drafts, rules, text, or where a model comes from (loading.py).
 from __future__ import annotations
 
 import inspect
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from lightning_specdec.checks import require_int
 from lightning_specdec.models import attention
-from lightning_specdec.models.base import ExitStates, LanguageModel, ModelOutput, Plain, select
+from lightning_specdec.models.base import ExitStates, LanguageModel, ModelOutput, select
+from lightning_specdec.models.config_file import FOREIGN, first_line
+from lightning_specdec.models.config_values import to_config, to_values
 from lightning_specdec.models.layers import Call, LayerStack, take_apart
 from lightning_specdec.models.packed import PackedLinear, pack_linears
 from lightning_specdec.models.state import DecodeState, KVState, Lengths, Slots, as_list
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
     from jaxtyping import Bool, Float, Int
 
-    from lightning_specdec.text.tokenizer import TextTokenizer
+    from lightning_specdec.text.base import Tokenizer
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"}
@@ -76,7 +78,8 @@ class HuggingFaceLM(LanguageModel):
     Args:
         model: a loaded model; or a config (transformers' own, or a mapping with a `model_type`) for a new, random one.
             Of a loaded model the attention implementation is set to one that does the same with fewer copies.
-        tokenizer: turns text to tokens, where text is wanted: a `TextTokenizer`, or one of transformers.
+        vocab_size: of a new model, where its config does not say it; of a loaded one it must be what it has.
+        tokenizer: turns text to tokens, where text is wanted: a `Tokenizer`, or one of transformers.
 
     Raises:
         ValueError: for a model whose state cannot go back (recurrent and linear-attention layers), or that is no
@@ -87,14 +90,18 @@ class HuggingFaceLM(LanguageModel):
         self,
         model: PreTrainedModel | PreTrainedConfig | Mapping[str, Any],
         *,
+        vocab_size: int | None = None,
         tokenizer: Any = None,
     ) -> None:
         super().__init__()
+        if vocab_size is not None:
+            model = _with_vocabulary(model, require_int("vocab_size", vocab_size, 2, 2**20))
         self.model = model if isinstance(model, PreTrainedModel) else _from_config(model)
         self.config = self.model.config.get_text_config(decoder=True)
         self.windows = _attention_windows(self.model, self.config)
         head = self.model.get_output_embeddings()
         self.vocab_size = int(getattr(head, "out_features", None) or self.config.vocab_size)
+        self.hidden_size = getattr(self.config, "hidden_size", None)
         self.max_positions = _max_positions(self.config)
         self.tokenizer = _wrapped(tokenizer, self.model)
         self.vocabulary = None if self.tokenizer is None else self.tokenizer.vocabulary
@@ -114,6 +121,11 @@ class HuggingFaceLM(LanguageModel):
         return self._num_parameters
 
     @property
+    def num_layers(self) -> int | None:  # type: ignore[override]
+        """How many layers, as `features` counts them."""
+        return self.stack.num_layers if self.takes_apart else getattr(self.config, "num_hidden_layers", None)
+
+    @property
     def memory_bytes(self) -> int:
         packed = sum(layer.memory_bytes for layer in self.model.modules() if isinstance(layer, PackedLinear))
         return packed + super().memory_bytes
@@ -123,8 +135,8 @@ class HuggingFaceLM(LanguageModel):
         """What it computes in."""
         return next(weight.dtype for weight in self.model.parameters() if weight.is_floating_point())
 
-    def arguments(self) -> dict[str, Plain]:
-        return {"config": json.dumps(self.model.config.to_diff_dict(), sort_keys=True)}
+    def arguments(self) -> dict[str, Any]:
+        return {"model": to_values(self.model.config)}
 
     def init_state(self, batch_size: int, max_length: int) -> HuggingFaceState:
         return HuggingFaceState(batch_size, max_length, device=self.device)
@@ -156,7 +168,7 @@ class HuggingFaceLM(LanguageModel):
             try:
                 if len(self.windows) > 1:
                     raise ValueError(f"{self._name} cannot be taken apart: its layers differ in how far they look back")
-                self._parts = take_apart(self.model)
+                self._parts = take_apart(self.model, self._window)
             except ValueError as error:
                 self._parts = str(error)
                 raise
@@ -172,10 +184,9 @@ class HuggingFaceLM(LanguageModel):
 
     def check_exit(self, num_layers: int) -> None:
         total = self.stack.num_layers
-        if not isinstance(num_layers, int) or not 1 <= num_layers < total:
-            raise ValueError(
-                f"exit_layer must be between 1 and {total - 1} for this model of {total} layers, got {num_layers}"
-            )
+        if total < 2:
+            raise ValueError(f"{self._name} has a single layer: there is nothing to exit from before its end")
+        require_int("exit_layer", num_layers, 1, total - 1)
 
     def lower(
         self, tokens: Int[Tensor, "B T"], state: DecodeState, starts: Sequence[int], num_layers: int
@@ -188,6 +199,28 @@ class HuggingFaceLM(LanguageModel):
 
     def exit_logits(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
         return self.stack.head(self.stack.norm(hidden))
+
+    def check_output_head(self) -> None:
+        _ = self.stack
+
+    def output_logits(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
+        return self.stack.head(hidden)
+
+    @property
+    @torch.no_grad()
+    def output_weight(self) -> Float[Tensor, "V D"]:
+        """Read off what the head makes of unit vectors, since its weight may be packed or quantized."""
+        head = self.model.get_output_embeddings()
+        assert self.hidden_size is not None
+        units = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)
+        made: Tensor = head(units) - head(torch.zeros_like(units[:1]))
+        return made.T
+
+    def begin(self, tokens: Int[Tensor, "B T"]) -> tuple[Float[Tensor, "B T D"], Call]:
+        """What the first layer reads of whole sequences, and what all layers share; the same for any rows of them."""
+        positions, mask = self._free(tokens)
+        hidden = self.stack.embed(tokens, positions)
+        return hidden, self.stack.begin(hidden, positions, mask, None)
 
     def forward(
         self,
@@ -228,6 +261,9 @@ class HuggingFaceLM(LanguageModel):
         features: Sequence[int] = (),
     ) -> ModelOutput:
         assert isinstance(state, HuggingFaceState)
+        assert all(layer >= exit_states.num_layers - 1 for layer in features), (
+            f"of the first {exit_states.num_layers} layers only the last one's output was kept, not all of {features}"
+        )
         hidden = self._completed(tokens, state, valid_lengths, exit_states)
         positions, mask = self._placed(state, tokens.shape[1])
         call = self.stack.begin(hidden, positions, mask, state.cache)
@@ -262,23 +298,23 @@ class HuggingFaceLM(LanguageModel):
         self, tokens: Int[Tensor, "B T"], state: HuggingFaceState, valid_lengths: Lengths | None, done: ExitStates
     ) -> Float[Tensor, "B T D"]:
         """The lower layers' output for all tokens: what they have made already, and now the rest."""
-        num_tokens = tokens.shape[1]
+        num_tokens, known = tokens.shape[1], done.lengths
         lengths = [num_tokens] * len(tokens) if valid_lengths is None else as_list(valid_lengths)
-        width = max(length - known for length, known in zip(lengths, done.lengths, strict=True))
-        starts = [length + known for length, known in zip(state.consumed, done.lengths, strict=True)]
-        known = min(done.lengths)
-        if known == max(done.lengths) and width == num_tokens - known:
+        width = max(0, *(length - each for length, each in zip(lengths, known, strict=True)))
+        starts = [length + each for length, each in zip(state.consumed, known, strict=True)]
+        if min(known) == max(known) == num_tokens - width:
             if not width:
                 return done.hidden[:, :num_tokens]
-            rest = self.lower(tokens[:, known:], state, starts, done.num_layers)
-            return torch.cat((done.hidden[:, :known], rest), dim=1)
-        hidden = nn.functional.pad(done.hidden, (0, 0, 0, max(0, num_tokens + width - done.hidden.shape[1])))
+            rest = self.lower(tokens[:, known[0] :], state, starts, done.num_layers)
+            return torch.cat((done.hidden[:, : known[0]], rest), dim=1)
+        first = torch.tensor(known, device=tokens.device)[:, None]
+        # Zeros where nothing was read: garbage that is no number would reach the rows' own tokens through the mask.
+        unknown = (torch.arange(done.hidden.shape[1], device=tokens.device) >= first)[..., None]
+        missing = max(num_tokens, done.hidden.shape[1]) + width - done.hidden.shape[1]
+        hidden = nn.functional.pad(done.hidden.masked_fill(unknown, 0), (0, 0, 0, missing))
         if width:
-            places = torch.tensor(done.lengths, device=tokens.device)[:, None] + torch.arange(
-                width, device=tokens.device
-            )
-            unread = tokens.gather(1, places.clamp(max=num_tokens - 1))
-            rest = self.lower(unread, state, starts, done.num_layers)
+            places = first + torch.arange(width, device=tokens.device)
+            rest = self.lower(tokens.gather(1, places.clamp(max=num_tokens - 1)), state, starts, done.num_layers)
             hidden = hidden.scatter(1, places[..., None].expand(-1, -1, hidden.shape[-1]), rest)
         return hidden[:, :num_tokens]
 
@@ -293,22 +329,29 @@ class HuggingFaceLM(LanguageModel):
         options: dict[str, Any] = {"use_cache": False}
         if state is not None:
             options = self._through(state, tokens.shape[1])
-        if features:
+        last = (self.num_layers or 0) - 1
+        if any(layer != last for layer in features):
             options["output_hidden_states"] = True
-        with self._scored(logits_for):
+        with self._scored(logits_for) as seen:
             output = self.model(input_ids=tokens, **options)
-        hidden = {layer: output.hidden_states[layer + 1] for layer in features}
+        hidden = {layer: seen[0] if layer == last else output.hidden_states[layer + 1] for layer in features}
         return ModelOutput(output.logits, hidden, logits_for)
 
     @property
     def _name(self) -> str:
         return type(self.model).__name__
 
+    @property
+    def _window(self) -> int | None:
+        """How far back the layers look, of a model with layers of one kind."""
+        (window,) = self.windows.values()
+        return window
+
     def _free(self, tokens: Int[Tensor, "B T"]) -> tuple[Tensor, Tensor | None]:
-        """Positions and mask of whole sequences; without a mask, attention is causal by itself."""
+        """Positions and mask of whole sequences; without one, all but the eager attention are causal by themselves."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        window = next(iter(self.windows.values()))
-        if window is None or tokens.shape[1] <= window:
+        window = tokens.shape[1] if self._window is None else self._window
+        if tokens.shape[1] <= window and self.model.config._attn_implementation != "eager":
             return positions, None
         apart = positions[0, :, None] - positions
         seen = (apart >= 0) & (apart < window)
@@ -319,7 +362,7 @@ class HuggingFaceLM(LanguageModel):
     ) -> tuple[Tensor, Tensor]:
         """Positions and mask of the state's next tokens, for a model of one kind of layers."""
         slots = state.cache.slots = state.slots(num_tokens, starts)
-        mask = self._additive(state.mask(slots, window=next(iter(self.windows.values()))))
+        mask = self._additive(state.mask(slots, window=self._window))
         return self._clamped(slots.positions), mask
 
     def _additive(self, seen: Bool[Tensor, "B T S"]) -> Float[Tensor, "B 1 T S"]:
@@ -342,41 +385,58 @@ class HuggingFaceLM(LanguageModel):
         }
 
     @contextmanager
-    def _scored(self, places: Tensor | slice | None) -> Iterator[None]:
-        """While it lasts the output head sees only the wanted places; what the model does behind it stays its own."""
-        head = self.model.get_output_embeddings()
-        if places is None or head is None:
-            yield
-            return
+    def _scored(self, places: Tensor | slice | None) -> Iterator[list[Tensor]]:
+        """While it lasts the output head sees only the wanted places; what the model does behind it stays its own.
 
-        handle = head.register_forward_pre_hook(lambda module, inputs: (select(inputs[0], places),))
+        Gives what reaches the head, of all places.
+        """
+        seen: list[Tensor] = []
+
+        def narrowed(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+            seen[:] = inputs
+            return (select(inputs[0], places),)
+
+        handle = self.model.get_output_embeddings().register_forward_pre_hook(narrowed)
         try:
-            yield
+            yield seen
         finally:
             handle.remove()
 
 
-def _wrapped(tokenizer: Any, model: PreTrainedModel) -> TextTokenizer | None:
+def _wrapped(tokenizer: Any, model: PreTrainedModel) -> Tokenizer | None:
     """A tokenizer of transformers as one of ours, which knows the model's stop tokens."""
+    from lightning_specdec.text import base
     from lightning_specdec.text.tokenizer import TextTokenizer
 
-    if tokenizer is None or isinstance(tokenizer, TextTokenizer):
+    if tokenizer is None or isinstance(tokenizer, base.Tokenizer):
         return tokenizer
     return TextTokenizer(tokenizer, generation_config=model.generation_config)
+
+
+def _with_vocabulary(
+    model: PreTrainedModel | PreTrainedConfig | Mapping[str, Any], vocab_size: int
+) -> PreTrainedModel | PreTrainedConfig | Mapping[str, Any]:
+    """A config with that vocabulary; what has one already must have that."""
+    if isinstance(model, Mapping) and "vocab_size" not in model:
+        return {**model, "vocab_size": vocab_size}
+    own = model["vocab_size"] if isinstance(model, Mapping) else getattr(model, "config", model).vocab_size
+    if own != vocab_size:
+        raise ValueError(
+            f"the model has a vocabulary of {own} tokens, {vocab_size} are wanted: leave vocab_size out of its config"
+        )
+    return model
 
 
 def _from_config(config: PreTrainedConfig | Mapping[str, Any]) -> PreTrainedModel:
     """A new model with random weights."""
     if not isinstance(config, PreTrainedConfig):
-        values = dict(config)
-        kind = values.pop("model_type", None)
-        if not isinstance(kind, str):
-            raise ValueError("a model's config needs a model_type, as llama or gpt2")
-        try:
-            config = AutoConfig.for_model(kind, **values)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"this is no config of a {kind!r} model: {str(error).splitlines()[0]}") from error
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        if not isinstance(config, Mapping):
+            raise ValueError(f"a new model is made of a config, as {{model_type: llama}}, got {config!r}")
+        config = to_config(config)
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    except (*FOREIGN, AssertionError) as error:
+        raise ValueError(f"no {config.model_type!r} model can be built so: {first_line(error)}") from error
     return model
 
 

@@ -5,7 +5,7 @@ Knows nothing of states beyond the cache that it hands to the layers.
 Theory: early exits read the lower layers alone and hand what they made to the upper ones; heads and their training want
 the hidden states between layers. Both need the pass in pieces, over the same weights. The pieces of Llama-like models,
 of GPT-2 and of GPT-NeoX lie open, and the loop over them is short. Whether it is really this model's loop is not taken
-on trust: its logits are compared with those of the model's own forward pass.
+on trust: its outcome is compared with that of the model's own forward pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
+
+from lightning_specdec.models.config_file import first_line
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -31,9 +33,11 @@ _PARTS = {
 _PROBE = (3, 1, 2, 0)
 """Tokens of the comparison: as few as show a wrong position or mask."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""Of the largest logit, by type. The same operations in the same order differ by nothing."""
+"""Of the largest number that reaches the head, by type. The same operations on the same tokens differ by rounding."""
 _COARSE = 0.05
 """The same for coarser types."""
+_LARGE = 100.0
+"""Beyond what models cap their logits at."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class LayerStack:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    def embed(self, tokens: Int[Tensor, "B T"], positions: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
+    def embed(self, tokens: Int[Tensor, "B T"], positions: Int[Tensor, "#B T"]) -> Float[Tensor, "B T D"]:
         """What the first layer reads."""
         hidden: Tensor = getattr(self.inner, self._embedding)(tokens)
         if hasattr(self.inner, "wpe"):
@@ -92,7 +96,7 @@ class LayerStack:
         return hidden if dropout is None else dropout(hidden)
 
     def begin(
-        self, hidden: Float[Tensor, "B T D"], positions: Int[Tensor, "B T"], mask: Tensor | None, cache: Cache | None
+        self, hidden: Float[Tensor, "B T D"], positions: Int[Tensor, "#B T"], mask: Tensor | None, cache: Cache | None
     ) -> Call:
         """What the layers of a call share; `hidden` gives the type and the place."""
         options: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, "use_cache": cache is not None}
@@ -118,37 +122,77 @@ class LayerStack:
         return logits
 
     @torch.no_grad()
-    def check(self) -> None:
-        """Compare with the model's own forward pass.
+    def check(self, window: int | None) -> None:
+        """Compare with the model's own forward pass: what reaches the output head, and what becomes of its logits.
+
+        The parts read the tokens in two pieces, as they do when decoding: a layer that takes its cache by another name
+        would do without it.
+
+        Args:
+            window: how far back the layers look; to the start when None.
 
         Raises:
             ValueError: they differ.
         """
-        device = self.model.device
-        tokens = torch.tensor([_PROBE], device=device) % int(self.inner.config.vocab_size)
-        positions = torch.arange(len(_PROBE), device=device)[None]
-        was_training = self.model.training
+        tokens = torch.tensor([_PROBE], device=self.model.device) % int(self.inner.config.vocab_size)
+        training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
-            wanted = self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
-            hidden = self.embed(tokens, positions)
-            hidden = self.run(hidden, self.begin(hidden, positions, None, None), 0, self.num_layers)
-            got = self.head(self.norm(hidden))
-        except (TypeError, AttributeError, RuntimeError, KeyError) as error:
-            raise ValueError(f"{self.name} cannot be taken apart: {error}") from error
+            wanted, untouched = self._reach_head(tokens)
+            got = self._in_pieces(tokens, window)
+            off = float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6))
+        except (TypeError, AttributeError, RuntimeError, LookupError, ValueError) as error:
+            raise ValueError(f"{self.name} cannot be taken apart: {first_line(error)}") from error
         finally:
-            self.model.train(was_training)
-        off = float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6))
+            for module in training:
+                module.training = True
+        if not untouched:
+            raise ValueError(f"{self.name} cannot be taken apart: behind its output head it changes the logits")
         if not off <= _TOLERANCE.get(wanted.dtype, _COARSE):
             raise ValueError(f"{self.name} cannot be taken apart: between its layers it does more than pass them on")
 
+    def _reach_head(self, tokens: Int[Tensor, "1 T"]) -> tuple[Float[Tensor, "1 T D"], bool]:
+        """What the model's own forward pass gives its output head, and whether what the head gives is what comes out.
 
-def take_apart(model: PreTrainedModel) -> LayerStack:
+        The head's place is taken by numbers as large as logits become: a cap is not seen in the small ones of a model
+        that has learnt nothing yet.
+        """
+        seen: list[Tensor] = []
+
+        def replaced(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+            seen[:] = inputs[0], torch.linspace(-_LARGE, _LARGE, output.shape[-1]).to(output).expand_as(output)
+            return seen[1]
+
+        handle = self.model.get_output_embeddings().register_forward_hook(replaced)
+        try:
+            logits = self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
+        finally:
+            handle.remove()
+        wanted, given = seen
+        return wanted, torch.equal(logits.float(), given.float())
+
+    def _in_pieces(self, tokens: Int[Tensor, "1 T"], window: int | None) -> Float[Tensor, "1 T D"]:
+        """The same by parts: all tokens but the last, then that one."""
+        positions, cache, pieces = torch.arange(tokens.shape[1], device=tokens.device)[None], DynamicCache(), []
+        for first, last in ((0, len(_PROBE) - 1), (len(_PROBE) - 1, len(_PROBE))):
+            apart = positions[0, first:last, None] - positions[0, :last]
+            seen = (apart >= 0) & (apart < (window or len(_PROBE)))
+            hidden = self.embed(tokens[:, first:last], positions[:, first:last])
+            mask = torch.zeros_like(apart, dtype=hidden.dtype).masked_fill_(~seen, -torch.inf)[None, None]
+            call = self.begin(hidden, positions[:, first:last], mask, cache)
+            pieces.append(self.run(hidden, call, 0, self.num_layers))
+        return self.norm(torch.cat(pieces, dim=1))
+
+
+def take_apart(model: PreTrainedModel, window: int | None = None) -> LayerStack:
     """The checked parts of a model.
+
+    Args:
+        window: how far back its layers look; to the start when None.
 
     Raises:
         ValueError: see `LayerStack`.
     """
     stack = LayerStack(model)
-    stack.check()
+    stack.check(window)
     return stack

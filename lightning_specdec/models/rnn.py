@@ -56,7 +56,7 @@ class _RecurrentLM(LanguageModel):
             top = top[:, logits_for]
         elif logits_for is not None:
             top = top.gather(1, logits_for[..., None].expand(-1, -1, self.hidden_size))
-        return ModelOutput(self.head(top), {layer: layers[layer] for layer in features})
+        return ModelOutput(self.head(top), {layer: layers[layer] for layer in features}, logits_for)
 
     def run_layers(self, tokens: Int[Tensor, "B T"], hidden: Sequence[Tensor | None]) -> list[Float[Tensor, "B T H"]]:
         """Each layer's hidden states after each token, from each layer's `[B, H]` before (zeros for None)."""
@@ -65,6 +65,12 @@ class _RecurrentLM(LanguageModel):
     def head(self, top: Float[Tensor, "*N H"]) -> Float[Tensor, "*N V"]:
         """Logits from the top layer."""
         raise NotImplementedError
+
+    def check_output_head(self) -> None:
+        pass
+
+    def output_logits(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
+        return self.head(hidden)
 
 
 class RNN(_RecurrentLM):
@@ -116,6 +122,10 @@ class RNN(_RecurrentLM):
 
     def head(self, top: Float[Tensor, "*N H"]) -> Float[Tensor, "*N V"]:
         return self.output(top)
+
+    @property
+    def output_weight(self) -> Float[Tensor, "V D"]:
+        return self.output.weight
 
     def fused(self) -> FusedRNN:
         return FusedRNN(self)
@@ -198,6 +208,10 @@ class FusedRNN(_RecurrentLM):
 
     def head(self, top: Float[Tensor, "*N H"]) -> Float[Tensor, "*N V"]:
         return top @ self._head_weight + self._head_bias
+
+    @property
+    def output_weight(self) -> Float[Tensor, "V D"]:
+        return self._head_weight.T
 
     def rollout(
         self,

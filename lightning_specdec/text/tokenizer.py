@@ -5,28 +5,23 @@ Knows nothing of models or of how tokens are decoded.
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
+from lightning_specdec.text.base import Message, Tokenizer
 from lightning_specdec.text.joining import joining_of
 from lightning_specdec.text.stream import TextStream
 from lightning_specdec.text.vocabulary import Vocabulary
-
-Message = Mapping[str, str]
-"""One turn of a chat: its "role" ("system", "user" or "assistant") and its "content"."""
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
 """What a directory with a tokenizer holds at least one of."""
 
 
-class TextTokenizer:
-    """Text for one model.
-
-    Theory: a tokenizer is a fixed rule between text and tokens, and decoding is about tokens alone. So EOS is a set of
-    tokens that end an answer when the model writes them, and means nothing in a prompt; and the pad token is a
-    token like another, since nothing here pads.
+class TextTokenizer(Tokenizer):
+    """A tokenizer of transformers.
 
     Args:
         tokenizer: a loaded tokenizer of transformers.
@@ -58,13 +53,13 @@ class TextTokenizer:
         Raises:
             ValueError: there is no tokenizer, or it cannot be read.
         """
-        from transformers import AutoTokenizer, GenerationConfig
-
         from lightning_specdec.models.hub import find
 
         path = find(source, revision=revision, code=trust_remote_code).path
         if not any((path / file).is_file() for file in _FILES):
             raise ValueError(f"{os.fspath(source)} holds no tokenizer: `tokenizer.save_pretrained` writes one there")
+        from transformers import AutoTokenizer, GenerationConfig  # seconds, so only where there is something to read
+
         options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, **options)
@@ -75,7 +70,9 @@ class TextTokenizer:
                 generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
             except (OSError, ValueError, TypeError) as error:
                 raise ValueError(f"{path / 'generation_config.json'} cannot be read: {_one_line(error)}") from error
-        return cls(tokenizer, generation_config=generation_config)
+        loaded = cls(tokenizer, generation_config=generation_config)
+        loaded.name = os.fspath(source)
+        return loaded
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -85,6 +82,12 @@ class TextTokenizer:
             ValueError: this kind of tokenizer has none that are known.
         """
         return Vocabulary.of(self.tokenizer)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        rules = repr(sorted(self.tokenizer.get_vocab().items())) if backend is None else backend.to_str()
+        return hashlib.sha256(f"{type(self.tokenizer).__name__} {rules}".encode()).hexdigest()
 
     @property
     def has_chat_template(self) -> bool:

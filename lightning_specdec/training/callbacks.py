@@ -9,7 +9,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,18 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_specdec.drafters import Drafter
+from lightning_specdec.models import LanguageModel
+from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.metrics import SpeculationCounts
-from lightning_specdec.training.pair import PairTraining
 
 
-def _pair(module: LightningModule) -> PairTraining:
-    if not isinstance(module, PairTraining):
-        raise ValueError(f"this callback reads the metrics of a PairTraining, got a {type(module).__name__}: remove it")
+def speculative(module: LightningModule) -> SpeculativeTraining:
+    """The module, if it is one whose metrics these callbacks can read."""
+    if not isinstance(module, SpeculativeTraining):
+        raise ValueError(
+            f"this callback reads the metrics of a SpeculativeTraining, got a {type(module).__name__}: remove it"
+        )
     return module
 
 
@@ -74,7 +79,7 @@ class RunProgressBar(ProgressBar):
         if self._bar is not None:
             metrics = self.get_metrics(trainer, pl_module)
             metrics.pop("v_num", None)
-            self._bar.set_postfix({name.rpartition("/")[2]: value for name, value in metrics.items()}, refresh=False)
+            self._bar.set_postfix({name.partition("/")[2]: value for name, value in metrics.items()}, refresh=False)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()
@@ -97,7 +102,7 @@ class AcceptedPerRound(Callback):
     """
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        metrics = _pair(pl_module).val_metrics
+        metrics = speculative(pl_module).val_metrics
         # Every process takes part in the sum, one writes.
         counts = {
             "accepted_per_round": metrics.greedy.compute(),
@@ -144,15 +149,15 @@ class HyperparameterTable(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        module = _pair(pl_module)
+        module = speculative(pl_module)
         recipe = module.recipe()
-        given = {name: recipe[name] for name in ("learning_rate", "num_draft_tokens", "data")}
+        given = {**module.settings(), "data": recipe["data"]}
         for name, values in (
             ("data", recipe["data_arguments"]),
-            ("draft", module.drafter.model.arguments()),
+            ("draft", module.drafter.arguments()),
             ("target", module.target.arguments()),
         ):
-            given |= {f"{name}/{key}": value for key, value in values.items()}
+            given |= _flat(name, values)
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.log_hyperparams(given, {f"hp/{name}": 0.0 for name in self.metrics})
@@ -164,6 +169,20 @@ class HyperparameterTable(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.log_metrics(reached, trainer.global_step)
+
+
+def _flat(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments as one level of names; those of a model within stand beside the others."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = value.arguments() if isinstance(value, LanguageModel | Drafter) else value
+        if isinstance(inner, Mapping):
+            flat |= _flat(prefix if name == "model" else f"{prefix}/{name}", inner)
+        elif isinstance(inner, str | int | float):
+            flat[f"{prefix}/{name}"] = inner
+        elif inner is not None:
+            flat[f"{prefix}/{name}"] = str(inner)
+    return flat
 
 
 class JsonLinesWriter(BasePredictionWriter):

@@ -19,13 +19,14 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from lightning_specdec import training as _training  # noqa: F401  # YAML can name a class once it is imported
-from lightning_specdec.data import SequenceData
+from lightning_specdec.data import TokenData
+from lightning_specdec.models import MODELS
 from lightning_specdec.threads import limit_threads
 from lightning_specdec.training.checkpoint_io import SafeCheckpointIO
 from lightning_specdec.training.parse_errors import one_line
 from lightning_specdec.training.resume import check_trainer_state
 
-_PROMISES = ("val/acceptance_rate", "val/block_efficiency")
+_PROMISES = ("acceptance_rate", "block_efficiency", "walltime_speedup")
 VERBS = ("fit", "validate", "test", "predict")
 ALLOWED_IMPORTS = (
     "lightning_specdec",
@@ -55,12 +56,20 @@ class TrainingCLI(LightningCLI):
 
     - `--ckpt_path` takes a file, `last` (the run's newest state) or `best` (the default of all verbs but fit); the file
       is checked before anything starts, and its hyperparameters are never parsed.
-    - The vocabulary is stated once, by the data; target and draft take it from there.
+    - The vocabulary is stated once, by the data; target and drafts take it from there.
     """
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         for model in ("target", "draft"):
             parser.link_arguments("data.init_args.vocab_size", f"model.init_args.{model}.init_args.vocab_size")
+
+    def before_instantiate_classes(self) -> None:
+        """Give drafts with names of their own the data's vocabulary, as links do for a target and a draft."""
+        config = self.config[self.subcommand]
+        drafts = config.get("model.init_args.drafts")
+        for draft in (drafts or {}).values():
+            if (given := draft.get("init_args")) is not None:
+                given["vocab_size"] = config["data.init_args.vocab_size"]
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -84,11 +93,11 @@ class TrainingCLI(LightningCLI):
         """Look at all that the user gave before the Trainer starts, so that a fault leaves nothing behind."""
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
         limit_threads(sum(parameter.numel() for parameter in self.model.parameters()))
-        if isinstance(self.datamodule, SequenceData):
-            self.datamodule.splits()
+        if isinstance(self.datamodule, TokenData):
+            self.datamodule.setup(subcommand)
         if kwargs.get("ckpt_path"):
             path = find_checkpoint(self.trainer, str(kwargs["ckpt_path"]))
-            check_trainer_state(path, self.trainer, self.model, resume=subcommand == "fit")
+            check_trainer_state(path, self.trainer, self.model, self.datamodule, resume=subcommand == "fit")
             kwargs["ckpt_path"] = path
         elif subcommand == "fit":
             self._say_what_is_replaced()
@@ -107,14 +116,23 @@ class TrainingCLI(LightningCLI):
         """Say what was reached and where it lies."""
         if not self.trainer.is_global_zero:
             return
-        values = sorted(self.trainer.callback_metrics.items())
-        for names in (("train/draft_loss", "train/target_loss"), ("val/draft_loss", "val/target_loss"), _PROMISES):
-            print("  ".join(f"{name} {float(value):.3f}" for name, value in values if name in names))
+        values = {name: float(value) for name, value in self.trainer.callback_metrics.items() if _is_told(name)}
+        lines: dict[str, list[str]] = {}
+        for name in sorted(values, key=lambda name: (name.count("/"), not name.endswith("_loss"), name)):
+            lines.setdefault(name.rpartition("/")[0], []).append(f"{name} {values[name]:.3f}")
+        for line in lines.values():
+            print("  ".join(line))
         for callback in self.trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and Path(callback.best_model_path).is_file():
                 print(f"{callback.filename} checkpoint: {_short(callback.best_model_path)}")
-        if self.trainer.log_dir:
+        if self.trainer.logger and self.trainer.log_dir:
             print(f"curves: tensorboard --logdir {_short(str(Path(self.trainer.log_dir).absolute()))}")
+
+
+def _is_told(name: str) -> bool:
+    """Whether a metric is told at a run's end: losses, and what greedy decoding comes to."""
+    rate = name.rpartition("/")[2]
+    return rate.endswith(("_loss", *_PROMISES)) and not rate.startswith(("sampling_", "teacher_forced_"))
 
 
 def _short(path: str) -> str:
@@ -144,6 +162,20 @@ def find_checkpoint(trainer: Trainer, name: str) -> str:
     return path
 
 
+def import_named(arguments: list[str]) -> None:
+    """Import the models that wait to be asked for and that the command line or its configs name, so that the parser
+    finds them by their short names."""
+    texts = list(arguments)
+    for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, _, joined = option.partition("=")
+        path = Path(joined or value)
+        if name == "--config" and path.is_file():
+            texts.append(path.read_text(encoding="utf-8", errors="replace"))
+    for name, import_it in MODELS.waiting.items():
+        if any(name in text for text in texts):
+            import_it()
+
+
 def run() -> None:
     """Run the trainer verb that `sys.argv` names.
 
@@ -158,6 +190,7 @@ def run() -> None:
         import_path_allowlist=list(ALLOWED_IMPORTS),
         instantiate_subclass_spec_in_any=False,
     )
+    import_named(sys.argv[1:])
     parser_kwargs: dict[str, Any] = {"allow_abbrev": False, "exit_on_error": False}
     try:
         TrainingCLI(
@@ -200,6 +233,7 @@ def quiet_lightning() -> None:
         r"(?s)\s.*only one JsonargparseDeprecationWarning per type is shown.*",
         "Checkpoint directory .* exists and is not empty.*",
         ".*is smaller than the logging interval.*",
+        r"Found \d+ module\(s\) in eval mode at the start of training.*",
         ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
     ):
         warnings.filterwarnings("ignore", message=message)

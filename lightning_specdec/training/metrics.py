@@ -17,6 +17,7 @@ from torchmetrics import Metric
 from lightning_specdec.checks import require_int
 from lightning_specdec.data import IGNORED, Batch
 from lightning_specdec.rules import Sampling
+from lightning_specdec.training.rounds import draft_windows, expected_rounds, overlap
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -79,21 +80,23 @@ class SpeculationCounts(NamedTuple):
     """What speculative decoding would do along given texts, as expected counts.
 
     Args:
-        acceptance_sum: sum over positions of the probability that a guess at that position is kept.
+        acceptance_sum: sum over the tested guesses of the probability that the guess is kept.
+        num_tested: guesses that were judged. Of a draft that reads its own guesses: one for each position.
         num_positions: new tokens, each once.
         num_rounds: rounds needed to decode them all.
         accepted_per_round: `[K + 1]`, how many rounds keep 0, 1, ..., K guesses.
     """
 
     acceptance_sum: Tensor
+    num_tested: Tensor
     num_positions: Tensor
     num_rounds: Tensor
     accepted_per_round: Tensor
 
     @property
     def acceptance_rate(self) -> Tensor:
-        """acceptance_sum / num_positions: E[beta], Leviathan et al. 2023, definition 3.1"""
-        return self.acceptance_sum / self.num_positions
+        """acceptance_sum / num_tested: E[beta], Leviathan et al. 2023, definition 3.1"""
+        return self.acceptance_sum / self.num_tested
 
     @property
     def block_efficiency(self) -> Tensor:
@@ -117,69 +120,80 @@ class Speculation(Metric):
     and the sum of those is the expected number of rounds. If the texts are what the target itself would decode
     greedily, the counts at temperature 0 are exactly those of the decoding; on other texts they are an estimate.
 
+    A draft that reads its own guesses gives logits `[B, T, V]`: along the text, beta_j is the same whatever round the
+    guess belongs to. Heads guess all K tokens from where the round starts and give `[B, T, K, V]`; then beta depends on
+    the start and on the number of the guess, and what is tested is weighed by how likely a round is to get there.
+
     Args:
         num_draft_tokens: K, guesses of a round.
         sampling: how both models' logits become probabilities.
+        first_round: whether there are guesses before the target has read anything.
     """
 
     full_state_update = False
     acceptance_sum: Tensor
+    num_tested: Tensor
     num_positions: Tensor
     num_rounds: Tensor
     accepted_per_round: Tensor
 
-    def __init__(self, num_draft_tokens: int, sampling: Sampling) -> None:
+    def __init__(self, num_draft_tokens: int, sampling: Sampling, *, first_round: bool = True) -> None:
         super().__init__()
         self.num_draft_tokens = require_int("num_draft_tokens", num_draft_tokens, 1)
-        self.sampling = sampling
+        self.sampling, self.first_round = sampling, first_round
         self.add_state("acceptance_sum", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("num_tested", torch.tensor(0.0), dist_reduce_fx="sum")
         self.add_state("num_positions", torch.tensor(0), dist_reduce_fx="sum")
         self.add_state("num_rounds", torch.tensor(0.0), dist_reduce_fx="sum")
         self.add_state("accepted_per_round", torch.zeros(num_draft_tokens + 1), dist_reduce_fx="sum")
 
-    def update(self, draft_logits: Float[Tensor, "B T V"], target_logits: Float[Tensor, "B T V"], batch: Batch) -> None:
-        """Count one batch; `logits[:, t]` score token t + 1 of `batch.tokens`."""
-        draft_probs, target_probs = self.sampling.probs(draft_logits), self.sampling.probs(target_logits)
-        overlap = torch.minimum(draft_probs, target_probs).sum(-1).clamp(max=1.0)
+    def update(
+        self, draft_logits: Float[Tensor, "B T *K V"], target_logits: Float[Tensor, "B T V"], batch: Batch
+    ) -> None:
+        """Count one batch.
+
+        Args:
+            draft_logits: `[:, t]` score token t + 1 of `batch.tokens`; with an axis of guesses, `[:, t, i]` score token
+                t + 1 + i where the round starts behind token t.
+            target_logits: `[:, t]` score token t + 1.
+        """
         num_new = batch.lengths - batch.prompt_lengths
-        offsets = torch.arange(int(num_new.max()), device=overlap.device)
-        is_new = offsets < num_new[:, None]
-        positions = (batch.prompt_lengths[:, None] - 1 + offsets).clamp(max=overlap.shape[1] - 1)
-        acceptance = overlap.gather(1, positions).masked_fill(~is_new, 0)
-        rounds = expected_rounds(acceptance, num_new, self.num_draft_tokens)
-        self.acceptance_sum += acceptance.sum()
+        offsets = torch.arange(int(num_new.max()), device=target_logits.device)
+        positions = (batch.prompt_lengths[:, None] - 1 + offsets).clamp(max=target_logits.shape[1] - 1)
+        rows = torch.arange(len(positions), device=positions.device)[:, None]
+        draft_probs = self.sampling.probs(draft_logits[rows, positions])
+        target_probs = self.sampling.probs(target_logits[rows, positions])
+        if draft_probs.dim() == 3:
+            acceptance = overlap(draft_probs, target_probs)
+        else:
+            if draft_probs.shape[2] != self.num_draft_tokens:
+                raise ValueError(
+                    f"these are logits of {draft_probs.shape[2]} guesses, the metric counts rounds of "
+                    f"{self.num_draft_tokens}: give as many"
+                )
+            ahead = functional.pad(target_probs, (0, 0, 0, self.num_draft_tokens - 1))
+            each = [overlap(guess, ahead[:, i : i + len(offsets)]) for i, guess in enumerate(draft_probs.unbind(dim=2))]
+            acceptance = torch.stack(each, dim=-1)
+        rounds = expected_rounds(acceptance, num_new, self.num_draft_tokens, first_round=self.first_round)
+        if draft_probs.dim() == 3:
+            is_new = offsets < num_new[:, None]
+            self.acceptance_sum += acceptance.masked_fill(~is_new, 0).sum()
+            self.num_tested += num_new.sum()
+        else:
+            windows = draft_windows(num_new, self.num_draft_tokens, first_round=self.first_round)
+            kept = torch.arange(self.num_draft_tokens + 1, device=rounds.device)
+            num_accepted = (rounds * kept).sum()
+            self.acceptance_sum += num_accepted
+            self.num_tested += num_accepted + (rounds * (kept < windows[..., None])).sum()
         self.num_positions += num_new.sum()
         self.num_rounds += rounds.sum()
         self.accepted_per_round += rounds.sum((0, 1))
 
     def compute(self) -> SpeculationCounts:
         """The counts, with the rates as properties."""
-        return SpeculationCounts(self.acceptance_sum, self.num_positions, self.num_rounds, self.accepted_per_round)
-
-
-def expected_rounds(
-    acceptance: Float[Tensor, "B N"], num_new: Int[Tensor, "B"], num_draft_tokens: int
-) -> Float[Tensor, "B N W"]:
-    """The probability that a round starts at new token j and keeps n guesses.
-
-    Args:
-        acceptance: the probability that a guess for new token j is kept, given the text before it; 0 behind `num_new`.
-        num_new: how many new tokens each row has.
-        num_draft_tokens: K.
-    """
-    num_positions = acceptance.shape[1]
-    starts = torch.arange(num_positions, device=acceptance.device)
-    windows = (num_new[:, None] - starts - 1).clamp(0, num_draft_tokens)
-    ahead = functional.pad(acceptance, (0, num_draft_tokens - 1)).unfold(1, num_draft_tokens, 1)
-    guessed = torch.arange(num_draft_tokens, device=acceptance.device) < windows[..., None]
-    at_least = functional.pad((ahead * guessed).cumprod(-1), (1, 0), value=1.0)
-    exactly = at_least - functional.pad(at_least[..., 1:], (0, 1))
-    reached = acceptance.new_zeros(len(acceptance), num_positions + num_draft_tokens + 1)
-    reached[:, 0] = 1
-    for j in range(num_positions):
-        reached[:, j + 1 : j + num_draft_tokens + 2] += reached[:, j, None] * exactly[:, j]
-    live = reached[:, :num_positions] * (starts < num_new[:, None])
-    return live[..., None] * exactly
+        return SpeculationCounts(
+            self.acceptance_sum, self.num_tested, self.num_positions, self.num_rounds, self.accepted_per_round
+        )
 
 
 class PairMetrics(nn.Module):
@@ -187,19 +201,20 @@ class PairMetrics(nn.Module):
 
     Args:
         num_draft_tokens: guesses of a round.
+        first_round: whether there are guesses before the target has read anything.
     """
 
-    def __init__(self, num_draft_tokens: int) -> None:
+    def __init__(self, num_draft_tokens: int, *, first_round: bool = True) -> None:
         super().__init__()
         self.draft = NextToken()
         self.target = NextToken()
-        self.greedy = Speculation(num_draft_tokens, Sampling())
-        self.sampling = Speculation(num_draft_tokens, Sampling(temperature=1.0))
+        self.greedy = Speculation(num_draft_tokens, Sampling(), first_round=first_round)
+        self.sampling = Speculation(num_draft_tokens, Sampling(temperature=1.0), first_round=first_round)
 
     def update(self, draft_logits: Tensor, target_logits: Tensor, batch: Batch) -> None:
-        """Count one batch; `logits[:, t]` score token t + 1."""
+        """Count one batch; logits as of `Speculation.update`, of which the first guess makes the draft's loss."""
         labels = batch.next_tokens()
-        self.draft.update(draft_logits, labels)
+        self.draft.update(draft_logits if draft_logits.dim() == 3 else draft_logits[:, :, 0], labels)
         self.target.update(target_logits, labels)
         self.greedy.update(draft_logits, target_logits, batch)
         self.sampling.update(draft_logits, target_logits, batch)

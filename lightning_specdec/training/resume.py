@@ -4,28 +4,37 @@ Knows nothing of the command line.
 
 The Trainer restores loops, callbacks and optimizers by itself and trusts what it finds. Adam's fused step trusts the
 shapes in its state so far as to write beyond its memory, so whatever is restored is compared with what it will replace.
+A run that goes on with other settings would keep some of the old ones in silence (Adam's learning rate comes from the
+checkpoint), so what it was trained with is compared too.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_specdec import checkpoint as checkpoint_file
+from lightning_specdec.data import TokenData
+from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.checkpoint_io import VERSION_KEY
 
+_CONFIG = "give the config and the --data options that it was trained with"
 
-def check_trainer_state(path: str, trainer: Trainer, model: LightningModule, *, resume: bool) -> None:
-    """Raise unless the Trainer can use this checkpoint for this model, or resume from it.
+
+def check_trainer_state(
+    path: str, trainer: Trainer, model: LightningModule, data: LightningDataModule | None, *, resume: bool
+) -> None:
+    """Raise unless the Trainer can use this checkpoint for this model, or resume from it with these data.
 
     Raises:
         FileNotFoundError, ValueError: as `checkpoint.load`; and for files without what the Trainer needs, weights of
-            other networks, and runs that are already over.
+            other networks, runs that are already over, and runs of another config.
     """
     checkpoint_file.load(path)
     content = checkpoint_file.read(path)
@@ -33,19 +42,59 @@ def check_trainer_state(path: str, trainer: Trainer, model: LightningModule, *, 
         raise ValueError(f"{path} holds hyperparameters for another program to build: give a checkpoint of this one")
     if not re.fullmatch(r"\d+(\.\w+)+", str(content.get(VERSION_KEY, "0.0"))):
         raise ValueError(f"{path} does not say which version wrote it: make it again")
-    for name, tensor in model.state_dict().items():
+    if resume and isinstance(model, SpeculativeTraining) and isinstance(data, TokenData):
+        _check_config(path, content[checkpoint_file.KEY], model, data)
+    wanted = model.state_dict()
+    for name, tensor in wanted.items():
         stored = content["state_dict"].get(name)
         if stored is None or stored.shape != tensor.shape:
             found = "is not there" if stored is None else f"has the shape {tuple(stored.shape)}"
             raise ValueError(
-                f"{path} is of other networks ({name} {found}, {tuple(tensor.shape)} is needed): give the config and "
-                "the --data options that it was trained with"
+                f"{path} is of other networks ({name} {found}, {tuple(tensor.shape)} is needed): {_CONFIG}"
             )
+    if foreign := content["state_dict"].keys() - wanted.keys():
+        raise ValueError(f"{path} is of other networks ({min(foreign)[:80]} has no place here): {_CONFIG}")
     callbacks = content.get("callbacks", {})
     if not isinstance(callbacks, dict) or not all(isinstance(state, dict) for state in callbacks.values()):
         raise ValueError(f"{path} holds no usable callbacks: give another checkpoint of that run")
     if resume:
         _check_run(path, content, trainer, model)
+
+
+def _check_config(path: str, described: Mapping[str, Any], model: SpeculativeTraining, data: TokenData) -> None:
+    """Raise ValueError where the run was trained with something else than what is given now, which it names.
+
+    Settings that the checkpoint does not know, since an older version wrote it, may be anything.
+    """
+    recipe = described["recipe"]
+    now = model.describe()
+    given: dict[str, Any] = {"training": type(model).__name__, **model.settings()}
+    given |= {"data": type(data).__name__, "data_arguments": data.arguments()}
+    pairs = [(recipe.get(name), value, name) for name, value in given.items() if name in recipe]
+    parts = ("target", "drafter", "name", "others")
+    pairs += [(described.get(name), now.get(name), name) for name in parts if name in described or name in now]
+    for before, after, name in pairs:
+        if (changed := _difference(before, json.loads(json.dumps(after)), name)) is not None:
+            raise ValueError(f"{path} cannot go on as it began: {changed}: {_CONFIG}, or begin a new run")
+
+
+def _difference(before: object, after: object, name: str) -> str | None:
+    """The first difference between two plain values, by its place; None where they are equal."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        # As a person would name it: `target.hidden_size`, where a description says `target.arguments.hidden_size`.
+        for key in [*before, *(key for key in after if key not in before)]:
+            place = name if key in ("arguments", "model") else f"{name}.{key}"
+            if (found := _difference(before.get(key), after.get(key), place)) is not None:
+                return found
+        return None
+    if before == after:
+        return None
+    return f"{name} was {_shown(before)} and is {_shown(after)} now"
+
+
+def _shown(value: object) -> str:
+    text = "not there" if value is None else str(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _check_run(path: str, content: Mapping[str, Any], trainer: Trainer, model: LightningModule) -> None:
@@ -59,7 +108,8 @@ def _check_run(path: str, content: Mapping[str, Any], trainer: Trainer, model: L
     damaged = f"{path} holds a training run that cannot be resumed (its %s): give another checkpoint of that run"
     if not _alike(content["loops"].get("fit_loop"), trainer.fit_loop.state_dict()):
         raise ValueError(damaged % "counts of epochs and steps are damaged")
-    optimizer = model.configure_optimizers()
+    configured: Any = model.configure_optimizers()
+    optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
     assert isinstance(optimizer, torch.optim.Optimizer)
     states = content["optimizer_states"]
     if len(states) != 1 or not _fits(states[0], optimizer):

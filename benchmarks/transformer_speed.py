@@ -1,0 +1,193 @@
+"""What each kind of draft saves on the transformers that ship: the best of its exits, drafts and windows.
+
+    make bench-transformers
+    python benchmarks/transformer_speed.py --output docs/results/transformers.json
+
+Every cell of the grid is measured beside standard decoding of the same target, its repeats taking turns with it, with
+the same treatment of the networks on both sides (`--fuse`). Greedy decoding at batch 1 goes through the whole grid; the
+other settings through all windows of the draft that was the best there (`--whole_grid`: through everything). Prompts
+are of the checkpoint's held-out data; those of a batch have different lengths. No text stops early.
+
+The second table says how well each exit, head or draft predicts held-out sequences by itself: the loss in nats, the
+share of tokens that it has right, bits per byte of text, and how often its likeliest token is the target's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformer_quality import quality
+
+from lightning_specdec import AcceptanceRule, ExactMatch, RejectionSampling, SpeculativeDecoder
+from lightning_specdec import data as data_modules
+from lightning_specdec.bench.sweep import SweepRow, best
+from lightning_specdec.data import TokenData
+from lightning_specdec.drafters import Drafter
+from lightning_specdec.manifest import manifest
+from lightning_specdec.threads import limit_threads
+
+SHIPPED = ("transformer", "early_exit", "multi_token", "staged", "text", "draft_sizes")
+SETTINGS: tuple[tuple[AcceptanceRule, float], ...] = (
+    (ExactMatch(), 0.0),
+    (ExactMatch(), 1.0),
+    (RejectionSampling(), 1.0),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoints", nargs="*", type=Path, help="those that ship when none is named")
+    parser.add_argument("--windows", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8])
+    parser.add_argument("--batch_sizes", nargs="+", type=int, default=[1, 4, 16])
+    parser.add_argument("--num_prompts", type=int, default=4, help="at batch 1; larger batches have one of each place")
+    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--fuse", choices=("both", "none"), default="both")
+    parser.add_argument("--whole_grid", action="store_true", help="every draft in every setting")
+    parser.add_argument("--threads", type=int, help="one for small models when not given")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    paths = options.checkpoints or [path for name in SHIPPED if (path := Path("checkpoints") / f"{name}.ckpt").exists()]
+    if not paths:
+        raise SystemExit(f"there is none of {', '.join(SHIPPED)} in checkpoints/: name a checkpoint")
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    rows: list[dict[str, Any]] = []
+    predictions: list[dict[str, Any]] = []
+    for path in paths:
+        decoder = SpeculativeDecoder.from_checkpoint(path)
+        if options.threads is None:
+            limit_threads(decoder.target.num_parameters)
+        data = _data(decoder)
+        predictions += [{"checkpoint": path.stem, **row} for row in quality(decoder, data)]
+        print(f"{quality_table([row for row in predictions if row['checkpoint'] == path.stem])}\n", flush=True)
+        rows += _measured(path.stem, decoder, data.prompts(), options)
+    found = manifest(options=_plain(options, paths), device=torch.device("cpu"))
+    found["checkpoint_sha256"] = {path.name: sha256(path.read_bytes()).hexdigest() for path in paths}
+    print(f"\n{table(rows)}")
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        record = {"manifest": found, "rows": rows, "quality": predictions}
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
+    if wrong := [row for row in rows if row["same_tokens"] is False]:
+        sys.exit(f"OTHER TOKENS than standard decoding in {len(wrong)} of {len(rows)} rows")
+
+
+def _data(decoder: SpeculativeDecoder) -> TokenData:
+    """The data that the checkpoint was trained on, as its recipe describes them."""
+    data: TokenData = getattr(data_modules, decoder.recipe["data"])(**decoder.recipe["data_arguments"])
+    return data
+
+
+def _measured(
+    name: str, decoder: SpeculativeDecoder, held_out: list[list[int]], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The grid of one checkpoint, in every setting."""
+    rows: list[dict[str, Any]] = []
+    drafts: dict[str, Drafter] = {name: each.drafter for name, each in decoder.candidates().items()}
+    for batch_size in options.batch_sizes:
+        number = options.num_prompts if batch_size == 1 else batch_size
+        for rule, temperature in SETTINGS:
+            cells: list[SweepRow] = []
+            for cell in decoder.sweep(
+                ragged(held_out, number),
+                drafts=drafts,
+                windows=options.windows,
+                max_new_tokens=options.max_new_tokens,
+                rule=rule,
+                eos=(),
+                repeats=options.repeats,
+                batch_size=batch_size,
+                fuse=options.fuse == "both",
+                temperature=temperature,
+            ):
+                cells.append(cell)
+                rows.append(
+                    {"checkpoint": name, "rule": type(rule).__name__, "temperature": temperature, **cell.to_dict()}
+                )
+                print(line(rows[-1]), flush=True)
+                if cell.benchmark is not None and cell.benchmark.interrupted:
+                    raise KeyboardInterrupt
+            top = best(cells)
+            if top is not None and not options.whole_grid:
+                drafts = {top.draft: drafts[top.draft]}
+    return rows
+
+
+def ragged(prompts: Sequence[Sequence[int]], number: int) -> list[list[int]]:
+    """So many prompts of different lengths: from whole ones down to half of them, over and over."""
+    found = []
+    for i in range(number):
+        prompt = list(prompts[i % len(prompts)])
+        found.append(prompt[: max(1, len(prompt) - (i * len(prompt) // 8) % (len(prompt) // 2 + 1))])
+    return found
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as text."""
+    start = f"{row['checkpoint']:<12} {row['rule']:<17} T={row['temperature']:.0f} batch {row['batch_size']:>2} "
+    start += f"{row['draft']:<16} k={row['num_draft_tokens']}:"
+    if row["error"] is not None:
+        return f"{start} failed: {row['error']}"
+    first, third = row["speedup_quartiles"]
+    told = "  OTHER TOKENS than standard decoding" if row["same_tokens"] is False else ""
+    return (
+        f"{start} speedup {row['walltime_speedup']:.2f} ({first:.2f} to {third:.2f}) | "
+        f"acceptance {_shown(row['acceptance_rate'])} block {row['block_efficiency']:.2f} | "
+        f"cost ratio {_shown(row['cost_ratio'])}{told}"
+    )
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The best row of each checkpoint in each setting, as a Markdown table."""
+    lines = [
+        "| Checkpoint | Rule, temperature | Batch | Draft, window | Acceptance rate | Block efficiency | Cost ratio "
+        "| walltime_speedup (quartiles) |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    keys = ("checkpoint", "rule", "temperature", "batch_size")
+    for setting in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
+        group = [row for row in rows if tuple(row[key] for key in keys) == setting and row["error"] is None]
+        if not group:
+            lines.append(f"| {setting[0]} | {setting[1]}, {setting[2]:.0f} | {setting[3]} | failed | - | - | - | - |")
+            continue
+        row = max(group, key=lambda row: row["walltime_speedup"])
+        first, third = row["speedup_quartiles"]
+        lines.append(
+            f"| {setting[0]} | {setting[1]}, {setting[2]:.0f} | {setting[3]} "
+            f"| {row['draft']}, {row['num_draft_tokens']} | {_shown(row['acceptance_rate'])} "
+            f"| {row['block_efficiency']:.2f} | {_shown(row['cost_ratio'])} "
+            f"| {row['walltime_speedup']:.2f} ({first:.2f} to {third:.2f}) |"
+        )
+    return "\n".join(lines)
+
+
+def quality_table(rows: Sequence[dict[str, Any]]) -> str:
+    """How well everything that predicts does so, as a Markdown table."""
+    lines = [
+        "| Checkpoint | Predicts | Loss | Accuracy | Bits per byte | Agrees with the target |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        figures = " | ".join(_shown(row[name], 3) for name in ("loss", "accuracy", "bits_per_byte", "agreement"))
+        lines.append(f"| {row['checkpoint']} | {row['predictor']} | {figures} |")
+    return "\n".join(lines)
+
+
+def _shown(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _plain(options: argparse.Namespace, paths: Sequence[Path]) -> dict[str, Any]:
+    return {**vars(options), "output": None, "checkpoints": [path.name for path in paths]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""Heads on the target's last hidden state as the draft: each guesses one token further ahead.
+
+Knows nothing of how the target is laid out: it asks it for hidden states, and for its output head where that is shared.
+
+Theory: the hidden state from which the target scores the next token often tells those after it too. So once a token is
+settled, the state that it was drawn from is at hand, and head i scores the token i + 1 places behind that one: all
+guesses come from one pass over one state, with no memory and no reading of their own. The price is that a head does not
+see what the heads before it guessed, so each is right less often than the one before.
+
+The hidden states are those that `features` gives of the last layer: of a transformers model behind the final norm, as
+its output head sees them; of other models as they give them.
+
+Shapes: B rows, T tokens, D width of the hidden state, V vocabulary, H heads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_specdec.checks import require_int
+from lightning_specdec.drafters.base import Context, Drafter, DraftState, Host
+from lightning_specdec.drafters.heads import FusedHeads, Heads
+from lightning_specdec.drafters.model import Guesses, refuse_sampling
+from lightning_specdec.models import LanguageModel, ModelOutput
+from lightning_specdec.rules import Draft, Sampling
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+_OWN = "heads."
+"""What the heads' weights are called here, ahead of the names that Medusa's files give them."""
+_NAMES = re.compile(r"\d+\.\d+\.(linear\.weight|linear\.bias|weight)")
+
+
+class MultiTokenState(DraftState):
+    """For each row the hidden state that its text's last token was drawn from.
+
+    Theory: what is remembered is a function of the settled text without its last token, so it does not matter what was
+    guessed on the way. It serves that text alone, hence the lengths: a row that has just begun or goes on after other
+    tokens has none until the target has read it.
+
+    Args:
+        host: the target and its state.
+        layer: the target's last layer.
+    """
+
+    def __init__(self, batch_size: int, host: Host, layer: int) -> None:
+        self.host, self.layer = host, layer
+        self.lengths = [0] * batch_size
+        """Tokens of the texts that the hidden states are for; 0 where there is none."""
+        self._hidden: Float[Tensor, "B D"] | None = None
+
+    @property
+    def hidden(self) -> Float[Tensor, "B D"]:
+        """The hidden states; those of rows whose length is 0 mean nothing."""
+        assert self._hidden is not None, "the target has not been called yet"
+        return self._hidden
+
+    def learn(self, scored: Float[Tensor, "B N D"], num_accepted: Sequence[int]) -> None:
+        """Keep what the next token came from, of what the target made of a text's last one and its N - 1 guesses."""
+        num_guesses = scored.shape[1] - 1
+        if min(num_accepted) == max(num_accepted):
+            self._hidden = scored[:, num_accepted[0]]
+        else:
+            places = torch.tensor(num_accepted, device=scored.device)[:, None, None]
+            self._hidden = scored.gather(1, places.expand(-1, -1, scored.shape[-1])).squeeze(1)
+        # The target has read the whole text and all guesses; the kept ones and one token more are text now.
+        reads = zip(self.host.state.consumed, num_accepted, strict=True)
+        self.lengths = [length - num_guesses + count + 1 for length, count in reads]
+
+    def select(self, rows: Sequence[int]) -> None:
+        if self._hidden is not None:
+            self._hidden = self._hidden[torch.tensor(rows, device=self._hidden.device).clamp(min=0)]
+        self.lengths = [0 if row < 0 else self.lengths[row] for row in rows]
+
+    def clear(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self.lengths[row] = 0
+
+    def go_back(self, row: int, length: int) -> None:
+        if self.lengths[row] > length + 1:  # it is of a text with other tokens
+            self.clear([row])
+
+
+class MultiTokenDrafter(Drafter):
+    """Guesses with heads that look further ahead from the target's last hidden state, all in one pass.
+
+    Sources: Cai et al. 2024, "Medusa", section 3.1 (blocks and an output layer for each head; here a single guess for
+    each place instead of a tree); Gloeckle et al. 2024, "Better & Faster Large Language Models via Multi-token
+    Prediction" (heads that share the target's output layer).
+
+    Args:
+        num_heads: H, at least 1: a round has at most so many guesses.
+        hidden_size: D, of the target.
+        vocab_size: V, of the target.
+        num_blocks: residual blocks of each head.
+        shared_output: whether the heads end in the target's own output head. That saves V * D weights for each head,
+            and the reading of them; the target must be one whose output head can be called by itself.
+        sampling: how guesses are drawn, if not as the session draws; any choice is lossless under a lossless rule.
+    """
+
+    gives_logits = True
+    inside_target = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        hidden_size: int,
+        vocab_size: int,
+        num_blocks: int = 1,
+        shared_output: bool = False,
+        sampling: Sampling | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = require_int("num_heads", num_heads, 1, 64)
+        self.hidden_size = require_int("hidden_size", hidden_size, 1, 2**16)
+        self.vocab_size = require_int("vocab_size", vocab_size, 2, 2**20)
+        self.num_blocks = require_int("num_blocks", num_blocks, 1, 16)
+        self.shared_output, self.sampling = shared_output, sampling
+        self.heads: Heads | FusedHeads = Heads(
+            num_heads, hidden_size, None if shared_output else vocab_size, num_blocks
+        )
+
+    def _sizes(self) -> dict[str, Any]:
+        names = ("num_heads", "hidden_size", "vocab_size", "num_blocks", "shared_output")
+        return {name: getattr(self, name) for name in names}
+
+    def arguments(self) -> dict[str, Any]:
+        refuse_sampling(self.sampling)
+        return self._sizes()
+
+    def fused(self) -> MultiTokenDrafter:
+        if isinstance(self.heads, FusedHeads):
+            return self
+        with torch.device("meta"):  # its own heads are not used
+            other = MultiTokenDrafter(**self._sizes(), sampling=self.sampling)
+        other.heads = FusedHeads(self.heads)
+        return other.eval()
+
+    def check_target(self, target: LanguageModel) -> None:
+        name = type(target).__name__
+        if target.hidden_size is None or target.num_layers is None:
+            raise ValueError(f"{name} gives no hidden states, and heads guess from those: draft in another way")
+        for what, own, other in (
+            ("a hidden size", self.hidden_size, target.hidden_size),
+            ("a vocabulary", self.vocab_size, target.vocab_size),
+        ):
+            if own != other:
+                raise ValueError(
+                    f"the heads are for {what} of {own}, the target has one of {other}: "
+                    "use the target that they were trained with"
+                )
+        if self.shared_output:
+            target.check_output_head()
+
+    def init_from(self, target: LanguageModel) -> MultiTokenDrafter:
+        """Make each head's own output layer a copy of the target's output head, as Medusa begins; a shared one is that.
+
+        Raises:
+            ValueError: as `check_target`.
+        """
+        self.check_target(target)
+        assert isinstance(self.heads, Heads), "fused heads are for decoding: begin with those that they were made of"
+        if not self.shared_output:
+            self.heads.copy_outputs(target.output_weight)
+        return self
+
+    def needs_noise(self, sampling: Sampling) -> bool:
+        return not (self.sampling or sampling).greedy
+
+    def features(self, target: LanguageModel) -> Sequence[int]:
+        assert target.num_layers is not None
+        return (target.num_layers - 1,)
+
+    def logits(
+        self, hidden: Float[Tensor, "B T D"], target: LanguageModel, num_heads: int | None = None
+    ) -> Float[Tensor, "H B T V"]:
+        """What the first `num_heads` heads (all when None) make of the target's last hidden states.
+
+        Head i's logits at place t are of token t + 2 + i, when the target's own are of token t + 1.
+        """
+        outputs: Tensor = self.heads(hidden.to(self.heads.dtype), num_heads)
+        if not self.shared_output:
+            return outputs
+        return target.output_logits(outputs.flatten(0, 1).to(hidden.dtype)).unflatten(0, outputs.shape[:2])
+
+    def init_state(self, batch_size: int, max_length: int, host: Host | None = None) -> MultiTokenState:
+        assert host is not None, "heads guess from their target's hidden states, so a session must say which that is"
+        return MultiTokenState(batch_size, host, self.features(host.model)[0])
+
+    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
+        assert isinstance(state, MultiTokenState)
+        known = (len(text) == length for text, length in zip(context.texts, state.lengths, strict=True))
+        wanted = [min(window, self.num_heads) if each else 0 for window, each in zip(windows, known, strict=True)]
+        num_guesses, device = max(wanted), context.tail.device
+        if not num_guesses:
+            return Draft(torch.empty(len(wanted), 0, dtype=torch.long, device=device))
+        guesses = Guesses(context, wanted, self.sampling or sampling)
+        for logits in self.logits(state.hidden[:, None], state.host.model, num_guesses)[:, :, 0]:
+            guesses.draw(logits)
+        lengths = None if min(wanted) == num_guesses else torch.tensor(wanted, device=device)
+        return Draft(guesses.tokens, lengths, guesses.probs, guesses.logits, num_calls=1)
+
+    def observe(self, state: DraftState, output: ModelOutput, num_accepted: Sequence[int]) -> None:
+        assert isinstance(state, MultiTokenState)
+        state.learn(output.scored(state.layer), num_accepted)
+
+
+def to_medusa(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A drafter's `state_dict` under the names of Medusa's published `medusa_lm_head` files.
+
+    They are `{head}.{block}.linear.weight`, `{head}.{block}.linear.bias` and `{head}.{num_blocks}.weight`; the last is
+    missing where the target's output head is shared, as in Medusa's files of version 2.
+    """
+    return {name.removeprefix(_OWN): weight for name, weight in weights.items()}
+
+
+def from_medusa(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `to_medusa`: what `load_state_dict` takes.
+
+    Raises:
+        ValueError: these are no weights of Medusa's heads.
+    """
+    foreign = next((name for name in weights if not _NAMES.fullmatch(name)), None)
+    if foreign is not None or not weights:
+        found = "it is empty" if foreign is None else f"it holds {foreign!r}"
+        raise ValueError(f"this is no file of Medusa's heads, whose weights are named like 0.0.linear.weight: {found}")
+    return {f"{_OWN}{name}": weight for name, weight in weights.items()}

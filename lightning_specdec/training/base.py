@@ -1,0 +1,225 @@
+"""What every training of a target and what guesses for it shares: data, optimizer, metrics, predictions, checkpoints.
+
+Knows nothing of how a loss is made of a batch: each kind of training says that.
+
+Shapes: B rows, T tokens, K draft tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_specdec import checkpoint as checkpoint_file
+from lightning_specdec.checks import require_int, require_number
+from lightning_specdec.data import Batch, TokenData
+from lightning_specdec.drafters import Drafter
+from lightning_specdec.inference import speculative_decode
+from lightning_specdec.models import LanguageModel
+from lightning_specdec.training.metrics import PairMetrics
+
+
+class SpeculativeTraining(LightningModule, ABC):
+    """Trains a target, what guesses for it, or both, and measures what they save together.
+
+    A kind of training is a subclass that makes its drafter and hands it on with `target`, and says how a batch is
+    scored (`score`) and what is minimized (`training_step`). One Adam takes all parameters that want gradients: it
+    treats every weight by itself, so one for several losses is as many as there are losses, at the cost of one.
+
+    Args:
+        target: the model whose output is wanted.
+        drafters: what guesses for it; of several, by name, the first is the one that predicts.
+        learning_rate: of Adam.
+        num_draft_tokens: guesses of a round, for the metrics and for predictions.
+        max_new_tokens: new tokens of each prediction.
+
+    Attributes:
+        first_round: whether there are guesses before the target has read anything; without, the metrics count a first
+            round that guesses nothing.
+        drafter: the one that predicts.
+        others: the other drafters, by name.
+        measured: names of validation metrics that a callback measures by decoding. What is read off known texts then
+            goes under `val/teacher_forced_NAME`, and the callback's figures have the plain names.
+    """
+
+    first_round: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        drafters: Drafter | Mapping[str, Drafter],
+        *,
+        learning_rate: float = 0.001,
+        num_draft_tokens: int = 3,
+        max_new_tokens: int = 7,
+    ) -> None:
+        super().__init__()
+        self.learning_rate = require_number("learning_rate", learning_rate, low=0.0, low_open=True)
+        self.num_draft_tokens = require_int("num_draft_tokens", num_draft_tokens, 1)
+        self.max_new_tokens = require_int("max_new_tokens", max_new_tokens, 1)
+        named = {checkpoint_file.MAIN: drafters} if isinstance(drafters, Drafter) else dict(drafters)
+        for drafter in named.values():
+            drafter.check_target(target)
+        self.draft_name = next(iter(named))
+        self.target = target
+        self.drafter = named.pop(self.draft_name)
+        self.others = nn.ModuleDict(named)
+        self.measured: frozenset[str] = frozenset()
+        self.val_metrics = self.new_metrics()
+        self.test_metrics = self.new_metrics()
+
+    @abstractmethod
+    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits of draft and target for every token of the batch but the first, both scored on the text as it is.
+
+        Returns:
+            the draft's, `[B, T - 1, V]`, or `[B, T - 1, K, V]` where it guesses all K from where a round starts; and
+            the target's, `[B, T - 1, V]`: see `Speculation.update`.
+        """
+
+    @abstractmethod
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The loss of a batch; `log_losses` shows its parts."""
+
+    def settings(self) -> dict[str, Any]:
+        """The constructor's arguments that are plain values, for the record; a subclass adds its own."""
+        return {
+            "learning_rate": self.learning_rate,
+            "num_draft_tokens": self.num_draft_tokens,
+            "max_new_tokens": self.max_new_tokens,
+        }
+
+    def new_metrics(self) -> PairMetrics:
+        """What one split of the data is measured with; called when target and drafters are there."""
+        return PairMetrics(self.num_draft_tokens, first_round=self.first_round)
+
+    def measure(self, metrics: PairMetrics, batch: Batch) -> None:
+        """Count one batch."""
+        metrics.update(*self.score(batch), batch)
+
+    def log_losses(self, losses: Mapping[str, Tensor], num_tokens: int | Tensor) -> None:
+        """Show losses as `train/NAME`, each epoch's mean over tokens."""
+        named = {f"train/{name}": value for name, value in losses.items()}
+        self.log_dict(named, on_step=False, on_epoch=True, prog_bar=True, sync_dist=True, batch_size=int(num_tokens))
+
+    def setup(self, stage: str) -> None:
+        data = self._data()
+        if data.vocab_size > self.target.vocab_size:
+            raise ValueError(
+                f"the data have a vocabulary of {data.vocab_size} tokens, the models one of {self.target.vocab_size}: "
+                "give both the same vocab_size"
+            )
+        if self.target.max_positions is not None and data.max_length > self.target.max_positions:
+            raise ValueError(
+                f"the data have sequences of {data.max_length} tokens, the target reads {self.target.max_positions}: "
+                "shorten them, or raise its max_position_embeddings"
+            )
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        # Fused: one launch for all weights, where the plain form takes about ten for each.
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.Adam(trained, lr=self.learning_rate, fused=True)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.measure(self.val_metrics, batch)
+
+    def on_validation_epoch_start(self) -> None:
+        self.val_metrics.reset()
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_all("val", self.val_metrics, self.measured)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self.measure(self.test_metrics, batch)
+
+    def on_test_epoch_start(self) -> None:
+        self.test_metrics.reset()
+
+    def on_test_epoch_end(self) -> None:
+        self._log_all("test", self.test_metrics, frozenset())
+
+    def _log_all(self, split: str, metrics: PairMetrics, measured: frozenset[str]) -> None:
+        values = metrics.compute()
+        if size := self._data().bytes_per_token(split):
+            bits = {
+                name: loss / math.log(2) / size for name, loss in values.items() if name.endswith(("_loss", "/loss"))
+            }
+            values |= {f"{name.removesuffix('loss')}bits_per_byte": value for name, value in bits.items()}
+        named = {f"teacher_forced_{name}" if name in measured else name: value for name, value in values.items()}
+        self.log_dict({f"{split}/{name}": value for name, value in named.items()}, sync_dist=True)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> list[dict[str, Any]]:
+        """Continue each row's prompt speculatively; the output is the target's own, token for token."""
+        with torch.autocast(self.device.type, enabled=False):  # as the checkpoint decodes
+            result = speculative_decode(
+                self.target,
+                self.drafter,
+                batch.prompts(),
+                max_new_tokens=self.max_new_tokens,
+                num_draft_tokens=self.num_draft_tokens,
+            )
+        rows = []
+        for index, row in zip(batch.indices.tolist(), result.rows, strict=True):
+            values = {"index": index, "prompt": row.prompt, "tokens": row.tokens, "num_rounds": row.num_rounds}
+            rows.append(values if row.counts is None else {**values, "num_accepted": row.counts.num_accepted})
+        return rows
+
+    def recipe(self) -> dict[str, Any]:
+        """How this is being trained, in plain values: what it takes to do it again, and how far it has come."""
+        data = self._data()
+        shown = {name: float(value) for name, value in self.trainer.callback_metrics.items() if name.endswith("loss")}
+        return {
+            "training": type(self).__name__,
+            **self.settings(),
+            "data": type(data).__name__,
+            "data_arguments": data.arguments(),
+            "seed": int(seed) if (seed := os.environ.get("PL_GLOBAL_SEED")) else None,
+            "epochs": self.trainer.fit_loop.epoch_progress.current.processed,  # type: ignore[attr-defined]
+            "steps": self.trainer.global_step,
+            "losses": shown,
+        }
+
+    @property
+    def drafters(self) -> dict[str, Drafter]:
+        """All drafters by name, the one that predicts first."""
+        others = {name: each for name, each in self.others.items() if isinstance(each, Drafter)}
+        return {self.draft_name: self.drafter, **others}
+
+    def describe(
+        self,
+        *,
+        prompts: Sequence[Sequence[int]] = (),
+        recipe: dict[str, Any] | None = None,
+        tokenizer: str | None = None,
+    ) -> dict[str, Any]:
+        """What rebuilds the networks: see `checkpoint.describe`."""
+        others = {name: each for name, each in self.drafters.items() if name != self.draft_name}
+        return checkpoint_file.describe(
+            self.target,
+            self.drafter,
+            others=others,
+            name=self.draft_name,
+            prompts=prompts,
+            recipe=recipe or {},
+            tokenizer=tokenizer,
+        )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what rebuilds the networks, so that the file is enough by itself for decoding."""
+        data = self._data()
+        checkpoint[checkpoint_file.KEY] = self.describe(
+            prompts=data.prompts(), recipe=self.recipe(), tokenizer=data.tokenizer
+        )
+
+    def _data(self) -> TokenData:
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, TokenData):
+            raise ValueError(f"{type(self).__name__} needs a TokenData as its data, got {type(data).__name__}")
+        return data

@@ -1,0 +1,242 @@
+"""Training heads that guess several tokens ahead: together with their target, or on one that stays as it is.
+
+Knows nothing of how the heads are built, nor of how the target is laid out.
+
+Shapes: B rows, T tokens, H heads, K draft tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_specdec import checkpoint as checkpoint_file
+from lightning_specdec.checks import require_number
+from lightning_specdec.data import IGNORED, Batch
+from lightning_specdec.drafters import MultiTokenDrafter
+from lightning_specdec.models import LanguageModel
+from lightning_specdec.training.base import SpeculativeTraining
+from lightning_specdec.training.metrics import NextToken, PairMetrics, next_token_loss
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+DECAY = 0.8
+"""Of Medusa-1's weights: 0.8^k for the head that looks k tokens further than the target itself."""
+
+
+def labels_ahead(labels: Int[Tensor, "B T"], distance: int) -> Int[Tensor, "B T"]:
+    """The labels of a head: those of `distance` places further on, `IGNORED` where the text ends before."""
+    return functional.pad(labels[:, distance:], (0, min(distance, labels.shape[1])), value=IGNORED)
+
+
+def head_losses(logits: Float[Tensor, "H B T V"], labels: Int[Tensor, "B T"]) -> Float[Tensor, "H"]:
+    """Each head's cross-entropy in nats; head i at place t is judged by token t + 2 + i, the target by token t + 1.
+
+    Args:
+        labels: the target's own: the next token of every place.
+    """
+    losses = []
+    for i, head in enumerate(logits):
+        ahead = labels_ahead(labels, i + 1)
+        # Texts may be too short for the heads that look far: a sum over no tokens is no loss.
+        losses.append(next_token_loss(head, ahead, "sum") / (ahead != IGNORED).sum().clamp(min=1))
+    return torch.stack(losses)
+
+
+def as_guesses(logits: Float[Tensor, "K B T V"]) -> Float[Tensor, "B T K V"]:
+    """Heads' logits by where a round starts: `[:, t, i]` score token t + 1 + i of a text that ends with token t.
+
+    The target has read such a text but for its last token, which it wrote itself, so the heads see what it made of
+    token t - 1. Nothing is known ahead of the first token: no round starts there that would guess.
+    """
+    return functional.pad(logits.movedim(0, 2)[:, :-1], (0, 0, 0, 0, 1, 0))
+
+
+class HeadMetrics(PairMetrics):
+    """The metrics of heads and their target: all heads as one draft, and each head by itself.
+
+    `head_1/loss` and so on are of the heads in the order of their guesses, the first looking one token further than the
+    target. `loss` is what training minimizes; the draft's other figures are those of the first head.
+
+    Args:
+        weights: of each head's loss.
+        trains_target: whether the target's own loss is minimized too.
+        num_draft_tokens: guesses of a round.
+    """
+
+    def __init__(self, weights: Sequence[float], trains_target: bool, num_draft_tokens: int) -> None:
+        super().__init__(num_draft_tokens, first_round=False)
+        self.weights, self.trains_target = list(weights), trains_target
+        self.heads = nn.ModuleList(NextToken() for _ in weights)
+
+    def count(self, head_logits: Float[Tensor, "H B T V"], target_logits: Float[Tensor, "B T V"], batch: Batch) -> None:
+        """Count one batch."""
+        labels = batch.next_tokens()
+        guesses = as_guesses(head_logits[: self.greedy.num_draft_tokens])
+        for rounds in (self.greedy, self.sampling):
+            rounds.update(guesses, target_logits, batch)
+        self.target.update(target_logits, labels)
+        self.draft.update(head_logits[0], labels_ahead(labels, 1))
+        for i, (head, logits) in enumerate(zip(self.heads, head_logits, strict=True)):
+            head.update(logits, labels_ahead(labels, i + 1))  # type: ignore[operator]
+
+    def compute(self) -> dict[str, Tensor]:
+        rates = super().compute()
+        loss = rates["target_loss"] if self.trains_target else torch.zeros_like(rates["target_loss"])
+        for i, (head, weight) in enumerate(zip(self.heads, self.weights, strict=True), start=1):
+            counts = head.compute()  # type: ignore[operator]
+            loss = loss + weight * counts.loss_sum / counts.num_tokens.clamp(min=1)
+            rates |= {f"head_{i}/loss": counts.loss, f"head_{i}/accuracy": counts.accuracy}
+        return {**rates, "loss": loss}
+
+    def reset(self) -> None:
+        super().reset()
+        for head in self.heads:
+            head.reset()  # type: ignore[operator]
+
+
+class MultiTokenTraining(SpeculativeTraining):
+    """Trains heads that guess the tokens after the next from the target's last hidden state.
+
+    Theory: trained with their target, the heads ask its hidden state to say more than the next token, which costs the
+    target little and makes the heads good: the sum of all cross-entropies is minimized (Gloeckle et al. 2024, equation
+    2). On a target that stays as it is, only the heads learn, each by the weight 0.8^k, since those that look further
+    have the larger losses (Cai et al. 2024, "Medusa": Medusa-1).
+
+    Args:
+        target: the model whose output is wanted; None where `target_checkpoint` says it.
+        num_heads: guesses of a round at most.
+        target_checkpoint: a checkpoint whose target is taken, or the directory of a transformers model.
+        freeze_target: whether the target stays as it is, to the last bit.
+        head_weights: what each head's loss counts beside the target's; all 1 when None, 0.8^k on a frozen target.
+        num_blocks: residual blocks of each head.
+        shared_output: whether the heads end in the target's own output head.
+        options: those of `SpeculativeTraining`.
+    """
+
+    drafter: MultiTokenDrafter
+    first_round = False
+
+    def __init__(
+        self,
+        target: LanguageModel | None = None,
+        num_heads: int = 4,
+        *,
+        target_checkpoint: str | None = None,
+        freeze_target: bool = False,
+        head_weights: Sequence[float] | None = None,
+        num_blocks: int = 1,
+        shared_output: bool = False,
+        **options: Any,
+    ) -> None:
+        target = the_target(target, target_checkpoint, freeze_target)
+        drafter = MultiTokenDrafter(
+            num_heads,
+            hidden_size=hidden_size_of(target),
+            vocab_size=target.vocab_size,
+            num_blocks=num_blocks,
+            shared_output=shared_output,
+        )
+        self.freeze_target, self.target_checkpoint = freeze_target, target_checkpoint
+        self.head_weights = _checked(head_weights, num_heads, freeze_target)
+        super().__init__(target, drafter.init_from(target), **options)
+        if self.num_draft_tokens > num_heads:
+            raise ValueError(
+                f"a round cannot have {self.num_draft_tokens} guesses of {num_heads} heads: lower num_draft_tokens or "
+                "raise num_heads"
+            )
+        self.target.requires_grad_(not freeze_target)
+        self.train()
+
+    def train(self, mode: bool = True) -> MultiTokenTraining:
+        super().train(mode)
+        if self.freeze_target:
+            self.target.eval()
+        return self
+
+    def settings(self) -> dict[str, Any]:
+        own = {
+            "num_heads": self.drafter.num_heads,
+            "target_checkpoint": self.target_checkpoint,
+            "freeze_target": self.freeze_target,
+            "head_weights": self.head_weights,
+        }
+        return {**super().settings(), **own}
+
+    def new_metrics(self) -> HeadMetrics:
+        return HeadMetrics(self.head_weights, not self.freeze_target, self.num_draft_tokens)
+
+    def score_heads(self, batch: Batch) -> tuple[Float[Tensor, "H B T V"], Float[Tensor, "B T V"]]:
+        """All heads' logits and the target's, for every token of the batch but the last."""
+        (layer,) = self.drafter.features(self.target)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_target):
+            output = self.target(batch.tokens[:, :-1], features=(layer,))
+        return self.drafter.logits(output.features[layer], self.target), output.logits
+
+    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        head_logits, target_logits = self.score_heads(batch)
+        return as_guesses(head_logits[: self.num_draft_tokens]), target_logits
+
+    def measure(self, metrics: PairMetrics, batch: Batch) -> None:
+        assert isinstance(metrics, HeadMetrics)
+        metrics.count(*self.score_heads(batch), batch)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        labels = batch.next_tokens()
+        head_logits, target_logits = self.score_heads(batch)
+        losses = head_losses(head_logits, labels)
+        loss = (losses * losses.new_tensor(self.head_weights)).sum()
+        target_loss = next_token_loss(target_logits, labels)
+        num_tokens = int((labels != IGNORED).sum())
+        self.log_losses({"draft_loss": losses[0].detach(), "target_loss": target_loss.detach()}, num_tokens)
+        each = {f"train/head_{i}/loss": value.detach() for i, value in enumerate(losses, start=1)}
+        self.log_dict(each, on_step=False, on_epoch=True, sync_dist=True, batch_size=num_tokens)
+        return loss if self.freeze_target else loss + target_loss
+
+
+def the_target(target: LanguageModel | None, path: str | os.PathLike[str] | None, freeze: bool) -> LanguageModel:
+    """The model that is given, or that of a checkpoint or a directory; whichever of the two is named.
+
+    Raises:
+        ValueError: both are named or neither; or the file holds no model that can be used.
+        FileNotFoundError: there is no such file.
+    """
+    if (target is None) == (path is None):
+        given = "neither" if path is None else "both"
+        raise ValueError(f"heads need one target, got {given}: give either `target` or `target_checkpoint`")
+    if target is not None:
+        return target
+    assert path is not None
+    if Path(path).is_dir():
+        from lightning_specdec.models.loading import load_model
+
+        # What is trained has to be able to take small steps; what is not may stay as it is stored.
+        return load_model(path, dtype=None if freeze else "float32")
+    return checkpoint_file.load(path).target
+
+
+def hidden_size_of(target: LanguageModel) -> int:
+    """The width of the hidden states that the heads will read.
+
+    Raises:
+        ValueError: the target gives none.
+    """
+    if target.hidden_size is None:
+        raise ValueError(f"{type(target).__name__} gives no hidden states, which heads guess from: take another target")
+    return target.hidden_size
+
+
+def _checked(weights: Sequence[float] | None, num_heads: int, frozen: bool) -> list[float]:
+    """The heads' weights, as they are given or by default."""
+    if weights is None:
+        return [DECAY**k if frozen else 1.0 for k in range(1, num_heads + 1)]
+    if len(weights) != num_heads:
+        raise ValueError(f"head_weights must be {num_heads} numbers, one for each head, got {len(weights)}")
+    return [require_number("head_weights", weight, low=0.0) for weight in weights]

@@ -1,0 +1,316 @@
+"""Laws of checkpoints that hold transformers, several drafts, and drafts inside the target: what is read is what was
+written, and whatever a file says, it runs and fetches nothing and gives one line."""
+
+from __future__ import annotations
+
+import copy
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_fixtures import call, here, refused, succeed
+from families import FAMILIES, MORE, tiny
+
+from lightning_specdec import SpeculativeDecoder, checkpoint
+from lightning_specdec.drafters import Drafter, EarlyExitDrafter, ModelDrafter, NGramDrafter
+from lightning_specdec.models import MODELS, RNN, LanguageModel
+from lightning_specdec.models.huggingface import HuggingFaceLM
+
+__all__ = ["here"]
+pytestmark = pytest.mark.usefixtures("here")
+SHIPPED = Path(__file__).parent.parent / "checkpoints" / "rnn.ckpt"
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 20,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+
+def llama(seed: int = 0, **sizes: Any) -> HuggingFaceLM:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return HuggingFaceLM({**LLAMA, "initializer_range": 0.5, **sizes}).eval()
+
+
+def logits(model: LanguageModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS, model.init_state(1, 16)).logits
+
+
+def through_a_file(target: LanguageModel, drafter: Drafter | None = None, **options: Any) -> checkpoint.Checkpoint:
+    checkpoint.save("a.ckpt", target, drafter or NGramDrafter(), prompts=[[1, 2]], **options)
+    return checkpoint.load("a.ckpt")
+
+
+@pytest.mark.parametrize("family", FAMILIES | MORE)
+def test_a_family_scores_alike_after_a_checkpoint(family: str) -> None:
+    model = HuggingFaceLM(tiny(family))
+    again = through_a_file(model).target
+    assert torch.equal(logits(model), logits(again))
+    assert again.arguments() == model.arguments() and again.num_parameters == model.num_parameters
+    assert all(not value.is_meta for value in (*again.parameters(), *again.buffers()))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_reading_a_checkpoint_draws_no_random_numbers(family: str) -> None:
+    checkpoint.save("a.ckpt", HuggingFaceLM(tiny(family)), NGramDrafter())
+    before = torch.get_rng_state()
+    checkpoint.load("a.ckpt")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_no_token_of_a_new_model_is_special_unless_its_config_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    for family in ("gpt2", "phi3", "gemma3_text"):
+        config = HuggingFaceLM({"model_type": family, **FAMILIES[family], "pad_token_id": None}).model.config
+        assert config.pad_token_id is config.bos_token_id is config.eos_token_id is None
+    assert llama(eos_token_id=3).model.config.eos_token_id == 3
+    assert "token_id" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+def test_a_shared_embedding_is_stored_once_and_shared_again(family: str) -> None:
+    model = HuggingFaceLM(tiny(family, tie_word_embeddings=True))
+    again = through_a_file(model).target
+    assert isinstance(again, HuggingFaceLM)
+    assert again.model.get_output_embeddings().weight is again.model.get_input_embeddings().weight
+    assert torch.equal(logits(model), logits(again))
+    assert Path("a.ckpt").stat().st_size < 4 * model.num_parameters + 40_000
+
+
+def test_scaled_rotations_and_the_models_positions_survive() -> None:
+    scaling = {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}
+    model = llama(rope_parameters=scaling)
+    assert torch.equal(logits(through_a_file(model).target), logits(model))
+    assert not torch.equal(logits(llama()), logits(model))
+
+
+def test_a_model_is_made_again_of_its_arguments() -> None:
+    model = llama()
+    again = HuggingFaceLM(**model.arguments())
+    assert again.arguments() == model.arguments()
+    assert again.state_dict().keys() == model.state_dict().keys()
+    assert HuggingFaceLM({key: value for key, value in LLAMA.items() if key != "vocab_size"}, vocab_size=20)
+
+
+def test_a_vocabulary_is_stated_once() -> None:
+    with pytest.raises(ValueError, match="a vocabulary of 20 tokens, 30 are wanted"):
+        HuggingFaceLM(LLAMA, vocab_size=30)
+    with pytest.raises(ValueError, match="a vocabulary of 20 tokens, 30 are wanted"):
+        HuggingFaceLM(llama().model, vocab_size=30)
+
+
+BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "no family": ({"model_type": None}, "needs a model_type"),
+    "unknown family": ({"model_type": "lama"}, "did you mean llama"),
+    "an encoder": ({"model_type": "t5"}, "no model_type of a causal language model"),
+    "a typing error": ({"hiden_size": 3}, "'hiden_size': did you mean hidden_size"),
+    "code of its own": ({"auto_map": {"AutoModelForCausalLM": "a--b.C"}}, "auto_map"),
+    "attention from a hub": ({"attn_implementation": "somebody/kernels"}, "attn_implementation"),
+    "attention by its inner name": ({"_attn_implementation_internal": "somebody/kernels"}, "_attn_implementation"),
+    "quantization": ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+    "code further in": ({"rope_parameters": {"auto_map": {}}}, "auto_map"),
+    "a model within the model": ({"rope_parameters": {"model_type": "timm_backbone"}}, "says 'model_type'"),
+    "weights from a hub": ({"use_pretrained_backbone": True}, "use_pretrained_backbone"),
+    "absurd width": ({"hidden_size": 10**12}, "hidden_size must be from"),
+    "absurd depth": ({"num_hidden_layers": 10**9}, "num_hidden_layers must be from"),
+    "absurd vocabulary": ({"vocab_size": 2**40}, "vocab_size must be from"),
+    "nothing negative": ({"hidden_size": -16}, "no 'llama' model can be built so"),
+    "text for a size": ({"hidden_size": "16"}, "hidden_size"),
+    "a size that does not divide": ({"num_attention_heads": 3}, "not a multiple"),
+    "no such activation": ({"hidden_act": "os.system"}, "os.system"),
+    "an object": ({"hidden_size": torch.ones(1)}, "no plain value"),
+    "a strange type": ({"dtype": "Tensor"}, "dtype must be one of"),
+    "a long text": ({"hidden_act": "x" * 10_000}, "letters"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_a_config_that_makes_no_model_is_refused_in_one_line(case: str) -> None:
+    changes, told = BAD_CONFIGS[case]
+    with pytest.raises(ValueError, match=told) as caught:
+        HuggingFaceLM({**LLAMA, **changes})
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A checkpoint of two transformers, read."""
+    path = tmp_path_factory.mktemp("pair") / "pair.ckpt"
+    checkpoint.save(path, llama(), ModelDrafter(llama(1, num_hidden_layers=1)), prompts=[[1, 2, 3]])
+    found: dict[str, Any] = torch.load(path, weights_only=True)
+    return found
+
+
+def test_a_description_larger_than_its_weights_costs_nothing(content: dict[str, Any]) -> None:
+    for key, value in (("num_hidden_layers", 1024), ("hidden_size", 2**20), ("vocab_size", 2**20)):
+        bad = copy.deepcopy(content)
+        bad[checkpoint.KEY]["target"]["arguments"]["model"][key] = value
+        torch.save(bad, "bad.ckpt")
+        refused("info", "--ckpt", "bad.ckpt", told="bad.ckpt")
+
+
+def test_one_weight_under_two_names_must_be_one() -> None:
+    checkpoint.save("tied.ckpt", llama(tie_word_embeddings=True), NGramDrafter())
+    bad = torch.load("tied.ckpt", weights_only=True)
+    bad["state_dict"]["target.model.lm_head.weight"] = torch.zeros(20, 16)
+    torch.save(bad, "bad.ckpt")
+    refused("info", "--ckpt", "bad.ckpt", told="differ, and it has one weight for both")
+
+
+def mutations(numbers: random.Random, description: dict[str, Any]) -> Iterator[None]:
+    """Change some values of a description, somewhere."""
+    values: list[Any] = [0, 1, -1, 2, 7, 10**12, 0.5, float("nan"), "", "llama", None, [], {}, True, [1] * 50, {"a": 1}]
+    for _ in range(numbers.choice((1, 1, 2, 5))):
+        place = description[numbers.choice(("target", "drafter"))]["arguments"]
+        while True:
+            inner = [key for key, value in place.items() if isinstance(value, dict)]
+            if not inner or numbers.random() < 0.2:
+                break
+            place = place[numbers.choice(inner)]
+        key = numbers.choice([*place, "extra"])
+        if key in place and numbers.random() < 0.15:
+            del place[key]
+        else:
+            place[key] = numbers.choice(values)
+        yield
+
+
+def test_random_changes_of_a_description_give_one_line_or_none(content: dict[str, Any]) -> None:
+    codes = []
+    for seed in range(80):
+        bad = {**content, checkpoint.KEY: copy.deepcopy(content[checkpoint.KEY])}
+        list(mutations(random.Random(seed), bad[checkpoint.KEY]))
+        torch.save(bad, "bad.ckpt")
+        try:
+            loaded = checkpoint.load("bad.ckpt")
+        except ValueError as error:
+            codes.append(2)
+            assert "\n" not in str(error) and "bad.ckpt" in str(error), seed
+        else:
+            codes.append(0)
+            assert logits(loaded.target).shape == (1, 8, 20), seed
+    assert codes.count(2) > 40
+
+
+def test_a_draft_inside_the_target_brings_no_weights_of_the_target() -> None:
+    target, drafter = llama(), EarlyExitDrafter(2)
+    loaded = through_a_file(target, drafter)
+    assert isinstance(loaded.drafter, EarlyExitDrafter) and loaded.drafter.exit_layer == 2
+    assert all(name.startswith("target.") for name in checkpoint.read("a.ckpt")["state_dict"])
+    options: dict[str, Any] = {"max_new_tokens": 12, "num_draft_tokens": 3}
+    before = SpeculativeDecoder(target, drafter).decode([[1, 2, 3]], **options)
+    after = SpeculativeDecoder.from_checkpoint("a.ckpt").decode([[1, 2, 3]], **options)
+    assert before.tokens == after.tokens and before.counts == after.counts
+
+
+def test_an_exit_behind_the_last_layer_is_refused() -> None:
+    checkpoint.save("a.ckpt", llama(), EarlyExitDrafter(2))
+    bad = torch.load("a.ckpt", weights_only=True)
+    bad[checkpoint.KEY]["drafter"]["arguments"]["exit_layer"] = 3
+    torch.save(bad, "bad.ckpt")
+    refused("info", "--ckpt", "bad.ckpt", told="exit_layer must be from 1 to 2")
+
+
+def of_several() -> checkpoint.Checkpoint:
+    """A target with three drafts, read from several.ckpt."""
+    others = {"tiny": ModelDrafter(llama(2, num_hidden_layers=1)), "early": EarlyExitDrafter(1)}
+    checkpoint.save("several.ckpt", llama(), ModelDrafter(llama(1)), prompts=[[1, 2, 3]], others=others, name="small")
+    return checkpoint.load("several.ckpt")
+
+
+def test_several_drafts_are_found_by_their_names() -> None:
+    loaded = of_several()
+    assert list(loaded.drafters) == ["small", "tiny", "early"]
+    assert loaded.draft() is loaded.draft("small") is loaded.drafter
+    tiny_model = loaded.others["tiny"].model
+    assert torch.equal(logits(tiny_model), logits(llama(2, num_hidden_layers=1)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no draft 'huge': it has small, tiny, early"):
+        loaded.draft("huge")
+
+
+def test_decoding_names_a_draft_of_the_checkpoint() -> None:
+    of_several()
+    outputs = set()
+    for name in (None, "tiny", "early"):
+        decoder = SpeculativeDecoder.from_checkpoint("several.ckpt", draft=name)
+        outputs.add(str(decoder.decode([[1, 2, 3]], max_new_tokens=9).tokens))
+        named = () if name is None else ("--draft", name)
+        succeed("decode", "--ckpt", "several.ckpt", "--repeats", "0", *named)
+    assert len(outputs) == 1, "whatever guesses, the output is the target's"
+    with pytest.raises(ValueError, match="no draft 'huge'"):
+        SpeculativeDecoder.from_checkpoint("several.ckpt", draft="huge")
+    refused("decode", "--ckpt", "several.ckpt", "--draft", "huge", told="it has small, tiny, early")
+
+
+def test_export_keeps_all_drafts() -> None:
+    of_several()
+    succeed("export", "--ckpt", "several.ckpt", "--output", "exported.ckpt")
+    again = checkpoint.load("exported.ckpt")
+    assert list(again.drafters) == ["small", "tiny", "early"] and again.name == "small"
+    shown = succeed("info", "--ckpt", "exported.ckpt").out
+    assert "small" in shown and "tiny" in shown and "early" in shown
+
+
+def other(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
+    return lambda content: change(content[checkpoint.KEY])
+
+
+OTHER_DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "others that are none": other(lambda described: described.update(others=[1])),
+    "a name that is none": other(lambda described: described.update(name="a.b")),
+    "a name that is a number": other(lambda described: described["others"].update({5: described["drafter"]})),
+    "two of a name": other(lambda described: described.update(name="tiny")),
+    "another that is not described": other(lambda described: described["others"].pop("tiny")),
+    "another of another kind": other(lambda described: described["others"].update(tiny=described["target"])),
+    "another without weights": other(lambda described: described["others"].update(more=described["drafter"])),
+    "a tokenizer that is none": other(lambda described: described.update(tokenizer=5)),
+}
+
+
+@pytest.mark.parametrize("damage", OTHER_DAMAGES)
+def test_drafts_that_do_not_hold_together_are_refused(damage: str) -> None:
+    of_several()
+    bad = torch.load("several.ckpt", weights_only=True)
+    OTHER_DAMAGES[damage](bad)
+    torch.save(bad, "bad.ckpt")
+    for verb in (("info",), ("decode", "--repeats", "0")):
+        refused(*verb, "--ckpt", "bad.ckpt", told="bad.ckpt")
+
+
+def test_parts_nested_without_end_are_refused() -> None:
+    checkpoint.save("a.ckpt", llama(), NGramDrafter())
+    bad = torch.load("a.ckpt", weights_only=True)
+    spec: Any = bad[checkpoint.KEY]["drafter"]
+    for _ in range(40):
+        spec = {"class": "ModelDrafter", "arguments": {"model": [spec, spec]}}
+    bad[checkpoint.KEY]["drafter"] = spec
+    torch.save(bad, "bad.ckpt")
+    refused("info", "--ckpt", "bad.ckpt", told="nested too deeply")
+
+
+def test_checkpoints_of_before_are_read() -> None:
+    loaded = checkpoint.load(SHIPPED)
+    assert isinstance(loaded.target, RNN) and loaded.others == {} and loaded.tokenizer is None
+    assert list(loaded.drafters) == ["main"]
+    assert call("decode", "--ckpt", str(SHIPPED), "--repeats", "0", "--draft", "main").code == 0
+
+
+def test_recurrent_checkpoints_need_no_transformers() -> None:
+    program = (
+        "from lightning_specdec import SpeculativeDecoder; import sys\n"
+        f"SpeculativeDecoder.from_checkpoint({str(SHIPPED)!r}).decode([1, 2, 3], max_new_tokens=3)\n"
+        "print('transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "False"
+    assert set(MODELS) == {"RNN", "HuggingFaceLM"} and MODELS["HuggingFaceLM"] is HuggingFaceLM

@@ -1,0 +1,469 @@
+"""Laws of early exits: they guess as the cut-off model would, every layer reads every token once, and nothing changes.
+
+The laws of all drafters go through early exits too, see `cases`; here are those that only they have, and all families.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import cases
+import pytest
+import torch
+from families import tiny
+from torch import Tensor
+
+from lightning_specdec import SpeculativeDecoder
+from lightning_specdec.bench.calibration import calibrate
+from lightning_specdec.drafters import Context, Draft, DraftState, EarlyExitDrafter, Host, ModelDrafter
+from lightning_specdec.drafters.early_exit import ExitState
+from lightning_specdec.inference import (
+    AdaptiveWindow,
+    Calibration,
+    Costs,
+    Row,
+    Session,
+    Window,
+    autoregressive_decode,
+    open_session,
+    speculative_decode,
+)
+from lightning_specdec.inference.conversation import Conversation
+from lightning_specdec.inference.windows import Plan
+from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.models.layers import LayerStack
+from lightning_specdec.models.quantization import quantize
+from lightning_specdec.rules import RejectionSampling, Sampling
+
+PROMPTS = [[3], [1, 2, 3, 4, 5], [7, 7], [10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 60, 66]]
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "phi3", "gpt2", "gpt_neox"]
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@functools.cache
+def ours(family: str) -> HuggingFaceLM:
+    return HuggingFaceLM(tiny(family))
+
+
+def cut_off(family: str, num_layers: int) -> HuggingFaceLM:
+    """A model of its own that ends behind that layer."""
+    inner = tiny(family)
+    stack = LayerStack(inner)
+    del stack.layers[num_layers:]
+    return HuggingFaceLM(inner)
+
+
+def idle_above(family: str, num_layers: int) -> HuggingFaceLM:
+    """A model whose upper layers add nothing: its exit knows all that it knows."""
+    inner = tiny(family)
+    with torch.no_grad():
+        for layer in LayerStack(inner).layers[num_layers:]:
+            for name, weight in layer.named_parameters():
+                if not any(word in name for word in ("norm", "ln_")):
+                    weight.zero_()
+    return HuggingFaceLM(inner)
+
+
+# What it guesses.
+
+
+@pytest.mark.parametrize(("exit_layer", "temperature"), [(1, 0.9), (2, 0.0)])
+@every_family
+def test_its_rounds_are_those_of_the_cut_off_model_as_a_draft(family: str, exit_layer: int, temperature: float) -> None:
+    """Which reads every token again, with a memory of its own: guesses, verdicts and draws are the same."""
+    target, other = ours(family), ModelDrafter(cut_off(family, exit_layer))
+    options: dict[str, Any] = {"max_new_tokens": 10, "rule": RejectionSampling(), "sampling": Sampling(temperature)}
+    found = speculative_decode(target, EarlyExitDrafter(exit_layer), PROMPTS, **options)
+    expected = speculative_decode(target, other, PROMPTS, **options)
+    assert [row.rounds for row in found.rows] == [row.rounds for row in expected.rows]
+    assert found.acceptance_rate is not None and 0 < found.acceptance_rate < 1
+
+
+@every_family
+def test_it_is_always_right_where_the_layers_above_add_nothing(family: str) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 8, "rule": RejectionSampling(), "sampling": Sampling(1.0)}
+    result = speculative_decode(idle_above(family, 1), EarlyExitDrafter(1), PROMPTS, **options)
+    assert result.acceptance_rate == 1.0 and result.block_efficiency == 4
+
+
+def test_an_own_head_reads_the_exits_layer() -> None:
+    target, drafter = cases.target("llama"), cases.drafter("early_exit_own", "llama")
+    assert isinstance(drafter, EarlyExitDrafter) and drafter.head is not None
+    text = [1, 2, 3, 4]
+    with torch.inference_mode():
+        state = target.init_state(1, 12)
+        context = Context([text], torch.tensor([text[-2:]]), None, wants_logits=True)
+        draft = drafter.propose(drafter.init_state(1, 12, Host(target, state)), context, [3], Sampling())
+        whole = torch.tensor([[*text, *draft.tokens[0].tolist()]])
+        hidden = target(whole, features=[1]).features[1]
+        expected = drafter.head(hidden)[:, len(text) - 1 : -1]
+    assert draft.logits is not None
+    torch.testing.assert_close(draft.logits, expected, rtol=1e-4, atol=1e-4)
+    assert draft.tokens.tolist() == expected.argmax(-1).tolist()
+
+
+# What it costs.
+
+
+def count_tokens(model: HuggingFaceLM) -> list[list[int]]:
+    """For each layer the tokens of every call from now on."""
+    seen: list[list[int]] = [[] for _ in model.stack.layers]
+    for layer, counts in zip(model.stack.layers, seen, strict=True):
+        layer.register_forward_hook(lambda module, inputs, output, counts=counts: counts.append(inputs[0].shape[1]))
+    return seen
+
+
+@pytest.mark.parametrize("exit_layer", [1, 2])
+@every_family
+def test_every_layer_reads_every_token_once(family: str, exit_layer: int) -> None:
+    """The lower ones the unread tokens and all guesses but the last while drafting, and that one when it is verified;
+    the upper ones all of them in one call."""
+    target, prompt = HuggingFaceLM(tiny(family)), PROMPTS[3]
+    session = open_session(target, EarlyExitDrafter(exit_layer), prompt, max_new_tokens=14, num_draft_tokens=3)
+    (row,) = session.live
+    seen = count_tokens(target)
+    unread = len(prompt)
+    while session.live:
+        for counts in seen:
+            counts.clear()
+        session.step()
+        guesses = min(3, row.rounds[-1].drafted and len(row.rounds[-1].drafted) or 0)
+        for layer, counts in enumerate(seen):
+            if layer < exit_layer and guesses:
+                assert counts == [unread, *[1] * guesses]
+            else:
+                assert counts == [unread + guesses]
+        unread = 1
+    assert row.num_rounds > 4
+
+
+def test_in_a_ragged_batch_the_upper_layers_are_called_once_a_round() -> None:
+    target = HuggingFaceLM(tiny("llama"))
+    session = open_session(target, EarlyExitDrafter(2), PROMPTS, max_new_tokens=9, num_draft_tokens=3)
+    seen = count_tokens(target)
+    session.step()
+    assert seen == [[12, 1, 1, 1], [12, 1, 1, 1], [15]], "no layer reads the prompts twice"
+    session.step()
+    assert seen == [[12, 1, 1, 1] + [1] * 4] * 2 + [[15, 4]]
+
+
+def test_it_keeps_no_keys_and_values_of_its_own() -> None:
+    target = ours("llama")
+    early = open_session(target, EarlyExitDrafter(1), PROMPTS, max_new_tokens=20)
+    other = open_session(target, ModelDrafter(cut_off("llama", 1)), PROMPTS, max_new_tokens=20)
+    for session in (early, other):
+        session.step()
+    state = early._draft_state
+    assert isinstance(state, ExitState) and state.whole is early._target_state
+    assert early._target_state.memory_bytes == other._target_state.memory_bytes
+    # The hidden states of a round's tokens, prompts included: 32 numbers each.
+    assert state.lower.memory_bytes <= 4 * (12 + 3) * 32 * 4
+    while early.step():
+        assert state.lower.memory_bytes <= 4 * (1 + 3) * 32 * 4 or len(early._rows) < 4
+
+
+# What it leaves as it was.
+
+
+@every_family
+def test_the_output_is_the_standard_one_at_every_temperature(family: str) -> None:
+    target = ours(family)
+    for sampling, exit_layer, window in ((Sampling(), 1, 6), (Sampling(0.9), 2, 2)):
+        options: dict[str, Any] = {"max_new_tokens": 10, "sampling": sampling, "eos": 5}
+        result = speculative_decode(target, EarlyExitDrafter(exit_layer), PROMPTS, num_draft_tokens=window, **options)
+        assert result.tokens == autoregressive_decode(target, PROMPTS, **options).tokens
+
+
+@every_family
+def test_a_ragged_batch_equals_its_rows(family: str) -> None:
+    target, drafter = ours(family), EarlyExitDrafter(2)
+    options: dict[str, Any] = {"max_new_tokens": 6, "rule": RejectionSampling(), "sampling": Sampling(0.8)}
+    together = speculative_decode(target, drafter, PROMPTS, **options)
+    for i, prompt in enumerate(PROMPTS):
+        alone = speculative_decode(target, drafter, [prompt], indices=[i], **options)
+        assert alone.rows[0].rounds == together.rows[i].rounds
+
+
+@every_family
+def test_a_text_may_fill_the_context_to_its_last_token(family: str) -> None:
+    """Padding and guesses behind the end of the context read no position that the model lacks."""
+    target, prompts = ours(family), [[i % 67 for i in range(86)], [1, 2]]
+    result = speculative_decode(target, EarlyExitDrafter(1), prompts, max_new_tokens=10, num_draft_tokens=5)
+    assert result.tokens == autoregressive_decode(target, prompts, max_new_tokens=10).tokens
+
+
+class Uneven(Window, Plan):
+    """Every row another window in every round, none at all among them."""
+
+    def __init__(self, seed: int) -> None:
+        self.largest, self.random = 5, random.Random(seed)
+
+    def plan(self, *, jointly: bool) -> Plan:
+        return self
+
+    def windows(self, rows: Sequence[Row]) -> list[int]:
+        wanted = [self.random.choice([0, 0, 1, 2, 5]) for _ in rows]
+        return [min(window, row.remaining - 1) if row.live else 0 for window, row in zip(wanted, rows, strict=True)]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": "Uneven"}
+
+
+@pytest.mark.parametrize(("family", "temperature"), [("llama", 0.9), ("mistral", 0.0), ("gpt2", 0.9)])
+def test_rows_without_guesses_stand_beside_rows_with_many(family: str, temperature: float) -> None:
+    target, options = ours(family), {"max_new_tokens": 14, "sampling": Sampling(temperature)}
+    expected = autoregressive_decode(target, PROMPTS, **options).tokens  # type: ignore[arg-type]
+    drafted: set[int] = set()
+    for seed in range(2):
+        window = Uneven(seed)
+        result = speculative_decode(target, EarlyExitDrafter(2), PROMPTS, num_draft_tokens=window, **options)  # type: ignore[arg-type]
+        assert result.tokens == expected
+        drafted |= {len(each.drafted) for row in result.rows for each in row.rounds or ()}
+    assert {0, 1, 2, 5} <= drafted
+
+
+class Listening(EarlyExitDrafter):
+    """Keeps the lengths of the texts that it is shown, and fills what nobody may look at with what is no number."""
+
+    def __init__(self, exit_layer: int) -> None:
+        super().__init__(exit_layer)
+        self.lengths: list[list[int]] = []
+        self.num_spoilt = 0
+
+    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
+        self.lengths.append([len(text) for text in context.texts])
+        draft = super().propose(state, context, windows, sampling)
+        assert draft.exit_states is not None
+        for row, length in enumerate(draft.exit_states.lengths):
+            self.num_spoilt += draft.exit_states.hidden[row, length:].numel()
+            draft.exit_states.hidden[row, length:] = torch.nan
+        return draft
+
+
+def spoil(session: Session) -> None:
+    """Large numbers in every slot behind the rows' texts."""
+    state = session._target_state
+    for row, length in enumerate(state.consumed):
+        for buffers in state.buffers.values():  # type: ignore[attr-defined]
+            for each in buffers:
+                each[row, :, length:] = 1e4
+
+
+@every_family
+def test_what_lies_behind_the_rows_is_never_read(family: str) -> None:
+    target, drafter, sampling = ours(family), Listening(1), Sampling(0.9)
+    session = open_session(target, drafter, PROMPTS, max_new_tokens=8, num_draft_tokens=4, sampling=sampling)
+    with torch.inference_mode():
+        while session.step():
+            spoil(session)
+    assert drafter.num_spoilt
+    expected = autoregressive_decode(target, PROMPTS, max_new_tokens=8, sampling=sampling)
+    assert session.result().tokens == expected.tokens
+
+
+def test_a_round_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lower layers had read guesses, and the upper ones had not."""
+    target, failures = HuggingFaceLM(tiny("llama")), [False, True, False, True, True] + [False] * 30
+    finish = target.finish
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if failures.pop(0):
+            raise KeyboardInterrupt
+        return finish(*args, **kwargs)
+
+    monkeypatch.setattr(target, "finish", failing)
+    session = open_session(target, EarlyExitDrafter(1), PROMPTS, max_new_tokens=12, sampling=Sampling(1.0))
+    num_failed = 0
+    while session.live:
+        try:
+            session.step()
+        except KeyboardInterrupt:
+            num_failed += 1
+    expected = autoregressive_decode(target, PROMPTS, max_new_tokens=12, sampling=Sampling(1.0))
+    assert session.result().tokens == expected.tokens and num_failed == 3
+
+
+def test_sessions_that_take_turns_on_one_target_do_not_notice() -> None:
+    target, drafters = ours("llama"), (EarlyExitDrafter(1), EarlyExitDrafter(2))
+    sessions = [open_session(target, drafter, PROMPTS[i::2], max_new_tokens=12) for i, drafter in enumerate(drafters)]
+    while any([session.step() for session in sessions]):
+        pass
+    for i, session in enumerate(sessions):
+        assert session.result().tokens == autoregressive_decode(target, PROMPTS[i::2], max_new_tokens=12).tokens
+
+
+@pytest.mark.parametrize("family", ["mistral", "gpt2"])
+def test_a_conversation_goes_on_behind_an_early_exit(family: str) -> None:
+    target, text = ours(family), [5, 6]
+    conversation = Conversation(target, EarlyExitDrafter(1), num_draft_tokens=4)
+    for turn in ([3, 1, 4], [60], [2, 7, 1, 8, 2, 8]):
+        prompt = [*text, *turn]
+        row = conversation.begin(prompt, max_new_tokens=9)
+        assert conversation.num_reused == (len(text) - 1 if len(text) > 2 else 0)
+        while row.live:
+            conversation.step()
+        assert row.text[len(prompt) :] == autoregressive_decode(target, prompt, max_new_tokens=9).tokens[0]
+        text = row.text
+
+
+# Windows that adapt.
+
+
+def test_a_window_that_hides_long_prompts_hides_none_from_a_drafter_inside_the_target() -> None:
+    """By a calibration of another pair its reading would cost much; it reads nothing that the target would not."""
+    widths = (1, 2, 3, 5)
+    each = Costs(1, widths, (1.0, 1.01, 1.02, 1.04), (0.0,) * 4, 0.0, 0.01, 0.3, 0.001)
+    prompts, target = [[i * 7 % 60 for i in range(50)], [4, 5]], ours("llama")
+    for rule, sampling in ((None, Sampling()), (RejectionSampling(), Sampling(0.9))):
+        drafter = Listening(1)
+        session = open_session(
+            target,
+            drafter,
+            prompts,
+            max_new_tokens=20,
+            num_draft_tokens=AdaptiveWindow(Calibration((each,), 64)),
+            rule=rule,
+            sampling=sampling,
+        )
+        row = session.live[0]
+        session.step()
+        assert session._plan.first_token(row) > 0, "nothing would be hidden from anyone"
+        while session.step():
+            pass
+        assert drafter.lengths and min(lengths[0] for lengths in drafter.lengths if len(lengths) == 2) >= 50
+        if rule is None:
+            assert session.result().tokens == autoregressive_decode(target, prompts, max_new_tokens=20).tokens
+
+
+class Clock:
+    """Goes on by what every layer's call costs: 1 second, and a tenth for each token."""
+
+    def __init__(self, model: HuggingFaceLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("lightning_specdec.inference.timing.time.perf_counter", lambda: self.now)
+        for layer in model.stack.layers:
+            layer.register_forward_hook(self.advance)
+
+    def advance(self, module: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        self.now += 1 + 0.1 * inputs[0].shape[1]
+
+
+def test_a_calibration_has_the_costs_of_real_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lower two layers read the last guess when it is verified, the upper one all of them."""
+    target, drafter = HuggingFaceLM(tiny("llama", max_position_embeddings=512)), EarlyExitDrafter(2)
+    clock = Clock(target, monkeypatch)
+    costs = calibrate(target, drafter, context_length=100, widths=(1, 2, 3, 5, 9), seconds=1e-9).at(1)
+    assert costs.round_seconds(0) == pytest.approx(3 * 1.1)
+    for window in (1, 2, 3, 4, 8):
+        assert costs.round_seconds(window) == pytest.approx(2 * 1.1 + 1 + 0.1 * (window + 1))
+    assert costs.draft_step_seconds == pytest.approx(2 * 1.1) and costs.draft_seconds == pytest.approx(0, abs=1e-9)
+    assert costs.draft_token_seconds == 0 and costs.target_token_seconds == pytest.approx(0.3, rel=0.02)
+    before = clock.now
+    result = speculative_decode(target, drafter, PROMPTS[3], max_new_tokens=30, num_draft_tokens=4)
+    rounds = [len(each.drafted) for each in result.rows[0].rounds or ()]
+    planned = sum(costs.draft_step_seconds * window + costs.round_seconds(window) for window in rounds)
+    planned += (len(PROMPTS[3]) - 1) * costs.target_token_seconds
+    assert clock.now - before == pytest.approx(planned, rel=0.01)
+    before = clock.now
+    autoregressive_decode(target, PROMPTS[3], max_new_tokens=30)
+    planned = 30 * costs.round_seconds(0) + (len(PROMPTS[3]) - 1) * costs.target_token_seconds
+    assert clock.now - before == pytest.approx(planned, rel=0.01)
+
+
+# Other forms of the target.
+
+
+@pytest.mark.parametrize("form", ["packed", "int8", "packed int8"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_target_may_be_packed_or_rounded(family: str, form: str) -> None:
+    target = HuggingFaceLM(tiny(family))
+    if "int8" in form:
+        quantize(target.model, "int8")
+    if "packed" in form:
+        target = target.pack()
+    result = speculative_decode(target, EarlyExitDrafter(1), PROMPTS, max_new_tokens=20)
+    assert result.tokens == autoregressive_decode(target, PROMPTS, max_new_tokens=20).tokens
+    assert result.acceptance_rate is not None and result.acceptance_rate > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("own", [False, True])
+def test_half_precision_drafts_with_the_targets_head_and_with_an_own_one(dtype: torch.dtype, own: bool) -> None:
+    target = idle_above("llama", 1).to(dtype)
+    drafter = EarlyExitDrafter(1, head_layers=[1] if own else [], hidden_size=32, vocab_size=67)
+    if drafter.head is not None:  # in float32, as a checkpoint may have it
+        drafter.head.output.load_state_dict({"weight": target.model.lm_head.weight.float()})
+    result = speculative_decode(target, drafter, PROMPTS, max_new_tokens=16)
+    assert [len(tokens) for tokens in result.tokens] == [16] * 4
+    assert result.acceptance_rate is not None and result.acceptance_rate > 0.8
+
+
+def test_a_decoder_takes_it_like_any_drafter() -> None:
+    decoder = SpeculativeDecoder(ours("qwen2"), EarlyExitDrafter(2))
+    result = decoder.decode(PROMPTS, max_new_tokens=12, num_draft_tokens=4)
+    assert result.tokens == decoder.decode_standard(PROMPTS, max_new_tokens=12).tokens
+    assert result.num_draft_calls
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("exit_layer", "told"),
+    [
+        (0, "exit_layer must be at least 1, got 0"),
+        (-1, "exit_layer must be at least 1, got -1"),
+        (True, "exit_layer must be an integer"),
+        (3, "exit_layer must be from 1 to 2, got 3"),
+        (40, "exit_layer must be from 1 to 2, got 40"),
+    ],
+)
+def test_an_exit_that_the_target_does_not_have_is_refused(exit_layer: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        SpeculativeDecoder(ours("llama"), EarlyExitDrafter(exit_layer))
+
+
+def test_a_target_without_layers_to_exit_from_is_refused() -> None:
+    for name in ("rnn", "transformer"):
+        with pytest.raises(ValueError, match="has no layers to exit from: an early exit takes a transformers model"):
+            Session(cases.target(name), EarlyExitDrafter(1), max_length=9)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"hidden_size": 32, "vocab_size": 66}, "heads are for 66 tokens, the target has 67: use the target that"),
+        ({"hidden_size": 31, "vocab_size": 67}, "heads are for 31 hidden units, the target has 32: use"),
+        ({"hidden_size": 32}, "vocab_size must be an integer"),
+        ({"vocab_size": 67}, "hidden_size must be an integer"),
+    ],
+)
+def test_a_head_of_another_target_is_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        SpeculativeDecoder(ours("llama"), EarlyExitDrafter(1, head_layers=[1], **options))
+
+
+def test_another_exit_shares_the_heads() -> None:
+    drafter = EarlyExitDrafter(1, head_layers=[1, 2], hidden_size=32, vocab_size=67, sampling=Sampling(0.7))
+    other = drafter.at(2)
+    assert (other.exit_layer, other.sampling) == (2, drafter.sampling) and other.heads is drafter.heads
+    assert drafter.head is not None and other.head is drafter.heads["2"] and drafter.at(3).head is None
+    with pytest.raises(ValueError, match="exit_layer must be at least 1"):
+        drafter.at(0)
+
+
+@pytest.mark.parametrize("head_layers", [[], [2], [1, 2]])
+def test_its_arguments_build_it_again(head_layers: list[int]) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "vocab_size": 67} if head_layers else {}
+    drafter = EarlyExitDrafter(2, head_layers=head_layers, **sizes)
+    again = EarlyExitDrafter(**drafter.arguments())
+    again.load_state_dict(drafter.state_dict())
+    options: dict[str, Any] = {"max_new_tokens": 8}
+    found, expected = (speculative_decode(ours("llama"), each, PROMPTS, **options) for each in (again, drafter))
+    assert [row.rounds for row in found.rows] == [row.rounds for row in expected.rows]
+    drafter.sampling = Sampling(0.5)
+    with pytest.raises(ValueError, match="a checkpoint keeps no sampling"):
+        drafter.arguments()

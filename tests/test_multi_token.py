@@ -1,0 +1,229 @@
+"""Laws of the heads: they guess from the state that the text's last token came from, and from nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+import cases
+import pytest
+import torch
+from tiny_heads import OPEN, Chain, family, heads, perfect
+from torch import Tensor, nn
+
+from lightning_specdec.drafters import Context, Draft, DraftState, Host, MultiTokenDrafter, last_two
+from lightning_specdec.drafters.multi_token import MultiTokenState
+from lightning_specdec.inference import Row, Session, autoregressive_decode, speculative_decode
+from lightning_specdec.inference.conversation import Conversation
+from lightning_specdec.inference.windows import Plan, Window
+from lightning_specdec.models import LanguageModel
+from lightning_specdec.rules import RejectionSampling, Sampling
+
+PAIRS = [(target, shared) for target in cases.MODELS for shared in (False, True) if target != "gemma3" or not shared]
+BOTH = pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+
+
+class Checked(MultiTokenDrafter):
+    """Compares each draft with what the heads say of the target's hidden states read from scratch, and notes it."""
+
+    def __init__(self, drafter: MultiTokenDrafter, target: LanguageModel) -> None:
+        super().__init__(**drafter.arguments())
+        self.heads, self.target = drafter.heads, [target]  # in a list: no module of this one
+        self.made: list[tuple[list[int], int]] = []
+
+    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
+        draft, (target,) = super().propose(state, context, windows, sampling), self.target
+        lengths = [draft.tokens.shape[1]] * len(windows) if draft.lengths is None else draft.lengths.tolist()
+        for row, (text, length, window) in enumerate(zip(context.texts, lengths, windows, strict=True)):
+            if not window:
+                continue
+            self.made.append((list(text), length))
+            assert length in (0, min(window, self.num_heads))
+            if length:
+                (layer,) = self.features(target)
+                hidden = target(torch.tensor([text[:-1]]), features=(layer,)).features[layer][:, -1:]
+                expected = sampling.probs(self.logits(hidden, target, length)[:, 0, 0])
+                probs = nn.functional.one_hot(draft.tokens, self.vocab_size) if draft.probs is None else draft.probs
+                torch.testing.assert_close(probs[row, :length].float(), expected, atol=2e-4, rtol=2e-3)
+        return draft
+
+
+class Script(Window, Plan):
+    """These windows, again and again."""
+
+    def __init__(self, *windows: int) -> None:
+        self.script, self.largest, self.turn = windows, max(windows), 0
+
+    def plan(self, *, jointly: bool) -> Plan:
+        return Script(*self.script)
+
+    def windows(self, rows: Sequence[Row]) -> list[int]:
+        self.turn += 1
+        window = self.script[(self.turn - 1) % len(self.script)]
+        return [min(window, row.remaining - 1) if row.live else 0 for row in rows]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("window", [Script(3), Script(2, 0, 0, 5), Script(0, 1)], ids=["3", "2,0,0,5", "0,1"])
+@pytest.mark.parametrize(("name", "shared"), PAIRS)
+def test_every_guess_comes_from_the_state_behind_the_last_token_but_one(
+    name: str, shared: bool, window: Window, temperature: float
+) -> None:
+    target, sampling = cases.target(name), Sampling(temperature)
+    checked = Checked(heads(target, shared_output=shared), target)
+    result = speculative_decode(
+        target, checked, cases.PROMPTS, max_new_tokens=12, num_draft_tokens=window, sampling=sampling, eos=cases.EOS
+    )
+    assert result.tokens == cases.standard(name, sampling, 12).tokens
+    # The first call of the target shows a state, with a draft or without.
+    silent = [text for text, length in checked.made if not length]
+    assert silent == ([] if window.script[0] == 0 else cases.PROMPTS)  # type: ignore[attr-defined]
+    assert len(checked.made) > len(silent)
+
+
+@pytest.mark.parametrize("name", ["rnn", "transformer", "llama"])
+def test_rows_join_leave_and_go_on_without_taking_over_each_others_states(name: str) -> None:
+    target, generator = cases.target(name), random.Random(5)
+    checked = Checked(heads(target), target)
+    session = Session(target, checked, max_length=200, sampling=Sampling(1.0), eos=cases.EOS, rule=RejectionSampling())
+    rows: list[Row] = []
+    ended: list[Row] = []
+    begun: list[list[int]] = []
+    for turn in range(60):
+        if turn < 45 and generator.random() < 0.4:
+            begun.append([generator.randrange(cases.VOCAB) for _ in range(generator.randint(1, 6))])
+            rows.append(session.add(begun[-1], max_new_tokens=generator.randint(2, 14)))
+        if turn < 45 and ended and generator.random() < 0.5:
+            row = ended.pop(generator.randrange(len(ended)))
+            kept = row.text[: generator.randint(1, len(row.text))]
+            begun.append([*kept, *(generator.randrange(cases.VOCAB) for _ in range(generator.randint(1, 3)))])
+            rows.append(session.resume(row, begun[-1], max_new_tokens=9))
+        if session.live and generator.random() < 0.1:
+            session.cancel(generator.choice(session.live))
+        session.step()
+        ended += [row for row in rows if not row.live]
+        rows = [row for row in rows if row.live]
+    assert not session.live and len(begun) > 20
+    silent = [text for text, length in checked.made if not length]
+    assert all(text in begun for text in silent), "a row that has been read before has no guess"
+    assert len(silent) < len(checked.made) / 2
+
+
+@pytest.mark.parametrize("rule", cases.LOSSLESS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("num_heads", [1, 3])
+@BOTH
+def test_perfect_heads_are_kept_whole_in_every_round_but_the_first(
+    num_heads: int, temperature: float, rule: str, shared: bool
+) -> None:
+    target = Chain()
+    result = speculative_decode(
+        target,
+        perfect(target, num_heads, shared=shared),
+        [[3], [1, 2, 3], [7, 7]],
+        max_new_tokens=1 + 3 * (num_heads + 1),
+        num_draft_tokens=5,
+        rule=cases.RULES[rule](),
+        sampling=Sampling(temperature),
+    )
+    for row in result.rows:
+        assert row.rounds is not None and row.rounds[0].drafted == []
+        assert [len(each.drafted) for each in row.rounds[1:]] == [num_heads] * 3
+        later = row.rounds[1:]
+        assert sum(each.num_accepted + 1 for each in later) / len(later) == num_heads + 1
+    assert result.acceptance_rate == 1.0 and result.num_target_calls == 4 and result.num_draft_calls == 3
+
+
+def test_fitted_heads_are_right_often_and_the_cases_test_something() -> None:
+    for name, shared in PAIRS:
+        drafter = heads(cases.target(name), shared_output=shared)
+        result = speculative_decode(cases.target(name), drafter, cases.PROMPTS, max_new_tokens=30)
+        assert result.acceptance_rate is not None and 0.3 < result.acceptance_rate < 0.95, (name, shared)
+
+
+@BOTH
+@pytest.mark.parametrize("name", [*OPEN, "gemma3_text", "gemma3n_text"])
+def test_heads_on_a_pretrained_target_change_no_token(name: str, shared: bool) -> None:
+    if shared and name not in OPEN:
+        pytest.skip("its output head cannot be called by itself, which another test asks for")
+    target = family(name)
+    drafter, target = heads(target, shared_output=shared).fused(), target.fused()
+    for temperature in (0.0, 0.8):
+        expected = autoregressive_decode(target, cases.PROMPTS, max_new_tokens=9, sampling=Sampling(temperature))
+        result = speculative_decode(target, drafter, cases.PROMPTS, max_new_tokens=9, sampling=Sampling(temperature))
+        assert result.tokens == expected.tokens
+
+
+def test_only_as_many_heads_are_asked_as_guesses_are_wanted() -> None:
+    target, calls = cases.target("transformer"), [0]
+    drafter = deepcopy(heads(target, num_steps=0))
+    for head in drafter.heads.children():
+        head.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    speculative_decode(target, drafter, [1, 2, 3], max_new_tokens=1, num_draft_tokens=3)
+    assert calls == [0], "nothing is known of the text in its first round"
+    result = speculative_decode(target, drafter, [1, 2, 3], max_new_tokens=12, num_draft_tokens=2)
+    assert calls == [sum(len(each.drafted) for each in result.rows[0].rounds or ())]
+
+
+class Bigram:
+    """Forbids to say a token twice in a row."""
+
+    def __call__(self, tokens: Tensor, scores: Tensor) -> Tensor:
+        return scores.scatter(1, tokens[:, -1:], -torch.inf)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_processors_see_the_guesses_before_and_the_report_is_what_was_drawn_from(own: bool) -> None:
+    target, sampling = cases.target("transformer"), Sampling(1.0, top_k=5, processors=[Bigram()])
+    drafter = deepcopy(heads(target))
+    drafter.sampling = sampling if own else None
+    state = drafter.init_state(2, 20, Host(target, target.init_state(2, 20)))
+    texts = [[1, 2, 3, 4], [5, 6, 7]]
+    state._hidden, state.lengths = torch.randn(2, 16, generator=torch.Generator().manual_seed(0)), [4, 2]
+    uniform = torch.rand(2, 3, generator=torch.Generator().manual_seed(1))
+    context = Context(texts, last_two(texts, target.device), uniform, wants_logits=True)
+    draft = drafter.propose(state, context, [3, 3], Sampling() if own else sampling)
+    assert draft.lengths is not None and draft.lengths.tolist() == [3, 0], "the second row's state is of another text"
+    assert draft.probs is not None and draft.logits is not None
+    text = list(texts[0])
+    for i, logits in enumerate(drafter.logits(state.hidden[:1, None], target)[:, 0, 0]):
+        logits = logits.clone()
+        logits[text[-1]] = -torch.inf
+        torch.testing.assert_close(draft.logits[0, i], logits)
+        torch.testing.assert_close(draft.probs[0, i], sampling.probs(logits))
+        assert int(draft.tokens[0, i]) == int(sampling.sample(logits[None], uniform[:1, i]))
+        text.append(int(draft.tokens[0, i]))
+
+
+@pytest.mark.parametrize("name", ["rnn", "llama"])
+def test_a_turn_begins_without_a_guess_and_answers_as_if_read_from_scratch(name: str) -> None:
+    target, text = cases.target(name), [1, 2, 3]
+    conversation = Conversation(target, heads(target), eos=[cases.EOS])
+    for turn in ([4, 2], [7], [1, 1, 8]):
+        text = [*text, *turn]
+        row = conversation.begin(text, max_new_tokens=9)
+        while row.live:
+            conversation.step()
+        assert row.rounds[0].drafted == []
+        whole = autoregressive_decode(target, text, max_new_tokens=9, eos=cases.EOS).tokens[0]
+        assert row.text[len(text) :] == whole
+        text = row.text
+
+
+def test_what_is_remembered_moves_with_its_row() -> None:
+    target = cases.target("rnn")
+    state = heads(target).init_state(3, 9, Host(target, target.init_state(3, 9)))
+    assert isinstance(state, MultiTokenState)
+    state.select([0, 2])
+    state._hidden, state.lengths = torch.arange(8.0).view(2, 4), [5, 7]
+    state.select([1, -1, 0, 1])
+    assert state.lengths == [7, 0, 5, 7] and state.hidden[:, 0].tolist()[::2] == [4.0, 0.0]
+    state.clear([0])
+    state.go_back(3, 6)
+    state.go_back(2, 3)
+    assert state.lengths == [0, 0, 0, 7], "a state is of the tokens before its text's last one, and may stay with them"

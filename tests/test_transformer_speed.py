@@ -1,0 +1,99 @@
+"""Laws of the transformers' benchmark: what it says of predictions is counted right, its tables hold every setting."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cases
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_specdec import ModelDrafter, SpeculativeDecoder
+from lightning_specdec.data import QuadraticProgressions
+from lightning_specdec.drafters import EarlyExitDrafter
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def speed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("transformer_speed")
+
+
+@pytest.fixture
+def quality(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("transformer_quality")
+
+
+@pytest.fixture
+def data() -> QuadraticProgressions:
+    return QuadraticProgressions(cases.VOCAB, 12, num_val=1, num_test=5, batch_size=2)
+
+
+def test_the_target_as_its_own_draft_predicts_as_the_target_does(
+    quality: ModuleType, data: QuadraticProgressions
+) -> None:
+    target = cases.target("llama")
+    own, draft = quality.quality(SpeculativeDecoder(target, ModelDrafter(target)), data)
+    assert (own["predictor"], draft["predictor"]) == ("target", "ModelDrafter")
+    assert {**own, "predictor": ""} == {**draft, "predictor": ""} and own["agreement"] == 1
+    assert own["bits_per_byte"] is None and own["loss"] > 0
+    rows = quality.quality(SpeculativeDecoder(target, EarlyExitDrafter(1)), data)
+    assert [row["predictor"] for row in rows] == ["target", "exit 1", "exit 2"]
+    assert all(0 <= row["agreement"] <= 1 and row["loss"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+def test_a_head_is_judged_by_the_token_that_many_places_ahead(
+    quality: ModuleType, data: QuadraticProgressions, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def knows(tokens: Tensor) -> Tensor:
+        return 50.0 * torch.nn.functional.one_hot(tokens.roll(-ahead, dims=1), cases.VOCAB)
+
+    monkeypatch.setattr(quality, "predictors_of", lambda name, drafter, target: [("oracle", ahead, knows)])
+    monkeypatch.setattr(QuadraticProgressions, "bytes_per_token", lambda self, split: 2.0)
+    target = cases.target("llama")
+    own, oracle = quality.quality(SpeculativeDecoder(target, ModelDrafter(target)), data)
+    assert oracle["accuracy"] == 1 and oracle["loss"] < 1e-6 and own["accuracy"] < 1
+    assert own["bits_per_byte"] == pytest.approx(own["loss"] / math.log(2) / 2)
+    if ahead == 1:
+        assert oracle["agreement"] == pytest.approx(own["accuracy"])
+
+
+def test_prompts_of_a_batch_have_different_lengths(speed: ModuleType) -> None:
+    prompts = speed.ragged([list(range(16)), list(range(8))], 16)
+    assert len(prompts) == 16 and prompts[0] == list(range(16))
+    assert len({len(prompt) for prompt in prompts}) > 4 and min(map(len, prompts)) >= 4
+    assert speed.ragged([[7]], 3) == [[7]] * 3
+
+
+def test_the_table_shows_the_best_row_of_every_setting(speed: ModuleType) -> None:
+    def row(batch_size: int, draft: str, speedup: float | None, **others: Any) -> dict[str, Any]:
+        figures = {"acceptance_rate": None, "block_efficiency": 2.0, "cost_ratio": 0.5, "same_tokens": True}
+        given = {"checkpoint": "x", "rule": "ExactMatch", "temperature": 0.0, "batch_size": batch_size, "draft": draft}
+        error = "no room" if speedup is None else None
+        return {
+            **figures,
+            **given,
+            "num_draft_tokens": 4,
+            "walltime_speedup": speedup,
+            "speedup_quartiles": (1.0, 2.0),
+            "error": error,
+            **others,
+        }
+
+    rows = [row(1, "exit 1", 1.2), row(1, "exit 2", 1.5), row(4, "exit 1", None), row(16, "exit 1", 0.9)]
+    assert speed.table(rows).splitlines()[2:] == [
+        "| x | ExactMatch, 0 | 1 | exit 2, 4 | - | 2.00 | 0.50 | 1.50 (1.00 to 2.00) |",
+        "| x | ExactMatch, 0 | 4 | failed | - | - | - | - |",
+        "| x | ExactMatch, 0 | 16 | exit 1, 4 | - | 2.00 | 0.50 | 0.90 (1.00 to 2.00) |",
+    ]
+    assert speed.line(rows[2]).endswith("failed: no room")
+    assert speed.line(row(1, "exit 1", 1.2, same_tokens=False)).endswith("OTHER TOKENS than standard decoding")

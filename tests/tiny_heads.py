@@ -1,0 +1,145 @@
+"""Heads for tests: fitted to what a tiny target itself writes, so right often, not always; and perfect ones."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from families import tiny
+from torch import Tensor, nn
+
+from lightning_specdec.drafters import MultiTokenDrafter
+from lightning_specdec.inference import autoregressive_decode
+from lightning_specdec.models import DecodeState, KVState, LanguageModel, ModelOutput
+from lightning_specdec.models.base import Plain, select
+from lightning_specdec.models.huggingface import HuggingFaceLM
+
+OPEN = ["llama", "gpt2", "gpt_neox"]
+"""Families whose output head can be called by itself."""
+VOCAB = 11
+PROMPTS = [[3], [1, 2, 3, 4, 5], [7, 7], [10, 9, 8, 7, 6, 5, 4]]
+"""Those of the law tests, which import this file."""
+
+
+def family(name: str) -> HuggingFaceLM:
+    return HuggingFaceLM(tiny(name, vocab_size=VOCAB))
+
+
+def small(**arguments: Any) -> MultiTokenDrafter:
+    return MultiTokenDrafter(**{"num_heads": 2, "hidden_size": 4, "vocab_size": 7, **arguments})
+
+
+@functools.cache
+def examples(target: LanguageModel) -> tuple[Tensor, Tensor]:
+    """Texts that the target wrote, `[N, T]`, -1 behind the shorter ones, and its last hidden states at their tokens."""
+    generator = random.Random(2)
+    prompts = [[generator.randrange(target.vocab_size) for _ in range(3)] for _ in range(16)]
+    prompts += [[token % target.vocab_size for token in prompt] for prompt in PROMPTS]
+    written = autoregressive_decode(target, prompts, max_new_tokens=12).tokens
+    texts = nn.utils.rnn.pad_sequence(
+        [torch.tensor([*prompt, *new]) for prompt, new in zip(prompts, written, strict=True)],
+        batch_first=True,
+        padding_value=-1,
+    )
+    assert target.num_layers is not None
+    layer = target.num_layers - 1
+    with torch.no_grad():
+        return texts, target(texts.clamp(min=0), features=(layer,)).features[layer]
+
+
+@functools.cache
+def heads(
+    target: LanguageModel, *, num_heads: int = 3, shared_output: bool = False, num_steps: int = 8
+) -> MultiTokenDrafter:
+    """Heads fitted by a few steps where they take the target; read them, do not write to them.
+
+    The global seed stays as it was.
+    """
+    assert target.hidden_size is not None
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        drafter = MultiTokenDrafter(
+            num_heads, hidden_size=target.hidden_size, vocab_size=target.vocab_size, shared_output=shared_output
+        )
+    try:
+        drafter.check_target(target)
+    except ValueError:
+        return drafter
+    texts, hidden = examples(target)
+    weights = list(drafter.parameters())
+    optimizer = torch.optim.Adam(weights, lr=0.1)
+    for _ in range(num_steps):
+        losses = [
+            nn.functional.cross_entropy(logits[:, : -2 - i].flatten(0, 1), texts[:, 2 + i :].flatten(), ignore_index=-1)
+            for i, logits in enumerate(drafter.logits(hidden, target))
+        ]
+        # The target's own weights may want gradients too, and get none.
+        gradients = torch.autograd.grad(torch.stack(losses).sum(), weights)
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient
+        optimizer.step()
+    return drafter.eval()
+
+
+class Chain(LanguageModel):
+    """The next token is a function of the last one, which is all that the hidden state tells."""
+
+    CERTAIN = 60.0
+
+    def __init__(self, vocab_size: int = VOCAB) -> None:
+        super().__init__()
+        self.vocab_size, self.hidden_size, self.num_layers = vocab_size, vocab_size, 1
+        self.output = nn.Linear(vocab_size, vocab_size, bias=False)
+        self.output.weight.data = self.CERTAIN * self.steps(1)
+
+    def steps(self, count: int) -> Tensor:
+        """`[V, V]`: takes a token's unit vector to that of the token so many steps on."""
+        step = torch.zeros(self.vocab_size, self.vocab_size)
+        tokens = torch.arange(self.vocab_size)
+        step[(3 * tokens + 1) % self.vocab_size, tokens] = 1.0
+        return torch.linalg.matrix_power(step, count)
+
+    def arguments(self) -> dict[str, Plain]:
+        return {"vocab_size": self.vocab_size}
+
+    def init_state(self, batch_size: int, max_length: int) -> KVState:
+        return KVState(batch_size, max_length, device=self.device)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        state: DecodeState | None = None,
+        *,
+        valid_lengths: Sequence[int] | Tensor | None = None,
+        logits_for: Tensor | slice | None = None,
+        features: Sequence[int] = (),
+        parents: Tensor | None = None,
+    ) -> ModelOutput:
+        if state is not None:
+            state.advance(tokens.shape[1], valid_lengths)
+        hidden = nn.functional.one_hot(tokens, self.vocab_size).float()
+        return ModelOutput(self.output(select(hidden, logits_for)), dict.fromkeys(features, hidden), logits_for)
+
+    def check_output_head(self) -> None:
+        pass
+
+    def output_logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.output(hidden)
+        return logits
+
+
+def perfect(target: Chain, num_heads: int, *, shared: bool) -> MultiTokenDrafter:
+    """Heads that are always right about that target."""
+    size = target.vocab_size
+    drafter = MultiTokenDrafter(num_heads, hidden_size=size, vocab_size=size, shared_output=shared)
+    with torch.no_grad():
+        for i, head in enumerate(drafter.heads.children()):
+            assert isinstance(head, nn.Sequential)
+            if shared:  # what the block adds outweighs what it leaves there
+                head[0].linear.weight.copy_(10 * target.steps(i + 1))  # type: ignore[union-attr, operator]
+            else:
+                head[-1].weight.copy_(Chain.CERTAIN * target.steps(i + 2))  # type: ignore[operator]
+    return drafter
