@@ -112,9 +112,13 @@ class Split:
                         each[row, :, length:] = 1e4
 
     def read_ahead(self, tokens: Tensor, known: list[int]) -> ExitStates:
-        """What the lower layers make of the first `known` tokens of each row, in pieces; NaN behind them."""
+        """What the lower layers make of the first `known` tokens of each row, in pieces, some of them taken back first;
+        NaN behind them."""
         lower = LowerState(self.state)
         while lower.ahead != known:
+            if self.random.random() < 0.3:
+                shorter = [self.random.randint(0, ahead) for ahead in lower.ahead]
+                lower.truncate([a + b for a, b in zip(self.state.consumed, shorter, strict=True)])
             missing = [length - ahead for length, ahead in zip(known, lower.ahead, strict=True)]
             width = self.random.randint(1, max(missing))
             counts = [min(width, self.random.randint(0, each)) for each in missing]
