@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,14 +28,14 @@ Predictor = tuple[str, int, Callable[[Tensor], Tensor]]
 
 @torch.no_grad()
 def quality(decoder: SpeculativeDecoder, data: TokenData) -> list[dict[str, Any]]:
-    """Figures of everything that predicts, on the test split, the target's own first."""
+    """Figures of everything that predicts, on what was held out (validation and test), the target's own first."""
     target = decoder.target.eval()
     predictors: list[Predictor] = [("target", 1, lambda tokens: target(tokens).logits)]
     for name, candidate in decoder.candidates().items():
         predictors += predictors_of(name, candidate.drafter.eval(), target)
     counts = {name: NextToken() for name, _, _ in predictors}
     agreeing, compared = dict.fromkeys(counts, 0), dict.fromkeys(counts, 0)
-    for batch in data.test_dataloader():
+    for batch in chain(data.val_dataloader(), data.test_dataloader()):
         likeliest = target(batch.tokens).logits.argmax(-1)
         for name, ahead, score in predictors:
             logits, labels = score(batch.tokens), batch.next_tokens()
@@ -44,7 +45,7 @@ def quality(decoder: SpeculativeDecoder, data: TokenData) -> list[dict[str, Any]
             real = labels != IGNORED
             agreeing[name] += int((own == others)[real].sum())
             compared[name] += int(real.sum())
-    num_bytes = data.bytes_per_token("test")
+    num_bytes = data.bytes_per_token("val", "test")
     return [
         {
             "predictor": name,

@@ -4,8 +4,9 @@
     python benchmarks/transformer_speed.py --output docs/results/transformers.json
 
 Every cell of the grid is measured beside standard decoding of the same target, its repeats taking turns with it, with
-the same treatment of the networks on both sides (`--fuse`). Greedy decoding at batch 1 goes through the whole grid; the
-other settings through all windows of the draft that was the best there (`--whole_grid`: through everything). Prompts
+the same treatment of the networks on both sides (`--fuse`). Greedy decoding at batch 1 goes through the whole grid; at
+temperature 1, and in batches (greedy), all windows of the draft that was the best there are measured (`--whole_grid`:
+every draft, every rule and temperature at every batch size). Prompts
 are of the checkpoint's held-out data; those of a batch have different lengths. No text stops early.
 
 The second table says how well each exit, head or draft predicts held-out sequences by itself: the loss in nats, the
@@ -33,7 +34,7 @@ from lightning_specdec.drafters import Drafter
 from lightning_specdec.manifest import manifest
 from lightning_specdec.threads import limit_threads
 
-SHIPPED = ("transformer", "early_exit", "multi_token", "staged", "text", "draft_sizes")
+NAMES = ("transformer", "early_exit", "multi_token", "staged", "text", "draft_sizes")
 SETTINGS: tuple[tuple[AcceptanceRule, float], ...] = (
     (ExactMatch(), 0.0),
     (ExactMatch(), 1.0),
@@ -43,7 +44,7 @@ SETTINGS: tuple[tuple[AcceptanceRule, float], ...] = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoints", nargs="*", type=Path, help="those that ship when none is named")
+    parser.add_argument("checkpoints", nargs="*", type=Path, help="what ships and what `fit` wrote, when none is named")
     parser.add_argument("--windows", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8])
     parser.add_argument("--batch_sizes", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--num_prompts", type=int, default=4, help="at batch 1; larger batches have one of each place")
@@ -54,9 +55,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="one for small models when not given")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    paths = options.checkpoints or [path for name in SHIPPED if (path := Path("checkpoints") / f"{name}.ckpt").exists()]
+    paths = options.checkpoints or [path for name in NAMES if (path := found_checkpoint(name)) is not None]
     if not paths:
-        raise SystemExit(f"there is none of {', '.join(SHIPPED)} in checkpoints/: name a checkpoint")
+        raise SystemExit(f"there is none of {', '.join(NAMES)} in checkpoints/: name a checkpoint")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     rows: list[dict[str, Any]] = []
@@ -66,11 +67,12 @@ def main() -> None:
         if options.threads is None:
             limit_threads(decoder.target.num_parameters)
         data = _data(decoder)
-        predictions += [{"checkpoint": path.stem, **row} for row in quality(decoder, data)]
-        print(f"{quality_table([row for row in predictions if row['checkpoint'] == path.stem])}\n", flush=True)
-        rows += _measured(path.stem, decoder, data.prompts(), options)
+        name = checkpoint_name(path)
+        predictions += [{"checkpoint": name, **row} for row in quality(decoder, data)]
+        print(f"{quality_table([row for row in predictions if row['checkpoint'] == name])}\n", flush=True)
+        rows += _measured(name, decoder, data.prompts(), options)
     found = manifest(options=_plain(options, paths), device=torch.device("cpu"))
-    found["checkpoint_sha256"] = {path.name: sha256(path.read_bytes()).hexdigest() for path in paths}
+    found["checkpoint_sha256"] = {checkpoint_name(path): sha256(path.read_bytes()).hexdigest() for path in paths}
     print(f"\n{table(rows)}")
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -78,6 +80,17 @@ def main() -> None:
         options.output.write_text(json.dumps(record, indent=1) + "\n")
     if wrong := [row for row in rows if row["same_tokens"] is False]:
         sys.exit(f"OTHER TOKENS than standard decoding in {len(wrong)} of {len(rows)} rows")
+
+
+def found_checkpoint(name: str) -> Path | None:
+    """The checkpoint of that name that ships, or else the best of the run that `fit` made of its config."""
+    folder = Path("checkpoints")
+    return next((path for path in (folder / f"{name}.ckpt", folder / name / "best.ckpt") if path.exists()), None)
+
+
+def checkpoint_name(path: Path) -> str:
+    """What the tables call a checkpoint: a run's best and last ones bear the name of their folder."""
+    return path.parent.name if path.stem in ("best", "last") else path.stem
 
 
 def _data(decoder: SpeculativeDecoder) -> TokenData:
@@ -94,7 +107,7 @@ def _measured(
     drafts: dict[str, Drafter] = {name: each.drafter for name, each in decoder.candidates().items()}
     for batch_size in options.batch_sizes:
         number = options.num_prompts if batch_size == 1 else batch_size
-        for rule, temperature in SETTINGS:
+        for rule, temperature in SETTINGS if batch_size == 1 or options.whole_grid else SETTINGS[:1]:
             cells: list[SweepRow] = []
             for cell in decoder.sweep(
                 ragged(held_out, number),
@@ -186,7 +199,7 @@ def _shown(value: float | None, digits: int = 2) -> str:
 
 
 def _plain(options: argparse.Namespace, paths: Sequence[Path]) -> dict[str, Any]:
-    return {**vars(options), "output": None, "checkpoints": [path.name for path in paths]}
+    return {**vars(options), "output": None, "checkpoints": [checkpoint_name(path) for path in paths]}
 
 
 if __name__ == "__main__":

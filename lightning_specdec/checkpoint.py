@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_specdec import archive
-from lightning_specdec.checkpoint_weights import BROKEN, short, try_out, with_weights
+from lightning_specdec.checkpoint_weights import BROKEN, KINDS, short, stored_as, try_out, with_weights
 from lightning_specdec.drafters import DRAFTERS, Drafter
 from lightning_specdec.inference.rows import check_prompt
 from lightning_specdec.models import MODELS, LanguageModel
@@ -129,15 +130,22 @@ def save(
     others: Mapping[str, Drafter] | None = None,
     name: str = MAIN,
     tokenizer: str | None = None,
+    dtype: str | None = None,
 ) -> None:
-    """Write a checkpoint for decoding: descriptions and weights, nothing of the training. Whole or not at all."""
+    """Write a checkpoint for decoding: descriptions and weights, nothing of the training. Whole or not at all.
+
+    Args:
+        dtype: what the weights are stored as, for a smaller file; what reads it computes in the type that they had.
+    """
     described = describe(
         target, drafter, prompts=prompts, recipe=recipe or {}, others=others, name=name, tokenizer=tokenizer
     )
     parts: dict[str, nn.Module] = {"target.": target, "drafter.": drafter}
     parts |= {f"{_OTHERS}{key}.": other for key, other in (others or {}).items()}
     weights = {prefix + key: value for prefix, part in parts.items() for key, value in part.state_dict().items()}
-    archive.write(path, {KEY: described, "state_dict": weights})
+    if dtype is not None:
+        described["computes_in"] = str(next(iter(target.parameters())).dtype).removeprefix("torch.")
+    archive.write(path, {KEY: described, "state_dict": stored_as(weights, dtype)})
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -178,6 +186,9 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
         target = _part("target", described.get("target"), MODELS, weights)
         drafter = _part("drafter", described.get("drafter"), DRAFTERS, weights)
         built = {key: _part(_OTHERS + key, spec, DRAFTERS, weights) for key, spec in others.items()}
+        if (kind := described.get("computes_in")) is not None:
+            for each in (target, drafter, *built.values()):
+                each.to(_kind(kind))
         for each in (drafter, *built.values()):
             each.check_target(target)
         prompts = described.get("prompts")
@@ -194,6 +205,13 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
         raise ValueError(f"{path} is no usable checkpoint, train another: {reason}") from error
     training = {key: content[key] for key in ("epoch", "global_step") if type(content.get(key)) is int}
     return Checkpoint(target, drafter, prompts, recipe, training, built, name, tokenizer)
+
+
+def _kind(name: object) -> torch.dtype:
+    """The type that a checkpoint's networks compute in."""
+    if not isinstance(name, str) or name not in KINDS:
+        raise ValueError(f"it computes in {short(repr(name), 40)}, which is none of {', '.join(sorted(KINDS))}")
+    return KINDS[name]
 
 
 def _check_names(others: object, name: object) -> None:

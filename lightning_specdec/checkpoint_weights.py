@@ -33,6 +33,8 @@ BROKEN = (
 )
 """What building and trying a network of a stranger's description can raise."""
 _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+KINDS = {str(kind).removeprefix("torch."): kind for kind in _FLOATS}
+"""What weights can be stored as and computed in, by name."""
 _CALLS_PER_WEIGHT = 200
 """Operations of torch that building a network may take for each weight; a few dozen are usual."""
 _COMPUTED_BYTES = 2**28
@@ -90,6 +92,23 @@ def try_out(owner: str, module: nn.Module) -> None:
                 raise ValueError(f"the {owner} cannot read a text: {error}") from error
             if logits.shape != (1, 2, model.vocab_size):
                 raise ValueError(f"the {owner} scores {logits.shape[-1]} tokens, its vocabulary has {model.vocab_size}")
+
+
+def stored_as(weights: Mapping[str, Tensor], kind: str | None) -> dict[str, Tensor]:
+    """The weights in another floating-point type, for a smaller file; as they are when None.
+
+    Raises:
+        ValueError: there is no such type, or a weight is too large for it.
+    """
+    if kind is None:
+        return dict(weights)
+    if kind not in KINDS:
+        raise ValueError(f"weights cannot be stored as {short(repr(kind), 40)}: take one of {', '.join(sorted(KINDS))}")
+    stored = {name: value.to(KINDS[kind]) for name, value in weights.items()}
+    for name, value in stored.items():
+        if value.isinf().any():
+            raise ValueError(f"{name} is too large for {kind}: take bfloat16 or float32")
+    return stored
 
 
 class _Unset(TorchFunctionMode):

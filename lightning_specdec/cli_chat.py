@@ -109,7 +109,7 @@ class Talk:
     def _begin(self) -> None:
         self.chat = Chat(self.tokenizer, system=self.options.system)
         self.conversation = Conversation(
-            self.decoder.target,
+            self.decoder.ready_target(),
             self.decoder.ready_drafter(),
             max_length=self.options.max_length,
             num_draft_tokens=self.window,

@@ -24,6 +24,7 @@ from lightning_specdec.cli_groups import (
 )
 from lightning_specdec.cli_parser import Option, Verb, build
 
+HALVES = ("float16", "bfloat16")
 _REQUIRED_CKPT = Option("ckpt", "checkpoint of a trained pair", required=True, metavar="FILE")
 _CONFIG = (
     Option("config", "YAML of the run; repeat to lay one over another", metavar="FILE"),
@@ -92,6 +93,7 @@ VERBS: dict[str, Verb] = {
             ),
             Option("num_draft_tokens", "windows to measure", int, (2, 4, 6, 8), nargs="+"),
             *PROMPTS,
+            Option("num_prompts", "where no prompts are given: how many of the models' own to take", int, 4),
             Option("max_new_tokens", "new tokens of each prompt at most", int, 128),
             *DRAWS,
             *ENDS,
@@ -170,6 +172,7 @@ VERBS: dict[str, Verb] = {
         (
             Option("ckpt", "checkpoint of a training run", required=True, metavar="FILE"),
             Option("output", "file to write", required=True, metavar="FILE"),
+            Option("dtype", "store weights in fewer bits; what reads them computes as before", choices=HALVES),
             DEBUG,
         ),
         home="cli_verbs",

@@ -31,6 +31,7 @@ from lightning_specdec.threads import limit_threads
 
 NOT_REPEATED = (
     "num_draft_tokens",
+    "num_prompts",
     "exit_layers",
     "drafts",
     "repeats",
@@ -53,11 +54,13 @@ def sweep(options: Namespace) -> int:
     for layer in options.exit_layers or ():
         require_int("exit_layers", layer, 1)
     require_int("repeats", options.repeats, 1)
+    require_int("num_prompts", options.num_prompts, 1)
     given = read_prompts(options.prompt or [], options.prompts_file)
     decoder, candidates = _load(single)
     if options.threads is None:
         limit_threads(decoder.target.num_parameters)
-    prompts = [tokens for _, tokens in find_prompts(decoder, given, options)]
+    found = [tokens for _, tokens in find_prompts(decoder, given, options)]
+    prompts = found[: options.num_prompts] if given is None else found
     cells = decoder.sweep(
         prompts,
         drafts={name: candidate.drafter for name, candidate in candidates.items()},
@@ -85,13 +88,13 @@ def sweep(options: Namespace) -> int:
     interrupted = interrupted or len(rows) < total
     top = best(rows)
     command = None if top is None else decode_command(options, candidates[top.draft], top.num_draft_tokens)
-    found = manifest(options=vars(options), checkpoint=options.ckpt, device=decoder.target.device)
+    made_by = manifest(options=vars(options), checkpoint=options.ckpt, device=decoder.target.device)
     if options.output == "json":
         place = next((i for i, row in enumerate(rows) if row is top), None)
         table = {"rows": [row.to_dict() for row in rows], "best": place, "command": command}
-        print(json.dumps({**table, "interrupted": interrupted, "manifest": found}))
+        print(json.dumps({**table, "interrupted": interrupted, "manifest": made_by}))
     else:
-        print(_report(rows, top, command, num_prompts=len(prompts), manifest=found))
+        print(_report(rows, top, command, prompts=_chosen(len(prompts), len(found)), manifest=made_by))
     different = [row for row in rows if row.same_tokens is False]
     for row in different:
         print(f"error: {_difference(row, decoder.target, rule)}", file=sys.stderr)
@@ -134,7 +137,7 @@ _COLUMNS = ("acceptance_rate", "block_efficiency", "cost_ratio", "walltime_speed
 
 
 def _report(
-    rows: Sequence[SweepRow], top: SweepRow | None, command: str | None, *, num_prompts: int, manifest: dict[str, Any]
+    rows: Sequence[SweepRow], top: SweepRow | None, command: str | None, *, prompts: str, manifest: dict[str, Any]
 ) -> str:
     """The table, the best row, the command that decodes like it, and what the figures hold for."""
     lines = [f"{'draft':<18}{'window':>6}" + "".join(f"{name:>18}" for name in _COLUMNS) + "  (quartiles)"]
@@ -150,7 +153,7 @@ def _report(
     settings = manifest["options"]
     lines += [
         "",
-        f"{_number(num_prompts, 'prompt')}, {settings['max_new_tokens']} new tokens, batch {settings['batch_size']}, "
+        f"{prompts}, {settings['max_new_tokens']} new tokens, batch {settings['batch_size']}, "
         f"{_number(settings['repeats'], 'repeat')}, networks of both sides {_TREATMENT[settings['fuse']]},",
         f"{manifest['device']} ({manifest['processor']}), {_number(manifest['threads'], 'thread')}, "
         f"torch {manifest['torch']}, commit {manifest['commit']}",
@@ -159,6 +162,11 @@ def _report(
 
 
 _TREATMENT = {"both": "fused", "none": "as they are"}
+
+
+def _chosen(number: int, of: int) -> str:
+    """How many prompts were measured, and of how many."""
+    return _number(number, "prompt") if number == of else f"the first {number} of {_number(of, 'prompt')}"
 
 
 def _number(number: int, noun: str) -> str:

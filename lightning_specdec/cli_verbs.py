@@ -18,6 +18,10 @@ import torch
 from lightning_specdec import __version__, checkpoint
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.text.bytes import NAME, ByteTokenizer
+
+MOST_SHOWN = 80
+"""Characters of a prompt that are shown."""
 
 
 def info(options: Namespace) -> int:
@@ -33,11 +37,20 @@ def info(options: Namespace) -> int:
         _show_part(f"{name:<11}", module)
     if loaded.tokenizer is not None:
         print(f"tokenizer   {json.dumps(loaded.tokenizer)[1:-1]}")
-    print(f"prompts     {json.dumps(loaded.prompts)}")
+    if loaded.tokenizer == NAME:
+        for prompt in loaded.prompts:
+            print(f"prompt      {_cut(ByteTokenizer().decode(prompt))}")
+    else:
+        print(f"prompts     {json.dumps(loaded.prompts)}")
     for name, values in (("recipe", loaded.recipe), ("training", loaded.training)):
         for key, value in values.items():
             print(f"{name:<11} {json.dumps(key)[1:-1]}: {json.dumps(value)}")
     return 0
+
+
+def _cut(text: str) -> str:
+    """A text with nothing in it that a terminal obeys, or its beginning where it is long."""
+    return json.dumps(text[:MOST_SHOWN]) + ("..." if len(text) > MOST_SHOWN else "")
 
 
 def _show_part(label: str, module: LanguageModel | Drafter, indent: str = "  ") -> None:
@@ -75,6 +88,7 @@ def export(options: Namespace) -> int:
         others=loaded.others,
         name=loaded.name,
         tokenizer=loaded.tokenizer,
+        dtype=options.dtype,
     )
     print(f"{options.output}: {Path(options.output).stat().st_size:,} bytes")
     return 0

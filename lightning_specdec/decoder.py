@@ -152,7 +152,7 @@ class SpeculativeDecoder(Measuring):
 
         Returns, raises: as `compile_draft`, whose arguments these are.
         """
-        both: list[Any] = [self.target, getattr(self.ready_drafter(), "model", None)]
+        both: list[Any] = [self.ready_target(), getattr(self.ready_drafter(), "model", None)]
         models = [model for model in both if _is_of_transformers(model)]
         if not models:
             return self.compile_draft(num_draft_tokens=num_draft_tokens, **sampling)

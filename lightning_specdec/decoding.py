@@ -43,7 +43,8 @@ class Decoding:
         drafter: what guesses; a `LanguageModel` is wrapped in a `ModelDrafter`.
         prompts: held-out prompts that belong to the pair, used where none are given.
         recipe: how the pair was made, as plain values; saved with it.
-        fuse_draft: whether to decode with the drafter's fused form. The output is the same; only the time differs.
+        fuse_draft: whether to decode with the drafter's fused form, and the target's weights as this processor likes
+            them, drafting or not. The output is the same; only the time differs.
         num_draft_tokens: guesses per round where a call names none; "auto" for as many as pay, or a `Window`.
         drafts: all that can guess for the target, by name, where there are several.
     """
@@ -69,7 +70,7 @@ class Decoding:
         self.drafts = dict(drafts or {})
         self._texts = Texts(target)
         self._make_ready: Callable[[], Drafter] = self._fused
-        self._ready: tuple[object, Drafter] | None = None
+        self._ready: tuple[object, LanguageModel, Drafter] | None = None
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -94,13 +95,22 @@ class Decoding:
         return self._texts.encode_chat(messages)
 
     def ready_drafter(self) -> Drafter:
-        """The drafter as decoding uses it: fused or compiled, and made anew when its weights have changed."""
-        weights = [(id(weight), weight._version) for weight in self.drafter.parameters()]
+        """The drafter as decoding uses it: fused or compiled, and made anew when weights have changed."""
+        return self._made_ready()[1]
+
+    def ready_target(self) -> LanguageModel:
+        """The target as decoding uses it, with a draft and alone: packed, and made anew when weights have changed."""
+        return self._made_ready()[0]
+
+    def _made_ready(self) -> tuple[LanguageModel, Drafter]:
+        both = (*self.target.parameters(), *self.drafter.parameters())
+        weights = [(id(weight), weight._version) for weight in both]
         if self._ready is None or self._ready[0] != weights:
             self.target.eval()
             self.drafter.eval()
-            self._ready = weights, self._make_ready()
-        return self._ready[1]
+            target = self.target.packed() if self.fuse_draft else self.target
+            self._ready = weights, target, self._make_ready()
+        return self._ready[1:]
 
     def _fused(self) -> Drafter:
         return self.drafter.fused() if self.fuse_draft else self.drafter
@@ -126,7 +136,9 @@ class Decoding:
         from lightning_specdec.bench.remembered import load_or_measure
 
         drawn = Sampling(**sampling)
-        costs = load_or_measure(self.target, self.ready_drafter(), batch_size=batch_size, rule=rule, sampling=drawn)
+        costs = load_or_measure(
+            self.ready_target(), self.ready_drafter(), batch_size=batch_size, rule=rule, sampling=drawn
+        )
         return AdaptiveWindow(costs)
 
     def decode(
@@ -215,7 +227,7 @@ class Decoding:
         drawn, drafter = Sampling(**sampling), self.ready_drafter()
         tokens = as_prompts(self._texts.tokens(prompts))
         return open_session(
-            self.target,
+            self.ready_target(),
             drafter,
             tokens,
             max_new_tokens=max_new_tokens,
@@ -242,10 +254,9 @@ class Decoding:
         **sampling: Unpack[SamplingOptions],
     ) -> DecodeResult:
         """Decode with the target alone, one call for each token; the arguments are those of `decode`."""
-        self.target.eval()
         stops = self._texts.stop_strings(stop)
         result = autoregressive_decode(
-            self.target,
+            self.ready_target(),
             self._texts.tokens(prompts),
             max_new_tokens=max_new_tokens,
             sampling=Sampling(**sampling),

@@ -70,7 +70,7 @@ class Measuring(Decoding):
         tokens = self.prompts if prompts is None else as_prompts(self._texts.tokens(prompts))
         size = min(batch_size, max(1, len(tokens)))
         return compare(
-            self.target,
+            self.ready_target(),
             self.ready_drafter(),
             tokens,
             max_new_tokens=max_new_tokens,

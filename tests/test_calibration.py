@@ -80,6 +80,15 @@ def test_every_drafter_can_be_measured(target: str, drafter: str, rule: Any) -> 
     assert found.largest_window == 16 and found.context_length == 20
 
 
+def test_a_calibration_names_what_was_measured() -> None:
+    def measured(drafter: str) -> str:
+        return calibrate(cases.target("rnn"), cases.drafter(drafter, "rnn"), seconds=1e-9).drafter
+
+    assert measured("near").startswith("ModelDrafter, ") and measured("near").endswith(" parameters")
+    assert measured("ngram") == "NGramDrafter(max_ngram=5, min_ngram=1, guesses_per_token=2)"
+    assert measured("heads").startswith("MultiTokenDrafter(num_heads=")
+
+
 def test_measuring_costs_a_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds, step = [], Session.step
 

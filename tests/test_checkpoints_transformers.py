@@ -268,6 +268,8 @@ def other(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any
 OTHER_DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "others that are none": other(lambda described: described.update(others=[1])),
     "a name that is none": other(lambda described: described.update(name="a.b")),
+    "computing in what does not exist": other(lambda described: described.update(computes_in="float3")),
+    "computing in a list": other(lambda described: described.update(computes_in=["float32"])),
     "a name that is a number": other(lambda described: described["others"].update({5: described["drafter"]})),
     "two of a name": other(lambda described: described.update(name="tiny")),
     "another that is not described": other(lambda described: described["others"].pop("tiny")),

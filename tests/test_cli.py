@@ -14,13 +14,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import cases
 import pytest
 import torch
-from cli_fixtures import SCRIPT, call, ckpt, shipped_run, succeed
+from cli_fixtures import SCRIPT, call, ckpt, refused, shipped_run, succeed
 from training_fixtures import RNN_CONFIG
 
 from lightning_specdec import SpeculativeDecoder, __version__, checkpoint, cli_groups, cli_options
-from lightning_specdec.drafters import DRAFTERS
+from lightning_specdec.drafters import DRAFTERS, ModelDrafter
 from lightning_specdec.pretrained import KINDS, load_pair
 from lightning_specdec.rules import RULES, Sampling
 from lightning_specdec.training import cli as training_cli
@@ -199,6 +200,14 @@ def test_info_says_what_a_checkpoint_holds_and_how_it_was_made(ckpt: str) -> Non
     assert "recipe      epochs: 100\n" in shown and "training    epoch: 99\n" in shown
 
 
+def test_info_shows_the_prompts_of_a_text_model_as_text(tmp_path: Path) -> None:
+    target, path = cases.MODELS["rnn"](0, vocab_size=256), tmp_path / "text.ckpt"
+    prompts = [list(b"say \x1b[31m"), list(b"a" * 500)]
+    checkpoint.save(path, target, ModelDrafter(target), prompts=prompts, tokenizer="bytes")
+    shown = succeed("info", "--ckpt", str(path)).out
+    assert 'prompt      "say \\u001b[31m"\n' in shown and f'prompt      "{"a" * 80}"...\n' in shown
+
+
 def test_an_exported_checkpoint_decodes_the_same_and_holds_no_training(ckpt: str, tmp_path: Path) -> None:
     exported = str(tmp_path / "new" / "small.ckpt")
     assert succeed("export", "--ckpt", ckpt, "--output", exported).out.startswith(exported)
@@ -210,6 +219,33 @@ def test_an_exported_checkpoint_decodes_the_same_and_holds_no_training(ckpt: str
     first, second = ([each["speculative"]["tokens"] for each in document["prompts"]] for document in documents)
     assert first == second
     assert [path.name for path in Path(exported).parent.iterdir()] == ["small.ckpt"]
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_an_export_in_fewer_bits_is_half_as_large_and_still_computes_in_float32(
+    ckpt: str, tmp_path: Path, kind: str
+) -> None:
+    plain, small = str(tmp_path / "plain.ckpt"), str(tmp_path / "small.ckpt")
+    succeed("export", "--ckpt", ckpt, "--output", plain)
+    succeed("export", "--ckpt", ckpt, "--output", small, "--dtype", kind)
+    weights = [sum(each.nbytes for each in checkpoint.read(path)["state_dict"].values()) for path in (plain, small)]
+    assert weights[1] * 2 == weights[0]
+    again, before = checkpoint.load(small), checkpoint.load(plain)
+    for one, other in ((again.target, before.target), (again.drafter, before.drafter)):
+        for weight, expected in zip(one.parameters(), other.parameters(), strict=True):
+            assert weight.dtype == torch.float32
+            assert torch.equal(weight, expected.to(getattr(torch, kind)).float())
+    succeed("export", "--ckpt", small, "--output", str(tmp_path / "again.ckpt"), "--dtype", kind)
+    assert (tmp_path / "again.ckpt").stat().st_size == Path(small).stat().st_size
+
+
+def test_weights_too_large_for_fewer_bits_are_not_exported(tmp_path: Path) -> None:
+    target = cases.MODELS["rnn"](0)
+    with torch.no_grad():
+        next(target.parameters())[0] = 1e5
+    checkpoint.save(tmp_path / "large.ckpt", target, ModelDrafter(target))
+    told = "too large for float16: take bfloat16"
+    refused("export", "--ckpt", str(tmp_path / "large.ckpt"), "--output", "x.ckpt", "--dtype", "float16", told=told)
 
 
 def test_env_says_what_a_bug_report_needs() -> None:

@@ -133,6 +133,24 @@ def test_a_checkpoints_drafts_and_exits_are_swept_by_their_names(arguments: list
         assert words[words.index("--draft") + 1] == (best if best == "small" else "exit")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "\n3 prompts, 6 new"),
+        (["--num_prompts", "2"], "\nthe first 2 of 3 prompts, "),
+        ([word for i in range(5) for word in ("--prompt", f"1 {i}")], "\n5 prompts, "),
+    ],
+    ids=str,
+)
+def test_of_the_models_own_prompts_the_first_are_taken_and_of_given_ones_all(arguments: list[str], told: str) -> None:
+    assert told in succeed("sweep", "--ckpt", RNN, *BRIEF, *arguments).out
+
+
+def test_rows_are_told_as_they_come_to_those_who_wait_and_those_who_debug() -> None:
+    told = succeed("sweep", "--ckpt", RNN, *BRIEF, "--log_level", "debug").err
+    assert "measuring 2 rows ..." in told and "1 of 2: ModelDrafter" in told and "2 of 2: ModelDrafter" in told
+
+
 def test_a_draft_model_is_swept_by_its_name() -> None:
     document = succeed(
         "sweep", "--target", "target", "--draft", "draft", *BRIEF, "--prompt", "a", "--output", "json"
@@ -213,6 +231,7 @@ def test_ctrl_c_leaves_a_whole_document(monkeypatch: pytest.MonkeyPatch) -> None
         (["--ckpt", RNN, "--num_draft_tokens", "0"], "num_draft_tokens must be from 1"),
         (["--ckpt", RNN, "--num_draft_tokens", "auto"], "invalid int value: 'auto'"),
         (["--ckpt", RNN, "--repeats", "0"], "repeats must be at least 1"),
+        (["--ckpt", RNN, "--num_prompts", "0"], "num_prompts must be at least 1"),
         (["--ckpt", RNN, "--batch_size", "0"], "batch_size must be at least 1"),
         (
             ["--ckpt", RNN, "--exit_layers", "1"],

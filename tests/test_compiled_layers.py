@@ -21,7 +21,7 @@ from lightning_specdec.models.huggingface import HuggingFaceLM
 PROGRAM = """
 from families import tiny
 from torch._dynamo.utils import counters
-from lightning_specdec.drafters import EarlyExitDrafter, ModelDrafter
+from lightning_specdec.drafters import EarlyExitDrafter, ModelDrafter, MultiTokenDrafter, NGramDrafter, StagedDrafter
 from lightning_specdec.inference import autoregressive_decode, speculative_decode
 from lightning_specdec.models import compiled
 from lightning_specdec.models.huggingface import HuggingFaceLM
@@ -39,7 +39,8 @@ for prompt, expected in zip(prompts[1:], alone[1:], strict=True):
         for drafter in (ModelDrafter(target), EarlyExitDrafter(1)):
             assert speculative_decode(target, drafter, prompt, **options).tokens == [expected]
 assert counters["stats"]["unique_graphs"] == compilations, counters["stats"]
-for drafter in (ModelDrafter(target), EarlyExitDrafter(2)):
+heads = MultiTokenDrafter(2, hidden_size=32, vocab_size=67).init_from(target)
+for drafter in (ModelDrafter(target), EarlyExitDrafter(2), StagedDrafter([NGramDrafter(), EarlyExitDrafter(1)]), heads):
     assert speculative_decode(target, drafter, prompts, max_new_tokens=16).tokens == alone
 print("held")
 """

@@ -11,7 +11,7 @@ import cases
 import pytest
 import torch
 
-from lightning_specdec.inference import Row, Session, autoregressive_decode, speculative_decode
+from lightning_specdec.inference import Row, Session, autoregressive_decode, run, speculative_decode
 from lightning_specdec.inference import conversation as module
 from lightning_specdec.inference.conversation import Conversation
 from lightning_specdec.inference.stopping import StopStrings
@@ -21,11 +21,13 @@ TURNS = [[3, 1, 4], [7], [2, 7, 1, 8, 2, 8], [10, 0, 10], [6]]
 NEW = 9
 
 
-def talk(conversation: Conversation, *, cancel_at: int | None = None, **options: Any) -> list[Row]:
-    """Five turns; with `cancel_at` each answer is stopped after so many rounds."""
+def talk(
+    conversation: Conversation, *, cancel_at: int | None = None, num_turns: int = len(TURNS), **options: Any
+) -> list[Row]:
+    """Five turns, or fewer; with `cancel_at` each answer is stopped after so many rounds."""
     text: list[int] = []
     rows = []
-    for turn in TURNS:
+    for turn in TURNS[:num_turns]:
         row = conversation.begin([*text, *turn], max_new_tokens=NEW, **options)
         answer: list[int] = []
         for num_rounds in range(NEW):
@@ -41,7 +43,7 @@ def talk(conversation: Conversation, *, cancel_at: int | None = None, **options:
 def count_reads(conversation: Conversation) -> list[int]:
     """Tokens that the target reads in each of its calls from now on."""
     assert conversation.session is not None
-    state, reads = conversation.session._target_state, []
+    state, reads = conversation.session._batch.target_state, []
     advance: Callable[..., None] = state.advance
 
     def counting(num_tokens: int, valid_lengths: Any = None) -> None:
@@ -112,6 +114,7 @@ def test_a_draft_that_is_the_target_is_right_in_every_turn(target: str) -> None:
     [
         *cases.triples(["near", "ragged", "hotter", "ngram", "heads"], ["rnn", "transformer"]),
         ("llama", "early_exit", "RejectionSampling"),
+        *((name, "cross", "RejectionSampling") for name in ("rnn", "transformer")),
     ],
 )
 def test_reading_all_again_changes_no_answer_at_any_temperature(
@@ -125,15 +128,12 @@ def test_reading_all_again_changes_no_answer_at_any_temperature(
     grown = Conversation(model, guesser, **options)
     assert [row.text for row in talk(grown)] == kept
     assert grown.session is not None and grown.session.max_length > 13
-    for i in range(len(TURNS)):
-        first = Conversation(model, guesser, **options)
-        rows = talk(first)
+    for i in range(1, len(TURNS)):
+        last = talk(Conversation(model, guesser, **options), num_turns=i)[-1]
         session = Session(model, guesser, max_length=99, **options)
-        if i:
-            row = session.resume(rows[i - 1], rows[i].text[: rows[i].prompt_length], max_new_tokens=NEW)
-            while session.step():
-                pass
-            assert row.text == kept[i]
+        row = session.resume(last, [*last.text, *TURNS[i]], max_new_tokens=NEW)
+        run(session)
+        assert row.text == kept[i]
 
 
 def test_no_turn_draws_from_the_noise_of_another() -> None:
@@ -147,6 +147,24 @@ def test_no_turn_draws_from_the_noise_of_another() -> None:
     assert len(set(answers)) == len(TURNS)
     alone = autoregressive_decode(model, [[1]], max_new_tokens=NEW * len(TURNS), sampling=Sampling(1.0)).tokens[0]
     assert [token for answer in answers for token in answer] == alone
+
+
+def test_a_row_is_resumed_once_and_the_newest_goes_back_as_far_as_it_likes() -> None:
+    """Or two rows would draw from the same noise."""
+    session = Session(cases.target("rnn"), cases.drafter("near", "rnn"), max_length=40, sampling=Sampling(1.0))
+    first = session.add([1, 2], max_new_tokens=5)
+    run(session)
+    with pytest.raises(ValueError, match="exceed max_length=40"):
+        session.resume(first, [*first.text, 3], max_new_tokens=50)
+    second = session.resume(first, [*first.text, 3], max_new_tokens=4)  # a prompt that was refused has drawn nothing
+    for _ in range(2):
+        with pytest.raises(ValueError, match="has been resumed before.*: resume the newest turn instead"):
+            session.resume(first, [1, 2, 3], max_new_tokens=5)
+        run(session)
+    third = session.resume(second, [1, 2, 3], max_new_tokens=5)
+    run(session)
+    assert third.num_new == 5
+    assert (second.num_drawn, third.num_drawn) == (5, 9), "every turn draws behind the one before"
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,53 @@ def test_a_round_through_the_intersection_has_exactly_the_targets_distribution(s
         assert total == pytest.approx(expected, abs=exact.TOLERANCE)
 
 
+LACKING = [token for token in range(cases.VOCAB) if (ord("a") + token) % 4 == 0]
+"""Letters that the draft of `cases` does not have."""
+
+
+def raised(prefix: Tensor, scores: Tensor) -> Tensor:
+    return scores.index_fill(1, torch.tensor(LACKING[:2]), 3.0)
+
+
+def forced(prefix: Tensor, scores: Tensor) -> Tensor:
+    return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor(LACKING), 0.0)
+
+
+def allowed(prefix: Tensor, scores: Tensor) -> Tensor:
+    return forced(prefix, scores) + scores
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("processor", [raised, forced, allowed])
+@pytest.mark.parametrize("kind", ["rnn", "transformer"])
+def test_logits_processors_may_choose_what_the_draft_lacks(kind: str, processor: Any, temperature: float) -> None:
+    target, drafter = cases.target(kind), cases.drafter("cross", kind)
+    options: dict[str, Any] = {"max_new_tokens": 8, "sampling": Sampling(temperature, processors=[processor])}
+    expected = autoregressive_decode(target, cases.PROMPTS, **options).tokens
+    assert {token for row in expected for token in row} & set(LACKING)
+    for rule in (ExactMatch(), RejectionSampling()):
+        result = speculative_decode(target, drafter, cases.PROMPTS, rule=rule, **options)
+        if rule.ignores_windows or not temperature:
+            assert result.tokens == expected
+        if processor is forced:
+            assert result.acceptance_rate == 1, "the draft has been told what the target was told"
+        elif processor is allowed:
+            assert {token for row in result.tokens for token in row} <= set(LACKING)
+
+
+def test_a_guess_that_the_draft_lacks_is_drawn_from_the_distribution_that_is_reported() -> None:
+    drafter, num_rows = cases.drafter("cross", "rnn"), 500
+    uniform = ((torch.arange(num_rows) + 0.5) / num_rows)[:, None].expand(-1, 2)
+    context = Context([[2, 5, 1]] * num_rows, torch.tensor([[5, 1]] * num_rows), uniform, vocab_size=cases.VOCAB)
+    with torch.inference_mode():
+        state, sampling = drafter.init_state(num_rows, 8), Sampling(1.0, processors=[raised])
+        draft = drafter.propose(state, context, [2] * num_rows, sampling)
+    assert draft.probs is not None
+    shares = torch.bincount(draft.tokens[:, 0], minlength=cases.VOCAB) / num_rows
+    assert shares.tolist() == pytest.approx(draft.probs[0, 0].tolist(), abs=1.01 / num_rows)
+    assert float(shares[LACKING[:2]].min()) > 0
+
+
 def test_guesses_never_leave_the_intersection() -> None:
     _, drafter = small_pair()
     draft = round_of(drafter, torch.rand(200, 2, generator=torch.Generator().manual_seed(0)), Sampling(1.5))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import random
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -156,13 +157,30 @@ def test_it_keeps_no_keys_and_values_of_its_own() -> None:
     other = open_session(target, ModelDrafter(cut_off("llama", 1)), PROMPTS, max_new_tokens=20)
     for session in (early, other):
         session.step()
-    state = early._draft_state
-    assert isinstance(state, ExitState) and state.whole is early._target_state
-    assert early._target_state.memory_bytes == other._target_state.memory_bytes
-    # The hidden states of a round's tokens, prompts included: 32 numbers each.
-    assert state.lower.memory_bytes <= 4 * (12 + 3) * 32 * 4
-    while early.step():
-        assert state.lower.memory_bytes <= 4 * (1 + 3) * 32 * 4 or len(early._rows) < 4
+    state = early._batch.draft_state
+    assert isinstance(state, ExitState) and state.whole is early._batch.target_state
+    assert early._batch.target_state.memory_bytes == other._batch.target_state.memory_bytes
+    assert set(vars(state)) == {"model", "whole"}
+
+
+class Watching(EarlyExitDrafter):
+    """Notes what the lower layers made of each round's tokens, and does not hold it."""
+
+    made: weakref.ref[Tensor] | None = None
+
+    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
+        draft = super().propose(state, context, windows, sampling)
+        assert draft.exit_states is not None
+        self.made = weakref.ref(draft.exit_states.hidden)
+        return draft
+
+
+def test_what_the_lower_layers_made_is_let_go_with_its_round() -> None:
+    """Of a long prompt it is as large as a layer's keys and values."""
+    drafter = Watching(1)
+    session = open_session(ours("llama"), drafter, PROMPTS, max_new_tokens=6)
+    while session.step():
+        assert drafter.made is not None and drafter.made() is None
 
 
 # What it leaves as it was.
@@ -245,7 +263,7 @@ class Listening(EarlyExitDrafter):
 
 def spoil(session: Session) -> None:
     """Large numbers in every slot behind the rows' texts."""
-    state = session._target_state
+    state = session._batch.target_state
     for row, length in enumerate(state.consumed):
         for buffers in state.buffers.values():  # type: ignore[attr-defined]
             for each in buffers:

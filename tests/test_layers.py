@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from lightning_specdec.drafters import EarlyExitDrafter
-from lightning_specdec.drafters.early_exit import ExitModel, LowerState
+from lightning_specdec.drafters.exit_model import ExitModel, LowerState
 from lightning_specdec.inference import autoregressive_decode, speculative_decode
 from lightning_specdec.models import ExitStates, ModelOutput
 from lightning_specdec.models.huggingface import HuggingFaceLM, HuggingFaceState

@@ -51,6 +51,21 @@ def test_models_of_one_vocabulary_and_padded_outputs_fit(
     assert all(len(row) == 14 for row in result.tokens)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_processors_may_choose_a_row_that_the_draft_does_not_have(temperature: float) -> None:
+    def raised(prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, torch.tensor([11]), 4.0)
+
+    target, draft = model(12, TOKENS), model(9, TOKENS, seed=2)
+    options: dict[str, Any] = {"max_new_tokens": 10, "sampling": Sampling(temperature, processors=[raised])}
+    expected = autoregressive_decode(target, PROMPTS, **options).tokens
+    assert any(11 in row for row in expected)
+    for rule in (RULES["ExactMatch"](), RejectionSampling()):
+        result = speculative_decode(target, ModelDrafter(draft), PROMPTS, rule=rule, **options)
+        assert result.tokens == expected or not rule.ignores_windows and temperature
+        assert any(11 in each.drafted for row in result.rows for each in row.rounds or [])
+
+
 def test_a_padded_target_does_say_what_the_draft_has_no_row_for() -> None:
     said = autoregressive_decode(model(12, TOKENS), PROMPTS, max_new_tokens=14).tokens
     assert max(token for row in said for token in row) > 9

@@ -19,6 +19,7 @@ from lightning_specdec.drafters.multi_token import from_medusa, to_medusa
 from lightning_specdec.inference import speculative_decode
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.models.quantization import quantize
 from lightning_specdec.rules import RejectionSampling, Sampling
 
 BOTH = pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
@@ -26,8 +27,9 @@ BOTH = pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 
 @pytest.mark.parametrize("name", [*OPEN, "gemma3_text", "longcat_flash"])
 def test_a_new_head_that_was_copied_from_the_target_says_what_the_target_says(name: str) -> None:
-    target, tokens = family(name), torch.tensor([cases.PROMPTS[3]])
-    for model in (target, target.fused()):
+    target, rounded, tokens = family(name), family(name), torch.tensor([cases.PROMPTS[3]])
+    quantize(rounded.model, "int8")
+    for model in (target, target.fused(), rounded):
         drafter = small(hidden_size=32, vocab_size=cases.VOCAB, num_blocks=2).init_from(model)
         (layer,) = drafter.features(model)
         output = model(tokens, features=(layer,))
@@ -54,6 +56,20 @@ def test_own_outputs_begin_as_copies_of_the_targets(name: str) -> None:
     drafter = small(hidden_size=16, vocab_size=cases.VOCAB).init_from(target)
     for head in drafter.heads.children():
         assert torch.equal(head[-1].weight, target.output_weight)  # type: ignore[index]
+
+
+def test_heads_are_as_wide_as_what_the_targets_output_head_reads() -> None:
+    """Which need not be as wide as its layers: some of the OPT models narrow their last layer's output."""
+    target = HuggingFaceLM(tiny("opt", vocab_size=cases.VOCAB, word_embed_proj_dim=16))
+    assert target.hidden_size == 16
+    drafter = small(hidden_size=16, vocab_size=cases.VOCAB).init_from(target)
+    (layer,) = drafter.features(target)
+    output = target(torch.tensor([cases.PROMPTS[3]]), features=(layer,))
+    for logits in drafter.logits(output.features[layer], target):
+        torch.testing.assert_close(logits, output.logits, atol=1e-4, rtol=1e-4)
+    assert speculative_decode(target, drafter, cases.PROMPTS, max_new_tokens=5).num_draft_calls
+    with pytest.raises(ValueError, match="a hidden size of 32, the target has one of 16"):
+        small(hidden_size=32, vocab_size=cases.VOCAB).check_target(target)
 
 
 def test_heads_of_one_type_serve_a_target_of_another() -> None:

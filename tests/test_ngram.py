@@ -205,7 +205,7 @@ def test_a_slot_that_is_taken_again_remembers_nothing_of_the_row_before() -> Non
     first = session.add([1, 2, 3, 4, 1, 2, 3, 4], max_new_tokens=4)
     session.step()
     session.cancel(first)
-    state = session._draft_state
+    state = session._batch.draft_state
     assert isinstance(state, NGramState) and state.num_entries
     session.add([1], max_new_tokens=8)
     assert state.num_entries == 0

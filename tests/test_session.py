@@ -103,7 +103,7 @@ def test_rows_that_come_and_go_change_nothing_for_the_others(target: str, drafte
             session.cancel(generator.choice(session.live))
         for row, tokens in session.step():
             events.setdefault(row.index, []).extend(tokens)
-        batch_sizes.append(len(session._rows))
+        batch_sizes.append(len(session._batch.rows))
     assert not session.live and session.step() == []
     assert max(batch_sizes) >= 4 and batch_sizes[-1] < max(batch_sizes)
     assert all(size == power_of_two(size) for size in batch_sizes)

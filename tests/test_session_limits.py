@@ -130,4 +130,4 @@ def test_a_row_that_was_released_is_gone_and_the_others_are_not() -> None:
         while row.live:
             session.step()
         session.release(row)
-    assert len(session._added) == 1 and len(session._rows) <= 2
+    assert len(session._added) == 1 and len(session._batch.rows) <= 2

@@ -9,8 +9,11 @@ from typing import Any
 import cases
 import pytest
 import torch
+from test_early_exit import Uneven
+from test_multi_token import Checked
 from test_rounds import Interrupted, Reads
 from test_states import assert_close
+from tiny_heads import heads
 from tiny_vocabularies import cross
 from torch import Tensor
 
@@ -212,7 +215,7 @@ def test_what_lower_layers_hand_on_is_what_they_make_of_the_drafts_own_tokens(mo
         self: HuggingFaceLM, exit_states: ExitStates, tokens: Tensor, state: DecodeState, **options: Any
     ) -> ModelOutput:
         for row, (read, length) in enumerate(zip(state.consumed, exit_states.lengths, strict=True)):
-            session_row = session._rows[row]
+            session_row = session._batch.rows[row]
             first = [*session_row.text[read:], *tokens[row, len(session_row.text) - read :].tolist()]
             assert tokens[row, : len(session_row.text) - read].tolist() == session_row.text[read:]
             text = torch.tensor([[*session_row.text[:read], *first[:length]]])
@@ -246,7 +249,7 @@ def test_the_state_counts_the_passes_of_every_stage() -> None:
     session = open_session(model, StagedDrafter(stages, stage_windows=[2, 3]), cases.PROMPTS, max_new_tokens=12)
     while session.step():
         pass
-    state = session._draft_state
+    state = session._batch.draft_state
     assert isinstance(state, StagedState)
     assert len(state.num_calls) == 3 and min(state.num_calls) > 0
     assert state.num_calls[-1] == session.num_draft_calls
@@ -284,7 +287,7 @@ def test_no_stage_reads_again_what_is_settled(target: str) -> None:
         large.reads.clear()
         session.step()
         assert max([*small.reads, *large.reads], default=0) <= 6
-        state: Any = session._draft_state
+        state: Any = session._batch.draft_state
         held.append(state.larger.model_state.memory_bytes + state.smaller.model_state.memory_bytes)
     assert len(held) > 6 and max(held[-3:]) <= max(held[:3])
 
@@ -292,7 +295,7 @@ def test_no_stage_reads_again_what_is_settled(target: str) -> None:
 def test_a_look_up_keeps_its_table_and_takes_in_what_is_settled_alone() -> None:
     staged = StagedDrafter([NGramDrafter(), ModelDrafter(middle("rnn"))])
     session = open_session(cases.target("rnn"), staged, [[1, 2, 3, 1, 2]], max_new_tokens=20, num_draft_tokens=5)
-    state: Any = session._draft_state
+    state: Any = session._batch.draft_state
     index = state.smaller.rows[0]
     while session.live:
         length = len(session.live[0].text)
@@ -419,8 +422,23 @@ def test_what_works_inside_its_target_works_inside_the_stage_behind_it(first: st
     assert not session.drafter.inside_target
     while session.step():
         pass
-    state = session._draft_state
+    state = session._batch.draft_state
     assert isinstance(state, StagedState) and state.num_calls[0] > 4
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["rnn", "transformer"])
+def test_heads_of_a_stage_know_the_last_state_of_every_row_whatever_the_rows_beside_it_want(
+    name: str, seed: int
+) -> None:
+    """A row whose window is full takes part in the calls that others still need."""
+    model = middle(name)
+    checked = Checked(heads(model), model)
+    staged = StagedDrafter([checked, ModelDrafter(model)], stage_windows=2)
+    options: dict[str, Any] = {"max_new_tokens": 14, "sampling": Sampling(0.9), "num_draft_tokens": Uneven(seed)}
+    result = speculative_decode(cases.target(name), staged, cases.PROMPTS, **options)
+    assert result.tokens == cases.standard(name, Sampling(0.9), 14, None).tokens
+    assert sum(bool(length) for _, length in checked.made) > 4
 
 
 def test_the_fused_form_guesses_the_same() -> None:

@@ -252,12 +252,12 @@ def test_a_state_refuses_to_go_forward_or_behind_its_commit(kind: str) -> None:
 def test_what_a_recurrent_state_holds_does_not_grow_with_the_text() -> None:
     target = cases.target("rnn")
     session = open_session(target, cases.drafter("near", "rnn"), cases.PROMPTS, max_new_tokens=60)
-    draft_state = session._draft_state
+    draft_state = session._batch.draft_state
     assert isinstance(draft_state, ModelDraftState)
     held = []
     for _ in range(12):
         session.step()
-        held.append((session._target_state.memory_bytes, draft_state.model_state.memory_bytes))
+        held.append((session._batch.target_state.memory_bytes, draft_state.model_state.memory_bytes))
     assert held[-1] == held[2]
 
 
@@ -271,7 +271,7 @@ def test_static_buffers_stay_where_they_are() -> None:
     target = cases.target("transformer")
     session = open_session(target, cases.drafter("near", "transformer"), cases.PROMPTS[1:2], max_new_tokens=20)
     session.step()
-    state = session._target_state
+    state = session._batch.target_state
     assert isinstance(state, KVState)
     address, memory_bytes = addresses(state), state.memory_bytes
     while session.step():
@@ -283,7 +283,7 @@ def test_a_used_slot_is_taken_again_without_moving_the_others() -> None:
     session = open_session(target, cases.drafter("near", "transformer"), [[1], [2, 3]], max_new_tokens=6)
     long = session.live[1]
     session.cancel(session.live[0])
-    state = session._target_state
+    state = session._batch.target_state
     assert isinstance(state, KVState)
     session.step()
     address = addresses(state)
@@ -291,7 +291,7 @@ def test_a_used_slot_is_taken_again_without_moving_the_others() -> None:
     again = session.add([2, 3], max_new_tokens=6)
     assert again.index == 2, "the next free number"
     while session.step():
-        assert addresses(state) == address or len(session._rows) == 1
+        assert addresses(state) == address or len(session._batch.rows) == 1
     assert again.text[2:] == autoregressive_decode(target, [2, 3], max_new_tokens=6).tokens[0]
 
 

@@ -58,7 +58,7 @@ def test_a_head_is_judged_by_the_token_that_many_places_ahead(
         return 50.0 * torch.nn.functional.one_hot(tokens.roll(-ahead, dims=1), cases.VOCAB)
 
     monkeypatch.setattr(quality, "predictors_of", lambda name, drafter, target: [("oracle", ahead, knows)])
-    monkeypatch.setattr(QuadraticProgressions, "bytes_per_token", lambda self, split: 2.0)
+    monkeypatch.setattr(QuadraticProgressions, "bytes_per_token", lambda self, *splits: 2.0)
     target = cases.target("llama")
     own, oracle = quality.quality(SpeculativeDecoder(target, ModelDrafter(target)), data)
     assert oracle["accuracy"] == 1 and oracle["loss"] < 1e-6 and own["accuracy"] < 1

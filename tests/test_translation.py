@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -120,11 +121,27 @@ def test_going_back_and_on_equals_a_text_that_was_never_ahead() -> None:
     assert (ahead.num_covered, ahead.tokens) == (4, [1, 6, 2, 0, 1])
     ahead.go_back(2)
     ahead.extend([0, 1])
-    assert (ahead.num_covered, ahead.tokens) == (4, [1, 6, 0]), "what follows is a prompt, encoded as a whole"
+    assert (ahead.num_covered, ahead.tokens) == (4, [1, 6, 2, 8]), "what follows is no prompt, and read one by one"
     ahead.go_back(1)
     assert (ahead.num_covered, ahead.tokens) == (0, []), "the prompt's tokens are one whole"
     ahead.extend([2])
     assert (ahead.num_covered, ahead.tokens) == (1, [1])
+
+
+def test_another_prompt_is_encoded_as_a_whole_whatever_was_read_before() -> None:
+    text = translated([2, 8], [0], [1])
+    text.begin_prompt(4)
+    assert (text.num_covered, text.tokens) == (2, [1, 6]), "nothing reaches across a special token"
+    text.extend([0, 1, 2])
+    assert text.tokens == translated([2, 8, 0, 1, 2]).tokens == [1, 6, 0, 1]
+    text.begin_prompt(1)
+    text.extend([2, 2])
+    assert text.tokens == translated([2, 2]).tokens
+    empty = TranslatedText(Translation(FIRST, vocabulary(b"q", b"c")))
+    empty.extend([9])
+    empty.begin_prompt(1)
+    empty.extend([2])
+    assert empty.tokens == [1], "what stands for a text without tokens goes with it"
 
 
 def test_a_copy_goes_on_by_itself() -> None:
@@ -186,6 +203,39 @@ def test_two_real_tokenizers_tell_the_same_text(other: str, seed: int) -> None:
         assert told.removeprefix(b" ") == first.join(words) or not prompt_is_text
     else:
         assert b"cat" in told
+
+
+@pytest.mark.parametrize("other", ["sentencepiece", "byte_level", "metaspace"])
+def test_texts_that_go_back_and_on_are_as_if_they_had_never_been_ahead(other: str) -> None:
+    """Random texts of random tokens, special ones and parts of characters among them, with prompts of any length."""
+    generator, (tokenizer, first), (reader, second) = random.Random(7), real("byte_level"), real(other)
+    encode = functools.partial(reader.encode, add_special_tokens=False)
+    translation = Translation(first, second, encode=encode, start=second.special.get("bos"))
+    plain = tokenizer.encode(HARD, add_special_tokens=False)
+
+    def drawn(number: int) -> list[int]:
+        return [generator.choice([generator.choice(plain), generator.randrange(len(first))]) for _ in range(number)]
+
+    for _ in range(60):
+        prompt, answer = drawn(generator.randint(1, 12)), drawn(generator.randint(1, 12))
+        text, fresh, again = (TranslatedText(translation) for _ in range(3))
+        text.extend(prompt)
+        text.extend(answer)
+        kept = generator.randint(0, len(answer))
+        text.go_back(len(prompt) + kept)
+        assert text.num_covered == len(prompt) + kept
+        fresh.extend(prompt)
+        answer = [*answer[:kept], *drawn(3)]
+        text.extend(answer[kept:])
+        for token in answer:
+            fresh.extend([token])
+        assert (text.tokens, text.waiting()) == (fresh.tokens, fresh.waiting())
+        shared = generator.randint(0, len(prompt) + len(answer))
+        prompt = [*[*prompt, *answer][:shared], *drawn(generator.randint(1, 5))]
+        text.begin_prompt(shared)
+        text.extend(prompt[text.num_covered :])
+        again.extend(prompt)
+        assert (text.tokens, text.waiting()) == (again.tokens, again.waiting())
 
 
 def test_the_tokens_of_whole_words_are_the_tokenizers_own() -> None:

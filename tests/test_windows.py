@@ -26,6 +26,7 @@ from lightning_specdec.inference import (
     Window,
     autoregressive_decode,
     open_session,
+    run,
     speculative_decode,
     window_from_dict,
 )
@@ -437,6 +438,28 @@ def test_a_round_without_guesses_is_a_step_of_standard_decoding(rule: str, tempe
     assert result.tokens == expected.tokens and not drafter.asked and result.num_draft_calls == 0
     for row, other in zip(result.rows, expected.rows, strict=True):
         assert row.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("num_dropped", [0, 3])
+def test_a_resumed_rows_windows_follow_from_its_texts_and_not_from_where_it_lay(num_dropped: int) -> None:
+    """Another row may have taken its place; under this rule other windows would draw other tokens."""
+    each = Costs(1, WIDTHS, SHAPES["bfloat16"], (0.0,) * 6, 0.0, 0.25, 0.25, 0.001)
+    window, texts = AdaptiveWindow(Calibration((each,), 64)), []
+    target, drafter = cases.target("rnn"), cases.drafter("near", "rnn")
+    for taken in (False, True):
+        session = Session(
+            target, drafter, max_length=200, num_draft_tokens=window, rule=RejectionSampling(), sampling=Sampling(1.0)
+        )
+        row = session.add([i * 7 % cases.VOCAB for i in range(80)], max_new_tokens=20)
+        run(session)
+        if taken:
+            session.add([1], max_new_tokens=9)
+            run(session)
+        row = session.resume(row, [*row.text[: len(row.text) - num_dropped], 5, 1], max_new_tokens=30)
+        assert session._batch.place(row) == 0 and session._plan.first_token(row) > 0
+        run(session)
+        texts.append((row.text, row.rounds))
+    assert texts[0] == texts[1]
 
 
 def test_a_draft_sees_only_as_much_of_a_long_prompt_as_it_may_cost() -> None:

@@ -260,10 +260,12 @@ def _line(seconds: dict[int, float]) -> tuple[float, float]:
 
 
 def _name(module: LanguageModel | Drafter) -> str:
-    num_parameters = max(
-        (each.num_parameters for each in module.modules() if isinstance(each, LanguageModel)), default=0
-    )
-    return f"{type(module).__name__}, {num_parameters:,} parameters"
+    """What it is: the size of a model, and of a draft that has one; of other drafts their settings."""
+    sizes = [each.num_parameters for each in module.modules() if isinstance(each, LanguageModel)]
+    if sizes:
+        return f"{type(module).__name__}, {max(sizes):,} parameters"
+    settings = (f"{name}={value}" for name, value in vars(module).items() if type(value) is int and name[0] != "_")
+    return f"{type(module).__name__}({', '.join(settings)})"
 
 
 def _dtype(target: LanguageModel) -> str:

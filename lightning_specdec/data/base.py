@@ -160,8 +160,8 @@ class TokenData(LightningDataModule, ABC):
         """The order of each epoch: what it yields is looked up in the rows of the training split."""
         return EpochSampler(len(self.rows("train")), self.seed)
 
-    def bytes_per_token(self, split: str) -> float | None:
-        """How many bytes of text a token of a split stands for, on average; None where the tokens are no text.
+    def bytes_per_token(self, *splits: str) -> float | None:
+        """How many bytes of text a token of these splits stands for, on average; None where the tokens are no text.
 
         A loss in nats is loss / ln 2 / bytes_per_token bits per byte, which compares models of different tokenizers.
         """

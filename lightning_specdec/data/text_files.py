@@ -167,9 +167,9 @@ class TextFiles(TokenData):
             length -= 1
         return length
 
-    def bytes_per_token(self, split: str) -> float:
-        text = self.texts()[split]
-        return text.num_bytes / len(text.tokens)
+    def bytes_per_token(self, *splits: str) -> float:
+        texts = [self.texts()[split] for split in splits]
+        return sum(text.num_bytes for text in texts) / sum(len(text.tokens) for text in texts)
 
     def arguments(self) -> PlainValues:
         names = ("paths", "tokenizer", "length", "held_out", "max_bytes", "cache_dir")

@@ -81,6 +81,13 @@ class DraftState(ABC):
         """
         self.clear([row])
 
+    def resume(self, row: int, length: int) -> None:
+        """Another prompt follows in a row, which begins with so many tokens of its text: forget all behind them.
+
+        What is guessed then should be what a first reading of that prompt would lead to.
+        """
+        self.go_back(row, length)
+
 
 class Drafter(nn.Module, ABC):
     """A cheap way to guess the next tokens.

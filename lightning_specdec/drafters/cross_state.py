@@ -21,6 +21,7 @@ class _Row:
     def __init__(self, text: TranslatedText) -> None:
         self.text = text
         self.waiting: list[int] = []
+        """Tokens behind the text's own that the state has read, and that the next look at the text may change."""
         self.num_kept = 0
         """Guesses of the last round that were kept and that the state has read."""
         self.num_right = 0
@@ -47,7 +48,7 @@ class _Row:
         read = [*self.waiting, *(pairs.get(token, -1) for token in new[: self.num_kept])]
         if new:
             self.text.extend(new)
-            self.waiting = self.text.waiting()
+        self.waiting = self.text.waiting()
         now = [*self.text.tokens[known:], *self.waiting]
         same = (i for i, (before, after) in enumerate(zip(read, now, strict=False)) if before != after)
         self.num_right = known + next(same, min(len(read), len(now)))
@@ -56,7 +57,13 @@ class _Row:
     def go_back(self, num_covered: int) -> None:
         """Forget what lies behind so many of the target's tokens."""
         self.text.go_back(num_covered)
-        self.waiting, self.num_kept = [], 0
+        self.waiting, self.num_kept = [], 0  # the state may have read others in their place
+
+    def begin_prompt(self, num_covered: int) -> None:
+        """Another prompt follows, which begins with so many of the target's tokens; it may read like what was read."""
+        read = [*self.text.tokens, *self.waiting]
+        self.text.begin_prompt(num_covered)
+        self.waiting, self.num_kept, self.first = read[len(self.text.tokens) :], 0, 0
 
     def behind(self, place: int) -> list[int]:
         """The tokens from that place on."""
@@ -87,12 +94,14 @@ class CrossDraftState(DraftState):
             self.rows[row] = self._fresh()
 
     def go_back(self, row: int, length: int) -> None:
-        one = self.rows[row]
-        one.go_back(length)
-        if len(one.text.tokens) <= one.first:
+        self.rows[row].go_back(length)
+        if len(self.rows[row].text.tokens) <= self.rows[row].first:
             self.clear([row])
-        elif self.model_state.committed[row] > max(0, len(one.text.tokens) - 2 - one.first):
-            self.model_state.clear([row])  # it cannot go back so far, and reads the text again
+
+    def resume(self, row: int, length: int) -> None:
+        if self.rows[row].first:  # what the draft has read begins further on
+            self.model_state.clear([row])
+        self.rows[row].begin_prompt(length)
 
     def observe(self, num_accepted: Sequence[int]) -> None:
         """Learn how many guesses were kept; rounds without any say nothing."""
@@ -121,10 +130,13 @@ class CrossDraftState(DraftState):
 
     def unread(self) -> list[list[int]]:
         """Go back to where the state agrees with the text, and give what it has not read: two tokens at the least,
-        where there are two, so that shapes seldom change."""
+        where there are two, so that shapes seldom change. A state that cannot go back so far reads the text again."""
         state, starts, settled = self.model_state, [], []
-        for row, consumed in zip(self.rows, self.model_state.consumed, strict=True):
-            start = max(row.first, min(row.num_right, row.first + consumed, row.length - 2))
+        for i, row in enumerate(self.rows):
+            start = max(row.first, min(row.num_right, row.first + state.consumed[i], row.length - 2))
+            if start - row.first < state.committed[i]:
+                state.clear([i])
+                start = row.first
             starts.append(start - row.first)
             settled.append(max(0, min(start, len(row.text.tokens) - 2) - row.first))
         state.truncate(starts)

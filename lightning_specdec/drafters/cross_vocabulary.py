@@ -14,7 +14,8 @@ from torch import Tensor
 from lightning_specdec.checks import require_number
 from lightning_specdec.drafters.base import Context, Drafter, DraftState, Host
 from lightning_specdec.drafters.cross_state import CrossDraftState
-from lightning_specdec.drafters.model import ModelDrafter, RollingDrafter, fit, pad
+from lightning_specdec.drafters.layout import pad
+from lightning_specdec.drafters.model import ModelDrafter, RollingDrafter, fit
 from lightning_specdec.models import LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
 from lightning_specdec.text.translation import Translation
@@ -78,13 +79,16 @@ class CrossVocabulary(RollingDrafter):
                 "target's"
             )
         targets, drafts = (torch.tensor(tokens) for tokens in zip(*sorted(self.translation.pairs.items()), strict=True))
-        # Column W of the draft's padded logits is -inf: what the target has alone.
+        # Column W of the draft's padded logits is -inf: what the target has alone. A logits processor may choose that
+        # all the same, and what only pads the target's output: the filler is read for it until the text is settled.
         sources = torch.full((len(target_vocabulary),), model.vocab_size).index_copy(0, targets, drafts)
-        renamed = torch.zeros(model.vocab_size, dtype=torch.long).index_copy(0, drafts, targets)
-        for name, table in (("_sources", sources), ("_renamed", renamed)):
+        read_as = torch.full((len(target_vocabulary) + 1,), self.translation.filler).index_copy(0, targets, drafts)
+        for name, table in (("_sources", sources), ("_read_as", read_as)):
             self.register_buffer(name, table.to(model.device), persistent=False)
         self._sources: Tensor
-        self._renamed: Tensor
+        self._read_as: Tensor
+
+    renames = True
 
     @property
     def max_positions(self) -> None:
@@ -130,7 +134,7 @@ class CrossVocabulary(RollingDrafter):
         return fit(padded.index_select(1, self._sources), context.vocab_size)
 
     def to_draft(self, tokens: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
-        return self._sources.index_select(0, tokens)
+        return self._read_as.index_select(0, tokens.clamp(max=len(self._read_as) - 1))
 
     def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
         assert isinstance(state, CrossDraftState)
@@ -140,11 +144,10 @@ class CrossVocabulary(RollingDrafter):
             row.extend(text)
         state.make_room(num_guesses)
         tokens, valid_lengths = pad(state.unread(), context.tail.device)
-        read, probs, logits = self.roll(
+        guesses, probs, logits = self.roll(
             self.model, state.model_state, tokens, valid_lengths, num_guesses, context, sampling
         )
         state.num_fed = num_guesses - 1
-        guesses = self._renamed.index_select(0, read.flatten()).view_as(read)
         lengths = [min(window, num_guesses) for window in windows]
         even = min(lengths) == num_guesses
         return Draft(

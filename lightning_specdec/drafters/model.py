@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import le
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_specdec.drafters.base import Context, Drafter, DraftState, Host
+from lightning_specdec.drafters.layout import pad
 from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
 
@@ -115,9 +116,13 @@ class RollingDrafter(Drafter):
 
     Args:
         sampling: how it draws its guesses, if not as the session draws; any choice is lossless under a lossless rule.
+
+    Attributes:
+        renames: whether its model has other numbers for what it guesses.
     """
 
     gives_logits = True
+    renames: ClassVar[bool] = False
 
     def __init__(self, *, sampling: Sampling | None = None) -> None:
         super().__init__()
@@ -144,16 +149,19 @@ class RollingDrafter(Drafter):
         context: Context,
         sampling: Sampling,
     ) -> tuple[Int[Tensor, "B K"], Float[Tensor, "B K V"] | None, Float[Tensor, "B K V"] | None]:
-        """Have a model read tokens and guess: the guesses as it reads them, the distributions over the target's tokens
-        that they were drawn from, and the logits if wanted."""
+        """Have a model read tokens and guess: the guesses, the distributions over the target's tokens that they were
+        drawn from, and the logits if wanted."""
         windows = context.windows or [num_guesses] * len(context.texts)
         drawn = Guesses(context, windows, self.sampling or sampling)
+        # A logits processor may choose what only pads the target's output: no word, but something has to be read.
+        padded = not self.renames and (context.vocab_size or 0) > model.vocab_size
 
         def choose(logits: Float[Tensor, "B V"], i: int) -> Int[Tensor, "B"]:
-            return self.to_draft(drawn.draw(self.to_target(logits, context)))
+            read = self.to_draft(drawn.draw(self.to_target(logits, context)))
+            return read.clamp(max=model.vocab_size - 1) if padded else read
 
-        guesses = model.rollout(tokens, state, num_guesses, choose, valid_lengths=valid_lengths)
-        return guesses, drawn.probs, drawn.logits
+        read = model.rollout(tokens, state, num_guesses, choose, valid_lengths=valid_lengths)
+        return drawn.tokens if padded or self.renames else read, drawn.probs, drawn.logits
 
 
 class ModelDrafter(RollingDrafter):
@@ -250,11 +258,3 @@ def fit(logits: Float[Tensor, "*B W"], vocab_size: int | None) -> Float[Tensor, 
     """
     missing = 0 if vocab_size is None else vocab_size - logits.shape[-1]
     return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
-
-
-def pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Int[Tensor, "B T"], list[int] | None]:
-    """Rows of tokens as one right-padded tensor, and their lengths where these differ."""
-    lengths = [len(row) for row in rows]
-    width = max(lengths)
-    tokens = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
-    return tokens, None if min(lengths) == width else lengths

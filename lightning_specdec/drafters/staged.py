@@ -25,13 +25,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_specdec.checks import require_int
 from lightning_specdec.drafters.base import Context, Drafter, DraftState, Host, last_two
 from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary
-from lightning_specdec.drafters.early_exit import EarlyExitDrafter, ExitModel, ExitState, LowerState
-from lightning_specdec.drafters.model import ModelDrafter, pad
+from lightning_specdec.drafters.early_exit import EarlyExitDrafter, ExitState
+from lightning_specdec.drafters.exit_model import ExitModel, LowerState
+from lightning_specdec.drafters.layout import pad, with_guesses
+from lightning_specdec.drafters.model import ModelDrafter
 from lightning_specdec.drafters.staged_state import StagedState, Window
 from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
@@ -141,7 +142,7 @@ class StagedDrafter(Drafter):
         # Guesses are read in whole windows, also where a row wants fewer.
         larger = self.larger.init_state(batch_size, max_length + self.window, host)
         if isinstance(larger, ExitState):
-            own = Host(larger.model, larger.lower)
+            own = Host(larger.model, larger.begin())
         else:
             assert isinstance(self.larger, ModelDrafter)
             own = Host(self.larger.model, larger.model_state)
@@ -164,17 +165,12 @@ class StagedDrafter(Drafter):
         state.settle(num_accepted)
 
     def _advance(self, state: StagedState, reading: DecodeState, made: Window) -> None:
-        """One round between the two: guess, score, keep what agrees and one token more of every row that wants any."""
+        """One round between the two: guess, score, keep what agrees and one token more."""
         windows = [min(self.window, max(left - 1, 0)) for left in made.left]
         draft = self._guess(state, made, windows)
         output = self._score(state, reading, made, draft)
         guesses = _on_host(draft, windows)
-        own = made.draw(output.logits, guesses).tolist()
-        accepted = []
-        for text, left, guessed, drawn in zip(made.texts, made.left, guesses, own, strict=True):
-            differ = (i for i, (guess, token) in enumerate(zip(guessed, drawn, strict=False)) if guess != token)
-            accepted.append(next(differ, len(guessed)))
-            text += drawn[: accepted[-1] + 1] if left else []
+        accepted = made.extend(made.draw(output.logits, guesses).tolist(), guesses)
         self.smaller.observe(state.smaller, output, accepted)
         reading.truncate([min(read, len(text) - 1) for read, text in zip(reading.consumed, made.texts, strict=True)])
 
@@ -196,21 +192,13 @@ class StagedDrafter(Drafter):
         return draft
 
     def _score(self, state: StagedState, reading: DecodeState, made: Window, draft: Draft) -> ModelOutput:
-        """The larger stage reads what it has not read of each text, and the guesses; rows with full windows idle."""
+        """The larger stage reads what it has not read of each text, and the guesses.
+
+        Rows with full windows read their last token again, so what the smaller drafter observes is true of them too.
+        """
         state.num_own_calls += 1
-        rows = zip(made.texts, reading.consumed, made.left, strict=True)
-        tokens, num_unread = pad([text[read:] if left else [] for text, read, left in rows], made.device)
-        num_guesses = draft.tokens.shape[1]
-        places: Tensor | slice = slice(-num_guesses - 1, None)
-        valid_lengths = None
-        if num_unread is None:
-            tokens = torch.cat((tokens, draft.tokens), dim=1)
-        else:
-            first = torch.tensor([[length] for length in num_unread], device=made.device)
-            guessed = first + torch.arange(num_guesses + 1, device=made.device)
-            tokens = torch.nn.functional.pad(tokens, (0, num_guesses)).scatter(1, guessed[:, :-1], draft.tokens)
-            valid_lengths = [length + num_guesses if length else 0 for length in num_unread]
-            places = (guessed - 1).clamp(min=0)
+        unread = [text[read:] for text, read in zip(made.texts, reading.consumed, strict=True)]
+        tokens, valid_lengths, places = with_guesses(*pad(unread, made.device), draft.tokens)
         # The target may have tokens that only pad its output: no words, but something has to be read.
         tokens = tokens.clamp(max=state.model.vocab_size - 1)
         score = state.model if draft.exit_states is None else partial(state.model.finish, draft.exit_states)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lightning_specdec.drafters.base import Context, DraftState
 from lightning_specdec.drafters.early_exit import ExitState
-from lightning_specdec.drafters.model import ModelDraftState, commit, fit, pad
+from lightning_specdec.drafters.layout import pad
+from lightning_specdec.drafters.model import ModelDraftState, commit, fit
 from lightning_specdec.models import DecodeState, LanguageModel
 from lightning_specdec.rules import Draft, Sampling
 
@@ -87,6 +88,10 @@ class StagedState(DraftState):
         self.larger.go_back(row, length)
         self.smaller.go_back(row, length)
 
+    def resume(self, row: int, length: int) -> None:
+        self.larger.resume(row, length)
+        self.smaller.resume(row, length)
+
 
 class Window:
     """The larger stage's guesses of one round: texts grow until every row has as many as it wants.
@@ -139,6 +144,17 @@ class Window:
         if self.context.wants_logits:
             self.logits = self._put(self.logits, places, logits)
         return tokens.clamp(max=logits.shape[-1] - 1)  # none, where the logits are no numbers: it has to be read
+
+    def extend(self, drawn: Sequence[Sequence[int]], guesses: Sequence[Sequence[int]]) -> list[int]:
+        """Each row that wants more goes on with what the larger stage drew, up to and with the first token that was
+        guessed otherwise, or the one behind the guesses; gives how many guesses it agreed with."""
+        num_agreed = []
+        for text, left, own, guessed in zip(self.texts, self.left, drawn, guesses, strict=True):
+            differ = (i for i, (token, guess) in enumerate(zip(own, guessed, strict=False)) if token != guess)
+            num_agreed.append(next(differ, len(guessed)))
+            if left:
+                text += own[: num_agreed[-1] + 1]
+        return num_agreed
 
     def _put(self, kept: Tensor | None, places: Tensor, values: Float[Tensor, "B N V"]) -> Float[Tensor, "B K1 V"]:
         """`kept` with these values at their places. What belongs behind a wrong guess is written over in time."""

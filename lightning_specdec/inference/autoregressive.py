@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from lightning_specdec.checks import require_int
-from lightning_specdec.drafters.model import pad
+from lightning_specdec.drafters.layout import pad
 from lightning_specdec.inference.limits import check_context, flag_undrawable
 from lightning_specdec.inference.results import DecodeInterrupted, DecodeResult
 from lightning_specdec.inference.rows import Prompts, Row, check_batch, check_drawn, check_eos, power_of_two

@@ -47,6 +47,8 @@ class Row:
         self.max_length = self.prompt_length + max_new_tokens
         self.eos = eos
         self.num_drawn = num_drawn
+        self.resumed = False
+        """Whether another row goes on with its noise."""
         self._search = None if stop is None else stop.search()
         self.stop_reason = "" if max_new_tokens else "length"
         self.counts = Counts() if speculative else None

@@ -41,10 +41,11 @@ class Plan(ABC):
     def learn(self, outcomes: Sequence[Outcome]) -> None:  # noqa: B027
         """Take in a round, in which these rows were live. Nothing to learn by default."""
 
-    def resume(self, row: Row, former: Row, num_kept: int) -> None:  # noqa: B027
-        """A row goes on from the first `num_kept` tokens of a former one, which the draft keeps as far as it has them.
+    def resume(self, row: Row, former: Row, num_shared: int) -> None:  # noqa: B027
+        """A row goes on from the first `num_shared` tokens of a former one's text.
 
-        Nothing to take over by default.
+        Whether the draft still has what it read of them depends on which rows came between, and windows must not. So
+        they are planned as if it had. Nothing to take over by default.
         """
 
 
@@ -158,11 +159,11 @@ class _AdaptivePlan(Plan):
         reader = self._readers.get(row)
         return 0 if reader is None else reader.first
 
-    def resume(self, row: Row, former: Row, num_kept: int) -> None:
+    def resume(self, row: Row, former: Row, num_shared: int) -> None:
         reader = self._readers.get(former)
-        if reader is not None and reader.first < num_kept:
+        if reader is not None and reader.first < min(num_shared, row.prompt_length - 1):
             self._readers[row] = _Reader(reader.first)
-            self._readers[row].read = min(reader.read, num_kept)
+            self._readers[row].read = min(reader.read, num_shared)
 
     def _look(self, row: Row, course: Course) -> int:
         """Tokens that the draft would have to read of the row now."""
@@ -204,8 +205,8 @@ class _SeparatePlan(_AdaptivePlan):
         super().__init__(calibration, largest)
         self._courses: WeakKeyDictionary[Row, Course] = WeakKeyDictionary()
 
-    def resume(self, row: Row, former: Row, num_kept: int) -> None:
-        super().resume(row, former, num_kept)
+    def resume(self, row: Row, former: Row, num_shared: int) -> None:
+        super().resume(row, former, num_shared)
         if former in self._courses:
             self._courses[row] = self._courses[former]
 

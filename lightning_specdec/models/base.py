@@ -77,7 +77,7 @@ class LanguageModel(nn.Module, ABC):
 
     Attributes:
         vocab_size: rows of the output head.
-        hidden_size: width of its layers' outputs; None where it gives no features.
+        hidden_size: width of its last layer's output, as its output head reads it; None where it gives no features.
         num_layers: how many layers; None where it gives no features.
         max_positions: most tokens of a text that it was made for; None where there is no limit.
         vocabulary: what the tokens mean, where that is known.
@@ -179,6 +179,10 @@ class LanguageModel(nn.Module, ABC):
     def device(self) -> torch.device:
         """Where the weights are."""
         return next(self.parameters()).device
+
+    def packed(self) -> LanguageModel:
+        """The same network with its weights laid out for this processor, for decoding only; else the model itself."""
+        return self
 
     def fused(self) -> LanguageModel:
         """The same function with fewer launches per token, for decoding only; the model itself when there is none."""

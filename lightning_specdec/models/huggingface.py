@@ -101,7 +101,7 @@ class HuggingFaceLM(LanguageModel):
         self.windows = _attention_windows(self.model, self.config)
         head = self.model.get_output_embeddings()
         self.vocab_size = int(getattr(head, "out_features", None) or self.config.vocab_size)
-        self.hidden_size = getattr(self.config, "hidden_size", None)
+        self.hidden_size = getattr(head, "in_features", None) or getattr(self.config, "hidden_size", None)
         self.max_positions = _max_positions(self.config)
         self.tokenizer = _wrapped(tokenizer, self.model)
         self.vocabulary = None if self.tokenizer is None else self.tokenizer.vocabulary
@@ -141,13 +141,16 @@ class HuggingFaceLM(LanguageModel):
     def init_state(self, batch_size: int, max_length: int) -> HuggingFaceState:
         return HuggingFaceState(batch_size, max_length, device=self.device)
 
-    def fused(self) -> HuggingFaceLM:
+    def packed(self) -> HuggingFaceLM:
         """This model with packed linear layers, on a CPU: a copy that shares the other weights, for decoding only."""
         if self.device.type != "cpu" or any(isinstance(layer, PackedLinear) for layer in self.modules()):
             return self
         shared = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())}
         shared[id(self.tokenizer)] = self.tokenizer  # type: ignore[assignment]
         return deepcopy(self, shared).pack()
+
+    def fused(self) -> HuggingFaceLM:
+        return self.packed()
 
     def pack(self) -> HuggingFaceLM:
         """Lay out the linear layers' weights for this processor, in place: for decoding only, and for good."""

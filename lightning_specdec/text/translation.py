@@ -103,6 +103,8 @@ class TranslatedText:
     read token by token, which never changes what was read before. A token that the second does not have is
     turned into its bytes and encoded; one that cuts a character waits, as bytes, for the character's other part.
 
+    The tokens follow from the text and from where its prompt ends, and from nothing that was read and taken back.
+
     Args:
         translation: the two vocabularies.
     """
@@ -114,33 +116,40 @@ class TranslatedText:
         self.tokens: list[int] = []
         """Tokens of the second that will stay."""
         self._loose = bytearray()
-        self._is_prompt = True
-        self._marks: list[tuple[int, int]] = []
-        """Places to go back to, where nothing is loose: tokens of the first, and of the second."""
+        self._breaks: list[tuple[int, int]] = []
+        """Places within the prompt that nothing reaches across: tokens of the first, and of the second."""
+        self._steps: list[tuple[int, bytes]] = []
+        """At the prompt's end, and behind each token that followed: tokens of the second, and the bytes that wait."""
+
+    @property
+    def _is_prompt(self) -> bool:
+        """Whether the prompt is still to come, or to end."""
+        return not self._steps
 
     def copy(self) -> TranslatedText:
         """Another one, which goes on by itself."""
         other = TranslatedText(self.translation)
         other.num_covered, other.tokens, other._loose = self.num_covered, list(self.tokens), bytearray(self._loose)
-        other._is_prompt, other._marks = self._is_prompt, list(self._marks)
+        other._breaks, other._steps = list(self._breaks), list(self._steps)
         return other
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take in more of the text; the first call takes the prompt, and the first after going back the next one."""
+        """Take in more of the text; the first call takes the prompt, and the first after going back into it its end."""
         start = self.translation.start
         if not self.tokens and start is not None and self.translation.special.get(tokens[0]) != start:
             self.tokens.append(start)
+        was_prompt = self._is_prompt
         for token in tokens:
             self._take(token)
             self.num_covered += 1
-            if not self._loose:
-                self._marks.append((self.num_covered, len(self.tokens)))
-        if self._is_prompt:
+            if not was_prompt:
+                self._steps.append((len(self.tokens), bytes(self._loose)))
+            elif not self._loose:
+                self._breaks.append((self.num_covered, len(self.tokens)))
+        if was_prompt:
             self._settle(final=False)
             self.tokens = self.tokens or [self.translation.filler]
-            self._is_prompt = False
-            if not self._loose:
-                self._marks.append((self.num_covered, len(self.tokens)))
+            self._steps.append((len(self.tokens), bytes(self._loose)))
 
     def _take(self, token: int) -> None:
         translation = self.translation
@@ -158,13 +167,27 @@ class TranslatedText:
                 self._settle(final=False)
 
     def go_back(self, num_covered: int) -> None:
-        """Forget what lies behind the first's first `num_covered` tokens, or somewhat more; another prompt follows."""
-        while self._marks and self._marks[-1][0] > num_covered:
-            self._marks.pop()
-        self.num_covered, num_tokens = self._marks[-1] if self._marks else (0, 0)
+        """Forget what lies behind the first's first `num_covered` tokens.
+
+        Those of a prompt are one whole, so from within it the text goes back further, and another prompt follows.
+        """
+        num_behind = self.num_covered - num_covered
+        if num_behind >= len(self._steps):
+            self.begin_prompt(num_covered)
+        elif num_behind > 0:
+            del self._steps[-num_behind:]
+            num_tokens, loose = self._steps[-1]
+            self.num_covered, self._loose = num_covered, bytearray(loose)
+            del self.tokens[num_tokens:]
+
+    def begin_prompt(self, num_covered: int) -> None:
+        """Another prompt follows, which begins with the first's first `num_covered` tokens: keep what it will keep."""
+        while self._breaks and self._breaks[-1][0] > num_covered:
+            self._breaks.pop()
+        self.num_covered, num_tokens = self._breaks[-1] if self._breaks else (0, 0)
         del self.tokens[num_tokens:]
         self._loose.clear()
-        self._is_prompt = True
+        self._steps.clear()
 
     def waiting(self) -> list[int]:
         """Tokens for the bytes of a character that is not complete, until it is."""

@@ -1,0 +1,124 @@
+"""The rows of a session side by side: each one's place, what both sides' models remember of it, and its noise.
+
+Knows nothing of what a round does with them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_specdec.drafters import Drafter, Host
+from lightning_specdec.inference.rows import Row, power_of_two
+from lightning_specdec.models import LanguageModel
+from lightning_specdec.rules import Purpose, noise_table
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+class Batch:
+    """Rows that come and go; the batch grows and shrinks to powers of two.
+
+    Args:
+        target, drafter: whose states these are.
+        batch_size: rows to make room for at once.
+        num_slots: tokens of a row at most, guesses included.
+        seed: keys the noise, together with each row's index; None where nothing is drawn at random.
+    """
+
+    def __init__(
+        self, target: LanguageModel, drafter: Drafter, *, batch_size: int, num_slots: int, seed: int | None
+    ) -> None:
+        self.device, self.seed = target.device, seed
+        self.rows = [_vacant() for _ in range(batch_size)]
+        self.target_state = target.init_state(batch_size, num_slots)
+        self.draft_state = drafter.init_state(batch_size, num_slots, Host(target, self.target_state))
+        self.noise: Float[Tensor, "B S 3"] | None = None
+        """Each row's uniform numbers, from its first new token on."""
+        if seed is not None:
+            self.noise = torch.zeros(batch_size, num_slots, len(Purpose), device=self.device)
+
+    @property
+    def live(self) -> list[Row]:
+        """The rows that want more tokens."""
+        return [row for row in self.rows if row.live]
+
+    def place(self, row: Row) -> int | None:
+        """Where the row lies; None where its place has gone to another."""
+        return next((i for i, other in enumerate(self.rows) if other is row), None)
+
+    def enter(self, row: Row, place: int) -> None:
+        """Give a row its place, and its noise behind that of its earlier turns."""
+        self.rows[place] = row
+        if self.noise is not None and self.seed is not None:
+            table = noise_table(self.seed, row.index, row.num_drawn + row.remaining)[row.num_drawn :]
+            self.noise[place, : len(table)] = table.to(self.device)
+
+    def make_place(self) -> int:
+        """An empty place for a row; the batch grows where there is none."""
+        place = next((i for i, row in enumerate(self.rows) if not row.live), None)
+        if place is None:
+            place = len(self.rows)
+            self._select([*range(place), *[-1] * (power_of_two(place + 1) - place)])
+        elif self.target_state.consumed[place]:
+            self.target_state.clear([place])
+            self.draft_state.clear([place])
+        return place
+
+    def go_back(self, place: int, length: int, draft_length: int) -> bool:
+        """Forget all but so many tokens of what lies there, as another prompt goes on from them.
+
+        Args:
+            length, draft_length: tokens from the beginning of what the target, and the drafter, have seen.
+
+        Returns:
+            Whether that could be done: the target may have forgotten the way back.
+        """
+        if self.target_state.committed[place] > length:
+            return False
+        lengths = list(self.target_state.consumed)
+        lengths[place] = min(lengths[place], length)
+        self.target_state.truncate(lengths)
+        self.draft_state.resume(place, draft_length)
+        return True
+
+    def rewind(self) -> list[list[int]]:
+        """The target goes back to what is settled; gives what it has not read of each text, its last token at least."""
+        state, texts = self.target_state, [row.text for row in self.rows]
+        starts = [min(length, len(text) - 1) for length, text in zip(state.consumed, texts, strict=True)]
+        state.truncate(starts)
+        state.commit(starts)
+        return [text[start:] for start, text in zip(starts, texts, strict=True)]
+
+    def round_noise(self, num_positions: int) -> Float[Tensor, "B N 3"] | None:
+        """Each row's uniform numbers for the next N positions; None where nothing is drawn at random."""
+        if self.noise is None:
+            return None
+        done = [row.num_new for row in self.rows]
+        if min(done) == max(done):
+            return self.noise[:, done[0] : done[0] + num_positions]
+        index = torch.tensor(done, device=self.device)[:, None] + torch.arange(num_positions, device=self.device)
+        return self.noise.gather(1, index[..., None].expand(-1, -1, len(Purpose)))
+
+    def shrink(self) -> None:
+        """Leave finished rows behind once the live ones fit a smaller power of two."""
+        live = [i for i, row in enumerate(self.rows) if row.live]
+        if (size := power_of_two(len(live))) < len(self.rows):
+            idle = [i for i, row in enumerate(self.rows) if not row.live]
+            self._select(live + idle[: size - len(live)])
+
+    def _select(self, sources: list[int]) -> None:
+        """Row i becomes the former row `sources[i]`, or a vacant one where that is -1."""
+        self.target_state.select(sources)
+        self.draft_state.select(sources)
+        if self.noise is not None:
+            self.noise = self.noise[torch.tensor(sources, device=self.device).clamp(min=0)]
+        self.rows = [_vacant() if i < 0 else self.rows[i] for i in sources]
+
+
+def _vacant() -> Row:
+    """A row that wants nothing: it takes part in every call like a finished one, and its tokens go nowhere."""
+    return Row(-1, [0, 0], max_new_tokens=0, eos=frozenset(), speculative=True)
