@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUN := $(BIN)/lightning_specdec
+RUNS := rnn transformer draft_sizes early_exit multi_token staged text
 
 .PHONY: help setup dev demo test test-real lint bench bench-transformers checkpoints smollm2 clean
 
@@ -13,7 +14,7 @@ help:
 	@echo "make test-real    the tests on a real model (minutes; make smollm2 first)"
 	@echo "make smollm2      write SmolLM2-135M-Instruct to checkpoints/smollm2 (a download of 98 MB)"
 	@echo "make bench        the speed figures of the README; make bench-transformers those of the transformers"
-	@echo "make checkpoints  train anew the checkpoints that ship"
+	@echo "make checkpoints  train anew the checkpoints that ship (most of an hour)"
 	@echo "make clean        remove $(VENV) and what runs have written"
 
 setup: $(VENV)/.installed
@@ -56,6 +57,10 @@ bench-transformers: dev
 checkpoints: setup
 	$(RUN) fit --config configs/rnn.yaml
 	$(RUN) export --ckpt checkpoints/rnn/last.ckpt --output checkpoints/rnn.ckpt
+	for name in early_exit multi_token text; do \
+		$(RUN) fit --config configs/$$name.yaml && \
+		$(RUN) export --ckpt checkpoints/$$name/best.ckpt --output checkpoints/$$name.ckpt --dtype float16 || exit; \
+	done
 
 smollm2: checkpoints/smollm2/config.json
 
@@ -65,4 +70,4 @@ checkpoints/smollm2/config.json: | $(VENV)/.installed
 	$(BIN)/python benchmarks/make_smollm2.py --output checkpoints/smollm2
 
 clean:
-	rm -rf $(VENV) logs lightning_logs predictions.jsonl checkpoints/rnn .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) logs lightning_logs predictions.jsonl $(RUNS:%=checkpoints/%) .mypy_cache .pytest_cache .ruff_cache

@@ -80,7 +80,14 @@ def shrunk(name: str, directory: Path, **sizes: int) -> Path:
     for model in (arguments["target"], arguments.get("draft"), *arguments.get("drafts", {}).values()):
         if model is not None:
             model["init_args"]["model"] = {**model["init_args"]["model"], **TINY, **sizes}
-    values["data"]["init_args"] |= {"vocab_size": 24, "length": 14, "num_train": 32, "num_val": 4, "num_test": 2}
+    values["data"]["init_args"] |= {
+        "batch_size": 16,
+        "vocab_size": 24,
+        "length": 14,
+        "num_train": 32,
+        "num_val": 4,
+        "num_test": 2,
+    }
     values["model"]["init_args"]["max_new_tokens"] = 4
     values["trainer"] |= {"max_epochs": 1, "accelerator": "cpu", "logger": False}
     for callback in values["trainer"]["callbacks"]:

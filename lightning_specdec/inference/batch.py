@@ -103,12 +103,13 @@ class Batch:
         index = torch.tensor(done, device=self.device)[:, None] + torch.arange(num_positions, device=self.device)
         return self.noise.gather(1, index[..., None].expand(-1, -1, len(Purpose)))
 
-    def shrink(self) -> None:
-        """Leave finished rows behind once the live ones fit a smaller power of two."""
+    def shrink(self) -> bool:
+        """Leave finished rows behind once the live ones fit a smaller power of two; gives whether any is live."""
         live = [i for i, row in enumerate(self.rows) if row.live]
-        if (size := power_of_two(len(live))) < len(self.rows):
+        if live and (size := power_of_two(len(live))) < len(self.rows):
             idle = [i for i, row in enumerate(self.rows) if not row.live]
             self._select(live + idle[: size - len(live)])
+        return bool(live)
 
     def _select(self, sources: list[int]) -> None:
         """Row i becomes the former row `sources[i]`, or a vacant one where that is -1."""

@@ -193,9 +193,8 @@ class Session:
     def step(self) -> list[tuple[Row, list[int]]]:
         """One round for all live rows; gives each one's newly settled tokens."""
         batch = self._batch
-        if not batch.live:
+        if not batch.shrink():
             return []
-        batch.shrink()
         rows = batch.rows
         unread = batch.rewind()
         tail = last_two([row.text for row in rows], self.device)

@@ -35,6 +35,7 @@ class Settlement:
 
     def __init__(self, rule: AcceptanceRule, sampling: Sampling, vocab_size: int, *, logprobs: bool) -> None:
         self.rule, self.sampling, self.vocab_size, self.logprobs = rule, sampling, vocab_size, logprobs
+        self._greedy = sampling.greedy
 
     def judge(
         self, rows: Sequence[Row], draft: Draft, logits: Float[Tensor, "B K1 V"], noise: Float[Tensor, "B N 3"] | None
@@ -78,7 +79,7 @@ class Settlement:
             judged: those that the rule judged by.
         """
         endings = verdict.endings
-        if self.sampling.greedy:  # a draw has found it out already
+        if self._greedy:  # a draw has found it out already
             endings = flag_undrawable(endings, judged)
         columns = [verdict.kept, endings, draft.tokens] if draft.tokens.shape[1] else [endings]
         if draft.lengths is not None:
@@ -109,9 +110,10 @@ class Settlement:
         events, outcomes, counts = [], [], []
         for row, window, numbers in zip(rows, windows, values, strict=True):
             num_accepted = next((i for i in range(num_guesses) if not numbers[i]), num_guesses)
-            counts.append(num_accepted if row.live else 0)
             if not row.live:
+                counts.append(0)
                 continue
+            counts.append(num_accepted)
             logprobs = None
             if self.logprobs:
                 numbers, scores = numbers[: -2 * num_guesses - 1], numbers[-2 * num_guesses - 1 :]
@@ -123,7 +125,7 @@ class Settlement:
                 length, *changed = changed
                 drafted, changed = drafted[:length], changed[:length]
             # Where the draw is certain, the guesses that were kept count too; what lies behind EOS never does.
-            first = 0 if self.sampling.greedy else num_accepted
+            first = 0 if self._greedy else num_accepted
             last = next((i for i, token in enumerate(drafted[:num_accepted]) if token in row.eos), num_accepted)
             drawn = numbers[num_guesses + first : num_guesses + last + 1]
             check_drawn(max(drawn, default=0), self.vocab_size)
