@@ -182,6 +182,25 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def grid_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Acceptance rate and speedup of every draft with every window, greedy at batch 1, as a Markdown table."""
+    greedy = [row for row in rows if row["temperature"] == 0 and row["batch_size"] == 1 and row["error"] is None]
+    windows = list(dict.fromkeys(row["num_draft_tokens"] for row in greedy))
+    cells = {
+        (row["checkpoint"], row["draft"], row["num_draft_tokens"]): f"{row['walltime_speedup']:.2f} "
+        f"({_shown(row['acceptance_rate'])}, {row['block_efficiency']:.1f})"
+        for row in greedy
+    }
+    lines = [
+        "| Checkpoint | Draft |" + "".join(f" window {window} |" for window in windows),
+        "|---|---|" + "---|" * len(windows),
+    ]
+    for checkpoint, draft in dict.fromkeys((row["checkpoint"], row["draft"]) for row in greedy):
+        figures = " | ".join(cells.get((checkpoint, draft, window), "-") for window in windows)
+        lines.append(f"| {checkpoint} | {draft} | {figures} |")
+    return "\n".join(lines)
+
+
 def quality_table(rows: Sequence[dict[str, Any]]) -> str:
     """How well everything that predicts does so, as a Markdown table."""
     lines = [

@@ -36,8 +36,19 @@ def test_the_tables_of_the_readme_are_made_from_the_records(name: str, monkeypat
     assert shown == _benchmark(name).table(record["rows"])
 
 
+@pytest.mark.parametrize(("name", "part"), [("grid", "rows"), ("quality", "quality")])
+def test_the_tables_of_the_guide_to_drafts_are_made_from_the_record(
+    name: str, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    record = json.loads((ROOT / "docs" / "results" / "transformers.json").read_text())
+    guide = (ROOT / "docs" / "drafts.md").read_text()
+    shown = guide.split(f"<!-- table: {name} -->\n")[1].split("\n<!-- /table -->")[0]
+    assert shown == getattr(_benchmark("transformer_speed"), f"{name}_table")(record[part])
+
+
 def test_the_readme_shows_what_was_measured() -> None:
-    assert {"rnn_speed", "smollm2_speed"} <= set(TABLES)
+    assert {"rnn_speed", "smollm2_speed", "transformer_speed"} <= set(TABLES)
 
 
 @pytest.mark.parametrize("name", RECORDS)
