@@ -170,6 +170,14 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     return content
 
 
+def is_exported(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is a checkpoint as `save` writes it: of this program, and with nothing of a training in it."""
+    try:
+        return os.path.isfile(path) and read(path).keys() == {KEY, "state_dict"}
+    except ValueError:
+        return False
+
+
 def load(path: str | os.PathLike[str]) -> Checkpoint:
     """Build what a checkpoint describes, with its weights.
 

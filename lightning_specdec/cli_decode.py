@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import sys
+import time
 from argparse import Namespace
 from typing import Any
 
@@ -30,6 +31,9 @@ from lightning_specdec.manifest import manifest
 from lightning_specdec.rules import RULES, AcceptanceRule, ExactMatch, Sampling, SamplingOptions
 from lightning_specdec.threads import limit_threads
 
+PATIENCE_SECONDS = 20.0
+"""What measuring takes at most where the user has not chosen the repeats, and two of them fit into it."""
+
 
 def decode(options: Namespace) -> int:
     """Decode both ways, show the outputs, measure."""
@@ -40,6 +44,7 @@ def decode(options: Namespace) -> int:
     if options.threads is None:
         limit_threads(decoder.target.num_parameters)
     texts = find_prompts(decoder, given, options)
+    chosen = options.repeats is not None
     _fill_in(options, decoder)
     compile_seconds = _compile(decoder, options.num_draft_tokens, drawn) if options.compile else 0.0
     prompts = [tokens for _, tokens in texts]
@@ -56,7 +61,7 @@ def decode(options: Namespace) -> int:
     standard: DecodeResult | None = None
     speculative: DecodeResult | None = None
     summary: dict[str, Any] = {}
-    interrupted = False
+    interrupted, started = False, time.perf_counter()
     try:
         if options.mode != "speculative":
             standard = in_batches(
@@ -79,17 +84,18 @@ def decode(options: Namespace) -> int:
                 standard = stop.result
             else:
                 speculative = stop.result
+    run_seconds = time.perf_counter() - started
     if options.output == "text":
         print(_outputs(decoder, standard, speculative, texts, rule, options, Sampling(**drawn)), flush=True)
     if options.repeats and not interrupted:
-        progress(f"timing {options.repeats} repeat{'s' if options.repeats > 1 else ''} ...")
+        warmup = _plan(options, run_seconds, chosen=chosen)
         try:
             bench = decoder.benchmark(
                 prompts,
                 num_draft_tokens=window,
                 rule=rule,
                 repeats=options.repeats,
-                warmup=3 if options.ckpt else 0,  # a large model is warm by what is shown
+                warmup=warmup,
                 batch_size=options.batch_size,
                 mode=options.mode,
                 equal_treatment=options.ckpt is not None and isinstance(decoder.drafter, ModelDrafter),
@@ -109,6 +115,24 @@ def decode(options: Namespace) -> int:
     if interrupted:
         print("interrupted: what is above was settled by then", file=sys.stderr)
     return 130 if interrupted else 0
+
+
+def _plan(options: Namespace, run_seconds: float, *, chosen: bool) -> int:
+    """Lower the repeats where they would take long, unless the user has chosen them, and say how long they will take.
+
+    Args:
+        run_seconds: what the runs took that were shown, which warm up everything too.
+
+    Returns:
+        how many repeats warm up before the clock counts.
+    """
+    warmup = 3 if options.ckpt else 0  # a large model is warm by what is shown
+    if not chosen and (warmup + options.repeats) * run_seconds > PATIENCE_SECONDS:
+        warmup, options.repeats = 0, max(2, min(options.repeats, int(PATIENCE_SECONDS / run_seconds)))
+    number = f"{options.repeats} repeat{'s' if options.repeats > 1 else ''}"
+    seconds = max(1, round((warmup + options.repeats) * run_seconds))
+    progress(f"measuring {number}, about {seconds} s: --repeats 0 leaves it out")
+    return warmup
 
 
 def _outputs(
@@ -155,6 +179,12 @@ def check_options(options: Namespace) -> SamplingOptions:
 
 def _fill_in(options: Namespace, decoder: SpeculativeDecoder) -> None:
     """What depends on the models where the user says nothing: a user waits for large ones."""
+    most, own = decoder.drafter.max_draft_tokens, options.ckpt is not None and options.drafter is None
+    if most is not None and isinstance(options.num_draft_tokens, int) and options.num_draft_tokens > most:
+        name = type(decoder.drafter).__name__
+        log.warning("%s guesses at most %d tokens a round: a larger window changes nothing", name, most)
+    if options.num_draft_tokens is None and own and (window := decoder.recipe.get("num_draft_tokens")) is not None:
+        options.num_draft_tokens = require_int("num_draft_tokens of the checkpoint's recipe", window, 1, MAX_TOKENS)
     if options.num_draft_tokens is None and not isinstance(decoder.num_draft_tokens, Window):
         options.num_draft_tokens = decoder.num_draft_tokens
     owned = inspect.signature(SpeculativeDecoder.benchmark).parameters

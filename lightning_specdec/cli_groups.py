@@ -44,6 +44,13 @@ def _window(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
+def window_to_measure(text: str) -> int:
+    """A number of guesses."""
+    if not re.fullmatch(r"[+-]?[0-9]{1,40}", text):
+        raise argparse.ArgumentTypeError(f"must be integers, each a window to measure, as 2 4 8, got {text!r}")
+    return int(text)
+
+
 def _drafter(name: str) -> str:
     """What guesses, by a name that says enough to make it."""
     if name in TRAINED:
@@ -109,7 +116,7 @@ MODELS = (
     ),
     Option(
         "num_draft_tokens",
-        "guesses per round; auto: as many as pay; when not given the pair's, or 3",
+        "guesses per round; auto: as many as pay; when not given the pair's or the checkpoint's, or 3",
         _window,
         metavar="INT|auto",
     ),

@@ -21,6 +21,7 @@ from lightning_specdec.cli_groups import (
     QUANTIZATION,
     REVISION,
     TRUST,
+    window_to_measure,
 )
 from lightning_specdec.cli_parser import Option, Verb, build
 
@@ -32,7 +33,11 @@ _CONFIG = (
     Option("seed_everything", "seed of initialization and data order", metavar="INT"),
     Option("trainer.KEY", "any argument of Lightning's Trainer, as --trainer.max_epochs 10", metavar="VALUE"),
     Option("model.KEY", "any argument of the training module, as --model.learning_rate 0.01", metavar="VALUE"),
-    Option("data", "data module: ArithmeticProgressions or SequenceFile", metavar="CLASS"),
+    Option(
+        "data",
+        "data module: ArithmeticProgressions, QuadraticProgressions, SequenceFile or TextFiles",
+        metavar="CLASS",
+    ),
     Option("data.KEY", "any of its arguments, as --data.path mine.csv", metavar="VALUE"),
     Option("print_config", "print the resolved configuration and stop"),
     Option("trainer.help", "every argument of the Trainer (slow: imports it)"),
@@ -91,7 +96,7 @@ VERBS: dict[str, Verb] = {
             Option(
                 "drafts", "drafts of the checkpoint to measure, by name; all when not given", nargs="+", metavar="NAME"
             ),
-            Option("num_draft_tokens", "windows to measure", int, (2, 4, 6, 8), nargs="+"),
+            Option("num_draft_tokens", "windows to measure", window_to_measure, (2, 4, 6, 8), nargs="+", metavar="INT"),
             *PROMPTS,
             Option("num_prompts", "where no prompts are given: how many of the models' own to take", int, 4),
             Option("max_new_tokens", "new tokens of each prompt at most", int, 128),
@@ -130,7 +135,10 @@ VERBS: dict[str, Verb] = {
         "lightning_specdec chat --target checkpoints/smollm2 --drafter NGramDrafter --temperature 0.7 --show_drafts\n"
         "printf 'Hi\\nAnd again\\n' | lightning_specdec chat --pair smollm2 --max_new_tokens 40",
         home="cli_chat",
-        refusals={"--ckpt": "chat needs --pair or --target, since a checkpoint has no tokenizer"},
+        refusals={
+            "--ckpt": "chat needs --pair or --target, since a checkpoint has no chat template, be it of text or of "
+            "tokens: use `decode`"
+        },
     ),
     "pairs": Verb(
         "list the pairs of models, and which of them fit this machine",

@@ -135,6 +135,8 @@ def comparison(standard: DecodeResult, speculative: DecodeResult, rounding: str 
 
 _FINER = {"bfloat16": "float32", "float16": "float32", "float32": "float64"}
 """Of each type: one that rounds less."""
+FEWEST_SPREAD = 3
+"""Repeats that have quartiles: those of fewer would be the repeats themselves."""
 _ROWS = (
     ("seconds", "seconds", "median repeat, all prompts"),
     ("first quartile", "first_quartile", ""),
@@ -164,8 +166,11 @@ _FIGURES = (
 def summary_table(summary: Mapping[str, Any], *, num_prompts: int, manifest: Mapping[str, Any]) -> str:
     """The figures of a benchmark, both ways side by side."""
     sides = [name for name in ("standard", "speculative") if summary[name] is not None]
+    num_repeats = len(summary[sides[0]]["runs"]["seconds"])
     lines = [f"{'':<24}" + "".join(f"{name:>14}" for name in sides)]
     for label, key, note in _ROWS:
+        if key.endswith("_quartile") and num_repeats < FEWEST_SPREAD:
+            continue
         cells = [_cell(key, _value(summary[name], key)) for name in sides]
         if any(cell != "-" for cell in cells):
             lines.append(f"{label:<24}" + "".join(f"{cell:>14}" for cell in cells) + (f"  {note}" if note else ""))
@@ -176,7 +181,7 @@ def summary_table(summary: Mapping[str, Any], *, num_prompts: int, manifest: Map
             lines.append(f"{key:<24}{_cell(key, summary[key]):>14}  {note}")
     lines.append("")
     lines.append(
-        f"{_count(num_prompts, 'prompt')}, {_count(len(summary[sides[0]]['runs']['seconds']), 'repeat')}, "
+        f"{_count(num_prompts, 'prompt')}, {_count(num_repeats, 'repeat')}, "
         f"{manifest['device']} ({manifest['processor']}), {_count(manifest['threads'], 'thread')},\n"
         f"torch {manifest['torch']}, commit {manifest['commit']}"
     )

@@ -12,15 +12,16 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_specdec.bench.sweep import SweepRow, best
+from lightning_specdec.bench.sweep import SweepRow, best, windows_of
 from lightning_specdec.checks import require_int
-from lightning_specdec.cli_common import progress, set_up_logs
+from lightning_specdec.cli_common import log, progress, set_up_logs
 from lightning_specdec.cli_decode import check_options, find_prompts, make_rule
 from lightning_specdec.cli_groups import MAX_TOKENS
 from lightning_specdec.cli_models import load_decoder
 from lightning_specdec.cli_options import VERBS
 from lightning_specdec.cli_parser import UsageError
 from lightning_specdec.cli_prompts import read_prompts
+from lightning_specdec.cli_report import FEWEST_SPREAD
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.drafters import EarlyExitDrafter
 from lightning_specdec.manifest import manifest
@@ -64,7 +65,7 @@ def sweep(options: Namespace) -> int:
     cells = decoder.sweep(
         prompts,
         drafts={name: candidate.drafter for name, candidate in candidates.items()},
-        windows=list(dict.fromkeys(options.num_draft_tokens)),
+        windows=options.num_draft_tokens,
         max_new_tokens=options.max_new_tokens,
         rule=rule,
         eos=() if options.ignore_eos else options.eos,
@@ -76,7 +77,7 @@ def sweep(options: Namespace) -> int:
         **drawn,
     )
     rows: list[SweepRow] = []
-    total, interrupted = len(candidates) * len(set(options.num_draft_tokens)), False
+    total, interrupted = sum(len(_windows(name, each, options)) for name, each in candidates.items()), False
     try:
         progress(f"measuring {total} {'rows' if total > 1 else 'row'} ...")
         for row in cells:
@@ -104,12 +105,22 @@ def sweep(options: Namespace) -> int:
     return 1 if different or any(row.error for row in rows) else 0
 
 
+def _windows(name: str, candidate: Candidate, options: Namespace) -> list[int]:
+    """The windows that a draft is measured with; says so where it guesses fewer tokens than were asked for."""
+    most = candidate.drafter.max_draft_tokens
+    if most is not None and max(options.num_draft_tokens) > most:
+        log.warning("%s guesses at most %d tokens a round: larger windows are left out", name, most)
+    return windows_of(candidate.drafter, options.num_draft_tokens)
+
+
 def _load(options: Namespace) -> tuple[SpeculativeDecoder, dict[str, Candidate]]:
     """The target, and what is to be measured, by the names of the table's rows."""
     if options.draft is not None and options.drafts is not None:
         raise UsageError("--draft and --drafts exclude each other: give one of them")
     if options.drafts is not None and options.ckpt is None:
         raise UsageError("--drafts are a checkpoint's, by their names: give --ckpt, or name a model by --draft")
+    if options.drafts is not None and len(options.drafts) == 1 and options.drafter is None:
+        options.draft, options.drafts = options.drafts[0], None  # a checkpoint's only draft has a name for its loader
     if options.drafter == EarlyExitDrafter.__name__:
         options.exit_layer = (options.exit_layers or [1])[0]  # to be loaded with; the exits are made from it
     decoder = load_decoder(options)
@@ -140,7 +151,9 @@ def _report(
     rows: Sequence[SweepRow], top: SweepRow | None, command: str | None, *, prompts: str, manifest: dict[str, Any]
 ) -> str:
     """The table, the best row, the command that decodes like it, and what the figures hold for."""
-    lines = [f"{'draft':<18}{'window':>6}" + "".join(f"{name:>18}" for name in _COLUMNS) + "  (quartiles)"]
+    lines = [f"{'draft':<18}{'window':>6}" + "".join(f"{name:>18}" for name in _COLUMNS)]
+    if any(map(_spread, rows)):
+        lines[0] += "  (quartiles)"
     lines += [_line(row) + ("  <- best" if row is top else "") for row in rows]
     if not rows:
         lines.append("nothing was measured")
@@ -180,9 +193,17 @@ def _line(row: SweepRow) -> str:
         return f"{start}  failed: {row.error}"
     values = row.to_dict()
     cells = ["-" if values[name] is None else f"{values[name]:.2f}" for name in _COLUMNS]
-    first, third = values["speedup_quartiles"]
     different = "  OTHER TOKENS than standard decoding" if row.same_tokens is False else ""
-    return start + "".join(f"{cell:>18}" for cell in cells) + f"  ({first:.2f} to {third:.2f}){different}"
+    return start + "".join(f"{cell:>18}" for cell in cells) + _spread(row) + different
+
+
+def _spread(row: SweepRow) -> str:
+    """The quartiles of the speedup; of so few repeats that they would be the repeats themselves nothing."""
+    found = row.benchmark
+    if found is None or found.standard is None or len(found.standard.seconds) < FEWEST_SPREAD:
+        return ""
+    quartiles = found.speedup_quartiles
+    return "" if quartiles is None else f"  ({quartiles[0]:.2f} to {quartiles[1]:.2f})"
 
 
 def _difference(row: SweepRow, target: LanguageModel, rule: AcceptanceRule) -> str:

@@ -44,8 +44,18 @@ def info(options: Namespace) -> int:
         print(f"prompts     {json.dumps(loaded.prompts)}")
     for name, values in (("recipe", loaded.recipe), ("training", loaded.training)):
         for key, value in values.items():
-            print(f"{name:<11} {json.dumps(key)[1:-1]}: {json.dumps(value)}")
+            label = f"{name:<11} {json.dumps(key)[1:-1]}"
+            if key != "losses" or not isinstance(value, dict):
+                print(f"{label}: {json.dumps(value)}")
+                continue
+            for loss, number in value.items():
+                print(f"{label} {json.dumps(loss)[1:-1]}: {_short(number)}")
     return 0
+
+
+def _short(value: object) -> str:
+    """A value of a recipe, and of a number its first digits."""
+    return f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
 
 
 def _cut(text: str) -> str:
@@ -79,6 +89,10 @@ def _parameters(module: torch.nn.Module) -> str:
 def export(options: Namespace) -> int:
     """Strip a training checkpoint to what decoding needs."""
     loaded = checkpoint.load(options.ckpt)
+    output = Path(options.output)
+    if output.exists() and not output.is_dir() and not checkpoint.is_exported(output):
+        what = "the input, and training goes on from it" if output.samefile(options.ckpt) else "no exported checkpoint"
+        raise ValueError(f"{output} is kept as it is, for it is {what}: choose another --output")
     checkpoint.save(
         options.output,
         loaded.target,

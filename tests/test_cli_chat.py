@@ -247,7 +247,7 @@ def speechless(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def test_what_cannot_chat_is_refused_in_one_line(speechless: dict[str, str], model: str, here: None) -> None:
     refused("chat", told="one of --pair, --target")
-    refused("chat", "--ckpt", "x.ckpt", told="chat needs --pair or --target, since a checkpoint has no tokenizer")
+    refused("chat", "--ckpt", "x.ckpt", told="chat needs --pair or --target, since a checkpoint has no chat template")
     refused("chat", "--pair", "smollm2", "--target", model, told="one of --pair, --target")
     refused("chat", "--target", speechless["base"], told="has no chat template")
     refused("chat", "--target", speechless["mute"], told="has no tokenizer")

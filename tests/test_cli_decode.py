@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from cli_fixtures import ckpt, shipped_run, succeed
+from cli_fixtures import call, ckpt, shipped_run, succeed
 
 from lightning_specdec import SpeculativeDecoder, checkpoint, cli_decode, cli_options
 from lightning_specdec.bench.runner import Benchmark, Runs
@@ -66,7 +66,7 @@ def test_the_text_shows_the_fate_of_each_guess_by_marks_where_there_is_no_termin
             words += [] if turn["next_token"] is None else [f"{'=' if rejected else '+'}{turn['next_token']}"]
         assert f"  speculative  {' '.join(words)}\n" in shown
         assert f"prompt {each['index']}: {' '.join(map(str, each['prompt']))}\n" in shown
-    for row in ("walltime_speedup", "latency_reduction", "predicted_speedup", "target_calls", "first quartile"):
+    for row in ("walltime_speedup", "latency_reduction", "predicted_speedup", "target_calls"):
         assert f"\n{row} " in shown
 
 
@@ -168,6 +168,56 @@ def test_ctrl_c_keeps_the_batches_that_are_over_and_the_one_in_progress() -> Non
     assert "prompt 2: 1\n  standard     8 8\n" in shown, "what only one way has settled is shown too"
 
 
+def test_quartiles_are_shown_of_three_repeats_or_more(ckpt: str) -> None:
+    few, enough = (succeed("decode", "--ckpt", ckpt, "--repeats", number).out for number in ("2", "3"))
+    assert "quartile" not in few and "\nfirst quartile " in enough and "\nthird quartile " in enough
+
+
+@pytest.mark.parametrize(
+    ("given", "default", "seconds", "repeats", "warmup", "told"),
+    [
+        (False, 10, 0.001, 10, 3, "10 repeats, about 1 s"),
+        (False, 10, 2.5, 8, 0, "8 repeats, about 20 s"),
+        (False, 10, 12.7, 2, 0, "2 repeats, about 25 s"),
+        (False, 2, 9.0, 2, 0, "2 repeats, about 18 s"),
+        (True, 1, 30.0, 1, 3, "1 repeat, about 120 s"),
+    ],
+)
+def test_measuring_says_how_long_it_takes_and_takes_long_where_the_user_says_so_alone(
+    given: bool,
+    default: int,
+    seconds: float,
+    repeats: int,
+    warmup: int,
+    told: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = cli_options.make_parser("decode").parse_args(["--ckpt", "x.ckpt", "--repeats", str(default)])
+    with caplog.at_level("DEBUG", "lightning_specdec"):
+        assert cli_decode._plan(options, seconds, chosen=given) == warmup
+    assert options.repeats == repeats and f"measuring {told}: --repeats 0 leaves it out" in caplog.text
+
+
+def test_a_checkpoint_decodes_with_the_window_of_its_recipe_unless_another_is_given(ckpt: str, tmp_path: Path) -> None:
+    loaded = checkpoint.load(ckpt)
+    path = str(tmp_path / "own.ckpt")
+
+    def window(*options: str) -> Any:
+        document = succeed("decode", "--ckpt", path, "--repeats", "0", "--output", "json", *options).json
+        return document["manifest"]["options"]["num_draft_tokens"]
+
+    for recipe, expected in (({"num_draft_tokens": 5}, 5), ({}, 3)):
+        checkpoint.save(path, loaded.target, loaded.drafter, prompts=[[1, 2]], recipe=recipe)
+        assert window() == expected and window("--num_draft_tokens", "2") == 2
+        assert window("--drafter", "NGramDrafter") == 3  # the recipe is of another draft
+    for foreign in (0, 2**40, "4", True, 2.0):
+        checkpoint.save(path, loaded.target, loaded.drafter, prompts=[[1, 2]], recipe={"num_draft_tokens": foreign})
+        outcome = call("decode", "--ckpt", path, "--repeats", "0")
+        assert outcome.code == 2 and outcome.out == "" and outcome.err.count("\n") == 1
+        assert "num_draft_tokens of the checkpoint's recipe must be" in outcome.err
+        assert window("--num_draft_tokens", "2") == 2
+
+
 def test_no_repeats_show_the_outputs_and_no_table(ckpt: str) -> None:
     whole, brief = (succeed("decode", "--ckpt", ckpt, "--repeats", number).out for number in ("1", "0"))
     assert whole.startswith(brief.rstrip("\n")) and brief.rstrip().endswith("equal the standard output")
@@ -205,7 +255,8 @@ def test_a_terminal_is_told_what_takes_its_time(ckpt: str) -> None:
     options = cli_options.make_parser("decode").parse_args(["--ckpt", ckpt, *QUICK])
     with mock.patch.object(sys, "stderr", told):
         assert cli_decode.decode(options) == 0
-    assert told.getvalue().splitlines() == [f"INFO: loading {ckpt} ...", "INFO: timing 1 repeat ..."]
+    measuring = "INFO: measuring 1 repeat, about 1 s: --repeats 0 leaves it out"
+    assert told.getvalue().splitlines() == [f"INFO: loading {ckpt} ...", measuring]
 
 
 def prompts_of(*arguments: str, stdin: str = "") -> list[list[int]]:

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 from cli_fixtures import SCRIPT, call, refused, succeed
+from tiny_heads import family
 from tiny_models import write, write_drafts, write_text_model
 
-from lightning_specdec import SpeculativeDecoder, cli_sweep
+from lightning_specdec import SpeculativeDecoder, checkpoint, cli_sweep
 from lightning_specdec.bench import sweep as sweep_module
 from lightning_specdec.bench.sweep import SweepRow
+from lightning_specdec.drafters import MultiTokenDrafter
 
 RNN = str(Path(__file__).parent.parent / "checkpoints" / "rnn.ckpt")
 BRIEF = ("--repeats", "1", "--max_new_tokens", "6", "--num_draft_tokens", "2", "3")
@@ -70,7 +72,6 @@ def test_the_table_shows_every_row_and_marks_the_best() -> None:
         "block_efficiency",
         "cost_ratio",
         "walltime_speedup",
-        "(quartiles)",
     ]
     assert [row.split()[:3] for row in rows] == [["exit", "2", "2"], ["exit", "2", "3"]]
     assert sum(row.endswith("<- best") for row in rows) == 1
@@ -151,6 +152,39 @@ def test_rows_are_told_as_they_come_to_those_who_wait_and_those_who_debug() -> N
     assert "measuring 2 rows ..." in told and "1 of 2: ModelDrafter" in told and "2 of 2: ModelDrafter" in told
 
 
+def test_a_checkpoints_only_draft_has_the_name_that_decode_knows() -> None:
+    document = succeed("sweep", "--ckpt", RNN, *BRIEF, "--drafts", "main", "--output", "json").json
+    assert [row["draft"] for row in document["rows"]] == ["ModelDrafter"] * 2
+    succeed(*shlex.split(document["command"])[1:], "--repeats", "0")
+
+
+@pytest.mark.parametrize(
+    ("windows", "measured"), [(["1", "2"], [1, 2]), (["1", "2", "4", "8"], [1, 2]), (["6", "8"], [2])], ids=str
+)
+def test_no_window_is_measured_that_is_larger_than_what_heads_can_guess(
+    windows: list[str], measured: list[int], tmp_path: Path
+) -> None:
+    target = family("llama")
+    heads = MultiTokenDrafter(2, hidden_size=int(target.hidden_size or 0), vocab_size=target.vocab_size)
+    path = str(tmp_path / "heads.ckpt")
+    checkpoint.save(path, target, heads, prompts=[[1, 2, 3]])
+    brief = ("--repeats", "1", "--max_new_tokens", "4", "--output", "json")
+    outcome = succeed("sweep", "--ckpt", path, *brief, "--num_draft_tokens", *windows)
+    assert [row["num_draft_tokens"] for row in outcome.json["rows"]] == measured
+    told = "WARNING: MultiTokenDrafter guesses at most 2 tokens a round: larger windows are left out\n"
+    assert outcome.err == ("" if windows == ["1", "2"] else told)
+    decoded = succeed("decode", "--ckpt", path, *brief, "--num_draft_tokens", windows[-1])
+    assert ("guesses at most 2 tokens a round" in decoded.err) == (windows != ["1", "2"])
+
+
+def test_quartiles_are_shown_of_three_repeats_or_more() -> None:
+    brief = ("--max_new_tokens", "4", "--num_draft_tokens", "2")
+    few, enough = (succeed("sweep", "--ckpt", RNN, *brief, "--repeats", number).out for number in ("2", "3"))
+    assert "quartiles" not in few and " to " not in few.splitlines()[1]
+    assert few.splitlines()[0].endswith("walltime_speedup") and few.splitlines()[1].count("(") == 0
+    assert enough.splitlines()[0].endswith("  (quartiles)") and " to " in enough.splitlines()[1]
+
+
 def test_a_draft_model_is_swept_by_its_name() -> None:
     document = succeed(
         "sweep", "--target", "target", "--draft", "draft", *BRIEF, "--prompt", "a", "--output", "json"
@@ -229,7 +263,10 @@ def test_ctrl_c_leaves_a_whole_document(monkeypatch: pytest.MonkeyPatch) -> None
         ([], "name the models by one of --ckpt, --pair, --target, got none"),
         (["--ckpt", "nowhere.ckpt"], "nowhere.ckpt: no such checkpoint"),
         (["--ckpt", RNN, "--num_draft_tokens", "0"], "num_draft_tokens must be from 1"),
-        (["--ckpt", RNN, "--num_draft_tokens", "auto"], "invalid int value: 'auto'"),
+        (
+            ["--ckpt", RNN, "--num_draft_tokens", "auto"],
+            "must be integers, each a window to measure, as 2 4 8, got 'auto'",
+        ),
         (["--ckpt", RNN, "--repeats", "0"], "repeats must be at least 1"),
         (["--ckpt", RNN, "--num_prompts", "0"], "num_prompts must be at least 1"),
         (["--ckpt", RNN, "--batch_size", "0"], "batch_size must be at least 1"),
@@ -239,11 +276,11 @@ def test_ctrl_c_leaves_a_whole_document(monkeypatch: pytest.MonkeyPatch) -> None
         ),
         (["--ckpt", RNN, "--exit_layer", "1"], "sweep takes several: give --exit_layers"),
         (["--ckpt", RNN, "--drafter", "EarlyExitDrafter", "--exit_layers", "1"], "RNN has no layers to exit from"),
-        (["--ckpt", RNN, "--drafts", "tiny"], "there is no draft 'tiny' to choose: there is one ModelDrafter"),
+        (["--ckpt", RNN, "--drafts", "tiny"], "the checkpoint has no draft 'tiny': it has main"),
         (["--ckpt", RNN, "--drafts", "tiny", "--draft", "tiny"], "--draft and --drafts exclude each other"),
         (["--target", "target", "--drafts", "tiny"], "--drafts are a checkpoint's"),
         (["--ckpt", RNN, "--draft", "tiny"], "the checkpoint has no draft 'tiny'"),
-        (["--ckpt", "drafts.ckpt", "--drafts", "tiny"], "there is no draft 'tiny' to choose: there is small, exit"),
+        (["--ckpt", "drafts.ckpt", "--drafts", "tiny"], "the checkpoint has no draft 'tiny': it has small, exit"),
         (["--ckpt", "drafts.ckpt", "--drafts", "small", "--exit_layers", "1"], "what guesses here is a ModelDrafter"),
         (["--ckpt", RNN, "--fuse", "one"], "invalid choice: 'one'"),
         (["--ckpt", RNN, "--prompt", "1 99"], "--prompt 1 holds 99"),

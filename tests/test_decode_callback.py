@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import html
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugin_util import markdown_to_safe_html
 
 from lightning_specdec.data import ArithmeticProgressions, Batch
 from lightning_specdec.decoding import Decoding
@@ -21,7 +24,7 @@ from lightning_specdec.models import RNN, LanguageModel
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.rules import Sampling
 from lightning_specdec.training import DecodeHeldOut, PairTraining, Speculation
-from lightning_specdec.training.decode_callback import as_markdown
+from lightning_specdec.training.decode_callback import LEGEND, as_markdown, visible
 
 VOCAB = 23
 
@@ -147,16 +150,43 @@ def test_texts_show_what_was_kept_and_what_was_rejected(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "logs" / "version_0"), size_guidance={"tensors": 0})
     events.Reload()
     texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("val/decoded/text_summary")]
-    assert len(texts) == 3 and all("1. " in text and "2. " in text and "**kept**" in text for text in texts)
+    assert len(texts) == 3 and all("1. " in text and "2. " in text and "kept guess" in text for text in texts)
 
 
 def test_a_row_in_markdown_is_counted_by_hand() -> None:
-    rounds = [Round([5, 6, 7], 2, 8), Round([9, 1, 2], 0, 3), Round([4], 1, None)]
-    row = RowResult(0, [1, 2], [5, 6, 8, 3, 4], "length", 3, [], rounds=rounds)
-    assert as_markdown(row) == "1 2 → **5 6** ~~7~~ 8 ~~9 1 2~~ 3 **4**"
-    letters = {1: "*", 2: "_", 5: "<b>", 6: "\n", 8: " x", 7: "a", 9: "b", 3: "c", 4: "d"}
-    spelt = as_markdown(row, lambda tokens: "".join(letters[token] for token in tokens), "")
-    assert spelt == r"\*\_ →**&lt;b&gt;⏎**~~a~~ x~~b\*\_~~c**d**"
+    rounds = [Round([5, 6, 7], 2, 8), Round([9, 1, 2], 0, 3), Round([4], 1, 1), Round([4], 1, None)]
+    row = RowResult(0, [1, 2], [5, 6, 8, 3, 4, 1, 4], "length", 4, [], rounds=rounds)
+    shown = as_markdown(row).replace("<code>", "[").replace("</code>", "]")
+    assert shown == "[1 2] &#8594; [5 6] x[7] =[8] x[9 1 2] =[3] [4] +[1] [4]".replace("&#8594;", "→")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        " a ",
+        "~~a~~ **b**",
+        "`",
+        "``x",
+        "<div>&amp;<script>",
+        "[a](b)",
+        "a_b_c",
+        "\\*",
+        "\tx\n\n# y\n1. z",
+        "\r\x0b",
+        "é🙂",
+    ],
+)
+def test_tensorboard_shows_a_piece_of_text_as_it_is(text: str) -> None:
+    letters = {1: "p", 2: text}
+    row = RowResult(0, [1], [2, 2], "length", 1, [], rounds=[Round([2, 2], 1, 2)])
+    shown = as_markdown(row, lambda tokens: visible("".join(letters[token] for token in tokens)))
+    page = markdown_to_safe_html(f"1. {shown}\n\n{LEGEND}")
+    item, legend = (re.sub(r"\s*\n\s*", "", page).removeprefix("<ol><li>").removesuffix("</p>")).split("</li></ol><p>")
+    pieces = [html.unescape(piece) for piece in re.findall("<code>(.*?)</code>", item)]
+    assert pieces == ["p", *[visible(text)] * 3]
+    assert re.sub("<code>.*?</code>", "[]", item) == "[] → [] x[] =[]"
+    assert not re.search(r"[~*<]", re.sub("</?code>", "", legend))
+    assert "\n" not in visible(text) and " " not in visible(text)
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_before_the_run(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_metrics_show_every_exit_beside_the_model() -> None:
         torch.testing.assert_close(rates[f"exit_{layer}/loss"], losses[layer - 1])
         torch.testing.assert_close(rates[f"exit_{layer}/bits_per_token"], losses[layer - 1] / math.log(2))
         agree = (logits[layer - 1].argmax(-1) == logits[-1].argmax(-1))[:, 2:].float().mean()
-        torch.testing.assert_close(rates[f"exit_{layer}/acceptance_rate"], agree)
+        torch.testing.assert_close(rates[f"exit_{layer}/teacher_forced_acceptance_rate"], agree)
     assert rates["draft_loss"] == rates["exit_3/loss"]
     # e = 0, 1, 3 and 3 + 3.
     torch.testing.assert_close(rates["loss"], (1 * losses[1] + 3 * losses[2] + 6 * losses[3]) / 10)
@@ -254,7 +254,7 @@ def test_two_steps_of_the_shipped_config_write_a_checkpoint_that_decodes_alone(
     tags = set(accumulator.Tags()["scalars"])
     for layer in range(1, 6):
         assert {f"val/exit_{layer}/{rate}" for rate in ("loss", "accuracy", "bits_per_token")} <= tags
-        assert {f"val/exit_{layer}/{rate}" for rate in ("acceptance_rate", "block_efficiency")} <= tags
+        assert {f"val/exit_{layer}/teacher_forced_{rate}" for rate in ("acceptance_rate", "block_efficiency")} <= tags
     assert {"train/exit_3/loss", "train/target_loss", "val/target_loss", "val/loss", "val/walltime_speedup"} <= tags
 
 

@@ -107,9 +107,8 @@ def test_sources_without_usable_text_give_one_line(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"length": 100_000}, "the train text has"),
-        ({"num_test": 10_000}, "10000 are wanted: lower length or num_test, raise held_out, or give more text"),
-        ({"num_train": 10**6}, "1000000 are wanted: lower length or num_train, or give more text"),
+        ({"length": 100_000}, "train, val and test need a window of 100000 tokens each, and train has"),
+        ({"length": 100_000}, "give more text (some 1,000,000 tokens at least, in files of 100000 or more), lower"),
         ({"max_bytes": 900}, "raise max_bytes"),
         ({"max_bytes": 10}, "larger than max_bytes (10)"),
         ({"cache_dir": "/proc/nothing"}, "give another data.cache_dir"),
@@ -123,6 +122,23 @@ def test_sizes_that_do_not_fit_the_text_give_one_line(
     with pytest.raises(ValueError) as caught:
         make(**arguments).setup("fit")
     assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_text_smaller_than_wanted_is_taken_whole_with_one_note(
+    make: Callable[..., TextFiles], capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = make(num_train=10**6, num_val=10**5, num_test=2)
+    data.setup("fit")
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    train, val = len(data.train_sampler()), len(data.rows("val"))
+    assert notes == [
+        f"note: the text has fewer windows of 64 tokens than wanted: num_train {train} instead of 1000000, "
+        f"num_val {val} instead of 100000"
+    ]
+    tokens = {split: len(text.tokens) for split, text in data.texts().items()}
+    assert val == tokens["val"] // 64 and train in (tokens["train"] // 64, tokens["train"] // 64 - 1)
+    assert len(data.rows("test")) == 2 and sum(len(batch.tokens) for batch in data.train_dataloader()) == train
+    assert data.arguments()["num_train"] == 10**6, "what was asked for is the record"
 
 
 @pytest.mark.usefixtures("here")

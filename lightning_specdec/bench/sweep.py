@@ -121,7 +121,7 @@ def sweep(
     warmup: int = 1,
     batch_size: int = 1,
 ) -> Iterator[SweepRow]:
-    """Measure every draft with every window, and give each row as it is there.
+    """Measure every draft with every window that it can fill, and give each row as it is there.
 
     A row that fails is given with what it failed by. Ctrl-C ends the rows: what both ways have settled of the one in
     progress is given, and its benchmark says that it was interrupted.
@@ -129,7 +129,7 @@ def sweep(
     Args:
         target: as it shall decode on both sides.
         drafts: by name, as they shall guess: fused or not, as the target is.
-        windows: guesses per round.
+        windows: guesses per round; see `windows_of`.
 
     The rest are those of `SpeculativeDecoder.benchmark`.
 
@@ -167,7 +167,7 @@ def _rows(
     rule, size = settings["rule"], settings["batch_size"]
     comparable = rule.lossless and (settings["sampling"].greedy or isinstance(rule, ExactMatch))
     for name, drafter in drafts.items():
-        for window in windows:
+        for window in windows_of(drafter, windows):
             try:
                 found = compare(target, drafter, prompts, num_draft_tokens=window, **settings)
             except FAILURES as error:
@@ -178,6 +178,12 @@ def _rows(
                 yield SweepRow(name, window, size, comparable, found)
             if found.interrupted:
                 return
+
+
+def windows_of(drafter: Drafter, windows: Sequence[int]) -> list[int]:
+    """Of these windows those that differ for a draft: what is more than it can guess in a round is that."""
+    most = drafter.max_draft_tokens
+    return list(dict.fromkeys(windows if most is None else [min(window, most) for window in windows]))
 
 
 def best(rows: Sequence[SweepRow]) -> SweepRow | None:

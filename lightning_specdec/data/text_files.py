@@ -8,6 +8,7 @@ Shapes: B rows, T tokens.
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,9 +45,9 @@ class TextFiles(TokenData):
         tokenizer: "bytes" (each byte a token), or the directory or hub id of a tokenizer of transformers.
         vocab_size: tokens of the models; at least the tokenizer's.
         length: tokens of a window.
-        num_train: windows of an epoch; as many as the text has side by side when None.
-        num_val: windows that choose the best checkpoint.
-        num_test: windows kept for the end; their first tokens are the prompts.
+        num_train: windows of an epoch at most; as many as the text has side by side when None.
+        num_val: windows that choose the best checkpoint, at most.
+        num_test: windows kept for the end, at most; their first tokens are the prompts.
         batch_size: windows for each step of the optimizer.
         seed: of the windows of each epoch. Which files are held out depends on their names alone.
         prompt_length: how many tokens of a test window are its prompt; fewer where that would cut a character.
@@ -113,17 +114,18 @@ class TextFiles(TokenData):
             splits = dict(zip(SPLITS, hold_out(found, self.held_out), strict=True))
             _tell(self._summary(found))
             home = cache_home() if self.cache_dir is None else Path(self.cache_dir).expanduser()
-            self._texts = {split: _Text(files, tokenizer, home) for split, files in splits.items()}
+            texts = {split: _Text(files, tokenizer, home) for split, files in splits.items()}
+            self._check_room(texts)
+            self._texts = texts
         return self._texts
 
     def rows(self, split: str) -> Rows:
         if split not in self._rows:
             text = self.texts()[split]
-            num_windows = self._num_windows(split)
             if split == "train":  # numbered by their first tokens, since each epoch has windows of its own
                 starts: Sequence[int] = range(len(text.tokens) - self.length + 1)
             else:
-                starts = text.fixed_starts(num_windows, self.length)
+                starts = text.fixed_starts(self._num_windows(split), self.length)
             self._rows[split] = Windows(text.tokens, self.length, starts)
         return self._rows[split]
 
@@ -132,21 +134,34 @@ class TextFiles(TokenData):
         return WindowSampler(num_tokens, self.length, self._num_windows("train"), self.seed)
 
     def _num_windows(self, split: str) -> int:
-        """Windows of a split, of which no two overlap.
+        """Windows of a split, of which no two overlap: those that are wanted, or as many as there are."""
+        most, wanted = self._room(self._texts[split], split), getattr(self, f"num_{split}")
+        return most if wanted is None else min(wanted, most)
+
+    def _room(self, text: _Text, split: str) -> int:
+        """Windows side by side that the text of a split has room for."""
+        num_tokens = len(text.tokens)
+        return grid_size(num_tokens, self.length) if split == "train" else num_tokens // self.length
+
+    def _check_room(self, texts: dict[str, _Text]) -> None:
+        """Say where there are fewer windows than wanted.
 
         Raises:
-            ValueError: the text has not so many.
+            ValueError: a split has not a single one.
         """
-        num_tokens = len(self.texts()[split].tokens)
-        most = num_tokens // self.length if split != "train" else grid_size(num_tokens, self.length)
-        wanted: int | None = getattr(self, f"num_{split}")
-        if most < (wanted or 1):
-            share = "" if split == "train" else "raise held_out, "
+        rooms = {split: self._room(text, split) for split, text in texts.items()}
+        if not all(rooms.values()):
+            sizes = ", ".join(f"{split} has {len(text.tokens):,}" for split, text in texts.items())
             raise ValueError(
-                f"the {split} text has {num_tokens} tokens, which is {most} windows of {self.length}, and "
-                f"{wanted or 1} are wanted: lower length or num_{split}, {share}or give more text"
+                f"train, val and test need a window of {self.length} tokens each, and {sizes}: give more text (some "
+                f"{math.ceil(self.length / self.held_out):,} tokens at least, in files of {self.length} or more), "
+                "lower length, or raise held_out"
             )
-        return most if wanted is None else wanted
+        wanted = {split: getattr(self, f"num_{split}") for split in texts}
+        short = {split: number for split, number in wanted.items() if number is not None and rooms[split] < number}
+        if short:
+            told = ", ".join(f"num_{split} {rooms[split]} instead of {number}" for split, number in short.items())
+            _tell(f"note: the text has fewer windows of {self.length} tokens than wanted: {told}")
 
     def collate(self, rows: Sequence[Row]) -> Batch:
         """One batch of numbered windows."""

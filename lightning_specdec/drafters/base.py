@@ -111,6 +111,11 @@ class Drafter(nn.Module, ABC):
         limits = [model.max_positions for model in self.modules() if isinstance(model, LanguageModel)]
         return min((limit for limit in limits if limit is not None), default=None)
 
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """Most tokens that it guesses in a round, however large the window; None where there is no limit."""
+        return None
+
     @abstractmethod
     def check_target(self, target: LanguageModel) -> None:
         """Raise ValueError if this drafter cannot guess for that target."""

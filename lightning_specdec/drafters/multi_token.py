@@ -127,6 +127,10 @@ class MultiTokenDrafter(Drafter):
             num_heads, hidden_size, None if shared_output else vocab_size, num_blocks
         )
 
+    @property
+    def max_draft_tokens(self) -> int:
+        return self.num_heads
+
     def _sizes(self) -> dict[str, Any]:
         names = ("num_heads", "hidden_size", "vocab_size", "num_blocks", "shared_output")
         return {name: getattr(self, name) for name in names}

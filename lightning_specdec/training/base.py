@@ -110,17 +110,31 @@ class SpeculativeTraining(LightningModule, ABC):
         self.log_dict(named, on_step=False, on_epoch=True, prog_bar=True, sync_dist=True, batch_size=int(num_tokens))
 
     def setup(self, stage: str) -> None:
-        data = self._data()
+        self.check_data(self._data())
+
+    def check_data(self, data: TokenData) -> None:
+        """Raise ValueError for data that these networks cannot learn, or whose prompts they could not continue."""
         if data.vocab_size > self.target.vocab_size:
             raise ValueError(
                 f"the data have a vocabulary of {data.vocab_size} tokens, the models one of {self.target.vocab_size}: "
                 "give both the same vocab_size"
             )
-        if self.target.max_positions is not None and data.max_length > self.target.max_positions:
-            raise ValueError(
-                f"the data have sequences of {data.max_length} tokens, the target reads {self.target.max_positions}: "
-                "shorten them, or raise its max_position_embeddings"
-            )
+        contexts = {"target": self.target.max_positions}
+        # The main one last: where it is made of the others, the message names the one at fault.
+        contexts |= {_called(name): drafter.max_positions for name, drafter in reversed(self.drafters.items())}
+        longest = max(map(len, data.prompts()))
+        total = longest + self.max_new_tokens
+        for name, context in contexts.items():
+            if context is not None and data.max_length > context:
+                raise ValueError(
+                    f"the data have sequences of {data.max_length} tokens, the {name} reads {context}: "
+                    "shorten them, or raise its max_position_embeddings"
+                )
+            if context is not None and total > context:
+                raise ValueError(
+                    f"prompts of {longest} tokens and max_new_tokens {self.max_new_tokens} make {total}, the {name} "
+                    f"reads {context}: lower prompt_length or max_new_tokens, or raise its max_position_embeddings"
+                )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         # Fused: one launch for all weights, where the plain form takes about ten for each.
@@ -223,3 +237,8 @@ class SpeculativeTraining(LightningModule, ABC):
         if not isinstance(data, TokenData):
             raise ValueError(f"{type(self).__name__} needs a TokenData as its data, got {type(data).__name__}")
         return data
+
+
+def _called(name: str) -> str:
+    """A drafter's name as a message says it."""
+    return "draft" if name == checkpoint_file.MAIN else f"draft {name}"

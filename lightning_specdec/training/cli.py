@@ -22,7 +22,9 @@ from lightning_specdec import training as _training  # noqa: F401  # YAML can na
 from lightning_specdec.data import TokenData
 from lightning_specdec.models import MODELS
 from lightning_specdec.threads import limit_threads
+from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.checkpoint_io import SafeCheckpointIO
+from lightning_specdec.training.outputs import ReplacedCheckpoints, check_source, seen_from_here
 from lightning_specdec.training.parse_errors import one_line
 from lightning_specdec.training.resume import check_trainer_state
 
@@ -87,7 +89,9 @@ class TrainingCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         plugins = self._get(self.config_init, "trainer").get("plugins") or []
         plugins = plugins if isinstance(plugins, list) else [plugins]
-        return super().instantiate_trainer(plugins=[*plugins, SafeCheckpointIO()], **kwargs)
+        trainer = super().instantiate_trainer(plugins=[*plugins, SafeCheckpointIO()], **kwargs)
+        trainer.callbacks.insert(0, ReplacedCheckpoints())  # type: ignore[attr-defined]  # speaks before a bar is drawn
+        return trainer
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Look at all that the user gave before the Trainer starts, so that a fault leaves nothing behind."""
@@ -95,22 +99,16 @@ class TrainingCLI(LightningCLI):
         limit_threads(sum(parameter.numel() for parameter in self.model.parameters()))
         if isinstance(self.datamodule, TokenData):
             self.datamodule.setup(subcommand)
+            if isinstance(self.model, SpeculativeTraining):
+                self.model.check_data(self.datamodule)
+        source = getattr(self.model, "target_checkpoint", None)
+        if subcommand == "fit" and source is not None:
+            check_source(self.trainer, source)
         if kwargs.get("ckpt_path"):
             path = find_checkpoint(self.trainer, str(kwargs["ckpt_path"]))
             check_trainer_state(path, self.trainer, self.model, self.datamodule, resume=subcommand == "fit")
             kwargs["ckpt_path"] = path
-        elif subcommand == "fit":
-            self._say_what_is_replaced()
         return {**kwargs, "weights_only": True}
-
-    def _say_what_is_replaced(self) -> None:
-        """A new run into the folder of an earlier one takes the place of its checkpoints."""
-        for callback in self.trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.dirpath and callback.filename == "last":
-                earlier = Path(callback.dirpath) / f"last{callback.FILE_EXTENSION}"
-                if earlier.is_file():
-                    note = "replaces the checkpoints of an earlier run (--ckpt_path last would go on with it)"
-                    print(f"note: {note}: {_short(str(Path(callback.dirpath).absolute()))}", file=sys.stderr)
 
     def after_fit(self) -> None:
         """Say what was reached and where it lies."""
@@ -124,21 +122,16 @@ class TrainingCLI(LightningCLI):
             print("  ".join(line))
         for callback in self.trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and Path(callback.best_model_path).is_file():
-                print(f"{callback.filename} checkpoint: {_short(callback.best_model_path)}")
+                print(f"{callback.filename} checkpoint: {seen_from_here(callback.best_model_path)}")
         if self.trainer.logger and self.trainer.log_dir:
-            print(f"curves: tensorboard --logdir {_short(str(Path(self.trainer.log_dir).absolute()))}")
+            print(f"curves: tensorboard --logdir {seen_from_here(self.trainer.log_dir)}")
 
 
 def _is_told(name: str) -> bool:
-    """Whether a metric is told at a run's end: losses, and what greedy decoding comes to."""
+    """Whether a metric is told at a run's end: losses, and what greedy decoding comes to, estimated for the exits."""
     rate = name.rpartition("/")[2]
-    return rate.endswith(("_loss", *_PROMISES)) and not rate.startswith(("sampling_", "teacher_forced_"))
-
-
-def _short(path: str) -> str:
-    """The path as seen from here, where it is below here."""
-    here = Path.cwd()
-    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+    hidden = ("sampling_",) if "/exit_" in name else ("sampling_", "teacher_forced_")
+    return rate.endswith(("_loss", *_PROMISES)) and not rate.startswith(hidden)
 
 
 def find_checkpoint(trainer: Trainer, name: str) -> str:
@@ -156,8 +149,8 @@ def find_checkpoint(trainer: Trainer, name: str) -> str:
     path = str(Path(callback.dirpath) / f"{name}{callback.FILE_EXTENSION}")
     if not Path(path).is_file():
         raise FileNotFoundError(
-            f"there is no {name} checkpoint ({_short(path)} does not exist): train one with `lightning_specdec fit`, "
-            "or give a file with --ckpt_path"
+            f"there is no {name} checkpoint ({seen_from_here(path)} does not exist): train one with "
+            "`lightning_specdec fit`, or give a file with --ckpt_path"
         )
     return path
 

@@ -5,8 +5,6 @@ Knows nothing of losses.
 
 from __future__ import annotations
 
-import html
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -136,15 +134,18 @@ class DecodeHeldOut(Callback):
     def _show(self, trainer: Trainer, result: DecodeResult) -> None:
         """The first texts in TensorBoard's text tab."""
         name = _data(trainer).tokenizer
-        spelt = numbered if name is None else named_tokenizer(name).decode
-        legend = "**kept** guesses, ~~rejected~~ ones, and the target's own tokens plain"
-        separator = " " if name is None else ""
-        texts = [
-            f"{i + 1}. {as_markdown(row, spelt, separator)}" for i, row in enumerate(result.rows[: self.num_shown])
-        ]
+        if name is None:
+            spelt = numbered
+        else:
+            decode = named_tokenizer(name).decode
+
+            def spelt(tokens: Sequence[int]) -> str:
+                return visible(decode(tokens))
+
+        texts = [f"{i + 1}. {as_markdown(row, spelt)}" for i, row in enumerate(result.rows[: self.num_shown])]
         for logger in trainer.loggers:
             if texts and isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_text("val/decoded", "\n".join((*texts, "", legend)), trainer.global_step)
+                logger.experiment.add_text("val/decoded", "\n".join((*texts, "", LEGEND)), trainer.global_step)
 
     def _prompts(self, trainer: Trainer) -> list[list[int]]:
         """Prompts of the validation split, made anew: they are few, and cheap."""
@@ -170,27 +171,43 @@ def numbered(tokens: Sequence[int]) -> str:
     return " ".join(map(str, tokens))
 
 
-def as_markdown(row: RowResult, spelt: Callable[[Sequence[int]], str] = numbered, separator: str = " ") -> str:
-    """A row as Markdown: the prompt, then round by round the kept guesses bold, the rejected one and those behind it
-    struck through, and the token that the target added.
+def visible(text: str) -> str:
+    """Text in one line, whose spaces can be seen at the ends of a piece too."""
+    shown = text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in shown)
+
+
+def as_markdown(row: RowResult, spelt: Callable[[Sequence[int]], str] = numbered) -> str:
+    """A row as Markdown: the prompt, then round by round the kept guesses, the rejected one and those behind it, and
+    the token that the target added, with the marks that decoding's report on a terminal has.
 
     Args:
         spelt: tokens as text.
-        separator: what stands between such texts.
     """
-    pieces = [f"{_escaped(spelt(row.prompt))} →"]
+    pieces = [f"{_code(spelt(row.prompt))} →"]
     for each in row.rounds or []:
         kept, rest = each.drafted[: each.num_accepted], each.drafted[each.num_accepted :]
-        pieces += [f"**{_escaped(spelt(kept))}**"] if kept else []
-        pieces += [f"~~{_escaped(spelt(rest))}~~"] if rest else []
-        pieces += [] if each.next_token is None else [_escaped(spelt([each.next_token]))]
-    return separator.join(pieces)
+        pieces += [_code(spelt(kept))] if kept else []
+        pieces += [f"x{_code(spelt(rest))}"] if rest else []
+        own = "=" if rest else "+"
+        pieces += [] if each.next_token is None else [f"{own}{_code(spelt([each.next_token]))}"]
+    return " ".join(pieces)
 
 
-def _escaped(text: str) -> str:
-    """Text that Markdown shows as it is, in one line."""
-    shown = html.escape(text.replace("\n", "⏎").replace("\t", "⇥"), quote=False)
-    return re.sub(r"([\\`*_{}\[\]()#+\-.!])", r"\\\1", shown)
+def _code(text: str) -> str:
+    """A piece of text as it is, in a box of its own.
+
+    TensorBoard takes strikes out of Markdown and knows no emphasis that begins with a space, but it shows code; and
+    what Markdown could take for its own is spelt by number.
+    """
+    shown = "".join(letter if letter.isalnum() or letter == " " else f"&#{ord(letter)};" for letter in text)
+    return f"<code>{shown}</code>"
+
+
+LEGEND = (
+    f"{_code('7')} kept guess, x{_code('7')} rejected guesses, ={_code('7')} what the target wrote instead, "
+    f"+{_code('7')} what it added behind kept ones"
+)
 
 
 def _figures(standard: DecodeResult, guessed: DecodeResult) -> dict[str, float]:

@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 class ExitMetrics(PairMetrics):
     """The metrics of a model and of all its exits: which one is worth drafting with stands side by side.
 
-    `exit_1/...` is of what the first layer alone says, and so on; the model itself is the target. The draft's figures
-    are those of the exit that was chosen. `loss` is the sum that training minimizes with all exits enabled.
+    `exit_1/...` is of what the first layer alone says, and so on; the model itself is the target. What an exit keeps
+    is read off known texts, and the names say so. The draft's figures are those of the exit that was chosen. `loss` is
+    the sum that training minimizes with all exits enabled.
 
     Args:
         weights: of the losses of all exits, the model itself being the last; they add up to 1.
@@ -79,8 +80,8 @@ class ExitMetrics(PairMetrics):
                 "loss": counts.loss,
                 "accuracy": counts.accuracy,
                 "bits_per_token": counts.loss / math.log(2),
-                "acceptance_rate": kept.acceptance_rate,
-                "block_efficiency": kept.block_efficiency,
+                "teacher_forced_acceptance_rate": kept.acceptance_rate,
+                "teacher_forced_block_efficiency": kept.block_efficiency,
             }
             rates |= {f"exit_{i + 1}/{name}": value for name, value in own.items()}
         return {**rates, "loss": loss, "target_bits_per_token": rates["target_loss"] / math.log(2)}

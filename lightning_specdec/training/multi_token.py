@@ -7,7 +7,6 @@ Shapes: B rows, T tokens, H heads, K draft tokens, V vocabulary.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_specdec import checkpoint as checkpoint_file
 from lightning_specdec.checks import require_number
-from lightning_specdec.data import IGNORED, Batch
+from lightning_specdec.data import IGNORED, Batch, TokenData
 from lightning_specdec.drafters import MultiTokenDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.base import SpeculativeTraining
+from lightning_specdec.training.given_target import check_same_tokens, the_target
 from lightning_specdec.training.metrics import NextToken, PairMetrics, next_token_loss
 
 if TYPE_CHECKING:
@@ -136,7 +135,7 @@ class MultiTokenTraining(SpeculativeTraining):
         shared_output: bool = False,
         **options: Any,
     ) -> None:
-        target = the_target(target, target_checkpoint, freeze_target)
+        target, self.target_tokenizer = the_target(target, target_checkpoint, freeze_target)
         drafter = MultiTokenDrafter(
             num_heads,
             hidden_size=hidden_size_of(target),
@@ -160,6 +159,11 @@ class MultiTokenTraining(SpeculativeTraining):
         if self.freeze_target:
             self.target.eval()
         return self
+
+    def check_data(self, data: TokenData) -> None:
+        super().check_data(data)
+        if self.target_checkpoint is not None and not Path(self.target_checkpoint).is_dir():
+            check_same_tokens(self.target_checkpoint, self.target.vocab_size, self.target_tokenizer, data)
 
     def settings(self) -> dict[str, Any]:
         own = {
@@ -199,27 +203,6 @@ class MultiTokenTraining(SpeculativeTraining):
         each = {f"train/head_{i}/loss": value.detach() for i, value in enumerate(losses, start=1)}
         self.log_dict(each, on_step=False, on_epoch=True, sync_dist=True, batch_size=num_tokens)
         return loss if self.freeze_target else loss + target_loss
-
-
-def the_target(target: LanguageModel | None, path: str | os.PathLike[str] | None, freeze: bool) -> LanguageModel:
-    """The model that is given, or that of a checkpoint or a directory; whichever of the two is named.
-
-    Raises:
-        ValueError: both are named or neither; or the file holds no model that can be used.
-        FileNotFoundError: there is no such file.
-    """
-    if (target is None) == (path is None):
-        given = "neither" if path is None else "both"
-        raise ValueError(f"heads need one target, got {given}: give either `target` or `target_checkpoint`")
-    if target is not None:
-        return target
-    assert path is not None
-    if Path(path).is_dir():
-        from lightning_specdec.models.loading import load_model
-
-        # What is trained has to be able to take small steps; what is not may stay as it is stored.
-        return load_model(path, dtype=None if freeze else "float32")
-    return checkpoint_file.load(path).target
 
 
 def hidden_size_of(target: LanguageModel) -> int:

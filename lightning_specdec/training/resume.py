@@ -93,7 +93,7 @@ def _difference(before: object, after: object, name: str) -> str | None:
 
 
 def _shown(value: object) -> str:
-    text = "not there" if value is None else str(value)
+    text = "not given" if value is None else str(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
