@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import pickle
 import struct
-import tempfile
 import warnings
 import zipfile
 import zlib
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from lightning_specdec.files import replaced
 
 _DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, ValueError, OverflowError, RuntimeError)
 _BROKEN = (
@@ -46,17 +47,9 @@ def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
         raise ValueError(f"{path} is a directory: name the file to write in it")
     if path.parent.exists() and not path.parent.is_dir():
         raise ValueError(f"{path} cannot be written, for {path.parent} is no directory: choose another name")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    with replaced(path) as file:
+        torch.save(content, file)
+        os.chmod(file.name, 0o644)
 
 
 def read(path: str | os.PathLike[str]) -> Any:

@@ -109,8 +109,7 @@ class Talk:
     def _begin(self) -> None:
         self.chat = Chat(self.tokenizer, system=self.options.system)
         self.conversation = Conversation(
-            self.decoder.ready_target(),
-            self.decoder.ready_drafter(),
+            *self.decoder.ready(),
             max_length=self.options.max_length,
             num_draft_tokens=self.window,
             rule=self.rule,

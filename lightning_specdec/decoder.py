@@ -43,7 +43,7 @@ class SpeculativeDecoder(Measuring):
         """The pair of a checkpoint that `fit` or `save` wrote; with a drafter, its target with that.
 
         Args:
-            draft: of a checkpoint with several drafts the one that guesses, by name; its first when None.
+            draft: of a checkpoint with several drafts the one that guesses, by name; its main one when None.
 
         Raises:
             FileNotFoundError, ValueError: see `checkpoint.load`. Nothing in the file is run.
@@ -152,7 +152,8 @@ class SpeculativeDecoder(Measuring):
 
         Returns, raises: as `compile_draft`, whose arguments these are.
         """
-        both: list[Any] = [self.ready_target(), getattr(self.ready_drafter(), "model", None)]
+        target, drafter = self.ready()
+        both: list[Any] = [target, getattr(drafter, "model", None)]
         models = [model for model in both if _is_of_transformers(model)]
         if not models:
             return self.compile_draft(num_draft_tokens=num_draft_tokens, **sampling)

@@ -96,13 +96,11 @@ class Decoding:
 
     def ready_drafter(self) -> Drafter:
         """The drafter as decoding uses it: fused or compiled, and made anew when weights have changed."""
-        return self._made_ready()[1]
+        return self.ready()[1]
 
-    def ready_target(self) -> LanguageModel:
-        """The target as decoding uses it, with a draft and alone: packed, and made anew when weights have changed."""
-        return self._made_ready()[0]
-
-    def _made_ready(self) -> tuple[LanguageModel, Drafter]:
+    def ready(self) -> tuple[LanguageModel, Drafter]:
+        """Target and drafter as decoding uses them, and the target alone: packed, fused or compiled, and made anew when
+        weights have changed. Looking for that takes a pass over all of them."""
         both = (*self.target.parameters(), *self.drafter.parameters())
         weights = [(id(weight), weight._version) for weight in both]
         if self._ready is None or self._ready[0] != weights:
@@ -136,10 +134,7 @@ class Decoding:
         from lightning_specdec.bench.remembered import load_or_measure
 
         drawn = Sampling(**sampling)
-        costs = load_or_measure(
-            self.ready_target(), self.ready_drafter(), batch_size=batch_size, rule=rule, sampling=drawn
-        )
-        return AdaptiveWindow(costs)
+        return AdaptiveWindow(load_or_measure(*self.ready(), batch_size=batch_size, rule=rule, sampling=drawn))
 
     def decode(
         self,
@@ -224,16 +219,16 @@ class Decoding:
         logprobs: bool = False,
     ) -> Session:
         """A session with these prompts in it; arguments as of `decode`."""
-        drawn, drafter = Sampling(**sampling), self.ready_drafter()
+        target, drafter = self.ready()
         tokens = as_prompts(self._texts.tokens(prompts))
         return open_session(
-            self.ready_target(),
+            target,
             drafter,
             tokens,
             max_new_tokens=max_new_tokens,
             num_draft_tokens=self.window(num_draft_tokens, batch_size=len(tokens), rule=rule, **sampling),
             rule=rule,
-            sampling=drawn,
+            sampling=Sampling(**sampling),
             eos=self._texts.stop_tokens(eos),
             seed=seed,
             indices=indices,
@@ -256,7 +251,7 @@ class Decoding:
         """Decode with the target alone, one call for each token; the arguments are those of `decode`."""
         stops = self._texts.stop_strings(stop)
         result = autoregressive_decode(
-            self.ready_target(),
+            self.ready()[0],
             self._texts.tokens(prompts),
             max_new_tokens=max_new_tokens,
             sampling=Sampling(**sampling),

@@ -70,8 +70,7 @@ class Measuring(Decoding):
         tokens = self.prompts if prompts is None else as_prompts(self._texts.tokens(prompts))
         size = min(batch_size, max(1, len(tokens)))
         return compare(
-            self.ready_target(),
-            self.ready_drafter(),
+            *self.ready(),
             tokens,
             max_new_tokens=max_new_tokens,
             num_draft_tokens=self.window(num_draft_tokens, batch_size=size, rule=rule, **sampling),

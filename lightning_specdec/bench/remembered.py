@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from pathlib import Path
 
 import torch
 
 from lightning_specdec import __version__
 from lightning_specdec.bench.calibration import calibrate
 from lightning_specdec.drafters import Drafter
+from lightning_specdec.files import cache_home
 from lightning_specdec.inference import Calibration
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import AcceptanceRule, ExactMatch, Sampling
@@ -46,8 +46,7 @@ def load_or_measure(
     settings = (batch_size, type(rule).__name__, sampling.greedy, sampling.top_k, sampling.top_p, sampling.min_p)
     machine = (__version__, torch.__version__, torch.get_num_threads(), str(target.device), _processor(target))
     key = repr((settings, machine, fingerprint(target), fingerprint(drafter)))
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightning_specdec"
-    remembered = home / f"calibration-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    remembered = cache_home() / f"calibration-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     try:
         return Calibration.load(remembered)
     except (FileNotFoundError, ValueError):  # none yet, or one that another version wrote

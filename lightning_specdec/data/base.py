@@ -198,13 +198,26 @@ class TokenData(LightningDataModule, ABC):
         rows: Any = self.rows(split)
         return DataLoader(rows, batch_size=self.batch_size, sampler=sampler, collate_fn=self.collate)
 
-    def _check_count(self, num_sequences: int, counted: str, remedy: str) -> None:
-        """Raise ValueError unless there are as many sequences as the splits need."""
+    def deal(self, num_sequences: int, counted: str, remedy: str) -> tuple[Tensor, Tensor, Tensor]:
+        """The numbers of the sequences of each split, in the order of `SPLITS`: a shuffle by the seed, cut in three.
+
+        Args:
+            counted: what was counted, for the error when there are too few.
+            remedy: what to do then besides asking for fewer.
+
+        Raises:
+            ValueError: there are fewer sequences than the splits need.
+        """
         num_train = 1 if self.num_train is None else self.num_train
-        needed = num_train + self.num_val + self.num_test
+        held_out = self.num_val + self.num_test
+        needed = num_train + held_out
         if num_sequences < needed:
             at_least = "at least " if self.num_train is None else ""
             raise ValueError(
                 f"{counted} {num_sequences} distinct sequences, and the split needs {at_least}{needed} ({num_train} "
                 f"train + {self.num_val} val + {self.num_test} test): lower these numbers, or {remedy}"
             )
+        order = torch.randperm(num_sequences, generator=torch.Generator().manual_seed(self.seed))
+        stop = None if self.num_train is None else held_out + self.num_train
+        # Each a copy, which does not keep the whole shuffle.
+        return order[held_out:stop].clone(), order[self.num_test : held_out].clone(), order[: self.num_test].clone()

@@ -107,11 +107,7 @@ class QuadraticProgressions(TokenData):
                 f"{rule} give {self.num_sequences} progressions, and {MOST} are the most that are shuffled: "
                 "lower max_step or max_change"
             )
-        self._check_count(self.num_sequences, f"{rule} give", "raise vocab_size, max_step or max_change")
-        order = torch.randperm(self.num_sequences, generator=torch.Generator().manual_seed(self.seed))
-        held_out = self.num_val + self.num_test
-        stop = None if self.num_train is None else held_out + self.num_train
-        return order[held_out:stop].clone(), order[self.num_test : held_out].clone(), order[: self.num_test].clone()
+        return self.deal(self.num_sequences, f"{rule} give", "raise vocab_size, max_step or max_change")
 
     def collate(self, rows: Sequence[Row]) -> Batch:
         """One batch of numbered progressions."""

@@ -39,27 +39,7 @@ class SequenceData(TokenData):
         prompt_length: how many tokens of a test sequence are its prompt (at least one is left to decode).
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        *,
-        num_train: int | None,
-        num_val: int,
-        num_test: int,
-        batch_size: int,
-        seed: int,
-        prompt_length: int,
-    ) -> None:
-        super().__init__(
-            vocab_size,
-            num_train=num_train,
-            num_val=num_val,
-            num_test=num_test,
-            batch_size=batch_size,
-            seed=seed,
-            prompt_length=prompt_length,
-        )
-        self._splits: Splits | None = None
+    _splits: Splits | None = None
 
     @abstractmethod
     def sequences(self) -> list[list[int]]:
@@ -73,15 +53,8 @@ class SequenceData(TokenData):
         """The three splits, made on the first call."""
         if self._splits is None:
             sequences = self.sequences()
-            self._check_count(len(sequences), *self.shortage())
-            order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(self.seed)).tolist()
-            held_out = self.num_val + self.num_test
-            stop = None if self.num_train is None else held_out + self.num_train
-            self._splits = Splits(
-                train=[sequences[i] for i in order[held_out:stop]],
-                val=[sequences[i] for i in order[self.num_test : held_out]],
-                test=[sequences[i] for i in order[: self.num_test]],
-            )
+            dealt = self.deal(len(sequences), *self.shortage())
+            self._splits = Splits(*([sequences[i] for i in numbers.tolist()] for numbers in dealt))
         return self._splits
 
     @property

@@ -21,8 +21,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning_specdec.checks import require_int, require_number
 from lightning_specdec.data.base import SPLITS, Batch, EpochSampler, PlainValues, Row, Rows, TokenData
 from lightning_specdec.data.text_sources import Found, TextFile, find_texts, hold_out
-from lightning_specdec.data.token_file import cache_home, smallest_dtype, token_file
+from lightning_specdec.data.token_file import smallest_dtype, token_file
 from lightning_specdec.data.windows import Windows, WindowSampler, grid_size
+from lightning_specdec.files import cache_home
 from lightning_specdec.text.bytes import ByteTokenizer
 from lightning_specdec.text.named import named_tokenizer
 

@@ -5,20 +5,15 @@ Knows nothing of text or models.
 
 from __future__ import annotations
 
-import os
-import tempfile
 import tokenize
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from lightning_specdec.files import replaced
+
 DTYPES = (np.uint8, np.uint16, np.uint32)
-
-
-def cache_home() -> Path:
-    """Where this program keeps what it can make again: `~/.cache/lightning_specdec`, by XDG's rules."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightning_specdec"
 
 
 def smallest_dtype(num_tokens: int) -> np.dtype[np.unsignedinteger]:
@@ -44,7 +39,9 @@ def token_file(path: Path, dtype: np.dtype[np.unsignedinteger], make: Callable[[
     """
     try:
         if (tokens := _opened(path, dtype)) is None:
-            _write(path, make().astype(dtype, copy=False))
+            made = make().astype(dtype, copy=False)
+            with replaced(path) as file:
+                np.save(file, made)
             tokens = _opened(path, dtype)
     except OSError as error:
         raise ValueError(f"{path} cannot be used ({error.strerror or error}): give another data.cache_dir") from error
@@ -62,16 +59,3 @@ def _opened(path: Path, dtype: np.dtype[np.unsignedinteger]) -> np.memmap | None
         return None
     whole = tokens.ndim == 1 and tokens.dtype == dtype
     return tokens if whole and tokens.offset + tokens.nbytes == path.stat().st_size else None
-
-
-def _write(path: Path, tokens: np.ndarray) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            np.save(file, tokens)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lightning_specdec.compiler import CompilerMissing, require_compiler
 from lightning_specdec.drafters.base import Context
 from lightning_specdec.drafters.model import ModelDrafter
+from lightning_specdec.files import cache_home
 from lightning_specdec.models import DecodeState, FusedRNN, LanguageModel, RecurrentState
 from lightning_specdec.rules import Sampling
 
@@ -104,16 +105,16 @@ class CompiledDrafter(ModelDrafter):
         self._no_noise = torch.zeros(1, num_draft_tokens)
         self._hidden_size = fused.num_layers * fused.hidden_size
         program = _Program(fused, num_draft_tokens, self.compiled_sampling)
-        directory = cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        directory = cache_home() if cache_dir is None else cache_dir / "lightning_specdec"
         self._run = {num_read: self._load(program, num_read, directory) for num_read in (2, MOST_READ)}
 
-    def _load(self, program: _Program, num_read: int, cache_dir: Path) -> Callable[[list[Tensor]], list[Tensor]]:
+    def _load(self, program: _Program, num_read: int, directory: Path) -> Callable[[list[Tensor]], list[Tensor]]:
         """The compiled function for `num_read` tokens, compiled now if this machine has not done so before."""
         # The name changes with everything that the compiled code depends on.
         shapes = [(tuple(weight.shape), str(weight.dtype)) for weight in self._weights]
         machine = (torch.__version__, torch.backends.cpu.get_cpu_capability())
         key = repr((_source_hash(), machine, shapes, num_read, self.num_draft_tokens, self.compiled_sampling))
-        path = cache_dir / "lightning_specdec" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.pt2"
+        path = directory / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.pt2"
         if not path.exists():
             hidden = torch.zeros(1, self._hidden_size, dtype=self._weights[0].dtype)
             tokens = torch.zeros(1, num_read, dtype=torch.long)

@@ -105,7 +105,11 @@ class EarlyExitDrafter(RollingDrafter):
     @property
     def head(self) -> ExitHead | None:
         """The exit's own output head; None where the target's serves."""
-        head = self.heads[str(self.exit_layer)] if str(self.exit_layer) in self.heads else None
+        return self.head_of(self.exit_layer)
+
+    def head_of(self, exit_layer: int) -> ExitHead | None:
+        """Another exit's own output head; None where the target's serves."""
+        head = self.heads[str(exit_layer)] if str(exit_layer) in self.heads else None
         assert head is None or isinstance(head, ExitHead)
         return head
 

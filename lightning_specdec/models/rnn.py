@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_specdec.checks import require_int
-from lightning_specdec.models.base import LanguageModel, ModelOutput, Plain
+from lightning_specdec.models.base import LanguageModel, ModelOutput, Plain, select
 from lightning_specdec.models.state import DecodeState, Lengths, RecurrentState
 
 if TYPE_CHECKING:
@@ -51,11 +51,7 @@ class _RecurrentLM(LanguageModel):
             assert isinstance(state, RecurrentState), f"{type(self).__name__} needs a RecurrentState, got {state}"
             layers = self.run_layers(tokens, list(state.hidden().split(self.hidden_size, dim=-1)))
             state.append(torch.cat(layers, dim=-1) if len(layers) > 1 else layers[0], valid_lengths)
-        top = layers[-1]
-        if isinstance(logits_for, slice):
-            top = top[:, logits_for]
-        elif logits_for is not None:
-            top = top.gather(1, logits_for[..., None].expand(-1, -1, self.hidden_size))
+        top = select(layers[-1], logits_for)
         return ModelOutput(self.head(top), {layer: layers[layer] for layer in features}, logits_for)
 
     def run_layers(self, tokens: Int[Tensor, "B T"], hidden: Sequence[Tensor | None]) -> list[Float[Tensor, "B T H"]]:

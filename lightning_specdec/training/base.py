@@ -104,10 +104,11 @@ class SpeculativeTraining(LightningModule, ABC):
         """Count one batch."""
         metrics.update(*self.score(batch), batch)
 
-    def log_losses(self, losses: Mapping[str, Tensor], num_tokens: int | Tensor) -> None:
-        """Show losses as `train/NAME`, each epoch's mean over tokens."""
+    def log_losses(self, losses: Mapping[str, Tensor], num_tokens: int | Tensor, *, prog_bar: bool = True) -> None:
+        """Show losses as `train/NAME`, each epoch's mean over tokens; those of the parts of a draft not in the bar."""
         named = {f"train/{name}": value for name, value in losses.items()}
-        self.log_dict(named, on_step=False, on_epoch=True, prog_bar=True, sync_dist=True, batch_size=int(num_tokens))
+        size = int(num_tokens)
+        self.log_dict(named, on_step=False, on_epoch=True, prog_bar=prog_bar, sync_dist=True, batch_size=size)
 
     def setup(self, stage: str) -> None:
         self.check_data(self._data())

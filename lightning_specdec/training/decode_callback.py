@@ -97,21 +97,20 @@ class DecodeHeldOut(Callback):
 
     def _measure(self, trainer: Trainer, module: SpeculativeTraining) -> dict[str, float]:
         """The figures by name, greedy and sampled; the texts are shown."""
-        prompts = self._prompts(trainer)
-        standard, guessed = self._decode(module, prompts, {})
+        prompts, decoder = self._prompts(trainer), Decoding(module.target, module.drafter)
+        window = module.num_draft_tokens if self.num_draft_tokens is None else self.num_draft_tokens
+        standard, guessed = self._decode(decoder, prompts, window, {})
         values = _figures(standard, guessed)
         self._show(trainer, guessed)
         if self.temperature is not None:
-            sampled = self._decode(module, prompts, SamplingOptions(temperature=self.temperature))
+            sampled = self._decode(decoder, prompts, window, SamplingOptions(temperature=self.temperature))
             values |= {f"sampling_{name}": value for name, value in _figures(*sampled).items()}
         return values
 
     def _decode(
-        self, module: SpeculativeTraining, prompts: Sequence[Sequence[int]], sampling: SamplingOptions
+        self, decoder: Decoding, prompts: Sequence[Sequence[int]], window: int, sampling: SamplingOptions
     ) -> tuple[DecodeResult, DecodeResult]:
         """Each prompt by itself, standard and speculative in turn; the first of all once more beforehand, untimed."""
-        decoder = Decoding(module.target, module.drafter)
-        window = module.num_draft_tokens if self.num_draft_tokens is None else self.num_draft_tokens
         rule = RejectionSampling() if sampling else ExactMatch()
         standard, guessed = [], []
         for index, prompt in enumerate((prompts[0], *prompts)):

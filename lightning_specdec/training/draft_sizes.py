@@ -62,11 +62,6 @@ class DraftSizesMetrics(PairMetrics):
         losses = [main["target_loss"], *(values["draft_loss"] for values in every.values())]
         return {**main, "loss": torch.stack(losses).sum(), **named}
 
-    def reset(self) -> None:
-        super().reset()
-        for name in self.rest:
-            self.of(name).reset()
-
 
 class DraftSizesTraining(SpeculativeTraining):
     """Trains a target and drafts of several sizes on the same sequences, to find the size that pays.

@@ -86,11 +86,6 @@ class ExitMetrics(PairMetrics):
             rates |= {f"exit_{i + 1}/{name}": value for name, value in own.items()}
         return {**rates, "loss": loss, "target_bits_per_token": rates["target_loss"] / math.log(2)}
 
-    def reset(self) -> None:
-        super().reset()
-        for metric in (*self.exits, *self.rounds):
-            metric.reset()
-
 
 class EarlyExitTraining(SpeculativeTraining):
     """Trains a transformer so that its lower layers can draft for the whole of it, as LayerSkip does.
@@ -193,7 +188,7 @@ class EarlyExitTraining(SpeculativeTraining):
 
     def exit_logits(self, hidden: Float[Tensor, "B T D"], exit_layer: int) -> Float[Tensor, "B T V"]:
         """What the output head behind that many layers says; behind all of them, the model's own."""
-        head = self.drafter.at(exit_layer).head
+        head = self.drafter.head_of(exit_layer)
         return self.target.exit_logits(hidden) if head is None else head(hidden)
 
     def all_logits(self, batch: Batch) -> list[Float[Tensor, "B T V"]]:
@@ -225,8 +220,8 @@ class EarlyExitTraining(SpeculativeTraining):
         named = {"draft_loss": self.drafter.exit_layer, "target_loss": self.num_layers}
         shown = {name: losses[layer].detach() for name, layer in named.items() if layer in losses}
         self.log_losses(shown, num_tokens)
-        each = {f"train/exit_{layer}/loss": loss.detach() for layer, loss in losses.items() if layer < self.num_layers}
-        self.log_dict(each, on_step=False, on_epoch=True, sync_dist=True, batch_size=num_tokens)
+        each = {f"exit_{layer}/loss": loss.detach() for layer, loss in losses.items() if layer < self.num_layers}
+        self.log_losses(each, num_tokens, prog_bar=False)
         return torch.stack([weights[layer - 1] * loss for layer, loss in losses.items()]).sum()
 
     def draw_layers(self, num_rows: int, batch_idx: int) -> Bool[Tensor, "L B"] | None:

@@ -238,6 +238,7 @@ class PairMetrics(nn.Module):
         }
 
     def reset(self) -> None:
-        """Forget all counts."""
-        for metric in (self.draft, self.target, self.greedy, self.sampling):
-            metric.reset()
+        """Forget all counts, those that a subclass adds too."""
+        for metric in self.modules():
+            if isinstance(metric, Metric):
+                metric.reset()

@@ -95,11 +95,6 @@ class HeadMetrics(PairMetrics):
             rates |= {f"head_{i}/loss": counts.loss, f"head_{i}/accuracy": counts.accuracy}
         return {**rates, "loss": loss}
 
-    def reset(self) -> None:
-        super().reset()
-        for head in self.heads:
-            head.reset()  # type: ignore[operator]
-
 
 class MultiTokenTraining(SpeculativeTraining):
     """Trains heads that guess the tokens after the next from the target's last hidden state.
@@ -200,8 +195,8 @@ class MultiTokenTraining(SpeculativeTraining):
         target_loss = next_token_loss(target_logits, labels)
         num_tokens = int((labels != IGNORED).sum())
         self.log_losses({"draft_loss": losses[0].detach(), "target_loss": target_loss.detach()}, num_tokens)
-        each = {f"train/head_{i}/loss": value.detach() for i, value in enumerate(losses, start=1)}
-        self.log_dict(each, on_step=False, on_epoch=True, sync_dist=True, batch_size=num_tokens)
+        each = {f"head_{i}/loss": value.detach() for i, value in enumerate(losses, start=1)}
+        self.log_losses(each, num_tokens, prog_bar=False)
         return loss if self.freeze_target else loss + target_loss
 
 

@@ -1,0 +1,36 @@
+"""Files that are written whole or not at all, and where those lie that can be made again.
+
+Knows nothing of what is in them.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+
+def cache_home() -> Path:
+    """Where this program keeps what it can make again: `~/.cache/lightning_specdec`, by XDG's rules."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightning_specdec"
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """A new file beside that one, to be written: it takes its place in one step, or is gone if the writing fails.
+
+    Its directories are made where they are missing.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
