@@ -49,7 +49,6 @@ def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
         raise ValueError(f"{path} cannot be written, for {path.parent} is no directory: choose another name")
     with replaced(path) as file:
         torch.save(content, file)
-        os.chmod(file.name, 0o644)
 
 
 def read(path: str | os.PathLike[str]) -> Any:

@@ -4,35 +4,35 @@ Knows nothing of training: a training checkpoint and an exported one are read al
 
 A checkpoint names its classes from our own registries and gives their arguments as plain values; the constructors check
 the ranges. Networks are built without memory (on the meta device) and take the file's weights, which must fit exactly.
-A target has one drafter that guesses for it unless another is asked for, and may have others, each with a name.
+A target has one drafter that guesses for it unless another is asked for, and may have others, each with a name. One
+that was not trained may lie elsewhere: the file then says which target it is, and holds none of its weights.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_specdec import archive
-from lightning_specdec.checkpoint_weights import BROKEN, KINDS, short, stored_as, try_out, with_weights
+from lightning_specdec.checkpoint_weights import BROKEN, KINDS, stored_as, try_out, with_weights
+from lightning_specdec.description import build, plain, short, spec
 from lightning_specdec.drafters import DRAFTERS, Drafter
 from lightning_specdec.inference.rows import check_prompt
 from lightning_specdec.models import MODELS, LanguageModel
+from lightning_specdec.target_reference import TargetReference
 
 KEY = "lightning_specdec"
 FORMAT = 1
 MAIN = "main"
 """What the drafter is called that guesses unless another is asked for, where it has no other name."""
-_OTHERS = "others."
-_SPEC = {"class", "arguments"}
-_DEEPEST, _MOST_STAGES = 8, 16
+TARGET, _OTHERS = "target.", "others."
+"""What the names of their weights begin with."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Checkpoint:
     """What a checkpoint holds.
 
     Args:
-        target: the model whose output is wanted.
+        make_target: gives the model whose output is wanted.
         drafter: what guesses for it.
         prompts: held-out prompts to try it on.
         recipe: how it was made, as plain values.
@@ -48,9 +48,10 @@ class Checkpoint:
         others: what else can guess for it, by name.
         name: the drafter's own name.
         tokenizer: what makes tokens of text: a name, or a directory; None where tokens are no text.
+        reference: which target it is, where that lies elsewhere; None where the file holds it.
     """
 
-    target: LanguageModel
+    make_target: Callable[[], LanguageModel]
     drafter: Drafter
     prompts: list[list[int]]
     recipe: dict[str, Any]
@@ -58,6 +59,16 @@ class Checkpoint:
     others: dict[str, Drafter] = field(default_factory=dict)
     name: str = MAIN
     tokenizer: str | None = None
+    reference: TargetReference | None = None
+
+    @cached_property
+    def target(self) -> LanguageModel:
+        """The model whose output is wanted; one that lies elsewhere is loaded when it is first asked for.
+
+        Raises:
+            ValueError: it is not there, or is another.
+        """
+        return self.make_target()
 
     @property
     def drafters(self) -> dict[str, Drafter]:
@@ -77,7 +88,7 @@ class Checkpoint:
 
 
 def describe(
-    target: LanguageModel,
+    target: LanguageModel | TargetReference,
     drafter: Drafter,
     *,
     prompts: Sequence[Sequence[int]],
@@ -86,43 +97,27 @@ def describe(
     name: str = MAIN,
     tokenizer: str | None = None,
 ) -> dict[str, Any]:
-    """What goes into a checkpoint under `KEY`, beside weights named `target.*`, `drafter.*` and `others.NAME.*`."""
+    """What goes into a checkpoint under `KEY`, beside weights named `target.*`, `drafter.*` and `others.NAME.*`.
+
+    Args:
+        target: the target; or which one it is, where its weights are not stored.
+    """
     described = {
         "format": FORMAT,
-        "target": _spec(target),
-        "drafter": _spec(drafter),
+        "target": target.described() if isinstance(target, TargetReference) else spec(target),
+        "drafter": spec(drafter),
         "prompts": [[int(token) for token in prompt] for prompt in prompts],
         "recipe": recipe,
     }
     if others or name != MAIN:
-        described |= {"name": name, "others": {key: _spec(other) for key, other in (others or {}).items()}}
+        described |= {"name": name, "others": {key: spec(other) for key, other in (others or {}).items()}}
         _check_names(described["others"], name)
     return described if tokenizer is None else {**described, "tokenizer": tokenizer}
 
 
-def _spec(module: LanguageModel | Drafter) -> dict[str, Any]:
-    name = type(module).__name__
-    if _registered().get(name) is not type(module):
-        raise ValueError(f"a checkpoint cannot hold a {name}: it could not be built again (see MODELS and DRAFTERS)")
-    return {"class": name, "arguments": {key: _plain_argument(value) for key, value in module.arguments().items()}}
-
-
-def _plain_argument(value: Any) -> Any:
-    if isinstance(value, LanguageModel | Drafter):
-        return _spec(value)
-    if isinstance(value, list | tuple):
-        return [_plain_argument(each) for each in value]
-    return value
-
-
-def _registered() -> Mapping[str, Any]:
-    """Every class that a description may name, as an argument of another."""
-    return ChainMap(MODELS, DRAFTERS)  # type: ignore[arg-type]
-
-
 def save(
     path: str | os.PathLike[str],
-    target: LanguageModel,
+    target: LanguageModel | TargetReference,
     drafter: Drafter,
     *,
     prompts: Sequence[Sequence[int]] = (),
@@ -135,16 +130,18 @@ def save(
     """Write a checkpoint for decoding: descriptions and weights, nothing of the training. Whole or not at all.
 
     Args:
+        target: as of `describe`.
         dtype: what the weights are stored as, for a smaller file; what reads it computes in the type that they had.
     """
     described = describe(
         target, drafter, prompts=prompts, recipe=recipe or {}, others=others, name=name, tokenizer=tokenizer
     )
-    parts: dict[str, nn.Module] = {"target.": target, "drafter.": drafter}
+    parts: dict[str, nn.Module] = {} if isinstance(target, TargetReference) else {TARGET: target}
+    parts |= {"drafter.": drafter}
     parts |= {f"{_OTHERS}{key}.": other for key, other in (others or {}).items()}
     weights = {prefix + key: value for prefix, part in parts.items() for key, value in part.state_dict().items()}
-    if dtype is not None:
-        described["computes_in"] = str(next(iter(target.parameters())).dtype).removeprefix("torch.")
+    if dtype is not None and weights:
+        described["computes_in"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     archive.write(path, {KEY: described, "state_dict": stored_as(weights, dtype)})
 
 
@@ -178,33 +175,43 @@ def is_exported(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def load(path: str | os.PathLike[str]) -> Checkpoint:
+def load(path: str | os.PathLike[str], *, target: str | LanguageModel | None = None) -> Checkpoint:
     """Build what a checkpoint describes, with its weights.
+
+    Args:
+        target: of a checkpoint whose target lies elsewhere, where that is now, or the target itself.
 
     Raises:
         FileNotFoundError, ValueError: as `read`; and for descriptions out of range or weights that do not fit them.
     """
     content = read(path)
     described, weights = content[KEY], content["state_dict"]
+    if target is not None and not _is_elsewhere(described):
+        raise ValueError(f"{path} holds its target itself, and decodes with no other: leave --target out")
     try:
         others, name = described.get("others", {}), described.get("name", MAIN)
         _check_names(others, name)
         if foreign := [key for key in weights if key.startswith(_OTHERS) and key.split(".")[1] not in others]:
             raise ValueError(f"among its weights is {short(foreign[0], 80)!r}, and it describes no such draft")
-        target = _part("target", described.get("target"), MODELS, weights)
+        reference, held = reference_of(content), None
+        if reference is None:
+            held = _part("target", described.get("target"), MODELS, weights)
         drafter = _part("drafter", described.get("drafter"), DRAFTERS, weights)
-        built = {key: _part(_OTHERS + key, spec, DRAFTERS, weights) for key, spec in others.items()}
+        built = {key: _part(_OTHERS + key, other, DRAFTERS, weights) for key, other in others.items()}
+        drafters = (drafter, *built.values())
         if (kind := described.get("computes_in")) is not None:
-            for each in (target, drafter, *built.values()):
+            for each in drafters if held is None else (held, *drafters):
                 each.to(_kind(kind))
-        for each in (drafter, *built.values()):
-            each.check_target(target)
+        for each in drafters if held is not None else ():
+            each.check_target(held)
+        known = reference or held
+        assert known is not None
         prompts = described.get("prompts")
         if not isinstance(prompts, list) or not all(isinstance(prompt, list) for prompt in prompts):
             raise ValueError("its prompts are no lists of tokens")
         for prompt in prompts:
-            check_prompt(prompt, target.vocab_size, "a stored prompt")
-        recipe = _plain(described.get("recipe"))
+            check_prompt(prompt, known.vocab_size, "a stored prompt")
+        recipe = plain(described.get("recipe"))
         tokenizer = described.get("tokenizer")
         if tokenizer is not None and not isinstance(tokenizer, str):
             raise ValueError("its tokenizer is no name")
@@ -212,7 +219,40 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
         reason = short(" ".join(str(error).split()), 300)
         raise ValueError(f"{path} is no usable checkpoint, train another: {reason}") from error
     training = {key: content[key] for key in ("epoch", "global_step") if type(content.get(key)) is int}
-    return Checkpoint(target, drafter, prompts, recipe, training, built, name, tokenizer)
+
+    def the_target() -> LanguageModel:
+        if held is not None:
+            return held
+        assert reference is not None
+        found = reference.load(target, str(path))
+        for each in drafters:
+            each.check_target(found)
+        return found
+
+    return Checkpoint(the_target, drafter, prompts, recipe, training, built, name, tokenizer, reference)
+
+
+def _is_elsewhere(described: Mapping[str, Any]) -> bool:
+    return isinstance(described.get("target"), dict) and "sha256" in described["target"]
+
+
+def reference_of(content: Mapping[str, Any]) -> TargetReference | None:
+    """Which target a checkpoint means, where it holds none itself.
+
+    Args:
+        content: of the file; an empty one means none.
+
+    Raises:
+        ValueError: it does not say that clearly, or holds one all the same.
+    """
+    if not _is_elsewhere(described := content.get(KEY, {})):
+        return None
+    reference = TargetReference.read(described["target"])
+    if reference.source is None or reference.sha256 is None:
+        raise ValueError("it holds no target and does not say which one it means")
+    if foreign := [key for key in content["state_dict"] if key.startswith(TARGET)]:
+        raise ValueError(f"among its weights is {short(foreign[0], 80)!r}, and its target lies elsewhere")
+    return reference
 
 
 def _kind(name: object) -> torch.dtype:
@@ -231,46 +271,10 @@ def _check_names(others: object, name: object) -> None:
         raise ValueError(f"it has two drafts of the name {name}")
 
 
-def _part(name: str, spec: object, registry: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Any:
+def _part(name: str, described: object, registry: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Any:
     """A target or a drafter as it is described, with its weights."""
     owner, prefix = name.replace(_OTHERS, "draft "), f"{name}."
     own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-    module = with_weights(partial(_build, spec, registry), owner, own).eval()
+    module = with_weights(partial(build, described, registry), owner, own).eval()
     try_out(owner, module)
     return module
-
-
-def _plain(recipe: object) -> dict[str, Any]:
-    """The recipe, if it is a dictionary of plain values and nothing else."""
-    try:
-        plain = json.loads(json.dumps(recipe))
-    except (TypeError, ValueError, RecursionError):
-        plain = None
-    if not isinstance(plain, dict):
-        raise ValueError("its recipe is no dictionary of plain values")
-    return plain
-
-
-def _build(spec: object, registry: Mapping[str, Any], depth: int = 0) -> Any:
-    """An object of a registered class from its description."""
-    if not isinstance(spec, dict) or not isinstance(spec.get("arguments"), dict):
-        raise ValueError(f"expected a class and its arguments, got {short(repr(spec), 80)}")
-    name = spec.get("class")
-    if not isinstance(name, str) or name not in registry:
-        raise ValueError(f"{short(repr(name), 80)} is none of the classes that may stand there: {', '.join(registry)}")
-    arguments = {key: _built_argument(value, depth) for key, value in spec["arguments"].items()}
-    built = registry[name](**arguments)
-    if foreign := arguments.keys() - built.arguments().keys():
-        raise ValueError(f"a checkpoint's {name} has no argument {short(min(foreign), 80)!r}")
-    return built
-
-
-def _built_argument(value: Any, depth: int) -> Any:
-    nested = isinstance(value, list) and any(isinstance(each, list | dict) for each in value)
-    if nested and (depth >= _DEEPEST or len(value) > _MOST_STAGES):
-        raise ValueError("its parts are nested too deeply, or too many")
-    if nested:
-        return [_built_argument(each, depth + 1) for each in value]
-    if isinstance(value, dict) and value.keys() == _SPEC:
-        return _build(value, _registered(), depth + 1)
-    return value

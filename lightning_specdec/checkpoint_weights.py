@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_specdec.description import short
 from lightning_specdec.models import LanguageModel
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -168,8 +169,3 @@ def _check(owner: str, given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
             raise ValueError(f"the {owner}'s {name} is not finite: its training diverged, so lower the learning rate")
     if len(kinds := {str(value.dtype) for value in given.values()}) > 1:
         raise ValueError(f"the weights of the {owner} are of several kinds: {', '.join(sorted(kinds))}")
-
-
-def short(text: str, length: int) -> str:
-    """The text, cut where it is longer."""
-    return text if len(text) <= length else f"{text[:length]}..."

@@ -25,18 +25,23 @@ def check_models(options: Namespace) -> None:
     if values.get("pair") is not None:
         get_pair(options.pair)
     for name in PLACES:
-        if values.get(name) is not None and values.get("ckpt") is None:  # a checkpoint's drafts have names
-            check_place(values[name])
+        if values.get(name) is None or (name == "draft" and values.get("ckpt") is not None):
+            continue  # a checkpoint's drafts have names
+        if name == "draft" and values[name].endswith(".safetensors") and not Path(values[name]).expanduser().exists():
+            raise ValueError(f"there is no draft file {values[name]}: check the path")
+        check_place(values[name])
 
 
 def named_model(options: Namespace) -> str:
-    """Which of `KINDS` is given.
+    """Which of `KINDS` is given; a checkpoint's target may be given anew beside it.
 
     Raises:
         UsageError: none is, or several are.
     """
     values = vars(options)
     named = [name for name in KINDS if values.get(name) is not None]
+    if named == ["ckpt", "target"]:
+        return "ckpt"
     if len(named) != 1:
         known = [f"--{name}" for name in KINDS if name in values]
         got = " and ".join(f"--{name}" for name in named) or "none"

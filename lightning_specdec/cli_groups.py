@@ -22,12 +22,16 @@ DRAFTERS: dict[str, dict[str, float]] = {
     "ModelDrafter": {},
     "CrossVocabulary": {"min_share": 0.1},
     "NGramDrafter": {"max_ngram": 5, "min_ngram": 1, "guesses_per_token": 2},
+    "LookupFirstDrafter": {},
     "EarlyExitDrafter": {},
 }
 """What may guess for a pretrained model, and the defaults of its arguments."""
 
-TRAINED = ("MultiTokenDrafter", "StagedDrafter")
-"""What guesses from checkpoints alone."""
+LOOKS_UP = ("NGramDrafter", "LookupFirstDrafter")
+"""What takes the arguments of a look-up, the first of them by itself."""
+
+TRAINED = ("EagleDrafter", "MultiTokenDrafter", "StagedDrafter")
+"""What guesses from checkpoints and draft files alone."""
 
 QUANTIZATIONS = ("int8", "int4")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -54,7 +58,9 @@ def window_to_measure(text: str) -> int:
 def _drafter(name: str) -> str:
     """What guesses, by a name that says enough to make it."""
     if name in TRAINED:
-        told = f"a {name} is trained beside its target: decode a checkpoint that holds both, as --ckpt FILE"
+        told = (
+            f"a {name} is trained beside its target: give its file, as --draft FILE, or its checkpoint, as --ckpt FILE"
+        )
         raise argparse.ArgumentTypeError(told)
     return name
 
@@ -86,21 +92,35 @@ REVISION = Option("revision", "branch, tag or commit of the target on the hub")
 QUANTIZATION = Option("quantization", "the target's weights in fewer bits", choices=QUANTIZATIONS)
 GUESSING = (
     Option("pair", "a pair of the registry: see `lightning_specdec pairs`", metavar="NAME"),
-    Option("target", "a pretrained target: a directory, or a name on the hub", metavar="MODEL"),
     Option(
-        "draft",
-        "a smaller model that guesses for it, or instead of the pair's own; of a checkpoint's drafts one by name",
+        "target",
+        "a pretrained target: a directory, or a name on the hub; of a checkpoint that holds none, where it lies now",
         metavar="MODEL",
     ),
     Option(
+        "draft",
+        "a smaller model that guesses for it, or instead of the pair's own, or the file of a trained draft; of a "
+        "checkpoint's drafts one by name",
+        metavar="MODEL|FILE",
+    ),
+    Option(
         "drafter",
-        "what guesses; NGramDrafter looks the text up, EarlyExitDrafter guesses with the target's first layers",
+        "what guesses; NGramDrafter looks the text up, LookupFirstDrafter does so before the draft is asked, "
+        "EarlyExitDrafter guesses with the target's first layers",
         _drafter,
         choices=tuple(DRAFTERS),
     ),
-    Option("drafter.max_ngram", "of NGramDrafter: most tokens that are looked up (5)", int),
-    Option("drafter.min_ngram", "of NGramDrafter: fewest tokens that are looked up (1)", int),
-    Option("drafter.guesses_per_token", "of NGramDrafter: guesses for each token that the look-up matched (2)", int),
+    Option(
+        "drafter.max_ngram",
+        "of LookupFirstDrafter and of NGramDrafter: most tokens that are looked up (5)",
+        int,
+    ),
+    Option("drafter.min_ngram", "of LookupFirstDrafter and of NGramDrafter: fewest tokens that are looked up (1)", int),
+    Option(
+        "drafter.guesses_per_token",
+        "of LookupFirstDrafter and of NGramDrafter: guesses for each token that the look-up matched (2)",
+        int,
+    ),
     Option("drafter.min_share", "of CrossVocabulary: least share of tokens in common (0.1)", float),
     QUANTIZATION,
     Option("draft_quantization", "the draft's; without a --draft a copy of the target guesses", choices=QUANTIZATIONS),
@@ -116,7 +136,7 @@ MODELS = (
     ),
     Option(
         "num_draft_tokens",
-        "guesses per round; auto: as many as pay; when not given the pair's or the checkpoint's, or 3",
+        "guesses per round; auto: as many as pay; when not given the pair's, the draft's or the checkpoint's, or 3",
         _window,
         metavar="INT|auto",
     ),
@@ -138,5 +158,27 @@ ENDS = (
     Option("ignore_eos", "let no token end a row", action="store_true"),
     Option("stop", "text that ends a row and is not shown; repeat for more", action="append"),
 )
+PROMPT_SOURCES = ("PromptFiles", "Passages", "OpeningTurns", "GeneratedPrompts", "PromptMix")
+"""What may give `generate` its prompts."""
+GENERATION = (
+    Option("model", "GenerateText", metavar="CLASS"),
+    Option("model.target", "a model's directory, or its name on the hub", metavar="MODEL"),
+    Option("model.output", "the directory that the shards go to", metavar="DIR"),
+    Option("model.dtype", "what the target computes in; as it is stored when not given", metavar="DTYPE"),
+    Option("model.max_new_tokens", "new tokens of each row at most", int, 256, metavar="INT"),
+    Option("model.temperatures", "a row for each prompt and each of these; 0 is greedy", str, (0.0,), metavar="LIST"),
+    Option("model.top_p", "draw from the likeliest tokens that hold this much probability", float, metavar="FLOAT"),
+    Option("model.batch_size", "rows that are decoded together", int, 32, metavar="INT"),
+    Option("model.shard_size", "prompts of a shard: what is lost at most when it is stopped", int, 64, metavar="INT"),
+    Option("model.seed", "of the draws", int, 0, metavar="INT"),
+    Option(
+        "model.num_draft_tokens",
+        "guesses of the n-gram look-up per round; 0: standard decoding; auto: as many as pay",
+        str,
+        0,
+        metavar="INT|auto",
+    ),
+)
+"""The arguments of `GenerateText`."""
 OUTPUT = Option("output", "a report, or one JSON document", default="text", choices=("text", "json"))
 CKPT = Option("ckpt", "checkpoint of a trained pair; or --pair, or --target", metavar="FILE")

@@ -13,9 +13,9 @@ import torch
 from lightning_specdec.checks import require_int
 from lightning_specdec.cli_common import find_device, progress
 from lightning_specdec.cli_early import named_model
-from lightning_specdec.cli_groups import DRAFTERS
+from lightning_specdec.cli_groups import DRAFTERS, LOOKS_UP
 from lightning_specdec.decoder import SpeculativeDecoder
-from lightning_specdec.drafters import EarlyExitDrafter, NGramDrafter
+from lightning_specdec.drafters import EarlyExitDrafter, LookupFirstDrafter, NGramDrafter
 from lightning_specdec.pretrained import PretrainedOptions
 
 _OF_PRETRAINED = (
@@ -72,7 +72,8 @@ def drafter_arguments(options: Namespace) -> dict[str, Any]:
     given = {name: values[f"drafter.{name}"] for name in names if values[f"drafter.{name}"] is not None}
     if given and options.drafter is None:
         raise ValueError(f"--drafter.{min(given)} needs the drafter's name: give --drafter")
-    if foreign := given.keys() - DRAFTERS.get(options.drafter, {}).keys():
+    own = DRAFTERS[LOOKS_UP[0]] if options.drafter in LOOKS_UP else DRAFTERS.get(options.drafter, {})
+    if foreign := given.keys() - own.keys():
         raise ValueError(f"{options.drafter} takes no {min(foreign)}: drop it or choose another --drafter")
     return given
 
@@ -96,22 +97,25 @@ def check_exit(options: Namespace, *, trained: bool) -> None:
 
 
 def _from_checkpoint(options: Namespace, arguments: dict[str, Any], device: torch.device) -> SpeculativeDecoder:
-    """The checkpoint's own pair, or its target with n-gram look-up or an early exit."""
+    """The checkpoint's own pair, with look-up before it on demand; or its target with look-up or an early exit."""
     if given := [name for name in _OF_PRETRAINED if getattr(options, name)]:
         raise ValueError(f"--{given[0]} is for pretrained models (--pair, --target): a checkpoint has its own")
-    drafters = (NGramDrafter.__name__, EarlyExitDrafter.__name__)
+    drafters = (NGramDrafter.__name__, LookupFirstDrafter.__name__, EarlyExitDrafter.__name__)
     if options.drafter not in (None, *drafters):
         choices = " or ".join(drafters)
         raise ValueError(f"a checkpoint holds no model for a {options.drafter}: choose --drafter {choices}, or none")
     lookup = NGramDrafter(**arguments) if options.drafter == NGramDrafter.__name__ else None
-    if options.drafter is not None and options.draft is not None:
+    joined = options.drafter == LookupFirstDrafter.__name__
+    if options.drafter is not None and options.draft is not None and not joined:
         raise ValueError("a checkpoint's drafts are of their own kinds: give --draft or --drafter, not both")
     dtype = options.dtype and getattr(torch, options.dtype)
     decoder = SpeculativeDecoder.from_checkpoint(
-        options.ckpt, draft=options.draft, drafter=lookup, device=device, dtype=dtype
+        options.ckpt, target=options.target, draft=options.draft, drafter=lookup, device=device, dtype=dtype
     )
     if options.exit_layer is not None or options.drafter == EarlyExitDrafter.__name__:
         decoder = _exiting(decoder, options)
+    if joined:
+        decoder = decoder.with_drafter(LookupFirstDrafter(NGramDrafter(**arguments), decoder.drafter))
     if options.num_draft_tokens is not None:
         decoder.num_draft_tokens = options.num_draft_tokens
     return decoder

@@ -12,11 +12,13 @@ from lightning_specdec.cli_groups import (
     DEBUG,
     DRAWS,
     ENDS,
+    GENERATION,
     GUESSING,
     LOGS,
     MODELS,
     OUTPUT,
     PLACE,
+    PROMPT_SOURCES,
     PROMPTS,
     QUANTIZATION,
     REVISION,
@@ -26,7 +28,6 @@ from lightning_specdec.cli_groups import (
 from lightning_specdec.cli_parser import Option, Verb, build
 
 HALVES = ("float16", "bfloat16")
-_REQUIRED_CKPT = Option("ckpt", "checkpoint of a trained pair", required=True, metavar="FILE")
 _CONFIG = (
     Option("config", "YAML of the run; repeat to lay one over another", metavar="FILE"),
     Option("ckpt_path", "'last', 'best' or a checkpoint file; fit resumes from it, the others use it", metavar="FILE"),
@@ -35,7 +36,7 @@ _CONFIG = (
     Option("model.KEY", "any argument of the training module, as --model.learning_rate 0.01", metavar="VALUE"),
     Option(
         "data",
-        "data module: ArithmeticProgressions, QuadraticProgressions, SequenceFile or TextFiles",
+        "data module: ArithmeticProgressions, QuadraticProgressions, SequenceFile, TextFiles or GeneratedText",
         metavar="CLASS",
     ),
     Option("data.KEY", "any of its arguments, as --data.path mine.csv", metavar="VALUE"),
@@ -43,6 +44,8 @@ _CONFIG = (
     Option("trainer.help", "every argument of the Trainer (slow: imports it)"),
     DEBUG,
 )
+_SHARED = ("config", "trainer.KEY", "print_config", "trainer.help")
+"""What `generate` has in common with the other verbs of the Trainer."""
 _MORE = "every argument of a class: --model.help PairTraining, --data.help SequenceFile, --trainer.help"
 
 VERBS: dict[str, Verb] = {
@@ -56,6 +59,22 @@ VERBS: dict[str, Verb] = {
     "validate": Verb("measure on the validation sequences", _CONFIG, _MORE),
     "test": Verb("measure on the held-out sequences", _CONFIG, _MORE),
     "predict": Verb("continue the held-out prompts, as JSON lines", _CONFIG, _MORE),
+    "generate": Verb(
+        "write a target's own text, to train drafts on",
+        (
+            *(option for option in _CONFIG if option.name in _SHARED),
+            *GENERATION,
+            Option("data", f"where the prompts come from: {', '.join(PROMPT_SOURCES)}", metavar="CLASS"),
+            Option("data.KEY", "any of its arguments, as --data.paths 'prompts/*.jsonl'", metavar="VALUE"),
+            DEBUG,
+        ),
+        "lightning_specdec generate --config configs/smollm2_generate.yaml\n"
+        "lightning_specdec generate --model GenerateText --model.target ./llama --model.output data/llama "
+        "--data PromptFiles --data.paths prompts.txt\n"
+        "lightning_specdec generate --config configs/smollm2_generate.yaml --trainer.devices 2 --trainer.strategy ddp\n"
+        "The same command goes on with a run that was stopped.\n"
+        "every argument of a class: --model.help GenerateText, --data.help PromptFiles, --trainer.help",
+    ),
     "decode": Verb(
         "decode both ways, compare the outputs, report the speedup",
         (
@@ -83,6 +102,7 @@ VERBS: dict[str, Verb] = {
         "lightning_specdec decode --ckpt checkpoints/rnn.ckpt --rule RejectionSampling --temperature 1 --output json\n"
         "lightning_specdec decode --pair gpt2 --prompt 'The history of the telescope begins'\n"
         "lightning_specdec decode --target ./llama --draft ./small-llama --num_draft_tokens auto\n"
+        "lightning_specdec decode --target ./llama --draft draft.safetensors\n"
         "lightning_specdec decode --target ./llama --drafter NGramDrafter --drafter.max_ngram 4\n"
         "lightning_specdec decode --target ./llama --drafter EarlyExitDrafter --exit_layer 3",
         home="cli_decode",
@@ -174,15 +194,26 @@ VERBS: dict[str, Verb] = {
         "lightning_specdec check checkpoints/smollm2 --quantization int8",
         home="cli_check",
     ),
-    "info": Verb("say what a checkpoint holds and how it was made", (_REQUIRED_CKPT, DEBUG), home="cli_verbs"),
+    "info": Verb(
+        "say what a checkpoint or a draft file holds and how it was made",
+        (
+            Option("FILE", "the checkpoint, or the draft file", positional=True, nargs="?"),
+            Option("ckpt", "the same", metavar="FILE"),
+            DEBUG,
+        ),
+        "lightning_specdec info checkpoints/rnn.ckpt\nlightning_specdec info draft.safetensors",
+        home="cli_verbs",
+    ),
     "export": Verb(
-        "write a training checkpoint as one for decoding alone",
+        "write a training checkpoint as one for decoding alone, or its draft as a file for --draft",
         (
             Option("ckpt", "checkpoint of a training run", required=True, metavar="FILE"),
-            Option("output", "file to write", required=True, metavar="FILE"),
+            Option("output", "file to write; NAME.safetensors for the draft alone", required=True, metavar="FILE"),
             Option("dtype", "store weights in fewer bits; what reads them computes as before", choices=HALVES),
             DEBUG,
         ),
+        "lightning_specdec export --ckpt checkpoints/rnn/best.ckpt --output small.ckpt --dtype float16\n"
+        "lightning_specdec export --ckpt best.ckpt --output draft.safetensors    (of a target that stayed as it was)",
         home="cli_verbs",
     ),
     "env": Verb("print versions, device, threads and dtypes, for a bug report", (DEBUG,), home="cli_verbs"),

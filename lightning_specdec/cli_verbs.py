@@ -15,26 +15,39 @@ from typing import Any
 
 import torch
 
-from lightning_specdec import __version__, checkpoint
+from lightning_specdec import __version__, checkpoint, draft_file
+from lightning_specdec.cli_parser import UsageError
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.safetensors_file import read_header
+from lightning_specdec.target_reference import TargetReference
 from lightning_specdec.text.bytes import NAME, ByteTokenizer
 
 MOST_SHOWN = 80
 """Characters of a prompt that are shown."""
+MOST_LISTED = 16
+"""Values of an argument that are shown."""
 
 
 def info(options: Namespace) -> int:
-    """Say what a checkpoint holds."""
-    loaded = checkpoint.load(options.ckpt)
-    print(f"checkpoint  {options.ckpt} ({Path(options.ckpt).stat().st_size:,} bytes)")
-    parts: list[tuple[str, LanguageModel | Drafter]] = [("target", loaded.target)]
-    if loaded.others:
-        parts += [(f"draft {name}", drafter) for name, drafter in loaded.drafters.items()]
+    """Say what a checkpoint or a draft file holds."""
+    given = [path for path in (options.FILE, options.ckpt) if path is not None]
+    if len(given) != 1:
+        raise UsageError(f"name one checkpoint or draft file, got {len(given)} (see `lightning_specdec info --help`)")
+    path = Path(given[0])
+    if path.suffix == draft_file.SUFFIX:
+        return _info_draft(path)
+    loaded = checkpoint.load(path)
+    print(f"checkpoint  {path} ({path.stat().st_size:,} bytes)")
+    if loaded.reference is None:
+        _show_part("target     ", loaded.target)
     else:
-        parts.append(("drafter", loaded.drafter))
-    for name, module in parts:
-        _show_part(f"{name:<11}", module)
+        _show_reference(loaded.reference)
+    drafts = loaded.drafters if loaded.others else {}
+    for label, drafter in {f"draft {name}": each for name, each in drafts.items()}.items() or [
+        ("drafter", loaded.drafter)
+    ]:
+        _show_part(f"{label:<11}", drafter)
     if loaded.tokenizer is not None:
         print(f"tokenizer   {json.dumps(loaded.tokenizer)[1:-1]}")
     if loaded.tokenizer == NAME:
@@ -43,14 +56,38 @@ def info(options: Namespace) -> int:
     else:
         print(f"prompts     {json.dumps(loaded.prompts)}")
     for name, values in (("recipe", loaded.recipe), ("training", loaded.training)):
-        for key, value in values.items():
-            label = f"{name:<11} {json.dumps(key)[1:-1]}"
-            if key != "losses" or not isinstance(value, dict):
-                print(f"{label}: {json.dumps(value)}")
-                continue
-            for loss, number in value.items():
-                print(f"{label} {json.dumps(loss)[1:-1]}: {_short(number)}")
+        _show_values(name, values)
     return 0
+
+
+def _info_draft(path: Path) -> int:
+    """Say what a draft file holds; its target need not be there."""
+    drafter, found = draft_file.build_draft(path), draft_file.read(path)
+    kinds = sorted({tensor.dtype for tensor in read_header(path).values()})
+    print(f"draft file  {path} ({path.stat().st_size:,} bytes{''.join(f', {kind}' for kind in kinds)})")
+    _show_reference(found.target)
+    _show_part("drafter    ", drafter)
+    _show_values("recipe", found.recipe)
+    _show_values("versions", found.versions)
+    return 0
+
+
+def _show_reference(target: TargetReference) -> None:
+    """A line for a target that lies elsewhere."""
+    sizes = {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size, "num_layers": target.num_layers}
+    shown = ", ".join(f"{name}={size}" for name, size in sizes.items() if size is not None)
+    print(f"target      {json.dumps(str(target))[1:-1]}: {json.dumps(target.kind)[1:-1]}, {shown}, not in this file")
+
+
+def _show_values(name: str, values: dict[str, Any]) -> None:
+    """A line for each value of a recipe and the like."""
+    for key, value in values.items():
+        label = f"{name:<11} {json.dumps(key)[1:-1]}"
+        if key != "losses" or not isinstance(value, dict):
+            print(f"{label}: {json.dumps(value)}")
+            continue
+        for loss, number in value.items():
+            print(f"{label} {json.dumps(loss)[1:-1]}: {_short(number)}")
 
 
 def _short(value: object) -> str:
@@ -79,7 +116,12 @@ def _show_part(label: str, module: LanguageModel | Drafter, indent: str = "  ") 
 
 
 def _described(name: str, arguments: dict[str, Any]) -> str:
-    return f"{name}({', '.join(f'{key}={value}' for key, value in arguments.items())})"
+    return f"{name}({', '.join(f'{key}={_argument(value)}' for key, value in arguments.items())})"
+
+
+def _argument(value: object) -> str:
+    """A value; of a long list how long it is."""
+    return f"[{len(value)} values]" if isinstance(value, list) and len(value) > MOST_LISTED else str(value)
 
 
 def _parameters(module: torch.nn.Module) -> str:
@@ -87,24 +129,36 @@ def _parameters(module: torch.nn.Module) -> str:
 
 
 def export(options: Namespace) -> int:
-    """Strip a training checkpoint to what decoding needs."""
+    """Strip a training checkpoint to what decoding needs, or to its draft."""
     loaded = checkpoint.load(options.ckpt)
     output = Path(options.output)
-    if output.exists() and not output.is_dir() and not checkpoint.is_exported(output):
-        what = "the input, and training goes on from it" if output.samefile(options.ckpt) else "no exported checkpoint"
-        raise ValueError(f"{output} is kept as it is, for it is {what}: choose another --output")
-    checkpoint.save(
-        options.output,
-        loaded.target,
-        loaded.drafter,
-        prompts=loaded.prompts,
-        recipe=loaded.recipe,
-        others=loaded.others,
-        name=loaded.name,
-        tokenizer=loaded.tokenizer,
-        dtype=options.dtype,
+    alone = output.suffix == draft_file.SUFFIX
+    is_ours, kind = (
+        (draft_file.is_draft_file, "draft file") if alone else (checkpoint.is_exported, "exported checkpoint")
     )
-    print(f"{options.output}: {Path(options.output).stat().st_size:,} bytes")
+    if output.exists() and not output.is_dir() and not is_ours(output):
+        what = "the input, and training goes on from it" if output.samefile(options.ckpt) else f"no {kind}"
+        raise ValueError(f"{output} is kept as it is, for it is {what}: choose another --output")
+    if alone:
+        if loaded.reference is None:
+            raise ValueError(
+                f"{options.ckpt} holds its target itself, which a draft file cannot name: export it as a .ckpt, or "
+                "train the draft on a directory of transformers that stays as it is"
+            )
+        draft_file.save_draft(output, loaded.drafter, loaded.reference, recipe=loaded.recipe, dtype=options.dtype)
+    else:
+        checkpoint.save(
+            output,
+            loaded.reference or loaded.target,
+            loaded.drafter,
+            prompts=loaded.prompts,
+            recipe=loaded.recipe,
+            others=loaded.others,
+            name=loaded.name,
+            tokenizer=loaded.tokenizer,
+            dtype=options.dtype,
+        )
+    print(f"{output}: {output.stat().st_size:,} bytes")
     return 0
 
 

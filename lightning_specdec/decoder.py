@@ -12,18 +12,22 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import nn
 
-from lightning_specdec import checkpoint
+from lightning_specdec import checkpoint, draft_file
 from lightning_specdec.checks import require_int
 from lightning_specdec.decoding import WindowChoice
 from lightning_specdec.drafters import Drafter, ModelDrafter
 from lightning_specdec.measuring import Measuring
+from lightning_specdec.models import LanguageModel
 from lightning_specdec.pairs import get_pair
-from lightning_specdec.pretrained import PretrainedOptions, Source, load_pair, pair_options
+from lightning_specdec.pretrained import PretrainedOptions, Source, is_file, load_pair, pair_options
 from lightning_specdec.rules import Sampling, SamplingOptions
+from lightning_specdec.target_reference import forget_origin
 from lightning_specdec.text.named import named_tokenizer
 
 if TYPE_CHECKING:
     from lightning_specdec.data import TokenData
+
+_MOST_GUESSES = 2**20
 
 
 class SpeculativeDecoder(Measuring):
@@ -39,21 +43,23 @@ class SpeculativeDecoder(Measuring):
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
         fuse_draft: bool = True,
+        target: str | LanguageModel | None = None,
     ) -> SpeculativeDecoder:
         """The pair of a checkpoint that `fit` or `save` wrote; with a drafter, its target with that.
 
         Args:
+            target: of a checkpoint whose target lies elsewhere, where that is now, or the target itself.
             draft: of a checkpoint with several drafts the one that guesses, by name; its main one when None.
 
         Raises:
             FileNotFoundError, ValueError: see `checkpoint.load`. Nothing in the file is run.
         """
-        loaded = checkpoint.load(path)
-        target = loaded.target.to(device, dtype)
+        loaded = checkpoint.load(path, target=target)
+        own = loaded.target.to(device, dtype)
         guessing = drafter or loaded.draft(draft)
         drafts = {name: each.to(device, dtype) for name, each in loaded.drafters.items()}
         decoder = cls(
-            target,
+            own,
             guessing,
             prompts=loaded.prompts,
             recipe=loaded.recipe,
@@ -80,8 +86,8 @@ class SpeculativeDecoder(Measuring):
 
         Args:
             target: a directory, a name on the hub, or a model (ours, or one that transformers has loaded).
-            draft: the same for the draft; or a drafter; n-gram look-up when None.
-            num_draft_tokens: see `SpeculativeDecoder`.
+            draft: the same for the draft; or a drafter, or a draft file; n-gram look-up when None.
+            num_draft_tokens: see `SpeculativeDecoder`; a draft file's own when None.
             options: dtype, draft_dtype, device, quantization and draft_quantization ("int8", "int4"), drafter and
                 drafter_arguments (a class of drafters by name), revision, draft_revision, trust_remote_code, pack: see
                 `pretrained.load_pair`.
@@ -89,7 +95,7 @@ class SpeculativeDecoder(Measuring):
         Raises:
             ValueError: a model cannot be loaded, the models do not fit the memory, or do not fit each other.
         """
-        return cls(*load_pair(target, draft, **options))._with_window(num_draft_tokens)
+        return cls(*load_pair(target, draft, **options))._of_file(draft)._with_window(num_draft_tokens)
 
     @classmethod
     def from_pair(
@@ -111,11 +117,20 @@ class SpeculativeDecoder(Measuring):
         except ValueError as error:
             advice = "".join(model.advice for model in pair.models if model.source in str(error))
             raise ValueError(f"{error}{advice}") from error
-        return cls(*loaded)._with_window(pair.num_draft_tokens if num_draft_tokens is None else num_draft_tokens)
+        return cls(*loaded)._with_window(pair.num_draft_tokens)._of_file(draft)._with_window(num_draft_tokens)
 
     def _with_window(self, num_draft_tokens: WindowChoice | None) -> SpeculativeDecoder:
         if num_draft_tokens is not None:
             self.num_draft_tokens = num_draft_tokens
+        return self
+
+    def _of_file(self, draft: object) -> SpeculativeDecoder:
+        """With a draft file's recipe, and the window that it names."""
+        if is_file(draft):
+            assert isinstance(draft, str | os.PathLike)
+            self.recipe = draft_file.read(draft).recipe
+            if (window := self.recipe.get("num_draft_tokens")) is not None:
+                self.num_draft_tokens = require_int(f"num_draft_tokens of {os.fspath(draft)}", window, 1, _MOST_GUESSES)
         return self
 
     def with_drafter(self, drafter: Drafter) -> SpeculativeDecoder:
@@ -146,6 +161,10 @@ class SpeculativeDecoder(Measuring):
             name=next((name for name, each in self.drafts.items() if each is self.drafter), checkpoint.MAIN),
             tokenizer=None if self.tokenizer is None else self.tokenizer.name,
         )
+
+    def save_draft(self, path: str | os.PathLike[str], *, dtype: str | None = None) -> None:
+        """Write what guesses as a draft file, for this target and no other: see `draft_file.save_draft`."""
+        draft_file.save_draft(path, self.drafter, self.target, recipe=self.recipe, dtype=dtype)
 
     def compile(self, *, num_draft_tokens: int | None = None, **sampling: Unpack[SamplingOptions]) -> float:
         """Compile what can be: the layers of transformers models, target and draft alike; else the draft's roll-out.
@@ -213,6 +232,7 @@ class SpeculativeDecoder(Measuring):
             raise ValueError(f"only a ModelDrafter is trained with its target, this is a {type(self.drafter).__name__}")
         require_int("max_epochs", max_epochs, 1)
         quiet_lightning()
+        forget_origin(self.target)
         module = PairTraining(self.target, self.drafter.model)
         trainer = Trainer(max_epochs=max_epochs, logger=False, enable_checkpointing=False, enable_model_summary=False)
         trainer.fit(module.train(), datamodule=datamodule)

@@ -30,6 +30,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)  # a temporary file is its owner's alone
             os.replace(file.name, path)
         except BaseException:
             os.unlink(file.name)

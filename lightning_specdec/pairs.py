@@ -19,7 +19,13 @@ from lightning_specdec.memory import BYTES, QUANTIZATIONS, ModelSize, peak_bytes
 
 OWN = Path("configs/pairs")
 """Below the current directory, for pairs of the user's own."""
-DRAFTERS = {"ModelDrafter": True, "CrossVocabulary": True, "NGramDrafter": False, "EarlyExitDrafter": False}
+DRAFTERS = {
+    "ModelDrafter": True,
+    "CrossVocabulary": True,
+    "NGramDrafter": False,
+    "LookupFirstDrafter": True,
+    "EarlyExitDrafter": False,
+}
 """The kinds of drafters that a pair may name, and whether they need a draft model."""
 
 

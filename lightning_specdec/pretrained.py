@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
-from lightning_specdec.drafters import DRAFTERS, Drafter, EarlyExitDrafter, ModelDrafter, NGramDrafter
+from lightning_specdec import draft_file
+from lightning_specdec.drafters import (
+    DRAFTERS,
+    Drafter,
+    EarlyExitDrafter,
+    LookupFirstDrafter,
+    ModelDrafter,
+    NGramDrafter,
+)
 from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary, make_drafter
 from lightning_specdec.memory import available_bytes, peak_bytes, require_memory
 from lightning_specdec.models import LanguageModel
@@ -24,14 +32,16 @@ if TYPE_CHECKING:
     from lightning_specdec.pairs import Pair
 
 KINDS: dict[str, type[Drafter]] = {
-    kind.__name__: kind for kind in (ModelDrafter, CrossVocabulary, NGramDrafter, EarlyExitDrafter)
+    kind.__name__: kind for kind in (ModelDrafter, CrossVocabulary, NGramDrafter, LookupFirstDrafter, EarlyExitDrafter)
 }
 """What may guess for a pretrained model."""
 _WITHOUT_A_MODEL = ("NGramDrafter", "EarlyExitDrafter")
 """Those that guess from the text, or with the target itself."""
+_LOOKS_UP_FIRST = LookupFirstDrafter.__name__
+"""What joins a look-up, whose arguments it takes, to whatever else guesses."""
 _OBJECTS = ("model", "target_vocabulary", "vocabulary", "encode", "start", "sampling")
 """Arguments of drafters that are no plain values."""
-_TRAINED = ("head_layers", "hidden_size", "vocab_size")
+_TRAINED = ("head_layers", "hidden_size", "vocab_size", "num_blocks", "draft_vocabulary")
 """Those that describe weights of a drafter's own, which only a checkpoint has."""
 
 Source = str | os.PathLike[str]
@@ -84,11 +94,12 @@ def load_pair(
 
     Without a draft the text itself is looked up for guesses (`NGramDrafter`), or, with `draft_quantization`, a
     quantized copy of the target guesses, or, by name, the target's own first layers (`EarlyExitDrafter`). A draft of
-    the target's vocabulary guesses directly, another one through the tokens that both have (`CrossVocabulary`).
+    the target's vocabulary guesses directly, another one through the tokens that both have (`CrossVocabulary`). By name
+    again, look-up goes before any draft (`LookupFirstDrafter`).
 
     Args:
         target: a directory, a name on the hub, or a model.
-        draft: the same for the draft; or a drafter.
+        draft: the same for the draft; or a drafter, or the file of a trained one (`draft_file`).
         drafter: the class that guesses, by name, where it shall not follow from the models.
         drafter_arguments: its arguments besides the model.
         dtype, draft_dtype: what they compute in; as stored when None, the draft as the target.
@@ -99,9 +110,15 @@ def load_pair(
         pack: whether weights are laid out for this processor, on a CPU: faster, and for decoding only.
 
     Raises:
-        ValueError: a model cannot be loaded, the models do not fit the memory, or do not fit each other.
+        ValueError: a model cannot be loaded, the models do not fit the memory, or do not fit each other; or a draft
+            file is of another target.
     """
+    arguments, lookup = drafter_arguments or {}, None
+    if drafter == _LOOKS_UP_FIRST:
+        _check(drafter, arguments, has_model=draft is not None or draft_quantization is not None)
+        lookup, drafter, arguments = NGramDrafter(**arguments), None, {}
     wrapped, given = _wrapped(target), _wrapped(draft)
+    file = given if is_file(given) else None
     own: _Wanted | LanguageModel
     own = wrapped if isinstance(wrapped, LanguageModel) else _Wanted(wrapped, dtype, quantization, revision)
     guess: _Wanted | LanguageModel | None = None
@@ -111,21 +128,38 @@ def load_pair(
         if not isinstance(own, _Wanted):
             raise ValueError("a quantized copy is made of the target's files: name the target by its source")
         guess = _Wanted(own.source, draft_dtype or dtype, draft_quantization, revision)
-    elif given is not None and not isinstance(given, Drafter):
+    elif given is not None and file is None and not isinstance(given, Drafter):
         guess = _Wanted(given, draft_dtype or dtype, draft_quantization, draft_revision)
-    arguments = drafter_arguments or {}
-    if not isinstance(given, Drafter):
+    if isinstance(given, Drafter):
+        name = type(given).__name__
+    elif file is not None:
+        if draft_quantization is not None or draft_revision is not None:
+            raise ValueError(f"{file} is a draft file, which is neither quantized nor of the hub: drop those settings")
+        name = str(draft_file.read(file).drafter["class"])
+    else:
+        name = None
         _check(drafter, arguments, has_model=guess is not None)
-    elif drafter is not None or arguments:
-        raise ValueError(f"the draft is a {type(given).__name__} already: name no other drafter")
+    if name is not None and (drafter is not None or arguments):
+        raise ValueError(f"the draft is a {name} already: name no other drafter")
     wanted = [model for model in (own, guess) if isinstance(model, _Wanted)]
     examined = _examine(wanted, device, trust_remote_code)
-    _require_memory([examined[model] for model in wanted], device, pack)
+    beside = 0 if file is None else draft_file.stored_bytes(file)
+    _require_memory([examined[model] for model in wanted], device, pack, beside)
     loaded = [_load(examined[model], device, pack) if isinstance(model, _Wanted) else model for model in (own, guess)]
     assert loaded[0] is not None
     if isinstance(given, Drafter):
-        return loaded[0], given
-    return loaded[0], _make(drafter, arguments, loaded[0], loaded[1])
+        guessing = given
+    elif file is not None:
+        computed = None if draft_dtype is None else getattr(torch, str(draft_dtype).removeprefix("torch."))
+        guessing, _ = draft_file.load_draft(file, loaded[0], dtype=computed)
+    else:
+        guessing = _make(drafter, arguments, loaded[0], loaded[1])
+    return loaded[0], guessing if lookup is None else LookupFirstDrafter(lookup, guessing)
+
+
+def is_file(draft: object) -> bool:
+    """Whether this names a draft file, and neither a directory nor a model of the hub."""
+    return isinstance(draft, str | os.PathLike) and os.path.isfile(os.path.expanduser(draft))
 
 
 def pair_options(pair: Pair, draft: object, options: PretrainedOptions) -> tuple[Source | None, PretrainedOptions]:
@@ -141,8 +175,10 @@ def pair_options(pair: Pair, draft: object, options: PretrainedOptions) -> tuple
         "revision": None if pair.target.place == pair.target.local else pair.target.revision,
     }
     source: Source | None = None
-    if draft is None and options.get("drafter") in (None, pair.drafter):
-        own |= {"drafter": pair.drafter, "drafter_arguments": pair.drafter_arguments}
+    joined = options.get("drafter") == _LOOKS_UP_FIRST and pair.draft is not None
+    if draft is None and (joined or options.get("drafter") in (None, pair.drafter)):
+        if not joined:
+            own |= {"drafter": pair.drafter, "drafter_arguments": pair.drafter_arguments}
         if pair.draft is not None:
             source = pair.draft.place
             own |= {
@@ -172,14 +208,16 @@ def _check(kind: str | None, arguments: Mapping[str, Any], *, has_model: bool) -
             raise ValueError("a drafter's arguments need the drafter's name: say which one is meant")
         kind = "CrossVocabulary" if has_model else "NGramDrafter"
     if kind in DRAFTERS.keys() - KINDS.keys():
-        raise ValueError(f"a {kind} is trained beside its target: decode a checkpoint that holds both")
+        raise ValueError(
+            f"a {kind} is trained beside its target: give its draft file as the draft, or decode its checkpoint"
+        )
     if kind not in KINDS:
         raise ValueError(f"drafter must be one of {', '.join(KINDS)}, got {kind!r}")
     if (kind in _WITHOUT_A_MODEL) == has_model:
         raise ValueError(
             f"{kind} guesses without a model: drop the draft" if has_model else f"{kind} needs a model: give a draft"
         )
-    parameters = inspect.signature(KINDS[kind]).parameters
+    parameters = inspect.signature(NGramDrafter if kind == _LOOKS_UP_FIRST else KINDS[kind]).parameters
     known = [name for name in parameters if name not in (*_OBJECTS, *_TRAINED)]
     if foreign := sorted(arguments.keys() - set(known)):
         raise ValueError(f"{kind} takes no {foreign[0]}: " + (f"it takes {', '.join(known)}" if known else "drop it"))
@@ -205,14 +243,18 @@ def _examine(models: list[_Wanted], device: str | torch.device, trust_remote_cod
     }
 
 
-def _require_memory(models: list[Examined], device: str | torch.device, pack: bool) -> None:
-    """Raise ValueError unless the models fit beside each other, and each while it is loaded too."""
+def _require_memory(models: list[Examined], device: str | torch.device, pack: bool, beside: int) -> None:
+    """Raise ValueError unless the models fit beside each other, and each while it is loaded too.
+
+    Args:
+        beside: bytes of what is loaded besides.
+    """
     if not models:
         return
     parts = [(model.size, model.dtype, model.quantization) for model in models]
     _, needed = peak_bytes(parts, packed=pack and torch.device(device).type == "cpu")
     names = " with ".join(model.source for model in models)
-    require_memory(names, weights=needed, device=str(device), available=available_bytes(str(device)))
+    require_memory(names, weights=needed + beside, device=str(device), available=available_bytes(str(device)))
 
 
 def _load(examined: Examined, device: str | torch.device, pack: bool) -> HuggingFaceLM:

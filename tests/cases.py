@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 from families import tiny
-from tiny_heads import heads
+from tiny_eagle import fitted_eagle
+from tiny_heads import heads, some_tokens
 from tiny_transformer import TinyTransformer
 from tiny_vocabularies import cross
 from torch import nn
@@ -24,6 +25,7 @@ from lightning_specdec.drafters import (
     DraftState,
     EarlyExitDrafter,
     Host,
+    LookupFirstDrafter,
     ModelDrafter,
     NGramDrafter,
     StagedDrafter,
@@ -128,6 +130,9 @@ class Ragged(ModelDrafter):
         return Draft(tokens, lengths, probs, logits, num_calls=draft.num_calls)
 
 
+LONG_MATCHES = NGramDrafter(min_ngram=2)
+"""Finds something in some rows, and nothing in others."""
+
 MODELS: dict[str, Callable[..., LanguageModel]] = {
     "rnn": lambda seed=1, **sizes: make(RNN, seed, **{"embedding_size": 8, "hidden_size": 16, **sizes}),
     "fused": lambda seed=1, **sizes: MODELS["rnn"](seed, **sizes).fused(),
@@ -155,13 +160,21 @@ DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
     "wrong": lambda target: AlwaysWrong(target),
     "early_exit": lambda target: EarlyExitDrafter(1),
     "early_exit_own": lambda target: with_own_head(2, target),
+    "early_exit_reduced": lambda target: with_own_head(2, target, reduced=True),
     "early_exit_hotter": lambda target: EarlyExitDrafter(1, sampling=Sampling(1.5, top_k=3)),
     "heads": lambda target: heads(target),
     "heads_shared": lambda target: heads(target, shared_output=True),
+    "heads_reduced": lambda target: heads(target, reduced=True),
+    "eagle": lambda target: fitted_eagle(target),
+    "eagle_reduced": lambda target: fitted_eagle(target, reduced=True),
     "staged": lambda target: StagedDrafter([small(target), ModelDrafter(related(target))], stage_windows=2),
     "staged_three": lambda target: StagedDrafter(
         [NGramDrafter(), small(target), ModelDrafter(related(target), sampling=Sampling(1.5, top_k=3))]
     ),
+    "lookup_first": lambda target: LookupFirstDrafter(LONG_MATCHES, ModelDrafter(related(target))),
+    "lookup_heads": lambda target: LookupFirstDrafter(LONG_MATCHES, heads(target)),
+    "lookup_exit": lambda target: LookupFirstDrafter(LONG_MATCHES, EarlyExitDrafter(1)),
+    "lookup_eagle": lambda target: LookupFirstDrafter(LONG_MATCHES, fitted_eagle(target)),
     "staged_exit": lambda target: StagedDrafter([small(target), EarlyExitDrafter(1)], stage_windows=3),
 }
 """By the target that they are for; the laws go through those that take it, see `COMBINATIONS`."""
@@ -180,16 +193,25 @@ def small(target: LanguageModel) -> ModelDrafter:
     return ModelDrafter(MODELS["rnn"](8, vocab_size=target.vocab_size, num_layers=1))
 
 
-def with_own_head(exit_layer: int, target: LanguageModel) -> Drafter:
-    """An early exit with an output head of its own, a little off the target's where that has one."""
+def with_own_head(exit_layer: int, target: LanguageModel, *, reduced: bool = False) -> Drafter:
+    """An early exit with an output head of its own, a little off the target's where that has one.
+
+    Args:
+        reduced: whether it can say some tokens alone, and has blocks.
+    """
+    tokens = some_tokens(target.vocab_size)
 
     def build(vocab_size: int) -> EarlyExitDrafter:
-        return EarlyExitDrafter(exit_layer, head_layers=[exit_layer], hidden_size=32, vocab_size=vocab_size)
+        more: dict[str, Any] = {"num_blocks": 2, "draft_vocabulary": tokens} if reduced else {}
+        return EarlyExitDrafter(exit_layer, head_layers=[exit_layer], hidden_size=32, vocab_size=vocab_size, **more)
 
     drafter: EarlyExitDrafter = make(build, 6, vocab_size=target.vocab_size)
     if isinstance(target, HuggingFaceLM):
         assert drafter.head is not None
-        drafter.head.output.load_state_dict(target.model.get_output_embeddings().state_dict())
+        weight = target.output_weight
+        drafter.head.output.weight.data = weight[tokens] if reduced else weight
+        for name, parameter in drafter.head.blocks.named_parameters():
+            parameter.data = 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
     return near(drafter)
 
 

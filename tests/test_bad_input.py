@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("here")
     [
         (
             ["decod"],
-            "unknown verb 'decod': choose from fit, validate, test, predict, decode, sweep, chat, pairs, check, info,",
+            "unknown verb 'decod': choose from fit, validate, test, predict, generate, decode, sweep, chat,",
         ),
         (["--hepl"], "unknown verb '--hepl'"),
         (["decode"], "name the models by one of --ckpt, --pair, --target, got none"),

@@ -58,7 +58,7 @@ def test_the_metrics_of_each_draft_are_those_of_its_pair() -> None:
     module = DraftSizesTraining(target, drafts, main="small")  # type: ignore[arg-type]
     batch = ArithmeticProgressions(30, num_train=40).collate([(0, [1, 2, 3, 4, 5, 6, 7]), (1, [2, 4, 6, 8])])
     with torch.no_grad():
-        module.measure(module.val_metrics, batch)
+        module.measure(module.val_metrics, batch, "val")
         found = module.val_metrics.compute()
         total = found["target_loss"]
         for name, draft in drafts.items():

@@ -163,7 +163,8 @@ def test_rounds_counted_on_the_targets_own_texts_are_those_of_decoding(head_laye
     tokens = autoregressive_decode(target(), prompts, max_new_tokens=13).tokens
     metrics = training.new_metrics()
     with torch.no_grad():
-        training.measure(metrics, batch_of([prompt + new for prompt, new in zip(prompts, tokens, strict=True)]))
+        batch = batch_of([prompt + new for prompt, new in zip(prompts, tokens, strict=True)])
+        training.measure(metrics, batch, "val")
     for layer in range(1, LAYERS):
         drafter = training.drafter.at(layer)
         result = speculative_decode(target(), drafter, prompts, max_new_tokens=13, num_draft_tokens=3)
@@ -183,7 +184,7 @@ def test_metrics_show_every_exit_beside_the_model() -> None:
     metrics, batch = training.new_metrics(), batch_of(text().tolist())
     assert isinstance(metrics, ExitMetrics)
     with torch.no_grad():
-        training.measure(metrics, batch)
+        training.measure(metrics, batch, "val")
         logits = training.all_logits(batch)
     rates, labels = metrics.compute(), batch.next_tokens()
     losses = [next_token_loss(each, labels) for each in logits]

@@ -82,7 +82,7 @@ def test_rounds_counted_on_the_targets_own_texts_are_those_of_decoding(prompt_le
     rows = [prompt + new for prompt, new in zip(prompts, tokens, strict=True)]
     metrics = training.new_metrics()
     with torch.no_grad():
-        training.measure(metrics, batch_of(rows, prompt_length))
+        training.measure(metrics, batch_of(rows, prompt_length), "val")
     counts, counted = result.counts, metrics.greedy.compute()
     assert result.tokens == tokens and counts is not None
     # Heads know nothing before the target has read the prompt, and the metrics know that.
@@ -130,7 +130,7 @@ def test_metrics_show_every_head_and_the_loss_that_is_minimized() -> None:
         training = MultiTokenTraining(target(), 4, head_weights=weights, freeze_target=frozen).eval()
         metrics = training.new_metrics()
         with torch.no_grad():
-            training.measure(metrics, batch)
+            training.measure(metrics, batch, "val")
             logits, target_logits = training.score_heads(batch)
         rates[frozen] = metrics.compute()
         losses, target_loss = (

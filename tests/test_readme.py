@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -39,7 +40,14 @@ def test_every_make_target_of_the_readme_is_there(arguments: list[str]) -> None:
     assert set(arguments) <= set(targets)
 
 
-@pytest.mark.parametrize("arguments", arguments_of("lightning_specdec"), ids=" ".join)
+def is_of_the_chain(arguments: list[str]) -> bool:
+    """Whether a call is one of those that train a draft for a pretrained target, each of which needs the one before."""
+    return any("smollm2_" in word or word.endswith(".safetensors") for word in arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments", [each for each in arguments_of("lightning_specdec") if not is_of_the_chain(each)], ids=" ".join
+)
 def test_every_call_of_the_readme_works(
     arguments: list[str], shipped_run: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,6 +65,51 @@ def test_every_call_of_the_readme_works(
     trains = arguments[0] in ("fit", "validate", "test", "predict")
     outcome = succeed(*arguments, *(SHORT if trains else []), stdin="Hello\n")
     assert outcome.out or arguments[0] == "predict"
+
+
+SMALLER = {
+    "smollm2_prompts": {"num_prompts: 1500": "num_prompts: 40", "dtype: bfloat16": "dtype: float32"},
+    "smollm2_generate": {
+        "num_prompts: 800": "num_prompts: 6\n          length: 100",
+        "max_new_tokens: 160": "max_new_tokens: 8",
+        "dtype: bfloat16": "dtype: float32",
+    },
+    "smollm2_eagle": {
+        "vocab_size: 49152": "vocab_size: 300",
+        "num_val: 48": "num_val: 2\n    num_test: 1",
+        "target_dtype: bfloat16": "target_dtype: float32",
+        "num_heads: 9": "num_heads: 2",
+        "num_key_heads: 3": "num_key_heads: 1",
+        "intermediate_size: 1536": "intermediate_size: 8",
+        "draft_vocabulary: 8192": "draft_vocabulary: 64",
+        "max_epochs: 2": "max_epochs: 1",
+        "num_prompts: 6": "num_prompts: 1",
+        "max_new_tokens: 64": "max_new_tokens: 4",
+    },
+}
+"""What a tiny model in the place of the real one needs otherwise."""
+
+
+def test_the_calls_that_train_a_draft_work_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [each for each in arguments_of("lightning_specdec") if is_of_the_chain(each)]
+    assert [call[0] for call in calls] == ["generate", "generate", "fit", "export", "decode"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "checkpoints" / "smollm2"
+    tiny_models.write_text_model(model, chat=True)
+    size = json.loads((model / "config.json").read_text())["vocab_size"]
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, *range(40, 70)]}))
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    for name, changes in SMALLER.items():
+        path = tmp_path / "configs" / f"{name}.yaml"
+        text = path.read_text()
+        for before, after in changes.items():
+            assert before in text
+            text = text.replace(before, after.replace("vocab_size: 300", f"vocab_size: {size}"))
+        path.write_text(text)
+    outcomes = [succeed(*call, *(["--trainer.accelerator", "cpu"] if call[0] == "fit" else [])) for call in calls]
+    assert "val/block_efficiency" in outcomes[2].out
+    assert "lossless" in outcomes[-1].out
 
 
 def test_tensorboard_is_installed_beside_the_script() -> None:

@@ -28,7 +28,7 @@ def test_stages_are_measured_as_their_largest_draft_which_they_guess_as() -> Non
     found = []
     for module in (staged, alone):
         with torch.no_grad():
-            module.measure(module.val_metrics, batch)
+            module.measure(module.val_metrics, batch, "val")
         found.append(module.val_metrics.compute())
     assert found[0] == found[1] and "small/acceptance_rate" in found[0]
     assert isinstance(staged.drafter, StagedDrafter) and list(staged.others) == ["medium", "small"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from training_fixtures import CONFIGS, TrainedRun, shipped_run, verb
 
 from lightning_specdec import checkpoint
-from lightning_specdec.data import ArithmeticProgressions, Batch
+from lightning_specdec.data import ArithmeticProgressions, Batch, PromptSource
 from lightning_specdec.drafters import ModelDrafter
 from lightning_specdec.inference import autoregressive_decode, speculative_decode
 from lightning_specdec.models import RNN
@@ -31,7 +31,7 @@ from lightning_specdec.training import (
     expected_rounds,
     next_token_loss,
 )
-from lightning_specdec.training.cli import run
+from lightning_specdec.training.cli import CliTrainer, run
 from lightning_specdec.training.parse_errors import one_line
 
 __all__ = ["shipped_run"]
@@ -333,9 +333,20 @@ def test_every_shipped_config_is_parsed_and_built(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    generates = "class_path: GenerateText" in config.read_text()
+    if "target_checkpoint: checkpoints/smollm2" in config.read_text():  # built on a tiny target by `fit_shipped`
+        monkeypatch.setattr(sys, "argv", ["lightning_specdec", "fit", "--config", str(config), "--print_config"])
+        with pytest.raises(SystemExit, match="0"):
+            run()
+        return
     options = ["--trainer.max_epochs", "0", "--trainer.accelerator", "cpu", "--trainer.logger", "false"]
-    monkeypatch.setattr(sys, "argv", ["lightning_specdec", "fit", "--config", str(config), *options])
+    verb = "generate" if generates else "fit"
+    monkeypatch.setattr(sys, "argv", ["lightning_specdec", verb, "--config", str(config), *options])
+    started: list[object] = []
+    if generates:  # its target is a real model, which starting would load
+        monkeypatch.setattr(CliTrainer, "predict", lambda *_, **given: started.append(given["datamodule"]))
     run()
+    assert [isinstance(data, PromptSource) for data in started] == [True] * generates
 
 
 def test_a_users_own_file_takes_the_datas_place_and_sets_the_vocabulary(

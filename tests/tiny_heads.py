@@ -50,31 +50,50 @@ def examples(target: LanguageModel) -> tuple[Tensor, Tensor]:
         return texts, target(texts.clamp(min=0), features=(layer,)).features[layer]
 
 
+def some_tokens(vocab_size: int) -> list[int]:
+    """Most of the tokens: those of a draft that leaves some out."""
+    return [token for token in range(vocab_size) if token % 5 != 4]
+
+
 @functools.cache
 def heads(
-    target: LanguageModel, *, num_heads: int = 3, shared_output: bool = False, num_steps: int = 8
+    target: LanguageModel,
+    *,
+    num_heads: int = 3,
+    shared_output: bool = False,
+    reduced: bool = False,
+    num_steps: int = 8,
 ) -> MultiTokenDrafter:
     """Heads fitted by a few steps where they take the target; read them, do not write to them.
 
     The global seed stays as it was.
+
+    Args:
+        reduced: whether they can say some tokens alone.
     """
     assert target.hidden_size is not None
     with torch.random.fork_rng():
         torch.manual_seed(3)
         drafter = MultiTokenDrafter(
-            num_heads, hidden_size=target.hidden_size, vocab_size=target.vocab_size, shared_output=shared_output
+            num_heads,
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            shared_output=shared_output,
+            draft_vocabulary=some_tokens(target.vocab_size) if reduced else None,
         )
     try:
         drafter.check_target(target)
     except ValueError:
         return drafter
     texts, hidden = examples(target)
+    labels = texts if drafter.draft_vocabulary is None else drafter.draft_vocabulary.to_draft(texts, -1)
     weights = list(drafter.parameters())
     optimizer = torch.optim.Adam(weights, lr=0.1)
     for _ in range(num_steps):
+        made = [drafter.head_logits(i, hidden[:, : -2 - i], target) for i in range(num_heads)]
         losses = [
-            nn.functional.cross_entropy(logits[:, : -2 - i].flatten(0, 1), texts[:, 2 + i :].flatten(), ignore_index=-1)
-            for i, logits in enumerate(drafter.logits(hidden, target))
+            nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 2 + i :].flatten(), ignore_index=-1)
+            for i, logits in enumerate(made)
         ]
         # The target's own weights may want gradients too, and get none.
         gradients = torch.autograd.grad(torch.stack(losses).sum(), weights)

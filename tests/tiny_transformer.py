@@ -104,6 +104,10 @@ class TinyTransformer(LanguageModel):
             hidden = hidden.gather(1, logits_for[..., None].expand(-1, -1, self.width))
         return ModelOutput(self.output_logits(hidden), {layer: layers[layer] for layer in features}, logits_for)
 
+    def embeddings(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
+        embedded: Tensor = self.embedding(tokens)
+        return embedded
+
     def check_output_head(self) -> None:
         pass
 

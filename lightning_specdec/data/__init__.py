@@ -1,7 +1,11 @@
-"""What to train on, as Lightning data modules: progressions, files of integers, files of text."""
+"""What to train on and what to ask, as Lightning data modules: integers, text, a target's own text; prompts."""
 
 from lightning_specdec.data.base import IGNORED, Batch, EpochSampler, TokenData
+from lightning_specdec.data.generated_text import GeneratedText
+from lightning_specdec.data.own_prompts import GeneratedPrompts, OpeningTurns
+from lightning_specdec.data.passages import Passages
 from lightning_specdec.data.progressions import ArithmeticProgressions
+from lightning_specdec.data.prompt_sources import PromptFiles, PromptMix, PromptShard, PromptSource
 from lightning_specdec.data.quadratic import QuadraticProgressions
 from lightning_specdec.data.sequence_file import SequenceFile
 from lightning_specdec.data.sequences import SequenceData, Splits
@@ -13,6 +17,14 @@ __all__ = [
     "ArithmeticProgressions",
     "Batch",
     "EpochSampler",
+    "GeneratedPrompts",
+    "GeneratedText",
+    "OpeningTurns",
+    "Passages",
+    "PromptFiles",
+    "PromptMix",
+    "PromptShard",
+    "PromptSource",
     "QuadraticProgressions",
     "SequenceData",
     "SequenceFile",

@@ -115,9 +115,11 @@ class TokenData(LightningDataModule, ABC):
     Attributes:
         tokenizer: what turns text into these tokens: "bytes", or the directory or hub id of a tokenizer; None where
             the tokens are no text.
+        fixed_rows: whether row i of a split is the same tokens every time.
     """
 
     tokenizer: str | None = None
+    fixed_rows: bool = True
 
     def __init__(
         self,

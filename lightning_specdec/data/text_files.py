@@ -59,6 +59,7 @@ class TextFiles(TokenData):
     """
 
     tokenizer: str
+    fixed_rows = False  # training windows begin anywhere
 
     def __init__(
         self,

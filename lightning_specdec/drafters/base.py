@@ -78,6 +78,7 @@ class DraftState(ABC):
         """A row goes on after so many tokens of its text with others than were guessed: forget all behind them.
 
         Whoever remembers nothing but settled text may ignore it; to forget the whole row is always right.
+        It may come between `propose` and `observe`, where others' guesses than the drafter's own went to the target.
         """
         self.clear([row])
 

@@ -78,8 +78,8 @@ class CrossDraftState(DraftState):
         self.model, self.translation, self.capacity = model, translation, capacity
         self.model_state = model.init_state(batch_size, capacity)
         self.rows = [self._fresh() for _ in range(batch_size)]
-        self.num_fed: int | None = None
-        """Guesses that the state has read, until it is known how many of them were kept."""
+        self.num_fed: list[int] | None = None
+        """Each row's guesses that the state has read, until it is known how many of them were kept."""
 
     def _fresh(self) -> _Row:
         return _Row(TranslatedText(self.translation))
@@ -87,14 +87,21 @@ class CrossDraftState(DraftState):
     def select(self, rows: Sequence[int]) -> None:
         self.model_state.select(rows)
         self.rows = [self._fresh() if row < 0 else self.rows[row].copy() for row in rows]
+        self.num_fed = None
 
     def clear(self, rows: Sequence[int]) -> None:
         self.model_state.clear(rows)
         for row in rows:
             self.rows[row] = self._fresh()
+            self._drop_guesses(row)
+
+    def _drop_guesses(self, row: int) -> None:
+        if self.num_fed is not None:
+            self.num_fed[row] = 0
 
     def go_back(self, row: int, length: int) -> None:
         self.rows[row].go_back(length)
+        self._drop_guesses(row)
         if len(self.rows[row].text.tokens) <= self.rows[row].first:
             self.clear([row])
 
@@ -106,8 +113,8 @@ class CrossDraftState(DraftState):
     def observe(self, num_accepted: Sequence[int]) -> None:
         """Learn how many guesses were kept; rounds without any say nothing."""
         if self.num_fed is not None:
-            for row, count in zip(self.rows, num_accepted, strict=True):
-                row.num_kept = min(count, self.num_fed)
+            for row, count, fed in zip(self.rows, num_accepted, self.num_fed, strict=True):
+                row.num_kept = min(count, fed)
             self.num_fed = None
 
     def make_room(self, num_guesses: int) -> None:

@@ -147,7 +147,7 @@ class CrossVocabulary(RollingDrafter):
         guesses, probs, logits = self.roll(
             self.model, state.model_state, tokens, valid_lengths, num_guesses, context, sampling
         )
-        state.num_fed = num_guesses - 1
+        state.num_fed = [num_guesses - 1] * len(windows)
         lengths = [min(window, num_guesses) for window in windows]
         even = min(lengths) == num_guesses
         return Draft(

@@ -7,11 +7,14 @@ Elhoushi et al. 2024). Its first layers with an output head are then a draft tha
 and values are the target's, and what they made of a token need not be made again when it is verified. So per round the
 lower layers read each token once, the upper layers each tested token once. The last guess, which nobody fed to the
 draft, passes the lower layers during verification.
+
+Shapes: B rows, N places, D hidden size, W tokens that a head scores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +22,13 @@ from torch import Tensor, nn
 
 from lightning_specdec.checks import require_int
 from lightning_specdec.drafters.base import Context, DraftState, Host
+from lightning_specdec.drafters.draft_vocabulary import DraftVocabulary
 from lightning_specdec.drafters.exit_model import ExitModel, LowerState
+from lightning_specdec.drafters.heads import Block
 from lightning_specdec.drafters.layout import pad
 from lightning_specdec.drafters.model import RollingDrafter, refuse_sampling
 from lightning_specdec.models import DecodeState, LanguageModel
+from lightning_specdec.models.packed import PackedLinear, pack_linears
 from lightning_specdec.rules import Draft, Sampling
 
 if TYPE_CHECKING:
@@ -52,21 +58,26 @@ class ExitState(DraftState):
 
 
 class ExitHead(nn.Module):
-    """An output head of an exit's own: a norm and a linear layer.
+    """An output head of an exit's own: blocks, a norm and a linear layer.
+
+    Theory: a layer in the middle says what the layers above it want to read. Blocks turn that towards what an output
+    head reads, where the layer itself stays as it is; they begin as if they were not there.
 
     Args:
         hidden_size: D.
-        vocab_size: V.
+        num_tokens: W.
+        num_blocks: residual blocks before the norm.
     """
 
-    def __init__(self, hidden_size: int, vocab_size: int) -> None:
+    def __init__(self, hidden_size: int, num_tokens: int, num_blocks: int) -> None:
         super().__init__()
+        self.blocks = nn.Sequential(*(Block(hidden_size) for _ in range(num_blocks)))
         self.norm = nn.RMSNorm(hidden_size, eps=1e-6)
-        self.output = nn.Linear(hidden_size, vocab_size, bias=False)
+        self.output = nn.Linear(hidden_size, num_tokens, bias=False)
 
-    def forward(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
+    def forward(self, hidden: Float[Tensor, "*B D"]) -> Float[Tensor, "*B W"]:
         """Logits, computed in the head's own type."""
-        logits: Tensor = self.output(self.norm(hidden.to(self.output.weight.dtype)))
+        logits: Tensor = self.output(self.norm(self.blocks(hidden.to(self.norm.weight.dtype))))
         return logits
 
 
@@ -78,7 +89,10 @@ class EarlyExitDrafter(RollingDrafter):
     Args:
         exit_layer: how many of the target's layers guess; any number of them, whatever exits it was trained with.
         head_layers: the exits that have an output head of their own; at the others the target's serves.
-        hidden_size, vocab_size: of these heads.
+        hidden_size, vocab_size: of the target that these heads are for.
+        num_blocks: residual blocks of each of them.
+        draft_vocabulary: the tokens that they can say, ascending; or how many, to be chosen before they are trained;
+            all of them when None.
         sampling: how guesses are drawn, if not as the session draws.
     """
 
@@ -91,16 +105,28 @@ class EarlyExitDrafter(RollingDrafter):
         head_layers: Sequence[int] = (),
         hidden_size: int | None = None,
         vocab_size: int | None = None,
+        num_blocks: int = 0,
+        draft_vocabulary: int | Sequence[int] | None = None,
         sampling: Sampling | None = None,
     ) -> None:
         super().__init__(sampling=sampling)
         self.exit_layer = require_int("exit_layer", exit_layer, 1)
         self.heads = nn.ModuleDict()
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.num_blocks = require_int("num_blocks", num_blocks, 0, 16)
+        self.draft_vocabulary: DraftVocabulary | None = None
+        if not head_layers and (num_blocks or draft_vocabulary is not None):
+            raise ValueError(
+                "num_blocks and draft_vocabulary are of an exit's own output head, and there is none: name its layer "
+                "in head_layers, or leave them out"
+            )
+        if draft_vocabulary is not None:
+            self.draft_vocabulary = DraftVocabulary(draft_vocabulary, require_int("vocab_size", vocab_size, 2))
         for layer in head_layers:
             require_int("head_layers", layer, 1)
             size, rows = require_int("hidden_size", hidden_size, 1), require_int("vocab_size", vocab_size, 1)
-            self.heads[str(layer)] = ExitHead(size, rows)
+            num_tokens = rows if self.draft_vocabulary is None else len(self.draft_vocabulary)
+            self.heads[str(layer)] = ExitHead(size, num_tokens, num_blocks)
 
     @property
     def head(self) -> ExitHead | None:
@@ -127,7 +153,20 @@ class EarlyExitDrafter(RollingDrafter):
         """The same drafter with another exit; the heads are shared."""
         other = EarlyExitDrafter(exit_layer, hidden_size=self.hidden_size, vocab_size=self.vocab_size)
         other.sampling, other.heads = self.sampling, self.heads
+        other.num_blocks, other.draft_vocabulary = self.num_blocks, self.draft_vocabulary
         return other
+
+    def fused(self) -> EarlyExitDrafter:
+        linears = [layer for layer in self.heads.modules() if isinstance(layer, nn.Linear | PackedLinear)]
+        if not linears or isinstance(linears[0], PackedLinear) or linears[0].weight.device.type != "cpu":
+            return self
+        other = deepcopy(self)
+        pack_linears(other.heads)
+        return other.eval()
+
+    def exit_model(self, target: LanguageModel) -> ExitModel:
+        """The language model that guesses, over the target's own state."""
+        return ExitModel(target, self.exit_layer, self.head, None if self.head is None else self.draft_vocabulary)
 
     def arguments(self) -> dict[str, Any]:
         refuse_sampling(self.sampling)
@@ -135,11 +174,15 @@ class EarlyExitDrafter(RollingDrafter):
         if self.heads:
             plain |= {"head_layers": [int(layer) for layer in self.heads]}
             plain |= {"hidden_size": self.hidden_size, "vocab_size": self.vocab_size}
+        if self.num_blocks:
+            plain["num_blocks"] = self.num_blocks
+        if self.draft_vocabulary is not None:
+            plain["draft_vocabulary"] = self.draft_vocabulary.arguments()
         return plain
 
     def init_state(self, batch_size: int, max_length: int, host: Host | None = None) -> ExitState:
         assert host is not None, "an early exit drafts inside its target, so a session must say which that is"
-        return ExitState(ExitModel(host.model, self.exit_layer, self.head), host.state)
+        return ExitState(self.exit_model(host.model), host.state)
 
     def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
         assert isinstance(state, ExitState)

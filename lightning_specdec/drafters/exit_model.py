@@ -2,7 +2,7 @@
 
 Knows nothing of how they guess, nor of how the target is laid out.
 
-Shapes: B rows, T tokens, D hidden size, V vocabulary.
+Shapes: B rows, T tokens, D hidden size, V vocabulary, W tokens that a head of its own scores.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from lightning_specdec.drafters.draft_vocabulary import DraftVocabulary
 from lightning_specdec.models import DecodeState, ExitStates, LanguageModel, ModelOutput
 from lightning_specdec.models.base import Plain, select
 from lightning_specdec.models.state import Lengths
@@ -77,14 +78,17 @@ class ExitModel(LanguageModel):
         target: the whole model.
         num_layers: how many lower layers.
         head: turns their output to logits; the target's own final norm and head when None.
+        tokens: those that the head scores; what it cannot say is -inf in the model's logits. All when None.
     """
 
     num_layers: int
 
-    def __init__(self, target: LanguageModel, num_layers: int, head: nn.Module | None) -> None:
+    def __init__(
+        self, target: LanguageModel, num_layers: int, head: nn.Module | None, tokens: DraftVocabulary | None = None
+    ) -> None:
         super().__init__()
         target.check_exit(num_layers)
-        self.target, self.num_layers, self.head = target, num_layers, head
+        self.target, self.num_layers, self.head, self.tokens = target, num_layers, head, tokens
         self.vocab_size, self.vocabulary = target.vocab_size, target.vocabulary
         self.max_positions = target.max_positions
 
@@ -110,9 +114,14 @@ class ExitModel(LanguageModel):
             assert isinstance(state, LowerState)
             hidden = self.target.lower(tokens, state.whole, state.consumed, self.num_layers)
             state.append(hidden, valid_lengths)
-        wanted = select(hidden, logits_for)
-        logits = self.target.exit_logits(wanted) if self.head is None else self.head(wanted)
-        return ModelOutput(logits, logits_for=logits_for)
+        return ModelOutput(self._logits(select(hidden, logits_for)), logits_for=logits_for)
+
+    def _logits(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
+        """What the head makes of the lower layers' output."""
+        if self.head is None:
+            return self.target.exit_logits(hidden)
+        scores: Tensor = self.head(hidden)
+        return scores if self.tokens is None else self.tokens.to_target(scores)
 
     def arguments(self) -> dict[str, Plain]:
         raise ValueError("the lower layers belong to their target: save that")

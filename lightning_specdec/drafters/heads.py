@@ -3,8 +3,8 @@
 Knows nothing of targets, drafts or sampling: hidden states in, logits (or what a shared output layer turns into logits)
 out.
 
-Shapes: H heads, B rows, T tokens, D width of the hidden state, V vocabulary; E is V, or D where no head has an output
-layer of its own.
+Shapes: H heads, B rows, T tokens, D width of the hidden state, W tokens that they score; E is W, or D where no head has
+an output layer of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 MOST_STACKED = 4096
-"""Tokens of a vocabulary up to which output layers are stacked; larger ones are packed one by one, where that works."""
+"""Tokens up to which output layers are stacked; larger ones are packed one by one, where that works."""
 
 
 class Block(nn.Module):
@@ -45,17 +45,17 @@ class Heads(nn.ModuleList):
     Args:
         num_heads: H.
         hidden_size: D.
-        vocab_size: V; None for heads without an output layer.
+        num_tokens: W; None for heads without an output layer.
         num_blocks: of each head.
     """
 
-    def __init__(self, num_heads: int, hidden_size: int, vocab_size: int | None, num_blocks: int) -> None:
+    def __init__(self, num_heads: int, hidden_size: int, num_tokens: int | None, num_blocks: int) -> None:
         super().__init__()
-        self.num_blocks, self.has_outputs = num_blocks, vocab_size is not None
+        self.num_blocks = num_blocks
         for _ in range(num_heads):
             head: list[nn.Module] = [Block(hidden_size) for _ in range(num_blocks)]
-            if vocab_size is not None:
-                head.append(nn.Linear(hidden_size, vocab_size, bias=False))
+            if num_tokens is not None:
+                head.append(nn.Linear(hidden_size, num_tokens, bias=False))
             self.append(nn.Sequential(*head))
 
     @property
@@ -64,7 +64,7 @@ class Heads(nn.ModuleList):
         return next(self.parameters()).dtype
 
     @torch.no_grad()
-    def copy_outputs(self, weight: Float[Tensor, "V D"]) -> None:
+    def copy_outputs(self, weight: Float[Tensor, "W D"]) -> None:
         """Make each head's output layer a copy of this one."""
         heads: list[Any] = list(self)
         for head in heads:

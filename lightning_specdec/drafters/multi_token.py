@@ -10,13 +10,14 @@ see what the heads before it guessed, so each is right less often than the one b
 The hidden states are those that `features` gives of the last layer: of a transformers model behind the final norm, as
 its output head sees them; of other models as they give them.
 
-Shapes: B rows, T tokens, D width of the hidden state, V vocabulary, H heads.
+Shapes: B rows, T tokens, D width of the hidden state, V vocabulary, W tokens that the heads score, H heads.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from lightning_specdec.checks import require_int
 from lightning_specdec.drafters.base import Context, Drafter, DraftState, Host
+from lightning_specdec.drafters.draft_vocabulary import DraftVocabulary
 from lightning_specdec.drafters.heads import FusedHeads, Heads
 from lightning_specdec.drafters.model import Guesses, refuse_sampling
 from lightning_specdec.models import LanguageModel, ModelOutput
@@ -101,6 +103,8 @@ class MultiTokenDrafter(Drafter):
         num_blocks: residual blocks of each head.
         shared_output: whether the heads end in the target's own output head. That saves V * D weights for each head,
             and the reading of them; the target must be one whose output head can be called by itself.
+        draft_vocabulary: the tokens that the heads can say, ascending; or how many, to be chosen before they are
+            trained; all of them when None.
         sampling: how guesses are drawn, if not as the session draws; any choice is lossless under a lossless rule.
     """
 
@@ -115,6 +119,7 @@ class MultiTokenDrafter(Drafter):
         vocab_size: int,
         num_blocks: int = 1,
         shared_output: bool = False,
+        draft_vocabulary: int | Sequence[int] | None = None,
         sampling: Sampling | None = None,
     ) -> None:
         super().__init__()
@@ -123,8 +128,15 @@ class MultiTokenDrafter(Drafter):
         self.vocab_size = require_int("vocab_size", vocab_size, 2, 2**20)
         self.num_blocks = require_int("num_blocks", num_blocks, 1, 16)
         self.shared_output, self.sampling = shared_output, sampling
+        if shared_output and draft_vocabulary is not None:
+            raise ValueError(
+                "shared_output is the target's own output head, which scores all tokens: leave draft_vocabulary out, "
+                "or give the heads outputs of their own"
+            )
+        self.draft_vocabulary = None if draft_vocabulary is None else DraftVocabulary(draft_vocabulary, vocab_size)
+        num_tokens = vocab_size if self.draft_vocabulary is None else len(self.draft_vocabulary)
         self.heads: Heads | FusedHeads = Heads(
-            num_heads, hidden_size, None if shared_output else vocab_size, num_blocks
+            num_heads, hidden_size, None if shared_output else num_tokens, num_blocks
         )
 
     @property
@@ -133,7 +145,9 @@ class MultiTokenDrafter(Drafter):
 
     def _sizes(self) -> dict[str, Any]:
         names = ("num_heads", "hidden_size", "vocab_size", "num_blocks", "shared_output")
-        return {name: getattr(self, name) for name in names}
+        plain = {name: getattr(self, name) for name in names}
+        own = self.draft_vocabulary
+        return plain if own is None else {**plain, "draft_vocabulary": own.arguments()}
 
     def arguments(self) -> dict[str, Any]:
         refuse_sampling(self.sampling)
@@ -144,7 +158,7 @@ class MultiTokenDrafter(Drafter):
             return self
         with torch.device("meta"):  # its own heads are not used
             other = MultiTokenDrafter(**self._sizes(), sampling=self.sampling)
-        other.heads = FusedHeads(self.heads)
+        other.heads, other.draft_vocabulary = FusedHeads(self.heads), deepcopy(self.draft_vocabulary)
         return other.eval()
 
     def check_target(self, target: LanguageModel) -> None:
@@ -172,7 +186,8 @@ class MultiTokenDrafter(Drafter):
         self.check_target(target)
         assert isinstance(self.heads, Heads), "fused heads are for decoding: begin with those that they were made of"
         if not self.shared_output:
-            self.heads.copy_outputs(target.output_weight)
+            weight, own = target.output_weight, self.draft_vocabulary
+            self.heads.copy_outputs(weight if own is None else weight[own.tokens])
         return self
 
     def needs_noise(self, sampling: Sampling) -> bool:
@@ -191,8 +206,17 @@ class MultiTokenDrafter(Drafter):
         """
         outputs: Tensor = self.heads(hidden.to(self.heads.dtype), num_heads)
         if not self.shared_output:
-            return outputs
+            return outputs if self.draft_vocabulary is None else self.draft_vocabulary.to_target(outputs)
         return target.output_logits(outputs.flatten(0, 1).to(hidden.dtype)).unflatten(0, outputs.shape[:2])
+
+    def head_logits(self, number: int, hidden: Float[Tensor, "*N D"], target: LanguageModel) -> Float[Tensor, "*N W"]:
+        """What one head makes of the target's last hidden states, of the tokens that it scores: to be trained by."""
+        assert isinstance(self.heads, Heads), "fused heads are for decoding: train those that they were made of"
+        output: Tensor = self.heads[number](hidden.to(self.heads.dtype))
+        if not self.shared_output:
+            return output
+        flat = output.to(hidden.dtype).flatten(end_dim=-2)
+        return target.output_logits(flat[None])[0].unflatten(0, output.shape[:-1])
 
     def init_state(self, batch_size: int, max_length: int, host: Host | None = None) -> MultiTokenState:
         assert host is not None, "heads guess from their target's hidden states, so a session must say which that is"

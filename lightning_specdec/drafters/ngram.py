@@ -148,20 +148,27 @@ class NGramDrafter(Drafter):
     def init_state(self, batch_size: int, max_length: int, host: Host | None = None) -> NGramState:
         return NGramState(batch_size, range(self.min_ngram, self.max_ngram + 1))
 
-    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
-        assert isinstance(state, NGramState)
+    def look_up(self, state: NGramState, context: Context, windows: Sequence[int]) -> list[Sequence[int]]:
+        """Each row's guesses, at most `windows[b]`; none where nothing is found."""
         # A row that wants no guess may be a vacant one: its text is nobody's.
         settled = context.settled or [len(text) for text in context.texts]
-        found = [
+        return [
             index.guess(text, known, window, self.guesses_per_token) if window else ()
             for index, text, known, window in zip(state.rows, context.texts, settled, windows, strict=True)
         ]
-        lengths = [len(row) for row in found]
-        width = max(lengths)
-        if min(lengths) == width:
-            shape = (len(found), width)
-            return Draft(torch.tensor(found, dtype=torch.long, device=context.tail.device).view(shape))
-        # Guesses and lengths go to the device in one piece.
-        padded = [[*row, *[0] * (width - len(row)), len(row)] for row in found]
-        packed = torch.tensor(padded, device=context.tail.device)
-        return Draft(packed[:, :-1], packed[:, -1])
+
+    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
+        assert isinstance(state, NGramState)
+        return certain(self.look_up(state, context, windows), context.tail.device)
+
+
+def certain(found: Sequence[Sequence[int]], device: torch.device) -> Draft:
+    """The draft of guesses that are known on the host."""
+    lengths = [len(row) for row in found]
+    width = max(lengths)
+    if min(lengths) == width:
+        return Draft(torch.tensor(found, dtype=torch.long, device=device).view(len(found), width))
+    # Guesses and lengths go to the device in one piece.
+    padded = [[*row, *[0] * (width - len(row)), len(row)] for row in found]
+    packed = torch.tensor(padded, device=device)
+    return Draft(packed[:, :-1], packed[:, -1])

@@ -121,7 +121,7 @@ class StagedDrafter(Drafter):
         """What the last stage scores with."""
         if isinstance(self.larger, ModelDrafter):
             return self.larger.model
-        return ExitModel(target, self.larger.exit_layer, self.larger.head)
+        return self.larger.exit_model(target)
 
     def check_target(self, target: LanguageModel) -> None:
         self.larger.check_target(target)

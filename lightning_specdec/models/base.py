@@ -160,6 +160,14 @@ class LanguageModel(nn.Module, ABC):
         """What the model makes of its last layer's output, as `features` gives it."""
         raise NotImplementedError(f"{type(self).__name__} cannot be taken apart")
 
+    def embeddings(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
+        """What the table of input embeddings has for these tokens, as wide as the hidden states.
+
+        Raises:
+            ValueError: the model has no such table.
+        """
+        raise ValueError(f"{type(self).__name__} does not show its embeddings: draft in another way")
+
     @property
     def output_weight(self) -> Float[Tensor, "V D"]:
         """The output head's matrix."""

@@ -133,16 +133,22 @@ def _check_name(name: str) -> None:
         ) from error
 
 
-def _find_in_cache(name: str, revision: str | None, reason: str) -> Found:
-    """The copy that an earlier download left on this machine."""
+def cached(name: str, revision: str | None = None) -> Path | None:
+    """The copy that an earlier download left on this machine, nobody else being asked; None where there is none."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HTTPError
+    from huggingface_hub.errors import HFValidationError, HTTPError
 
     try:
         path = Path(snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=["config.json"]))
-    except (HTTPError, OSError):
-        path = None
-    if path is None or not (path / "config.json").is_file():
+    except (HFValidationError, HTTPError, OSError):
+        return None
+    return path if (path / "config.json").is_file() else None
+
+
+def _find_in_cache(name: str, revision: str | None, reason: str) -> Found:
+    """What `cached` gives, of a name that can be one."""
+    path = cached(name, revision)
+    if path is None:
         raise ValueError(f"{name} is no directory here and was not downloaded before, and {reason}")
     log.warning("%s, so the copy of %s from an earlier download is taken", reason, name)
     return Found(path)

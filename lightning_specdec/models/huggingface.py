@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from jaxtyping import Bool, Float, Int
 
+    from lightning_specdec.models.identity import Origin
     from lightning_specdec.text.base import Tokenizer
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -81,10 +82,15 @@ class HuggingFaceLM(LanguageModel):
         vocab_size: of a new model, where its config does not say it; of a loaded one it must be what it has.
         tokenizer: turns text to tokens, where text is wanted: a `Tokenizer`, or one of transformers.
 
+    Attributes:
+        origin: the files that its weights were read from; None where it was made or trained here.
+
     Raises:
         ValueError: for a model whose state cannot go back (recurrent and linear-attention layers), or that is no
             decoder, or that does not let its positions be given.
     """
+
+    origin: Origin | None = None
 
     def __init__(
         self,
@@ -208,6 +214,10 @@ class HuggingFaceLM(LanguageModel):
 
     def output_logits(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
         return self.stack.head(hidden)
+
+    def embeddings(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
+        embedded: Tensor = self.model.get_input_embeddings()(tokens)
+        return embedded
 
     @property
     @torch.no_grad()

@@ -20,6 +20,7 @@ import torch
 from lightning_specdec.memory import QUANTIZATIONS, ModelSize, available_bytes, measure, require_memory, without_memory
 from lightning_specdec.models import hub, safetensors_file
 from lightning_specdec.models.config_file import FOREIGN, first_line, read_config
+from lightning_specdec.models.identity import Origin
 from lightning_specdec.models.quantization import INSTALL
 
 if TYPE_CHECKING:
@@ -188,6 +189,7 @@ def load(examined: Examined, *, device: str | torch.device = "cpu") -> HuggingFa
     if foreign := sorted(report["unexpected_keys"]):
         log.warning("%s holds %d weights that its config has no place for, as %s", name, len(foreign), foreign[0])
     built = HuggingFaceLM(model, tokenizer=tokenizer).to(device)
+    built.origin = Origin(name, path)
     if examined.quantization is not None:
         from lightning_specdec.models.quantization import quantize
 

@@ -23,14 +23,16 @@ from lightning_specdec.data import Batch, TokenData
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.inference import speculative_decode
 from lightning_specdec.models import LanguageModel
-from lightning_specdec.training.metrics import PairMetrics
+from lightning_specdec.target_reference import forget_origin
+from lightning_specdec.training.given_target import stored_elsewhere
+from lightning_specdec.training.metrics import RoundMetrics
 
 
 class SpeculativeTraining(LightningModule, ABC):
     """Trains a target, what guesses for it, or both, and measures what they save together.
 
-    A kind of training is a subclass that makes its drafter and hands it on with `target`, and says how a batch is
-    scored (`score`) and what is minimized (`training_step`). One Adam takes all parameters that want gradients: it
+    A kind of training is a subclass that makes its drafter and hands it on with `target`, and says what is measured of
+    a batch (`measure`) and what is minimized (`training_step`). One Adam takes all parameters that want gradients: it
     treats every weight by itself, so one for several losses is as many as there are losses, at the cost of one.
 
     Args:
@@ -76,15 +78,6 @@ class SpeculativeTraining(LightningModule, ABC):
         self.test_metrics = self.new_metrics()
 
     @abstractmethod
-    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits of draft and target for every token of the batch but the first, both scored on the text as it is.
-
-        Returns:
-            the draft's, `[B, T - 1, V]`, or `[B, T - 1, K, V]` where it guesses all K from where a round starts; and
-            the target's, `[B, T - 1, V]`: see `Speculation.update`.
-        """
-
-    @abstractmethod
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The loss of a batch; `log_losses` shows its parts."""
 
@@ -96,13 +89,13 @@ class SpeculativeTraining(LightningModule, ABC):
             "max_new_tokens": self.max_new_tokens,
         }
 
-    def new_metrics(self) -> PairMetrics:
+    @abstractmethod
+    def new_metrics(self) -> RoundMetrics:
         """What one split of the data is measured with; called when target and drafters are there."""
-        return PairMetrics(self.num_draft_tokens, first_round=self.first_round)
 
-    def measure(self, metrics: PairMetrics, batch: Batch) -> None:
-        """Count one batch."""
-        metrics.update(*self.score(batch), batch)
+    @abstractmethod
+    def measure(self, metrics: RoundMetrics, batch: Batch, split: str) -> None:
+        """Count one batch of a split of the data."""
 
     def log_losses(self, losses: Mapping[str, Tensor], num_tokens: int | Tensor, *, prog_bar: bool = True) -> None:
         """Show losses as `train/NAME`, each epoch's mean over tokens; those of the parts of a draft not in the bar."""
@@ -143,7 +136,7 @@ class SpeculativeTraining(LightningModule, ABC):
         return torch.optim.Adam(trained, lr=self.learning_rate, fused=True)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.measure(self.val_metrics, batch)
+        self.measure(self.val_metrics, batch, "val")
 
     def on_validation_epoch_start(self) -> None:
         self.val_metrics.reset()
@@ -152,7 +145,7 @@ class SpeculativeTraining(LightningModule, ABC):
         self._log_all("val", self.val_metrics, self.measured)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self.measure(self.test_metrics, batch)
+        self.measure(self.test_metrics, batch, "test")
 
     def on_test_epoch_start(self) -> None:
         self.test_metrics.reset()
@@ -160,7 +153,7 @@ class SpeculativeTraining(LightningModule, ABC):
     def on_test_epoch_end(self) -> None:
         self._log_all("test", self.test_metrics, frozenset())
 
-    def _log_all(self, split: str, metrics: PairMetrics, measured: frozenset[str]) -> None:
+    def _log_all(self, split: str, metrics: RoundMetrics, measured: frozenset[str]) -> None:
         values = metrics.compute()
         if size := self._data().bytes_per_token(split):
             bits = {
@@ -217,7 +210,7 @@ class SpeculativeTraining(LightningModule, ABC):
         """What rebuilds the networks: see `checkpoint.describe`."""
         others = {name: each for name, each in self.drafters.items() if name != self.draft_name}
         return checkpoint_file.describe(
-            self.target,
+            stored_elsewhere(self.target) or self.target,
             self.drafter,
             others=others,
             name=self.draft_name,
@@ -227,11 +220,25 @@ class SpeculativeTraining(LightningModule, ABC):
         )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what rebuilds the networks, so that the file is enough by itself for decoding."""
+        """Add what rebuilds the networks, so that the file is enough by itself for decoding, or names its target."""
         data = self._data()
         checkpoint[checkpoint_file.KEY] = self.describe(
             prompts=data.prompts(), recipe=self.recipe(), tokenizer=data.tokenizer
         )
+        if stored_elsewhere(self.target) is not None:
+            weights = checkpoint["state_dict"].items()
+            kept = {name: value for name, value in weights if not name.startswith(checkpoint_file.TARGET)}
+            checkpoint["state_dict"] = kept
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the weights of a target that lies elsewhere: this one, which must be the same."""
+        reference = checkpoint_file.reference_of(checkpoint)
+        if reference is None:
+            forget_origin(self.target)
+            return
+        reference.check(self.target, "the checkpoint")
+        own = {checkpoint_file.TARGET + name: value for name, value in self.target.state_dict().items()}
+        checkpoint["state_dict"] = {**checkpoint["state_dict"], **own}
 
     def _data(self) -> TokenData:
         data = self.trainer.datamodule  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.base import SpeculativeTraining
-from lightning_specdec.training.metrics import SpeculationCounts
+from lightning_specdec.training.round_metrics import SpeculationCounts
 
 
 def speculative(module: LightningModule) -> SpeculativeTraining:

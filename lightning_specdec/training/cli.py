@@ -1,4 +1,4 @@
-"""The verbs fit, validate, test and predict: YAML and options become a Trainer, a model and data.
+"""The verbs fit, validate, test, predict and generate: YAML and options become a Trainer, a model and data.
 
 Knows nothing of the other verbs, and prints no error: it raises ValueError or FileNotFoundError of one line each.
 """
@@ -24,12 +24,16 @@ from lightning_specdec.models import MODELS
 from lightning_specdec.threads import limit_threads
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.checkpoint_io import SafeCheckpointIO
+from lightning_specdec.training.generate import GenerateText
+from lightning_specdec.training.generation_bar import GenerationBar
 from lightning_specdec.training.outputs import ReplacedCheckpoints, check_source, seen_from_here
 from lightning_specdec.training.parse_errors import one_line
 from lightning_specdec.training.resume import check_trainer_state
 
+_UNUSED = ("trainer.logger", "trainer.enable_checkpointing", "trainer.enable_model_summary", "seed_everything")
+_GIVE = "take a config such as configs/smollm2_generate.yaml"
 _PROMISES = ("acceptance_rate", "block_efficiency", "walltime_speedup")
-VERBS = ("fit", "validate", "test", "predict")
+VERBS = ("fit", "validate", "test", "predict", "generate")
 ALLOWED_IMPORTS = (
     "lightning_specdec",
     "lightning.pytorch.accelerators",
@@ -48,6 +52,14 @@ class ConfigWithTheRun(SaveConfigCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             super().setup(trainer, pl_module, stage)
+
+
+class CliTrainer(Trainer):
+    """A Trainer with the verbs of the command line that Lightning has not."""
+
+    def generate(self, model: LightningModule, datamodule: LightningDataModule) -> None:
+        """Write the target's own text; see `GenerateText`."""
+        self.predict(model, datamodule=datamodule, return_predictions=False)
 
 
 class TrainingCLI(LightningCLI):
@@ -75,11 +87,14 @@ class TrainingCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        return {verb: skipped | {"weights_only"} for verb, skipped in LightningCLI.subcommands().items()}
+        verbs = {verb: skipped | {"weights_only"} for verb, skipped in LightningCLI.subcommands().items()}
+        return {**verbs, "generate": {"model", "datamodule"}}
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        if subcommand != "fit":
+        if subcommand == "generate":  # its shards are all that it leaves behind
+            parser.set_defaults({name: False for name in _UNUSED})
+        elif subcommand != "fit":
             parser.set_defaults({"ckpt_path": "best"})
         return parser
 
@@ -87,8 +102,12 @@ class TrainingCLI(LightningCLI):
         """Leave the config as it is: what a checkpoint says of classes and arguments is not for the parser."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        plugins = self._get(self.config_init, "trainer").get("plugins") or []
+        given = self._get(self.config_init, "trainer")
+        plugins = given.get("plugins") or []
         plugins = plugins if isinstance(plugins, list) else [plugins]
+        shown = not given.get("callbacks") and given["enable_progress_bar"] is not False
+        if shown and isinstance(self.model, GenerateText):
+            kwargs["callbacks"] = [GenerationBar()]
         trainer = super().instantiate_trainer(plugins=[*plugins, SafeCheckpointIO()], **kwargs)
         trainer.callbacks.insert(0, ReplacedCheckpoints())  # type: ignore[attr-defined]  # speaks before a bar is drawn
         return trainer
@@ -96,6 +115,10 @@ class TrainingCLI(LightningCLI):
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Look at all that the user gave before the Trainer starts, so that a fault leaves nothing behind."""
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        if subcommand == "generate":
+            if not isinstance(self.model, GenerateText):
+                raise ValueError(f"generate needs GenerateText as its model, got {type(self.model).__name__}: {_GIVE}")
+            return kwargs  # the target is not there yet: it is loaded and checked when the Trainer starts
         limit_threads(sum(parameter.numel() for parameter in self.model.parameters()))
         if isinstance(self.datamodule, TokenData):
             self.datamodule.setup(subcommand)
@@ -189,6 +212,7 @@ def run() -> None:
         TrainingCLI(
             LightningModule,
             LightningDataModule,
+            trainer_class=CliTrainer,
             subclass_mode_model=True,
             subclass_mode_data=True,
             auto_configure_optimizers=False,
@@ -201,12 +225,12 @@ def run() -> None:
         raise ValueError(one_line(str(error))) from error
     except UnicodeDecodeError as error:
         raise ValueError(f"a config is no text ({error.reason}): give a YAML file, as configs/rnn.yaml") from error
+    except SIGTERMException:  # which is a SystemExit, of code 0
+        raise SystemExit(128 + signal.SIGTERM) from None
     except SystemExit as stop:
         if isinstance(stop.__context__, KeyboardInterrupt):  # the Trainer ends with 1 then, like a failure
             raise SystemExit(128 + signal.SIGINT) from None
         raise
-    except SIGTERMException:
-        raise SystemExit(128 + signal.SIGTERM) from None
     except MisconfigurationException as error:
         raise ValueError(one_line(str(error))) from error
     except ValueError as error:

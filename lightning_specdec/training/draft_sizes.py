@@ -17,7 +17,7 @@ from lightning_specdec.data import IGNORED, Batch
 from lightning_specdec.drafters import Drafter, ModelDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.base import SpeculativeTraining
-from lightning_specdec.training.metrics import PairMetrics, next_token_loss
+from lightning_specdec.training.metrics import PairMetrics, RoundMetrics, next_token_loss
 
 _SHOWN = (
     "draft_loss",
@@ -108,11 +108,7 @@ class DraftSizesTraining(SpeculativeTraining):
         }
         return draft_logits, self.target(inputs).logits
 
-    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        draft_logits, target_logits = self.score_all(batch)
-        return draft_logits[self.names[0]], target_logits
-
-    def measure(self, metrics: PairMetrics, batch: Batch) -> None:
+    def measure(self, metrics: RoundMetrics, batch: Batch, split: str) -> None:
         assert isinstance(metrics, DraftSizesMetrics)
         metrics.update_all(*self.score_all(batch), batch)
 

@@ -30,7 +30,7 @@ from lightning_specdec.training.exit_losses import (
     normalized,
     step_scale,
 )
-from lightning_specdec.training.metrics import NextToken, PairMetrics, Speculation, next_token_loss
+from lightning_specdec.training.metrics import NextToken, PairMetrics, RoundMetrics, Speculation, next_token_loss
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -196,12 +196,7 @@ class EarlyExitTraining(SpeculativeTraining):
         states = self.hidden_states(batch.tokens[:, :-1])
         return [self.exit_logits(hidden, exit_layer) for exit_layer, hidden in enumerate(states, start=1)]
 
-    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        states = self.hidden_states(batch.tokens[:, :-1])
-        chosen = self.drafter.exit_layer
-        return self.exit_logits(states[chosen - 1], chosen), self.exit_logits(states[-1], self.num_layers)
-
-    def measure(self, metrics: PairMetrics, batch: Batch) -> None:
+    def measure(self, metrics: RoundMetrics, batch: Batch, split: str) -> None:
         assert isinstance(metrics, ExitMetrics)
         metrics.count(self.all_logits(batch), batch)
 

@@ -11,13 +11,18 @@ from pathlib import Path
 from lightning_specdec import checkpoint as checkpoint_file
 from lightning_specdec.data import TokenData
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.target_reference import TargetReference, forget_origin, origin_of
 from lightning_specdec.text.named import named_tokenizer
 
 
 def the_target(
-    target: LanguageModel | None, path: str | os.PathLike[str] | None, freeze: bool
+    target: LanguageModel | None, path: str | os.PathLike[str] | None, freeze: bool, *, dtype: str | None = None
 ) -> tuple[LanguageModel, str | None]:
     """The model that is given, or that of a checkpoint or a directory, and the tokenizer that a checkpoint names.
+
+    Args:
+        freeze: whether it will stay as it is.
+        dtype: what a directory's model computes in if it stays as it is; as it is stored when None.
 
     Raises:
         ValueError: both are named or neither; or the file holds no model that can be used.
@@ -33,9 +38,23 @@ def the_target(
         from lightning_specdec.models.loading import load_model
 
         # What is trained has to be able to take small steps; what is not may stay as it is stored.
-        return load_model(path, dtype=None if freeze else "float32"), None
-    made = checkpoint_file.load(path)
-    return made.target, made.tokenizer
+        found: LanguageModel = load_model(path, dtype=dtype if freeze else "float32")
+        tokenizer = None
+    else:
+        made = checkpoint_file.load(path)
+        found, tokenizer = made.target, made.tokenizer
+        if made.reference is not None and not freeze:
+            found = found.float()
+    if not freeze:
+        forget_origin(found)
+    return found, tokenizer
+
+
+def stored_elsewhere(target: LanguageModel) -> TargetReference | None:
+    """Which target it is, where a checkpoint need not hold it: one from files of weights that are not trained."""
+    if origin_of(target) is None or any(weight.requires_grad for weight in target.parameters()):
+        return None
+    return TargetReference.of(target)
 
 
 def check_same_tokens(source: str, vocab_size: int, tokenizer: str | None, data: TokenData) -> None:

@@ -21,7 +21,7 @@ from lightning_specdec.drafters import MultiTokenDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.given_target import check_same_tokens, the_target
-from lightning_specdec.training.metrics import NextToken, PairMetrics, next_token_loss
+from lightning_specdec.training.metrics import NextToken, PairMetrics, RoundMetrics, next_token_loss
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -179,11 +179,7 @@ class MultiTokenTraining(SpeculativeTraining):
             output = self.target(batch.tokens[:, :-1], features=(layer,))
         return self.drafter.logits(output.features[layer], self.target), output.logits
 
-    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        head_logits, target_logits = self.score_heads(batch)
-        return as_guesses(head_logits[: self.num_draft_tokens]), target_logits
-
-    def measure(self, metrics: PairMetrics, batch: Batch) -> None:
+    def measure(self, metrics: RoundMetrics, batch: Batch, split: str) -> None:
         assert isinstance(metrics, HeadMetrics)
         metrics.count(*self.score_heads(batch), batch)
 

@@ -16,7 +16,7 @@ from lightning_specdec.data import IGNORED, Batch
 from lightning_specdec.drafters import ModelDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.base import SpeculativeTraining
-from lightning_specdec.training.metrics import next_token_loss
+from lightning_specdec.training.metrics import PairMetrics, RoundMetrics, next_token_loss
 
 
 class PairTraining(SpeculativeTraining):
@@ -39,7 +39,15 @@ class PairTraining(SpeculativeTraining):
     def __init__(self, target: LanguageModel, draft: LanguageModel, **options: Any) -> None:
         super().__init__(target, ModelDrafter(draft), **options)
 
+    def new_metrics(self) -> PairMetrics:
+        return PairMetrics(self.num_draft_tokens)
+
+    def measure(self, metrics: RoundMetrics, batch: Batch, split: str) -> None:
+        assert isinstance(metrics, PairMetrics)
+        metrics.update(*self.score(batch), batch)
+
     def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits of draft and target, for every token of the batch but the last."""
         inputs = batch.tokens[:, :-1]
         return self.drafter.model(inputs).logits, self.target(inputs).logits
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_specdec import checkpoint as checkpoint_file
 from lightning_specdec.data import TokenData
+from lightning_specdec.description import spec
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.checkpoint_io import VERSION_KEY
 
@@ -36,15 +37,19 @@ def check_trainer_state(
         FileNotFoundError, ValueError: as `checkpoint.load`; and for files without what the Trainer needs, weights of
             other networks, runs that are already over, and runs of another config.
     """
-    checkpoint_file.load(path)
+    reference = checkpoint_file.load(path).reference
     content = checkpoint_file.read(path)
     if "hyper_parameters" in content:
         raise ValueError(f"{path} holds hyperparameters for another program to build: give a checkpoint of this one")
     if not re.fullmatch(r"\d+(\.\w+)+", str(content.get(VERSION_KEY, "0.0"))):
         raise ValueError(f"{path} does not say which version wrote it: make it again")
+    if reference is not None and isinstance(model, SpeculativeTraining):
+        reference.check(model.target, path)
     if resume and isinstance(model, SpeculativeTraining) and isinstance(data, TokenData):
         _check_config(path, content[checkpoint_file.KEY], model, data)
     wanted = model.state_dict()
+    if reference is not None:
+        wanted = {name: value for name, value in wanted.items() if not name.startswith(checkpoint_file.TARGET)}
     for name, tensor in wanted.items():
         stored = content["state_dict"].get(name)
         if stored is None or stored.shape != tensor.shape:
@@ -70,6 +75,11 @@ def _check_config(path: str, described: Mapping[str, Any], model: SpeculativeTra
     now = model.describe()
     given: dict[str, Any] = {"training": type(model).__name__, **model.settings()}
     given |= {"data": type(data).__name__, "data_arguments": data.arguments()}
+    if "sha256" not in described["target"]:  # it holds the target's weights, and says how that is built
+        now["target"] = spec(model.target)
+    elif "sha256" in now["target"]:  # the same target, which may have moved
+        now["target"]["source"] = described["target"]["source"]
+        given.pop("target_checkpoint", None)
     pairs = [(recipe.get(name), value, name) for name, value in given.items() if name in recipe]
     parts = ("target", "drafter", "name", "others")
     pairs += [(described.get(name), now.get(name), name) for name in parts if name in described or name in now]

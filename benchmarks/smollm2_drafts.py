@@ -1,0 +1,155 @@
+"""What each trained draft saves on SmolLM2, alone and with n-gram look-up joined to it: the best window for each.
+
+    make smollm2
+    python benchmarks/smollm2_drafts.py eagle.safetensors heads.safetensors --prompts question.jsonl \
+        --output docs/results/smollm2_drafts.json
+
+Greedy decoding goes through all windows, each beside standard decoding, one prompt at a time, repeats taking turns;
+rejection sampling and exact matching at temperature 1 take the window that was best there. Both sides treat their
+weights alike. Prompts are of Spec-Bench, task by task in turn, and those that `decode` has of its own; none
+was trained on. No text stops early. What training took is read from the draft files' recipes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from spec_bench import load, mixed
+from transformer_speed import line
+
+from lightning_specdec import ExactMatch, RejectionSampling, SpeculativeDecoder
+from lightning_specdec.bench.sweep import best
+from lightning_specdec.cli_prompts import OWN
+from lightning_specdec.draft_file import load_draft, read
+from lightning_specdec.drafters import Drafter, LookupFirstDrafter, NGramDrafter
+from lightning_specdec.manifest import manifest
+
+LOOKUP = "look-up"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("drafts", nargs="+", type=Path, help="draft files")
+    parser.add_argument("--model", default="checkpoints/smollm2")
+    parser.add_argument("--prompts", required=True, help="Spec-Bench's question.jsonl")
+    parser.add_argument("--num_prompts", type=int, default=12, help="of Spec-Bench")
+    parser.add_argument("--max_new_tokens", type=int, default=64)
+    parser.add_argument("--windows", nargs="+", type=int, default=[1, 2, 3, 4, 6])
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows = [row for dtype in options.dtypes for row in measured(dtype, options)]
+    recipes = {path.stem: {**told(path), "file_bytes": path.stat().st_size} for path in options.drafts}
+    print(f"\n{table(rows, recipes)}")
+    if options.output:
+        plain = {**vars(options), "drafts": [path.name for path in options.drafts], "output": None}
+        plain["prompts"] = Path(options.prompts).name
+        record = {"manifest": manifest(options=plain, device=torch.device("cpu")), "recipes": recipes, "rows": rows}
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def told(path: Path) -> dict[str, Any]:
+    """What a draft file says of its training."""
+    found = read(path)
+    names = ("training", "tokens_seen", "training_seconds", "reached", "loss", "steps")
+    return {"kind": found.drafter["class"], **{name: found.recipe.get(name) for name in names}}
+
+
+def measured(dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All rows of one type of numbers."""
+    decoder = SpeculativeDecoder.from_pretrained(options.model, NGramDrafter(), dtype=dtype)
+    assert decoder.tokenizer is not None
+    prompts = mixed(load(options.prompts, decoder.tokenizer), options.num_prompts)
+    prompts += [decoder.encode_chat(text) for text in OWN]
+    trained = {path.stem: load_draft(path, decoder.target)[0] for path in options.drafts}
+    drafts: dict[str, Drafter] = {LOOKUP: NGramDrafter()}
+    for name, each in trained.items():
+        drafts |= {name: each, f"{LOOKUP} + {name}": LookupFirstDrafter(NGramDrafter(), each)}
+    shared: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "eos": (), "repeats": options.repeats}
+    rows = []
+    for name, drafter in drafts.items():
+        cells = []
+        for cell in decoder.sweep(prompts, drafts={name: drafter}, windows=options.windows, **shared):
+            cells.append(cell)
+            rows.append({"dtype": dtype, "rule": "ExactMatch", "temperature": 0.0, **cell.to_dict()})
+            print(f"{dtype:<9}", line({"checkpoint": "smollm2", **rows[-1]}), flush=True)
+        if (top := best(cells)) is None:
+            continue
+        for rule in (RejectionSampling(), ExactMatch()):
+            for cell in decoder.sweep(
+                prompts,
+                drafts={name: drafter},
+                windows=[top.num_draft_tokens],
+                rule=rule,
+                temperature=1.0,
+                **shared,
+            ):
+                rows.append({"dtype": dtype, "rule": type(rule).__name__, "temperature": 1.0, **cell.to_dict()})
+                print(f"{dtype:<9}", line({"checkpoint": "smollm2", **rows[-1]}), flush=True)
+    return rows
+
+
+def table(rows: Sequence[Mapping[str, Any]], recipes: Mapping[str, Mapping[str, Any]]) -> str:
+    """A line for each draft, alone and joined to look-up, at its best window, as a Markdown table."""
+    lines = [
+        "| Draft | Training, minutes | Tokens seen | Teacher-forced acceptance | Window | Block efficiency, T=0, T=1 "
+        "| walltime_speedup bfloat16, T=0, T=1 | float32, T=0, T=1 | File, MB |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    first = str(rows[0]["dtype"])
+    for name in dict.fromkeys(row["draft"] for row in rows):
+        recipe = recipes.get(name.removeprefix(f"{LOOKUP} + "), {})
+        tops = {dtype: _best(rows, name, dtype) for dtype in ("bfloat16", "float32")}
+        sampled = {dtype: _sampled(rows, name, dtype) for dtype in tops}
+        if (top := tops[first]) is None:
+            continue
+        speeds = [", ".join(_shown(row, "walltime_speedup") for row in (tops[dtype], sampled[dtype])) for dtype in tops]
+        efficiency = ", ".join(_shown(row, "block_efficiency") for row in (top, sampled[first]))
+        known = name in recipes
+        cells = [
+            name,
+            f"{recipe['training_seconds'] / 60:.0f}" if known and recipe.get("training_seconds") else "-",
+            f"{recipe['tokens_seen'] / 1e6:.2f} M" if known and recipe.get("tokens_seen") else "-",
+            _acceptance(recipe) if known else "-",
+            str(top["num_draft_tokens"]),
+            efficiency,
+            *speeds,
+            f"{recipe['file_bytes'] / 1e6:.1f}" if known else "-",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _best(rows: Sequence[Mapping[str, Any]], name: str, dtype: str) -> Mapping[str, Any] | None:
+    own = [row for row in rows if (row["draft"], row["dtype"]) == (name, dtype) and row["error"] is None]
+    greedy = [row for row in own if row["temperature"] == 0]
+    return max(greedy, key=lambda row: row["walltime_speedup"], default=None)
+
+
+def _sampled(rows: Sequence[Mapping[str, Any]], name: str, dtype: str) -> Mapping[str, Any] | None:
+    """Rejection sampling; of a draft without probabilities, exact matching is the same."""
+    own = [row for row in rows if (row["draft"], row["dtype"], row["rule"]) == (name, dtype, "RejectionSampling")]
+    return next((row for row in own if row["error"] is None), None)
+
+
+def _acceptance(recipe: Mapping[str, Any]) -> str:
+    reached = recipe.get("reached") or {}
+    names = [name for name in reached if name.startswith("val/position_") and "sampling" not in name]
+    return " ".join(f"{reached[name]:.2f}" for name in sorted(names)) or "-"
+
+
+def _shown(row: Mapping[str, Any] | None, name: str) -> str:
+    return "-" if row is None or row[name] is None else f"{row[name]:.2f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Laws of training a draft for a frozen target: what it learns from, what is counted, and that the target stays."""
+
+from __future__ import annotations
+
+import functools
+import math
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import tiny
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tiny_eagle import fitted_eagle
+from torch import Tensor
+
+from lightning_specdec.data import ArithmeticProgressions, Batch
+from lightning_specdec.drafters import EagleDrafter
+from lightning_specdec.inference import autoregressive_decode, speculative_decode
+from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.training import EagleTraining, OnTheFly
+from lightning_specdec.training.draft_losses import CrossEntropy, TotalVariation
+from lightning_specdec.training.eagle import low_middle_high
+from lightning_specdec.training.guessed import token_counts
+from lightning_specdec.training.schedule import warmup_cosine
+
+VOCAB = 11
+
+
+@functools.cache
+def target() -> HuggingFaceLM:
+    """A random model; read it, do not write to it."""
+    return HuggingFaceLM(tiny("llama", vocab_size=VOCAB, sharpness=14.0))
+
+
+def batch_of(rows: list[list[int]], prompt_length: int = 3) -> Batch:
+    return ArithmeticProgressions(prompt_length=prompt_length).collate(list(enumerate(rows)))
+
+
+def progressions() -> ArithmeticProgressions:
+    return ArithmeticProgressions(vocab_size=VOCAB, modulo=True, num_train=40, num_val=8, num_test=3)
+
+
+def texts(num_rows: int = 6, prompt_length: int = 3) -> list[list[int]]:
+    """What the target writes behind random prompts."""
+    prompts = torch.randint(VOCAB, (num_rows, prompt_length), generator=torch.Generator().manual_seed(0)).tolist()
+    tokens = autoregressive_decode(target(), prompts, max_new_tokens=19).tokens
+    return [prompt + new for prompt, new in zip(prompts, tokens, strict=True)]
+
+
+def training(drafter: EagleDrafter | None = None, **options: Any) -> EagleTraining:
+    """A training for that target, with its drafter's weights if one is given."""
+    if drafter is not None and drafter.draft_vocabulary is not None:
+        options["draft_vocabulary"] = len(drafter.draft_vocabulary)
+    sizes: dict[str, Any] = {"num_heads": 2, "num_key_heads": 1, "intermediate_size": 16}
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        made = EagleTraining(target(), feature_layers=[0, 1, 2], num_draft_tokens=3, **sizes, **options)
+    if drafter is not None:
+        made.drafter.load_state_dict(drafter.state_dict())
+        if drafter.draft_vocabulary is not None:
+            chosen = torch.zeros(VOCAB)
+            chosen[drafter.draft_vocabulary.tokens] = 1
+            made.drafter.draft_vocabulary.choose(chosen)  # type: ignore[union-attr]
+    return made
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("prompt_length", [1, 3])
+def test_rounds_counted_on_the_targets_own_texts_are_those_of_decoding(reduced: bool, prompt_length: int) -> None:
+    drafter = fitted_eagle(target(), reduced=reduced, num_steps=60)
+    module = training(drafter).eval()
+    rows = texts(6, prompt_length)
+    prompts = [row[:prompt_length] for row in rows]
+    result = speculative_decode(target(), module.drafter, prompts, max_new_tokens=19, num_draft_tokens=3)
+    metrics = module.new_metrics()
+    with torch.no_grad():
+        module.measure(metrics, batch_of(rows, prompt_length), "val")
+    counts, counted, values = result.counts, metrics.greedy.compute(), metrics.compute()
+    assert counts is not None and [row.tokens for row in result.rows] == [row[prompt_length:] for row in rows]
+    assert counted.num_rounds == sum(row.num_rounds for row in result.rows)
+    assert counted.accepted_per_round.tolist() == counts.histogram + [0] * (4 - len(counts.histogram))
+    assert counted.num_tested == counts.num_tested and counted.acceptance_sum == counts.num_accepted
+    assert 10 < counts.num_accepted < counts.num_tested, "the law says little of a draft that is never right, or always"
+    assert values["block_efficiency"] == pytest.approx(result.block_efficiency)
+
+
+def test_the_chance_of_each_position_is_the_overlap_of_both_distributions_there() -> None:
+    drafter = fitted_eagle(target(), reduced=True)
+    module, rows = training(drafter).eval(), texts(2)
+    metrics = module.new_metrics()
+    with torch.no_grad():
+        batch = batch_of(rows)
+        module.measure(metrics, batch, "val")
+        reading = module.read(batch, "val")
+        target_probs = target()(batch.tokens).logits.softmax(-1)
+        guesses = module.guesses(batch, reading)
+        for i, guess in enumerate(guesses):
+            draft_probs = module.drafter.logits(guess.hidden).softmax(-1)
+            overlaps: list[Tensor] = []
+            for row in range(2):
+                for token in range(max(3 + i, guess.first), len(rows[row])):  # the round's first guess is a new token
+                    own = draft_probs[row, token - guess.first]
+                    overlaps.append(torch.minimum(own, target_probs[row, token - 1]).sum())
+            found = metrics.compute()[f"position_{i + 1}/sampling_acceptance_rate"]
+            torch.testing.assert_close(found, torch.stack(overlaps).mean(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("loss", [None, CrossEntropy(), TotalVariation()])
+def test_a_few_steps_lower_the_loss_and_leave_the_target_as_it_is(loss: Any) -> None:
+    module = training(loss=loss, draft_vocabulary=9, learning_rate=0.01)
+    data = progressions()
+    module.check_data(data)
+    before = deepcopy(module.target.state_dict())
+    batch, optimizer = batch_of(texts()), module.configure_optimizers()
+    module.log_losses = lambda *args, **options: None  # type: ignore[method-assign]
+    module.trainer = Trainer(logger=False, enable_checkpointing=False, barebones=True)
+    losses = []
+    for step in range(12):
+        optimizer.zero_grad()
+        value = module.training_step(batch, step)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    assert losses[-1] < 0.9 * losses[0]
+    assert all(torch.equal(weight, before[name]) for name, weight in module.target.state_dict().items())
+    assert not module.train().target.training and module.drafter.training
+
+
+def test_prompts_are_learned_from_only_when_asked() -> None:
+    for learn, first in ((False, 3), (True, 2)):
+        module = training(learn_from_prompts=learn)
+        batch = batch_of([[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5]])
+        guesses = module.guesses(batch, module.read(batch, "train"))
+        for guess in guesses:
+            chosen = guess.learned(batch, prompts=learn)
+            tokens = [[guess.first + place for place in row.nonzero()[:, 0].tolist()] for row in chosen]
+            assert tokens == [list(range(max(first, guess.first), length)) for length in (7, 5)]
+
+
+def test_the_draft_says_what_the_training_texts_say_most_and_begins_with_the_targets_own_rows() -> None:
+    module = training(draft_vocabulary=6)
+    data = progressions()
+    counts = token_counts(data, VOCAB, prompts=False)
+    rows = data.rows("train")
+    batch = data.collate([rows[i] for i in range(len(rows))])
+    labels = [row[p:n] for row, p, n in zip(batch.tokens.tolist(), batch.prompt_lengths, batch.lengths, strict=True)]
+    assert counts.tolist() == [sum(row.count(token) for row in labels) for token in range(VOCAB)]
+    module.check_data(data)
+    own = module.draft_vocabulary
+    assert own is not None and sorted(counts[own.tokens].tolist()) == sorted(counts.tolist())[-6:]
+    assert torch.equal(module.drafter.network.output.weight, target().output_weight[own.tokens])
+    with torch.no_grad():
+        module.drafter.network.output.weight.zero_()
+    module.check_data(data)  # asked again, as the command line and the Trainer both do
+    assert not module.drafter.network.output.weight.any()
+
+
+def test_a_reading_is_the_targets_whole_distribution_at_the_drafts_tokens() -> None:
+    batch, tokens = batch_of(texts(3)), torch.tensor([2, 5, 7])
+    reading = OnTheFly().read(target(), batch, "train", layers=[0, 2], tokens=tokens)
+    output = target()(batch.tokens, features=(0, 2))
+    torch.testing.assert_close(reading.log_probs, output.logits.log_softmax(-1)[..., tokens])
+    assert torch.equal(reading.choices, output.logits.argmax(-1))
+    assert all(torch.equal(reading.features[layer], output.features[layer]) for layer in (0, 2))
+
+
+def test_a_reading_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = batch_of(texts(5))
+    whole = OnTheFly().read(target(), batch, "train", layers=[1], tokens=None)
+    monkeypatch.setattr("lightning_specdec.training.target_reading._MOST_BYTES", 2 * 4 * batch.tokens.shape[1] * VOCAB)
+    pieces = OnTheFly().read(target(), batch, "train", layers=[1], tokens=None)
+    torch.testing.assert_close(pieces.log_probs, whole.log_probs)
+    torch.testing.assert_close(pieces.features[1], whole.features[1])
+
+
+def test_the_learning_rate_rises_then_falls_by_half_a_cosine() -> None:
+    rates = [warmup_cosine(step, 110, warmup_steps=10, final=0.1) for step in range(111)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0) and rates[10] == pytest.approx(1.0)
+    assert rates[60] == pytest.approx(0.55) and rates[110] == pytest.approx(0.1)
+    assert warmup_cosine(500, math.inf, warmup_steps=10, final=0.1) == 1.0
+
+
+def test_low_middle_and_high_layers_are_layers_of_the_target() -> None:
+    assert low_middle_high(target()) == [0, 1, 2]
+
+
+def test_a_round_longer_than_the_rollouts_is_refused() -> None:
+    with pytest.raises(ValueError, match="a round of 3 guesses is measured on rollouts of 2"):
+        training(num_steps=2)
+
+
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path: Path) -> None:
+    def run(**options: Any) -> tuple[EagleTraining, Trainer]:
+        module = training(draft_vocabulary=9, warmup_steps=3, learning_rate=0.01)
+        keep = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = Trainer(max_epochs=2, accelerator="cpu", callbacks=[keep], **quiet)  # type: ignore[arg-type]
+        trainer.fit(module, datamodule=progressions(), **options)
+        return module, trainer
+
+    whole, _ = run()
+    resumed, trainer = run(ckpt_path=str(tmp_path / "epoch=0.ckpt"), weights_only=True)
+    assert trainer.global_step == 2 * 8 and resumed.effort.num_tokens == whole.effort.num_tokens == 2 * 40 * 10
+    assert resumed.draft_vocabulary is not None and whole.draft_vocabulary is not None
+    assert resumed.draft_vocabulary.arguments() == whole.draft_vocabulary.arguments()
+    weights = resumed.drafter.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in whole.drafter.state_dict().items())

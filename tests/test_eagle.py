@@ -1,0 +1,169 @@
+"""The autoregressive head: what it reads, what it remembers, and that training sees what decoding does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import PROMPTS, target
+from tiny_eagle import eagle, fitted_eagle
+
+from lightning_specdec.drafters import Context, EagleDrafter, Host, last_two
+from lightning_specdec.inference import Session, autoregressive_decode, speculative_decode
+from lightning_specdec.models import LanguageModel, ModelOutput
+from lightning_specdec.models.packed import PackedLinear
+from lightning_specdec.rules import Sampling
+from lightning_specdec.training.eagle_rollout import rollouts
+
+TEXT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def calls(model: torch.nn.Module) -> list[tuple[int, ...]]:
+    """The shapes that a module is called with from now on."""
+    seen: list[tuple[int, ...]] = []
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape)))
+    return seen
+
+
+def proposed(drafter: EagleDrafter, model: LanguageModel, text: list[int], read: int, window: int) -> Any:
+    """The guesses on a text of which the target has read the first tokens in one call, and the rest in another."""
+    with torch.inference_mode():
+        state = model.init_state(1, 40)
+        memory = drafter.init_state(1, 40, Host(model, state))
+        for piece in (text[:read], text[read:-1]):
+            output = model(torch.tensor([piece]), state, logits_for=slice(-1, None), features=drafter.features(model))
+            drafter.observe(memory, output, [0])
+        context = Context([text], last_two([text], model.device), None, wants_logits=True, vocab_size=model.vocab_size)
+        return drafter.propose(memory, context, [window], Sampling())
+
+
+@pytest.mark.parametrize("name", ["transformer", "llama", "gemma3"])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_guesses_are_those_of_the_rollouts_that_it_is_trained_on(name: str, reduced: bool) -> None:
+    model = target(name)
+    drafter = fitted_eagle(model, reduced=reduced)
+    window = 4
+    draft = proposed(drafter, model, TEXT, 5, window)
+    whole = torch.tensor([[*TEXT, *draft.tokens[0].tolist()]])
+    with torch.no_grad():
+        found = model(whole, features=tuple(drafter.feature_layers)).features
+        features = drafter.network.features([found[layer][:, :-1] for layer in drafter.feature_layers])
+        steps = rollouts(drafter.network, model.embeddings(whole[:, 1:]), features, window)
+        for i, hidden in enumerate(steps):
+            wanted = drafter.logits(hidden[0, len(TEXT) - 2 + i])
+            torch.testing.assert_close(draft.logits[0, i], wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_training_attends_as_a_round_does() -> None:
+    model = target("transformer")
+    network = fitted_eagle(model).network
+    tokens = torch.tensor([TEXT])
+    with torch.no_grad():
+        features = torch.randn(1, len(TEXT), network.hidden_size, generator=torch.Generator().manual_seed(0))
+        embedded = model.embeddings(tokens)
+        steps = rollouts(network, embedded, features, 3)
+        for start in (0, 3, 5):  # a round by itself: the entries up to its first, then its own outputs
+            own = rollouts(network, embedded[:, : start + 1], features[:, : start + 1], 1)[0]
+            torch.testing.assert_close(own[:, -1], steps[0][:, start])
+        changed = features.clone()
+        changed[:, 4:] += 1.0
+        others = rollouts(network, embedded, changed, 3)
+    for i in range(3):  # the round that begins with entry 3 knows no features behind it
+        torch.testing.assert_close(others[i][:, 3 + i], steps[i][:, 3 + i])
+        assert not torch.allclose(others[i][:, 4 + i], steps[i][:, 4 + i])
+
+
+@pytest.mark.parametrize("window", [1, 3, 6])
+def test_each_entry_is_read_once_and_guesses_are_forgotten(window: int) -> None:
+    model = target("transformer")
+    drafter = fitted_eagle(model)
+    session = Session(model, drafter, max_length=40, num_draft_tokens=window)
+    row = session.add(TEXT, max_new_tokens=20)
+    session.step()  # the target has read nothing yet: no guesses
+    assert session.num_draft_calls == 0
+    state: Any = session._batch.draft_state
+    while row.live:
+        assert state.known == [len(row.text) - 1]
+        session.step()
+        assert state.read.consumed[0] <= len(row.text) - 1
+    assert row.text[len(TEXT) :] == autoregressive_decode(model, TEXT, max_new_tokens=20).rows[0].tokens
+
+
+def test_it_guesses_better_than_chance_and_the_shapes_of_its_calls_do_not_depend_on_verdicts() -> None:
+    model = target("transformer")
+    drafter = fitted_eagle(model)
+    other = EagleDrafter(**drafter.arguments()).eval()
+    other.load_state_dict(drafter.state_dict())
+    seen = calls(other.network.output_norm)
+    read = calls(other.network.inner_norm)
+    session = Session(model, other, max_length=60, num_draft_tokens=3)
+    row = session.add(PROMPTS[1], max_new_tokens=40)
+    while row.remaining > 4:  # after that windows are shorter
+        session.step()
+    efficiency = session.result().block_efficiency
+    assert efficiency is not None and efficiency > 1.3
+    assert set(seen) == {(1, 16)}
+    assert set(read[1:]) == {(1, 4, 16), (1, 1, 16)}  # the first one read the prompt
+
+
+def test_a_fused_one_guesses_the_same_and_leaves_the_original_alone() -> None:
+    model = target("transformer")
+    drafter = fitted_eagle(model)
+    fused = drafter.fused()
+    assert fused.fused() is fused
+    assert any(isinstance(layer, PackedLinear) for layer in fused.modules())
+    assert not any(isinstance(layer, PackedLinear) for layer in drafter.modules())
+    first, second = (
+        speculative_decode(model, each, PROMPTS, max_new_tokens=16, num_draft_tokens=4) for each in (drafter, fused)
+    )
+    assert first.tokens == second.tokens and first.num_target_calls == second.num_target_calls
+
+
+def test_what_lies_behind_a_rejection_is_not_learnt() -> None:
+    model = target("transformer")
+    drafter = fitted_eagle(model)
+    state = model.init_state(1, 40)
+    memory = drafter.init_state(1, 40, Host(model, state))
+    hidden = torch.zeros(1, 6, model.hidden_size or 0)
+    state.advance(6)
+    features = dict.fromkeys(drafter.feature_layers, hidden)
+    drafter.observe(memory, ModelOutput(torch.zeros(1, 4, model.vocab_size), features), [1])
+    assert memory.known == [4]  # three tokens of text and a kept guess
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"feature_layers": []}, "feature_layers must be one layer or several different ones"),
+        ({"feature_layers": [1, 1]}, "feature_layers must be one layer or several different ones"),
+        ({"num_heads": 3}, "do not divide a hidden size of 16"),
+        ({"draft_vocabulary": [3, 2]}, "draft_vocabulary must ascend"),
+        ({"draft_vocabulary": [3, 11]}, "a token of draft_vocabulary must be from 0 to 10, got 11"),
+        ({"draft_vocabulary": 12}, "draft_vocabulary must be from 2 to 11, got 12"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(arguments: dict[str, Any], message: str) -> None:
+    sizes = {"hidden_size": 16, "vocab_size": 11, "num_heads": 2, "num_key_heads": 1, "intermediate_size": 16}
+    with pytest.raises(ValueError, match=message):
+        EagleDrafter(**{"feature_layers": [0], **sizes, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 32}, "a hidden size of 32, the target has one of 16"),
+        ({"vocab_size": 12}, "a vocabulary of 12, the target has one of 11"),
+        ({"feature_layers": [2]}, "reads layer 2, the target has the layers 0 to 1"),
+    ],
+)
+def test_a_target_of_other_sizes_is_refused(changes: dict[str, Any], message: str) -> None:
+    model = target("transformer")
+    with pytest.raises(ValueError, match=message):
+        EagleDrafter(**{**eagle(model).arguments(), **changes}).check_target(model)
+
+
+def test_a_target_without_embeddings_is_refused() -> None:
+    model = target("rnn")
+    with pytest.raises(ValueError, match="does not show its embeddings"):
+        eagle(model, layers=[0]).check_target(model)

@@ -1,0 +1,281 @@
+"""Laws of generated text: the rows are the target's own, whoever writes them and however often he is stopped."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_fixtures import call, refused, succeed
+from generated import PROMPTS, contents, corpus, generate, prompt_file, target
+
+from lightning_specdec import cli_groups, data
+from lightning_specdec.data import ArithmeticProgressions, PromptFiles, PromptSource
+from lightning_specdec.data import corpus as corpus_files
+from lightning_specdec.inference import autoregressive_decode
+from lightning_specdec.models.loading import load_model
+from lightning_specdec.rules import Sampling
+from lightning_specdec.training import GenerateText, GenerationBar, refill
+from lightning_specdec.training.generate import NoGuesses
+
+__all__ = ["corpus", "target"]
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+def test_every_row_is_what_the_target_decodes_alone(
+    target: str, corpus: Path, tmp_path: Path, num_draft_tokens: int
+) -> None:
+    if num_draft_tokens:
+        source = PromptFiles(prompt_file(tmp_path))
+        corpus = generate(target, tmp_path / "text", source, num_draft_tokens=num_draft_tokens)
+    model, index, endings = load_model(target), 0, set()
+    assert model.tokenizer is not None
+    for shard in corpus_files.open_corpus(corpus)[1]:
+        for number, length in enumerate(shard.prompt_lengths.tolist()):
+            row, temperature = shard.row(number).tolist(), float(shard.temperatures[number])
+            assert (shard.prompt_numbers[number], temperature) == (index // 2, index % 2)
+            assert row[:length] == model.tokenizer.encode_chat([{"role": "user", "content": PROMPTS[index // 2]}])
+            alone = autoregressive_decode(
+                model,
+                [row[:length]],
+                max_new_tokens=9,
+                sampling=Sampling(temperature),
+                eos=sorted(model.tokenizer.eos),
+                seed=5,
+                indices=[index],
+            )
+            assert row[length:] == alone.tokens[0]
+            endings.add(alone.rows[0].stop_reason)
+            index += 1
+    assert index == 2 * len(PROMPTS) and endings == {"eos", "length"}, "a case that tells something"
+
+
+@pytest.mark.parametrize("shard_size", [4, 64])
+def test_one_process_and_two_write_the_same_rows(target: str, tmp_path: Path, shard_size: int) -> None:
+    source = prompt_file(tmp_path)
+    written = [
+        contents(generate(target, tmp_path / str(n), PromptFiles(source), devices=n, shard_size=shard_size))
+        for n in (1, 2)
+    ]
+    assert written[0] == written[1] and len(written[0]) == (3 if shard_size == 4 else 1)
+    manifests = [json.loads((tmp_path / str(n) / "manifest.json").read_text()) for n in (1, 2)]
+    assert manifests[0] == manifests[1] and manifests[0]["totals"]["num_rows"] == 2 * len(PROMPTS)
+
+
+def _die_in_the_second_shard(target: str, output: Path, source: str) -> None:
+    calls, replace = [], os.replace
+
+    def replaced(*names: str) -> None:
+        calls.append(names)
+        if len(calls) == 3:  # the manifest, a shard, and the next one, whole but not in its place
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(*names)
+
+    os.replace = replaced  # type: ignore[assignment]
+    generate(target, output, PromptFiles(source))
+
+
+def test_a_killed_run_goes_on_where_it_was(target: str, corpus: Path, tmp_path: Path) -> None:
+    output = tmp_path / "text"
+    arguments = target, output, prompt_file(tmp_path)
+    child = multiprocessing.get_context("fork").Process(target=_die_in_the_second_shard, args=arguments)
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    left = contents(output)
+    assert len(left) == 2 and left["shard-00000.safetensors"] == contents(corpus)["shard-00000.safetensors"]
+    written = (output / "shard-00000.safetensors").stat().st_mtime_ns
+    generate(target, output, PromptFiles(arguments[2]))
+    assert contents(output) == contents(corpus)
+    assert (output / "shard-00000.safetensors").stat().st_mtime_ns == written, "what is finished is not made again"
+
+
+def test_a_torn_shard_is_written_anew(target: str, corpus: Path, tmp_path: Path) -> None:
+    output = tmp_path / "text"
+    shutil.copytree(corpus, output)
+    torn = output / "shard-00001.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-9])
+    generate(target, output, PromptFiles(prompt_file(corpus.parent)))
+    assert contents(output) == contents(corpus)
+
+
+def command(target: str, *more: str) -> tuple[str, ...]:
+    given = {"model": "GenerateText", "model.target": target, "model.output": "text", "model.max_new_tokens": "9"}
+    given |= {"model.temperatures": "[0,1]", "model.batch_size": "3", "model.shard_size": "4", "model.seed": "5"}
+    given |= {"data": "PromptFiles", "data.paths": "prompts.txt", "trainer.accelerator": "cpu"}
+    return ("generate", *(word for name, value in given.items() for word in (f"--{name}", value)), *more)
+
+
+def test_the_command_line_writes_the_same_and_says_where(
+    target: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prompt_file(tmp_path)
+    outcome = succeed(*command(target))
+    totals = corpus_files.read_manifest(corpus)["totals"]
+    assert outcome.out == f"22 rows, {totals['num_new_tokens']} new tokens: text\n" and "rows 22/22" in outcome.err
+    # The source's path is among the arguments, and no other difference.
+    assert contents(tmp_path / "text") == contents(corpus)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.txt", "text"]
+
+
+def test_a_full_disk_is_one_line_and_leaves_what_is_finished(
+    target: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prompt_file(tmp_path)
+    calls, sync = [], os.fsync
+
+    def fill(number: int) -> None:
+        calls.append(number)
+        if len(calls) == 3:  # the manifest, a shard, and the next one
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(number)
+
+    monkeypatch.setattr(os, "fsync", fill)
+    outcome = call(*command(target))
+    assert outcome.code == 2 and outcome.out == "" and "Traceback" not in outcome.err
+    last = outcome.err.splitlines()[-1]
+    assert last.startswith("error: text/shard-00001.safetensors cannot be written (No space left on device)")
+    left = contents(tmp_path / "text")
+    assert list(left) == ["shard-00000.safetensors"] and left.items() <= contents(corpus).items()
+    succeed(*command(target))
+    assert contents(tmp_path / "text") == contents(corpus)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_at_once_and_keeps_what_is_finished(
+    target: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prompt_file(tmp_path)
+    ended = []
+
+    def watch(bar: GenerationBar, num_tokens: int, num_ended: int) -> None:
+        ended.append(num_ended)
+        if sum(ended) - num_ended <= 8 < sum(ended):  # the first of the second shard's eight rows
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(GenerationBar, "_watch", watch)
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        outcome = call(*command(target))
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    assert outcome.code == code and outcome.out == "" and "Traceback" not in outcome.err, outcome
+    left = contents(tmp_path / "text")
+    assert list(left) == ["shard-00000.safetensors"] and left.items() <= contents(corpus).items()
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (("--model.seed", "6"), "text holds another run's text (arguments.seed was 5 there and is 6 now)"),
+        (("--model.temperatures", "[0]"), "(arguments.temperatures was [0.0, 1.0] there and is [0.0] now)"),
+        (("--data.num_prompts", "5"), "(data.num_prompts was null there and is 5 now)"),
+        (("--model.dtype", "bfloat16"), '(target.dtype was "float32" there and is "bfloat16" now)'),
+        (("--model.temperatures", "[1,1]"), "temperatures must be one or more, all different"),
+        (("--model.num_draft_tokens", "many"), "num_draft_tokens must be an integer or auto, got 'many'"),
+        (("--model.max_new_tokens", "600"), "the target's context holds 512"),
+        (("--model.target", "nowhere"), "nowhere"),
+        (("--data.paths", "nowhere.txt"), "nowhere.txt does not exist"),
+        (("--data", "ArithmeticProgressions"), "GenerateText needs a PromptSource as its data"),
+        (("--ckpt_path", "x"), "unrecognized arguments: --ckpt_path"),
+    ],
+)
+def test_what_cannot_be_generated_is_one_line(
+    target: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    prompt_file(tmp_path)
+    shutil.copytree(corpus, tmp_path / "text")
+    manifest = corpus_files.read_manifest(corpus)
+    corpus_files.write_manifest(tmp_path / "text", manifest | {"data": manifest["data"] | {"paths": ["prompts.txt"]}})
+    before, outcome = contents(tmp_path / "text"), call(*command(target, *more))
+    assert outcome.code == 2 and outcome.out == "" and told in outcome.err.splitlines()[-1], outcome
+    assert outcome.err.splitlines()[-1].startswith("error: ") and outcome.err.count("error") == 1
+    assert contents(tmp_path / "text") == before
+
+
+def test_shards_of_nobody_are_not_written_over(target: str, corpus: Path, tmp_path: Path) -> None:
+    output = tmp_path / "text"
+    shutil.copytree(corpus, output)
+    (output / "manifest.json").unlink()
+    with pytest.raises(ValueError, match="holds shards without a manifest"):
+        generate(target, output, PromptFiles(prompt_file(tmp_path)))
+    assert contents(output) == contents(corpus)
+
+
+def test_a_model_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    networks = ("--model.target", "RNN", "--model.draft", "RNN", "--data", "ArithmeticProgressions")
+    told = "generate needs GenerateText as its model, got PairTraining"
+    refused("generate", "--model", "PairTraining", *networks, "--data.vocab_size", "50", told=told)
+    assert ArithmeticProgressions is data.ArithmeticProgressions
+
+
+def test_measured_windows_are_kept_for_the_runs_that_go_on(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source, output = prompt_file(tmp_path), tmp_path / "text"
+    generate(target, output, PromptFiles(source), limit=1, num_draft_tokens="auto", temperatures=[0.0])
+    windows = corpus_files.read_manifest(output)["windows"]
+    assert [window["kind"] for window in windows] == ["AdaptiveWindow"]
+    monkeypatch.setattr("lightning_specdec.bench.remembered.load_or_measure", lambda *_, **__: pytest.fail("measured"))
+    generate(target, output, PromptFiles(source), num_draft_tokens="auto", temperatures=[0.0])
+    assert corpus_files.read_manifest(output)["windows"] == windows and len(contents(output)) == 3
+
+
+def test_rows_join_as_others_end_and_change_nothing(target: str) -> None:
+    model = load_model(target)
+    assert model.tokenizer is not None
+    eos = sorted(model.tokenizer.eos)
+    prompts = {number: [2 + number] * (1 + number % 2) for number in range(24)}
+
+    def rounds(batch_size: int, **more: Any) -> tuple[dict[int, list[int]], int]:
+        seen: list[tuple[int, int]] = []
+        made = refill.continue_all(
+            model,
+            prompts,
+            max_new_tokens=24,
+            batch_size=batch_size,
+            window=NoGuesses(),
+            sampling=Sampling(1.0),
+            eos=eos,
+            seed=1,
+            watch=lambda tokens, ended: seen.append((tokens, ended)),
+        )
+        assert sum(tokens for tokens, _ in seen) == sum(map(len, made.values()))
+        assert sum(ended for _, ended in seen) == len(prompts)
+        return made, len(seen)
+
+    (alone, num_alone), (together, num_together) = rounds(1), rounds(4)
+    assert together == alone and num_alone == sum(map(len, alone.values()))
+    lengths = [len(alone[number]) for number in sorted(alone, key=lambda number: (len(prompts[number]), number))]
+    waiting_for_the_last = sum(max(lengths[i : i + 4]) for i in range(0, len(lengths), 4))
+    assert num_together < 0.9 * waiting_for_the_last
+
+
+def test_the_help_is_the_constructors() -> None:
+    shown = {option.name.partition(".")[2]: option for option in cli_groups.GENERATION if "." in option.name}
+    arguments = inspect.signature(GenerateText).parameters
+    assert list(shown) == list(arguments)
+    for name, argument in arguments.items():
+        default = None if argument.default is inspect.Parameter.empty else argument.default
+        assert shown[name].default == default, name
+    sources = {
+        name
+        for name in data.__all__
+        if isinstance(kind := getattr(data, name), type) and issubclass(kind, PromptSource)
+    } - {"PromptSource"}
+    assert set(cli_groups.PROMPT_SOURCES) == sources

@@ -1,0 +1,149 @@
+"""Laws of generated text as training data: rows as they were written, no prompt in two splits, faults named."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_tokenizers
+from generated import PROMPTS, contents, corpus, generate, prompt_file, target
+
+from lightning_specdec.data import GeneratedText, PromptFiles, TextFiles, TokenData
+from lightning_specdec.data.base import SPLITS
+from lightning_specdec.data.corpus import open_corpus, read_manifest, write_manifest
+from lightning_specdec.text.tokenizer import TextTokenizer
+
+__all__ = ["corpus", "target"]
+SMALL: dict[str, Any] = {"num_val": 2, "num_test": 2, "batch_size": 4}
+VOCABULARY = 320
+
+
+def stored(*corpora: Path) -> list[tuple[list[int], int]]:
+    """Every row of some directories, with its prompt's length."""
+    shards = [shard for corpus in corpora for shard in open_corpus(corpus)[1]]
+    return [
+        (shard.row(number).tolist(), length)
+        for shard in shards
+        for number, length in enumerate(shard.prompt_lengths.tolist())
+    ]
+
+
+def dealt(data: TokenData) -> dict[str, list[tuple[list[int], int]]]:
+    """Every row of every split, with its prompt's length, through the loaders."""
+    loaders = {"train": data.train_dataloader(), "val": data.val_dataloader(), "test": data.test_dataloader()}
+    return {
+        split: [
+            (row[:length], prompt_length)
+            for batch in loader
+            for row, length, prompt_length in zip(
+                batch.tokens.tolist(), batch.lengths.tolist(), batch.prompt_lengths.tolist(), strict=True
+            )
+        ]
+        for split, loader in loaders.items()
+    }
+
+
+def test_the_splits_have_every_row_once_and_share_no_prompt(target: str, corpus: Path, tmp_path: Path) -> None:
+    again = generate(target, tmp_path / "hot", PromptFiles(prompt_file(tmp_path, PROMPTS[2:])), temperatures=[2.0])
+    data = GeneratedText([str(corpus), str(again)], VOCABULARY, **SMALL)
+    splits = dealt(data)
+    everything = [row for rows in splits.values() for row in rows]
+    assert sorted(everything) == sorted(stored(corpus, again)) and len(everything) == 3 * len(PROMPTS) - 2
+    prompts = {split: {tuple(row[:length]) for row, length in rows} for split, rows in splits.items()}
+    assert [len(prompts[split]) for split in SPLITS] == [len(PROMPTS) - 4, 2, 2]
+    assert len(set().union(*prompts.values())) == len(PROMPTS), "no prompt is in two splits"
+    assert len(splits["val"]) > 2, "a case that tells something: several rows of a prompt"
+
+
+def test_held_out_prompts_are_the_real_ones_and_the_first_ones_differ(target: str, corpus: Path) -> None:
+    data = GeneratedText(str(corpus), VOCABULARY, **SMALL)
+    tokenizer = TextTokenizer.load(target)
+    known = {tuple(tokenizer.encode_chat([{"role": "user", "content": prompt}])) for prompt in PROMPTS}
+    assert len(data.prompts()) == 2 and {tuple(prompt) for prompt in data.prompts()} <= known
+    first = [tuple(row[:length]) for row, length in dealt(data)["val"][:2]]
+    assert len(set(first)) == 2 and set(first) <= known
+    assert data.fixed_rows and not TextFiles.fixed_rows
+
+
+def test_rows_are_cut_to_max_length_and_prompts_without_room_left_out(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = stored(corpus)
+    length = sorted(length for _, length in whole)[len(whole) // 2]
+    data = GeneratedText(str(corpus), VOCABULARY, max_length=length, num_val=1, num_test=1, batch_size=4)
+    kept = [row for rows in dealt(data).values() for row in rows]
+    assert sorted(kept) == sorted((row[:length], size) for row, size in whole if size < length)
+    assert f"{len(whole) - len(kept)} rows of" in capsys.readouterr().err and len(whole) > len(kept)
+    assert data.max_length == length and GeneratedText(str(corpus), VOCABULARY).max_length == max(
+        len(row) for row, _ in whole
+    )
+
+
+def test_bytes_per_token_are_those_of_the_text(target: str, corpus: Path) -> None:
+    data, tokenizer = GeneratedText(str(corpus), VOCABULARY, **SMALL), TextTokenizer.load(target)
+    rows = [row for row, _ in dealt(data)["val"]]
+    num_bytes = sum(len(tokenizer.vocabulary.token_bytes[token] or b"") for row in rows for token in row)
+    assert data.bytes_per_token("val") == num_bytes / sum(map(len, rows)) and data.tokenizer == target
+
+
+def test_the_seed_deals_and_the_record_says_how(corpus: Path) -> None:
+    one, same, other = (GeneratedText(str(corpus), VOCABULARY, **SMALL, seed=seed) for seed in (0, 0, 1))
+    assert dealt(one) == dealt(same) and one.prompts() != other.prompts()
+    again = GeneratedText(**one.arguments())  # type: ignore[arg-type]
+    assert dealt(again) == dealt(one)
+
+
+def cut(corpus: Path) -> None:
+    path = corpus / "shard-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def outside(corpus: Path) -> None:
+    write_manifest(corpus, read_manifest(corpus) | {"vocab_size": 30})
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
+    "torn": (cut, {}, "the shard .*shard-00001.safetensors is torn or damaged"),
+    "missing": (lambda path: (path / "shard-00002.safetensors").unlink(), {}, "shard-00002.safetensors is missing"),
+    "empty": (lambda path: (path / "shard-00000.safetensors").write_bytes(b""), {}, "shard-00000.safetensors is torn"),
+    "no manifest": (lambda path: (path / "manifest.json").unlink(), {}, "holds no generated text"),
+    "other format": (
+        lambda path: write_manifest(path, read_manifest(path) | {"format": 2}),
+        {},
+        "is no manifest of format 1",
+    ),
+    "tokens outside": (outside, {"vocab_size": 30}, "holds rows that cannot have been generated"),
+    "other vocabulary": (
+        lambda path: None,
+        {"vocab_size": 400},
+        "generated with a vocabulary of 320 tokens, vocab_size",
+    ),
+    "other tokenizer": (lambda path: None, {"tokenizer": "other"}, "is text of the tokenizer .*, not of other"),
+    "too few": (lambda path: None, {"num_val": 20}, "has, as prompts, 11 distinct sequences"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_faulty_corpus_is_refused_by_one_line_that_names_it(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_tokenizers.byte_level(vocab_size=300).save_pretrained(tmp_path / "other")
+    shutil.copytree(corpus, tmp_path / "text")
+    spoil, arguments, told = FAULTS[name]
+    spoil(tmp_path / "text")
+    before = contents(tmp_path / "text")
+    with pytest.raises((ValueError, FileNotFoundError), match=told) as caught:
+        GeneratedText("text", **{"vocab_size": VOCABULARY, **arguments}).setup("fit")
+    assert "\n" not in str(caught.value) and contents(tmp_path / "text") == before
+
+
+def test_two_corpora_of_two_tokenizers_are_refused(corpus: Path, tmp_path: Path) -> None:
+    shutil.copytree(corpus, tmp_path / "other")
+    manifest = read_manifest(corpus)
+    write_manifest(tmp_path / "other", manifest | {"tokenizer": {"name": "theirs", "fingerprint": "another"}})
+    with pytest.raises(ValueError, match="is text of the tokenizer theirs, .* of another: give one of them"):
+        GeneratedText([str(corpus), str(tmp_path / "other")], VOCABULARY).setup("fit")

@@ -1,0 +1,194 @@
+"""Laws of targets that lie elsewhere: a checkpoint says which one it means, and decodes and trains with no other."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_fixtures import Outcome, call, refused, succeed
+from tiny_models import write_text_model
+
+from lightning_specdec import SpeculativeDecoder, checkpoint
+from lightning_specdec.models.loading import load_model
+from lightning_specdec.training import MultiTokenTraining
+
+DATA = ("--data", "QuadraticProgressions", "--data.vocab_size", "64", "--data.max_change", "0")
+TRAINER = ("--trainer.accelerator", "cpu", "--trainer.limit_train_batches", "2", "--trainer.limit_val_batches", "1")
+QUIET = (
+    "--trainer.logger",
+    "false",
+    "--trainer.enable_progress_bar",
+    "false",
+    "--trainer.enable_model_summary",
+    "false",
+)
+HEADS = ("--model", "MultiTokenTraining", "--model.num_heads", "2", "--model.num_draft_tokens", "2")
+BRIEF = ("--repeats", "1", "--max_new_tokens", "6", "--output", "json", "--prompt", "1 2 3")
+
+
+def train(verb: str, *arguments: str, target: str = "target", freeze: str = "true") -> Outcome:
+    given = ("--model.target_checkpoint", target, "--model.freeze_target", freeze, "--trainer.default_root_dir", "run")
+    saved: tuple[str, ...] = ("--trainer.callbacks", "ModelCheckpoint", "--trainer.callbacks.dirpath", "run")
+    saved += ("--trainer.callbacks.filename", "best", "--trainer.callbacks.save_last", "true")
+    saved += ("--trainer.callbacks.enable_version_counter", "false")
+    return call(verb, *HEADS, *given, *DATA, *TRAINER, *QUIET, *saved, "--trainer.limit_test_batches", "1", *arguments)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a target, another one, and a run of heads on the first that stays as it is."""
+    home = tmp_path_factory.mktemp("references")
+    for name, seed in (("target", 1), ("other", 2)):
+        write_text_model(home / name, seed=seed)
+        for path in (home / name).glob("token*"):
+            path.unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        patch.setenv("XDG_CACHE_HOME", str(home / "cache"))
+        outcome = train("fit", "--trainer.max_epochs", "1")
+        assert outcome.code == 0, outcome.err
+    return home
+
+
+@pytest.fixture(autouse=True)
+def _there(home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for path in home.iterdir():
+        (tmp_path / path.name).symlink_to(path) if path.name == "cache" else _copy(path, tmp_path / path.name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def _copy(path: Path, place: Path) -> None:
+    if path.is_dir():
+        shutil.copytree(path, place)
+
+
+def test_a_frozen_target_of_a_directory_is_named_and_not_stored() -> None:
+    content = checkpoint.read("run/best.ckpt")
+    target, described = load_model("target"), content[checkpoint.KEY]["target"]
+    assert target.origin is not None
+    assert (described["source"], described["sha256"]) == ("target", target.origin.sha256)
+    assert {name.split(".")[0] for name in content["state_dict"]} == {"drafter"}
+    assert Path("run/best.ckpt").stat().st_size < target.memory_bytes * 4
+    loaded = checkpoint.load("run/best.ckpt").target.state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in target.state_dict().items())
+
+
+def test_decode_finds_the_target_or_is_given_it_anew(tmp_path: Path) -> None:
+    (both,) = succeed("decode", "--ckpt", "run/best.ckpt", *BRIEF).json["prompts"]
+    assert both["standard"]["tokens"] == both["speculative"]["tokens"]
+    Path("target").rename("moved")
+    refused("decode", "--ckpt", "run/best.ckpt", *BRIEF, told="which is not here: give its directory with --target")
+    (moved,) = succeed("decode", "--ckpt", "run/best.ckpt", "--target", "moved", *BRIEF).json["prompts"]
+    assert moved["speculative"]["tokens"] == both["speculative"]["tokens"]
+    own = SpeculativeDecoder.from_checkpoint("run/best.ckpt", target=load_model("moved"))
+    assert own.decode([[1, 2, 3]], max_new_tokens=6, eos=()).tokens == [both["speculative"]["tokens"]]
+    shown = succeed("info", "run/best.ckpt").out
+    assert "target      target (sha256 " in shown and "not in this file" in shown and "MultiTokenDrafter(" in shown
+
+
+def test_another_target_is_refused_by_name() -> None:
+    given = ("decode", "--ckpt", "run/best.ckpt", *BRIEF)
+    refused(*given, "--target", "other", told="run/best.ckpt was trained for target (sha256 ")
+    shutil.rmtree("target")
+    Path("other").rename("target")
+    refused(*given, told="what is there now is another (sha256 ")
+    refused("decode", "--ckpt", "run/best.ckpt", "--pair", "smollm2", told="name the models by one of")
+
+
+def test_a_checkpoint_that_holds_its_target_decodes_with_no_other() -> None:
+    decoder = SpeculativeDecoder.from_checkpoint("run/best.ckpt")
+    decoder.save("whole.ckpt")
+    shutil.rmtree("target")
+    assert SpeculativeDecoder.from_checkpoint("whole.ckpt").decode([[1, 2]], max_new_tokens=3).tokens
+    refused("decode", "--ckpt", "whole.ckpt", "--target", "other", *BRIEF, told="holds its target itself")
+
+
+def test_the_draft_is_exported_alone_and_needs_no_target_for_that() -> None:
+    window = checkpoint.load("run/best.ckpt").recipe["num_draft_tokens"]
+    Path("target").rename("moved")
+    succeed("export", "--ckpt", "run/best.ckpt", "--output", "draft.safetensors", "--dtype", "bfloat16")
+    succeed("export", "--ckpt", "run/best.ckpt", "--output", "draft.safetensors")  # over a draft file
+    succeed("export", "--ckpt", "run/best.ckpt", "--output", "small.ckpt", "--dtype", "bfloat16")
+    Path("moved").rename("target")
+    alone = succeed("decode", "--target", "target", "--draft", "draft.safetensors", *BRIEF).json
+    assert alone["manifest"]["options"]["num_draft_tokens"] == window == 2
+    (both,) = succeed("decode", "--ckpt", "run/best.ckpt", *BRIEF).json["prompts"]
+    assert alone["prompts"][0]["speculative"]["tokens"] == both["speculative"]["tokens"]
+    assert checkpoint.load("small.ckpt").reference == checkpoint.load("run/best.ckpt").reference
+    succeed("decode", "--ckpt", "small.ckpt", *BRIEF)
+
+
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+def test_the_trainer_uses_such_a_checkpoint(verb: str) -> None:
+    outcome = train(verb, "--ckpt_path", "run/best.ckpt")
+    assert outcome.code == 0, outcome.err
+
+
+def test_a_run_is_resumed_where_its_target_is_now_and_on_no_other() -> None:
+    Path("target").rename("moved")
+    more = ("--ckpt_path", "run/last.ckpt", "--trainer.max_epochs", "2")
+    outcome = train("fit", *more, target="moved")
+    assert outcome.code == 0, outcome.err
+    made = checkpoint.load("run/last.ckpt")
+    assert made.training["epoch"] == 1 and made.reference is not None and made.reference.source == "moved"
+    outcome = train("fit", *more, "--trainer.max_epochs", "3", target="other")
+    assert outcome.code == 2 and "run/last.ckpt was trained for moved (sha256 " in outcome.err, outcome.err
+    assert outcome.err.count("\n") == 1
+    outcome = train("fit", *more, "--trainer.max_epochs", "3", target="moved", freeze="false")
+    assert outcome.code == 2 and outcome.err.count("\n") == 1, outcome.err
+
+
+def test_a_target_that_is_trained_is_stored_whole() -> None:
+    model = MultiTokenTraining(target_checkpoint="target")
+    assert model.describe()["target"]["class"] == "HuggingFaceLM"
+    again = MultiTokenTraining(target_checkpoint="run/best.ckpt", freeze_target=True)
+    assert again.describe()["target"]["source"] == "target", "heads on the target of heads mean the same target"
+    learns = MultiTokenTraining(target_checkpoint="run/best.ckpt")
+    assert learns.describe()["target"]["class"] == "HuggingFaceLM"
+
+
+def test_weights_that_come_from_a_checkpoint_are_no_longer_those_of_the_files() -> None:
+    model = MultiTokenTraining(target_checkpoint="target", freeze_target=True)
+    model.on_load_checkpoint({checkpoint.KEY: {"target": {"class": "HuggingFaceLM", "arguments": {}}}})
+    assert model.describe()["target"]["class"] == "HuggingFaceLM"
+
+
+DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no digest": (lambda it: it[checkpoint.KEY]["target"].update(sha256=None), "does not say which one it means"),
+    "no source": (lambda it: it[checkpoint.KEY]["target"].update(source=None), "does not say which one it means"),
+    "a number for a source": (lambda it: it[checkpoint.KEY]["target"].update(source=3), "nothing usable of its target"),
+    "more than it may say": (lambda it: it[checkpoint.KEY]["target"].update(code="x"), "nothing usable of its target"),
+    "a model of the hub": (lambda it: it[checkpoint.KEY]["target"].update(source="a/b"), "which is not here"),
+    "no name of one": (lambda it: it[checkpoint.KEY]["target"].update(source="a//\n../b"), "which is not here"),
+    "a place of other files": (lambda it: it[checkpoint.KEY]["target"].update(source="run"), "holds no weights"),
+    "weights after all": (
+        lambda it: it["state_dict"].update({"target.x": torch.ones(1)}),
+        "'target.x', and its target lies elsewhere",
+    ),
+    "an unknown type": (lambda it: it[checkpoint.KEY]["target"].update(dtype="int3"), "dtype must be one of"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_whatever_a_strangers_file_says_of_its_target_is_one_line(name: str) -> None:
+    damage, told = DAMAGES[name]
+    content = copy.deepcopy(checkpoint.read("run/best.ckpt"))
+    damage(content)
+    torch.save(content, "bad.ckpt")
+    refused("decode", "--ckpt", "bad.ckpt", *BRIEF, told=told)
+
+
+def test_code_beside_a_target_is_never_run() -> None:
+    config = Path("target/config.json")
+    config.write_text(
+        config.read_text().replace('"llama"', '"own"').replace("{", '{"auto_map": {"AutoConfig": "c.C"},', 1)
+    )
+    Path("target/c.py").write_text("import os; os.mkdir('exploded')")
+    refused("decode", "--ckpt", "run/best.ckpt", *BRIEF, told="Python code of its own")
+    assert not Path("exploded").exists()

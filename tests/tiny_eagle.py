@@ -1,0 +1,68 @@
+"""Autoregressive heads for tests: fitted to what a tiny target itself writes, so right often, not always."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from tiny_heads import examples
+from torch import Tensor, nn
+
+from lightning_specdec.drafters import EagleDrafter
+from lightning_specdec.models import LanguageModel
+from lightning_specdec.training.eagle_rollout import rollouts
+
+
+def eagle(
+    target: LanguageModel, *, draft_vocabulary: list[int] | None = None, layers: list[int] | None = None
+) -> EagleDrafter:
+    """A random one; the global seed stays as it was."""
+    assert target.hidden_size is not None and target.num_layers is not None
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return EagleDrafter(
+            layers or list(range(target.num_layers)),
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            num_heads=2,
+            num_key_heads=1,
+            intermediate_size=16,
+            draft_vocabulary=draft_vocabulary,
+        ).eval()
+
+
+@functools.cache
+def fitted_eagle(target: LanguageModel, *, reduced: bool = False, num_steps: int = 30) -> EagleDrafter:
+    """One fitted by a few steps where it takes the target; read it, do not write to it."""
+    vocabulary = [token for token in range(target.vocab_size) if token % 5 != 4] if reduced else None
+    drafter = (
+        eagle(target, draft_vocabulary=vocabulary)
+        if target.hidden_size is not None and target.num_layers is not None
+        else EagleDrafter([0], hidden_size=4, vocab_size=7, num_heads=1, num_key_heads=1, intermediate_size=4)
+    )
+    try:
+        drafter.check_target(target)
+    except ValueError:
+        return drafter
+    texts, _ = examples(target)
+    tokens = texts.clamp(min=0)
+    with torch.no_grad():
+        found = target(tokens, features=tuple(drafter.feature_layers)).features
+        embedded = target.embeddings(tokens[:, 1:])
+    labels = texts if drafter.draft_vocabulary is None else drafter.draft_vocabulary.to_draft(texts, -1)
+    weights = list(drafter.network.parameters())
+    optimizer = torch.optim.Adam(weights, lr=0.02)
+    for _ in range(num_steps):
+        features = drafter.network.features([found[layer][:, :-1] for layer in drafter.feature_layers])
+        steps: list[Tensor] = rollouts(drafter.network, embedded, features, 3)
+        losses = [
+            nn.functional.cross_entropy(
+                drafter.network.logits(hidden[:, i:-1]).flatten(0, 1), labels[:, 2 + i :].flatten(), ignore_index=-1
+            )
+            for i, hidden in enumerate(steps)
+        ]
+        gradients = torch.autograd.grad(torch.stack(losses).sum(), weights)
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient
+        optimizer.step()
+    return drafter.eval()
