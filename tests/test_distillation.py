@@ -39,8 +39,8 @@ def batch_of(rows: list[list[int]], prompt_length: int = 3) -> Batch:
     return ArithmeticProgressions(prompt_length=prompt_length).collate(list(enumerate(rows)))
 
 
-def progressions() -> ArithmeticProgressions:
-    return ArithmeticProgressions(vocab_size=VOCAB, modulo=True, num_train=40, num_val=8, num_test=3)
+def progressions(**arguments: Any) -> ArithmeticProgressions:
+    return ArithmeticProgressions(vocab_size=VOCAB, modulo=True, num_train=40, num_val=8, num_test=3, **arguments)
 
 
 def texts(num_rows: int = 6, prompt_length: int = 3) -> list[list[int]]:
@@ -206,5 +206,13 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path: Path) -> 
     assert trainer.global_step == 2 * 8 and resumed.effort.num_tokens == whole.effort.num_tokens == 2 * 40 * 10
     assert resumed.draft_vocabulary is not None and whole.draft_vocabulary is not None
     assert resumed.draft_vocabulary.arguments() == whole.draft_vocabulary.arguments()
+    others = training(draft_vocabulary=9)
+    trainer.test(others, datamodule=progressions(seed=5), ckpt_path=str(tmp_path / "epoch=0.ckpt"), verbose=False)
+    assert others.draft_vocabulary is not None and others.draft_vocabulary.arguments() == [
+        *whole.draft_vocabulary.arguments()
+    ], "the weights are for the tokens that they were trained for, whatever the data"
+    trained = others.drafter.network.output.weight.clone()
+    others.check_data(progressions(seed=6))
+    assert torch.equal(others.drafter.network.output.weight, trained), "other data begin nothing anew"
     weights = resumed.drafter.state_dict()
     assert all(torch.equal(weight, weights[name]) for name, weight in whole.drafter.state_dict().items())

@@ -34,7 +34,7 @@ def cross_entropy(logits: Tensor, target_log_probs: Tensor, labels: Tensor) -> T
 
 def forward_kl(logits: Tensor, target_log_probs: Tensor, labels: Tensor) -> Tensor:
     terms = target_log_probs.exp() * (target_log_probs - logits.log_softmax(-1))
-    return terms.where(target_log_probs > -torch.inf, 0).sum(-1)
+    return terms.where(target_log_probs > -torch.inf, 0).sum(-1) + 1 - target_log_probs.exp().sum(-1)
 
 
 def reverse_kl(logits: Tensor, target_log_probs: Tensor, labels: Tensor) -> Tensor:

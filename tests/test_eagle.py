@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import PROMPTS, target
+from cases import PROMPTS, related, target
 from tiny_eagle import eagle, fitted_eagle
 
-from lightning_specdec.drafters import Context, EagleDrafter, Host, last_two
+from lightning_specdec.drafters import Context, EagleDrafter, Host, ModelDrafter, StagedDrafter, last_two
 from lightning_specdec.inference import Session, autoregressive_decode, speculative_decode
 from lightning_specdec.models import LanguageModel, ModelOutput
 from lightning_specdec.models.packed import PackedLinear
@@ -167,3 +167,50 @@ def test_a_target_without_embeddings_is_refused() -> None:
     model = target("rnn")
     with pytest.raises(ValueError, match="does not show its embeddings"):
         eagle(model, layers=[0]).check_target(model)
+
+
+def test_numbers_that_are_none_behind_a_rejection_change_no_guess() -> None:
+    model = target("transformer")
+    drafter = fitted_eagle(model)
+    found = []
+    for garbage in (0.0, torch.nan):
+        with torch.inference_mode():
+            state = model.init_state(1, 40)
+            memory = drafter.init_state(1, 40, Host(model, state))
+            for text, guesses in ((TEXT[:-1], []), (TEXT, [7, 7, 7])):  # none of which is kept
+                read = torch.tensor([text[state.consumed[0] : -1] + guesses])
+                output = model(read, state, features=drafter.features(model))
+                features = {layer: hidden.clone() for layer, hidden in output.features.items()}
+                for hidden in features.values():
+                    hidden[:, hidden.shape[1] - len(guesses) :] += garbage
+                drafter.observe(memory, ModelOutput(output.logits[:, -len(guesses) - 1 :], features), [0])
+                state.truncate([len(text) - 1])
+                context = Context([text], last_two([text], model.device), None, vocab_size=model.vocab_size)
+                draft = drafter.propose(memory, context, [4], Sampling())
+            found.append(draft.tokens.tolist())
+    assert found[0] == found[1]
+
+
+def test_an_empty_row_knows_nothing_of_the_row_that_was_there() -> None:
+    model = target("transformer")
+    state = fitted_eagle(model).init_state(2, 10, Host(model, model.init_state(2, 10)))
+    state.host.state.advance(4)
+    state.learn(torch.full((2, 4, 16), torch.nan), 1, [0, 0])
+    state.select([1, -1])
+    assert state.known == [4, 0] and not state.features([0, 0], 4, None)[1].any()
+
+
+def test_inside_a_stage_it_forgets_what_the_stage_forgets() -> None:
+    model = target("transformer")
+    middle = ModelDrafter(related(model))
+    session = Session(
+        model, StagedDrafter([fitted_eagle(middle.model), middle]), max_length=40, num_draft_tokens=4, batch_size=1
+    )
+    row = session.add(TEXT, max_new_tokens=8)
+    while row.live:
+        session.step()
+    inner: Any = session._batch.draft_state
+    assert inner.smaller.known[0] > 3 and inner.larger.model_state.committed[0] >= 3
+    with torch.inference_mode():
+        inner.resume(0, 3)  # further back than the larger stage can go: it will read the text anew
+    assert inner.larger.model_state.consumed == [0] and inner.smaller.known == [0]

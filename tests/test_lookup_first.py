@@ -29,7 +29,7 @@ from lightning_specdec.drafters import (
     last_two,
     lookup_first,
 )
-from lightning_specdec.inference import Session, open_session, speculative_decode
+from lightning_specdec.inference import Session, autoregressive_decode, open_session, speculative_decode
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import EpsilonThreshold, RejectionSampling, Sampling
 
@@ -270,3 +270,18 @@ def test_it_may_guess_for_a_larger_draft() -> None:
 def test_what_cannot_stand_there_is_refused(lookup: Any, fallback: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         lookup_first.check_parts(lookup, fallback)
+
+
+def test_as_a_stage_of_an_early_exit_it_takes_rows_that_join() -> None:
+    model = cases.target("llama")
+    small = cases.small(model)
+    drafter = StagedDrafter([LookupFirstDrafter(NGramDrafter(min_ngram=1), small), EarlyExitDrafter(1)])
+    session = Session(model, drafter, max_length=40, num_draft_tokens=3)
+    rows = [session.add(prompt, max_new_tokens=12) for prompt in PROMPTS[:1]]
+    for prompt in PROMPTS[1:]:  # the batch grows while others go on
+        session.step()
+        rows.append(session.add(prompt, max_new_tokens=12))
+    while session.live:
+        session.step()
+    expected = autoregressive_decode(model, PROMPTS, max_new_tokens=12).tokens
+    assert [row.text[row.prompt_length :] for row in rows] == expected

@@ -114,6 +114,8 @@ def fit_shipped(
     Path("small.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     outcome = succeed("fit", "--config", "small.yaml")
     assert "val/block_efficiency" in outcome.out and "Warning" not in outcome.err
+    resumed = succeed("fit", "--config", "small.yaml", "--ckpt_path", "last", "--trainer.max_epochs", "2")
+    assert "val/block_efficiency" in resumed.out
     path = f"checkpoints/{name}/best.ckpt"
     made = checkpoint.load(path)
     assert not any(key.startswith("target.") for key in checkpoint.read(path)["state_dict"])

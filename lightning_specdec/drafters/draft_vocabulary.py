@@ -66,9 +66,21 @@ class DraftVocabulary(nn.Module):
             raise ValueError(f"a draft vocabulary of {len(self)} has no room for {len(must)} tokens that it must have")
         ranked = counts.clone().double()
         ranked[torch.tensor(must, dtype=torch.long)] = torch.inf
-        chosen = ranked.sort(descending=True, stable=True).indices[: len(self)].sort().values
-        self.tokens.copy_(chosen)
-        self.places.copy_(_places(chosen, self.vocab_size))
+        self._take(ranked.sort(descending=True, stable=True).indices[: len(self)].sort().values)
+
+    def become(self, tokens: Sequence[int]) -> None:
+        """Make it these tokens, as many as it has.
+
+        Raises:
+            ValueError: they are no ascending numbers of tokens, or others in number.
+        """
+        if len(tokens) != len(self):
+            raise ValueError(f"a draft vocabulary of {len(self)} tokens cannot become one of {len(tokens)}")
+        self._take(torch.tensor(checked(tokens, self.vocab_size)))
+
+    def _take(self, tokens: Int[Tensor, "W"]) -> None:
+        self.tokens.copy_(tokens)
+        self.places.copy_(_places(tokens, self.vocab_size))
 
     def arguments(self) -> list[int]:
         """The target's numbers, as the constructor takes them."""
@@ -79,6 +91,10 @@ class DraftVocabulary(nn.Module):
         """Logits over the target's tokens: -inf for what the draft cannot say."""
         room = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
         return room.index_copy_(-1, self.tokens, logits)
+
+    def spread(self, probs: Float[Tensor, "*B W"]) -> Float[Tensor, "*B V"]:
+        """Probabilities over the target's tokens: 0 of what the draft cannot say."""
+        return probs.new_zeros(*probs.shape[:-1], self.vocab_size).index_copy_(-1, self.tokens, probs)
 
     def restrict(self, values: Float[Tensor, "*B V"]) -> Float[Tensor, "*B W"]:
         """What the draft's tokens have, of values over the target's."""

@@ -142,9 +142,9 @@ class EagleDrafter(Drafter):
         if not num_guesses:
             return Draft(torch.empty(len(wanted), 0, dtype=torch.long, device=device))
         hidden, entries = self._read(state, context, known)
-        guesses = Guesses(context, wanted, self.sampling or sampling)
+        guesses = Guesses(context, wanted, self.sampling or sampling, self.draft_vocabulary)
         for i in range(num_guesses):
-            token = guesses.draw(self.logits(hidden[:, -1]))
+            token = guesses.draw(self.network.logits(hidden[:, -1]))
             if i + 1 < num_guesses:
                 embedded = state.host.model.embeddings(token[:, None])
                 hidden = self._advance(state.read, embedded, hidden[:, -1:], None)
@@ -175,7 +175,7 @@ class EagleDrafter(Drafter):
             lengths = lengths or [tokens.shape[1]] * len(tokens)
             tokens = torch.nn.functional.pad(tokens, (0, missing))
         embedded = state.host.model.embeddings(tokens)
-        hidden = self._advance(state.read, embedded, state.features(starts, tokens.shape[1]), lengths)
+        hidden = self._advance(state.read, embedded, state.features(starts, tokens.shape[1], lengths), lengths)
         if lengths is None:
             return hidden[:, -1:], ends
         if min(lengths) == max(lengths):

@@ -59,14 +59,20 @@ class EagleState(DraftState):
             self._features.scatter_(1, places[..., None].expand_as(features), features)
         self.known = [length + count for length, count in zip(texts, num_accepted, strict=True)]
 
-    def features(self, starts: Sequence[int], num_tokens: int) -> Float[Tensor, "B T D"]:
-        """The features of so many tokens of each row; beyond what is known they mean nothing."""
+    def features(self, starts: Sequence[int], num_tokens: int, lengths: Sequence[int] | None) -> Float[Tensor, "B T D"]:
+        """The features of so many tokens of each row, `lengths` of which are wanted (None: all), zeros behind those:
+        what the target said of rejected guesses may be no number."""
         assert self._features is not None, "the target has not been called yet"
         last = self._features.shape[1] - 1
         if min(starts) == max(starts) and starts[0] + num_tokens <= last:
-            return self._features[:, starts[0] : starts[0] + num_tokens]
-        places = self._places(starts, num_tokens).clamp(max=last)
-        return self._features.gather(1, places[..., None].expand(-1, -1, self._features.shape[-1]))
+            found = self._features[:, starts[0] : starts[0] + num_tokens]
+        else:
+            places = self._places(starts, num_tokens).clamp(max=last)
+            found = self._features.gather(1, places[..., None].expand(-1, -1, self._features.shape[-1]))
+        if lengths is None:
+            return found
+        padding = self._places([0] * len(lengths), num_tokens) >= self._places(lengths, 1)
+        return found.masked_fill(padding[..., None], 0)
 
     def _places(self, starts: Sequence[int], num_tokens: int) -> Int[Tensor, "B T"]:
         device = self.read.device
@@ -75,7 +81,9 @@ class EagleState(DraftState):
     def select(self, rows: Sequence[int]) -> None:
         self.read.select(rows)
         if self._features is not None:
-            self._features = self._features[torch.tensor(rows, device=self.read.device).clamp(min=0)]
+            source = torch.tensor(rows, device=self.read.device)
+            taken = self._features[source.clamp(min=0)]
+            self._features = taken.masked_fill((source < 0)[:, None, None], 0)
         self.known = [0 if row < 0 else self.known[row] for row in rows]
 
     def clear(self, rows: Sequence[int]) -> None:

@@ -114,19 +114,19 @@ class LookupFirstDrafter(Drafter):
         if not any(wanted):
             return looked_up
         guessed = self.fallback.propose(state.fallback, replace(context, windows=wanted), wanted, sampling)
-        unread = {row: self._forget(state, context, row) for row, guesses in enumerate(found) if guesses}
-        return _joined(looked_up, guessed, _known(guessed.exit_states, unread))
+        copied = [row for row, guesses in enumerate(found) if guesses]
+        for row in copied:  # the target reads other guesses there than the fallback made
+            state.fallback.go_back(row, len(context.texts[row]))
+        exit_states = guessed.exit_states
+        if exit_states is not None:
+            assert state.host is not None, "what drafts inside its target was told which that is"
+            consumed = state.host.state.consumed
+            exit_states = _known(exit_states, {row: len(context.texts[row]) - consumed[row] for row in copied})
+        return _joined(looked_up, guessed, exit_states)
 
     def observe(self, state: DraftState, output: ModelOutput, num_accepted: Sequence[int]) -> None:
         assert isinstance(state, LookupFirstState)
         self.fallback.observe(state.fallback, output, num_accepted)
-
-    def _forget(self, state: LookupFirstState, context: Context, row: int) -> int:
-        """The fallback goes back to the row's text, for the target reads other guesses than it made; gives how many
-        tokens of that the target has not read."""
-        length = len(context.texts[row])
-        state.fallback.go_back(row, length)
-        return length if state.host is None else length - state.host.state.consumed[row]
 
 
 def check_parts(lookup: object, fallback: object) -> None:
@@ -137,10 +137,8 @@ def check_parts(lookup: object, fallback: object) -> None:
             raise ValueError(f"{name} must be a {kind.__name__}, got a {type(given).__name__}: {instead}")
 
 
-def _known(exit_states: ExitStates | None, unread: dict[int, int]) -> ExitStates | None:
+def _known(exit_states: ExitStates, unread: dict[int, int]) -> ExitStates:
     """What was made of these rows' unread text alone: of its own guesses the target reads none."""
-    if exit_states is None:
-        return None
     lengths = [min(length, unread.get(row, length)) for row, length in enumerate(exit_states.lengths)]
     return replace(exit_states, lengths=lengths)
 

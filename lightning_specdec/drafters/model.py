@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_specdec.drafters.base import Context, Drafter, DraftState, Host
+from lightning_specdec.drafters.draft_vocabulary import DraftVocabulary
 from lightning_specdec.drafters.layout import pad
 from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
@@ -63,19 +64,29 @@ class Guesses:
     Args:
         windows: guesses wanted of each row, which is all that logits processors are asked about.
         sampling: how they are drawn.
+        vocabulary: what the logits are over, where the draft can say some tokens alone; the target's tokens when None.
     """
 
-    def __init__(self, context: Context, windows: Sequence[int], sampling: Sampling) -> None:
+    def __init__(
+        self,
+        context: Context,
+        windows: Sequence[int],
+        sampling: Sampling,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> None:
         self.windows, self.sampling, self.wants_logits = windows, sampling, context.wants_logits
+        self.vocabulary = vocabulary
         self._uniform = None if context.uniform is None else context.uniform.unbind(1)
         self._texts = [list(text) for text in context.texts] if sampling.processors else []
         self._tokens: list[Tensor] = []
         self._probs: list[Tensor] = []
         self._logits: list[Tensor] = []
 
-    def draw(self, logits: Float[Tensor, "B V"]) -> Int[Tensor, "B"]:
-        """The next guess of every row, from logits over the target's tokens."""
-        i = len(self._tokens)
+    def draw(self, logits: Float[Tensor, "B W"]) -> Int[Tensor, "B"]:
+        """The next guess of every row, by the target's number, from logits over the draft's tokens."""
+        i, own = len(self._tokens), self.vocabulary
+        if own is not None and (self.sampling.processors or self.wants_logits):  # which are about the target's tokens
+            logits, own = own.to_target(logits), None
         if self.sampling.processors:
             wanted = [text if i < window else None for text, window in zip(self._texts, self.windows, strict=True)]
             logits = self.sampling.process(logits[:, None], wanted)[:, 0]
@@ -85,7 +96,9 @@ class Guesses:
                 text.append(guess)
         if probs is not None:
             token = token.clamp(max=probs.shape[-1] - 1)  # none, where the logits are no numbers: it has to be read
-            self._probs.append(probs)
+            self._probs.append(probs if own is None else own.spread(probs))
+        if own is not None:  # the tokens ascend, so the same number draws the same one of fewer
+            token = own.tokens[token]
         if self.wants_logits:
             self._logits.append(logits)
         self._tokens.append(token)

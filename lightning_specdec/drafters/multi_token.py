@@ -204,9 +204,16 @@ class MultiTokenDrafter(Drafter):
 
         Head i's logits at place t are of token t + 2 + i, when the target's own are of token t + 1.
         """
+        scores = self.scores(hidden, target, num_heads)
+        return scores if self.draft_vocabulary is None else self.draft_vocabulary.to_target(scores)
+
+    def scores(
+        self, hidden: Float[Tensor, "B T D"], target: LanguageModel, num_heads: int | None = None
+    ) -> Float[Tensor, "H B T W"]:
+        """As `logits`, of the tokens that the heads can say."""
         outputs: Tensor = self.heads(hidden.to(self.heads.dtype), num_heads)
         if not self.shared_output:
-            return outputs if self.draft_vocabulary is None else self.draft_vocabulary.to_target(outputs)
+            return outputs
         return target.output_logits(outputs.flatten(0, 1).to(hidden.dtype)).unflatten(0, outputs.shape[:2])
 
     def head_logits(self, number: int, hidden: Float[Tensor, "*N D"], target: LanguageModel) -> Float[Tensor, "*N W"]:
@@ -229,9 +236,9 @@ class MultiTokenDrafter(Drafter):
         num_guesses, device = max(wanted), context.tail.device
         if not num_guesses:
             return Draft(torch.empty(len(wanted), 0, dtype=torch.long, device=device))
-        guesses = Guesses(context, wanted, self.sampling or sampling)
-        for logits in self.logits(state.hidden[:, None], state.host.model, num_guesses)[:, :, 0]:
-            guesses.draw(logits)
+        guesses = Guesses(context, wanted, self.sampling or sampling, self.draft_vocabulary)
+        for scores in self.scores(state.hidden[:, None], state.host.model, num_guesses)[:, :, 0]:
+            guesses.draw(scores)
         lengths = None if min(wanted) == num_guesses else torch.tensor(wanted, device=device)
         return Draft(guesses.tokens, lengths, guesses.probs, guesses.logits, num_calls=1)
 

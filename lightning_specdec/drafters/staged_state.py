@@ -86,11 +86,18 @@ class StagedState(DraftState):
 
     def go_back(self, row: int, length: int) -> None:
         self.larger.go_back(row, length)
-        self.smaller.go_back(row, length)
+        self._follow(row, length)
 
     def resume(self, row: int, length: int) -> None:
         self.larger.resume(row, length)
-        self.smaller.resume(row, length)
+        self._follow(row, length)
+
+    def _follow(self, row: int, length: int) -> None:
+        """The smaller stage goes back too; where the larger one reads the text anew, it has nothing to go on from."""
+        if isinstance(self.larger, ModelDraftState) and not self.larger.model_state.consumed[row]:
+            self.smaller.clear([row])
+        else:
+            self.smaller.resume(row, length)
 
 
 class Window:

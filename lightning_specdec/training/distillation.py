@@ -85,7 +85,7 @@ class DistillationTraining(SpeculativeTraining):
         self.final_learning_rate = require_number("final_learning_rate", final_learning_rate, low=0.0, high=1.0)
         self.max_gradient_norm = require_number("max_gradient_norm", max_gradient_norm, low=0.0, low_open=True)
         self.effort = Effort()
-        self._prepared: TokenData | None = None
+        self._begun = False
         super().__init__(target, drafter, **options)
         self.target.requires_grad_(False)
         self.train()
@@ -139,15 +139,18 @@ class DistillationTraining(SpeculativeTraining):
         super().check_data(data)
         name = None if self.target.tokenizer is None else self.target.tokenizer.name
         check_same_tokens(self.source or "the target", self.target.vocab_size, self.target_tokenizer or name, data)
-        if self._prepared is data:
+        if self._begun:
             return
         if (own := self.draft_vocabulary) is not None:
-            own.choose(token_counts(data, self.target.vocab_size, prompts=self.learn_from_prompts), self._endings())
+            counts = token_counts(data, self.target.vocab_size, prompts=self.learn_from_prompts)
+            own.choose(counts, self._endings())
         self.begin_from_target()
-        self._prepared = data
+        self._begun = True
 
     def _endings(self) -> frozenset[int]:
-        return frozenset() if self.target.tokenizer is None else self.target.tokenizer.eos
+        """The tokens that end a text."""
+        eos = () if self.target.tokenizer is None else self.target.tokenizer.eos
+        return frozenset(token for token in eos if token < self.target.vocab_size)
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -230,18 +233,30 @@ class DistillationTraining(SpeculativeTraining):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        self.effort.go_on_from(checkpoint[KEY]["recipe"])
+        described = checkpoint[KEY]
+        self.effort.go_on_from(described["recipe"])
+        if (own := self.draft_vocabulary) is not None:  # the weights are for these tokens, whatever the data are now
+            own.become(described["drafter"]["arguments"]["draft_vocabulary"])
 
     def on_fit_start(self) -> None:
         self.effort.begin()
 
     def on_validation_epoch_end(self) -> None:
         super().on_validation_epoch_end()
-        self.log("val/tokens_seen", float(self.effort.num_tokens))
+        self.log("val/tokens_seen", float(self.effort.num_tokens), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         trained = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trained, lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        return torch.optim.AdamW(trained, lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Shorten long gradients: to `max_gradient_norm`, or as the Trainer is told."""
+        self.clip_gradients(optimizer, gradient_clip_val or self.max_gradient_norm, gradient_clip_algorithm or "norm")
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Set the learning rate of this step: a function of its number alone, so that a resumed run goes on with it."""
@@ -254,10 +269,7 @@ class DistillationTraining(SpeculativeTraining):
         for optimizer in self.trainer.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = share * self.learning_rate
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.max_gradient_norm)
-        self.log("train/gradient_norm", norm, on_step=False, on_epoch=True)
+        self.log("train/learning_rate", share * self.learning_rate, sync_dist=True)
 
 
 def _named(part: DraftLoss | TargetFeatures) -> dict[str, Any]:

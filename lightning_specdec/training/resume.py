@@ -10,6 +10,7 @@ checkpoint), so what it was trained with is compared too.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Mapping
@@ -181,7 +182,9 @@ def _state_kinds(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
     """What this kind of optimizer remembers of a weight, and whether that is a single number."""
     weight = torch.zeros(2, 3, requires_grad=True)
     weight.grad = torch.zeros_like(weight)
-    probe = type(optimizer)([weight], **optimizer.defaults)
+    taken = inspect.signature(type(optimizer)).parameters  # AdamW has defaults that its constructor refuses
+    given = {name: value for name, value in optimizer.defaults.items() if name in taken}
+    probe = type(optimizer)([weight], **given)
     probe.step()
     return {key: value.dim() == 0 for key, value in probe.state[weight].items()}
 
