@@ -18,6 +18,9 @@ from lightning_specdec.data.corpus import tell
 from lightning_specdec.data.text_sources import TextFile, find_texts
 from lightning_specdec.text.base import Message, Tokenizer
 
+_FIELD = "prompt"
+"""What a prompt is called where nobody says otherwise."""
+
 
 class PromptShard(NamedTuple):
     """A fixed run of consecutive prompts: what one process continues at a time.
@@ -137,7 +140,7 @@ class PromptFiles(TurnSource):
         self,
         paths: str | list[str],
         *,
-        field: str = "prompt",
+        field: str = _FIELD,
         num_prompts: int | None = None,
         chat: bool = True,
         system: str | None = None,
@@ -166,7 +169,7 @@ class PromptFiles(TurnSource):
                 f"{where}: this is no JSON: write an object with {self.field!r}, or name it .txt"
             ) from None
         if isinstance(value, dict):
-            turns = value.get("turns")
+            turns = value.get("turns") if self.field == _FIELD else None
             value = value.get(self.field, turns[0] if isinstance(turns, list) and turns else None)
         if not isinstance(value, str):
             raise ValueError(f"{where}: there is no text called {self.field!r}: say by data.field what it is called")
