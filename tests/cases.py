@@ -179,6 +179,10 @@ DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
 }
 """By the target that they are for; the laws go through those that take it, see `COMBINATIONS`."""
 
+VARIANTS = [name for name in DRAFTERS if name.startswith("lookup_") or name.endswith("_reduced")]
+"""Kinds that differ from another in what they can say, or in who is asked first, and not in how they meet a target: the
+laws go through them with one target."""
+
 RULES: dict[str, type[AcceptanceRule]] = REGISTERED_RULES
 LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
 
@@ -247,7 +251,7 @@ def pairs(drafters: Iterable[str] = DRAFTERS, targets: Iterable[str] = MODELS) -
     """Targets and drafters: each of these drafters with all of these targets that it takes, or else with one other."""
     found = []
     for name in drafters:
-        fitting = [target for target in targets if fits(name, target)]
+        fitting = [target for target in targets if fits(name, target)][: 1 if name in VARIANTS else None]
         found += [(target, name) for target in fitting or [target_of(name)]]
     return found
 
