@@ -246,7 +246,7 @@ def test_it_needs_of_a_session_what_its_fallback_needs() -> None:
     assert heads.max_draft_tokens is None and heads.fallback.max_draft_tokens == 3
     with pytest.raises(ValueError, match="LookupFirstDrafter has none: use another rule"):
         Session(target, heads, max_length=9, rule=EpsilonThreshold())
-    with pytest.raises(ValueError, match="the heads are for"):
+    with pytest.raises(ValueError, match="the draft is for"):
         Session(cases.MODELS["transformer"](1, vocab_size=7), heads, max_length=9)
 
 

@@ -173,7 +173,7 @@ def test_bad_sizes_are_refused(arguments: dict[str, Any], message: str) -> None:
 
 def test_a_target_of_another_kind_is_refused_by_name() -> None:
     rnn = cases.target("rnn")
-    with pytest.raises(ValueError, match="for a hidden size of 4, the target has one of 16: use the target that they"):
+    with pytest.raises(ValueError, match="for a hidden size of 4, the target has one of 16: use the target that it"):
         small(vocab_size=cases.VOCAB).check_target(rnn)
     with pytest.raises(ValueError, match="for a vocabulary of 7, the target has one of 11"):
         small(hidden_size=16).check_target(rnn)

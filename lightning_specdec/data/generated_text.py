@@ -91,9 +91,8 @@ class GeneratedText(TokenData):
             dealt = self.deal(len(prompts), f"{named} has, as prompts,", "generate rows of more prompts")
             for split, numbers in zip(SPLITS, dealt, strict=True):
                 places = [place for number in numbers.tolist() for place in prompts[number]]
-                places.sort(
-                    key=lambda place: self._shards[place[0]].temperatures[place[1]]
-                )  # stable: by prompts within
+                # Stable, so that rows of one temperature stay in the order of their prompts.
+                places.sort(key=lambda place: self._shards[place[0]].temperatures[place[1]])
                 self._rows[split] = _Rows(self._shards, places, self.longest)
         return self._rows
 

@@ -156,3 +156,17 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def arguments(self) -> dict[str, Any]:
         """What a checkpoint rebuilds it from: plain values, and models under their own names."""
+
+
+def check_states(target: LanguageModel, *, hidden_size: int, vocab_size: int) -> None:
+    """Raise ValueError unless the target gives hidden states of this width, and has a vocabulary of this size."""
+    if target.hidden_size is None or target.num_layers is None:
+        name = type(target).__name__
+        raise ValueError(f"{name} gives no hidden states, and this draft guesses from those: draft in another way")
+    sizes = ("a hidden size", hidden_size, target.hidden_size), ("a vocabulary", vocab_size, target.vocab_size)
+    for what, own, others in sizes:
+        if own != others:
+            raise ValueError(
+                f"the draft is for {what} of {own}, the target has one of {others}: use the target that it was "
+                "trained with"
+            )

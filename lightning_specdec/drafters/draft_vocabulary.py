@@ -7,7 +7,7 @@ few thousand tokens. A draft that can say those alone is cheaper and as good alm
 "FR-Spec"; Li et al. 2025, "EAGLE-3"). Nothing is lost: what it cannot say has probability 0 in its distribution, which
 is as true a distribution as any other, and the verdict makes the output right.
 
-Shapes: B rows, V tokens of the target, W of the draft.
+Shapes: B rows, V tokens of the target, W of the draft, D width of what an output head reads.
 """
 
 from __future__ import annotations
@@ -117,6 +117,11 @@ class DraftVocabulary(nn.Module):
                 f"the draft's vocabulary of {len(self)} tokens leaves out {called} ({', '.join(map(str, missing))}), "
                 "so no guess could end a text: make one that has it"
             )
+
+
+def rows_of(weight: Float[Tensor, "V D"], vocabulary: DraftVocabulary | None) -> Float[Tensor, "W D"]:
+    """The rows of an output head for the tokens that a draft can say: all where it has no vocabulary of its own."""
+    return weight if vocabulary is None else weight[vocabulary.tokens]
 
 
 def checked(tokens: Sequence[int], vocab_size: int) -> list[int]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_specdec.checks import require_int
-from lightning_specdec.drafters.base import Context, Drafter, DraftState, Host
+from lightning_specdec.drafters.base import Context, Drafter, DraftState, Host, check_states
 from lightning_specdec.drafters.draft_vocabulary import DraftVocabulary
 from lightning_specdec.drafters.eagle_network import EagleNetwork, attention
 from lightning_specdec.drafters.eagle_state import EagleState
@@ -100,18 +100,8 @@ class EagleDrafter(Drafter):
         return other.eval()
 
     def check_target(self, target: LanguageModel) -> None:
-        name = type(target).__name__
-        if target.hidden_size is None or target.num_layers is None:
-            raise ValueError(f"{name} gives no hidden states, and this draft reads those: draft in another way")
-        for what, own, other in (
-            ("a hidden size", self.hidden_size, target.hidden_size),
-            ("a vocabulary", self.vocab_size, target.vocab_size),
-        ):
-            if own != other:
-                raise ValueError(
-                    f"the draft is for {what} of {own}, the target has one of {other}: "
-                    "use the target that it was trained with"
-                )
+        check_states(target, hidden_size=self.hidden_size, vocab_size=self.vocab_size)
+        assert target.num_layers is not None
         if max(self.feature_layers) >= target.num_layers:
             raise ValueError(
                 f"the draft reads layer {max(self.feature_layers)}, the target has the layers 0 to "

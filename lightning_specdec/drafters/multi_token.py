@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from lightning_specdec.checks import require_int
-from lightning_specdec.drafters.base import Context, Drafter, DraftState, Host
-from lightning_specdec.drafters.draft_vocabulary import DraftVocabulary
+from lightning_specdec.drafters.base import Context, Drafter, DraftState, Host, check_states
+from lightning_specdec.drafters.draft_vocabulary import DraftVocabulary, rows_of
 from lightning_specdec.drafters.heads import FusedHeads, Heads
 from lightning_specdec.drafters.model import Guesses, refuse_sampling
 from lightning_specdec.models import LanguageModel, ModelOutput
@@ -162,18 +162,7 @@ class MultiTokenDrafter(Drafter):
         return other.eval()
 
     def check_target(self, target: LanguageModel) -> None:
-        name = type(target).__name__
-        if target.hidden_size is None or target.num_layers is None:
-            raise ValueError(f"{name} gives no hidden states, and heads guess from those: draft in another way")
-        for what, own, other in (
-            ("a hidden size", self.hidden_size, target.hidden_size),
-            ("a vocabulary", self.vocab_size, target.vocab_size),
-        ):
-            if own != other:
-                raise ValueError(
-                    f"the heads are for {what} of {own}, the target has one of {other}: "
-                    "use the target that they were trained with"
-                )
+        check_states(target, hidden_size=self.hidden_size, vocab_size=self.vocab_size)
         if self.shared_output:
             target.check_output_head()
 
@@ -186,8 +175,7 @@ class MultiTokenDrafter(Drafter):
         self.check_target(target)
         assert isinstance(self.heads, Heads), "fused heads are for decoding: begin with those that they were made of"
         if not self.shared_output:
-            weight, own = target.output_weight, self.draft_vocabulary
-            self.heads.copy_outputs(weight if own is None else weight[own.tokens])
+            self.heads.copy_outputs(rows_of(target.output_weight, self.draft_vocabulary))
         return self
 
     def needs_noise(self, sampling: Sampling) -> bool:

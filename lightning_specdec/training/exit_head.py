@@ -14,6 +14,7 @@ import torch
 
 from lightning_specdec.data import Batch
 from lightning_specdec.drafters import DraftVocabulary, EarlyExitDrafter
+from lightning_specdec.drafters.draft_vocabulary import rows_of
 from lightning_specdec.drafters.early_exit import ExitHead
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.distillation import DistillationTraining
@@ -94,8 +95,8 @@ class ExitHeadTraining(DistillationTraining):
     @torch.no_grad()
     def begin_from_target(self) -> None:
         """Let the head be the target's final norm, where that is an RMSNorm, and its output head."""
-        own, weight = self.draft_vocabulary, self.target.output_weight
-        self.head.output.weight.copy_(weight if own is None else weight[own.tokens])
+        weight = self.target.output_weight
+        self.head.output.weight.copy_(rows_of(weight, self.draft_vocabulary))
         # Read off what the norm makes of unit vectors, since families write its weight in several ways.
         size = weight.shape[1]
         units = torch.eye(size, dtype=weight.dtype, device=weight.device)

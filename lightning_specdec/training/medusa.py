@@ -16,7 +16,7 @@ from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.distillation import DistillationTraining
 from lightning_specdec.training.given_target import the_target
 from lightning_specdec.training.guessed import Guessed
-from lightning_specdec.training.multi_token import hidden_size_of
+from lightning_specdec.training.multi_token import check_window, hidden_size_of
 from lightning_specdec.training.target_reading import Reading
 
 if TYPE_CHECKING:
@@ -67,11 +67,7 @@ class MedusaTraining(DistillationTraining):
             draft_vocabulary=draft_vocabulary,
         )
         super().__init__(target, drafter, source=target_checkpoint, tokenizer=tokenizer, **options)
-        if self.num_draft_tokens > num_heads:
-            raise ValueError(
-                f"a round cannot have {self.num_draft_tokens} guesses of {num_heads} heads: lower num_draft_tokens or "
-                "raise num_heads"
-            )
+        check_window(self.num_draft_tokens, num_heads)
 
     @property
     def num_losses(self) -> int:

@@ -141,11 +141,7 @@ class MultiTokenTraining(SpeculativeTraining):
         self.freeze_target, self.target_checkpoint = freeze_target, target_checkpoint
         self.head_weights = _checked(head_weights, num_heads, freeze_target)
         super().__init__(target, drafter.init_from(target), **options)
-        if self.num_draft_tokens > num_heads:
-            raise ValueError(
-                f"a round cannot have {self.num_draft_tokens} guesses of {num_heads} heads: lower num_draft_tokens or "
-                "raise num_heads"
-            )
+        check_window(self.num_draft_tokens, num_heads)
         self.target.requires_grad_(not freeze_target)
         self.train()
 
@@ -194,6 +190,15 @@ class MultiTokenTraining(SpeculativeTraining):
         each = {f"head_{i}/loss": value.detach() for i, value in enumerate(losses, start=1)}
         self.log_losses(each, num_tokens, prog_bar=False)
         return loss if self.freeze_target else loss + target_loss
+
+
+def check_window(num_draft_tokens: int, num_heads: int) -> None:
+    """Raise ValueError where a round is to have more guesses than there are heads."""
+    if num_draft_tokens > num_heads:
+        raise ValueError(
+            f"a round cannot have {num_draft_tokens} guesses of {num_heads} heads: lower num_draft_tokens or raise "
+            "num_heads"
+        )
 
 
 def hidden_size_of(target: LanguageModel) -> int:
