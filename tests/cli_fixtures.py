@@ -74,7 +74,8 @@ def listing(directory: Path) -> dict[str, tuple[int, int]]:
 
 
 def refused(*arguments: str, told: str = "", stdin: str = "") -> Outcome:
-    """Check that a call is refused as it should be; it runs in the current directory."""
+    """Check that a call is refused as it should be and writes nothing here; `here` or the like says where that is."""
+    assert not (Path.cwd() / "pyproject.toml").exists(), "others write in the checkout meanwhile: run in a directory"
     before, outcome = listing(Path.cwd()), call(*arguments, stdin=stdin)
     assert outcome.code == 2, (arguments, outcome)
     assert outcome.out == "" and outcome.err.startswith("error: ") and told in outcome.err, (arguments, outcome)

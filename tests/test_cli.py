@@ -17,7 +17,7 @@ from typing import Any
 import cases
 import pytest
 import torch
-from cli_fixtures import SCRIPT, call, ckpt, refused, shipped_run, succeed
+from cli_fixtures import SCRIPT, call, ckpt, here, refused, shipped_run, succeed
 from training_fixtures import RNN_CONFIG
 
 from lightning_specdec import SpeculativeDecoder, __version__, checkpoint, cli_groups, cli_options
@@ -26,7 +26,7 @@ from lightning_specdec.pretrained import _TRAINED, KINDS, load_pair
 from lightning_specdec.rules import RULES, Sampling
 from lightning_specdec.training import cli as training_cli
 
-__all__ = ["ckpt", "shipped_run"]
+__all__ = ["ckpt", "here", "shipped_run"]
 HEAVY = "{'torch', 'lightning', 'jsonargparse', 'numpy', 'yaml', 'tensorboard'}"
 QUICK = ("--repeats", "1")
 OPTIONS = {option.name: option for option in cli_options.VERBS["decode"].options}
@@ -240,6 +240,7 @@ def test_an_export_in_fewer_bits_is_half_as_large_and_still_computes_in_float32(
     assert (tmp_path / "again.ckpt").stat().st_size == Path(small).stat().st_size
 
 
+@pytest.mark.usefixtures("here")
 def test_weights_too_large_for_fewer_bits_are_not_exported(tmp_path: Path) -> None:
     target = cases.MODELS["rnn"](0)
     with torch.no_grad():

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import yaml
+from filelock import FileLock
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 RNN_CONFIG = CONFIGS / "rnn.yaml"
@@ -39,23 +37,28 @@ class TrainedRun(NamedTuple):
         return self.directory / "logs" / "rnn" / "version_0"
 
 
-@functools.cache
-def trained_run() -> TrainedRun:
-    """Train the shipped config in a process of its own (about 12 s); the same run on every call."""
-    directory = Path(tempfile.mkdtemp(prefix="rnn-run-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+def train_shipped(directory: Path) -> None:
+    """Train the shipped config in a process of its own (about 12 s), and keep what it prints beside its files."""
     program = "from lightning_specdec.training.cli import run; run()"
     command = [sys.executable, "-c", program, "fit", "--config", str(RNN_CONFIG), "--trainer.accelerator", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    return TrainedRun(directory, done.stdout + done.stderr)
+    (directory / "printed.txt").write_text(done.stdout + done.stderr)
 
 
 @pytest.fixture(scope="session")
-def shipped_run() -> TrainedRun:
-    """The finished run of configs/rnn.yaml. Read it, do not write to it."""
-    return trained_run()
+def shipped_run(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+    """The finished run of configs/rnn.yaml, made once for all workers, a copy for each. Read it, do not write to it."""
+    base, own = tmp_path_factory.getbasetemp(), tmp_path_factory.mktemp("shipped") / "run"
+    made = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shipped-run"
+    with FileLock(f"{made}.lock"):
+        if not made.exists():
+            begun = tmp_path_factory.mktemp("training")
+            train_shipped(begun)
+            begun.rename(made)
+    shutil.copytree(made, own)
+    return TrainedRun(own, (own / "printed.txt").read_text())
 
 
 def verb(monkeypatch: pytest.MonkeyPatch, directory: Path, *arguments: str, logger: bool = False) -> None:
