@@ -153,6 +153,25 @@ def test_nothing_is_made_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert told.startswith(f"the cached features of {num_tokens(data):,} tokens are in ")
 
 
+def test_drafts_that_read_other_layers_share_a_cache_that_keeps_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    data, target = sequences(tmp_path), cases.target("llama")
+    for layers in ([0], [1], []):
+        features = CachedFeatures(also_layers=[1, 0], dtype="float32")
+        features.prepare(target, data, layers, ["train"])
+        assert ("caching " in capsys.readouterr().err) == (layers == [0]), "made for the first alone"
+        batch = batches(data, "train")[0]
+        found = features.read(target, batch, "train", layers=layers, tokens=TOKENS)
+        wanted = OnTheFly().read(target, batch, "train", layers=layers, tokens=TOKENS)
+        assert list(found.features) == layers
+        for layer in layers:
+            torch.testing.assert_close(
+                real(found.features[layer], batch), real(wanted.features[layer], batch), atol=1e-5, rtol=1e-5
+            )
+
+
 def num_tokens(data: TokenData) -> int:
     return sum(int(batch.lengths.sum()) for split in ("train", "val") for batch in batches(data, split))
 
@@ -171,7 +190,8 @@ def test_what_it_takes_is_said_before_it_starts_and_refused_where_there_is_no_ro
     # Two layers of 32 numbers and the last one's of two bytes each, the normalizer and the choice of four.
     size = num_tokens(data) * (2 * 2 * 32 + 8)
     line = (
-        f"caching {num_tokens(data):,} tokens of the target's layers [0] takes {size / 1e6:.1f} MB in {tmp_path}/cache"
+        f"caching {num_tokens(data):,} tokens of the target's layers [0, 2] takes {size / 1e6:.1f} MB in "
+        f"{tmp_path}/cache"
     )
     assert f"{line} (3.0 GB free)\n" in capsys.readouterr().err
     written = sum(path.stat().st_size for path in tmp_path.glob("cache/*/shard-*"))
@@ -286,6 +306,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         ({"top_n": 0}, "top_n"),
         ({"dtype": "float16"}, "dtype must be bfloat16 or float32, got 'float16'"),
         ({"top_n": 12}, "top_n is 12, the target has 11 tokens"),
+        ({"also_layers": [9]}, r"also_layers must be of the target's layers 0 to \d, got \[9\]: lower them"),
     ):
         with pytest.raises(ValueError, match=told):
             prepared(sequences(tmp_path), tmp_path, **options)

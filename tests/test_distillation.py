@@ -20,7 +20,7 @@ from lightning_specdec.data import ArithmeticProgressions, Batch
 from lightning_specdec.drafters import EagleDrafter
 from lightning_specdec.inference import autoregressive_decode, speculative_decode
 from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.training import EagleTraining, OnTheFly
+from lightning_specdec.training import EagleTraining, ExitHeadTraining, OnTheFly
 from lightning_specdec.training.draft_losses import CrossEntropy, TotalVariation
 from lightning_specdec.training.eagle import low_middle_high
 from lightning_specdec.training.guessed import token_counts
@@ -143,7 +143,7 @@ def test_prompts_are_learned_from_only_when_asked() -> None:
 def test_the_draft_says_what_the_training_texts_say_most_and_begins_with_the_targets_own_rows() -> None:
     module = training(draft_vocabulary=6)
     data = progressions()
-    counts = token_counts(data, VOCAB, prompts=False)
+    counts = token_counts(data, VOCAB)
     rows = data.rows("train")
     batch = data.collate([rows[i] for i in range(len(rows))])
     labels = [row[p:n] for row, p, n in zip(batch.tokens.tolist(), batch.prompt_lengths, batch.lengths, strict=True)]
@@ -187,14 +187,39 @@ def test_low_middle_and_high_layers_are_layers_of_the_target() -> None:
     assert low_middle_high(target()) == [0, 1, 2]
 
 
+def test_rollouts_of_random_lengths_have_the_whole_ones_loss_on_average() -> None:
+    whole, random = (training(position_decay=0.5, random_lengths=each) for each in (False, True))
+    lengths = [random.steps_of(number) for number in range(4000)]
+    for guess, share in enumerate((1.0, 0.5, 0.25)):
+        assert abs(sum(length > guess for length in lengths) / len(lengths) - share) < 0.04
+        counted = [random.loss_weights(length)[guess] if length > guess else 0.0 for length in lengths]
+        assert sum(counted) / len(counted) == pytest.approx(whole.loss_weights(3)[guess], abs=0.03)
+    assert {whole.steps_of(number) for number in range(9)} == {random.eval().steps_of(0)} == {3}, "measured whole"
+
+
+def test_muon_steps_the_matrices_of_hidden_layers() -> None:
+    module = training(draft_vocabulary=9, optimizer="muon")
+    optimizer = module.configure_optimizers()
+    names = {id(each): name for name, each in module.drafter.named_parameters()}
+    of_muon, others = ({names[id(each)] for each in group["params"]} for group in optimizer.param_groups)
+    assert of_muon | others == set(names.values()) and not of_muon & others
+    assert "network.output.weight" in others and {"network.join.weight", "network.down.weight"} <= of_muon
+    with pytest.raises(ValueError, match="optimizer must be adamw or muon, got 'sgd'"):
+        training(optimizer="sgd")
+    head = ExitHeadTraining(target(), exit_layer=1, num_blocks=0, optimizer="muon")
+    with pytest.raises(ValueError, match="this draft trains none: give adamw"):
+        head.configure_optimizers()
+
+
 def test_a_round_longer_than_the_rollouts_is_refused() -> None:
     with pytest.raises(ValueError, match="a round of 3 guesses is measured on rollouts of 2"):
         training(num_steps=2)
 
 
-def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{}, {"random_lengths": True, "optimizer": "muon"}])
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path: Path, settings: dict[str, Any]) -> None:
     def run(**options: Any) -> tuple[EagleTraining, Trainer]:
-        module = training(draft_vocabulary=9, warmup_steps=3, learning_rate=0.01)
+        module = training(draft_vocabulary=9, warmup_steps=3, learning_rate=0.01, **settings)
         keep = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         trainer = Trainer(max_epochs=2, accelerator="cpu", callbacks=[keep], **quiet)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from lightning_specdec.inference import Session, autoregressive_decode, speculat
 from lightning_specdec.models import LanguageModel, ModelOutput
 from lightning_specdec.models.packed import PackedLinear
 from lightning_specdec.rules import Sampling
+from lightning_specdec.training import eagle_rollout
 from lightning_specdec.training.eagle_rollout import rollouts
 
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -55,12 +56,14 @@ def test_guesses_are_those_of_the_rollouts_that_it_is_trained_on(name: str, redu
             torch.testing.assert_close(draft.logits[0, i], wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_training_attends_as_a_round_does() -> None:
+@pytest.mark.parametrize("at_once", [2**20, 1])
+def test_training_attends_as_a_round_does(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eagle_rollout, "_SCORES_AT_ONCE", at_once)
     model = target("transformer")
     network = fitted_eagle(model).network
-    tokens = torch.tensor([TEXT])
+    tokens = torch.tensor([TEXT, TEXT[::-1]])
     with torch.no_grad():
-        features = torch.randn(1, len(TEXT), network.hidden_size, generator=torch.Generator().manual_seed(0))
+        features = torch.randn(2, len(TEXT), network.hidden_size, generator=torch.Generator().manual_seed(0))
         embedded = model.embeddings(tokens)
         steps = rollouts(network, embedded, features, 3)
         for start in (0, 3, 5):  # a round by itself: the entries up to its first, then its own outputs

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,13 +56,23 @@ class CachedFeatures(TargetFeatures):
             said. When None, the last layer's states are kept instead, and log probabilities are made from them: exact
             up to `dtype`.
         dtype: "bfloat16" or "float32", of the hidden states.
+        also_layers: layers that are kept though this draft does not read them, so that drafts of several kinds share
+            one cache: give each of them the same.
 
     Attributes:
         splits: what is prepared, by split.
     """
 
-    def __init__(self, cache_dir: str | None = None, *, top_n: int | None = None, dtype: str = "bfloat16") -> None:
+    def __init__(
+        self,
+        cache_dir: str | None = None,
+        *,
+        top_n: int | None = None,
+        dtype: str = "bfloat16",
+        also_layers: Sequence[int] = (),
+    ) -> None:
         self.cache_dir, self.dtype = cache_dir, dtype
+        self.also_layers = [require_int("also_layers", layer, 0) for layer in also_layers]
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be {' or '.join(DTYPES)}, got {dtype!r}")
         self.top_n = None if top_n is None else require_int("top_n", top_n, 1)
@@ -75,7 +85,7 @@ class CachedFeatures(TargetFeatures):
         return cache_home() / "features" if self.cache_dir is None else Path(self.cache_dir).expanduser()
 
     def arguments(self) -> dict[str, Any]:
-        return {"cache_dir": self.cache_dir, "top_n": self.top_n, "dtype": self.dtype}
+        return {name: getattr(self, name) for name in ("cache_dir", "top_n", "dtype", "also_layers")}
 
     @torch.no_grad()
     def prepare(self, target: LanguageModel, data: TokenData, layers: Sequence[int], splits: Sequence[str]) -> None:
@@ -93,7 +103,12 @@ class CachedFeatures(TargetFeatures):
                 "as model.target_features, or train on what `lightning_specdec generate` writes (GeneratedText)"
             )
         self.output.check(target)
-        wanted = sorted({int(layer) for layer in layers})
+        if target.num_layers is not None and max(self.also_layers, default=0) >= target.num_layers:
+            raise ValueError(
+                f"also_layers must be of the target's layers 0 to {target.num_layers - 1}, got {self.also_layers}: "
+                "lower them"
+            )
+        wanted = sorted({*map(int, layers), *self.also_layers})
         with together():
             columns = self._columns(target, sorted({*wanted, *self.output.layers(target)}))
             described = {**self._described(target), "layers": wanted}
@@ -103,7 +118,7 @@ class CachedFeatures(TargetFeatures):
                 manifest = {**described, "split": split, "rows": rows}
                 found[split] = FeatureShards(self._directory(split, manifest), lengths, columns, manifest)
                 found[split].check()
-            self._announce(found, wanted)
+            self._announce(found, _layers(columns))
         rank, num_processes = place()
         with together():
             if rank == 0:
@@ -188,7 +203,7 @@ class CachedFeatures(TargetFeatures):
     ) -> dict[str, Tensor]:
         """The arrays of a shard, from rows of like lengths at a time."""
         arrays, rows, source = kept.empty(number), kept.rows(number), data.rows(split)
-        layers = tuple(sorted(int(name.removeprefix("layer_")) for name in arrays if name.startswith("layer_")))
+        layers = _layers(arrays)
         batch = data.collate([source[row] for row in rows])
         lengths, starts = batch.lengths.tolist(), (kept.starts[rows.start :] - kept.starts[rows.start]).tolist()
         left = sorted(range(len(rows)), key=lambda line: -lengths[line])
@@ -244,3 +259,8 @@ def _bar(num_tokens: int, *, shown: bool) -> Tqdm:
 def _name(layer: int) -> str:
     """The column of a layer's states."""
     return f"layer_{layer}"
+
+
+def _layers(columns: Iterable[str]) -> tuple[int, ...]:
+    """The layers whose states are among columns."""
+    return tuple(sorted(int(name.removeprefix("layer_")) for name in columns if name.startswith("layer_")))

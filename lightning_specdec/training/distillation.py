@@ -27,12 +27,15 @@ from lightning_specdec.training.draft_losses import DraftLoss, ForwardKL, masked
 from lightning_specdec.training.given_target import check_same_tokens
 from lightning_specdec.training.guessed import Guessed, token_counts
 from lightning_specdec.training.metrics import RoundMetrics
+from lightning_specdec.training.muon import MuonAdamW
 from lightning_specdec.training.schedule import Effort, warmup_cosine
 from lightning_specdec.training.target_reading import OnTheFly, Reading, TargetFeatures
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
+OPTIMIZERS = ("adamw", "muon")
+BETAS = (0.9, 0.95)
 _AT_ONCE = 2**25
 """Numbers of logits that are measured at once."""
 
@@ -57,6 +60,7 @@ class DistillationTraining(SpeculativeTraining):
         warmup_steps: of the optimizer, while the learning rate rises.
         final_learning_rate: what the learning rate falls to by a cosine, as a share of it.
         max_gradient_norm: longer gradients are shortened to this.
+        optimizer: "adamw", or "muon" for the matrices of hidden layers (see `MuonAdamW`).
         options: those of `SpeculativeTraining`.
     """
 
@@ -74,6 +78,7 @@ class DistillationTraining(SpeculativeTraining):
         warmup_steps: int = 100,
         final_learning_rate: float = 0.05,
         max_gradient_norm: float = 1.0,
+        optimizer: str = "adamw",
         **options: Any,
     ) -> None:
         self.source, self.target_tokenizer = source, tokenizer
@@ -84,6 +89,9 @@ class DistillationTraining(SpeculativeTraining):
         self.warmup_steps = require_int("warmup_steps", warmup_steps, 0)
         self.final_learning_rate = require_number("final_learning_rate", final_learning_rate, low=0.0, high=1.0)
         self.max_gradient_norm = require_number("max_gradient_norm", max_gradient_norm, low=0.0, low_open=True)
+        if optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer must be {' or '.join(OPTIMIZERS)}, got {optimizer!r}")
+        self.optimizer = optimizer
         self.effort = Effort()
         self._begun = False
         super().__init__(target, drafter, **options)
@@ -120,6 +128,11 @@ class DistillationTraining(SpeculativeTraining):
         """What each guess's loss counts."""
         return position_weights(self.position_decay, self.num_losses)
 
+    def loss_weights(self, num_guesses: int) -> list[float]:
+        """What each guess of a step counts in its loss."""
+        weights = position_weights(self.position_decay, num_guesses)
+        return [weight / sum(weights) for weight in weights]
+
     def train(self, mode: bool = True) -> DistillationTraining:
         super().train(mode)
         self.target.eval()
@@ -127,7 +140,7 @@ class DistillationTraining(SpeculativeTraining):
 
     def settings(self) -> dict[str, Any]:
         plain = {name: getattr(self, name) for name in ("position_decay", "learn_from_prompts", "warmup_steps")}
-        plain |= {name: getattr(self, name) for name in ("final_learning_rate", "max_gradient_norm")}
+        plain |= {name: getattr(self, name) for name in ("final_learning_rate", "max_gradient_norm", "optimizer")}
         plain |= {"target_checkpoint": self.source, "loss": _named(self.loss)}
         return {**super().settings(), **plain}
 
@@ -142,8 +155,7 @@ class DistillationTraining(SpeculativeTraining):
         if self._begun:
             return
         if (own := self.draft_vocabulary) is not None:
-            counts = token_counts(data, self.target.vocab_size, prompts=self.learn_from_prompts)
-            own.choose(counts, self._endings())
+            own.choose(token_counts(data, self.target.vocab_size), self._endings())
         self.begin_from_target()
         self._begun = True
 
@@ -172,8 +184,8 @@ class DistillationTraining(SpeculativeTraining):
             values = self._losses(number, guess, chosen, batch, reading)
             losses.append(masked_mean(values, torch.ones_like(values, dtype=torch.bool)))
             num_places += len(values)
-        weights = position_weights(self.position_decay, len(losses))
-        loss = torch.stack([weight * each for weight, each in zip(weights, losses, strict=True)]).sum() / sum(weights)
+        weights = self.loss_weights(len(losses))
+        loss = torch.stack([weight * each for weight, each in zip(weights, losses, strict=True)]).sum()
         self.log_losses({"loss": loss.detach()}, num_places)
         self.effort.num_tokens += int(batch.lengths.sum()) * self.trainer.world_size
         if len(losses) > 1:
@@ -196,7 +208,7 @@ class DistillationTraining(SpeculativeTraining):
         greedy: list[Tensor] = []
         sampling: list[Tensor] = []
         for number, guess in enumerate(self.guesses(batch, reading)):
-            chosen = guess.learned(batch, prompts=self.learn_from_prompts)
+            chosen = guess.learned(batch, prompts=False)  # no prompt is ever drafted
             metrics.count_loss(number, self._losses(number, guess, chosen, batch, reading))
             agreed, overlaps = self._chances(number, guess, chosen, reading)
             for chances, values in ((greedy, agreed), (sampling, overlaps)):
@@ -247,7 +259,16 @@ class DistillationTraining(SpeculativeTraining):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         trained = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trained, lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(trained, lr=self.learning_rate, betas=BETAS, weight_decay=0.0)
+        own = self.draft_vocabulary
+        tables = {self.target.vocab_size, self.target.vocab_size if own is None else len(own)}
+        matrices = [each for each in trained if each.ndim == 2 and each.shape[0] not in tables]
+        if not matrices:
+            raise ValueError("muon steps the matrices of hidden layers, and this draft trains none: give adamw")
+        chosen = {id(each) for each in matrices}
+        others = [each for each in trained if id(each) not in chosen]
+        return MuonAdamW(matrices, others, lr=self.learning_rate, betas=BETAS)
 
     def configure_gradient_clipping(
         self,

@@ -15,6 +15,7 @@ import torch
 from lightning_specdec.checks import require_int
 from lightning_specdec.data import Batch
 from lightning_specdec.drafters import DraftVocabulary, EagleDrafter
+from lightning_specdec.drafters.draft_vocabulary import rows_of
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.distillation import DistillationTraining
 from lightning_specdec.training.eagle_rollout import rollouts
@@ -46,6 +47,9 @@ class EagleTraining(DistillationTraining):
         intermediate_size: of the inner network; four times the hidden size when None.
         draft_vocabulary: how many tokens the draft can say, the most frequent of the training texts; all when None.
         num_steps: guesses of the rollouts that are learned from; `num_draft_tokens` when None.
+        random_lengths: whether the rollouts of a step end early at random, each guess followed by another one with the
+            probability `position_decay`. All that are made count alike then, which is in expectation the same loss, at
+            half the work for a decay of 0.6.
         options: those of `DistillationTraining`.
     """
 
@@ -64,6 +68,7 @@ class EagleTraining(DistillationTraining):
         intermediate_size: int | None = None,
         draft_vocabulary: int | None = None,
         num_steps: int | None = None,
+        random_lengths: bool = False,
         **options: Any,
     ) -> None:
         target, tokenizer = the_target(target, target_checkpoint, True, dtype=target_dtype)
@@ -79,6 +84,7 @@ class EagleTraining(DistillationTraining):
             draft_vocabulary=draft_vocabulary,
         )
         self.num_steps = None if num_steps is None else require_int("num_steps", num_steps, 1, 64)
+        self.random_lengths = random_lengths
         super().__init__(target, drafter, source=target_checkpoint, tokenizer=tokenizer, **options)
         if self.num_losses < self.num_draft_tokens:
             raise ValueError(
@@ -95,7 +101,7 @@ class EagleTraining(DistillationTraining):
         return self.drafter.draft_vocabulary
 
     def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "num_steps": self.num_losses}
+        return {**super().settings(), "num_steps": self.num_losses, "random_lengths": self.random_lengths}
 
     def layers(self) -> Sequence[int]:
         return self.drafter.feature_layers
@@ -103,15 +109,26 @@ class EagleTraining(DistillationTraining):
     @torch.no_grad()
     def begin_from_target(self) -> None:
         """Let the output head be the target's."""
-        weight = self.target.output_weight.to(self.drafter.network.output.weight.dtype)
-        own = self.draft_vocabulary
-        self.drafter.network.output.weight.copy_(weight if own is None else weight[own.tokens])
+        self.drafter.network.output.weight.copy_(rows_of(self.target.output_weight, self.draft_vocabulary))
+
+    def loss_weights(self, num_guesses: int) -> list[float]:
+        if not self.random_lengths:
+            return super().loss_weights(num_guesses)
+        return [1 / sum(self.position_weights)] * num_guesses
+
+    def steps_of(self, number: int) -> int:
+        """How many guesses the rollouts of an optimizer's step make: a function of its number, so that a resumed run
+        goes on alike."""
+        if not (self.random_lengths and self.training):
+            return self.num_losses
+        noise = torch.rand(self.num_losses - 1, generator=torch.Generator().manual_seed(number))
+        return 1 + int((noise < self.position_decay).long().cumprod(0).sum())
 
     def guesses(self, batch: Batch, reading: Reading) -> list[Guessed]:
         network = self.drafter.network
         features = network.features([reading.features[layer][:, :-1].float() for layer in self.layers()])
         embedded = self.target.embeddings(batch.tokens[:, 1:])
-        steps = rollouts(network, embedded, features, self.num_losses)
+        steps = rollouts(network, embedded, features, self.steps_of(self.global_step))
         # The last entry speaks of the token behind the text; entries before a step's number belong to no round.
         return [Guessed(hidden[:, i:-1], 2 + i) for i, hidden in enumerate(steps)]
 

@@ -49,17 +49,12 @@ class Guessed(NamedTuple):
         return (tokens < batch.lengths[:, None]) & (tokens >= starts[:, None])
 
 
-def token_counts(data: TokenData, vocab_size: int, *, prompts: bool) -> Int[Tensor, "V"]:
-    """How often each token is to be said in the training split.
-
-    Args:
-        prompts: whether those of prompts count.
-    """
+def token_counts(data: TokenData, vocab_size: int) -> Int[Tensor, "V"]:
+    """How often each token is said in the training split, prompts apart."""
     rows, counts = data.rows("train"), torch.zeros(vocab_size, dtype=torch.long)
     for start in range(0, len(rows), data.batch_size):
         batch = data.collate([rows[i] for i in range(start, min(start + data.batch_size, len(rows)))])
         places = torch.arange(batch.tokens.shape[1])
-        first = torch.zeros_like(batch.lengths) if prompts else batch.prompt_lengths
-        said = (places < batch.lengths[:, None]) & (places >= first[:, None])
+        said = (places < batch.lengths[:, None]) & (places >= batch.prompt_lengths[:, None])
         counts += torch.bincount(batch.tokens[said], minlength=vocab_size)
     return counts
