@@ -78,6 +78,7 @@ SMALLER = {
         "vocab_size: 49152": "vocab_size: 300",
         "num_val: 48": "num_val: 2\n    num_test: 1",
         "target_dtype: bfloat16": "target_dtype: float32",
+        "also_layers: [2, 7, 15, 27, 29]": "also_layers: [0, 1]",
         "num_heads: 9": "num_heads: 2",
         "num_key_heads: 3": "num_key_heads: 1",
         "intermediate_size: 1536": "intermediate_size: 8",

@@ -25,6 +25,7 @@ from lightning_specdec.data import TokenData
 from lightning_specdec.description import spec
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.checkpoint_io import VERSION_KEY
+from lightning_specdec.training.muon import MuonAdamW
 
 _CONFIG = "give the config and the --data options that it was trained with"
 
@@ -148,7 +149,9 @@ def _fits(state: object, optimizer: torch.optim.Optimizer) -> bool:
     if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
         return False
     groups = state.get("param_groups")
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    parts = optimizer.parts if isinstance(optimizer, MuonAdamW) else [optimizer]
+    kinds_of = [(part, _state_kinds(part)) for part in parts]
+    weights = [(each, kinds) for part, kinds in kinds_of for group in part.param_groups for each in group["params"]]
     if not isinstance(groups, list) or len(groups) != len(fresh):
         return False
     for given, group in zip(groups, fresh, strict=True):
@@ -156,14 +159,14 @@ def _fits(state: object, optimizer: torch.optim.Optimizer) -> bool:
             return False
         if not all(_same_kind(given[key], group[key]) for key in group):
             return False
-    kinds = _state_kinds(optimizer)
     if not state["state"].keys() <= set(range(len(weights))):
         return False
     for index, entries in state["state"].items():
+        weight, kinds = weights[index]
         if not isinstance(entries, dict) or entries.keys() != kinds.keys():
             return False
         for key, is_scalar in kinds.items():
-            shape = torch.Size() if is_scalar else weights[index].shape
+            shape = torch.Size() if is_scalar else weight.shape
             value = entries[key]
             if not isinstance(value, Tensor) or value.shape != shape or not _is_plain(value):
                 return False
