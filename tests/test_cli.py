@@ -182,6 +182,9 @@ def test_ctrl_c_during_training_says_130_and_leaves_a_whole_checkpoint(
         signal.signal(signal.SIGINT, handler)
     assert outcome.code == 130 and "Traceback" not in outcome.err
     assert 0 <= checkpoint.load(last).training["epoch"] < 99
+    assert (
+        "\ncheckpoints/rnn/last.ckpt is where it was: the same command with --ckpt_path last goes on\n" in outcome.err
+    )
 
 
 def test_a_reader_that_has_gone_causes_no_traceback(ckpt: str) -> None:

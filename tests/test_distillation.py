@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
+import warnings
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -185,6 +187,49 @@ def test_the_learning_rate_rises_then_falls_by_half_a_cosine() -> None:
 
 def test_low_middle_and_high_layers_are_layers_of_the_target() -> None:
     assert low_middle_high(target()) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("stops", [3, 12])
+def test_a_run_that_was_stopped_in_an_epoch_goes_on_in_it(
+    stops: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Ctrl-C in the middle of a step, which is made again."""
+    seen: list[list[int]] = []
+
+    class Watched(EagleTraining):
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            seen.append(batch.indices.tolist())
+            if stop == len(seen):
+                raise RuntimeError("stopped")
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr(sys.modules[__name__], "EagleTraining", Watched)
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+    def run(**options: Any) -> EagleTraining:
+        module = training(draft_vocabulary=9, warmup_steps=3, learning_rate=0.01)
+        keep = ModelCheckpoint(tmp_path, filename="last", save_on_exception=True, enable_version_counter=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*not resumable.*")
+            Trainer(max_epochs=2, accelerator="cpu", callbacks=[keep], **quiet).fit(
+                module, datamodule=progressions(), **options
+            )
+        return module
+
+    stop = 0
+    whole = run()
+    order = list(seen)
+    assert len(order) == 2 * 8
+    seen.clear()
+    stop = stops
+    with pytest.raises(RuntimeError, match="stopped"):
+        run()
+    before, stop = list(seen), 0
+    seen.clear()
+    resumed = run(ckpt_path=str(tmp_path / "last.ckpt"), weights_only=True)
+    assert before[:-1] + seen == order
+    weights = resumed.drafter.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in whole.drafter.state_dict().items())
 
 
 def test_rollouts_of_random_lengths_have_the_whole_ones_loss_on_average() -> None:

@@ -77,6 +77,16 @@ def test_a_source_beside_what_is_written_stays_and_a_note_comes_once_training_st
 
 
 @pytest.mark.usefixtures("here")
+def test_a_metric_that_is_not_there_to_stop_by_is_one_line_with_those_that_are(tmp_path: Path) -> None:
+    stopping = ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "val/los"]
+    outcome = call("fit", "--config", str(shrunk("multi_token", tmp_path)), *stopping)
+    assert outcome.code == 2 and "Traceback" not in outcome.err
+    line = outcome.err.splitlines()[-1]
+    assert line.startswith("error: Early stopping conditioned on metric `val/los` which is not available.")
+    assert "`val/loss`" in line
+
+
+@pytest.mark.usefixtures("here")
 def test_a_target_of_another_vocabulary_or_tokenizer_is_refused(tmp_path: Path) -> None:
     config = shrunk("multi_token", tmp_path)
     other = stored(tmp_path / "other.ckpt", 256, "bytes")

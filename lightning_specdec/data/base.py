@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_specdec.checks import require_int
+from lightning_specdec.data.resumable import ResumableLoader
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -185,7 +186,20 @@ class TokenData(LightningDataModule, ABC):
             self.rows(split)
 
     def train_dataloader(self) -> DataLoader[Row]:
-        return self._dataloader("train", self.train_sampler())
+        return ResumableLoader(
+            cast(Any, self.rows("train")),
+            batch_size=self.batch_size,
+            sampler=self.train_sampler(),
+            collate_fn=self.collate,
+            num_done=self._num_done,
+        )
+
+    def _num_done(self) -> int:
+        """How many batches of the epoch in progress the Trainer has made a step of."""
+        assert self.trainer is not None, "asked by a Trainer"
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        done: int = progress.processed
+        return done
 
     def val_dataloader(self) -> DataLoader[Row]:
         return self._dataloader("val")
@@ -196,9 +210,8 @@ class TokenData(LightningDataModule, ABC):
     def predict_dataloader(self) -> DataLoader[Row]:
         return self._dataloader("test")
 
-    def _dataloader(self, split: str, sampler: Sampler[int] | None = None) -> DataLoader[Row]:
-        rows: Any = self.rows(split)
-        return DataLoader(rows, batch_size=self.batch_size, sampler=sampler, collate_fn=self.collate)
+    def _dataloader(self, split: str) -> DataLoader[Row]:
+        return DataLoader(cast(Any, self.rows(split)), batch_size=self.batch_size, collate_fn=self.collate)
 
     def deal(self, num_sequences: int, counted: str, remedy: str) -> tuple[Tensor, Tensor, Tensor]:
         """The numbers of the sequences of each split, in the order of `SPLITS`: a shuffle by the seed, cut in three.

@@ -28,7 +28,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
 
     def __init__(self) -> None:
         super().__init__()
-        self._written: set[Path] = set()
+        self.written: set[Path] = set()
+        """The files of this run."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         if storage_options is not None:
@@ -41,7 +42,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, final)
-        self._written.add(final.resolve())
+        self.written.add(final.resolve())
 
     def load_checkpoint(
         self, path: str | Path, map_location: Callable[..., Any] | None = None, weights_only: bool | None = None
@@ -52,5 +53,5 @@ class SafeCheckpointIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         # The path may come from a resumed checkpoint, which may be a stranger's: delete only what this run has written.
-        if Path(path).resolve() in self._written:
+        if Path(path).resolve() in self.written:
             Path(path).unlink(missing_ok=True)

@@ -5,6 +5,7 @@ Knows nothing of the other verbs, and prints no error: it raises ValueError or F
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import sys
@@ -20,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 
 from lightning_specdec import training as _training  # noqa: F401  # YAML can name a class once it is imported
 from lightning_specdec.data import TokenData
+from lightning_specdec.data.corpus import tell
 from lightning_specdec.models import MODELS
 from lightning_specdec.threads import limit_threads
 from lightning_specdec.training.base import SpeculativeTraining
@@ -108,7 +110,8 @@ class TrainingCLI(LightningCLI):
         shown = not given.get("callbacks") and given["enable_progress_bar"] is not False
         if shown and isinstance(self.model, GenerateText):
             kwargs["callbacks"] = [GenerationBar()]
-        trainer = super().instantiate_trainer(plugins=[*plugins, SafeCheckpointIO()], **kwargs)
+        self.checkpoints = SafeCheckpointIO()
+        trainer = super().instantiate_trainer(plugins=[*plugins, self.checkpoints], **kwargs)
         trainer.callbacks.insert(0, ReplacedCheckpoints())  # type: ignore[attr-defined]  # speaks before a bar is drawn
         return trainer
 
@@ -132,6 +135,17 @@ class TrainingCLI(LightningCLI):
             check_trainer_state(path, self.trainer, self.model, self.datamodule, resume=subcommand == "fit")
             kwargs["ckpt_path"] = path
         return {**kwargs, "weights_only": True}
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except SystemExit as stop:
+            if subcommand == "fit" and isinstance(stop.__context__, KeyboardInterrupt):
+                with contextlib.suppress(ValueError, FileNotFoundError):
+                    last = find_checkpoint(self.trainer, "last")
+                    if Path(last).resolve() in self.checkpoints.written:
+                        tell(f"{seen_from_here(last)} is where it was: the same command with --ckpt_path last goes on")
+            raise
 
     def after_fit(self) -> None:
         """Say what was reached and where it lies."""
@@ -235,6 +249,10 @@ def run() -> None:
         raise ValueError(one_line(str(error))) from error
     except ValueError as error:
         if "\n" not in str(error):
+            raise
+        raise ValueError(one_line(str(error))) from error
+    except RuntimeError as error:
+        if not str(error).startswith("Early stopping conditioned on metric"):  # a fault of the config's
             raise
         raise ValueError(one_line(str(error))) from error
 
