@@ -68,10 +68,10 @@ def test_every_call_of_the_readme_works(
 
 
 SMALLER = {
-    "smollm2_prompts": {"num_prompts: 1500": "num_prompts: 40", "dtype: bfloat16": "dtype: float32"},
+    "smollm2_prompts": {"num_prompts: 3000": "num_prompts: 40", "dtype: bfloat16": "dtype: float32"},
     "smollm2_generate": {
         "num_prompts: 800": "num_prompts: 6\n          length: 100",
-        "max_new_tokens: 160": "max_new_tokens: 8",
+        "max_new_tokens: 128": "max_new_tokens: 8",
         "dtype: bfloat16": "dtype: float32",
     },
     "smollm2_eagle": {
@@ -83,7 +83,7 @@ SMALLER = {
         "num_key_heads: 3": "num_key_heads: 1",
         "intermediate_size: 1536": "intermediate_size: 8",
         "draft_vocabulary: 8192": "draft_vocabulary: 64",
-        "max_epochs: 2": "max_epochs: 1",
+        "max_epochs: 3": "max_epochs: 1",
         "num_prompts: 6": "num_prompts: 1",
         "max_new_tokens: 64": "max_new_tokens: 4",
     },
