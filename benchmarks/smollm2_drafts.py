@@ -4,9 +4,9 @@
     python benchmarks/smollm2_drafts.py eagle.safetensors heads.safetensors --prompts question.jsonl \
         --output docs/results/smollm2_drafts.json
 
-Greedy decoding goes through all windows, each beside standard decoding, one prompt at a time, repeats taking turns;
-rejection sampling and exact matching at temperature 1 take the window that was best there. Both sides treat their
-weights alike. Prompts are of Spec-Bench, task by task in turn, and those that `decode` has of its own; none
+Greedy decoding in the first type goes through all windows, each beside standard decoding, one prompt at a time, repeats
+taking turns; rejection sampling at temperature 1 and the other types take the window that was best there. Both sides
+treat their weights alike. Prompts are of Spec-Bench, task by task in turn, and those that `decode` has of its own; none
 was trained on. No text stops early. What training took is read from the draft files' recipes.
 """
 
@@ -22,8 +22,8 @@ import torch
 from spec_bench import load, mixed
 from transformer_speed import line
 
-from lightning_specdec import ExactMatch, RejectionSampling, SpeculativeDecoder
-from lightning_specdec.bench.sweep import best
+from lightning_specdec import AcceptanceRule, ExactMatch, RejectionSampling, SpeculativeDecoder
+from lightning_specdec.bench.sweep import SweepRow, best
 from lightning_specdec.cli_prompts import OWN
 from lightning_specdec.draft_file import load_draft, read
 from lightning_specdec.drafters import Drafter, LookupFirstDrafter, NGramDrafter
@@ -40,13 +40,15 @@ def main() -> None:
     parser.add_argument("--num_prompts", type=int, default=12, help="of Spec-Bench")
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--windows", nargs="+", type=int, default=[1, 2, 3, 4, 6])
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    rows = [row for dtype in options.dtypes for row in measured(dtype, options)]
+    rows: list[dict[str, Any]] = []
+    for dtype in options.dtypes:
+        rows += measured(dtype, options, rows)
     recipes = {path.stem: {**told(path), "file_bytes": path.stat().st_size} for path in options.drafts}
     print(f"\n{table(rows, recipes)}")
     if options.output:
@@ -64,8 +66,12 @@ def told(path: Path) -> dict[str, Any]:
     return {"kind": found.drafter["class"], **{name: found.recipe.get(name) for name in names}}
 
 
-def measured(dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All rows of one type of numbers."""
+def measured(dtype: str, options: argparse.Namespace, before: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """All rows of one type of numbers.
+
+    Args:
+        before: those of other types, whose best windows are taken.
+    """
     decoder = SpeculativeDecoder.from_pretrained(options.model, NGramDrafter(), dtype=dtype)
     assert decoder.tokenizer is not None
     prompts = mixed(load(options.prompts, decoder.tokenizer), options.num_prompts)
@@ -75,26 +81,23 @@ def measured(dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     for name, each in trained.items():
         drafts |= {name: each, f"{LOOKUP} + {name}": LookupFirstDrafter(NGramDrafter(), each)}
     shared: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "eos": (), "repeats": options.repeats}
-    rows = []
-    for name, drafter in drafts.items():
+    rows: list[dict[str, Any]] = []
+
+    def add(name: str, windows: Sequence[int], rule: AcceptanceRule, temperature: float) -> list[SweepRow]:
+        settings = {"windows": windows, "rule": rule, "temperature": temperature, "warmup": 0, **shared}
         cells = []
-        for cell in decoder.sweep(prompts, drafts={name: drafter}, windows=options.windows, **shared):
+        for cell in decoder.sweep(prompts, drafts={name: drafts[name]}, **settings):
             cells.append(cell)
-            rows.append({"dtype": dtype, "rule": "ExactMatch", "temperature": 0.0, **cell.to_dict()})
+            told = {"dtype": dtype, "rule": type(rule).__name__, "temperature": temperature}
+            rows.append({**told, **cell.to_dict()})
             print(f"{dtype:<9}", line({"checkpoint": "smollm2", **rows[-1]}), flush=True)
-        if (top := best(cells)) is None:
-            continue
-        for rule in (RejectionSampling(), ExactMatch()):
-            for cell in decoder.sweep(
-                prompts,
-                drafts={name: drafter},
-                windows=[top.num_draft_tokens],
-                rule=rule,
-                temperature=1.0,
-                **shared,
-            ):
-                rows.append({"dtype": dtype, "rule": type(rule).__name__, "temperature": 1.0, **cell.to_dict()})
-                print(f"{dtype:<9}", line({"checkpoint": "smollm2", **rows[-1]}), flush=True)
+        return cells
+
+    for name in drafts:
+        known = _best(before, name, before[0]["dtype"]) if before else None
+        cells = add(name, options.windows if known is None else [known["num_draft_tokens"]], ExactMatch(), 0.0)
+        if (top := best(cells)) is not None:
+            add(name, [top.num_draft_tokens], RejectionSampling(), 1.0)
     return rows
 
 
