@@ -284,3 +284,11 @@ def few(values: Sequence[Any], target_name: str, drafter_name: str) -> Sequence[
         return values
     step = 3 if drafter(drafter_name, target_name).inside_target else len(values)
     return values[len(values) // 2 % step :: step]
+
+
+def in_turn(values: Sequence[Any], others: Sequence[Any], target_name: str, drafter_name: str) -> list[tuple[Any, Any]]:
+    """For two things that do not touch each other: this pair meets all values and all others, taking turns, and each
+    value meets each other with some pair, for a share of what all with all would cost."""
+    start = sum(map(ord, target_name + drafter_name))
+    num_turns = max(len(values), len(others))
+    return [(values[i % len(values)], others[(start + i) % len(others)]) for i in range(num_turns)]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
-from training_fixtures import RNN_CONFIG, TrainedRun, shipped_run
+from training_fixtures import EPOCHS, RNN_CONFIG, TrainedRun, shipped_run
 
 from lightning_specdec.cli import main
 
@@ -58,7 +58,7 @@ def succeed(*arguments: str, stdin: str = "") -> Outcome:
 
 
 BRIEF = ("--repeats", "1", "--max_new_tokens", "4", "--temperature", "1")
-TRAINER = ("--config", str(RNN_CONFIG), "--trainer.accelerator", "cpu", "--trainer.max_epochs", "101")
+TRAINER = ("--config", str(RNN_CONFIG), "--trainer.accelerator", "cpu", "--trainer.max_epochs", str(EPOCHS + 1))
 OF_A_CHECKPOINT: dict[str, Callable[[str], tuple[str, ...]]] = {
     "decode": lambda path: ("decode", *BRIEF, "--ckpt", path),
     "info": lambda path: ("info", "--ckpt", path),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import jaxtyping
@@ -15,6 +17,24 @@ import torch
 for _name in ("Bool", "Float", "Int"):
     setattr(builtins, _name, getattr(jaxtyping, _name))
 jaxtyping.install_import_hook("lightning_specdec", "shape_checker.check")
+
+_jaxtyped = jaxtyping.jaxtyped
+
+
+def _jaxtyped_where_checked(*, typechecker: Callable[..., Any]) -> Callable[[Any], Any]:
+    """What the hook decorates all with. An inner function is made anew by each call of the outer one, and a check of it
+    too, which takes longer than most calls: so none is made for it where shapes are not checked."""
+
+    def decorate(made: Any) -> Any:
+        if jaxtyping.config.jaxtyping_disable and "<locals>" in getattr(made, "__qualname__", ""):
+            return made
+        return _jaxtyped(made, typechecker=typechecker)
+
+    return decorate
+
+
+jaxtyping.jaxtyped = _jaxtyped_where_checked  # type: ignore[assignment]
+jaxtyping.config.update("jaxtyping_disable", True)  # while tests are collected: `_shapes` says for each what it checks
 
 
 @pytest.fixture(autouse=True)

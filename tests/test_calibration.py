@@ -60,24 +60,28 @@ def test_a_calibration_finds_the_costs_that_the_calls_have(size: int, monkeypatc
     assert found.draft_token_seconds == pytest.approx(0.01, rel=0.03)
 
 
-@pytest.mark.parametrize("rule", [None, RejectionSampling()])
+@pytest.mark.parametrize(
+    ("rule", "widths"), [(None, WIDTHS), (RejectionSampling(), (1, 3, 5))], ids=["greedy", "drawing"]
+)
 @pytest.mark.parametrize(("target", "drafter"), cases.pairs(targets=["transformer"]))
-def test_every_drafter_can_be_measured(target: str, drafter: str, rule: Any) -> None:
+def test_every_drafter_can_be_measured(target: str, drafter: str, rule: Any, widths: tuple[int, ...]) -> None:
+    """Each at all widths, and each drawing: what that needs besides, it needs at two widths as at six."""
     sampling = Sampling(1.0) if rule else None
     found = calibrate(
         cases.target(target),
         cases.drafter(drafter, target),
         context_length=20,
+        widths=widths,
         seconds=0.01,
         rule=rule,
         sampling=sampling,
     )
     costs = found.at(1)
-    seconds = [costs.round_seconds(i) for i in range(17)]
+    seconds = [costs.round_seconds(i) for i in range(max(widths))]
     assert all(math.isfinite(each) and each > 0 for each in seconds)
     assert all(wide >= narrow * (1 - 1e-12) for narrow, wide in itertools.pairwise(seconds)), "sums of two figures each"
     assert costs.draft_step_seconds >= 0 and costs.draft_seconds >= 0 and costs.draft_token_seconds >= 0
-    assert found.largest_window == 16 and found.context_length == 20
+    assert found.largest_window == max(widths) - 1 and found.context_length == 20
 
 
 def test_a_calibration_names_what_was_measured() -> None:

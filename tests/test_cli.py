@@ -18,7 +18,7 @@ import cases
 import pytest
 import torch
 from cli_fixtures import SCRIPT, call, ckpt, here, refused, shipped_run, succeed
-from training_fixtures import RNN_CONFIG
+from training_fixtures import EPOCHS, RNN_CONFIG
 
 from lightning_specdec import SpeculativeDecoder, __version__, checkpoint, cli_groups, cli_options
 from lightning_specdec.drafters import DRAFTERS, ModelDrafter
@@ -201,7 +201,7 @@ def test_info_says_what_a_checkpoint_holds_and_how_it_was_made(ckpt: str) -> Non
     shown = succeed("info", "--ckpt", ckpt).out
     assert "target      RNN(vocab_size=50, embedding_size=32, hidden_size=64, num_layers=2), 19,442 parameters" in shown
     assert "drafter     ModelDrafter" in shown and json.dumps(checkpoint.load(ckpt).prompts) in shown
-    assert "recipe      epochs: 100\n" in shown and "training    epoch: 99\n" in shown
+    assert f"recipe      epochs: {EPOCHS}\n" in shown and f"training    epoch: {EPOCHS - 1}\n" in shown
 
 
 def test_info_shows_the_prompts_of_a_text_model_as_text(tmp_path: Path) -> None:

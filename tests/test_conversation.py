@@ -61,20 +61,24 @@ def from_scratch(target: str, prompt: tuple[int, ...]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("target", "drafter", "cancel_at"),
-    [(*pair, rounds) for pair in cases.pairs(targets=cases.BUT_LLAMA) for rounds in cases.few([1, None, 2], *pair)],
+    ("target", "drafter", "cancel_at", "window"),
+    [
+        (*pair, *turn)
+        for pair in cases.pairs(targets=cases.BUT_LLAMA)
+        for turn in cases.in_turn(cases.few([1, None, 2], *pair), cases.few((1, 3, 6), *pair), *pair)
+    ],
 )
 def test_every_answer_is_that_to_the_whole_text_read_from_scratch(
-    target: str, drafter: str, cancel_at: int | None
+    target: str, drafter: str, cancel_at: int | None, window: int
 ) -> None:
-    for window in cases.few((1, 3, 6), target, drafter):
-        conversation = Conversation(
-            cases.target(target), cases.drafter(drafter, target), num_draft_tokens=window, eos=[cases.EOS]
-        )
-        for row in talk(conversation, cancel_at=cancel_at):
-            prompt, answer = row.text[: row.prompt_length], row.text[row.prompt_length :]
-            whole = from_scratch(target, tuple(prompt))
-            assert answer == (whole[: len(answer)] if row.stop_reason == "cancelled" else whole)
+    """An answer is stopped between two rounds, where the windows of the rounds before are over and done with."""
+    conversation = Conversation(
+        cases.target(target), cases.drafter(drafter, target), num_draft_tokens=window, eos=[cases.EOS]
+    )
+    for row in talk(conversation, cancel_at=cancel_at):
+        prompt, answer = row.text[: row.prompt_length], row.text[row.prompt_length :]
+        whole = from_scratch(target, tuple(prompt))
+        assert answer == (whole[: len(answer)] if row.stop_reason == "cancelled" else whole)
 
 
 @pytest.mark.parametrize(

@@ -70,22 +70,30 @@ def test_the_processors_of_these_laws_do_change_the_output(kind: str) -> None:
     assert with_them != without
 
 
-@pytest.mark.parametrize("kind", ["repetition", "sequence_bias", "all"])
-@pytest.mark.parametrize(("target", "drafter"), cases.pairs(targets=["rnn", "transformer"]))
-def test_greedy_speculative_equals_autoregressive_with_processors(target: str, drafter: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "drafter", "kind", "rule"),
+    [
+        (*pair, *turn)
+        for pair in cases.pairs(targets=["rnn", "transformer"])
+        for turn in cases.in_turn(["repetition", "sequence_bias", "all"], cases.LOSSLESS, *pair)
+    ],
+)
+def test_greedy_speculative_equals_autoregressive_with_processors(
+    target: str, drafter: str, kind: str, rule: str
+) -> None:
+    """A rule sees processed logits alone, whatever processed them."""
     sampling = Sampling(processors=KINDS[kind])
-    for rule in cases.LOSSLESS:
-        result = speculative_decode(
-            cases.target(target),
-            cases.drafter(drafter, target),
-            cases.PROMPTS,
-            max_new_tokens=10,
-            num_draft_tokens=4,
-            rule=cases.RULES[rule](),
-            sampling=sampling,
-            eos=cases.EOS,
-        )
-        assert result.tokens == cases.standard(target, sampling, 10).tokens
+    result = speculative_decode(
+        cases.target(target),
+        cases.drafter(drafter, target),
+        cases.PROMPTS,
+        max_new_tokens=10,
+        num_draft_tokens=4,
+        rule=cases.RULES[rule](),
+        sampling=sampling,
+        eos=cases.EOS,
+    )
+    assert result.tokens == cases.standard(target, sampling, 10).tokens
 
 
 @pytest.mark.parametrize("hot", HOT)

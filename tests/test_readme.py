@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import tiny_models
 from cli_fixtures import SCRIPT, shipped_run, succeed
-from training_fixtures import TrainedRun
+from training_fixtures import EPOCHS, TrainedRun
 
 __all__ = ["shipped_run"]
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
 COMMANDS = [line for language, text in BLOCKS if language == "sh" for line in text.splitlines() if line.strip()]
-SHORT = ["--trainer.max_epochs", "101", "--trainer.limit_train_batches", "1", "--trainer.limit_val_batches", "1"]
-SHORT += ["--trainer.accelerator", "cpu", "--trainer.logger", "false"]
+SHORT = ["--trainer.max_epochs", str(EPOCHS + 1), "--trainer.accelerator", "cpu", "--trainer.logger", "false"]
+SHORT += ["--trainer.limit_train_batches", "1", "--trainer.limit_val_batches", "1"]
 
 
 def arguments_of(program: str) -> list[list[str]]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
-from training_fixtures import CONFIGS, TrainedRun, shipped_run, verb
+from training_fixtures import CONFIGS, EPOCHS, TrainedRun, shipped_run, verb
 
 from lightning_specdec import checkpoint
 from lightning_specdec.data import ArithmeticProgressions, Batch, PromptSource
@@ -63,7 +63,7 @@ def events(shipped_run: TrainedRun) -> EventAccumulator:
 @pytest.mark.parametrize("model", ["draft", "target"])
 def test_training_losses_fall_from_about_3_9_to_half_or_less(events: EventAccumulator, model: str) -> None:
     losses = [event.value for event in events.Scalars(f"train/{model}_loss")]
-    assert len(losses) == 100
+    assert len(losses) == EPOCHS
     assert 3.6 < losses[0] < 4.1, "the first epoch's mean is a little below log(50) = 3.9"
     assert losses[-1] <= 0.5
 
@@ -72,7 +72,7 @@ def test_tensorboard_holds_every_promised_tag(events: EventAccumulator) -> None:
     tags = events.Tags()
     assert {f"val/{rate}" for rate in RATES} | {"train/draft_loss", "train/target_loss"} <= set(tags["scalars"])
     assert set(tags["histograms"]) == {"val/accepted_per_round", "val/sampling_accepted_per_round"}
-    assert all(len(events.Scalars(f"val/{rate}")) == 100 for rate in RATES)
+    assert all(len(events.Scalars(f"val/{rate}")) == EPOCHS for rate in RATES)
     histogram = events.Histograms("val/accepted_per_round")[-1].histogram_value
     efficiency = events.Scalars("val/block_efficiency")[-1].value
     assert histogram.bucket_limit == [0.5, 1.5, 2.5, 3.5]
@@ -92,7 +92,7 @@ def test_the_hparams_tab_shows_what_was_given_and_the_last_metrics(events: Event
 
 def test_a_run_says_what_it_reached_and_nothing_else(shipped_run: TrainedRun) -> None:
     assert "best checkpoint: checkpoints/rnn/best.ckpt" in shipped_run.output
-    assert "epoch 100/100" in shipped_run.output
+    assert f"epoch {EPOCHS}/{EPOCHS}" in shipped_run.output
     assert "arning" not in shipped_run.output and "tip" not in shipped_run.output.lower()
 
 
@@ -101,7 +101,7 @@ def test_checkpoints_are_enough_by_themselves_and_say_how_they_were_made(
 ) -> None:
     made = checkpoint.load(shipped_run.last)
     assert made.prompts == ArithmeticProgressions().prompts()
-    assert made.recipe["epochs"] == 100 and made.recipe["data"] == "ArithmeticProgressions"
+    assert made.recipe["epochs"] == EPOCHS and made.recipe["data"] == "ArithmeticProgressions"
     assert made.recipe["losses"]["train/target_loss"] == events.Scalars("train/target_loss")[-1].value
     best = checkpoint.load(shipped_run.best).recipe["losses"]["val/loss"]
     assert best == min(event.value for event in events.Scalars("val/loss"))
@@ -152,7 +152,7 @@ def test_a_strangers_checkpoint_deletes_nothing(
                 state |= {"best_k_models": {victim: worst}, "kth_best_model_path": victim}
                 state |= {"kth_value": worst, "best_model_score": worst, "best_model_path": victim}
         torch.save(content, tmp_path / "stranger.ckpt")
-        options = ["--ckpt_path", "stranger.ckpt", "--trainer.max_epochs", "102"]
+        options = ["--ckpt_path", "stranger.ckpt", "--trainer.max_epochs", str(EPOCHS + 2)]
         verb(monkeypatch, tmp_path, "fit", *options)
         assert precious.read_bytes() == shipped_run.best.read_bytes()
 
@@ -418,7 +418,8 @@ def test_a_bad_checkpoint_is_refused_before_anything_runs(
     best, last = str(shipped_run.best), str(shipped_run.last)
     with pytest.raises(ValueError, match="is of other networks .*embedding"):
         verb(monkeypatch, tmp_path, "test", "--ckpt_path", best, "--data.vocab_size", "60", logger=True)
-    with pytest.raises(ValueError, match="100 epochs behind it and the run ends after 50: raise --trainer.max_epochs"):
+    told = f"{EPOCHS} epochs behind it and the run ends after 50: raise --trainer.max_epochs"
+    with pytest.raises(ValueError, match=told):
         verb(monkeypatch, tmp_path, "fit", "--ckpt_path", last, "--trainer.max_epochs", "50", logger=True)
     assert sorted(tmp_path.iterdir()) == before
 
@@ -446,7 +447,7 @@ def test_a_run_killed_at_any_moment_leaves_a_whole_checkpoint(shipped_run: Train
         time.sleep(0.02 + 0.003 * attempt)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        assert checkpoint.load(path).training["epoch"] == 99
+        assert checkpoint.load(path).training["epoch"] == EPOCHS - 1
 
 
 def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path: Path) -> None:

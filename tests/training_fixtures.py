@@ -15,6 +15,8 @@ from filelock import FileLock
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 RNN_CONFIG = CONFIGS / "rnn.yaml"
+EPOCHS = 60
+"""Of the shipped config's 100: by then its losses are where they shall be, and its best epoch is not its last one."""
 TINY: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
@@ -38,9 +40,10 @@ class TrainedRun(NamedTuple):
 
 
 def train_shipped(directory: Path) -> None:
-    """Train the shipped config in a process of its own (about 12 s), and keep what it prints beside its files."""
+    """Train the shipped config in a process of its own (about 8 s), and keep what it prints beside its files."""
     program = "from lightning_specdec.training.cli import run; run()"
     command = [sys.executable, "-c", program, "fit", "--config", str(RNN_CONFIG), "--trainer.accelerator", "cpu"]
+    command += ["--trainer.max_epochs", str(EPOCHS)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
