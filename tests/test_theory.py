@@ -207,6 +207,13 @@ def test_predicted_speedup_of_a_short_text_adds_up_its_rounds_by_hand() -> None:
     assert predicted == pytest.approx(3 * 1.05 / seconds)
 
 
+def test_reading_the_prompt_is_added_on_both_sides_and_vanishes_in_an_endless_text() -> None:
+    short = predict(0.8, 4, num_new_tokens=20)
+    with_prompt = predict(0.8, 4, num_new_tokens=20, prompt_seconds=5.0)
+    assert with_prompt == pytest.approx((5 + 20) / (5 + 20 / short))
+    assert predict(0.8, 4, prompt_seconds=5.0) == predict(0.8, 4)
+
+
 def test_no_window_and_equal_costs_give_no_speedup() -> None:
     for num_new_tokens in (None, 1, 10):
         assert theory.predicted_speedup(
@@ -282,6 +289,13 @@ predict = partial(theory.predicted_speedup, draft_step_seconds=0.1, target_secon
         (lambda: theory.best_window(0.8, 0.1, max_window=-1), "max_window .* got -1: give 0 or more"),
         (lambda: theory.break_even_alpha(0, 0.1), "num_draft_tokens .* got 0: give 1 or more"),
         (lambda: theory.break_even_alpha(4, math.nan), "cost_ratio .* got nan"),
+        (lambda: theory.break_even_alpha(4, 0.1, call_ratio=0.0), "call_ratio .* got 0.0: give"),
+        (lambda: theory.expected_tokens([0.5, 0.5], 3), "a window of 3 needs as many rates, got 2"),
+        (lambda: theory.expected_tokens([0.5, 1.5], 2), "alpha .* got 1.5"),
+        (lambda: theory.call_ratio({2: 1.0}, 2), "include those of the call on 1 token"),
+        (lambda: theory.call_ratio({1: 1.0, 2: math.nan}, 2), "seconds .* got .*nan"),
+        (lambda: theory.between({}, 2), "seconds must be some"),
+        (lambda: theory.call_ratio({1: 1.0}, 0), "num_tokens .* got 0: give 1 or more"),
     ],
 )
 def test_an_argument_out_of_range_is_refused_by_name_value_and_remedy(call: Callable[[], Any], message: str) -> None:
@@ -292,6 +306,56 @@ def test_an_argument_out_of_range_is_refused_by_name_value_and_remedy(call: Call
 def test_the_closed_forms_load_no_torch() -> None:
     code = "import sys; import lightning_specdec.bench.theory; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent).returncode == 0
+
+
+@pytest.mark.parametrize("num_draft_tokens", WINDOWS)
+def test_equal_rates_at_all_positions_are_one_rate(num_draft_tokens: int) -> None:
+    rates = [0.7] * 8
+    for compute in (theory.accepted_distribution, theory.expected_tokens):
+        assert compute(rates, num_draft_tokens) == pytest.approx(compute(0.7, num_draft_tokens))
+    for finite in (theory.expected_rounds, theory.expected_draft_steps, theory.block_efficiency_finite):
+        one = finite(0.7, num_draft_tokens, num_new_tokens=23)
+        assert finite(rates, num_draft_tokens, num_new_tokens=23) == pytest.approx(one)
+
+
+def test_rates_by_position_describe_a_text_of_easy_and_hard_rounds_and_one_rate_does_not() -> None:
+    """Half of the rounds keep guesses with 0.9, half with 0.3: the mixture, position by position, and its mean rate."""
+    window, kinds = 4, (0.9, 0.3)
+    mixture = [sum(each) / 2 for each in zip(*(theory.accepted_distribution(a, window) for a in kinds), strict=True)]
+    at_least = [sum(mixture[kept:]) for kept in range(window + 1)]
+    rates = [at_least[i + 1] / at_least[i] for i in range(window)]
+    assert theory.accepted_distribution(rates, window) == pytest.approx(mixture)
+    truth = sum(theory.expected_tokens(alpha, window) for alpha in kinds) / 2
+    assert theory.expected_tokens(rates, window) == pytest.approx(truth)
+    alpha = sum(at_least[1:]) / sum(at_least[:-1])  # num_accepted / num_tested
+    assert theory.expected_tokens(alpha, window) > 1.05 * truth
+
+
+def test_a_call_between_two_measured_widths_lies_on_the_line_between_them() -> None:
+    seconds = {1: 2.0, 3: 3.0, 9: 6.0}
+    assert [theory.call_ratio(seconds, width) for width in (1, 2, 3, 5, 9, 13)] == [1.0, 1.25, 1.5, 2.0, 3.0, 4.0]
+    assert theory.call_ratio({1: 2.0}, 7) == 1.0
+    assert theory.call_ratio({1: 2.0, 5: 1.9}, 40) == 0.95  # and no free lunch beyond
+
+
+def test_the_best_window_with_measured_calls_is_the_best_of_all_windows() -> None:
+    calls = {1: 1.0, 2: 1.05, 5: 1.2, 9: 2.5}
+    for alpha in (0.2, 0.6, 0.9):
+        speedups = [
+            theory.speedup_with_cost_ratio(alpha, k, cost_ratio=0.05, call_ratio=theory.call_ratio(calls, k + 1))
+            for k in range(33)
+        ]
+        best = theory.best_window(alpha, 0.05, call_seconds=calls)
+        assert speedups[best] == max(speedups) >= 1
+        assert best <= theory.best_window(alpha, 0.05)
+    assert theory.best_window(0.9, 0.05, call_seconds={1: 1.0, 2: 2.0}) == 0
+
+
+def test_a_wider_call_that_costs_more_raises_the_break_even_alpha() -> None:
+    cheap, dear = theory.break_even_alpha(4, 0.1), theory.break_even_alpha(4, 0.1, call_ratio=1.5)
+    assert cheap is not None and dear is not None and cheap < dear
+    assert theory.speedup_with_cost_ratio(dear, 4, cost_ratio=0.1, call_ratio=1.5) == pytest.approx(1)
+    assert theory.break_even_alpha(4, 0.1, call_ratio=5.0) is None
 
 
 # --- the document ---
@@ -547,6 +611,35 @@ def test_document_section_8_break_even_rates() -> None:
         for column, cell in row.items():
             alpha = theory.break_even_alpha(window, value(column.removeprefix("c=")))
             assert alpha is not None and agrees(cell, alpha), (window, column)
+
+
+def test_document_section_8_easy_and_hard_rounds() -> None:
+    facts = block("mixture")
+    window, kinds = facts["num_draft_tokens"], [value(rate) for rate in facts["alpha_of_the_kinds"]]
+    mixture = [sum(each) / 2 for each in zip(*(theory.accepted_distribution(a, window) for a in kinds), strict=True)]
+    at_least = [sum(mixture[kept:]) for kept in range(window + 1)]
+    rates = [at_least[i + 1] / at_least[i] for i in range(window)]
+    alpha = sum(at_least[1:]) / sum(at_least[:-1])
+    assert all(map(agrees, facts["rate_of_each_position"], rates))
+    assert agrees(facts["acceptance_rate"], alpha)
+    assert agrees(facts["block_efficiency"], theory.expected_tokens(rates, window))
+    assert agrees(facts["block_efficiency_from_the_one_rate"], theory.expected_tokens(alpha, window))
+    percent = 100 * (theory.expected_tokens(alpha, window) / theory.expected_tokens(rates, window) - 1)
+    assert f"{percent:.0f}% too high" in DOCUMENT
+
+
+def test_document_section_8_wider_calls() -> None:
+    calls = {int(row["tokens"]): value(row["call, in calls on one token"]) for row in table("calls")}
+    for row in table("wider_calls"):
+        alpha = value(row["alpha"])
+        for column, seconds in (("all calls alike", None), ("these calls", calls)):
+            window, speedup = row[column].split(": ")
+            assert int(window) == theory.best_window(alpha, 0.05, call_seconds=seconds), (alpha, column)
+            wide = 1.0 if seconds is None else theory.call_ratio(seconds, int(window) + 1)
+            computed = theory.speedup_with_cost_ratio(alpha, int(window), cost_ratio=0.05, call_ratio=wide)
+            assert agrees(speedup, computed)
+        at_eight = theory.speedup_with_cost_ratio(alpha, 8, cost_ratio=0.05, call_ratio=theory.call_ratio(calls, 9))
+        assert agrees(row["these calls, window 8"], at_eight)
 
 
 def test_document_section_9_short_outputs() -> None:
