@@ -1,0 +1,5 @@
+"""Prompts by domain: where they come from, as what they are kept, and those that ship."""
+
+from lightning_specdec.bench.prompts.dataset import Prompt, PromptDataset
+
+__all__ = ["Prompt", "PromptDataset"]
