@@ -1,0 +1,163 @@
+"""One run of one cell, as a row of the results.
+
+Knows nothing of the order in which cells run, nor of files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+
+from lightning_specdec.bench.config import BenchConfig
+from lightning_specdec.bench.matrix import Cell, Subject
+from lightning_specdec.bench.phase_timer import MemoryTimer, PeakMemory, gpu_utilization, whole
+from lightning_specdec.bench.prompts import Prompt
+from lightning_specdec.bench.results import Row
+from lightning_specdec.bench.ways import Prepared, decode, way_of
+from lightning_specdec.drafters import Drafter
+from lightning_specdec.inference import DecodeResult, Window
+from lightning_specdec.inference.results import RowResult
+from lightning_specdec.rules import ExactMatch
+
+DIGITS = 7
+"""Of seconds behind the point: a tenth of a microsecond."""
+GPU_SECONDS = 1.5
+"""What a run is repeated for while a GPU is watched, which looks ten times a second."""
+_COUNTS = ("num_proposed", "num_tested", "num_accepted", "histogram")
+
+
+def watch(cell: Cell, subject: Subject, config: BenchConfig, prepared: Prepared) -> Prepared:
+    """Run a cell once with an eye on its memory, and on how busy a GPU is: what the timed runs are prepared with."""
+    device, prompts = subject.target.device, subject.prompts[cell.domain]
+    peaks: dict[str, int] = {}
+    way = way_of(cell, subject, config, prepared, seed=config.seed, timer=lambda: MemoryTimer(device, peaks))
+    memory = PeakMemory(device)
+    result = decode(way, prompts, cell.batch_size)
+    found: dict[str, int] | int = peaks or (memory.look() if memory.known else result.peak_memory_bytes)
+    with gpu_utilization(device) as shares:
+        began = time.perf_counter()
+        while device.type == "cuda" and time.perf_counter() - began < GPU_SECONDS:
+            decode(way_of(cell, subject, config, prepared, seed=config.seed), prompts, cell.batch_size)
+    busy = sum(shares) / len(shares) if shares else None
+    return Prepared(prepared.window, prepared.setting, found, busy)
+
+
+def measure(cell: Cell, subject: Subject, config: BenchConfig, prepared: Prepared, *, repeat: int) -> Row:
+    """Run a cell, and give its row, in which `same_tokens` is not known yet.
+
+    Raises:
+        ValueError, RuntimeError, MemoryError, and whatever transformers raises: it cannot decode so.
+    """
+    way = way_of(cell, subject, config, prepared, seed=config.seed + repeat)
+    prompts = subject.prompts[cell.domain]
+    result = decode(way, prompts, cell.batch_size)
+    return _row(cell, subject, config, prepared, repeat) | _figures(result, prompts)
+
+
+def failure(
+    cell: Cell, subject: Subject, config: BenchConfig, prepared: Prepared, *, repeat: int, error: BaseException
+) -> Row:
+    """The row of a run that failed: what it failed by, and no figures."""
+    told = " ".join(str(error).split()) or type(error).__name__
+    return _row(cell, subject, config, prepared, repeat) | {"error": told[:1000]}
+
+
+def _row(cell: Cell, subject: Subject, config: BenchConfig, prepared: Prepared, repeat: int) -> Row:
+    """What is known of a row before it has run."""
+    drafter = subject.drafts.get(cell.draft or "")
+    window = prepared.window
+    return {
+        "cell": cell.hash,
+        "repeat": repeat,
+        "pair": cell.pair,
+        "way": cell.way,
+        "draft": cell.draft,
+        "draft_kind": type(drafter).__name__ if isinstance(drafter, Drafter) else None,
+        "domain": cell.domain,
+        "num_draft_tokens": cell.num_draft_tokens,
+        "temperature": cell.temperature,
+        "batch_size": cell.batch_size,
+        "rule": cell.rule and cell.rule.label,
+        "lossless": None if cell.rule is None else cell.rule.make().lossless,
+        "seed": config.seed + repeat,
+        "max_new_tokens": config.max_new_tokens,
+        "error": None,
+        "window": window.to_dict() if isinstance(window, Window) else None,
+        "setting": None if prepared.setting is None else dict(prepared.setting),
+        **dict.fromkeys(_FIGURES),
+        "peak_memory_bytes": prepared.memory,
+        "gpu_utilization": prepared.utilization,
+    }
+
+
+_FIGURES = (
+    *("seconds", "num_prompts", "num_new_tokens", "phase_seconds", "num_target_calls", "num_draft_calls"),
+    *(*_COUNTS, "tested_at", "accepted_at", "num_row_rounds", "prompt_ids", "prompt_seconds", "prompt_new_tokens"),
+    *("token_seconds", "time_to_first_token", "same_tokens", "tokens_sha256", "num_changed"),
+)
+"""What a run that failed has none of."""
+
+
+def _figures(result: DecodeResult, prompts: Sequence[Prompt]) -> Row:
+    counts = result.counts
+    tested, accepted = by_position(result.rows)
+    return {
+        "seconds": result.seconds,
+        "num_prompts": len(prompts),
+        "num_new_tokens": result.num_new_tokens,
+        "phase_seconds": whole(result.phase_seconds, result.seconds) if result.phase_seconds else None,
+        "num_target_calls": result.num_target_calls,
+        "num_draft_calls": result.num_draft_calls,
+        **{name: None if counts is None else getattr(counts, name) for name in _COUNTS},
+        "tested_at": None if counts is None else tested,
+        "accepted_at": None if counts is None else accepted,
+        "num_row_rounds": sum(row.num_rounds for row in result.rows),
+        "prompt_ids": [prompt.id for prompt in prompts],
+        "prompt_seconds": [_rounded(row.token_seconds[-1:])[0] for row in result.rows],
+        "prompt_new_tokens": [len(row.tokens) for row in result.rows],
+        "token_seconds": [_rounded(_steps(row.token_seconds)) for row in result.rows],
+        "time_to_first_token": [_rounded(row.token_seconds[:1])[0] for row in result.rows],
+        "tokens_sha256": tokens_sha256(result.tokens),
+        "num_changed": result.num_changed,
+    }
+
+
+def tokens_sha256(tokens: Sequence[Sequence[int]]) -> str:
+    """A hash of all new tokens."""
+    return hashlib.sha256(json.dumps([list(each) for each in tokens]).encode()).hexdigest()
+
+
+def by_position(rows: Sequence[RowResult]) -> tuple[list[int], list[int]]:
+    """How often the first, second, ... guess of a round was tested, and how often it was kept."""
+    tested: list[int] = []
+    accepted: list[int] = []
+    for row in rows:
+        for each in row.rounds or ():
+            for counts, number in (
+                (tested, min(each.num_accepted + 1, len(each.drafted))),
+                (accepted, each.num_accepted),
+            ):
+                counts += [0] * (number - len(counts))
+                for i in range(number):
+                    counts[i] += 1
+    return tested, accepted + [0] * (len(tested) - len(accepted))
+
+
+def should_be_same(cell: Cell) -> bool:
+    """Whether a cell must give standard decoding's tokens: ours under a lossless rule at temperature 0, and with
+    `ExactMatch` at every temperature; transformers' at temperature 0, up to rounding."""
+    if cell.way in ("standard", "rolled"):
+        return True
+    rule = cell.make_rule()
+    return isinstance(rule, ExactMatch) or (cell.temperature == 0 and (rule is None or rule.lossless))
+
+
+def _steps(seconds: Sequence[float]) -> list[float]:
+    """What each token took since the last one."""
+    return [now - before for before, now in zip((0.0, *seconds), seconds, strict=False)]
+
+
+def _rounded(seconds: Sequence[float]) -> list[float]:
+    return [round(each, DIGITS) for each in seconds]

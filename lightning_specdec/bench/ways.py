@@ -1,0 +1,127 @@
+"""The ways to decode that a cell can name, as functions of a batch of prompts.
+
+Knows nothing of rows of results, nor of clocks other than a decode's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_specdec.bench.config import BenchConfig
+from lightning_specdec.bench.matrix import Cell, Subject
+from lightning_specdec.bench.outside import Setting
+from lightning_specdec.bench.prompts import Prompt
+from lightning_specdec.bench.remembered import load_or_measure
+from lightning_specdec.bench.rolled import rolled_decode
+from lightning_specdec.drafters import Drafter
+from lightning_specdec.inference import (
+    AdaptiveWindow,
+    DecodeResult,
+    Window,
+    autoregressive_decode,
+    merge_results,
+    open_session,
+    run,
+)
+from lightning_specdec.inference.timing import PhaseTimer
+from lightning_specdec.rules import Sampling
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a cell needs beyond its own settings.
+
+    Args:
+        window: of speculation; what `auto` has come to.
+        setting: of transformers' ways: see `Outside.settings`.
+        memory, utilization: what a run before the timed ones has shown.
+    """
+
+    window: int | Window | None = None
+    setting: Setting | None = None
+    memory: dict[str, int] | int | None = None
+    utilization: float | None = None
+
+
+Way = Callable[[list[list[int]], list[int]], DecodeResult]
+
+
+def window_of(cell: Cell, subject: Subject) -> int | Window | None:
+    """The window that a cell decodes with; `auto` measures what calls cost, once for this machine.
+
+    Raises:
+        ValueError: its draft cannot guess.
+    """
+    if cell.way != "speculative" or cell.num_draft_tokens != "auto":
+        return cell.num_draft_tokens if isinstance(cell.num_draft_tokens, int) else None
+    rule, sampling = cell.make_rule(), Sampling(cell.temperature)
+    drafter = drafter_of(cell, subject)
+    return AdaptiveWindow(
+        load_or_measure(subject.target, drafter, batch_size=cell.batch_size, rule=rule, sampling=sampling)
+    )
+
+
+def drafter_of(cell: Cell, subject: Subject) -> Drafter:
+    """What guesses.
+
+    Raises:
+        ValueError: it could not be made for this target.
+    """
+    assert cell.draft is not None
+    drafter = subject.drafts[cell.draft]
+    if isinstance(drafter, str):
+        raise ValueError(drafter)
+    return drafter
+
+
+def way_of(
+    cell: Cell,
+    subject: Subject,
+    config: BenchConfig,
+    prepared: Prepared,
+    *,
+    seed: int,
+    timer: Callable[[], PhaseTimer] | None = None,
+) -> Way:
+    """A function that decodes a batch of prompts as the cell says.
+
+    Args:
+        timer: makes what takes the place of a session's own timer.
+    """
+    sampling = Sampling(cell.temperature)
+    shared: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "sampling": sampling, "seed": seed}
+    stops = () if config.ignore_eos else subject.stops
+    if cell.way == "standard":
+        return lambda texts, indices: autoregressive_decode(subject.target, texts, indices=indices, eos=stops, **shared)
+    if cell.way == "rolled":
+        rollout = subject.rolled
+        assert rollout is not None
+        return lambda texts, indices: rolled_decode(rollout, texts, indices=indices, eos=stops, **shared)
+    if cell.way != "speculative":
+        outside, setting = subject.outside, prepared.setting
+        assert outside is not None and setting is not None
+        return lambda texts, indices: outside.decode(
+            cell.way, texts, indices, setting=setting, draft=cell.draft, eos=stops, **shared
+        )
+    drafter, window, rule = drafter_of(cell, subject), prepared.window, cell.make_rule()
+    assert window is not None
+
+    def speculative(texts: list[list[int]], indices: list[int]) -> DecodeResult:
+        session = open_session(
+            subject.target, drafter, texts, num_draft_tokens=window, rule=rule, eos=stops, indices=indices, **shared
+        )
+        if timer is not None:
+            session.timer = timer()
+        return run(session)
+
+    return speculative
+
+
+def decode(way: Way, prompts: Sequence[Prompt], batch_size: int) -> DecodeResult:
+    """All prompts in batches. Its seconds are those of the decodes' own clocks, which begin when a batch is ready to be
+    read and end with its last token: what we do before and after is in no way's."""
+    numbers = list(range(len(prompts)))
+    batches = [numbers[i : i + batch_size] for i in range(0, len(numbers), batch_size)]
+    return merge_results([way([list(prompts[i].tokens) for i in batch], batch) for batch in batches])

@@ -1,0 +1,179 @@
+"""The pairs and prompts that a benchmark's config names, loaded.
+
+Knows nothing of what is measured with them.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_specdec.bench.config import BenchConfig
+from lightning_specdec.bench.config_entries import OWN, SHIPPED, DraftChoice, PairChoice
+from lightning_specdec.bench.matrix import Subject
+from lightning_specdec.bench.prompts.dataset import SEQUENCES, Prompt, PromptDataset
+from lightning_specdec.bench.prompts.sources import read as read_sources
+from lightning_specdec.cli_common import find_device
+from lightning_specdec.cli_early import check_models
+from lightning_specdec.cli_groups import CKPT, DRAFTERS, MODELS, PLACE
+from lightning_specdec.cli_models import load_decoder
+from lightning_specdec.decoder import SpeculativeDecoder
+from lightning_specdec.drafters import Drafter, NGramDrafter
+from lightning_specdec.inference.rows import check_prompt
+from lightning_specdec.models import LanguageModel
+from lightning_specdec.pairs import get_pair
+from lightning_specdec.pretrained import PretrainedOptions, load_pair, pair_options
+
+ByDomain = dict[str, list[Prompt]]
+
+
+def check_pairs(config: BenchConfig) -> None:
+    """Raise ValueError for models that are not where they are said to be, before any is loaded."""
+    find_device(config.device)
+    for pair in config.pairs.values():
+        for draft in pair.drafts.values():
+            check_models(_options(pair, draft, config))
+        if pair.ckpt is not None:
+            open(pair.ckpt, "rb").close()
+
+
+def load_subject(name: str, config: BenchConfig, *, prompts: Mapping[str, Sequence[Prompt]] | None = None) -> Subject:
+    """A pair of the config with its prompts.
+
+    A draft that cannot guess for the target is among its drafts by the reason.
+
+    Args:
+        prompts: instead of those that the config names.
+
+    Raises:
+        ValueError: the target cannot be loaded, or there are no such prompts.
+    """
+    pair = config.pairs[name]
+    if pair.ckpt is not None:
+        decoder, drafts = _of_checkpoint(pair, config)
+    else:
+        decoder, drafts = _pretrained(pair, config)
+    others: ByDomain = {}
+    if prompts is None:
+        prompts, others = _prompts(decoder, config)
+    for each in (*prompts.values(), *others.values()):
+        for prompt in each:
+            check_prompt(prompt.tokens, decoder.target.vocab_size, f"prompt {prompt.id}")
+    stops = () if decoder.tokenizer is None else sorted(decoder.tokenizer.eos)
+    return Subject.of(
+        name,
+        decoder.target,
+        drafts,
+        prompts=prompts,
+        others=others,
+        stops=[token for token in stops if token < decoder.target.vocab_size],
+        outside=bool(config.outside),
+        rolled=config.rolled,
+    )
+
+
+def _options(pair: PairChoice, draft: DraftChoice, config: BenchConfig) -> Namespace:
+    """A draft of a pair as the options of `decode` would name it."""
+    options: dict[str, Any] = {option.name: option.default for option in (CKPT, *MODELS, *PLACE)}
+    options |= {name: getattr(pair, name) for name in ("ckpt", "pair", "target", "dtype", "quantization")}
+    options |= {name: getattr(draft, name) for name in ("draft", "drafter", "exit_layer")}
+    options |= {"draft_dtype": draft.dtype, "draft_quantization": draft.quantization, "device": config.device}
+    known = {f"drafter.{name}" for arguments in DRAFTERS.values() for name in arguments}
+    for name, value in draft.drafter_arguments.items():
+        if f"drafter.{name}" not in known:
+            raise ValueError(f"no drafter takes {name}: drop it")
+        options[f"drafter.{name}"] = value
+    return Namespace(**options)
+
+
+def _of_checkpoint(pair: PairChoice, config: BenchConfig) -> tuple[SpeculativeDecoder, dict[str, Drafter | str]]:
+    decoder = SpeculativeDecoder.from_checkpoint(
+        str(pair.ckpt),
+        target=pair.target,
+        drafter=NGramDrafter(),
+        device=find_device(config.device),
+        dtype=None if pair.dtype is None else getattr(torch, pair.dtype),
+    )
+    drafts: dict[str, Drafter | str] = {}
+    for name, choice in pair.drafts.items():
+        try:
+            drafts[name] = load_decoder(_options(pair, choice, config)).drafter
+        except ValueError as error:
+            drafts[name] = str(error)
+    return decoder, drafts
+
+
+def _pretrained(pair: PairChoice, config: BenchConfig) -> tuple[SpeculativeDecoder, dict[str, Drafter | str]]:
+    """Not packed, since transformers decodes with the same weights."""
+    shared: PretrainedOptions = {"device": find_device(config.device), "pack": False}
+    own: PretrainedOptions = {**shared, "dtype": pair.dtype, "quantization": pair.quantization}
+    alone: PretrainedOptions = {**own, "drafter": NGramDrafter.__name__}
+    if pair.pair is not None:
+        decoder = SpeculativeDecoder.from_pair(pair.pair, **alone)
+    else:
+        decoder = SpeculativeDecoder.from_pretrained(str(pair.target), **alone)
+    drafts: dict[str, Drafter | str] = {}
+    for name, choice in pair.drafts.items():
+        try:
+            drafts[name] = _draft(decoder.target, pair, choice, own)
+        except ValueError as error:
+            drafts[name] = str(error)
+    return decoder, drafts
+
+
+def _draft(target: LanguageModel, pair: PairChoice, choice: DraftChoice, own: PretrainedOptions) -> Drafter:
+    options: PretrainedOptions = {**own, "draft_dtype": choice.dtype, "draft_quantization": choice.quantization}
+    arguments = dict(choice.drafter_arguments)
+    if choice.exit_layer is not None:
+        arguments["exit_layer"] = choice.exit_layer
+    if choice.drafter is not None:
+        options["drafter"] = choice.drafter
+    if arguments:
+        options["drafter_arguments"] = arguments
+    source: Any = choice.draft
+    if pair.pair is not None:
+        given, options = pair_options(get_pair(pair.pair), choice.draft, options)
+        source = given if choice.draft is None else choice.draft
+    return load_pair(target, source, **options)[1]
+
+
+def _prompts(decoder: SpeculativeDecoder, config: BenchConfig) -> tuple[ByDomain, ByDomain]:
+    """The prompts to measure, and the others, by domain."""
+    found = _source(decoder, config.prompts, config)
+    measured = {domain: several[: config.num_prompts] for domain, several in found.items()}
+    rest = {domain: several[config.num_prompts :] for domain, several in found.items()}
+    if config.other_prompts is not None:
+        rest = _source(decoder, config.other_prompts, config)
+    taken = {prompt.tokens for several in measured.values() for prompt in several}
+    others: ByDomain = {}
+    for domain in measured:
+        if left := [prompt for prompt in rest.get(domain, ()) if prompt.tokens not in taken]:
+            others[domain] = left[: config.num_other_prompts]
+    return measured, others
+
+
+def _source(decoder: SpeculativeDecoder, source: str, config: BenchConfig) -> ByDomain:
+    """The prompts of a source, by domain."""
+    tokenizer = decoder.tokenizer
+    if source == OWN:
+        if not decoder.prompts:
+            raise ValueError(f"prompts: {OWN} needs a pair with prompts of its own: say {SHIPPED}, or name a file")
+        domain = OWN if tokenizer is not None else SEQUENCES
+        dataset = PromptDataset(
+            tuple(Prompt(f"{OWN}-{i}", domain, tuple(tokens)) for i, tokens in enumerate(decoder.prompts))
+        )
+    elif source == SHIPPED:
+        wanted = config.domains if tokenizer is not None else [SEQUENCES]
+        entries, _ = read_sources([SHIPPED], wanted)
+        dataset = PromptDataset.encode(entries, tokenizer)
+    else:
+        dataset = PromptDataset.load(source)
+        if tokenizer is not None:
+            dataset = dataset.for_tokenizer(tokenizer)
+        elif any(prompt.text is not None for prompt in dataset):
+            raise ValueError(f"{source} holds text, and this target has no tokenizer: choose prompts of {SEQUENCES}")
+    domains = config.domains or dataset.domains
+    return {domain: dataset.by_domain(domain) for domain in domains}

@@ -1,0 +1,260 @@
+"""Laws of `lightning_specdec bench`: what is measured is kept and shown, goes on, repeats; bad input is one line."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import io
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import tiny_models
+import yaml
+from cli_fixtures import call, refused, succeed
+
+from lightning_specdec import SpeculativeDecoder, cli_bench_shown
+from lightning_specdec.bench import results as results_module
+from lightning_specdec.bench import run as run_module
+from lightning_specdec.bench.config import read_config
+from lightning_specdec.bench.report.analysis import cells_of
+from lightning_specdec.bench.results import read
+from lightning_specdec.cli_bench_shown import Bar
+from lightning_specdec.drafters import ModelDrafter
+
+CONFIGS = Path(__file__).parent.parent / "configs" / "bench"
+DRAFTS: dict[str, Any] = {"model": {}, "ngram": {"drafter": "NGramDrafter", "drafter_arguments": {"max_ngram": 2}}}
+TINY: dict[str, Any] = {
+    "pairs": {"rnn": {"ckpt": "tiny.ckpt", "drafts": DRAFTS}},
+    **{"num_prompts": 2, "num_draft_tokens": [2], "max_new_tokens": 4, "repeats": 2, "warmup": 0, "threads": 1},
+}
+
+
+@pytest.fixture(autouse=True)
+def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a directory with a tiny checkpoint and a config for it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("lightning_specdec.bench.isolated.SECONDS", 0.01)
+    target = cases.MODELS["rnn"]()
+    SpeculativeDecoder(target, ModelDrafter(cases.near(target)), prompts=cases.PROMPTS).save("tiny.ckpt")
+    write("tiny.yaml")
+
+
+def write(path: str, /, **more: Any) -> None:
+    values = {key: value for key, value in (TINY | more).items() if value is not None}
+    Path(path).write_text(yaml.safe_dump(values, sort_keys=False))
+
+
+def test_a_benchmark_is_kept_and_shown_and_its_command_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = succeed("bench", "--config", "tiny.yaml")
+    lines = shown.out.splitlines()
+    assert lines[0].split()[:4] == ["pair", "domain", "T", "batch"] and "walltime_speedup" in lines[0]
+    assert [line.split()[4] for line in lines[1:4]] == ["standard", "model", "ngram"] and shown.err == ""
+    assert all(len(re.findall(r"[0-9.]+ ± [0-9.]+", line)) == 2 for line in lines[1:4]), "mean and deviation"
+    assert [len(re.findall(r"[0-9.]+ \[[0-9.]+, [0-9.]+\]", line)) for line in lines[1:4]] == [0, 1, 1], "an interval"
+    rows = read("results/tiny").rows
+    assert len(rows) == 6 and {row["num_prompts"] for row in rows} == {2}
+    monkeypatch.setattr(run_module, "measure", lambda *more, **others: pytest.fail("measured again"))
+    assert succeed("bench", "--config", "tiny.yaml").out == shown.out
+    markdown = succeed("bench", "--config", "tiny.yaml", "--format", "markdown").out.splitlines()
+    assert markdown[1].startswith("| --- |") and len({line.count("|") for line in markdown[:5]}) == 1
+    table = list(csv.DictReader(io.StringIO(succeed("bench", "--config", "tiny.yaml", "--format", "csv").out)))
+    document = json.loads(succeed("bench", "--config", "tiny.yaml", "--format", "json").out)[0]
+    assert len(table) == len(document["cells"]) == 3 and table[1]["draft"] == "model"
+    cell = document["cells"][1]
+    of_cell = [row["seconds"] for row in rows if row["draft"] == "model"]
+    assert cell["seconds_mean"] == pytest.approx(sum(of_cell) / 2) and float(table[1]["seconds_mean"]) > 0
+    reported = next(each for each in cells_of(rows) if each.draft == "model").walltime_speedup
+    assert reported is not None and cell["walltime_speedup"] == reported.value, "the report says the same"
+    assert cell["walltime_speedup_low"] == reported.low < reported.high == float(table[1]["walltime_speedup_high"])
+    assert document["manifest"]["config"]["max_new_tokens"] == 4
+
+
+def test_ctrl_c_leaves_a_file_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, runs = run_module.measure, []
+
+    def interrupted(*more: Any, **others: Any) -> Any:
+        runs.append(more)
+        if len(runs) == 4:
+            raise KeyboardInterrupt
+        return measure(*more, **others)
+
+    monkeypatch.setattr(run_module, "measure", interrupted)
+    outcome = call("bench", "--config", "tiny.yaml")
+    assert outcome.code == 130 and outcome.out.count("rnn ") >= 3
+    assert outcome.err == "interrupted: what is finished stays, and the same command goes on from there\n"
+    assert len(read("results/tiny").rows) == 3
+    succeed("bench", "--config", "tiny.yaml")
+    assert len(runs) == 4 + 3 and len(read("results/tiny").rows) == 6
+
+
+def test_a_disk_that_is_full_in_the_middle_is_one_line_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    writing, written = os.write, []
+
+    def full(file: int, content: bytes) -> int:
+        written.append(content)
+        if len(written) == 4:
+            return writing(file, content[:10])
+        if len(written) == 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return writing(file, content)
+
+    monkeypatch.setattr(results_module.os, "write", full)
+    outcome = call("bench", "--config", "tiny.yaml")
+    assert outcome.code == 2 and outcome.out == "" and outcome.err.count("\n") == 1
+    assert outcome.err.startswith("error: results/tiny/rows.jsonl cannot be written (No space left on device): what is")
+    assert len(read("results/tiny").rows) == 3
+    before = Path("results/tiny/rows.jsonl").read_bytes()
+    assert before.endswith(b"\n")
+    succeed("bench", "--config", "tiny.yaml")
+    assert len(read("results/tiny").rows) == 6 and Path("results/tiny/rows.jsonl").read_bytes().startswith(before)
+
+
+def test_a_cell_that_failed_is_in_the_table_and_the_exit_code() -> None:
+    write("tiny.yaml", rules=["EpsilonThreshold"])
+    outcome = call("bench", "--config", "tiny.yaml")
+    assert outcome.code == 1 and outcome.err == ""
+    failed = next(line for line in outcome.out.splitlines() if " ngram " in line)
+    assert "failed: EpsilonThreshold compares the draft's logits, and NGramDrafter has none" in failed
+    assert "lossy" in next(line for line in outcome.out.splitlines() if " model " in line)
+
+
+def test_a_row_is_repeated_from_its_own_record() -> None:
+    more = {"temperatures": [1], "num_draft_tokens": ["auto"], "rules": ["RejectionSampling"]}
+    write("tiny.yaml", **more)
+    succeed("bench", "--config", "tiny.yaml")
+    os.rename("tiny.yaml", "away.yaml")
+    rows = read("results/tiny").rows
+    told = json.loads(succeed("bench", "--repeat", "results/tiny:5", "--format", "json").out)
+    assert told["same_tokens"] is True and told["repeat"] == rows[4]["repeat"] == 1 and told["cell"] == rows[4]["cell"]
+    assert told["seconds"][0] == rows[4]["seconds"] != told["seconds"][1]
+    for place in (f"results/tiny/rows.jsonl:{rows[1]['cell']}", "results/tiny:1"):
+        assert succeed("bench", "--repeat", place).out.endswith("the same tokens\n")
+    path = Path("results/tiny/rows.jsonl")
+    path.write_text(path.read_text().replace(rows[4]["tokens_sha256"], "0" * 64))
+    outcome = call("bench", "--repeat", "results/tiny:5")
+    assert outcome.code == 1 and outcome.out.endswith("OTHER TOKENS\n")
+    SpeculativeDecoder(cases.MODELS["rnn"](4), ModelDrafter(cases.MODELS["rnn"](5)), prompts=[[1]]).save("tiny.ckpt")
+    refused("bench", "--repeat", "results/tiny:5", told="target_sha256 and draft_sha256 is not what it was")
+
+
+def test_two_drafts_are_set_against_each_other() -> None:
+    write("tiny.yaml", repeats=5, num_draft_tokens=[1, 2])
+    found = json.loads(
+        succeed("bench", "--config", "tiny.yaml", "--compare", "model:2", "ngram", "--format", "json").out
+    )
+    assert len(found) == 1 and found[0]["first"].startswith("model 2") and found[0]["second"].startswith("ngram 1")
+    low, high = found[0]["interval"]
+    assert low <= found[0]["ratio"] <= high and found[0]["same_tokens"] is True
+    assert [len(seconds) for seconds in found[0]["seconds"]] == [5, 5] and not Path("results").exists()
+    shown = succeed("bench", "--config", "tiny.yaml", "--compare", "model:1", "standard").out
+    assert re.search(r"model 1 ExactMatch +standard +[0-9.]+ \[[0-9.]+, [0-9.]+\]", shown)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"temperature": [0]}, "tiny.yaml: unknown entry temperature: did you mean temperatures?"),
+        ({"pairs": None}, "tiny.yaml: pairs is missing"),
+        ({"pairs": {"rnn": {"ckpt": "tiny.ckpt", "draft": {}}}}, "unknown entry pairs.rnn.draft: did you mean drafts?"),
+        ({"pairs": {"rnn": {}}}, "pairs.rnn must name its models by one of ckpt, pair and target, got none"),
+        ({"pairs": {"rnn": {"ckpt": "gone.ckpt"}}}, "gone.ckpt: No such file or directory"),
+        ({"pairs": {"rnn": {"target": "./gone"}}}, "there is no directory ./gone"),
+        ({"pairs": {"rnn": {"pair": "rn"}}}, "there is no pair 'rn'"),
+        ({"pairs": {"a/b": {"ckpt": "tiny.ckpt"}}}, "pairs must be a name of letters"),
+        ({"repeats": 0}, "tiny.yaml: repeats must be at least 1, got 0"),
+        ({"repeats": "many"}, "repeats must be an integer at least 1, got 'many'"),
+        ({"rolled": 1}, "rolled must be true or false, got 1"),
+        ({"temperatures": [-1]}, "temperatures must be in [0, inf), got -1"),
+        ({"temperatures": []}, "temperatures is empty"),
+        ({"num_draft_tokens": ["8-2"]}, "num_draft_tokens must be ranges that rise"),
+        ({"num_draft_tokens": ["fast"]}, "num_draft_tokens must be integers, ranges such as 1-8, or auto, got 'fast'"),
+        ({"num_draft_tokens": [2, "1-3"]}, "num_draft_tokens names 2 twice"),
+        ({"rules": ["Luck"]}, "rules must be among ExactMatch"),
+        ({"rules": [{"ExactMatch": {"epsilon": 1}}]}, "ExactMatch takes no such arguments as epsilon"),
+        ({"outside": ["vllm"]}, "outside must be among generate"),
+        ({"prompts": "gone.jsonl"}, "gone.jsonl"),
+        ({"domains": ["code"]}, "code"),
+        ({"device": "cuda:77"}, "there is no usable device 'cuda:77'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_config_that_is_wrong_is_one_line(more: dict[str, Any], told: str) -> None:
+    write("tiny.yaml", **more)
+    outcome = call("bench", "--config", "tiny.yaml")
+    assert outcome.code == 2 and outcome.out == "" and outcome.err.count("\n") == 1, outcome
+    assert outcome.err.startswith("error: ") and told in outcome.err
+
+
+def test_other_bad_input_is_one_line() -> None:
+    refused("bench", told="say what is to be measured: --config FILE")
+    refused("bench", "--config", "gone.yaml", told="gone.yaml: No such file or directory")
+    refused("bench", "--config", "tiny.yaml", "tiny.yaml", told="two configs are called tiny")
+    refused("bench", "--config", "tiny.yaml", "--compare", "model", told="--compare takes two names")
+    refused("bench", "--config", "tiny.yaml", "--compare", "model", "other", told="'other' is nothing that this config")
+    refused("bench", "--config", "tiny.yaml", "--compare", "model", "model:2", told="are the same")
+    refused("bench", "--repeat", "results/tiny:1", told="results/tiny holds no results")
+    refused("bench", "--repeat", "1", told="--repeat takes DIRECTORY:NUMBER")
+    Path("tiny.yaml").write_text("pairs: [")
+    refused("bench", "--config", "tiny.yaml", told="tiny.yaml is no YAML (line 1")
+    Path("tiny.yaml").write_text("repeats: 1\nrepeats: 2\n")
+    refused("bench", "--config", "tiny.yaml", told="tiny.yaml: repeats is there twice")
+    Path("tiny.yaml").write_text("- 1\n")
+    refused("bench", "--config", "tiny.yaml", told="tiny.yaml: a benchmark's config must be a mapping")
+
+
+def test_another_config_under_the_same_name_is_refused() -> None:
+    succeed("bench", "--config", "tiny.yaml")
+    write("other.yaml", name="tiny", seed=1)
+    refused("bench", "--config", "other.yaml", told="config.seed was 0 there and is 1 now")
+    succeed("bench", "--config", "other.yaml", "--name", "second")
+    assert sorted(os.listdir("results")) == ["second", "tiny"]
+
+
+def test_a_pretrained_pair_runs_beside_transformers() -> None:
+    tiny_models.write_text_model(Path("target"))
+    tiny_models.write_text_model(Path("draft"), seed=2, num_hidden_layers=1)
+    drafts = {"own": {}, "small": {"draft": "draft"}, "exit": {"drafter": "EarlyExitDrafter", "exit_layer": 1}}
+    drafts["gpt"] = {"drafter": "ModelDrafter"}
+    pairs = {"text": {"target": "target", "drafts": drafts}}
+    write("text.yaml", pairs=pairs, prompts="shipped", domains=["code"], num_prompts=1, num_other_prompts=1, repeats=1)
+    outcome = call("bench", "--config", "text.yaml", "--format", "json")
+    assert outcome.code == 1, "a draft that cannot be made is a failed cell"
+    cells = {(cell["way"], cell["draft"]): cell for cell in json.loads(outcome.out)[0]["cells"]}
+    assert cells["speculative", "gpt"]["error"] == "ModelDrafter needs a model: give a draft"
+    names = [("standard", None), *(("speculative", name) for name in ("own", "small", "exit"))]
+    names += [("generate", None), ("assisted", "small"), ("prompt_lookup", None)]
+    assert set(cells) == {*names, ("speculative", "gpt")}
+    for name in names:
+        assert cells[name]["error"] is None and cells[name]["same_tokens"] is True, (name, cells[name])
+    settings = read("results/text").manifest["outside"]["text"]
+    assert {each["way"] for each in settings} == {"generate", "assisted", "prompt_lookup"}
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_config_can_be_read(path: Path) -> None:
+    found = read_config(path)
+    assert found.name == path.stem and found.pairs
+
+
+def test_the_bar_says_how_long_the_rest_will_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(cli_bench_shown.time, "monotonic", lambda: clock[0])
+    bar = Bar()
+    bar.plan(10)
+    bar.say("standard")
+    clock[0] = 20.0
+    bar.advance(2)
+    assert capsys.readouterr().err == "", "where nobody waits, no line before its time"
+    assert bar.line() == "runs 2/10 |####....................| 0:20<1:20 standard"
+    clock[0] = 31.0
+    bar.advance(1)
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and told.startswith("runs 3/10 |")

@@ -1,0 +1,157 @@
+"""Laws of a results directory: a finished row is there once, whatever happens to the run, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_specdec.bench.results import FORMAT, ResultsWriter, read
+
+MADE = {"name": "one", "config": {"seed": 0, "pairs": {"a": {"ckpt": "x"}}}, "torch": "2", "threads": 1}
+
+
+def row(number: int, **more: Any) -> dict[str, Any]:
+    return {"cell": f"{number:016x}", "repeat": 0, "error": None, "seconds": 0.5, **more}
+
+
+def write(directory: Path, *numbers: int) -> None:
+    with ResultsWriter.open(directory, MADE) as results:
+        for number in numbers:
+            results.append(row(number))
+
+
+def cells(directory: Path) -> list[str]:
+    return [each["cell"] for each in read(directory).rows]
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "new", 1, 2)
+    found = read(tmp_path / "new")
+    assert found.manifest == {"format": FORMAT, **MADE}
+    assert found.rows == [{"format": FORMAT, **row(1)}, {"format": FORMAT, **row(2)}]
+
+
+def test_a_run_knows_what_another_has_finished(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    with ResultsWriter.open(tmp_path, MADE) as results:
+        assert results.row(row(1)["cell"], 0) and not results.row(row(1)["cell"], 1)
+        results.append(row(1, repeat=1, error="it broke"))
+        results.update(calls={"a": 1})
+        assert results.failed(row(1)["cell"]) and not results.failed(row(2)["cell"])
+    assert len(read(tmp_path).rows) == 2 and read(tmp_path).manifest["calls"] == {"a": 1}
+
+
+@pytest.mark.parametrize("size", [1, 30, -1], ids=["begun", "half", "all but its end"])
+def test_a_half_written_last_line_is_no_row_and_is_repaired(tmp_path: Path, size: int) -> None:
+    write(tmp_path, 1, 2)
+    path = tmp_path / "rows.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + (json.dumps({"format": FORMAT, **row(3)}) + "\n").encode()[:size])
+    assert len(read(tmp_path).rows) == 2
+    write(tmp_path)
+    assert path.read_bytes() == whole
+    path.write_bytes(whole + b'{"for')
+    write(tmp_path, 3)
+    assert cells(tmp_path) == [row(number)["cell"] for number in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("{torn", "rows.jsonl, line 2 is damaged"),
+        (json.dumps({"format": FORMAT + 1, **row(2)}), "line 2 is no row of format 1, got 2"),
+        (json.dumps({"format": FORMAT, "seconds": 1}), "line 2 names no cell"),
+        (json.dumps({"format": FORMAT, **row(1)}), "line 2 is there twice"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, told: str) -> None:
+    write(tmp_path, 1)
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write(f"{line}\n" + json.dumps({"format": FORMAT, **row(3)}) + "\n")
+    for reading in (lambda: read(tmp_path), lambda: write(tmp_path)):
+        with pytest.raises(ValueError, match=told):
+            reading()
+
+
+def test_results_of_another_version_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 7, "lightning_specdec": "9.9"}))
+    for reading in (lambda: read(tmp_path), lambda: write(tmp_path)):
+        with pytest.raises(ValueError, match=r"format 7 \(by 9.9\), this version reads 1"):
+            reading()
+
+
+@pytest.mark.parametrize("content", ["", '{"format": 1, "na', "[1]"])
+def test_a_torn_manifest_is_refused(tmp_path: Path, content: str) -> None:
+    write(tmp_path, 1)
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(ValueError, match=r"manifest.json is (torn or damaged|no manifest)"):
+        read(tmp_path)
+
+
+def test_rows_without_a_manifest_and_no_results_at_all_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="holds no results: `lightning_specdec bench"):
+        read(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("")
+    with pytest.raises(ValueError, match="rows and no manifest"):
+        write(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"config": {**MADE["config"], "seed": 1}}, "config.seed was 0 there and is 1 now"),  # type: ignore[dict-item]
+        ({"config": {"seed": 0, "pairs": {"a": {"ckpt": "y"}}}}, "config.pairs.a.ckpt was"),
+        ({"threads": 2}, "threads was 1 there and is 2 now"),
+        ({"torch": "3"}, "torch was"),
+    ],
+)
+def test_two_configs_or_machines_under_one_name_are_refused(tmp_path: Path, more: dict[str, Any], told: str) -> None:
+    write(tmp_path, 1)
+    with pytest.raises(ValueError, match=f"holds other results .{told}.*another name"):
+        ResultsWriter.open(tmp_path, MADE | more)
+    write(tmp_path, 2)
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    with ResultsWriter.open(tmp_path, MADE), pytest.raises(ValueError, match="another run is writing"):
+        ResultsWriter.open(tmp_path, MADE)
+    write(tmp_path, 1)
+
+
+def test_a_full_disk_in_the_middle_of_a_row_costs_this_row_alone(tmp_path: Path) -> None:
+    path, limits = tmp_path / "rows.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with ResultsWriter.open(tmp_path, MADE) as results:
+        results.append(row(1))
+        before = path.read_bytes()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))  # half a row fits
+        try:
+            with pytest.raises(OSError, match="too large") as caught:
+                results.append(row(2))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert caught.value.filename == str(path) and path.read_bytes() == before
+        assert results.row(row(2)["cell"], 0) is None
+        results.append(row(2))
+    assert len(read(tmp_path).rows) == 2
+
+
+def test_a_row_is_on_the_disk_when_it_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[bytes] = []
+    with ResultsWriter.open(tmp_path, MADE) as results:
+        monkeypatch.setattr(os, "fsync", lambda number: synced.append((tmp_path / "rows.jsonl").read_bytes()))
+        results.append(row(1))
+    assert synced and synced[-1].endswith(b"\n") and json.loads(synced[-1])["cell"] == row(1)["cell"]
+
+
+def test_what_a_killed_run_left_of_a_manifest_is_removed(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    (tmp_path / ".manifest.json.abc").write_text("{")
+    write(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "rows.jsonl"]
