@@ -1,0 +1,142 @@
+"""What a results directory comes to: the answer, warnings, tables and pictures; and the files that show it.
+
+Knows nothing of how anything was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_specdec.bench.report.advice import Advice, advise, shown
+from lightning_specdec.bench.report.analysis import Cell, cells_of
+from lightning_specdec.bench.report.page import page
+from lightning_specdec.bench.report.picture import Picture
+from lightning_specdec.bench.report.pictures import measured_pictures
+from lightning_specdec.bench.report.plots import draw
+from lightning_specdec.bench.report.prediction import Prediction, predictions
+from lightning_specdec.bench.report.scene import Scene
+from lightning_specdec.bench.report.tables import (
+    Table,
+    best_table,
+    cells_table,
+    predictions_table,
+    to_csv,
+    to_markdown,
+    way_of,
+)
+from lightning_specdec.bench.report.theory_pictures import theory_pictures
+from lightning_specdec.bench.results import Results
+from lightning_specdec.files import replaced
+
+PAGE = "report.html"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a results directory comes to.
+
+    Args:
+        tables: by the names of their files.
+    """
+
+    name: str
+    manifest: Mapping[str, Any]
+    cells: Sequence[Cell]
+    advice: Sequence[Advice]
+    predictions: Sequence[Prediction]
+    tables: Mapping[str, Table]
+    pictures: Sequence[Picture]
+
+    @classmethod
+    def of(cls, results: Results) -> Report:
+        """Everything but the drawings."""
+        cells, manifest = cells_of(results.rows), results.manifest
+        scene, promises, advice = Scene.of(cells, manifest), predictions(cells, manifest), advise(cells)
+        return cls(
+            name=str(manifest.get("name") or results.directory.name),
+            manifest=manifest,
+            cells=cells,
+            advice=advice,
+            predictions=promises,
+            tables={
+                "advice": best_table(advice),
+                "missed": predictions_table([each for each in promises if not each.holds]),
+                "predictions": predictions_table(promises),
+                "cells": cells_table(cells),
+            },
+            pictures=[*measured_pictures(scene), *theory_pictures(scene, promises)],
+        )
+
+    @property
+    def answers(self) -> list[tuple[str, list[tuple[str, str]]]]:
+        """For each pair the settings that were measured, in words, with the advice; the first of them in none."""
+        found: dict[str, list[tuple[str, str]]] = {}
+        for each in self.advice:
+            pair, temperature, batch_size, max_new_tokens = each.setting
+            lines = found.setdefault(pair, [])
+            setting = f"temperature {temperature:g}, batch size {batch_size}, {max_new_tokens} new tokens"
+            lines.append((setting if lines else "", each.sentence))
+            if each.outside is not None:
+                cell, speedup = each.outside
+                lines.append(
+                    (setting if len(lines) > 1 else "", f"faster than that is {way_of(cell)}: {shown(speedup)}")
+                )
+        return list(found.items())
+
+    @property
+    def warnings(self) -> list[str]:
+        """What must not be overlooked."""
+        failed = [cell for cell in self.cells if cell.error is not None]
+        other = [cell for cell in self.cells if cell.same_tokens is False]
+        lines = []
+        for error in dict.fromkeys(cell.error for cell in failed):
+            places = [_place(cell) for cell in failed if cell.error == error]
+            more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+            lines.append(f"failed: {places[0]}{more}: {error}")
+        lines += [f"{_place(cell)} gave other tokens than standard decoding, and is not advised" for cell in other]
+        return lines
+
+
+def write(report: Report, directory: Path) -> Path:
+    """Write the page, its tables as CSV and Markdown, its pictures as PNG; gives the page's path.
+
+    Raises:
+        OSError: something cannot be written there.
+    """
+    drawings: dict[str, list[str]] = {}
+    for picture in report.pictures:
+        drawings[picture.name] = []
+        for number, panel in enumerate(picture.panels, start=1):
+            svg, png = draw(panel, salt=f"{picture.name}-{number}")
+            drawings[picture.name].append(svg)
+            _write(directory / f"{picture.name}-{number}.png", png)
+        for old in directory.glob(f"{picture.name}-*.png"):  # of results that had more panels
+            number_of = old.stem.removeprefix(f"{picture.name}-")
+            if number_of.isdigit() and int(number_of) > len(picture.panels):
+                old.unlink()
+    for name, table in report.tables.items():
+        _write(directory / f"{name}.csv", to_csv(table).encode())
+        _write(directory / f"{name}.md", to_markdown(table).encode())
+    _write(directory / PAGE, page(report, drawings).encode())
+    return directory / PAGE
+
+
+def _write(path: Path, content: bytes) -> None:
+    with replaced(path) as file:
+        file.write(content)
+
+
+def _place(cell: Cell) -> str:
+    """What a cell is called in a sentence."""
+    words = [
+        cell.pair,
+        way_of(cell),
+        cell.draft,
+        cell.num_draft_tokens and f"window {cell.num_draft_tokens}",
+        cell.rule,
+    ]
+    words += [cell.domain, f"temperature {cell.temperature:g}", f"batch size {cell.batch_size}"]
+    return ", ".join(str(word) for word in words if word)

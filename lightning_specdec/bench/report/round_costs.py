@@ -1,0 +1,128 @@
+"""What a round costs beside a step of standard decoding: from isolated calls, or from the rounds of measured cells.
+
+Knows nothing of acceptance rates but those that it is asked about.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_specdec.bench import theory
+from lightning_specdec.bench.report.analysis import Cell
+
+MAX_WINDOW = 16
+"""The longest window that is looked at."""
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """Seconds of the parts of a round.
+
+    Args:
+        seconds: of a round without its guesses, by the tokens that it verifies; for one, a step of standard decoding.
+        guess_seconds: of each guess.
+    """
+
+    seconds: Mapping[int, float]
+    guess_seconds: float
+
+    @property
+    def cost_ratio(self) -> float:
+        """Seconds of a guess / seconds of a step of standard decoding."""
+        return self.guess_seconds / self.seconds[1]
+
+    def cheaper(self, share: float) -> RoundCosts:
+        """The same with guesses at a share of their seconds."""
+        return RoundCosts(self.seconds, share * self.guess_seconds)
+
+    def speedup(self, alpha: float, window: int) -> float:
+        """Of an endless text."""
+        wide = theory.call_ratio(self.seconds, window + 1)
+        return theory.speedup_with_cost_ratio(alpha, window, cost_ratio=self.cost_ratio, call_ratio=wide)
+
+    def best_window(self, alpha: float) -> int:
+        """The window with the largest speedup; 0 where none pays."""
+        return theory.best_window(alpha, self.cost_ratio, max_window=MAX_WINDOW, call_seconds=self.seconds)
+
+    def break_even(self, window: int) -> float | None:
+        """The acceptance rate below which the window costs time; None where it always does."""
+        wide = theory.call_ratio(self.seconds, window + 1)
+        return theory.break_even_alpha(window, self.cost_ratio, call_ratio=wide)
+
+
+@dataclass(frozen=True)
+class Calls:
+    """A target's and a draft's calls, each timed by itself on one row.
+
+    Args:
+        one: seconds of the target's call on one token.
+        wide: of those on several, by their number, and on one.
+        step_overhead: of a step of standard decoding besides its call.
+        prompt_token: of reading a token of the prompt.
+        guess: of a guess.
+        draft: of a draft of any length.
+        overhead: of a round besides its calls, by the tokens that it verifies.
+    """
+
+    one: float
+    wide: Mapping[int, float]
+    step_overhead: float
+    prompt_token: float
+    guess: float
+    draft: float
+    overhead: Mapping[int, float]
+
+    @property
+    def round_costs(self) -> RoundCosts:
+        """These calls put together to rounds."""
+        seconds = {1: self.one + self.step_overhead}
+        for width, each in self.wide.items():
+            if width > 1:
+                seconds[width] = each + self.draft + theory.between(self.overhead, width)
+        return RoundCosts(seconds, self.guess)
+
+
+def isolated_calls(manifest: Mapping[str, Any], pair: str, draft: str | None) -> Calls | None:
+    """The calls of a pair's target with a draft; None where the manifest has none."""
+    calls = (manifest.get("calls") or {}).get(pair)
+    if not calls or draft is None or draft not in calls["draft_step_seconds"]:
+        return None
+    one = calls["one_token_seconds"]
+    return Calls(
+        one=one,
+        wide={1: one} | {int(width): each for width, each in calls["wide_seconds"].items()},
+        step_overhead=calls["step_overhead_seconds"],
+        prompt_token=calls["prompt_token_seconds"],
+        guess=calls["draft_step_seconds"][draft],
+        draft=calls["draft_fixed_seconds"][draft],
+        overhead={int(width): each for width, each in calls["round_overhead_seconds"][draft].items()},
+    )
+
+
+def costs_in_place(best: Cell, cells: Sequence[Cell], standard: Cell | None) -> RoundCosts | None:
+    """The costs of a cell's rounds and of those of its draft's other windows, the reading of their prompts taken off.
+
+    Args:
+        cells: of the same draft and place, `best` among them.
+        standard: standard decoding there.
+    """
+    step = None if standard is None else standard.seconds_per_token
+    if standard is None or not step:
+        return None
+    first = standard.time_to_first_token or step
+    seconds, guess = {1: step}, None
+    for cell in cells:
+        phases, calls, window = cell.phase_seconds, cell.total("num_target_calls"), cell.num_draft_tokens
+        if phases is None or not calls or not isinstance(window, int):
+            continue
+        batches = statistics.fmean(math.ceil(row["num_prompts"] / cell.batch_size) for row in cell.rows)
+        rounds = sum(phases.values()) - phases["draft"]
+        each = max(rounds - batches * max(0.0, first - step), rounds / 10) * len(cell.rows) / calls
+        seconds[window + 1] = each
+        if cell is best:
+            guess = phases["draft"] * len(cell.rows) / calls / window
+    return None if guess is None else RoundCosts(seconds, guess)

@@ -1,0 +1,221 @@
+"""A report's tables as plain rows, and the same as CSV, Markdown and HTML.
+
+Knows nothing of pages. Text of a results file is escaped in each form.
+"""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_specdec.bench.report.advice import Advice
+from lightning_specdec.bench.report.analysis import PHASES, Cell, finite
+from lightning_specdec.bench.report.prediction import Prediction
+
+Value = str | float | int | bool | None
+WAYS = {
+    "generate": "transformers' generate",
+    "assisted": "transformers' assisted generation",
+    "prompt_lookup": "transformers' prompt look-up",
+    "rolled": "the target alone, rolled out as a draft is",
+}
+"""Ways of decoding in words, where their names are not."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its heading with the unit, and how a number is shown to a reader (files have it in full)."""
+
+    name: str
+    digits: int = 2
+    unit: float = 1.0
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under headings; `failed` are the numbers of rows that stand for something that failed."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Value, ...], ...]
+    failed: frozenset[int] = frozenset()
+
+
+def way_of(cell: Cell) -> str:
+    """A way of decoding in words."""
+    return WAYS.get(cell.way, cell.way)
+
+
+_CELL: tuple[tuple[Column, Callable[[Cell], Any]], ...] = (
+    (Column("pair"), lambda cell: cell.pair),
+    (Column("domain"), lambda cell: cell.domain),
+    (Column("temperature"), lambda cell: cell.temperature),
+    (Column("batch size"), lambda cell: cell.batch_size),
+    (Column("new tokens"), lambda cell: cell.max_new_tokens),
+    (Column("way"), way_of),
+    (Column("draft"), lambda cell: cell.draft),
+    (Column("window"), lambda cell: cell.num_draft_tokens),
+    (Column("rule"), lambda cell: cell.rule),
+    (Column("lossless"), lambda cell: cell.lossless),
+    (Column("walltime speedup"), lambda cell: cell.walltime_speedup and cell.walltime_speedup.value),
+    (Column("from"), lambda cell: cell.walltime_speedup and cell.walltime_speedup.low),
+    (Column("to"), lambda cell: cell.walltime_speedup and cell.walltime_speedup.high),
+    (Column("latency reduction"), lambda cell: cell.latency_reduction),
+    (Column("acceptance rate"), lambda cell: cell.acceptance_rate),
+    (Column("draft utilization"), lambda cell: cell.draft_utilization),
+    (Column("block efficiency"), lambda cell: cell.block_efficiency),
+    (Column("tokens/s", 1), lambda cell: cell.tokens_per_second),
+    (Column("ms/token", 2, 1000), lambda cell: cell.seconds_per_token),
+    *(
+        (Column(f"ms/token p{share}", 2, 1000), lambda cell, i=i: cell.gap_percentiles and cell.gap_percentiles[i])
+        for i, share in enumerate((50, 95, 99))
+    ),
+    (Column("first token, ms", 1, 1000), lambda cell: cell.time_to_first_token),
+    *(
+        (Column(f"{phase}, s", 3), lambda cell, phase=phase: cell.phase_seconds and cell.phase_seconds[phase])
+        for phase in PHASES
+    ),
+    (Column("seconds, mean", 3), lambda cell: cell.seconds and cell.seconds[0]),
+    (Column("std", 3), lambda cell: cell.seconds and cell.seconds[1]),
+    (Column("repeats"), lambda cell: len(cell.rows)),
+    (Column("peak memory, MB", 0, 1e-6), lambda cell: cell.peak_memory_bytes),
+    (Column("GPU utilization"), lambda cell: cell.gpu_utilization),
+    (Column("same tokens"), lambda cell: cell.same_tokens),
+    (Column("tokens changed"), lambda cell: cell.total("num_changed") if cell.lossless is False else None),
+    (Column("error"), lambda cell: cell.error),
+)
+
+
+def cells_table(cells: Sequence[Cell]) -> Table:
+    """Every cell with all its figures; those of a failed one are empty, but for its error."""
+    rows = tuple(tuple(_plain(column, get(cell)) for column, get in _CELL) for cell in cells)
+    failed = frozenset(number for number, cell in enumerate(cells) if cell.error is not None)
+    return Table(tuple(column for column, _ in _CELL), rows, failed)
+
+
+def best_table(advice: Sequence[Advice]) -> Table:
+    """What pays, domain by domain."""
+    columns = (
+        *map(Column, ("pair", "domain", "temperature", "batch size", "advice", "walltime speedup", "from", "to")),
+        *map(Column, ("acceptance rate", "break-even acceptance", "block efficiency", "best window by theory")),
+        Column("what would help"),
+    )
+    rows = []
+    for each in advice:
+        pair, temperature, batch_size, _ = each.setting
+        for domain in each.domains:
+            best, speedup = domain.best, domain.best and domain.best.walltime_speedup
+            helps = "; ".join(f"{change}: {value:.2f}x" for change, value in domain.helps)
+            rows.append(
+                (
+                    *(pair, domain.domain, temperature, batch_size, domain.choice),
+                    *((speedup.value, finite(speedup.low), finite(speedup.high)) if speedup else (None, None, None)),
+                    *(best and best.acceptance_rate, domain.break_even, best and best.block_efficiency),
+                    *(domain.window, helps or None),
+                )
+            )
+    return Table(columns, tuple(rows))
+
+
+_PREDICTION: tuple[tuple[Column, Callable[[Prediction], Any]], ...] = (
+    (Column("pair"), lambda each: each.cell.pair),
+    (Column("domain"), lambda each: each.cell.domain),
+    (Column("temperature"), lambda each: each.cell.temperature),
+    (Column("draft"), lambda each: each.cell.draft),
+    (Column("window"), lambda each: each.cell.num_draft_tokens),
+    (Column("rule"), lambda each: each.cell.rule),
+    (Column("alpha, other prompts"), lambda each: each.alpha),
+    (Column("acceptance rate"), lambda each: each.cell.acceptance_rate),
+    (Column("cost ratio"), lambda each: each.cost_ratio),
+    (Column("wide call / call"), lambda each: each.call_ratio),
+    (Column("textbook"), lambda each: each.textbook),
+    (Column("predicted"), lambda each: each.predicted),
+    (Column("measured"), lambda each: each.measured.value),
+    (Column("verdict"), lambda each: each.verdict),
+)
+
+
+def predictions_table(predictions: Sequence[Prediction]) -> Table:
+    """Each promise beside its measurement."""
+    rows = tuple(tuple(get(each) for _, get in _PREDICTION) for each in predictions)
+    return Table(tuple(column for column, _ in _PREDICTION), rows)
+
+
+def to_csv(table: Table) -> str:
+    """Numbers in full; text that a spreadsheet would take for a formula is quoted by an apostrophe."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(column.name for column in table.columns)
+    for row in table.rows:
+        writer.writerow(_harmless(value) if isinstance(value, str) else value for value in row)
+    return text.getvalue()
+
+
+def to_markdown(table: Table) -> str:
+    """A table as GitHub shows it; columns that are empty throughout are left out."""
+    kept = _filled(table)
+    lines = [[table.columns[i].name for i in kept], ["---"] * len(kept)]
+    lines += [[_in_markdown(shown(row[i], table.columns[i])) for i in kept] for row in table.rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def to_html(table: Table) -> str:
+    """The same for a page, in a frame that scrolls where the window is narrow."""
+    kept = _filled(table)
+    numeric = {i for i in kept if any(isinstance(row[i], int | float) for row in table.rows)}
+
+    longest = {i: max((len(str(row[i])) for row in table.rows), default=0) for i in kept}
+
+    def tagged(tag: str, i: int, text: str) -> str:
+        name = "number" if i in numeric else "long" if longest[i] > 40 else "text" if longest[i] > 14 else ""
+        kind = f' class="{name}"' if name else ""
+        return f"<{tag}{kind}>{html.escape(text)}</{tag}>"
+
+    head = "".join(tagged("th", i, table.columns[i].name) for i in kept)
+    body = []
+    for number, row in enumerate(table.rows):
+        cells = "".join(tagged("td", i, shown(row[i], table.columns[i])) for i in kept)
+        kind = ' class="failed"' if number in table.failed else ""
+        body.append(f"<tr{kind}>{cells}</tr>")
+    rows = "\n".join(body)
+    return f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>'
+
+
+def shown(value: Value, column: Column) -> str:
+    """A value as a reader sees it."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.{column.digits}f}" if column.name != "temperature" else f"{value:g}"
+    return str(value)
+
+
+def _plain(column: Column, value: Any) -> Value:
+    """In the column's unit; None for what is not known."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if not math.isfinite(value):
+        return None
+    return value * column.unit if column.unit != 1.0 else value
+
+
+def _filled(table: Table) -> list[int]:
+    every = range(len(table.columns))
+    return [i for i in every if any(row[i] is not None for row in table.rows)] or list(every)
+
+
+def _harmless(text: str) -> str:
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
+
+
+def _in_markdown(text: str) -> str:
+    plain = html.escape(" ".join(text.split()), quote=False)
+    for letter in "\\|`*_[]":
+        plain = plain.replace(letter, f"\\{letter}")
+    return plain

@@ -1,0 +1,217 @@
+"""Laws of a benchmark's report: every picture has its data, what failed is shown, nothing of the results runs."""
+
+import csv
+import html
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_fixtures import Outcome, call, succeed
+from report_rows import Row, drawn, manifest_of, row, speculative, standard, write_results
+
+from lightning_specdec.bench.report.plots import palette
+from lightning_specdec.bench.report.report import Report
+from lightning_specdec.bench.report.tables import Column, Table, to_csv, to_markdown
+from lightning_specdec.bench.results import read
+
+PICTURES = (
+    *("speedup_heatmap", "acceptance_window", "efficiency_window", "acceptance_temperature", "efficiency_temperature"),
+    *("accepted_per_round", "acceptance_position", "latency_cdf", "time_breakdown", "speedup_batch"),
+    *("theory_tokens", "theory_speedup", "measured_predicted"),
+)
+EVIL = "</script><script>alert(1)</script><b onclick=x>$\\frac{_%|`=\n"
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--enable-logging=stderr"),
+)
+
+
+def some_rows() -> list[Row]:
+    """Two domains, windows 2 and 4 and auto, two temperatures, two sizes of batch, and a cell that failed."""
+    rows = [standard(domain=domain) for domain in ("code", EVIL)]
+    for domain, alpha in (("code", 0.3), (EVIL, 0.8)):
+        for window in (2, 4):
+            rounds = [drawn(alpha, window, seed) for seed in range(6)]
+            rows.append(speculative(rounds, window=window, domain=domain))
+    auto = [drawn(0.3, 3, seed) for seed in range(6)]
+    rows.append(speculative(auto, window=3, num_draft_tokens="auto"))
+    rows += [standard(temperature=0.5), speculative(auto, window=3, num_draft_tokens=2, temperature=0.5)]
+    rows += [standard(batch_size=2), speculative(auto, window=3, num_draft_tokens=2, batch_size=2)]
+    rows.append(row(domain="code", num_draft_tokens=8, error=f"RuntimeError: {EVIL}"))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    manifest = manifest_of({("draft", "code"): 0.3, ("draft", EVIL): 0.8}, name=f"run {EVIL}")
+    return write_results(tmp_path_factory.mktemp("results") / "made", manifest, some_rows())
+
+
+@pytest.fixture(scope="module")
+def said(results: Path) -> Outcome:
+    """What the verb says when it writes the report."""
+    return succeed("report", str(results))
+
+
+@pytest.fixture(scope="module")
+def page(said: Outcome, results: Path) -> str:
+    return (results / "report" / "report.html").read_text(encoding="utf-8")
+
+
+def data(page: str) -> dict[str, Any]:
+    """What each picture of the page is drawn from."""
+    found = re.findall(r'<script type="application/json" id="data-(\w+)">(.*?)</script>', page, re.DOTALL)
+    return {name: json.loads(text) for name, text in found}
+
+
+def test_every_picture_is_there_with_its_data_and_its_drawings(page: str, results: Path) -> None:
+    pictures = data(page)
+    assert tuple(pictures) == PICTURES
+    for name, picture in pictures.items():
+        section = page.split(f'<section class="picture" id="{name}">')[1].split("</section>")[0]
+        assert picture["panels"] and picture["missing"] is None, name
+        assert section.count("<svg ") == len(picture["panels"])
+        for number, panel in enumerate(picture["panels"], start=1):
+            assert panel["xlabel"] and (panel["ylabel"] or panel["kind"] == "stacked")
+            assert panel["cells"] or any(y is not None for each in panel["series"] for y in each["y"])
+            assert (results / "report" / f"{name}-{number}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_pictures_show_the_cells_figures(page: str, results: Path) -> None:
+    pictures, cells = data(page), Report.of(read(results)).cells
+    code = {cell.num_draft_tokens: cell for cell in cells if cell.domain == "code" and cell.batch_size == 1}
+    heat = pictures["speedup_heatmap"]["panels"][0]
+    assert (heat["ticks"], heat["rows"]) == (["2", "4", "8", "auto"], ["code", EVIL])
+    speedup = code[4].walltime_speedup
+    assert speedup and heat["cells"][0][1:3] == [pytest.approx(speedup.value), "failed"]
+    (line,) = pictures["acceptance_window"]["panels"][0]["series"]
+    assert line["label"] == "draft (12.4k)" and line["y"][1] == pytest.approx(code[4].acceptance_rate)
+    bars = pictures["accepted_per_round"]["panels"][0]["series"]
+    assert all(sum(each["y"]) == pytest.approx(1) for each in bars)
+    assert len(pictures["speedup_batch"]["panels"][0]["series"][0]["x"]) == 2
+    assert len(pictures["acceptance_temperature"]["panels"][0]["series"][0]["x"]) == 2
+    curves = [each["label"] for each in pictures["theory_tokens"]["panels"][0]["series"]]
+    assert curves == [*(f"window {window}" for window in range(2, 11)), "draft, measured"]
+    assert pictures["theory_tokens"]["panels"][0]["series"][2]["y"][-1] == 5  # window 4 at alpha 1
+
+
+def test_a_failed_cell_is_shown_with_its_error(page: str, results: Path) -> None:
+    assert 'class="failed"' in page and "RuntimeError: " in page.split('id="warnings"')[1].split("</section>")[0]
+    table = list(csv.DictReader(io.StringIO((results / "report" / "cells.csv").read_text())))
+    (failed,) = [each for each in table if each["error"]]
+    assert (failed["window"], failed["walltime speedup"]) == ("8", "")
+
+
+def test_nothing_of_the_results_can_run_or_load(page: str) -> None:
+    assert "<script>alert" not in page and "<b onclick" not in page
+    assert html.escape("</script><script>alert(1)</script>") in page
+    assert re.findall(r"<script(?! type=\"application/json\")", page) == []
+    assert not re.findall(r'(?:src|href)="(?!#)[^"]', page)
+    assert "default-src 'none'" in page
+
+
+def test_the_drawings_take_their_colours_from_the_page(page: str) -> None:
+    light, dark = palette("light"), palette("dark")
+    assert light.keys() == dark.keys() and len(set(light.values())) == len(light)
+    for drawing in re.findall(r"<svg .*?</svg>", page, re.DOTALL):
+        assert set(re.findall(r"#[0-9a-f]{6}\b", drawing)) <= {"#000000"}  # what matplotlib paints in no colour of ours
+    for name in light:
+        assert f"--{name}: {light[name]}" in page and f"--{name}: {dark[name]}" in page
+
+
+@pytest.mark.parametrize(
+    "rows", [[], [row(error="no memory")], [standard()]], ids=["empty", "failed", "standard alone"]
+)
+def test_results_without_figures_still_give_a_page(rows: list[Row], tmp_path: Path) -> None:
+    directory = write_results(tmp_path / "r", {"format": 1}, rows)
+    (stale := tmp_path / "out" / "speedup_heatmap-2.png").parent.mkdir()
+    stale.write_bytes(b"of earlier results")
+    succeed("report", str(directory), "--output", str(tmp_path / "out"))
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert tuple(data(page)) == PICTURES and not stale.exists()
+    assert all(picture["panels"] or picture["missing"] for picture in data(page).values())
+    assert ("no memory" in page) == (len(rows) == 1 and rows[0]["error"] is not None)
+
+
+def test_tables_escape_what_other_programs_would_read() -> None:
+    table = Table((Column("a|b"), Column("c"), Column("empty")), (("=1+1", 0.5, None), ("x|<b>\n`", None, None)))
+    assert next(csv.reader(io.StringIO(to_csv(table).split("\n", 1)[1]))) == ["'=1+1", "0.5", ""]
+    lines = to_markdown(table).splitlines()
+    assert lines[2:] == ["| =1+1 | 0.50 |", "| x\\|&lt;b&gt; \\` | - |"]
+
+
+def test_the_verb_says_the_answer_and_where_the_page_is(said: Outcome, results: Path) -> None:
+    lines = said.out.splitlines()
+    assert lines[0].startswith("pair: use draft model with 2 tokens: ")
+    assert lines[1].startswith("pair (temperature 0.5, batch size 1, 48 new tokens): ")
+    assert lines[-1] == f"report: {results / 'report' / 'report.html'}"
+    assert said.err.startswith("warning: failed: pair, speculative, draft, window 8, ExactMatch, code")
+
+
+def test_bad_input_of_the_verb_is_one_line(tmp_path: Path) -> None:
+    other = write_results(tmp_path / "other", {"format": 99}, [])
+    blocked = write_results(tmp_path / "blocked", {"format": 1}, [])
+    (blocked / "report").write_text("a file where the directory should be")
+    for arguments, message in (
+        (["nowhere"], "holds no results"),
+        ([str(other)], "results of format 99"),
+        ([str(blocked)], "blocked/report"),
+        ([str(blocked), "--ouput", "x"], "did you mean --output"),
+    ):
+        outcome = call("report", *arguments)
+        assert outcome.code == 2 and message in outcome.err and outcome.err.count("\n") == 1
+
+
+PROBE = """<!DOCTYPE html><body><script>
+const found = {};
+function look(frame, width) {
+  const page = frame.contentDocument, root = page.documentElement, sizes = {};
+  for (const each of page.querySelectorAll("section.picture")) {
+    const panels = JSON.parse(page.getElementById("data-" + each.id).textContent).panels.length;
+    const shown = [...each.querySelectorAll("svg")].filter(svg => svg.getBoundingClientRect().height > 50).length;
+    sizes[each.id] = [panels, shown];
+  }
+  const out = [...page.querySelectorAll("main *")].filter(
+    each => !each.closest(".scroll, pre, svg") && each.getBoundingClientRect().right > width + 1);
+  const small = [...page.querySelectorAll("svg text")].map(each => each.getBoundingClientRect().height).filter(Boolean);
+  found[width] = {scroll: root.scrollWidth, out: out.map(each => each.outerHTML.slice(0, 80)), sizes,
+                  smallest: Math.min(...small), columns: getComputedStyle(page.querySelector(".panels"))
+                  .gridTemplateColumns.split(" ").length};
+  if (Object.keys(found).length == 2) document.body.innerHTML = "<pre id=found>" + JSON.stringify(found) + "</pre>";
+}
+</script>FRAMES</body>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+def test_the_page_in_a_browser(page: str, tmp_path: Path) -> None:
+    """Wide and narrow: no console error, all drawings there with their data, nothing wider than the window."""
+    frame = '<iframe srcdoc="{}" style="border:0;height:900px;width:{}px" onload="look(this, {})"></iframe>'
+    frames = "".join(frame.format(html.escape(page), width, width) for width in (1400, 400))
+    (tmp_path / "probe.html").write_text(PROBE.replace("FRAMES", frames), encoding="utf-8")
+    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1900,1000"]
+    done = subprocess.run(
+        [*command, "--virtual-time-budget=5000", "--dump-dom", (tmp_path / "probe.html").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, "HOME": str(tmp_path)},
+    )
+    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    told = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert told is not None, done.stderr
+    found = json.loads(html.unescape(told[1]))
+    for width in ("1400", "400"):
+        seen = found[width]
+        assert seen["scroll"] <= int(width) and seen["out"] == []
+        assert tuple(seen["sizes"]) == PICTURES
+        assert all(panels == shown > 0 for panels, shown in seen["sizes"].values())
+        assert seen["smallest"] > 9
+    assert found["1400"]["columns"] == 3 and found["400"]["columns"] == 1
