@@ -57,7 +57,7 @@ def sweep(options: Namespace) -> int:
     require_int("repeats", options.repeats, 1)
     require_int("num_prompts", options.num_prompts, 1)
     given = read_prompts(options.prompt or [], options.prompts_file)
-    decoder, candidates = _load(single)
+    decoder, candidates = load_candidates(single)
     if options.threads is None:
         limit_threads(decoder.target.num_parameters)
     found = [tokens for _, tokens in find_prompts(decoder, given, options)]
@@ -113,7 +113,7 @@ def _windows(name: str, candidate: Candidate, options: Namespace) -> list[int]:
     return windows_of(candidate.drafter, options.num_draft_tokens)
 
 
-def _load(options: Namespace) -> tuple[SpeculativeDecoder, dict[str, Candidate]]:
+def load_candidates(options: Namespace) -> tuple[SpeculativeDecoder, dict[str, Candidate]]:
     """The target, and what is to be measured, by the names of the table's rows."""
     if options.draft is not None and options.drafts is not None:
         raise UsageError("--draft and --drafts exclude each other: give one of them")

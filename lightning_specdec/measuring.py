@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Unpack
 
+from lightning_specdec.bench.audit.auditor import Auditor
 from lightning_specdec.bench.pair import compare
 from lightning_specdec.bench.runner import Benchmark
 from lightning_specdec.bench.sweep import SweepRow, sweep
@@ -132,6 +133,43 @@ class Measuring(Decoding):
             repeats=repeats,
             warmup=warmup,
             batch_size=batch_size,
+        )
+
+    def auditor(
+        self,
+        prompts: TextPrompts | None = None,
+        *,
+        rules: Mapping[str, AcceptanceRule],
+        samplings: Mapping[str, Sampling],
+        drafts: Mapping[str, Drafter] | None = None,
+        num_draft_tokens: int = 3,
+        max_new_tokens: int = 32,
+        num_decodes: int | None = None,
+        num_places: int | None = None,
+        eos: int | Sequence[int] | None = None,
+        seed: int = 0,
+    ) -> Auditor:
+        """What finds out whether every draft's output is the target's, as both decode here: see `Auditor`.
+
+        Args:
+            prompts: those that belong to the pair when None.
+            drafts: by name; all `candidates` when None.
+
+        The rest are those of `Auditor` and `decode`.
+        """
+        given = {name: each.drafter for name, each in self.candidates().items()} if drafts is None else drafts
+        return Auditor(
+            self.ready()[0],
+            {name: drafter.eval().fused() if self.fuse_draft else drafter.eval() for name, drafter in given.items()},
+            self.prompts if prompts is None else as_prompts(self._texts.tokens(prompts)),
+            rules=rules,
+            samplings=samplings,
+            num_draft_tokens=num_draft_tokens,
+            max_new_tokens=max_new_tokens,
+            num_decodes=num_decodes,
+            num_places=num_places,
+            eos=self._texts.stop_tokens(eos),
+            seed=seed,
         )
 
     def exits(self, layers: Iterable[int] | None = None) -> dict[int, EarlyExitDrafter]:

@@ -1,0 +1,77 @@
+"""Rules with a bias, which an audit must find out: else it would not have found another one either.
+
+Knows nothing of how they are found out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_specdec.rules import (
+    AcceptanceRule,
+    Draft,
+    ExactMatch,
+    Purpose,
+    RejectionSampling,
+    Sampling,
+    Verdict,
+    column,
+)
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+class KeepsEverything(RejectionSampling):
+    """Biased: no guess is ever rejected."""
+
+    def judge(
+        self,
+        draft: Draft,
+        target_logits: Float[Tensor, "B K1 V"],
+        sampling: Sampling,
+        noise: Float[Tensor, "B K1 3"] | None,
+    ) -> Verdict:
+        return _keeping_all(super().judge(draft, target_logits, sampling, noise), draft)
+
+
+class KeepsEverythingCoupled(ExactMatch):
+    """Biased in the same way, with a draft that draws with the target's numbers."""
+
+    def judge(
+        self,
+        draft: Draft,
+        target_logits: Float[Tensor, "B K1 V"],
+        sampling: Sampling,
+        noise: Float[Tensor, "B K1 3"] | None,
+    ) -> Verdict:
+        return _keeping_all(super().judge(draft, target_logits, sampling, noise), draft)
+
+
+class CorrectsFromTarget(RejectionSampling):
+    """Biased, but less: a correction is drawn from the target itself, so that what the draft likes comes twice."""
+
+    def judge(
+        self,
+        draft: Draft,
+        target_logits: Float[Tensor, "B K1 V"],
+        sampling: Sampling,
+        noise: Float[Tensor, "B K1 3"] | None,
+    ) -> Verdict:
+        verdict = super().judge(draft, target_logits, sampling, noise)
+        return Verdict(verdict.kept, sampling.sample(target_logits, column(noise, Purpose.CORRECT)))
+
+
+def _keeping_all(verdict: Verdict, draft: Draft) -> Verdict:
+    kept = torch.ones_like(verdict.kept)
+    if draft.lengths is not None:
+        kept &= torch.arange(kept.shape[1], device=kept.device) < draft.lengths[:, None]
+    return Verdict(kept, verdict.endings)
+
+
+def control_of(rule: AcceptanceRule) -> AcceptanceRule:
+    """The biased rule that stands beside a rule in the check of one round."""
+    return KeepsEverythingCoupled() if rule.ignores_windows else CorrectsFromTarget()

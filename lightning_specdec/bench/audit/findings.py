@@ -1,0 +1,97 @@
+"""What an audit has found: verdicts with their figures, and what they come to together.
+
+Knows nothing of how it is found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
+
+from lightning_specdec.bench.audit.two_sample import holm
+
+FALSE_ALARM = 0.01
+"""Odds at most that an audit of a correct decoder fails."""
+
+
+class Cell(NamedTuple):
+    """What is audited: the names of a draft, a rule and a sampling."""
+
+    draft: str
+    rule: str
+    sampling: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found of one cell.
+
+    Args:
+        check: "identity", "round" or "samples", or "lossy" for what a lossy rule changes.
+        verdict: "same", "tie" or "bug"; "exact" or "biased"; "alike" or "different"; "measured"; "idle" where nothing
+            was ever guessed.
+        enough_power: whether the biased rule was found out; None where there was none.
+        figures: plain values.
+    """
+
+    cell: Cell
+    check: str
+    verdict: str
+    enough_power: bool | None = None
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        """Whether something that should be lossless is not."""
+        return self.verdict in ("bug", "biased", "different")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        values = {name: value for name, value in asdict(self).items() if name != "cell"}
+        return {**self.cell._asdict(), **values, "failed": self.failed}
+
+
+@dataclass
+class Audit:
+    """The findings so far.
+
+    Args:
+        left_out: drafts and rules that do not go together, by name: the rule needs logits and the draft has none.
+    """
+
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def lossless(self) -> list[Finding]:
+        """Those of what should be lossless."""
+        return [finding for finding in self.findings if finding.check != "lossy"]
+
+    @property
+    def failures(self) -> list[Finding]:
+        """Those that say that something is not lossless."""
+        return [finding for finding in self.findings if finding.failed]
+
+    @property
+    def weak(self) -> list[Finding]:
+        """Those that had not enough power to say so."""
+        return [finding for finding in self.findings if finding.enough_power is False]
+
+    def judge_samples(self) -> None:
+        """Give all comparisons of two samples their verdicts, together: by p-values corrected for their number."""
+        findings = self.findings
+        p_values = {i: each.figures["p_value"] for i, each in enumerate(findings) if each.check == "samples"}
+        for i, adjusted in holm(p_values).items():
+            verdict = "different" if adjusted <= FALSE_ALARM else "alike"
+            figures = {**findings[i].figures, "adjusted_p_value": adjusted}
+            findings[i] = replace(findings[i], verdict=verdict, figures=figures)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "passed": not self.failures,
+            "enough_power": not self.weak,
+            "false_alarm": FALSE_ALARM,
+            "left_out": [list(each) for each in self.left_out],
+            "findings": [finding.to_dict() for finding in self.findings],
+        }

@@ -1,0 +1,103 @@
+"""Drafters that do not draw from what they report, and loops that give a right rule the wrong numbers.
+
+An audit must find them out as it does the rules of `audit_mutants`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from lightning_specdec.drafters import Context, Draft, DraftState, ModelDrafter
+from lightning_specdec.inference import Session
+from lightning_specdec.inference.batch import Batch
+from lightning_specdec.models import ModelOutput
+from lightning_specdec.rules import Sampling
+
+
+class HotterThanReported(ModelDrafter):
+    """Reports its probabilities at another temperature than it draws at."""
+
+    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
+        draft = super().propose(state, replace(context, wants_logits=True), windows, sampling)
+        assert draft.logits is not None
+        told = replace(sampling, temperature=0.7 * sampling.temperature)
+        return replace(draft, probs=told.probs(draft.logits))
+
+
+class ArgmaxReportedSoft(ModelDrafter):
+    """Proposes its argmax and reports its softmax, as a well-known library did."""
+
+    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
+        draft = super().propose(state, replace(context, wants_logits=True), windows, Sampling(0.0))
+        assert draft.logits is not None
+        return Draft(draft.tokens, draft.lengths, sampling.probs(draft.logits))
+
+
+class ReportsTheFirstAgain(ModelDrafter):
+    """Reports the first guess's distribution for all of them."""
+
+    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
+        draft = super().propose(state, context, windows, sampling)
+        assert draft.probs is not None
+        return replace(draft, probs=draft.probs[:, :1].expand_as(draft.probs))
+
+
+class OneNumberForAll(ModelDrafter):
+    """Draws all guesses of a round with the first one's number."""
+
+    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
+        assert context.uniform is not None
+        context = replace(context, uniform=context.uniform[:, :1].expand_as(context.uniform))
+        return super().propose(state, context, windows, sampling)
+
+
+DRAFTERS: dict[str, type[ModelDrafter]] = {
+    "draft probabilities at another temperature": HotterThanReported,
+    "argmax proposed with soft probabilities": ArgmaxReportedSoft,
+}
+MORE_DRAFTERS: dict[str, type[ModelDrafter]] = {
+    "first distribution reported for all": ReportsTheFirstAgain,
+    "one number for all guesses": OneNumberForAll,
+}
+
+
+def _logits_of_the_place_before(self: Session, *arguments: Any) -> ModelOutput:
+    output = _VERIFY(self, *arguments)
+    return replace(output, logits=torch.cat((output.logits[:, :1], output.logits[:, :-1]), dim=1))
+
+
+def _logits_of_another_row(self: Session, *arguments: Any) -> ModelOutput:
+    output = _VERIFY(self, *arguments)
+    return replace(output, logits=output.logits.roll(1, dims=0))
+
+
+def _noise_of_the_place_before(self: Batch, num_positions: int) -> Tensor | None:
+    noise = _NOISE(self, num_positions)
+    return None if noise is None else noise[:, :1].expand_as(noise)
+
+
+def _forgets_to_go_back(self: Batch) -> list[list[int]]:
+    """The target is told that its state is as long as the text, guesses that were rejected included."""
+    state, texts = self.target_state, [row.text for row in self.rows]
+    starts = [min(length, len(text) - 1) for length, text in zip(state.consumed, texts, strict=True)]
+    if min(state.consumed) > 0:
+        state.commit(starts)
+        return [text[-1:] for text in texts]
+    return _REWIND(self)
+
+
+_VERIFY, _NOISE, _REWIND = Session._verify, Batch.round_noise, Batch.rewind
+LOOPS: dict[str, Callable[[], Any]] = {
+    "logits of the place before": lambda: mock.patch.object(Session, "_verify", _logits_of_the_place_before),
+    "logits of another row": lambda: mock.patch.object(Session, "_verify", _logits_of_another_row),
+    "one round's numbers for all its places": lambda: mock.patch.object(
+        Batch, "round_noise", _noise_of_the_place_before
+    ),
+    "the target's state does not go back": lambda: mock.patch.object(Batch, "rewind", _forgets_to_go_back),
+}

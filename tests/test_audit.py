@@ -1,0 +1,205 @@
+"""Laws of the audit: what is the target's passes, what is biased is found out, and where that could not be, it says so.
+
+`test_distribution` computes a round's law by other code, on tiny vocabularies: neither stands on the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import audit_mutant_pairs as mutant_pairs
+import audit_mutants
+import cases
+import jaxtyping
+import pytest
+import torch
+
+from lightning_specdec.bench.audit import auditor as auditor_module
+from lightning_specdec.bench.audit.auditor import Auditor
+from lightning_specdec.bench.audit.controls import CorrectsFromTarget, KeepsEverything
+from lightning_specdec.bench.audit.exact_round import RoundLaw, measure_round
+from lightning_specdec.bench.audit.findings import Audit
+from lightning_specdec.drafters import Drafter, ModelDrafter, NGramDrafter
+from lightning_specdec.models import LanguageModel
+from lightning_specdec.rules import RULES, AcceptanceRule, ExactMatch, RejectionSampling, Sampling
+
+SEEDS, FEW_SEEDS, ROUND = range(20), range(3), ("round",)
+FEW = Sampling(0.7, top_k=3)
+PROMPT = [3, 1]
+HONEST: dict[str, type[ModelDrafter]] = {"honest": ModelDrafter}
+RIGHT = {name: RULES[name]() for name in cases.LOSSLESS}
+
+
+@pytest.fixture
+def _unchecked() -> None:
+    """No shapes are checked: these are hundreds of calls alike, and the other tests here check them."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+
+
+def tiny_pair(seed: int) -> tuple[LanguageModel, LanguageModel]:
+    target = cases.MODELS["rnn"](seed, sharpness=1.2)
+    return target, cases.near(target, noise=0.3, seed=seed)
+
+
+def tiny_audit(
+    seed: int, *, rules: Mapping[str, AcceptanceRule], kinds: Mapping[str, type[ModelDrafter]] = HONEST
+) -> Audit:
+    """The check of one round on a tiny pair of that seed, with drafters of these kinds."""
+    target, draft = tiny_pair(seed)
+    drafts: dict[str, Drafter] = {name: kind(draft) for name, kind in kinds.items()}
+    settings: dict[str, Any] = {"max_new_tokens": 2, "num_places": 1, "seed": seed}
+    return Auditor(target, drafts, [PROMPT], rules=rules, samplings={"few": FEW}, **settings).run(ROUND)
+
+
+@pytest.mark.usefixtures("_unchecked")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_biased_rule_is_found_out_and_no_right_one(seed: int) -> None:
+    biased = audit_mutants.RULES | (audit_mutants.MORE_RULES if seed in FEW_SEEDS else {})
+    audit = tiny_audit(seed, rules={**biased, **RIGHT})
+    assert [finding.cell.rule for finding in audit.failures] == list(biased)
+    assert not audit.weak
+
+
+@pytest.mark.usefixtures("_unchecked")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_drafter_that_does_not_draw_from_what_it_reports_is_found_out(seed: int) -> None:
+    biased = mutant_pairs.DRAFTERS | (mutant_pairs.MORE_DRAFTERS if seed in FEW_SEEDS else {})
+    audit = tiny_audit(seed, rules={"right": RejectionSampling()}, kinds=biased)
+    assert [finding.cell.draft for finding in audit.failures] == list(biased)
+
+
+def test_a_biased_rule_is_found_out_on_another_kind_of_target() -> None:
+    target = cases.target("transformer")
+    for rule, right in ((RejectionSampling(), True), (CorrectsFromTarget(), False)):
+        law = measure_round(target, cases.drafter("heads", "transformer"), PROMPT, rule=rule, sampling=Sampling(0.8))
+        assert law.num_drafts > 4 and law.is_the_targets is right
+
+
+@pytest.mark.parametrize("loop", mutant_pairs.LOOPS)
+def test_a_loop_that_gives_a_right_rule_the_wrong_numbers_is_found_out(loop: str) -> None:
+    target, draft = tiny_pair(2)
+    for rule in RIGHT.values():
+        with mutant_pairs.LOOPS[loop]():
+            law = measure_round(target, ModelDrafter(draft), PROMPT, rule=rule, sampling=Sampling(0.7), seed=2)
+        assert not law.is_the_targets
+
+
+def test_an_exact_round_is_far_more_exact_than_it_must_be() -> None:
+    target, draft = tiny_pair(0)
+    law = measure_round(target, ModelDrafter(draft), PROMPT, rule=RejectionSampling(), sampling=FEW)
+    assert law.is_the_targets and law.error < 0.2 * law.tolerance < 1e-6 and law.num_drafts == 9
+
+
+@pytest.mark.parametrize("name", ["hotter", "ragged", "staged", "cross", "lookup_first", "repeater", "itself"])
+def test_one_round_of_every_kind_of_draft_is_the_targets(name: str) -> None:
+    drafter = cases.drafter(name, "rnn")
+    for rule in RIGHT.values():
+        law = measure_round(cases.target("rnn"), drafter, [1, 2, 3, 1, 2], rule=rule, sampling=Sampling(0.8))
+        assert law.num_drafts and law.is_the_targets, law
+
+
+def small_auditor(drafter: Drafter | None = None, *, seed: int = 0, **settings: Any) -> Auditor:
+    target, _ = tiny_pair(1)
+    given: dict[str, Any] = {
+        "rules": {name: rule() for name, rule in RULES.items()},
+        "samplings": {"greedy": Sampling(), "drawn": Sampling(0.9)},
+        "max_new_tokens": 8,
+        "num_decodes": 240,
+        **settings,
+    }
+    drafts = {"draft": ModelDrafter(cases.near(target, noise=1.2)) if drafter is None else drafter}
+    return Auditor(target, drafts, cases.PROMPTS[1:3], seed=seed, **given)
+
+
+@pytest.mark.usefixtures("_unchecked")
+def test_a_right_pair_passes_with_power_and_lossy_rules_are_measured_not_failed() -> None:
+    audit = small_auditor().run()
+    assert not audit.failures and not audit.weak
+    found = {(each.cell.rule, each.cell.sampling, each.check): each.verdict for each in audit.findings}
+    drawn = {
+        (rule, "drawn", check): word for rule in RIGHT for check, word in (("round", "exact"), ("samples", "alike"))
+    }
+    lossy = {(rule, setting, "lossy"): "measured" for rule in RULES.keys() - RIGHT for setting in ("greedy", "drawn")}
+    greedy = {(rule, "greedy", "identity"): "same" for rule in RIGHT}
+    assert found == drawn | lossy | greedy | {("ExactMatch", "drawn", "identity"): "same"}
+    measured = next(each for each in audit.findings if each.check == "lossy" and each.cell.sampling == "drawn")
+    assert 0.01 < measured.figures["total_variation"] < 1 and measured.figures["num_changed"] > 0
+
+
+@pytest.mark.usefixtures("_unchecked")
+def test_perplexity_is_that_of_the_target() -> None:
+    auditor = small_auditor(rules={"EpsilonThreshold": RULES["EpsilonThreshold"]()}, samplings={"drawn": Sampling(0.9)})
+    (finding,) = auditor.run().findings
+    total, number = 0.0, 0
+    for row in auditor.pair.decode_standard(Sampling(0.9)).rows:
+        logits = (
+            auditor.pair.target(torch.tensor([row.prompt + row.tokens])).logits[0, len(row.prompt) - 1 : -1].detach()
+        )
+        total += float(logits.log_softmax(-1).gather(1, torch.tensor(row.tokens)[:, None]).sum())
+        number += len(row.tokens)
+    assert finding.figures["standard_perplexity"] == pytest.approx(math.exp(-total / number), rel=1e-4)
+
+
+@pytest.mark.usefixtures("_unchecked")
+def test_a_biased_rule_is_found_out_by_identity_and_by_samples_too() -> None:
+    audit = small_auditor(rules={"biased": KeepsEverything()}).run()
+    assert {finding.check: finding.verdict for finding in audit.failures} == {
+        "identity": "bug",
+        "round": "biased",
+        "samples": "different",
+    }
+
+
+@pytest.mark.usefixtures("_unchecked")
+def test_the_same_seed_finds_the_same() -> None:
+    rules = {"RejectionSampling": RejectionSampling()}
+    one, other = (small_auditor(rules=rules, seed=3, num_decodes=16, num_places=1).run().to_dict() for _ in range(2))
+    assert one == other
+
+
+@pytest.mark.usefixtures("_unchecked")
+def test_where_no_bias_could_show_the_audit_says_that_it_had_not_enough_power() -> None:
+    target, _ = tiny_pair(1)
+    audit = small_auditor(ModelDrafter(target), rules={"right": RejectionSampling()}, num_decodes=8).run()
+    assert not audit.failures
+    assert [finding.check for finding in audit.weak] == ["identity", "round", "samples"]
+
+
+def test_a_draft_that_guesses_nothing_is_idle() -> None:
+    never = NGramDrafter(min_ngram=8, max_ngram=8)
+    auditor = small_auditor(never, rules=RIGHT, samplings={"drawn": Sampling(5.0)}, max_new_tokens=2)
+    assert {(each.verdict, each.enough_power) for each in auditor.run(ROUND).findings} == {("idle", False)}
+
+
+def test_the_samples_of_both_ways_are_drawn_with_numbers_of_their_own() -> None:
+    pair, sampling = small_auditor(num_decodes=16).pair, Sampling(0.9)
+    assert pair.sample("draft", ExactMatch(), sampling) != pair.sample_standard(sampling)
+
+
+def test_a_round_is_the_targets_where_error_surprises_and_logits_all_say_so() -> None:
+    law = RoundLaw(4, error=1e-7)
+    assert not replace(law, error=1e-5).is_the_targets
+    assert law.is_the_targets and not replace(law, surprises=1).is_the_targets
+    assert not replace(law, logits_error=1.0, logits_rounding=0.1).is_the_targets
+
+
+def test_a_rule_that_wants_logits_is_left_out_of_a_draft_without_and_told() -> None:
+    rules = {name: rule() for name, rule in RULES.items()}
+    auditor = small_auditor(NGramDrafter(), rules=rules)
+    assert auditor.audit.left_out == [("draft", "EpsilonThreshold")]
+    assert "EpsilonThreshold" not in {cell.rule for cell in auditor.cells()}
+    with pytest.raises(ValueError, match="EpsilonThreshold compares the draft's logits, and draft has none"):
+        small_auditor(NGramDrafter(), rules={"EpsilonThreshold": rules["EpsilonThreshold"]})
+
+
+def test_a_large_target_is_audited_with_less_unless_more_is_asked_for() -> None:
+    small = small_auditor(num_decodes=None)
+    with mock.patch.object(auditor_module, "LARGE", 10):
+        large, asked = small_auditor(num_decodes=None), small_auditor(num_decodes=100, num_places=2)
+    assert (small.pair.num_decodes, small.num_places) == (512, 3)
+    assert (large.pair.num_decodes, large.num_places) == (64, 1)
+    assert (asked.pair.num_decodes, asked.num_places) == (100, 2)
