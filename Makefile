@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 RUN := $(BIN)/lightning_specdec
 RUNS := rnn transformer draft_sizes early_exit multi_token staged text
 
-.PHONY: help setup dev demo test test-real lint bench bench-transformers checkpoints smollm2 clean
+.PHONY: help setup dev demo test test-real lint bench bench-transformers tables checkpoints smollm2 clean
 
 help:
 	@echo "make setup        create $(VENV) and install the project"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-real    the tests on a real model (minutes; make smollm2 first)"
 	@echo "make smollm2      write SmolLM2-135M-Instruct to checkpoints/smollm2 (a download of 98 MB)"
 	@echo "make bench        the speed figures of the README; make bench-transformers those of the transformers"
+	@echo "make tables       write the tables of README.md and docs/ anew from docs/results"
 	@echo "make checkpoints  train anew the checkpoints that ship (most of an hour)"
 	@echo "make clean        remove $(VENV) and what runs have written"
 
@@ -53,6 +54,9 @@ bench: dev
 
 bench-transformers: dev
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/transformer_speed.py
+
+tables: dev
+	$(BIN)/python benchmarks/tables.py
 
 checkpoints: setup
 	$(RUN) fit --config configs/rnn.yaml

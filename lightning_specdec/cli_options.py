@@ -22,6 +22,7 @@ from lightning_specdec.cli_groups import (
     PROMPTS,
     QUANTIZATION,
     REVISION,
+    RULES,
     TRUST,
     window_to_measure,
 )
@@ -134,6 +135,114 @@ VERBS: dict[str, Verb] = {
         "lightning_specdec sweep --ckpt checkpoints/rnn.ckpt --temperature 1 --rule RejectionSampling --output json",
         home="cli_sweep",
         refusals={"--exit_layer": "sweep takes several: give --exit_layers"},
+    ),
+    "prompts": Verb(
+        "build the prompts that `bench` decodes, and count their tokens",
+        (
+            Option("ACTION", "build: choose and write", positional=True, choices=("build",), metavar="ACTION"),
+            Option("tokenizer", "whose tokens: a model's directory, its name on the hub, or bytes", metavar="MODEL"),
+            Option("output", "file to write, as JSON lines", required=True, metavar="FILE"),
+            Option(
+                "source",
+                "hub, shipped, or a file (a .jsonl of rows with a prompt, Spec-Bench's, HumanEval's packed one, a "
+                "checkpoint); repeat for more files; the hub when not given, or what ships where no hub answers",
+                action="append",
+                metavar="FILE",
+            ),
+            Option(
+                "domains",
+                "code, conversation, summarization, sequences, or those of the files; all but sequences when not given",
+                nargs="+",
+                metavar="NAME",
+            ),
+            Option("size", "of each domain 50 prompts, or 5", default="full", choices=("full", "tiny")),
+            Option("num_prompts", "of each domain so many instead", int),
+            Option("seed", "of the choice", int, 0),
+            Option("raw", "leave out the chat template, which is used where there is one", action="store_true"),
+            *LOGS,
+        ),
+        "lightning_specdec prompts build --tokenizer checkpoints/smollm2 --output prompts.jsonl\n"
+        "lightning_specdec prompts build --tokenizer bytes --size tiny --source shipped --output tiny.jsonl\n"
+        "lightning_specdec prompts build --tokenizer gpt2 --source question.jsonl --output spec_bench.jsonl\n"
+        "lightning_specdec prompts build --domains sequences --output sequences.jsonl",
+        home="cli_prompt_sets",
+    ),
+    "bench": Verb(
+        "measure a matrix of drafts, windows, prompts and settings beside standard decoding, and keep it",
+        (
+            Option("config", "YAML of what is measured; several in turn", nargs="+", metavar="FILE"),
+            Option("output", "where the directories of results are", default="results", metavar="DIR"),
+            Option("name", "of the results, instead of the config's"),
+            Option(
+                "repeat",
+                "measure one row of results again, as DIR:NUMBER or DIR:CELL, and say whether its tokens are the same",
+                metavar="ROW",
+            ),
+            Option(
+                "compare",
+                "set two drafts of the config against each other on the same prompts, as model:4 ngram:8",
+                nargs="+",
+                metavar="NAME",
+            ),
+            Option("format", "how the table is printed", default="text", choices=("text", "markdown", "csv", "json")),
+            *LOGS,
+        ),
+        "lightning_specdec bench --config configs/bench/rnn.yaml\n"
+        "lightning_specdec bench --config configs/bench/rnn.yaml --format markdown\n"
+        "lightning_specdec bench --config configs/bench/rnn.yaml --compare rnn:4 ngram:4\n"
+        "lightning_specdec bench --repeat results/rnn:12\n"
+        "The same command goes on with a run that was stopped.",
+        home="cli_bench",
+    ),
+    "audit": Verb(
+        "find out whether the output is the target's own: every draft, rule and sampling, beside biased rules",
+        (
+            CKPT,
+            *GUESSING,
+            Option("exit_layers", "exits to audit, as 1 2 3; that which `decode` uses when not given", int, nargs="+"),
+            Option(
+                "drafts", "drafts of the checkpoint to audit, by name; all when not given", nargs="+", metavar="NAME"
+            ),
+            Option("num_draft_tokens", "guesses per round", int, 3),
+            Option("rules", "rules to audit; all when not given", nargs="+", choices=tuple(RULES)),
+            Option(
+                "temperatures",
+                "temperatures to draw with, 0 is greedy; 0, 1, and 0.7 with a top_p of 0.9 when not given",
+                float,
+                nargs="+",
+            ),
+            Option("top_k", "with each temperature: only the k likeliest tokens", int),
+            Option("top_p", "only the likeliest tokens that hold this much probability", float),
+            Option("min_p", "only tokens this times as likely as the likeliest", float),
+            Option("repetition_penalty", "divide the scores of tokens that the text holds already by this", float),
+            *PROMPTS,
+            Option("num_prompts", "where no prompts are given: how many of the models' own to take", int, 4),
+            Option("max_new_tokens", "new tokens of each prompt at most, where outputs are compared", int, 32),
+            Option("num_decodes", "rows of each of the samples that are compared; 512, or 64 of large models", int),
+            Option("num_places", "places where one round is gone through; 3, or 1 of large models", int),
+            Option("seed", "of all draws", int, 0),
+            *PLACE,
+            OUTPUT,
+            *LOGS,
+        ),
+        "lightning_specdec audit --ckpt checkpoints/rnn.ckpt\n"
+        "lightning_specdec audit --target ./llama --draft ./small-llama --rules ExactMatch --temperatures 0 0.8\n"
+        "Exit code 1 when something that should be lossless is not.",
+        home="cli_audit",
+        refusals={
+            "--exit_layer": "audit takes several: give --exit_layers",
+            "--rule": "audit takes several: give --rules",
+        },
+    ),
+    "report": Verb(
+        "say what a benchmark's results come to: one page with the answer, tables and pictures",
+        (
+            Option("RESULTS", "the directory that `bench` wrote", positional=True),
+            Option("output", "directory of the page, tables and pictures; report/ within RESULTS when not given"),
+            *LOGS,
+        ),
+        "lightning_specdec report results/rnn\nlightning_specdec report results/rnn --output docs/results/rnn",
+        home="cli_bench_report",
     ),
     "chat": Verb(
         "talk to a chat model, several turns, with its drafts at work",

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("here")
     [
         (
             ["decod"],
-            "unknown verb 'decod': choose from fit, validate, test, predict, generate, decode, sweep, chat,",
+            "unknown verb 'decod': choose from fit, validate, test, predict, generate, decode, sweep,",
         ),
         (["--hepl"], "unknown verb '--hepl'"),
         (["decode"], "name the models by one of --ckpt, --pair, --target, got none"),

@@ -45,8 +45,15 @@ def is_of_the_chain(arguments: list[str]) -> bool:
     return any("smollm2_" in word or word.endswith(".safetensors") for word in arguments)
 
 
+def measures(arguments: list[str]) -> bool:
+    """Whether a call is one of those that measure and prove, of which a report needs its benchmark."""
+    return arguments[0] in ("bench", "report", "audit")
+
+
 @pytest.mark.parametrize(
-    "arguments", [each for each in arguments_of("lightning_specdec") if not is_of_the_chain(each)], ids=" ".join
+    "arguments",
+    [each for each in arguments_of("lightning_specdec") if not is_of_the_chain(each) and not measures(each)],
+    ids=" ".join,
 )
 def test_every_call_of_the_readme_works(
     arguments: list[str], shipped_run: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -111,6 +118,29 @@ def test_the_calls_that_train_a_draft_work_one_after_the_other(tmp_path: Path, m
     outcomes = [succeed(*call, *(["--trainer.accelerator", "cpu"] if call[0] == "fit" else [])) for call in calls]
     assert "val/block_efficiency" in outcomes[2].out
     assert "lossless" in outcomes[-1].out
+
+
+def test_the_calls_that_measure_and_prove_work_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = [each for each in arguments_of("lightning_specdec") if measures(each)]
+    assert [call[0] for call in calls] == ["bench", "report", "audit"]
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "configs" / "bench", tmp_path / "configs" / "bench")
+    (tmp_path / "checkpoints").mkdir()
+    shutil.copy(ROOT / "checkpoints" / "rnn.ckpt", tmp_path / "checkpoints" / "rnn.ckpt")
+    config = tmp_path / calls[0][calls[0].index("--config") + 1]
+    text = config.read_text()
+    fewer = {"num_prompts: 9": "num_prompts: 2", "repeats: 20": "repeats: 1", "[1, 2, 4, 8, auto]": "[2]"}
+    for before, after in fewer.items():
+        assert before in text
+        text = text.replace(before, after)
+    config.write_text(text)
+    less = ["--rules", "ExactMatch", "--temperatures", "0", "1", "--num_prompts", "1", "--num_decodes", "64"]
+    outcomes = [succeed(*call, *(less if call[0] == "audit" else [])) for call in calls]
+    assert "walltime_speedup" in outcomes[0].out and "rnn: " in outcomes[1].out
+    assert (tmp_path / "results" / "rnn" / "report" / "report.html").exists()
+    assert "passed: " in outcomes[2].out
 
 
 def test_tensorboard_is_installed_beside_the_script() -> None:

@@ -1,0 +1,99 @@
+"""Write the tables of README.md and docs/ anew from the records in docs/results: `make tables`.
+
+A table stands between `<!-- table: NAME -->` and `<!-- /table -->`; nothing between them is written by hand.
+`python benchmarks/tables.py --check` writes nothing, and fails if a table is not what its record says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import rnn_speed
+import smollm2_speed
+import transformer_speed
+
+from lightning_specdec.bench.report.report import Report
+from lightning_specdec.bench.report.tables import Column, Table, Value, to_markdown
+from lightning_specdec.bench.results import read
+from lightning_specdec.files import replaced
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results"
+BENCHES = sorted(path.parent.name for path in (RESULTS / "bench").glob("*/manifest.json"))
+"""Names of the full runs of `bench`, in docs/results/bench."""
+_MARKED = re.compile(r"(<!-- table: ([^ ]+) -->\n).*?<!-- /table -->", re.DOTALL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="say which files are out of date, and write nothing")
+    options = parser.parse_args()
+    stale = []
+    for path in pages():
+        before = path.read_text(encoding="utf-8")
+        after = renewed(before)
+        if after == before:
+            continue
+        stale.append(path.relative_to(ROOT).as_posix())
+        if not options.check:
+            with replaced(path) as file:
+                file.write(after.encode())
+    print("\n".join(f"{'out of date' if options.check else 'written'}: {name}" for name in stale) or "all as recorded")
+    return int(options.check and bool(stale))
+
+
+def pages() -> list[Path]:
+    """The files that may hold tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def names(text: str) -> list[str]:
+    """The tables that a file holds."""
+    return [found[1] for found in _MARKED.findall(text)]
+
+
+def renewed(text: str) -> str:
+    """A file's text with its tables made anew."""
+    return _MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n<!-- /table -->", text)
+
+
+def _record(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def bench_table() -> str:
+    """What pays, of every pair and domain that `bench` has measured in full."""
+    heads = ("Pair", "Prompts", "Temperature", "Batch", "Advice", "walltime_speedup", "Acceptance rate")
+    columns = tuple(map(Column, (*heads, "Block efficiency")))
+    rows: list[tuple[Value, ...]] = []
+    for name in BENCHES:
+        for each in Report.of(read(RESULTS / "bench" / name)).advice:
+            pair, temperature, batch_size, _ = each.setting
+            for domain in each.domains:
+                place = (pair, domain.domain, f"{temperature:g}", batch_size, domain.choice)
+                if (best := domain.best) is None or best.walltime_speedup is None:
+                    rows.append((*place, None, None, None))
+                    continue
+                value, low, high = best.walltime_speedup
+                told = f"{value:.2f} ({low:.2f} to {high:.2f})"
+                rows.append((*place, told, best.acceptance_rate, best.block_efficiency))
+    return to_markdown(Table(columns, tuple(rows))).rstrip("\n")
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "rnn_speed": lambda: rnn_speed.table(_record("rnn_speed")["rows"]),
+    "smollm2_speed": lambda: smollm2_speed.table(_record("smollm2_speed")["rows"]),
+    "transformer_speed": lambda: transformer_speed.table(_record("transformers")["rows"]),
+    "transformer_grid": lambda: transformer_speed.grid_table(_record("transformers")["rows"]),
+    "transformer_quality": lambda: transformer_speed.quality_table(_record("transformers")["quality"]),
+    "bench": bench_table,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
