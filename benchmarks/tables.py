@@ -92,8 +92,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "transformer_speed": lambda: transformer_speed.table(_record("transformers")["rows"]),
     "transformer_grid": lambda: transformer_speed.grid_table(_record("transformers")["rows"]),
     "transformer_quality": lambda: transformer_speed.quality_table(_record("transformers")["quality"]),
-    "bench": bench_table,
-}
+} | ({"bench": bench_table} if BENCHES else {})
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -95,10 +95,18 @@ def test_a_torn_manifest_is_refused(tmp_path: Path, content: str) -> None:
         read(tmp_path)
 
 
+def test_results_that_were_begun_and_have_no_row_yet_begin_anew(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"format": 1, "ce')  # killed ahead of its manifest, or with a torn row alone
+    for name in ("one", "another"):
+        with ResultsWriter.open(tmp_path, MADE | {"config": {"name": name}}) as writer:
+            assert writer.results.rows == [] and writer.results.manifest["config"]["name"] == name
+    assert (tmp_path / "rows.jsonl").read_text() == ""
+
+
 def test_rows_without_a_manifest_and_no_results_at_all_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds no results: `lightning_specdec bench"):
         read(tmp_path)
-    (tmp_path / "rows.jsonl").write_text("")
+    (tmp_path / "rows.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match="rows and no manifest"):
         write(tmp_path)
 

@@ -92,11 +92,6 @@ class ResultsWriter:
         """
         import fcntl  # of POSIX systems
 
-        there = (directory / MANIFEST).exists()
-        if not there and (directory / ROWS).exists():
-            raise ValueError(f"{directory} has rows and no {MANIFEST}, so nobody knows what they are: remove it")
-        if there:
-            _check_same(directory, _manifest(directory), manifest)
         directory.mkdir(parents=True, exist_ok=True)
         file = os.open(directory / ROWS, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
@@ -106,10 +101,14 @@ class ResultsWriter:
                 raise ValueError(f"another run is writing to {directory}: wait for it, or give another name") from None
             for left in directory.glob(f".{MANIFEST}.*"):  # by a run that was killed
                 left.unlink()
-            if not there:
-                _write_manifest(directory, {"format": FORMAT, **manifest})
             content = (directory / ROWS).read_bytes()
             whole = content.rfind(b"\n") + 1
+            if not whole:  # nothing has been measured there, whatever was begun
+                _write_manifest(directory, {"format": FORMAT, **manifest})
+            elif not (directory / MANIFEST).exists():
+                raise ValueError(f"{directory} has rows and no {MANIFEST}, so nobody knows what they are: remove it")
+            else:
+                _check_same(directory, _manifest(directory), manifest)
             if whole < len(content):
                 os.ftruncate(file, whole)
             rows = list(_rows(directory / ROWS, content))

@@ -128,22 +128,28 @@ def _set(results: ResultsWriter, pair: str, **entries: Any) -> None:
 def _run_group(
     group: Sequence[Cell], subject: Subject, config: BenchConfig, results: ResultsWriter, told: Progress
 ) -> None:
-    """The missing runs of cells that are compared, in turn."""
-    prepared: dict[str, Prepared] = {}
+    """The missing runs of cells that are compared: all made ready, then each in its turn."""
     standard = group[0]
+    prepared: dict[str, Prepared] = {}
+    for cell in group:
+        if not (missing := _missing(cell, config, results)):
+            continue
+        told.say(f"{_place(cell)}: making {cell.label} ready")
+        try:
+            prepared[cell.hash] = _prepare(cell, subject, config, results)
+        except _failures(cell) as error:
+            results.append(failure(cell, subject, config, Prepared(), repeat=missing[0], error=error))
+            told.advance(len(missing))
     for repeat in range(config.repeats):
         for cell in group:
             missing = _missing(cell, config, results)
             if repeat not in missing:
                 continue
-            told.say(f"{cell.pair}, {cell.domain}, {cell.temperature:g}, batch {cell.batch_size}: {cell.label}")
-            ready = prepared.get(cell.hash, Prepared())
-            failures = FAILURES if cell.way in _OURS else OUTSIDE_FAILURES
+            told.say(f"{_place(cell)}: {cell.label}")
+            ready = prepared[cell.hash]
             try:
-                if cell.hash not in prepared:
-                    ready = prepared[cell.hash] = _prepare(cell, subject, config, results)
                 row = measure(cell, subject, config, ready, repeat=repeat)
-            except failures as error:
+            except _failures(cell) as error:
                 results.append(failure(cell, subject, config, ready, repeat=repeat, error=error))
                 told.advance(len(missing))
                 continue
@@ -153,6 +159,15 @@ def _run_group(
                 row["same_tokens"] = None if known is None else known == row["tokens_sha256"]
             results.append(row)
             told.advance(1)
+
+
+def _place(cell: Cell) -> str:
+    return f"{cell.pair}, {cell.domain}, {cell.temperature:g}, batch {cell.batch_size}"
+
+
+def _failures(cell: Cell) -> tuple[type[BaseException], ...]:
+    """What a way may fail by, and the benchmark goes on."""
+    return FAILURES if cell.way in _OURS else OUTSIDE_FAILURES
 
 
 def _prepare(cell: Cell, subject: Subject, config: BenchConfig, results: ResultsWriter) -> Prepared:

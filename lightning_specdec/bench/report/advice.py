@@ -175,20 +175,23 @@ def _domain(domain: str, cells: Sequence[Cell], standard: Cell | None) -> Domain
     best = max(cells, key=lambda cell: (pays(cell), _speedup(cell)), default=None)
     if best is None:
         return DomainAdvice(domain, None, False)
-    costs = costs_in_place(best, [cell for cell in cells if cell.draft == best.draft], standard)
+    alike = [cell for cell in cells if (cell.draft, cell.rule) == (best.draft, best.rule)]
+    costs = costs_in_place(best, alike, standard)
     alpha, window = best.acceptance_rate, best.num_draft_tokens
     if costs is None or alpha is None or not isinstance(window, int) or best.walltime_speedup is None:
         return DomainAdvice(domain, best, pays(best))
     length, base = costs.best_window(alpha), costs.speedup(alpha, window)
+    top = costs.speedup(alpha, length)
     halved, better = costs.cheaper(0.5), (1 + alpha) / 2
-    changes = [
+    changes = []
+    for change, speedup in (
         ("a draft at half the cost", halved.speedup(alpha, halved.best_window(alpha))),
         ("a draft that is rejected half as often", costs.speedup(better, costs.best_window(better))),
-    ]
-    if length and length not in [cell.num_draft_tokens for cell in cells if cell.draft == best.draft]:
-        changes.append(
-            (f"a {'longer' if length > window else 'shorter'} window, of {length}", costs.speedup(alpha, length))
-        )
+    ):
+        if speedup > WORTH_SAYING * top:  # what the best window alone would bring is not the draft's
+            changes.append((change, speedup))
+    if length and length not in [cell.num_draft_tokens for cell in alike]:
+        changes.append((f"a {'longer' if length > window else 'shorter'} window, of {length}", top))
     scale = best.walltime_speedup.value / base
     helps = [(change, speedup * scale) for change, speedup in changes if speedup > WORTH_SAYING * base]
     return DomainAdvice(
