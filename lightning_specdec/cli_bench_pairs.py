@@ -18,7 +18,7 @@ from lightning_specdec.bench.prompts.dataset import SEQUENCES, Prompt, PromptDat
 from lightning_specdec.bench.prompts.sources import read as read_sources
 from lightning_specdec.cli_common import find_device
 from lightning_specdec.cli_early import check_models
-from lightning_specdec.cli_groups import CKPT, DRAFTERS, MODELS, PLACE
+from lightning_specdec.cli_groups import CKPT, DRAFTERS, DTYPES, MODELS, PLACE
 from lightning_specdec.cli_models import load_decoder
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.drafters import Drafter, NGramDrafter
@@ -31,9 +31,13 @@ ByDomain = dict[str, list[Prompt]]
 
 
 def check_pairs(config: BenchConfig) -> None:
-    """Raise ValueError for models that are not where they are said to be, before any is loaded."""
+    """Raise ValueError for models that are not where they are said to be, and for types of numbers that there are not,
+    before any is loaded."""
     find_device(config.device)
-    for pair in config.pairs.values():
+    for name, pair in config.pairs.items():
+        for dtype in (pair.dtype, *(draft.dtype for draft in pair.drafts.values())):
+            if dtype not in (None, *DTYPES):
+                raise ValueError(f"pairs.{name}: dtype must be among {', '.join(DTYPES)}, got {dtype!r}")
         for draft in pair.drafts.values():
             check_models(_options(pair, draft, config))
         if pair.ckpt is not None:

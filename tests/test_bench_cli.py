@@ -165,6 +165,7 @@ def test_two_drafts_are_set_against_each_other() -> None:
         ({"pairs": {"rnn": {}}}, "pairs.rnn must name its models by one of ckpt, pair and target, got none"),
         ({"pairs": {"rnn": {"ckpt": "gone.ckpt"}}}, "gone.ckpt: No such file or directory"),
         ({"pairs": {"rnn": {"target": "./gone"}}}, "there is no directory ./gone"),
+        ({"pairs": {"rnn": {"ckpt": "tiny.ckpt", "dtype": "float33"}}}, "pairs.rnn: dtype must be among float32, "),
         ({"pairs": {"rnn": {"pair": "rn"}}}, "there is no pair 'rn'"),
         ({"pairs": {"a/b": {"ckpt": "tiny.ckpt"}}}, "pairs must be a name of letters"),
         ({"repeats": 0}, "tiny.yaml: repeats must be at least 1, got 0"),
