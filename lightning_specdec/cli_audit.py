@@ -16,7 +16,7 @@ from typing import Any
 from lightning_specdec.bench.audit.auditor import Auditor
 from lightning_specdec.bench.audit.findings import FALSE_ALARM, Audit, Finding
 from lightning_specdec.checks import require_int
-from lightning_specdec.cli_common import draws, progress, set_threads, set_up_logs
+from lightning_specdec.cli_common import counted, draws, made_on, progress, set_threads, set_up_logs
 from lightning_specdec.cli_decode import find_prompts
 from lightning_specdec.cli_groups import MAX_TOKENS
 from lightning_specdec.cli_parser import UsageError
@@ -151,7 +151,7 @@ def _summary(audit: Audit) -> list[str]:
     if audit.failures:
         lines = [f"FAILED: {len(audit.failures)} of {number} checks say that the output is not the target's"]
     elif number:
-        lines = [f"passed: nothing in {_number(number, 'check')} tells the output from the target's"]
+        lines = [f"passed: nothing in {counted(number, 'check')} tells the output from the target's"]
         lines.append(f"(a false alarm has odds of {FALSE_ALARM:.0%} at most; in brackets: what a biased rule comes to)")
     elif not audit.findings:
         lines = ["nothing was checked"]
@@ -159,7 +159,7 @@ def _summary(audit: Audit) -> list[str]:
         lines = ["nothing here should be lossless: what the rules change is measured, and cannot fail"]
     if weak:
         lines.append(
-            f"{_number(weak, 'check')} had not enough power: a biased rule was not found out there; "
+            f"{counted(weak, 'check')} had not enough power: a biased rule was not found out there; "
             "more --num_decodes or --num_places, other prompts or a higher temperature may help"
         )
     lines += [f"left out: {rule} compares the draft's logits, and {draft} has none" for draft, rule in audit.left_out]
@@ -169,22 +169,17 @@ def _summary(audit: Audit) -> list[str]:
 def _beside(auditor: Auditor, made_by: dict[str, Any]) -> list[str]:
     pair = auditor.pair
     settings = [
-        _number(len(pair.prompts), "prompt"),
+        counted(len(pair.prompts), "prompt"),
         f"window {pair.window}",
-        _number(pair.max_new_tokens, "new token"),
-        f"samples of {_number(pair.num_decodes, 'decode')}",
-        f"rounds at {_number(auditor.num_places, 'place')}",
+        counted(pair.max_new_tokens, "new token"),
+        f"samples of {counted(pair.num_decodes, 'decode')}",
+        f"rounds at {counted(auditor.num_places, 'place')}",
         f"seed {pair.seed}",
     ]
     return [
         ", ".join(settings),
-        f"{made_by['device']} ({made_by['processor']}), {_number(made_by['threads'], 'thread')}, "
-        f"torch {made_by['torch']}, commit {made_by['commit']}",
+        made_on(made_by),
     ]
-
-
-def _number(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def told(finding: Finding) -> str:

@@ -17,6 +17,7 @@ import torch
 
 from lightning_specdec.bench.compare import compare
 from lightning_specdec.bench.config import BenchConfig, read_config
+from lightning_specdec.bench.config_entries import OURS
 from lightning_specdec.bench.matrix import cells
 from lightning_specdec.bench.measure import measure
 from lightning_specdec.bench.prompts import Prompt
@@ -89,7 +90,7 @@ def _is_wrong(row: Row, made: dict[str, Any]) -> bool:
     """Whether a row failed, or gave tokens that only a mistake of ours could give."""
     if row["error"] is not None:
         return True
-    exact = row["way"] in ("standard", "rolled", "speculative") and not rounds(made["pairs"][row["pair"]]["dtype"])
+    exact = row["way"] in OURS and not rounds(made["pairs"][row["pair"]]["dtype"])
     return exact and row["same_tokens"] is False
 
 

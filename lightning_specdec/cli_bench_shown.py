@@ -19,6 +19,7 @@ from lightning_specdec.bench.report.summary import NAMES, RATES, REST, SPEEDUP, 
 from lightning_specdec.bench.results import Results
 from lightning_specdec.bench.run import Progress
 from lightning_specdec.bench.statistics import Interval
+from lightning_specdec.cli_common import counted, made_on
 
 WIDTH = 24
 QUIET_SECONDS = 30.0
@@ -180,19 +181,12 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], form: str) -> st
     )
 
 
-def _number(count: int, noun: str) -> str:
-    """So many of something."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def _beside(manifest: Mapping[str, Any]) -> str:
     """What the figures hold for."""
     config = manifest["config"]
     return (
         f"at most {config['max_new_tokens']} new tokens, means ± standard deviations of "
-        f"{_number(config['repeats'], 'repeat')}, speedups with 95% intervals, "
-        f"{manifest['device']} ({manifest['processor']}), {_number(manifest['threads'], 'thread')}, "
-        f"torch {manifest['torch']}, commit {manifest['commit']}"
+        f"{counted(config['repeats'], 'repeat')}, speedups with 95% intervals, " + made_on(manifest)
     )
 
 

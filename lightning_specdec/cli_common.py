@@ -10,6 +10,8 @@ import logging
 import sys
 import warnings
 from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -18,6 +20,19 @@ from lightning_specdec.cli_groups import MAX_THREADS
 from lightning_specdec.rules import SamplingOptions
 
 log = logging.getLogger("lightning_specdec")
+
+
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """So many of something."""
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def made_on(manifest: Mapping[str, Any]) -> str:
+    """The machine and the versions that figures hold for."""
+    return (
+        f"{manifest['device']} ({manifest['processor']}), {counted(manifest['threads'], 'thread')}, "
+        f"torch {manifest['torch']}, commit {manifest['commit']}"
+    )
 
 
 def find_device(name: str) -> torch.device:

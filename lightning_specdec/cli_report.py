@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
+from lightning_specdec.cli_common import counted
 from lightning_specdec.inference import DecodeResult, RowResult
 
 _STYLES = {"kept": ("32", ""), "rejected": ("31;9", "x"), "corrected": ("33;1", "="), "bonus": ("36;1", "+")}
@@ -121,11 +122,13 @@ def comparison(standard: DecodeResult, speculative: DecodeResult, rounding: str 
     rule = speculative.rule
     if not speculative.lossless:
         changed = speculative.num_changed or 0
-        kept = f"{_count(changed, 'kept guess', 'es')} {'is' if changed == 1 else 'are'} not what the target would have"
+        kept = (
+            f"{counted(changed, 'kept guess', 'es')} {'is' if changed == 1 else 'are'} not what the target would have"
+        )
         return f"{rule} is LOSSY: {differing} of {total} new tokens differ from the standard output; {kept} drawn there"
     if not partings:
         return f"{rule} is lossless: all {total} new tokens equal the standard output"
-    part = f"the outputs part in {len(partings)} of {_count(min(len(standard.rows), len(speculative.rows)), 'prompt')}"
+    part = f"the outputs part in {len(partings)} of {counted(min(len(standard.rows), len(speculative.rows)), 'prompt')}"
     part += f" ({'at' if len(partings) == 1 else 'first at'} token {min(partings)})"
     if rounding is None:
         return f"{rule} is lossless in distribution: {part}, as two draws may"
@@ -181,15 +184,11 @@ def summary_table(summary: Mapping[str, Any], *, num_prompts: int, manifest: Map
             lines.append(f"{key:<24}{_cell(key, summary[key]):>14}  {note}")
     lines.append("")
     lines.append(
-        f"{_count(num_prompts, 'prompt')}, {_count(num_repeats, 'repeat')}, "
-        f"{manifest['device']} ({manifest['processor']}), {_count(manifest['threads'], 'thread')},\n"
+        f"{counted(num_prompts, 'prompt')}, {counted(num_repeats, 'repeat')}, "
+        f"{manifest['device']} ({manifest['processor']}), {counted(manifest['threads'], 'thread')},\n"
         f"torch {manifest['torch']}, commit {manifest['commit']}"
     )
     return "\n".join(lines)
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def _value(side: Mapping[str, Any], key: str) -> float | None:

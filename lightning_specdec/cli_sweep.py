@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_specdec.bench.sweep import SweepRow, best, windows_of
 from lightning_specdec.checks import require_int
-from lightning_specdec.cli_common import log, progress, set_up_logs
+from lightning_specdec.cli_common import counted, log, made_on, progress, set_up_logs
 from lightning_specdec.cli_decode import check_options, find_prompts, make_rule
 from lightning_specdec.cli_groups import MAX_TOKENS
 from lightning_specdec.cli_models import load_decoder
@@ -167,9 +167,8 @@ def _report(
     lines += [
         "",
         f"{prompts}, {settings['max_new_tokens']} new tokens, batch {settings['batch_size']}, "
-        f"{_number(settings['repeats'], 'repeat')}, networks of both sides {_TREATMENT[settings['fuse']]},",
-        f"{manifest['device']} ({manifest['processor']}), {_number(manifest['threads'], 'thread')}, "
-        f"torch {manifest['torch']}, commit {manifest['commit']}",
+        f"{counted(settings['repeats'], 'repeat')}, networks of both sides {_TREATMENT[settings['fuse']]},",
+        made_on(manifest),
     ]
     return "\n".join(lines)
 
@@ -179,11 +178,7 @@ _TREATMENT = {"both": "fused", "none": "as they are"}
 
 def _chosen(number: int, of: int) -> str:
     """How many prompts were measured, and of how many."""
-    return _number(number, "prompt") if number == of else f"the first {number} of {_number(of, 'prompt')}"
-
-
-def _number(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return counted(number, "prompt") if number == of else f"the first {number} of {counted(of, 'prompt')}"
 
 
 def _line(row: SweepRow) -> str:

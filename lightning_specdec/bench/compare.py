@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_specdec.bench.config import BenchConfig
+from lightning_specdec.bench.config_entries import OUTSIDE
 from lightning_specdec.bench.isolated import best_setting
 from lightning_specdec.bench.matrix import Cell, Subject, cells
 from lightning_specdec.bench.measure import measure, watch
@@ -98,7 +99,7 @@ def _compared(pair: tuple[Cell, Cell], config: BenchConfig, subject: Subject) ->
     ready = []
     for cell in pair:
         setting = None
-        if cell.way in ("generate", "assisted", "prompt_lookup"):
+        if cell.way in OUTSIDE:
             setting = best_setting(cell, subject, config)["setting"]
         ready.append(watch(cell, subject, config, Prepared(window_of(cell, subject), setting)))
     rows: tuple[list[Row], list[Row]] = ([], [])

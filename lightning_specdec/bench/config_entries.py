@@ -14,6 +14,8 @@ from typing import Any
 from lightning_specdec.checks import require_int, require_number
 from lightning_specdec.rules import RULES, AcceptanceRule, Sampling
 
+OURS = ("standard", "rolled", "speculative")
+"""Our ways to decode."""
 OUTSIDE = ("generate", "assisted", "prompt_lookup")
 """Ways of transformers to decode."""
 OWN, SHIPPED = "own", "shipped"

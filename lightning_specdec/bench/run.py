@@ -8,25 +8,23 @@ compared by is paired by repeat. A run that was stopped, however it was, goes on
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_specdec.bench.config import BenchConfig
+from lightning_specdec.bench.config_entries import OURS
 from lightning_specdec.bench.isolated import OUTSIDE_FAILURES, alphas, best_setting, by_draft, timed_calls
 from lightning_specdec.bench.matrix import Cell, Subject, cells, config_hash
 from lightning_specdec.bench.measure import failure, measure, should_be_same, watch
 from lightning_specdec.bench.results import ResultsWriter
+from lightning_specdec.bench.runner import no_collection
 from lightning_specdec.bench.sweep import FAILURES
 from lightning_specdec.bench.ways import Prepared, window_of
 
 _FACTS = ("target_sha256", "draft_sha256", "dtype")
 _BY_PAIR = ("pairs", "prompts", "calls", "alpha", "alpha_at", "outside")
 """What the manifest says of each pair, once it is known."""
-
-_OURS = ("standard", "rolled", "speculative")
 
 
 class Progress:
@@ -79,7 +77,7 @@ def run(
         _describe(subject, config, results, told, any_missing=bool(missing))
         told.plan(sum(len(_missing(cell, config, results)) for cell in missing))
         for group in groups:
-            with _no_collection():
+            with no_collection():
                 _run_group(group, subject, config, results, told)
         del subject
 
@@ -167,7 +165,7 @@ def _place(cell: Cell) -> str:
 
 def _failures(cell: Cell) -> tuple[type[BaseException], ...]:
     """What a way may fail by, and the benchmark goes on."""
-    return FAILURES if cell.way in _OURS else OUTSIDE_FAILURES
+    return FAILURES if cell.way in OURS else OUTSIDE_FAILURES
 
 
 def _prepare(cell: Cell, subject: Subject, config: BenchConfig, results: ResultsWriter) -> Prepared:
@@ -176,7 +174,7 @@ def _prepare(cell: Cell, subject: Subject, config: BenchConfig, results: Results
     Raises:
         ValueError, RuntimeError, MemoryError, and whatever transformers raises: it cannot decode so.
     """
-    ready = Prepared(window_of(cell, subject), None if cell.way in _OURS else _setting(cell, subject, config, results))
+    ready = Prepared(window_of(cell, subject), None if cell.way in OURS else _setting(cell, subject, config, results))
     for i in range(config.warmup):
         if i == 0:
             ready = watch(cell, subject, config, ready)
@@ -194,15 +192,3 @@ def _setting(cell: Cell, subject: Subject, config: BenchConfig, results: Results
     found = best_setting(cell, subject, config)
     _set(results, cell.pair, outside=[*known, found])
     return dict(found["setting"])
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage collection meanwhile, which would fall on whichever cell happens to run."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()

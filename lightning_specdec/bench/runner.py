@@ -9,7 +9,8 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,6 +187,18 @@ def _overhead(result: DecodeResult) -> float:
     return result.phase_seconds["accept"] + result.phase_seconds["rest"]
 
 
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage collection meanwhile, as timeit does: it would fall on whichever way happens to run."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
 def interleave(
     ways: Mapping[str, Way], prompts: Sequence[Sequence[int]], *, repeats: int, warmup: int, batch_size: int
 ) -> tuple[dict[str, Runs], float, bool]:
@@ -204,25 +217,21 @@ def interleave(
     numbers = list(range(len(prompts)))
     batches = [numbers[i : i + batch_size] for i in range(0, len(numbers), batch_size)]
     runs, interrupted = {name: Runs() for name in ways}, False
-    collecting = gc.isenabled()
-    gc.disable()  # as timeit does: a collection falls on whichever way happens to run
     warm = started = time.perf_counter()
     try:
-        for i in range(warmup + repeats):
-            if i == warmup:
-                warm = time.perf_counter()
-            for name, way in ways.items():
-                begin = time.perf_counter()
-                results = [way([list(prompts[j]) for j in batch], batch) for batch in batches]
-                seconds = time.perf_counter() - begin
-                if i >= warmup:
-                    runs[name].seconds.append(seconds)
-                    runs[name].results.append(merge_results(results))
+        with no_collection():
+            for i in range(warmup + repeats):
+                if i == warmup:
+                    warm = time.perf_counter()
+                for name, way in ways.items():
+                    begin = time.perf_counter()
+                    results = [way([list(prompts[j]) for j in batch], batch) for batch in batches]
+                    seconds = time.perf_counter() - begin
+                    if i >= warmup:
+                        runs[name].seconds.append(seconds)
+                        runs[name].results.append(merge_results(results))
     except KeyboardInterrupt:
         interrupted = True
         for each in runs.values():
             del each.seconds[len(each.results) :]  # it may come between the two
-    finally:
-        if collecting:
-            gc.enable()
     return {name: each for name, each in runs.items() if each.seconds}, warm - started, interrupted

@@ -15,6 +15,7 @@ from lightning_specdec.bench.outside import Setting
 from lightning_specdec.bench.prompts import Prompt
 from lightning_specdec.bench.remembered import load_or_measure
 from lightning_specdec.bench.rolled import rolled_decode
+from lightning_specdec.bench.runner import Way
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.inference import (
     AdaptiveWindow,
@@ -43,9 +44,6 @@ class Prepared:
     setting: Setting | None = None
     memory: dict[str, int] | int | None = None
     utilization: float | None = None
-
-
-Way = Callable[[list[list[int]], list[int]], DecodeResult]
 
 
 def window_of(cell: Cell, subject: Subject) -> int | Window | None:

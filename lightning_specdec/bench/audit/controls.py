@@ -25,30 +25,29 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-class KeepsEverything(RejectionSampling):
+class _Keeping(AcceptanceRule):
+    """What the rule behind it in a class's bases decides, but for its rejections."""
+
+    def judge(
+        self,
+        draft: Draft,
+        target_logits: Float[Tensor, "B K1 V"],
+        sampling: Sampling,
+        noise: Float[Tensor, "B K1 3"] | None,
+    ) -> Verdict:
+        verdict = super().judge(draft, target_logits, sampling, noise)  # type: ignore[safe-super]
+        kept = torch.ones_like(verdict.kept)
+        if draft.lengths is not None:
+            kept &= torch.arange(kept.shape[1], device=kept.device) < draft.lengths[:, None]
+        return Verdict(kept, verdict.endings)
+
+
+class KeepsEverything(_Keeping, RejectionSampling):
     """Biased: no guess is ever rejected."""
 
-    def judge(
-        self,
-        draft: Draft,
-        target_logits: Float[Tensor, "B K1 V"],
-        sampling: Sampling,
-        noise: Float[Tensor, "B K1 3"] | None,
-    ) -> Verdict:
-        return _keeping_all(super().judge(draft, target_logits, sampling, noise), draft)
 
-
-class KeepsEverythingCoupled(ExactMatch):
+class KeepsEverythingCoupled(_Keeping, ExactMatch):
     """Biased in the same way, with a draft that draws with the target's numbers."""
-
-    def judge(
-        self,
-        draft: Draft,
-        target_logits: Float[Tensor, "B K1 V"],
-        sampling: Sampling,
-        noise: Float[Tensor, "B K1 3"] | None,
-    ) -> Verdict:
-        return _keeping_all(super().judge(draft, target_logits, sampling, noise), draft)
 
 
 class CorrectsFromTarget(RejectionSampling):
@@ -63,13 +62,6 @@ class CorrectsFromTarget(RejectionSampling):
     ) -> Verdict:
         verdict = super().judge(draft, target_logits, sampling, noise)
         return Verdict(verdict.kept, sampling.sample(target_logits, column(noise, Purpose.CORRECT)))
-
-
-def _keeping_all(verdict: Verdict, draft: Draft) -> Verdict:
-    kept = torch.ones_like(verdict.kept)
-    if draft.lengths is not None:
-        kept &= torch.arange(kept.shape[1], device=kept.device) < draft.lengths[:, None]
-    return Verdict(kept, verdict.endings)
 
 
 def control_of(rule: AcceptanceRule) -> AcceptanceRule:

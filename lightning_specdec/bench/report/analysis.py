@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from lightning_specdec.bench.statistics import Interval, mean_std, percentiles, ratio_interval
+from lightning_specdec.inference import PHASES
 
 Row = Mapping[str, Any]
 Timings = tuple[list[list[float]], list[list[float]]]
@@ -21,7 +22,6 @@ Place = tuple[str, str, float, int, int]
 """What cells are compared within: pair, domain, temperature, batch size, tokens wanted."""
 
 STANDARD, SPECULATIVE = "standard", "speculative"
-PHASES = ("draft", "verify", "accept", "rest")
 _KEYS = (
     *("cell", "repeat", "pair", "way", "draft", "draft_kind", "domain", "num_draft_tokens", "temperature"),
     *("batch_size", "rule", "lossless", "max_new_tokens", "error"),

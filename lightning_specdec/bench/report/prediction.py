@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_specdec.bench import theory
-from lightning_specdec.bench.report.analysis import PHASES, SPECULATIVE, Cell
+from lightning_specdec.bench.report.analysis import SPECULATIVE, Cell
 from lightning_specdec.bench.report.round_costs import Calls, isolated_calls
 from lightning_specdec.bench.statistics import Interval
+from lightning_specdec.inference import PHASES
 
 TOLERANCE = 0.10
 """A promise holds that comes within this share of the measured speedup."""

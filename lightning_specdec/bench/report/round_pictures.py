@@ -6,10 +6,11 @@ Knows nothing of how they are drawn.
 from __future__ import annotations
 
 from lightning_specdec.bench import theory
-from lightning_specdec.bench.report.analysis import PHASES, STANDARD, Cell
+from lightning_specdec.bench.report.analysis import STANDARD, Cell
 from lightning_specdec.bench.report.picture import Panel, Picture, Series
 from lightning_specdec.bench.report.scene import MAX_SERIES, Scene
 from lightning_specdec.bench.statistics import percentiles
+from lightning_specdec.inference import PHASES
 
 SHARES = tuple(i / 100 for i in range(101))
 """Where a distribution of latencies is read."""

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_specdec.bench.report.advice import Advice
-from lightning_specdec.bench.report.analysis import PHASES, Cell, finite
+from lightning_specdec.bench.report.analysis import Cell, finite
 from lightning_specdec.bench.report.prediction import Prediction
+from lightning_specdec.inference import PHASES
 
 Value = str | float | int | bool | None
 WAYS = {
