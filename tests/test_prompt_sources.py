@@ -69,6 +69,7 @@ def test_without_files_the_passages_are_the_standard_librarys() -> None:
 def test_an_opening_turn_ends_where_the_users_words_begin() -> None:
     assert texts(OpeningTurns(3)) == ["<user> "] * 3
     assert texts(OpeningTurns(1, system="Be brief")) == ["<system> Be brief\n<user> "]
+    assert texts(OpeningTurns(3, beginnings=["Add:", ""])) == ["<user> Add:", "<user> ", "<user> Add:"]
 
 
 def test_generated_turns_become_prompts_once_they_ended(target: str, corpus: Path) -> None:
@@ -94,6 +95,7 @@ def test_a_mix_has_all_of_its_sources(tmp_path: Path) -> None:
         "class": "OpeningTurns",
         "num_prompts": 2,
         "system": None,
+        "beginnings": [""],
     }
 
 
@@ -107,6 +109,7 @@ FAULTS: dict[str, tuple[Callable[[Path], PromptSource], TextTokenizer, str]] = {
     ),
     "no template": (lambda path: PromptFiles(str(path / "a.txt")), PLAIN, "no chat template: set data.chat to false"),
     "no opening": (lambda path: OpeningTurns(2), PLAIN, "no chat template, so no user's turn can be opened"),
+    "a space behind": (lambda path: OpeningTurns(2, beginnings=["Add: "]), TALKING, "none that ends with a space"),
     "all too long": (
         lambda path: PromptFiles(str(path / "a.txt"), max_prompt_tokens=3),
         TALKING,
@@ -147,3 +150,15 @@ def test_two_runs_make_turns_and_answers(target: str, tmp_path: Path) -> None:
     answers = generate(target, tmp_path / "answers", GeneratedPrompts(str(turns)))
     asked = GeneratedPrompts(str(turns)).prompts(TextTokenizer.load(target))
     assert len(asked) > 1 and read_manifest(answers)["num_prompts"] == len(asked)
+
+
+def test_a_turn_that_was_begun_is_asked_with_its_beginning(target: str, tmp_path: Path) -> None:
+    tokenizer, begun = TextTokenizer.load(target), ["Add:", "Say"]
+    turns = generate(target, tmp_path / "turns", OpeningTurns(16, beginnings=begun), temperatures=[1.0])
+    asked = texts(GeneratedPrompts(str(turns)), tokenizer)
+    starts = [next(words for words in begun if text.startswith(f"<user> {words}")) for text in asked]
+    assert set(starts) == set(begun)
+    mix = PromptMix([OpeningTurns(2), OpeningTurns(2, beginnings=begun)])
+    mixed = generate(target, tmp_path / "mixed", mix, temperatures=[1.0])
+    with pytest.raises(ValueError, match="mixed mixes turns that were begun with others"):
+        GeneratedPrompts(str(mixed)).prompts(tokenizer)

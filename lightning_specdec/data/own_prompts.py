@@ -5,6 +5,7 @@ Knows nothing of models or of how prompts are continued.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,21 @@ class OpeningTurns(PromptSource):
 
     Theory: a model that was tuned for chats has learned what users say as well. Given the template's opening alone it
     goes on with a user's turn, like those that it was tuned on (Xu et al. 2024, "Magpie", section 2.1). All prompts are
-    the same, so only a temperature above 0 makes the turns differ. `GeneratedPrompts` asks them.
+    the same, so only a temperature above 0 makes the turns differ. `GeneratedPrompts` asks them. Left to itself a model
+    writes short chats; a turn that is begun for it (`Summarize this article:`) becomes one of the kind that is wanted.
 
     Args:
         num_prompts: how many turns.
         system: what the model is told before; what the template says by itself when None.
+        beginnings: words that the turns begin with; they take turns. One ends without a space: the model writes it.
     """
 
-    def __init__(self, num_prompts: int, *, system: str | None = None) -> None:
+    def __init__(self, num_prompts: int, *, system: str | None = None, beginnings: Sequence[str] = ("",)) -> None:
         super().__init__()
         self.num_prompts, self.system = require_int("num_prompts", num_prompts, 1), system
+        self.beginnings = list(beginnings)
+        if not self.beginnings or any(words != words.rstrip(" ") for words in self.beginnings):
+            raise ValueError(f"beginnings is {self.beginnings}: give one at least, and none that ends with a space")
 
     def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
         if not isinstance(tokenizer, TextTokenizer) or not tokenizer.has_chat_template:
@@ -42,14 +48,15 @@ class OpeningTurns(PromptSource):
         opening = tokenizer.encode_rendered(before)
         if not found or not opening:
             raise ValueError("the target's chat template has nothing before a user's words: take PromptFiles")
-        return [list(opening) for _ in range(self.num_prompts)]
+        openings = [[*opening, *tokenizer.encode_plain(words)] for words in self.beginnings]
+        return [list(openings[number % len(openings)]) for number in range(self.num_prompts)]
 
     def arguments(self) -> dict[str, Any]:
-        return {"num_prompts": self.num_prompts, "system": self.system}
+        return {"num_prompts": self.num_prompts, "system": self.system, "beginnings": self.beginnings}
 
 
 class GeneratedPrompts(TurnSource):
-    """The new text of another `generate` run as users' turns.
+    """The new text of another `generate` run as users' turns, with the words that `OpeningTurns` began them with.
 
     Turns that did not come to their end are left out, like empty and repeated ones and those that are too long.
 
@@ -71,12 +78,22 @@ class GeneratedPrompts(TurnSource):
         if manifest["tokenizer"].get("fingerprint") != tokenizer.fingerprint:
             name = manifest["tokenizer"].get("name")
             raise ValueError(f"{self.path} is text of another tokenizer ({name}): generate it with this target")
-        texts = []
+        texts, beginnings = [], _beginnings(manifest.get("data", {}), self.path)
         for shard in shards:
-            for number, prompt_length in enumerate(shard.prompt_lengths.tolist()):
+            rows = zip(shard.prompt_lengths.tolist(), shard.prompt_numbers.tolist(), strict=True)
+            for number, (prompt_length, prompt_number) in enumerate(rows):
                 tokens = shard.row(number).tolist()[prompt_length:]
-                texts.append(tokenizer.decode(tokens).strip() if tokens[-1] in tokenizer.eos else "")
+                said = tokenizer.decode(tokens) if tokens[-1] in tokenizer.eos else ""
+                texts.append((beginnings[prompt_number % len(beginnings)] + said).strip() if said.strip() else "")
         return self.encode_all(tokenizer, texts, self.path)
 
     def arguments(self) -> dict[str, Any]:
         return {"path": self.path, **super().arguments()}
+
+
+def _beginnings(data: Mapping[str, Any], path: str) -> Sequence[str]:
+    """What the turns of a run begin with, by the number of its prompts."""
+    if any(source.get("beginnings", [""]) != [""] for source in data.get("sources", ())):
+        raise ValueError(f"{path} mixes turns that were begun with others: generate them in a run of their own")
+    begun: Sequence[str] = data.get("beginnings", [""])
+    return begun
