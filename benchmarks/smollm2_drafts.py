@@ -6,8 +6,8 @@
 
 Greedy decoding in the first type goes through all windows, each beside standard decoding, one prompt at a time, repeats
 taking turns; rejection sampling at temperature 1 and the other types take the window that was best there. Both sides
-treat their weights alike. Prompts are of Spec-Bench, task by task in turn, and those that `decode` has of its own; none
-was trained on. No text stops early. What training took is read from the draft files' recipes.
+treat their weights alike. Prompts are of Spec-Bench, task by task in turn, and of the shipped set, domain by domain in
+turn; none was trained on. No text stops early. What training took is read from the draft files' recipes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from spec_bench import load, mixed
 from transformer_speed import line
 
 from lightning_specdec import AcceptanceRule, ExactMatch, RejectionSampling, SpeculativeDecoder
+from lightning_specdec.bench.prompts import sources
 from lightning_specdec.bench.sweep import SweepRow, best
-from lightning_specdec.cli_prompts import OWN
 from lightning_specdec.draft_file import load_draft, read
 from lightning_specdec.drafters import Drafter, LookupFirstDrafter, NGramDrafter
 from lightning_specdec.manifest import manifest
@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--model", default="checkpoints/smollm2")
     parser.add_argument("--prompts", required=True, help="Spec-Bench's question.jsonl")
     parser.add_argument("--num_prompts", type=int, default=12, help="of Spec-Bench")
+    parser.add_argument("--num_shipped", type=int, default=2, help="of each domain of the shipped set")
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--windows", nargs="+", type=int, default=[1, 2, 3, 4, 6])
     parser.add_argument("--repeats", type=int, default=3)
@@ -75,7 +76,8 @@ def measured(dtype: str, options: argparse.Namespace, before: Sequence[Mapping[s
     decoder = SpeculativeDecoder.from_pretrained(options.model, NGramDrafter(), dtype=dtype)
     assert decoder.tokenizer is not None
     prompts = mixed(load(options.prompts, decoder.tokenizer), options.num_prompts)
-    prompts += [decoder.encode_chat(text) for text in OWN]
+    shipped = sources.build(decoder.tokenizer, sources=[sources.SHIPPED], num_prompts=options.num_shipped)
+    prompts += [list(prompt.tokens) for prompt in shipped]
     trained = {path.stem: load_draft(path, decoder.target)[0] for path in options.drafts}
     drafts: dict[str, Drafter] = {LOOKUP: NGramDrafter()}
     for name, each in trained.items():
