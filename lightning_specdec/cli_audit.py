@@ -16,7 +16,7 @@ from typing import Any
 from lightning_specdec.bench.audit.auditor import Auditor
 from lightning_specdec.bench.audit.findings import FALSE_ALARM, Audit, Finding
 from lightning_specdec.checks import require_int
-from lightning_specdec.cli_common import counted, draws, made_on, progress, set_threads, set_up_logs
+from lightning_specdec.cli_common import counted, draws, progress, set_threads, set_up_logs
 from lightning_specdec.cli_decode import find_prompts
 from lightning_specdec.cli_groups import MAX_TOKENS
 from lightning_specdec.cli_parser import UsageError
@@ -24,7 +24,7 @@ from lightning_specdec.cli_prompts import read_prompts
 from lightning_specdec.cli_sweep import load_candidates
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.drafters import EarlyExitDrafter
-from lightning_specdec.manifest import manifest
+from lightning_specdec.manifest import made_on, manifest
 from lightning_specdec.measuring import Candidate
 from lightning_specdec.rules import RULES, Sampling
 from lightning_specdec.threads import limit_threads
@@ -73,9 +73,12 @@ def audit(options: Namespace) -> int:
     made_by = manifest(options=vars(options), checkpoint=options.ckpt, device=decoder.target.device)
     if options.output == "json":
         settings = {"num_decodes": auditor.pair.num_decodes, "num_places": auditor.num_places}
-        print(json.dumps({**outcome.to_dict(), **settings, "interrupted": interrupted, "manifest": made_by}))
+        settled = outcome.to_dict()
+        settled["passed"] &= not interrupted
+        print(json.dumps({**settled, **settings, "interrupted": interrupted, "manifest": made_by}))
     else:
-        print(report(auditor, made_by, width=shutil.get_terminal_size((120, 24)).columns))
+        width = shutil.get_terminal_size((120, 24)).columns
+        print(report(auditor, made_by, width=width, interrupted=interrupted))
     for finding in outcome.failures:
         print(f"error: {', '.join(finding.cell)}: {finding.verdict}: {told(finding)}", file=sys.stderr)
     if interrupted:
@@ -117,7 +120,7 @@ def label(sampling: Sampling) -> str:
     return ", ".join([*parts, *(type(each).__name__.removesuffix("LogitsProcessor") for each in sampling.processors)])
 
 
-def report(auditor: Auditor, made_by: dict[str, Any], *, width: int) -> str:
+def report(auditor: Auditor, made_by: dict[str, Any], *, width: int, interrupted: bool) -> str:
     """The findings as tables, one of each draft and rule, and what they come to; in lines of `width` where they fit."""
     audit = auditor.audit
     rows = [(each.cell.sampling, each.check, _verdict(each)) for each in audit.findings]
@@ -129,7 +132,7 @@ def report(auditor: Auditor, made_by: dict[str, Any], *, width: int) -> str:
             cells = "  ".join(["", *(cell.ljust(size) for cell, size in zip(row, widths, strict=True)), ""])
             lines += _wrapped(told(finding), width, cells)
         lines.append("")
-    for text in (*_summary(audit), "", *_beside(auditor, made_by)):
+    for text in (*_summary(audit, interrupted), "", *_beside(auditor, made_by)):
         lines += _wrapped(text, width, "")
     return "\n".join(lines)
 
@@ -146,16 +149,22 @@ def _verdict(finding: Finding) -> str:
     return (finding.verdict.upper() if finding.failed else finding.verdict) + weak
 
 
-def _summary(audit: Audit) -> list[str]:
+def _summary(audit: Audit, interrupted: bool) -> list[str]:
     number, weak = len(audit.lossless), len(audit.weak)
-    if audit.failures:
-        lines = [f"FAILED: {len(audit.failures)} of {number} checks say that the output is not the target's"]
-    elif number:
-        lines = [f"passed: nothing in {counted(number, 'check')} tells the output from the target's"]
-        lines.append(f"(a false alarm has odds of {FALSE_ALARM:.0%} at most; in brackets: what a biased rule comes to)")
+    broken = sum(finding.broken for finding in audit.failures)
+    lines = []
+    if unlike := len(audit.failures) - broken:
+        lines.append(f"FAILED: {unlike} of {counted(number, 'check')} say that the output is not the target's")
+    if broken:
+        lines.append(f"FAILED: {broken} of {counted(len(audit.findings), 'check')} could not be made")
+    if not lines and number:
+        settled = "so far" if interrupted else "passed"
+        lines.append(f"{settled}: nothing in {counted(number, 'check')} tells the output from the target's")
+        odds = f"odds of {FALSE_ALARM:.0%} at most"
+        lines.append(f"(p-values give a false alarm with {odds}; in brackets: what a biased rule comes to)")
     elif not audit.findings:
         lines = ["nothing was checked"]
-    else:
+    elif not lines:
         lines = ["nothing here should be lossless: what the rules change is measured, and cannot fail"]
     if weak:
         lines.append(
@@ -185,6 +194,8 @@ def _beside(auditor: Auditor, made_by: dict[str, Any]) -> list[str]:
 def told(finding: Finding) -> str:
     """What a check found, in a line."""
     values = finding.figures
+    if finding.broken:
+        return str(values["reason"])
     if finding.check == "identity":
         return f"{values['num_equal']} of {values['num_prompts']} outputs equal standard decoding's" + _parting(values)
     if finding.check == "round":

@@ -227,7 +227,7 @@ VERBS: dict[str, Verb] = {
         ),
         "lightning_specdec audit --ckpt checkpoints/rnn.ckpt\n"
         "lightning_specdec audit --target ./llama --draft ./small-llama --rules ExactMatch --temperatures 0 0.8\n"
-        "Exit code 1 when something that should be lossless is not.",
+        "Exit code 1 when something that should be lossless is not, or could not be checked.",
         home="cli_audit",
         refusals={
             "--exit_layer": "audit takes several: give --exit_layers",

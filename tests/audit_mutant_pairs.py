@@ -1,4 +1,4 @@
-"""Drafters that do not draw from what they report, and loops that give a right rule the wrong numbers.
+"""Drafters that do not draw from what they report or with what they are given, and loops that mix up their numbers.
 
 An audit must find them out as it does the rules of `audit_mutants`.
 """
@@ -57,6 +57,43 @@ class OneNumberForAll(ModelDrafter):
         return super().propose(state, context, windows, sampling)
 
 
+class NumbersOfItsOwn(ModelDrafter):
+    """Draws guesses from what it reports, with random numbers that nobody gave it."""
+
+    own = torch.Generator().manual_seed(0)
+
+    def numbers(self, uniform: Tensor) -> Tensor:
+        """What it draws with in the place of those that it was given."""
+        return torch.rand(uniform.shape, generator=self.own)
+
+    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
+        if context.uniform is not None:
+            context = replace(context, uniform=self.numbers(context.uniform))
+        return super().propose(state, context, windows, sampling)
+
+
+class SeedOfItsOwn(NumbersOfItsOwn):
+    """Draws with the same numbers in every round."""
+
+    def numbers(self, uniform: Tensor) -> Tensor:
+        return torch.rand(uniform.shape, generator=torch.Generator().manual_seed(0))
+
+
+class CountsItsCalls(NumbersOfItsOwn):
+    """Draws with numbers that move by how often it was asked."""
+
+    calls = 0
+
+    def numbers(self, uniform: Tensor) -> Tensor:
+        self.calls += 1
+        return (uniform + 0.1 * self.calls) % 1
+
+
+NO_FUNCTIONS: dict[str, type[ModelDrafter]] = {
+    "random numbers of its own": NumbersOfItsOwn,
+    "a seed of its own": SeedOfItsOwn,
+    "a hidden state": CountsItsCalls,
+}
 DRAFTERS: dict[str, type[ModelDrafter]] = {
     "draft probabilities at another temperature": HotterThanReported,
     "argmax proposed with soft probabilities": ArgmaxReportedSoft,

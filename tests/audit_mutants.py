@@ -180,6 +180,16 @@ class KeepsTheSecondBest(ExactMatch):
         return Verdict(verdict.kept | (draft.tokens == second), verdict.endings)
 
 
+class DecidesAtRandom(RejectionSampling):
+    """Decides and corrects as it should, with random numbers that nobody gave it."""
+
+    own = torch.Generator().manual_seed(0)
+
+    def judge(self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None) -> Verdict:
+        other = None if noise is None else torch.rand(noise.shape, generator=self.own)
+        return super().judge(draft, target_logits, sampling, other)
+
+
 RULES: dict[str, AcceptanceRule] = {
     "residual not subtracted": ResidualNotSubtracted(),
     "residual not renormalized": ResidualNotRenormalized(),

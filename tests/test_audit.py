@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -70,6 +71,62 @@ def test_every_drafter_that_does_not_draw_from_what_it_reports_is_found_out(seed
     biased = mutant_pairs.DRAFTERS | (mutant_pairs.MORE_DRAFTERS if seed in FEW_SEEDS else {})
     audit = tiny_audit(seed, rules={"right": RejectionSampling()}, kinds=biased)
     assert [finding.cell.draft for finding in audit.failures] == list(biased)
+
+
+@pytest.mark.usefixtures("_unchecked")
+@pytest.mark.parametrize("kind", mutant_pairs.NO_FUNCTIONS)
+def test_a_drafter_that_is_no_function_of_its_random_numbers_is_told_within_a_second(kind: str) -> None:
+    started = time.process_time()
+    audit = tiny_audit(0, rules={"right": RejectionSampling()}, kinds={kind: mutant_pairs.NO_FUNCTIONS[kind]})
+    assert time.process_time() - started < 1
+    (finding,) = audit.failures
+    assert finding.verdict == "no function" and finding.enough_power is None
+    reason = finding.figures["reason"]
+    assert f"{mutant_pairs.NO_FUNCTIONS[kind].__name__} is not a function of its random numbers" in reason
+    assert "\n" not in reason
+
+
+@pytest.mark.usefixtures("_unchecked")
+def test_exact_matches_do_not_depend_on_what_a_drafter_draws_with() -> None:
+    audit = tiny_audit(0, rules={"right": ExactMatch()}, kinds=mutant_pairs.NO_FUNCTIONS)
+    assert [finding.verdict for finding in audit.findings] == ["exact"] * 3
+
+
+@pytest.mark.usefixtures("_unchecked")
+def test_a_rule_that_is_no_function_of_its_random_numbers_is_told() -> None:
+    (finding,) = tiny_audit(0, rules={"own": audit_mutants.DecidesAtRandom()}).findings
+    assert finding.failed and finding.verdict == "no function"
+    assert "DecidesAtRandom is not a function of its random numbers" in finding.figures["reason"]
+
+
+class Breaks(ModelDrafter):
+    """Cannot guess for more rows than two."""
+
+    def propose(self, *arguments: Any) -> Any:
+        context = arguments[1]
+        if len(context.texts) > 2:
+            raise IndexError("no room for\nmore rows")
+        return super().propose(*arguments)
+
+
+@pytest.mark.usefixtures("_unchecked")
+def test_what_breaks_in_a_check_fails_that_check_with_one_line_and_the_others_go_on() -> None:
+    target, draft = tiny_pair(1)
+    drafts: dict[str, Drafter] = {"breaks": Breaks(draft), "whole": ModelDrafter(draft)}
+    settings: dict[str, Any] = {"max_new_tokens": 2, "num_places": 1, "num_decodes": 16}
+    samplings = {"greedy": Sampling(), "drawn": Sampling(0.9)}
+    rules = {"right": RejectionSampling()}
+    audit = Auditor(target, drafts, cases.PROMPTS[1:3], rules=rules, samplings=samplings, **settings).run()
+    found = [(each.cell.draft, each.check, each.verdict) for each in audit.findings]
+    assert found == [
+        ("breaks", "identity", "same"),
+        ("breaks", "round", "error"),
+        ("breaks", "samples", "error"),
+        ("whole", "identity", "same"),
+        ("whole", "round", "exact"),
+        ("whole", "samples", "alike"),
+    ]
+    assert [each.figures for each in audit.failures] == [{"reason": "IndexError: no room for more rows"}] * 2
 
 
 def test_a_biased_rule_is_found_out_on_another_kind_of_target() -> None:
@@ -178,6 +235,13 @@ def test_a_draft_that_guesses_nothing_is_idle() -> None:
 def test_the_samples_of_both_ways_are_drawn_with_numbers_of_their_own() -> None:
     pair, sampling = small_auditor(num_decodes=16).pair, Sampling(0.9)
     assert pair.sample("draft", ExactMatch(), sampling) != pair.sample_standard(sampling)
+
+
+@pytest.mark.parametrize("number", [1, 7])
+def test_a_sample_has_as_many_rows_as_are_asked_for(number: int) -> None:
+    pair = small_auditor(num_decodes=number).pair
+    for rows in (pair.sample("draft", ExactMatch(), Sampling(0.9)), pair.sample_standard(Sampling(0.9))):
+        assert sum(map(len, rows)) == number
 
 
 def test_a_round_is_the_targets_where_error_surprises_and_logits_all_say_so() -> None:

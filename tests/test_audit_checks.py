@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from unittest import mock
 
 import cases
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from lightning_specdec.bench.audit import divergence as divergence_module
 from lightning_specdec.bench.audit.divergence import Divergence, find_divergence
-from lightning_specdec.bench.audit.intervals import STEPS, find_steps
+from lightning_specdec.bench.audit.intervals import STEPS, NoFunction, find_steps
 from lightning_specdec.bench.audit.two_sample import holm, permutation_test
 from lightning_specdec.inference import autoregressive_decode
 from lightning_specdec.models import RNN, LanguageModel
@@ -32,9 +33,23 @@ def test_steps_are_found_where_they_are() -> None:
         )
 
     for hints in (None, [[], [7], [end - 1 for end in ends[2]]]):
-        found = find_steps(ask, 3, hints=hints)
+        found = find_steps(ask, 3, name="a table", hints=hints)
         assert [steps.ends for steps in found] == ends and found[2].values == [*range(6)]
         assert sum(size for _, size in found[2].sizes) == 1 and found[1].value(found[1].middles[1]) == 1
+
+
+def test_the_search_for_steps_ends_where_there_is_no_function() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def ask(which: Tensor, uniform: Tensor) -> Tensor:
+        return torch.randint(0, 3, which.shape, generator=generator)
+
+    started = time.process_time()
+    with pytest.raises(NoFunction, match="the coin is not a function of its random numbers"):
+        find_steps(ask, 2, name="the coin")
+    with pytest.raises(ValueError, match="a saw has more than 512 steps for its random numbers"):
+        find_steps(lambda which, uniform: (uniform * 9973).long() % 7, 1, name="a saw")
+    assert time.process_time() - started < 1
 
 
 def test_the_permutation_test_raises_false_alarms_as_often_as_it_may() -> None:

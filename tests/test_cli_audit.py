@@ -12,7 +12,7 @@ from cli_fixtures import call, here, refused, succeed
 from lightning_specdec import cli_audit
 from lightning_specdec.bench.audit import auditor as auditor_module
 from lightning_specdec.bench.audit.divergence import Divergence
-from lightning_specdec.bench.audit.findings import FALSE_ALARM, Cell, Finding
+from lightning_specdec.bench.audit.findings import FALSE_ALARM, AuditCase, Finding
 
 __all__ = ["here"]
 CHECKPOINT = str(Path(__file__).parent.parent / "checkpoints" / "rnn.ckpt")
@@ -50,11 +50,24 @@ def test_the_document_holds_every_finding_and_one_that_is_biased_makes_the_exit_
     assert document["manifest"]["options"]["num_draft_tokens"] == 2
 
 
+def test_a_check_that_breaks_is_told_in_a_line_beside_what_the_others_found() -> None:
+    brief = ("audit", "--ckpt", CHECKPOINT, *FEW, "--rules", "RejectionSampling", "--temperatures", "0", "1")
+    with mock.patch.object(auditor_module, "measure_round", side_effect=RuntimeError("no\nroom")):
+        outcome = call(*brief)
+    assert (
+        outcome.code == 1
+        and outcome.err == "error: ModelDrafter, RejectionSampling, T=1: error: RuntimeError: no room\n"
+    )
+    assert "same" in outcome.out and "alike" in outcome.out and "ERROR" in outcome.out
+    assert "FAILED: 1 of 3 checks could not be made" in outcome.out and "say that" not in outcome.out
+
+
 def test_what_an_interrupted_audit_has_found_is_shown() -> None:
     with mock.patch.object(auditor_module, "perplexity", side_effect=KeyboardInterrupt):
         outcome = call("audit", "--ckpt", CHECKPOINT, *FEW, "--temperatures", "1")
     assert outcome.code == 130 and "interrupted: what is above was settled by then" in outcome.err
     assert "ModelDrafter, RejectionSampling" in outcome.out and "alike" in outcome.out
+    assert "so far: nothing in" in outcome.out and "passed" not in outcome.out
 
 
 def test_a_bug_is_told_before_a_tie() -> None:
@@ -63,7 +76,7 @@ def test_a_bug_is_told_before_a_tie() -> None:
 
     def told(*found: Divergence) -> str:
         figures = {"num_prompts": 3, "num_equal": 3 - len(found), "divergences": [each.to_dict() for each in found]}
-        return cli_audit.told(Finding(Cell("a", "b", "c"), "identity", "bug", figures=figures))
+        return cli_audit.told(Finding(AuditCase("a", "b", "c"), "identity", "bug", figures=figures))
 
     assert told() == "3 of 3 outputs equal standard decoding's"
     assert told(tie).endswith("; token 5 of prompt 1 is 9, not 7: 0.001 apart, rounding moves 0.01")

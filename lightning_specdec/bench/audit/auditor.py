@@ -4,15 +4,20 @@ Knows nothing of where the models come from, nor of how findings are shown.
 
 Theory: the checks complement one another. Identity (`divergence`) holds token for token where it must, over whole
 texts, stops and all. One round (`exact_round`) holds for every draft and outcome, but for the likeliest tokens alone.
-Two samples (`two_sample`) hold for whole decodes with all tokens, as far as their number lets them tell. The first two
-have nothing random that could raise a false alarm; the p-values of the third are corrected for their number (Holm), so
-that the whole audit of a correct decoder fails with odds of `FALSE_ALARM` at most.
+Two samples (`two_sample`) hold for whole decodes with all tokens, as far as their number lets them tell.
 
-A check in which a biased rule on the same pair is not found out has not enough power, and the finding says so.
+The p-values of the third are corrected for their number (Holm), so that those of a correct decoder make its audit fail
+with odds of `FALSE_ALARM` at most. The other two have no odds: they compare numbers with each other, and what rounding
+may make of these is measured, in a few ways to read each text. Rounding that does more than in any of these ways would
+be taken for a bias.
+
+A check in which a biased rule on the same pair is not found out has not enough power, and the finding says so. A check
+that breaks is a finding too.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
@@ -21,7 +26,8 @@ from typing import Any
 from lightning_specdec.bench.audit.controls import KeepsEverything, KeepsEverythingCoupled, control_of
 from lightning_specdec.bench.audit.divergence import Divergence, find_divergence
 from lightning_specdec.bench.audit.exact_round import RoundLaw, Trees, measure_round
-from lightning_specdec.bench.audit.findings import FALSE_ALARM, Audit, Cell, Finding
+from lightning_specdec.bench.audit.findings import FALSE_ALARM, Audit, AuditCase, Finding
+from lightning_specdec.bench.audit.intervals import NoFunction
 from lightning_specdec.bench.audit.pair import AuditedPair, perplexity
 from lightning_specdec.bench.audit.two_sample import permutation_test
 from lightning_specdec.checks import require_int
@@ -41,6 +47,7 @@ SHUFFLES = 20
 """Shuffles of a test, for each of the smallest p-value that has to be told."""
 LARGE = 20_000_000
 """Parameters from which on a target takes so long that fewer decodes and places must do."""
+log = logging.getLogger(__name__)
 
 
 class Auditor:
@@ -101,14 +108,14 @@ class Auditor:
         self._biased_parts: dict[tuple[str, str], bool] = {}
         self._biased_p_values: dict[tuple[str, str], float] = {}
 
-    def cells(self) -> Iterator[Cell]:
+    def cells(self) -> Iterator[AuditCase]:
         """All that there are: not every draft can serve every rule."""
         for draft, rule in product(self.pair.drafts, self.rules):
             if (draft, rule) not in self.audit.left_out:
-                yield from (Cell(draft, rule, sampling) for sampling in self.samplings)
+                yield from (AuditCase(draft, rule, sampling) for sampling in self.samplings)
 
     def run(self, checks: Sequence[str] = CHECKS, *, tell: Callable[[str], None] = lambda text: None) -> Audit:
-        """Go through all checks that apply; what is found is in `audit` as it is there.
+        """Go through all checks that apply; each finding is in `audit` from when it is made.
 
         Args:
             tell: called with a line before each cell.
@@ -121,24 +128,35 @@ class Auditor:
                 tell(f"{number} of {len(cells)}: {', '.join(cell)}")
                 for check, applies in self._checks(cell).items():
                     if check in ("lossy", *checks) and applies:
-                        self.audit.findings.append(self._check(check, cell, num_tests))
+                        self.audit.findings.append(self._found(check, cell, num_tests))
         finally:  # those that are there, when it was interrupted
             self.audit.judge_samples()
         return self.audit
 
-    def _checks(self, cell: Cell) -> dict[str, bool]:
+    def _checks(self, cell: AuditCase) -> dict[str, bool]:
         """Which checks apply."""
         rule, greedy = self.rules[cell.rule], self.samplings[cell.sampling].greedy
         if not rule.lossless:
             return {"lossy": True}
         return {"identity": greedy or rule.ignores_windows, "round": not greedy, "samples": not greedy}
 
-    def _check(self, check: str, cell: Cell, num_tests: int) -> Finding:
+    def _found(self, check: str, cell: AuditCase, num_tests: int) -> Finding:
+        """What a check finds, if only that it breaks."""
+        try:
+            return self._check(check, cell, num_tests)
+        except NoFunction as error:
+            return Finding(cell, check, "no function", figures={"reason": str(error)})
+        except Exception as error:  # drafters, rules and targets are anybody's, and raise what they like
+            log.debug("%s, %s", ", ".join(cell), check, exc_info=error)
+            reason = f"{type(error).__name__}: {error}"
+            return Finding(cell, check, "error", figures={"reason": " ".join(reason.split())})
+
+    def _check(self, check: str, cell: AuditCase, num_tests: int) -> Finding:
         if check == "samples":
             return self._two_samples(cell, num_tests)
         return {"lossy": self._lossy, "identity": self._identity, "round": self._round}[check](cell)
 
-    def _identity(self, cell: Cell) -> Finding:
+    def _identity(self, cell: AuditCase) -> Finding:
         """Whether the outputs equal standard decoding's, token for token."""
         found = list(self._divergences(cell, self.rules[cell.rule]))
         verdict = "bug" if any(each.verdict == "bug" for each in found) else "tie" if found else "same"
@@ -151,7 +169,7 @@ class Auditor:
         figures["divergences"] = [each.to_dict() for each in found]
         return Finding(cell, "identity", verdict, self._biased_parts[key], figures)
 
-    def _divergences(self, cell: Cell, rule: AcceptanceRule) -> Iterator[Divergence]:
+    def _divergences(self, cell: AuditCase, rule: AcceptanceRule) -> Iterator[Divergence]:
         pair, sampling = self.pair, self.samplings[cell.sampling]
         standard, other = pair.decode_standard(sampling).tokens, pair.decode(cell.draft, rule, sampling).tokens
         settings: dict[str, Any] = {"sampling": sampling, "seed": pair.seed, "width": pair.window + 1}
@@ -159,8 +177,8 @@ class Auditor:
             if (found := find_divergence(pair.target, *outputs, number=number, **settings)) is not None:
                 yield found
 
-    def _round(self, cell: Cell) -> Finding:
-        """Whether one round has exactly the target's distribution."""
+    def _round(self, cell: AuditCase) -> Finding:
+        """Whether rounds at single places have the target's distribution."""
         places, control_error = self._telling_places(cell)
         if not places:
             return Finding(cell, "round", "idle", False)
@@ -176,7 +194,7 @@ class Auditor:
         verdict = "exact" if all(law.is_the_targets for law in laws) else "biased"
         return Finding(cell, "round", verdict, control_error is not None, figures)
 
-    def _telling_places(self, cell: Cell) -> tuple[list[list[int]], float | None]:
+    def _telling_places(self, cell: AuditCase) -> tuple[list[list[int]], float | None]:
         """Places where a biased round is found out, and by which error at least; without one, where something is
         guessed, and None."""
         control = control_of(self.rules[cell.rule])
@@ -195,7 +213,7 @@ class Auditor:
             self._places[key] = [place for _, place in laws], min(telling, default=None)
         return self._places[key]
 
-    def _law(self, cell: Cell, rule: AcceptanceRule, place: Sequence[int]) -> RoundLaw:
+    def _law(self, cell: AuditCase, rule: AcceptanceRule, place: Sequence[int]) -> RoundLaw:
         return measure_round(
             self.pair.target,
             self.pair.drafts[cell.draft],
@@ -207,7 +225,7 @@ class Auditor:
             trees=self._trees,
         )
 
-    def _two_samples(self, cell: Cell, num_tests: int) -> Finding:
+    def _two_samples(self, cell: AuditCase, num_tests: int) -> Finding:
         """Whether many decodes tell the output from standard decoding's: the p-value, without a verdict yet."""
         key = cell.draft, cell.sampling
         if key not in self._biased_p_values:
@@ -220,13 +238,13 @@ class Auditor:
         }
         return Finding(cell, "samples", "", biased <= FALSE_ALARM / num_tests, figures)
 
-    def _p_value(self, cell: Cell, rule: AcceptanceRule, num_tests: int) -> float:
+    def _p_value(self, cell: AuditCase, rule: AcceptanceRule, num_tests: int) -> float:
         sampling = self.samplings[cell.sampling]
         samples = self.pair.sample_standard(sampling), self.pair.sample(cell.draft, rule, sampling)
         shuffles = math.ceil(SHUFFLES * num_tests / FALSE_ALARM)
         return permutation_test(*samples, num_permutations=shuffles, seed=self.pair.seed)
 
-    def _lossy(self, cell: Cell) -> Finding:
+    def _lossy(self, cell: AuditCase) -> Finding:
         """What a lossy rule changes."""
         rule, sampling = self.rules[cell.rule], self.samplings[cell.sampling]
         result, standard = self.pair.decode(cell.draft, rule, sampling), self.pair.decode_standard(sampling)

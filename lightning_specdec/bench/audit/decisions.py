@@ -38,7 +38,7 @@ class Decisions:
 
     def __init__(self, rule: AcceptanceRule, sampling: Sampling, played: Played, *, compact: bool) -> None:
         assert played.draft is not None and played.logits is not None, "nobody guessed"
-        self.rule, self.sampling = rule, sampling
+        self.rule, self.sampling, self.name = rule, sampling, type(rule).__name__
         self.guesses = played.guesses
         self.tokens, self.probs, self.draft_logits = played.draft.tokens, played.draft.probs, played.draft.logits
         self.lengths, self.logits = played.draft.lengths, played.logits
@@ -59,10 +59,10 @@ class Decisions:
         self.probs = None if self.probs is None else self.probs[..., self.names]
         self.draft_logits = None if self.draft_logits is None else self.draft_logits[..., self.names]
 
-    def judge(
+    def outcomes(
         self, rows: Int[Tensor, "N"], noise: Float[Tensor, "N K1 3"]
     ) -> tuple[Int[Tensor, "N"], Int[Tensor, "N"]]:
-        """How many guesses of each of these rows are kept with this noise, and which token follows them."""
+        """How many guesses of each of these rows are kept with this noise, and which token follows them; on the CPU."""
         draft = Draft(
             self.tokens[rows],
             None if self.lengths is None else self.lengths[rows],
@@ -70,7 +70,7 @@ class Decisions:
             None if self.draft_logits is None else self.draft_logits[rows],
         )
         verdict = self.rule.judge(draft, self.logits[rows], self.sampling, noise.to(self.logits.device))
-        return verdict.num_accepted, self.names[verdict.next_tokens]
+        return verdict.num_accepted.cpu(), self.names[verdict.next_tokens].cpu()
 
     def noise(self, rows: Int[Tensor, "N"], positions: Int[Tensor, "N"], *, rejected: bool) -> Float[Tensor, "N K1 3"]:
         """Numbers with which all guesses before a position are kept, and none at it if it is to be `rejected`, as far
@@ -105,11 +105,11 @@ class Decisions:
         purposes = torch.tensor([Purpose.ACCEPT] * len(guessed) + [Purpose.CORRECT] * len(ends))
 
         def ask(which: Tensor, uniform: Tensor) -> Tensor:
-            accepted, token = self._judge_at(rows[which], positions[which], purposes[which], noise[which], uniform)
-            following = torch.where(accepted == positions[which], token, NOT_REACHED)
-            return torch.where(purposes[which] == Purpose.ACCEPT, (accepted > positions[which]).long(), following)
+            at = rows[which], positions[which], purposes[which]
+            kept, following = self._decided(*at, noise[which], uniform)
+            return torch.where(at[2] == Purpose.ACCEPT, kept.long(), following)
 
-        found = find_steps(ask, len(rows))
+        found = find_steps(ask, len(rows), name=self.name)
         return found[: len(guessed)], found[len(guessed) :]
 
     def settled(self, places: list[Place]) -> list[Steps]:
@@ -121,11 +121,10 @@ class Decisions:
 
         def ask(which: Tensor, uniform: Tensor) -> Tensor:
             row, at = rows[which], positions[which]
-            accepted, token = self._judge_at(row, at, purposes[which], noise[which], uniform)
-            kept = torch.where(accepted > at, guesses[row, at], NOT_REACHED)
-            return torch.where(accepted == at, token, kept)
+            kept, following = self._decided(row, at, purposes[which], noise[which], uniform)
+            return torch.where(kept, guesses[row, at], following)
 
-        return find_steps(ask, len(rows))
+        return find_steps(ask, len(rows), name=self.name)
 
     def changes(self, places: list[Place], generator: torch.Generator) -> set[int]:
         """Rows where a decision at one of these places changes while the number that it should be made by stays, and
@@ -143,19 +142,25 @@ class Decisions:
                 noise[..., earlier] = torch.where(self.before(positions), base[..., earlier], noise[..., earlier])
                 if purpose is Purpose.CORRECT and not coupled:
                     noise[torch.arange(len(rows)), positions, Purpose.ACCEPT] = LARGEST
-                accepted, token = self._judge_at(rows, positions, torch.full_like(rows, purpose), noise, own)
-                following = torch.where(accepted == positions, token, NOT_REACHED)
-                verdicts.append((accepted > positions).long() if purpose is Purpose.ACCEPT else following)
+                kept, following = self._decided(rows, positions, torch.full_like(rows, purpose), noise, own)
+                verdicts.append(kept.long() if purpose is Purpose.ACCEPT else following)
             found |= set(rows[(torch.stack(verdicts) != verdicts[0]).any(0)].tolist())
         return found
 
-    def _judge_at(
-        self, rows: Tensor, positions: Tensor, purposes: Tensor, noise: Tensor, uniform: Tensor
-    ) -> tuple[Int[Tensor, "N"], Int[Tensor, "N"]]:
-        """`judge` with other numbers at these places."""
+    def _decided(
+        self,
+        rows: Int[Tensor, "N"],
+        positions: Int[Tensor, "N"],
+        purposes: Int[Tensor, "N"],
+        noise: Float[Tensor, "N K1 3"],
+        uniform: Float[Tensor, "N"],
+    ) -> tuple[Bool[Tensor, "N"], Int[Tensor, "N"]]:
+        """Of each place, with this number in its noise: whether the guess is kept, and the token that follows where the
+        round ends there (`NOT_REACHED` where it does not)."""
+        noise = noise.clone()
         noise[torch.arange(len(rows)), positions, purposes] = uniform
-        accepted, token = self.judge(rows, noise)
-        return accepted.cpu(), token.cpu()
+        accepted, token = self.outcomes(rows, noise)
+        return accepted > positions, torch.where(accepted == positions, token, NOT_REACHED)
 
     def with_guesses_of_rank(self, rank: int) -> Decisions:
         """The same with the target's likeliest tokens (0), or its second ones, in the place of the guesses."""

@@ -5,10 +5,10 @@ Knows nothing of how the outputs were made.
 Theory: a target gives the same text slightly different logits when it reads it in calls of other widths or in other
 batches, since sums are rounded in another order. So a greedy token may change where the two largest logits are closer
 than that, and nowhere else. How much it is, is measured where the outputs part: the target reads the text in one call,
-token by token, in calls as wide as a round's, and as one of several rows. The most that any logit moves between
-these, twice (both logits move), or the distance of neighbouring numbers of the type if that is more, is what a tie may
-differ by. A drawn token changes where the uniform number is as close to the end of a token's interval as the intervals'
-ends move between these readings.
+token by token, in calls as wide as a round's, and as one of several rows. The most that any logit moves from the first
+of these to another, twice (both logits move), or the distance of neighbouring numbers of the type if that is more, is
+what a tie may differ by. A drawn token changes where the uniform number is as close to the end of a token's interval as
+the intervals' ends move between these readings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All that a drafter can guess in one round, each with its exact chance: measured by drawing, whatever it reports.
+"""What a drafter can guess in one round, each with its chance: measured by drawing, whatever it reports.
 
 Knows nothing of rules and targets; rounds are those of a `Stage`.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_specdec.bench.audit.intervals import STEPS, Steps, find_steps
+from lightning_specdec.bench.audit.intervals import STEPS, NoFunction, Steps, find_steps
 from lightning_specdec.bench.audit.scripted import Stage
 from lightning_specdec.rules import Purpose
 
@@ -21,6 +21,8 @@ NEAR, RESOLUTION = 6, 12
 """Of the 2^24 uniform numbers: how far around the end of a reported interval its true end is looked for first, and by
 how many it may be off."""
 MOST_PATHS = 4096
+NUM_AGAIN = 16
+"""Rows of random numbers that a drafter is first asked about, twice."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,10 @@ class Path:
 
 @dataclass
 class Tree:
-    """Every draft of a round.
+    """The drafts of a round.
 
     Args:
-        paths: the whole drafts.
+        paths: the whole drafts, but for the rarest.
         steps: which token each number draws, behind every beginning of one.
         left_out: the chance of those that are not among them.
     """
@@ -47,12 +49,23 @@ class Tree:
     left_out: float = 0.0
 
 
-def draft_tree(stage: Stage) -> Tree:
+def draft_tree(stage: Stage, seed: int) -> Tree:
     """The drafts of a round, found by drawing with one number after the other.
 
     Theory: honest drafters draw by inverse transform from what they report, so the ends of the reported intervals are
-    looked at first, and three rounds are enough for two guesses. A drafter that draws otherwise takes more.
+    looked at first, and three more rounds are enough for two guesses. A drafter that draws otherwise takes more.
+
+    Args:
+        seed: keys the numbers that the drafter is first asked about, twice.
+
+    Raises:
+        NoFunction: the guesses depend on more than these numbers.
+        ValueError: there are too many drafts.
     """
+    name = type(stage.drafter).__name__
+    noise = torch.rand(NUM_AGAIN, stage.width, len(Purpose), generator=torch.Generator().manual_seed(seed))
+    if stage.play(noise).guesses != stage.play(noise).guesses:
+        raise NoFunction(name)
     tree, level = Tree(), 0
     reported: dict[Prefix, Tensor] = {}
     begun = [Path((), [], 1.0)]
@@ -71,7 +84,7 @@ def draft_tree(stage: Stage) -> Tree:
 
         hints = [_ends(reported.get(path.tokens)) for path in begun]
         following: list[Path] = []
-        found = find_steps(ask, len(begun), hints=hints, resolution=RESOLUTION, pieces=4)
+        found = find_steps(ask, len(begun), name=name, hints=hints, resolution=RESOLUTION, pieces=4)
         for path, length, steps in zip(begun, lengths, found, strict=True):
             tree.steps[path.tokens] = steps
             for (token, size), middle in zip(steps.sizes, steps.middles, strict=True):

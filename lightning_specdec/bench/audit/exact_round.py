@@ -1,20 +1,23 @@
-"""What one round of the real loop settles, exactly, summed over all drafts and outcomes, against the target.
+"""What one round of the real loop settles, summed over its drafts and outcomes, against the target.
 
 Knows nothing of how guesses are made or judged: it asks drafter and rule where their decisions change.
 
 Theory: of all rounds that settle the tokens s and go on behind them, the next token must be drawn from the target's
-distribution behind s; by induction on the length of s, the whole text then is. So for every s that can be guessed and
-every token t, P(s, t) = P(s, anything) * target_prob(t | s), where P is the probability of what a round settles. Each
-guess, each decision to keep one and each correction belongs to an interval of uniform numbers, so P is a sum of
-products of intervals. Their ends are asked of the code itself (`find_steps`): the drafter's in rounds of a session, the
-rule's on the guesses, reported probabilities and logits that it was given in a session's round.
+distribution behind s; by induction on the length of s, the whole text then is, as far as the rounds behind other texts
+do as this one. So for every s that can be guessed and every token t, P(s, t) = P(s, anything) * target_prob(t | s),
+where P is the probability of what a round settles. Each guess, each decision to keep one and each correction belongs to
+an interval of uniform numbers, so P is a sum of products of intervals. Their ends are asked of the code itself
+(`find_steps`): the drafter's in rounds of a session, the rule's on the guesses, reported probabilities and logits that
+it was given in a session's round.
 
-That each decision depends on its own number alone is not assumed: it is tested at random numbers, and so is that rounds
-settle what the rule decides. Rules whose output is the same whatever is guessed (`ExactMatch`) have a simpler law: they
-settle the target's own draw, so each token's interval is the target's probability, behind every draft.
+That each decision depends on its own number alone is not assumed: it is tested at some random numbers, and so is that
+rounds settle what the rule decides, and that drafter and rule do the same with the same numbers. Rules whose output is
+the same whatever is guessed (`ExactMatch`) have a simpler law: they settle the target's own draw, so each token's
+interval is the target's probability, behind every draft.
 
 A round has V^K drafts, so the sampling keeps only the likeliest tokens (`top_k`), on both sides. That is a setting like
-any other, under which a lossless rule is lossless.
+any other, under which a lossless rule is lossless. The rarest drafts are left out, and their chance is added to what
+may be rounding.
 
 Shapes: R rows of one text, K guesses, V vocabulary.
 """
@@ -30,7 +33,7 @@ import torch
 
 from lightning_specdec.bench.audit.decisions import Decisions, Place
 from lightning_specdec.bench.audit.draft_tree import RESOLUTION, Prefix, Tree, draft_tree
-from lightning_specdec.bench.audit.intervals import STEPS, Steps
+from lightning_specdec.bench.audit.intervals import STEPS, NoFunction, Steps
 from lightning_specdec.bench.audit.scores import difference, rounding, several_scores
 from lightning_specdec.bench.audit.scripted import Played, Stage
 from lightning_specdec.bench.audit.settled import own_draws, sums
@@ -110,13 +113,14 @@ def measure_round(
         trees: what is known of the drafts, and will be: most rules leave a drafter with the same ones.
 
     Raises:
+        NoFunction: drafter or rule did otherwise with the same numbers.
         ValueError: a round has too many drafts, which a drafter with a sampling of its own may lead to.
     """
     few = replace(sampling, top_k=num_top if sampling.top_k is None else min(num_top, sampling.top_k))
     stage = Stage(target, drafter, prompt, rule=rule, sampling=few, num_draft_tokens=num_draft_tokens)
     if not stage.play(torch.full((1, stage.width, len(Purpose)), 0.5)).guesses[0]:
         return RoundLaw(0)
-    tree = Tree() if rule.ignores_windows else _tree(stage, {} if trees is None else trees)
+    tree = Tree() if rule.ignores_windows else _tree(stage, {} if trees is None else trees, seed)
     generator = torch.Generator().manual_seed(seed)
     num_rows = NUM_COUPLED if rule.ignores_windows else len(tree.paths) + NUM_RANDOM
     noise = torch.rand(num_rows, stage.width, len(Purpose), generator=generator)
@@ -145,11 +149,11 @@ def measure_round(
     )
 
 
-def _tree(stage: Stage, trees: Trees) -> Tree:
+def _tree(stage: Stage, trees: Trees, seed: int) -> Tree:
     """The drafts of a stage's round, which may be known."""
     key = stage.drafter, stage.sampling, stage.width, stage.rule.draft_purpose, tuple(stage.text)
     if key not in trees:
-        trees[key] = draft_tree(stage)
+        trees[key] = draft_tree(stage, seed)
     return trees[key]
 
 
@@ -173,7 +177,10 @@ def _spread(decisions: Decisions) -> float:
 
 def _unlike_the_rule(decisions: Decisions, played: Played, noise: torch.Tensor) -> set[int]:
     """Rows that settled other tokens than the rule decides with their numbers."""
-    accepted, following = decisions.judge(torch.arange(len(noise)), noise)
+    rows = torch.arange(len(noise))
+    (accepted, following), again = (decisions.outcomes(rows, noise) for _ in range(2))
+    if not (torch.equal(accepted, again[0]) and torch.equal(following, again[1])):
+        raise NoFunction(decisions.name)
     return {
         row
         for row, (num, token) in enumerate(zip(accepted.tolist(), following.tolist(), strict=True))

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 from lightning_specdec.bench.audit.two_sample import holm
 
 FALSE_ALARM = 0.01
-"""Odds at most that an audit of a correct decoder fails."""
+"""Odds at most that the p-values of an audit of a correct decoder make it fail."""
+BROKEN = ("no function", "error")
+"""Verdicts of checks that could not be made."""
 
 
-class Cell(NamedTuple):
+class AuditCase(NamedTuple):
     """What is audited: the names of a draft, a rule and a sampling."""
 
     draft: str
@@ -29,12 +31,13 @@ class Finding:
     Args:
         check: "identity", "round" or "samples", or "lossy" for what a lossy rule changes.
         verdict: "same", "tie" or "bug"; "exact" or "biased"; "alike" or "different"; "measured"; "idle" where nothing
-            was ever guessed.
+            was ever guessed. Of any check "no function" where a drafter or a rule goes by more than the random numbers
+            that it is given, and "error" where something else has kept it from an end.
         enough_power: whether the biased rule was found out; None where there was none.
-        figures: plain values.
+        figures: plain values; the `reason` alone where the check is broken.
     """
 
-    cell: Cell
+    cell: AuditCase
     check: str
     verdict: str
     enough_power: bool | None = None
@@ -42,8 +45,13 @@ class Finding:
 
     @property
     def failed(self) -> bool:
-        """Whether something that should be lossless is not."""
-        return self.verdict in ("bug", "biased", "different")
+        """Whether something that should be lossless is not, or could not be found to be."""
+        return self.broken or self.verdict in ("bug", "biased", "different")
+
+    @property
+    def broken(self) -> bool:
+        """Whether the check could not be made."""
+        return self.verdict in BROKEN
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -69,7 +77,7 @@ class Audit:
 
     @property
     def failures(self) -> list[Finding]:
-        """Those that say that something is not lossless."""
+        """Those that say that something is not lossless, or that nothing can be said."""
         return [finding for finding in self.findings if finding.failed]
 
     @property
@@ -80,7 +88,7 @@ class Audit:
     def judge_samples(self) -> None:
         """Give all comparisons of two samples their verdicts, together: by p-values corrected for their number."""
         findings = self.findings
-        p_values = {i: each.figures["p_value"] for i, each in enumerate(findings) if each.check == "samples"}
+        p_values = {i: each.figures["p_value"] for i, each in enumerate(findings) if "p_value" in each.figures}
         for i, adjusted in holm(p_values).items():
             verdict = "different" if adjusted <= FALSE_ALARM else "alike"
             figures = {**findings[i].figures, "adjusted_p_value": adjusted}

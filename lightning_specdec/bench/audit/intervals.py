@@ -1,9 +1,10 @@
-"""Where a function of a uniform number changes its value: exactly, by asking it.
+"""Where a function of a uniform number changes its value, found by asking it.
 
 Knows nothing of models, drafts or rules.
 
 A uniform number is one of the 2^24 that torch draws in float32, and a function is whatever turns it into an integer:
-the token that is drawn with it, or whether a guess is kept. Nothing is sampled.
+the token that is drawn with it, or whether a guess is kept. Nothing is sampled, and not every number is asked about:
+see `find_steps` for what may stay unseen.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,9 +23,23 @@ if TYPE_CHECKING:
 STEPS = 2**24
 LARGEST = 1 - 1 / STEPS
 """The largest uniform number."""
+MOST_STEPS, MOST_EACH = 256, 256
+"""Steps that the functions searched together may have: so many, and so many more for each."""
+NUM_AGAIN, MOST_OTHERWISE = 256, 1 / 8
+"""Where there are more: how many numbers are asked about again, and the share of other answers that rounding may do."""
 
 Ask = Callable[[Tensor, Tensor], Tensor]
 """Called with functions `[N]`, by number, and a uniform number `[N]` for each; gives their values `[N]`."""
+
+
+class NoFunction(ValueError):
+    """What should be a function of its uniform numbers was asked with the same ones again and answered otherwise."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"{name} is not a function of its random numbers, for with the same ones it came to something else: let it "
+            "draw with the numbers that it is given, and remember nothing of earlier rounds"
+        )
 
 
 @dataclass(frozen=True)
@@ -69,6 +84,7 @@ def find_steps(
     ask: Ask,
     num_functions: int,
     *,
+    name: str,
     hints: Sequence[Sequence[int]] | None = None,
     resolution: int = 1,
     pieces: int = 8,
@@ -79,12 +95,18 @@ def find_steps(
     ascend there is none.
 
     Args:
+        name: of what is asked, for errors.
         hints: for each function numbers of the 2^24 to ask about first: near steps, they save most of the search.
         resolution: numbers by which a step may be off.
         pieces: many mean few calls of `ask` with many numbers each.
+
+    Raises:
+        NoFunction: the closer one looks the more steps there are, and there are others when asked again.
+        ValueError: there are too many steps.
     """
     if not num_functions:
         return []
+    most = MOST_STEPS + MOST_EACH * num_functions
     first = [sorted({0, STEPS - 1, *(hints[i] if hints else ())}) for i in range(num_functions)]
     which = torch.tensor([i for i, numbers in enumerate(first) for _ in numbers])
     numbers = torch.tensor([n for each in first for n in each])
@@ -96,6 +118,8 @@ def find_steps(
     cuts = torch.arange(pieces + 1)
     while True:
         brackets = brackets[:, brackets[3] != brackets[4]]
+        if brackets.shape[1] > most:
+            _refuse(ask, brackets[:, :NUM_AGAIN], name, most)
         which, low, high, before, after = brackets
         narrow = high - low <= resolution
         found.append(torch.stack((which, (low + high + 1) // 2, before))[:, narrow])
@@ -113,6 +137,14 @@ def find_steps(
         ends[i].append((end, value))
     lasts = dict(zip(known[0], known[1], strict=True))
     return [_steps(each, lasts[i]) for i, each in enumerate(ends)]
+
+
+def _refuse(ask: Ask, brackets: Int[Tensor, "5 N"], name: str, most: int) -> NoReturn:
+    """Say why there are more steps than so many."""
+    which, numbers, _, values, _ = brackets.flip(1)  # in another order, for what goes by the order of rows
+    if float((_ask(ask, which, numbers) != values).float().mean()) > MOST_OTHERWISE:
+        raise NoFunction(name)
+    raise ValueError(f"{name} has more than {most} steps for its random numbers: draft from fewer tokens (top_k)")
 
 
 def _steps(ends: list[tuple[int, int]], last: int) -> Steps:

@@ -13,7 +13,7 @@ from lightning_specdec.checks import require_int
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.inference import DecodeResult, autoregressive_decode, speculative_decode
 from lightning_specdec.inference.limits import check_context
-from lightning_specdec.inference.rows import check_batch
+from lightning_specdec.inference.rows import check_batch, check_eos
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import AcceptanceRule, Sampling
 
@@ -33,7 +33,7 @@ class AuditedPair:
         prompts: tokens.
         num_draft_tokens: guesses per round.
         max_new_tokens: of each prompt, where whole outputs are compared.
-        num_decodes: rows of each sample.
+        num_decodes: rows of each sample, of all places together.
         eos: tokens that end a row, where whole outputs are compared.
         seed: keys everything that is drawn.
 
@@ -57,7 +57,8 @@ class AuditedPair:
         self.num_decodes = require_int("num_decodes", num_decodes, 1)
         batch = check_batch(prompts, target.vocab_size, max_new_tokens=max_new_tokens, indices=None)
         self.target, self.drafts, self.prompts = target, drafts, [text for _, text in batch]
-        self.max_new_tokens, self.eos, self.seed = max_new_tokens, eos, seed
+        self.max_new_tokens, self.eos = max_new_tokens, sorted(check_eos(eos, target.vocab_size))
+        self.seed = require_int("seed", seed, 0, 2**63 - 1)
         for drafter in drafts.values():
             drafter.check_target(target)
             for text in self.prompts:
@@ -68,25 +69,33 @@ class AuditedPair:
     def decode_standard(self, sampling: Sampling) -> DecodeResult:
         """What the target alone makes of the prompts; done once."""
         if sampling not in self._standard:
-            self._standard[sampling] = autoregressive_decode(
-                self.target, self.prompts, logprobs=True, **self._settings(sampling)
+            self._standard[sampling] = self._decode(
+                None, None, self.prompts, sampling, logprobs=True, **self._whole_outputs
             )
         return self._standard[sampling]
 
     def decode(self, draft: str, rule: AcceptanceRule, sampling: Sampling) -> DecodeResult:
         """What it makes of them with guesses."""
-        return speculative_decode(
-            self.target,
-            self.drafts[draft],
-            self.prompts,
-            num_draft_tokens=self.window,
-            rule=rule,
-            logprobs=not rule.lossless,
-            **self._settings(sampling),
-        )
+        return self._decode(draft, rule, self.prompts, sampling, logprobs=not rule.lossless, **self._whole_outputs)
 
-    def _settings(self, sampling: Sampling) -> dict[str, Any]:
-        return {"max_new_tokens": self.max_new_tokens, "sampling": sampling, "eos": self.eos, "seed": self.seed}
+    @property
+    def _whole_outputs(self) -> dict[str, Any]:
+        return {"max_new_tokens": self.max_new_tokens, "eos": self.eos}
+
+    def _decode(
+        self,
+        draft: str | None,
+        rule: AcceptanceRule | None,
+        texts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        **settings: Any,
+    ) -> DecodeResult:
+        """How the texts go on: by the target alone where there is no draft and no rule."""
+        settings |= {"sampling": sampling, "seed": self.seed}
+        if draft is None or rule is None:
+            return autoregressive_decode(self.target, texts, **settings)
+        settings |= {"num_draft_tokens": self.window, "rule": rule}
+        return speculative_decode(self.target, self.drafts[draft], texts, **settings)
 
     def sample_standard(self, sampling: Sampling) -> list[list[list[int]]]:
         """`sample` of the target alone; made once."""
@@ -95,33 +104,23 @@ class AuditedPair:
         return self._samples[sampling]
 
     def sample(self, draft: str | None, rule: AcceptanceRule | None, sampling: Sampling) -> list[list[list[int]]]:
-        """Many rows of new tokens, a round's and one more, behind the first prompt and a place that is less sure.
+        """`num_decodes` rows of new tokens, a round's and one more, by what they go on from: the first prompt and a
+        place that is less sure.
 
         Standard decoding and speculative decoding draw from noise of their own: with the same numbers `ExactMatch`
         would give the same rows. And neither from that which has led to the place: rows that chose it would not be
         like others.
         """
         contexts = [self.contexts[0], *self.uncertain_contexts(sampling)[len(self.contexts) :]][:SAMPLE_PLACES]
-        number, found = self.num_decodes // len(contexts), []
+        most, found = math.ceil(self.num_decodes / len(contexts)), []
         for place, context in enumerate(contexts):
             rows: list[list[int]] = []
-            first = len(self.prompts) + (2 * place + (rule is not None)) * number
-            for start in range(first, first + number, BATCH):
-                indices = range(start, min(start + BATCH, first + number))
-                settings = {**self._settings(sampling), "max_new_tokens": self.window + 2, "eos": None}
-                texts = [context] * len(indices)
-                if draft is None or rule is None:
-                    rows += autoregressive_decode(self.target, texts, indices=indices, **settings).tokens
-                    continue
-                rows += speculative_decode(
-                    self.target,
-                    self.drafts[draft],
-                    texts,
-                    indices=indices,
-                    num_draft_tokens=self.window,
-                    rule=rule,
-                    **settings,
-                ).tokens
+            first = len(self.prompts) + (2 * place + (rule is not None)) * most
+            last = first + min(most, self.num_decodes - place * most)
+            for start in range(first, last, BATCH):
+                indices = range(start, min(start + BATCH, last))
+                settings: dict[str, Any] = {"indices": indices, "max_new_tokens": self.window + 2}
+                rows += self._decode(draft, rule, [context] * len(indices), sampling, **settings).tokens
             found.append(rows)
         return found
 
@@ -133,7 +132,7 @@ class AuditedPair:
     def uncertain_contexts(self, sampling: Sampling) -> list[list[int]]:
         """The prompts' ends, and then places in standard decoding's texts, before the least likely tokens first.
 
-        Where the target is sure, no rule has anything to get wrong.
+        Where the target is sure, and most drafts with it, few mistakes of a rule show.
         """
         places = []
         for row in self.decode_standard(sampling).rows:

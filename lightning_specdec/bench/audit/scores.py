@@ -50,7 +50,8 @@ def several_scores(
 
 
 def rounding(target: LanguageModel, ways: Sequence[Float[Tensor, "*P V"]]) -> float:
-    """By how much a logit of the target is moved by rounding: the largest difference between ways to read a text.
+    """By how much rounding moves a logit of the target: the largest difference of other ways to read a text from the
+    first.
 
     At least the distance of neighbouring numbers of the target's type, as large as its largest logit.
     """

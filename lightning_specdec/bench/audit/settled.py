@@ -6,6 +6,7 @@ Knows nothing of sessions: drafts with their chances and the rule's decisions in
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from lightning_specdec.bench.audit.decisions import NOT_REACHED, Decisions, Place
 from lightning_specdec.bench.audit.draft_tree import Prefix, Tree
@@ -47,12 +48,8 @@ def sums(tree: Tree, decisions: Decisions) -> tuple[float, float, float]:
                 settled[prefix][path.tokens[i]] += reached
             if not reached:
                 break
-    worst, apart, total = 0.0, 0.0, 0.0
-    for prefix, tokens in settled.items():
-        reached = sum(tokens.values())
-        differences = _differences(tokens, decisions, seen[prefix], reached)
-        worst, apart, total = max(worst, *differences), apart + sum(differences) / 2, total + reached
-    return worst, apart / total, left_out
+    laws = [(seen[prefix], tokens) for prefix, tokens in settled.items()]
+    return *_apart(laws, decisions), left_out
 
 
 def own_draws(decisions: Decisions) -> tuple[float, float, int]:
@@ -64,23 +61,22 @@ def own_draws(decisions: Decisions) -> tuple[float, float, int]:
     for row, guesses in enumerate(decisions.guesses):
         first.setdefault(tuple(guesses), row)
     places = [place for place in decisions.places() if place[0] in first.values()]
-    laws = [*zip(places, decisions.settled(places), strict=True)]
+    steps = [*zip(places, decisions.settled(places), strict=True)]
     firsts = [place for place in places if place[1] == 0][:NUM_FORGED]
     for rank in range(min(NUM_FORGED, decisions.target_probs.shape[-1])):
-        laws += zip(firsts, decisions.with_guesses_of_rank(rank).settled(firsts), strict=True)
-    worst, apart = 0.0, 0.0
-    for place, steps in laws:
-        tokens: dict[int, float] = defaultdict(float)
-        for token, size in steps.sizes:
-            tokens[token] += size
-        differences = _differences(tokens, decisions, place, 1.0)
-        worst, apart = max(worst, *differences), apart + sum(differences) / 2
-    return worst, apart / len(laws), len(first)
+        steps += zip(firsts, decisions.with_guesses_of_rank(rank).settled(firsts), strict=True)
+    laws = [(place, {token: each.share(token) for token in each.values}) for place, each in steps]
+    return *_apart(laws, decisions), len(first)
 
 
-def _differences(tokens: dict[int, float], decisions: Decisions, place: Place, reached: float) -> list[float]:
-    """How far each settled token's probability is from what the target gives it there."""
-    probs = decisions.target_probs[place]
-    wanted = dict(zip(decisions.names[probs > 0].tolist(), probs[probs > 0].tolist(), strict=True))
-    total = sum(wanted.values())
-    return [abs(tokens.get(t, 0.0) - reached * wanted.get(t, 0.0) / total) for t in tokens.keys() | wanted.keys()]
+def _apart(laws: Sequence[tuple[Place, Mapping[int, float]]], decisions: Decisions) -> tuple[float, float]:
+    """How far the probabilities of settled tokens are from what the target gives them, as often as a round comes to
+    each place: the largest difference, and the total variation on the average of the places."""
+    worst, apart, total = 0.0, 0.0, 0.0
+    for place, tokens in laws:
+        probs, reached = decisions.target_probs[place], sum(tokens.values())
+        wanted = dict(zip(decisions.names[probs > 0].tolist(), probs[probs > 0].tolist(), strict=True))
+        scale = reached / sum(wanted.values())
+        differences = [abs(tokens.get(t, 0.0) - scale * wanted.get(t, 0.0)) for t in tokens.keys() | wanted.keys()]
+        worst, apart, total = max(worst, *differences), apart + sum(differences) / 2, total + reached
+    return worst, apart / total

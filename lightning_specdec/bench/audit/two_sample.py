@@ -7,7 +7,7 @@ Shapes: S rows of both samples, C categories, N permutations.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -42,11 +42,11 @@ def permutation_test(one: Sample, other: Sample, *, num_permutations: int, seed:
     sizes = [len(rows) for rows in one]
     if sizes != [len(rows) for rows in other]:
         raise ValueError(f"the samples have {sizes} and {[len(rows) for rows in other]} rows: give as many of each")
-    members = torch.block_diag(*(_members([*a, *b]) for a, b in zip(one, other, strict=True)))
-    totals = members.sum(0)
+    members = _members([[*a, *b] for a, b in zip(one, other, strict=True)])
+    totals = members @ torch.ones(members.shape[1], 1)
 
     def statistic(sides: Float[Tensor, "N S"]) -> Float[Tensor, "N"]:
-        return ((2 * (sides @ members) - totals) ** 2 / totals).sum(1)
+        return ((2 * (members @ sides.T) - totals) ** 2 / totals).sum(0)
 
     own = torch.cat([torch.cat((torch.ones(size), torch.zeros(size))) for size in sizes])
     observed = float(statistic(own[None])[0])
@@ -61,16 +61,20 @@ def permutation_test(one: Sample, other: Sample, *, num_permutations: int, seed:
     return (extreme + 1) / (done + 1)
 
 
-def _members(rows: Sequence[Sequence[int]]) -> Float[Tensor, "S C"]:
-    """Which rows begin with each sequence of tokens that at least two of them begin with."""
-    counts = Counter(tuple(row[:n]) for row in rows for n in range(1, len(row) + 1))
-    places = {beginning: i for i, beginning in enumerate(key for key, count in counts.items() if count > 1)}
-    members = torch.zeros(len(rows), len(places))
-    for member, row in zip(members, rows, strict=True):
-        for n in range(1, len(row) + 1):
-            if (place := places.get(tuple(row[:n]))) is not None:
-                member[place] = 1
-    return members
+def _members(rows: Sample) -> Float[Tensor, "C S"]:
+    """Which rows, of all prompts in their order, begin with each sequence of tokens that at least two of a prompt begin
+    with: sparse, for there are many sequences and each row begins with few."""
+    begun: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+    number = 0
+    for prompt, several in enumerate(rows):
+        for row in several:
+            for n in range(1, len(row) + 1):
+                begun[prompt, tuple(row[:n])].append(number)
+            number += 1
+    shared = [numbers for numbers in begun.values() if len(numbers) > 1]
+    places = torch.tensor([(i, j) for i, numbers in enumerate(shared) for j in numbers]).reshape(-1, 2).T
+    size = len(shared), number
+    return torch.sparse_coo_tensor(places, torch.ones(places.shape[1]), size, check_invariants=True).coalesce()
 
 
 def _halves(number: int, size: int, generator: torch.Generator) -> Float[Tensor, "N S"]:
