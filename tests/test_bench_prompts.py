@@ -21,8 +21,9 @@ from cli_fixtures import call, succeed
 from tiny_tokenizers import byte_level
 
 from lightning_specdec import checkpoint, cli_options, cli_prompt_sets
+from lightning_specdec.bench.prompts import Prompt, PromptDataset
 from lightning_specdec.bench.prompts import sources as prompt_sources
-from lightning_specdec.bench.prompts.dataset import MAX_ARTICLE_TOKENS, Prompt, PromptDataset, Wording
+from lightning_specdec.bench.prompts.prompt import MAX_ARTICLE_TOKENS, Wording
 from lightning_specdec.bench.prompts.sources import INSTRUCTION, SHIPPED, TEXTS, build
 from lightning_specdec.data.progressions import ArithmeticProgressions
 from lightning_specdec.drafters import ModelDrafter
@@ -204,6 +205,37 @@ def test_articles_are_cut_to_512_tokens_and_the_instruction_stays() -> None:
     assert Wording("x", "code", long.text).said(tokenizer) == long.text
 
 
+def test_a_set_for_another_tokenizer_is_the_one_that_this_one_would_have_built(tmp_path: Path) -> None:
+    article = "the cat sat on the mat and " * 200
+    source = lines(tmp_path / "news.jsonl", {"article": article}, {"article": "Short."}, {"domain": "b", "prompt": "x"})
+    built, other = (build(each, sources=[source]) for each in (BYTES, TextTokenizer(byte_level())))
+    built.save(tmp_path / "set")
+    again = PromptDataset.load(tmp_path / "set").for_tokenizer(TextTokenizer(byte_level()))
+    assert again == other and again.sha256 == other.sha256
+    assert len(built.prompts[0].text or "") < len(other.prompts[0].text or "")
+    assert other.for_tokenizer(BYTES) == built
+    assert build(TextTokenizer(byte_level()), sources=[str(tmp_path / "set")]).prompts == other.prompts
+
+
+def test_each_target_takes_the_domains_that_it_can_read(tmp_path: Path) -> None:
+    rows = [{"domain": "a", "prompt": "x"}, {"domain": "b", "tokens": [1, 2]}, {"domain": "a", "prompt": "y"}]
+    built = build(BYTES, sources=[lines(tmp_path / "mixed.jsonl", *rows)])
+    assert built.domains == ("a", "b")
+    assert built.for_tokenizer(TextTokenizer(byte_level())).domains == built.for_tokenizer(BYTES).domains == ("a",)
+    integers = built.for_tokenizer(None)
+    assert integers.prompts == tuple(built.by_domain("b")) and integers.tokenizer is None
+    assert integers.for_tokenizer(BYTES) is integers.for_tokenizer(None) is integers
+    assert built.of(["b"]).for_tokenizer(BYTES).prompts == integers.prompts  # whoever names them knows whose they are
+    with pytest.raises(ValueError, match="the prompts are all text, and this target has no tokenizer: choose prompts"):
+        built.for_tokenizer(BYTES).for_tokenizer(None)
+
+
+def test_what_is_null_is_as_if_it_were_not_there(tmp_path: Path) -> None:
+    row = {"id": None, "domain": None, "tokens": None, "article": None, "prompt": "Hello"}
+    (prompt,) = build(BYTES, sources=[lines(tmp_path / "mine.jsonl", row)])
+    assert (prompt.id, prompt.domain, prompt.text) == ("mine-1", "mine", "Hello")
+
+
 def test_the_chat_template_goes_round_each_text_unless_it_is_raw(chats: Path, tmp_path: Path) -> None:
     command = ["prompts", "build", "--tokenizer", str(chats), "--source", SHIPPED, "--size", "tiny", "--output"]
     sets = []
@@ -216,7 +248,7 @@ def test_the_chat_template_goes_round_each_text_unless_it_is_raw(chats: Path, tm
         assert list(framed.tokens) == tokenizer.encode_chat([{"role": "user", "content": plain.text}])
         assert list(plain.tokens) == tokenizer.encode(plain.text) != list(framed.tokens)
     of_bytes = sets[0].for_tokenizer(BYTES)
-    assert [prompt.tokens for prompt in of_bytes] == [tuple((prompt.text or "").encode()) for prompt in sets[0]]
+    assert [prompt.tokens for prompt in of_bytes] == [tuple((prompt.text or "").encode()) for prompt in of_bytes]
     assert of_bytes.tokenizer == "bytes" and of_bytes.for_tokenizer(BYTES) is of_bytes
     assert of_bytes.for_tokenizer(tokenizer) == sets[0]
 
@@ -301,6 +333,20 @@ BAD: dict[str, tuple[Any, list[str] | None, str]] = {
     "an empty domain": ([{"prompt": "x"}], ["--domains", "code"], "in.jsonl has no prompt of code: choose from in"),
     "an unknown domain": ([{"prompt": "x"}], ["--domains", "odes"], "'odes' is no domain of in.jsonl: choose from in"),
     "an unknown public domain": (None, ["--domains", "odes"], "'odes' is no domain of the public prompts"),
+    "an id that is none": ([{"id": [1], "prompt": "x"}], [], '"id" must be a name or an integer, got '),
+    "an empty id": ([{"id": " ", "prompt": "x"}], [], '"id" must be a name or an integer, got '),
+    "text and integers in one domain": (
+        [{"prompt": "x"}, {"tokens": [1]}],
+        [],
+        "domain in holds text .'in-1'. and integers .'in-2'.: give each a domain of its own",
+    ),
+    "an id of two lines": (
+        [{"id": "a\nb", "prompt": "x"}],
+        [],
+        'in.jsonl, line 1: "id" must be a name or an integer, got ',
+    ),
+    "a domain that no file can hold": ([{"domain": "\ud800", "prompt": "x"}], [], '"domain" must be a name, got '),
+    "an output that is a device": ([{"prompt": "x"}], ["--output", "/dev/full"], "/dev/full is kept as it is"),
     "two of one id": ([{"id": 1, "prompt": "x"}, {"id": 1, "prompt": "y"}], [], "two prompts are called '1'"),
     "a tokenizer that is none": ([{"prompt": "x"}], ["--tokenizer", "./nobody"], "no such directory"),
     "a directory without one": ([{"prompt": "x"}], ["--tokenizer", "."], "holds no tokenizer"),

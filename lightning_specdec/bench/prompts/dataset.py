@@ -1,4 +1,4 @@
-"""Prompts by domain, as what is measured is given them: with an id, their text where they have one, and their tokens.
+"""Sets of prompts by domain, as what is measured is given them, and as files.
 
 Knows nothing of models but their tokenizer, nor of where the prompts came from.
 """
@@ -13,59 +13,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_specdec.bench.prompts.lines import json_lines, tokens_of
+from lightning_specdec.bench.prompts.lines import json_lines
+from lightning_specdec.bench.prompts.prompt import Prompt, Wording
 from lightning_specdec.files import replaced
 from lightning_specdec.text.base import Tokenizer
 
 SEQUENCES = "sequences"
 DOMAINS = ("code", "conversation", "summarization", SEQUENCES)
 """What a prompt may be about; a file may bring others."""
-MAX_ARTICLE_TOKENS = 512
 FORMAT = 1
 _FORMAT_KEY = "prompt_set"
 """What the first line of a prompt set says its format under, and is known by."""
-
-
-@dataclass(frozen=True)
-class Wording:
-    """A prompt that has no tokens yet.
-
-    Args:
-        id: unlike all others of its set, and the same wherever the prompt is used.
-        domain: what it is about.
-        text: what is said.
-        instruction: what follows the text, which is an article then and cut to `MAX_ARTICLE_TOKENS`.
-    """
-
-    id: str
-    domain: str
-    text: str
-    instruction: str = ""
-
-    def said(self, tokenizer: Tokenizer) -> str:
-        """The whole text."""
-        if not self.instruction:
-            return self.text
-        tokens = tokenizer.encode_plain(self.text)
-        if len(tokens) <= MAX_ARTICLE_TOKENS:
-            return self.text + self.instruction
-        # The cut may go through a character.
-        return tokenizer.decode(tokens[:MAX_ARTICLE_TOKENS]).rstrip("\ufffd") + self.instruction
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt as a model reads it; `text` is None where it never was text."""
-
-    id: str
-    domain: str
-    tokens: tuple[int, ...]
-    text: str | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """len(tokens)"""
-        return len(self.tokens)
+_LONGEST_FIRST_LINE = 2**20
 
 
 @dataclass(frozen=True)
@@ -78,6 +37,9 @@ class PromptDataset:
         fingerprint: of that tokenizer.
         raw: text is given to models as it is, without the chat template that goes round it otherwise.
         recipe: how the prompts were chosen, as plain values.
+
+    Raises:
+        ValueError: there is no prompt, an empty one, one id twice, or text and integers in one domain.
     """
 
     prompts: tuple[Prompt, ...]
@@ -88,11 +50,19 @@ class PromptDataset:
 
     def __post_init__(self) -> None:
         ids: set[str] = set()
+        firsts: dict[str, Prompt] = {}
         for prompt in self.prompts:
             if prompt.id in ids:
                 raise ValueError(f"two prompts are called {prompt.id!r}: give each an id of its own")
             if not prompt.tokens:
                 raise ValueError(f"prompt {prompt.id!r} is empty: give it a token at least, or leave it out")
+            first = firsts.setdefault(prompt.domain, prompt)
+            if (first.text is None) != (prompt.text is None):
+                text, integers = (first, prompt) if prompt.text is None else (prompt, first)
+                raise ValueError(
+                    f"domain {prompt.domain} holds text ({text.id!r}) and integers ({integers.id!r}): give each a "
+                    "domain of its own"
+                )
             ids.add(prompt.id)
         if not self.prompts:
             raise ValueError("there is no prompt: a prompt set holds one at least")
@@ -125,7 +95,7 @@ class PromptDataset:
         return hashlib.sha256(self._lines()).hexdigest()
 
     def _lines(self) -> bytes:
-        return b"".join(_line(_described(prompt)) for prompt in self.prompts)
+        return b"".join(_line(prompt.to_dict()) for prompt in self.prompts)
 
     @classmethod
     def encode(
@@ -157,25 +127,42 @@ class PromptDataset:
         for each in wordings:
             if isinstance(each, Wording):
                 assert tokenizer is not None
-                text = each.said(tokenizer)
-                prompts.append(Prompt(each.id, each.domain, tuple(_encoded(tokenizer, text, raw=raw)), text))
-            else:
-                prompts.append(each)
+                each = each.encoded(tokenizer, raw=raw)
+            prompts.append(each)
         used = tokenizer if texts else None
         name, fingerprint = (None, None) if used is None else (used.name, used.fingerprint)
         return cls(tuple(prompts), name, fingerprint, raw, recipe or {})
 
-    def for_tokenizer(self, tokenizer: Tokenizer) -> PromptDataset:
-        """The same texts as tokens of another tokenizer; itself if it is the same one."""
-        if tokenizer.fingerprint == self.fingerprint or all(prompt.text is None for prompt in self.prompts):
+    def of(self, domains: Sequence[str]) -> PromptDataset:
+        """The prompts of these domains, in their order.
+
+        Raises:
+            ValueError: one of them has none.
+        """
+        return replace(self, prompts=tuple(prompt for domain in domains for prompt in self.by_domain(domain)))
+
+    def for_tokenizer(self, tokenizer: Tokenizer | None) -> PromptDataset:
+        """What a target with that tokenizer can read, or one without: the texts as its tokens, or the integers.
+
+        The set itself where it is that already. Integers alone may be the tokens of any target; beside texts they are
+        for another one.
+
+        Raises:
+            ValueError: there is text alone, and no tokenizer.
+        """
+        texts, integers = ([each for each in self.prompts if (each.text is None) is none] for none in (False, True))
+        if not texts:
             return self
-        prompts = (
-            prompt
-            if prompt.text is None
-            else replace(prompt, tokens=tuple(_encoded(tokenizer, prompt.text, raw=self.raw)))
-            for prompt in self.prompts
-        )
-        return replace(self, prompts=tuple(prompts), tokenizer=tokenizer.name, fingerprint=tokenizer.fingerprint)
+        if tokenizer is None:
+            if not integers:
+                raise ValueError(
+                    f"the prompts are all text, and this target has no tokenizer: choose prompts of {SEQUENCES}"
+                )
+            return replace(self, prompts=tuple(integers), tokenizer=None, fingerprint=None)
+        if tokenizer.fingerprint != self.fingerprint:
+            wordings = [prompt.wording for prompt in texts]
+            return self.encode(wordings, tokenizer, raw=self.raw, recipe=self.recipe)
+        return replace(self, prompts=tuple(texts)) if integers else self
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the prompt set, whole or not at all, over nothing but another prompt set.
@@ -213,7 +200,7 @@ class PromptDataset:
                 f"{path} should be a prompt set and is {version}: `lightning_specdec prompts build --source {path} "
                 "--output NEW` makes one of a file of prompts"
             )
-        prompts = tuple(_read(f"{path}, line {number}", values) for number, values in rows)
+        prompts = tuple(Prompt.from_dict(f"{path}, line {number}", values) for number, values in rows)
         named = {key: first.get(key) for key in ("tokenizer", "fingerprint")}
         try:
             found = cls(prompts, **named, raw=bool(first.get("raw")), recipe=first.get("recipe") or {})
@@ -224,18 +211,24 @@ class PromptDataset:
         return found
 
 
+def is_set(first: object) -> bool:
+    """Whether a file whose first line says this is a prompt set, of whatever version."""
+    return isinstance(first, dict) and _FORMAT_KEY in first
+
+
 def check_output(path: Path) -> None:
     """Raise ValueError where a prompt set must not be written."""
     if not path.exists():
         return
-    try:
-        with path.open("rb") as file:
-            first = json.loads(file.readline())
-        if isinstance(first, dict) and _FORMAT_KEY in first:
-            return
-    except (OSError, ValueError, RecursionError):
-        pass
-    raise ValueError(f"{path} is kept as it is, for it is no prompt set: choose another --output")
+    first: Any = None
+    if path.is_file():  # a device has no end
+        try:
+            with path.open("rb") as file:
+                first = json.loads(file.readline(_LONGEST_FIRST_LINE))
+        except (OSError, ValueError, RecursionError):
+            pass
+    if not is_set(first):
+        raise ValueError(f"{path} is kept as it is, for it is no prompt set: choose another --output")
 
 
 def missing(domain: str, there: Sequence[str], where: str) -> str:
@@ -244,30 +237,6 @@ def missing(domain: str, there: Sequence[str], where: str) -> str:
     if domain in DOMAINS:
         return f"{where} has no prompt of {domain}: choose from {listed}"
     return f"{domain!r} is no domain of {where}: choose from {listed}"
-
-
-def _encoded(tokenizer: Tokenizer, text: str, *, raw: bool) -> list[int]:
-    """The tokens of a text, as a user's turn where the tokenizer knows chats."""
-    if raw or not tokenizer.has_chat_template:
-        return tokenizer.encode(text)
-    return tokenizer.encode_chat([{"role": "user", "content": text}])
-
-
-def _described(prompt: Prompt) -> dict[str, Any]:
-    return {
-        "id": prompt.id,
-        "domain": prompt.domain,
-        "num_tokens": prompt.num_tokens,
-        "tokens": list(prompt.tokens),
-        "text": prompt.text,
-    }
-
-
-def _read(where: str, values: dict[str, Any]) -> Prompt:
-    name, domain, text = (values.get(key) for key in ("id", "domain", "text"))
-    if not (isinstance(name, str) and isinstance(domain, str) and isinstance(text, str | None)):
-        raise ValueError(f"{where}: a prompt needs an id, a domain and its tokens: build the set again")
-    return Prompt(name, domain, tokens_of(where, values), text)
 
 
 def _line(values: dict[str, Any]) -> bytes:

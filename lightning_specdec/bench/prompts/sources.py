@@ -13,8 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lightning_specdec.bench.prompts.dataset import DOMAINS, SEQUENCES, Prompt, PromptDataset, Wording, missing
+from lightning_specdec.bench.prompts.dataset import DOMAINS, SEQUENCES, PromptDataset, is_set, missing
 from lightning_specdec.bench.prompts.lines import json_lines, tokens_of
+from lightning_specdec.bench.prompts.prompt import Prompt, Wording
 from lightning_specdec.checks import require_int
 from lightning_specdec.text.base import Tokenizer
 
@@ -186,6 +187,7 @@ def from_file(path: Path) -> list[Entry]:
     - HumanEval's file, packed or not, and any other JSON lines that have a "prompt".
     - "article" is text to be summarized, "tokens" is a list of integers.
     - `.ckpt`: the prompts that a trained pair keeps, which it has not learned from.
+    - a prompt set: its own.
 
     Raises:
         ValueError: there is no such file, or a line is no prompt.
@@ -194,20 +196,26 @@ def from_file(path: Path) -> list[Entry]:
         return _of_checkpoint(path)
     stem = path.name.removesuffix(".gz").removesuffix(".jsonl")
     advice = f"or name no --source, or {HUB} or {SHIPPED}"
-    entries = [_of_row(f"{path}, line {number}", stem, number, row) for number, row in json_lines(path, advice)]
-    if not entries:
+    rows = [*json_lines(path, advice)]
+    if not rows:
         raise ValueError(f"{path} holds no prompt: give one JSON object on each line")
-    return entries
+    if is_set(rows[0][1]):
+        return [prompt.wording for prompt in PromptDataset.load(path)]
+    return [_of_row(f"{path}, line {number}", stem, number, row) for number, row in rows]
 
 
 def _of_row(where: str, stem: str, number: int, row: dict[str, Any]) -> Entry:
+    row = {key: value for key, value in row.items() if value is not None}
     category, turns = row.get("category"), row.get("turns")
     if category in _CONVERSATION:
         category = "conversation"
     domain = row.get("domain", category or ("code" if "entry_point" in row else stem))
-    if not isinstance(domain, str) or not domain.strip():
+    if not _is_name(domain):
         raise ValueError(f'{where}: "domain" must be a name, got {domain!r}')
-    name = str(row.get("id", row.get("task_id", f"{stem}-{row.get('question_id', number)}")))
+    name = row.get("id", row.get("task_id", f"{stem}-{row.get('question_id', number)}"))
+    name = str(name) if type(name) is int else name
+    if not _is_name(name):
+        raise ValueError(f'{where}: "id" must be a name or an integer, got {name!r}')
     if "tokens" in row:
         return Prompt(name, domain, tokens_of(where, row))
     text = row.get("prompt", row.get("article", turns[0] if isinstance(turns, list) and turns else None))
@@ -218,6 +226,11 @@ def _of_row(where: str, stem: str, number: int, row: dict[str, Any]) -> Entry:
         raise ValueError(f"{where}: the prompt is empty, give some text")
     text = text.encode("utf-8", "replace").decode("utf-8")  # what JSON can spell and UTF-8 cannot
     return Wording(name, domain, text, "" if "prompt" in row or "article" not in row else INSTRUCTION)
+
+
+def _is_name(value: object) -> bool:
+    """Whether something can stand in a line of a table."""
+    return isinstance(value, str) and value.isprintable() and bool(value.strip())
 
 
 def _of_checkpoint(path: Path) -> list[Entry]:
