@@ -6,16 +6,18 @@ Knows nothing of what is measured with them.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from lightning_specdec.bench.config import BenchConfig
 from lightning_specdec.bench.config_entries import OWN, SHIPPED, DraftChoice, PairChoice
-from lightning_specdec.bench.matrix import Subject
-from lightning_specdec.bench.prompts.dataset import SEQUENCES, Prompt, PromptDataset
+from lightning_specdec.bench.prompts.dataset import SEQUENCES, PromptDataset
+from lightning_specdec.bench.prompts.prompt import Prompt
 from lightning_specdec.bench.prompts.sources import read as read_sources
+from lightning_specdec.bench.subject import Subject
+from lightning_specdec.bench.sweep import FAILURES, in_one_line
 from lightning_specdec.cli_common import find_device
 from lightning_specdec.cli_early import check_models
 from lightning_specdec.cli_groups import CKPT, DRAFTERS, DTYPES, MODELS, PLACE
@@ -44,12 +46,19 @@ def check_pairs(config: BenchConfig) -> None:
             open(pair.ckpt, "rb").close()
 
 
-def load_subject(name: str, config: BenchConfig, *, prompts: Mapping[str, Sequence[Prompt]] | None = None) -> Subject:
+def load_subject(
+    name: str,
+    config: BenchConfig,
+    *,
+    failed: Mapping[str, str] | None = None,
+    prompts: Mapping[str, Sequence[Prompt]] | None = None,
+) -> Subject:
     """A pair of the config with its prompts.
 
     A draft that cannot guess for the target is among its drafts by the reason.
 
     Args:
+        failed: drafts that are not to be loaded, by the reason.
         prompts: instead of those that the config names.
 
     Raises:
@@ -57,9 +66,10 @@ def load_subject(name: str, config: BenchConfig, *, prompts: Mapping[str, Sequen
     """
     pair = config.pairs[name]
     if pair.ckpt is not None:
-        decoder, drafts = _of_checkpoint(pair, config)
+        decoder, load = _of_checkpoint(pair, config)
     else:
-        decoder, drafts = _pretrained(pair, config)
+        decoder, load = _pretrained(pair, config)
+    drafts = {key: (failed or {}).get(key) or _loaded(load, choice) for key, choice in pair.drafts.items()}
     others: ByDomain = {}
     if prompts is None:
         prompts, others = _prompts(decoder, config)
@@ -93,7 +103,18 @@ def _options(pair: PairChoice, draft: DraftChoice, config: BenchConfig) -> Names
     return Namespace(**options)
 
 
-def _of_checkpoint(pair: PairChoice, config: BenchConfig) -> tuple[SpeculativeDecoder, dict[str, Drafter | str]]:
+def _loaded(load: Callable[[DraftChoice], Drafter], choice: DraftChoice) -> Drafter | str:
+    """A draft, or why there is none."""
+    try:
+        return load(choice)
+    except FAILURES as error:
+        return in_one_line(error)
+
+
+def _of_checkpoint(
+    pair: PairChoice, config: BenchConfig
+) -> tuple[SpeculativeDecoder, Callable[[DraftChoice], Drafter]]:
+    """The target of a checkpoint, and what loads a draft for it."""
     decoder = SpeculativeDecoder.from_checkpoint(
         str(pair.ckpt),
         target=pair.target,
@@ -101,17 +122,11 @@ def _of_checkpoint(pair: PairChoice, config: BenchConfig) -> tuple[SpeculativeDe
         device=find_device(config.device),
         dtype=None if pair.dtype is None else getattr(torch, pair.dtype),
     )
-    drafts: dict[str, Drafter | str] = {}
-    for name, choice in pair.drafts.items():
-        try:
-            drafts[name] = load_decoder(_options(pair, choice, config)).drafter
-        except ValueError as error:
-            drafts[name] = str(error)
-    return decoder, drafts
+    return decoder, lambda choice: load_decoder(_options(pair, choice, config)).drafter
 
 
-def _pretrained(pair: PairChoice, config: BenchConfig) -> tuple[SpeculativeDecoder, dict[str, Drafter | str]]:
-    """Not packed, since transformers decodes with the same weights."""
+def _pretrained(pair: PairChoice, config: BenchConfig) -> tuple[SpeculativeDecoder, Callable[[DraftChoice], Drafter]]:
+    """The same of transformers' models; not packed, since transformers decodes with the same weights."""
     shared: PretrainedOptions = {"device": find_device(config.device), "pack": False}
     own: PretrainedOptions = {**shared, "dtype": pair.dtype, "quantization": pair.quantization}
     alone: PretrainedOptions = {**own, "drafter": NGramDrafter.__name__}
@@ -119,13 +134,7 @@ def _pretrained(pair: PairChoice, config: BenchConfig) -> tuple[SpeculativeDecod
         decoder = SpeculativeDecoder.from_pair(pair.pair, **alone)
     else:
         decoder = SpeculativeDecoder.from_pretrained(str(pair.target), **alone)
-    drafts: dict[str, Drafter | str] = {}
-    for name, choice in pair.drafts.items():
-        try:
-            drafts[name] = _draft(decoder.target, pair, choice, own)
-        except ValueError as error:
-            drafts[name] = str(error)
-    return decoder, drafts
+    return decoder, lambda choice: _draft(decoder.target, pair, choice, own)
 
 
 def _draft(target: LanguageModel, pair: PairChoice, choice: DraftChoice, own: PretrainedOptions) -> Drafter:
@@ -174,10 +183,10 @@ def _source(decoder: SpeculativeDecoder, source: str, config: BenchConfig) -> By
         entries, _ = read_sources([SHIPPED], wanted)
         dataset = PromptDataset.encode(entries, tokenizer)
     else:
-        dataset = PromptDataset.load(source)
-        if tokenizer is not None:
-            dataset = dataset.for_tokenizer(tokenizer)
-        elif any(prompt.text is not None for prompt in dataset):
-            raise ValueError(f"{source} holds text, and this target has no tokenizer: choose prompts of {SEQUENCES}")
+        loaded = PromptDataset.load(source)
+        try:
+            dataset = (loaded.of(config.domains) if config.domains else loaded).for_tokenizer(tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from error
     domains = config.domains or dataset.domains
     return {domain: dataset.by_domain(domain) for domain in domains}

@@ -15,11 +15,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_specdec.bench.compare import Comparison
+from lightning_specdec.bench.report.analysis import rounds
 from lightning_specdec.bench.report.summary import NAMES, RATES, REST, SPEEDUP, SPREAD, summarize
+from lightning_specdec.bench.report.wording import shown
 from lightning_specdec.bench.results import Results
 from lightning_specdec.bench.run import Progress
 from lightning_specdec.bench.statistics import Interval
-from lightning_specdec.cli_common import counted, made_on
+from lightning_specdec.cli_common import counted
+from lightning_specdec.manifest import made_on
 
 WIDTH = 24
 QUIET_SECONDS = 30.0
@@ -45,6 +48,11 @@ class Bar(Progress):
         """What is being done now."""
         self._text = text
         self._draw()
+
+    def warn(self, text: str) -> None:
+        """A line of its own."""
+        self.close()
+        super().warn(text)
 
     def advance(self, num_runs: int) -> None:
         """So many runs have ended."""
@@ -142,11 +150,6 @@ def _remark(line: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
     return ""
 
 
-def rounds(dtype: str) -> bool:
-    """Whether a type is so coarse that two ways to compute the same may give other tokens."""
-    return dtype in ("bfloat16", "float16")
-
-
 def _spread(line: Mapping[str, Any], name: str, scale: float = 1.0) -> str:
     """Mean and standard deviation, with three digits of the mean."""
     mean, deviation = line[f"{name}_mean"], line[f"{name}_std"]
@@ -161,12 +164,7 @@ def _speedup(line: Mapping[str, Any]) -> str:
     value, low, high = (line[name] for name in SPEEDUP)
     if value is None:
         return "-"
-    return _interval(Interval(value, math.nan if low is None else low, math.nan if high is None else high))
-
-
-def _interval(found: Interval) -> str:
-    """A ratio with what it lies between."""
-    return f"{found.value:.2f}" + ("" if math.isnan(found.low) else f" [{found.low:.2f}, {found.high:.2f}]")
+    return shown(Interval(value, math.nan if low is None else low, math.nan if high is None else high), unit="")
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], form: str) -> str:
@@ -199,7 +197,8 @@ def show_comparisons(found: Sequence[Comparison], form: str) -> str:
     for each in found:
         first, second = each.cells
         places = [first.pair, first.domain, f"{first.temperature:g}", str(first.batch_size), first.label, second.label]
-        rows.append([*places, _interval(each.ratio), "same tokens" if each.same_tokens else ""])
+        ratio = "-" if each.ratio is None else shown(each.ratio, unit="")
+        rows.append([*places, ratio, "same tokens" if each.same_tokens else ""])
     if form == "csv":
         file = io.StringIO()
         csv.writer(file, lineterminator="\n").writerows([heads[:-1], *(row[:-1] for row in rows)])

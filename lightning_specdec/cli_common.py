@@ -10,8 +10,6 @@ import logging
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -25,14 +23,6 @@ log = logging.getLogger("lightning_specdec")
 def counted(number: int, noun: str, plural: str = "s") -> str:
     """So many of something."""
     return f"{number} {noun}{'' if number == 1 else plural}"
-
-
-def made_on(manifest: Mapping[str, Any]) -> str:
-    """The machine and the versions that figures hold for."""
-    return (
-        f"{manifest['device']} ({manifest['processor']}), {counted(manifest['threads'], 'thread')}, "
-        f"torch {manifest['torch']}, commit {manifest['commit']}"
-    )
 
 
 def find_device(name: str) -> torch.device:

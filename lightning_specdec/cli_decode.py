@@ -28,7 +28,7 @@ from lightning_specdec.drafters import ModelDrafter
 from lightning_specdec.inference import DecodeInterrupted, DecodeResult, Window
 from lightning_specdec.inference.rows import check_prompt
 from lightning_specdec.manifest import manifest
-from lightning_specdec.rules import RULES, AcceptanceRule, ExactMatch, Sampling, SamplingOptions
+from lightning_specdec.rules import RULES, AcceptanceRule, Sampling, SamplingOptions
 from lightning_specdec.threads import limit_threads
 
 PATIENCE_SECONDS = 20.0
@@ -218,7 +218,7 @@ def find_prompts(
 
 def _rounding(decoder: SpeculativeDecoder, rule: AcceptanceRule, sampling: Sampling) -> str | None:
     """The type that the target computes in, where nothing but its rounding lets the two outputs differ."""
-    if not rule.lossless or not (sampling.greedy or isinstance(rule, ExactMatch)):
+    if not rule.keeps_tokens(greedy=sampling.greedy):
         return None
     return str(next(decoder.target.parameters()).dtype).removeprefix("torch.")
 

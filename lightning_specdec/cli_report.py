@@ -155,7 +155,7 @@ _ROWS = (
     ("rest", "rest_seconds", "the loop itself"),
 )
 _FIGURES = (
-    ("walltime_speedup", "seconds standard / speculative"),
+    ("walltime_speedup", "seconds standard / speculative, as many tokens"),
     ("latency_reduction", "1 - 1 / walltime_speedup"),
     ("predicted_speedup", "theory, from acceptance and costs"),
     ("equal_treatment_speedup", "the standard target fused too"),

@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_specdec.bench.sweep import SweepRow, best, windows_of
 from lightning_specdec.checks import require_int
-from lightning_specdec.cli_common import counted, log, made_on, progress, set_up_logs
+from lightning_specdec.cli_common import counted, log, progress, set_up_logs
 from lightning_specdec.cli_decode import check_options, find_prompts, make_rule
 from lightning_specdec.cli_groups import MAX_TOKENS
 from lightning_specdec.cli_models import load_decoder
@@ -24,7 +24,7 @@ from lightning_specdec.cli_prompts import read_prompts
 from lightning_specdec.cli_report import FEWEST_SPREAD
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.drafters import EarlyExitDrafter
-from lightning_specdec.manifest import manifest
+from lightning_specdec.manifest import made_on, manifest
 from lightning_specdec.measuring import Candidate
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import AcceptanceRule

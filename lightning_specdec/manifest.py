@@ -11,6 +11,8 @@ import subprocess
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from hashlib import sha256
+from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ def manifest(
         "lightning_specdec": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "transformers": version("transformers"),
         "platform": platform.platform(),
         "processor": _processor(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
@@ -36,6 +39,22 @@ def manifest(
         "checkpoint_sha256": sha256(Path(checkpoint).read_bytes()).hexdigest() if checkpoint else None,
         "options": dict(options),
     }
+
+
+def made_on(manifest: Mapping[str, Any]) -> str:
+    """The machine and the versions that figures hold for; all of them where a benchmark has gone on with others."""
+    parts = [manifest, *manifest.get("resumed", ())]
+
+    def told(name: str) -> str:
+        values = ["?" if part[name] is None else str(part[name]) for part in parts if name in part]
+        return ", then ".join(value for value, _ in groupby(values)) or "?"
+
+    threads = manifest.get("threads", "?")
+    versions = "".join(f", {name} {told(name)}" for name in ("torch", "transformers") if name in manifest)
+    return (
+        f"{told('device')} ({told('processor')}), {threads} thread{'' if threads == 1 else 's'}{versions}, "
+        f"commit {told('commit')}"
+    )
 
 
 def _processor() -> str:

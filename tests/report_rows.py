@@ -15,7 +15,19 @@ Rounds = list[tuple[int, int]]
 """Of each round how many tokens were guessed and how many of them were kept."""
 NUM_NEW_TOKENS = 48
 FIGURES = (
-    *("seconds", "num_prompts", "num_new_tokens", "phase_seconds", "num_target_calls", "num_draft_calls"),
+    *(
+        "window",
+        "setting",
+        "commit",
+        "versions",
+        "date",
+        "seconds",
+        "num_prompts",
+        "num_new_tokens",
+        "phase_seconds",
+        "num_target_calls",
+        "num_draft_calls",
+    ),
     *("num_proposed", "num_tested", "num_accepted", "histogram", "tested_at", "accepted_at", "num_row_rounds"),
     *("prompt_ids", "prompt_seconds", "prompt_new_tokens", "token_seconds", "time_to_first_token"),
     *("peak_memory_bytes", "gpu_utilization", "same_tokens", "tokens_sha256", "num_changed"),

@@ -14,10 +14,13 @@ from typing import Any
 import cases
 import pytest
 import tiny_models
+import torch
 import yaml
 from cli_fixtures import call, refused, succeed
 
-from lightning_specdec import SpeculativeDecoder, cli_bench_shown
+from lightning_specdec import SpeculativeDecoder, cli_bench_pairs, cli_bench_repeat, cli_bench_shown, manifest
+from lightning_specdec.bench import compare as compare_module
+from lightning_specdec.bench import measure as measure_module
 from lightning_specdec.bench import results as results_module
 from lightning_specdec.bench import run as run_module
 from lightning_specdec.bench.config import read_config
@@ -26,6 +29,7 @@ from lightning_specdec.bench.results import read
 from lightning_specdec.cli_bench_shown import Bar
 from lightning_specdec.drafters import ModelDrafter
 
+RATIO = r"[0-9.]+ (?:\[[0-9.]+, [0-9.]+\]|\(no interval\))"
 CONFIGS = Path(__file__).parent.parent / "configs" / "bench"
 DRAFTS: dict[str, Any] = {"model": {}, "ngram": {"drafter": "NGramDrafter", "drafter_arguments": {"max_ngram": 2}}}
 TINY: dict[str, Any] = {
@@ -40,6 +44,7 @@ def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("lightning_specdec.bench.isolated.SECONDS", 0.01)
+    monkeypatch.setattr("lightning_specdec.bench.isolated.NUM_TRIES", 1)
     target = cases.MODELS["rnn"]()
     SpeculativeDecoder(target, ModelDrafter(cases.near(target)), prompts=cases.PROMPTS).save("tiny.ckpt")
     write("tiny.yaml")
@@ -56,7 +61,7 @@ def test_a_benchmark_is_kept_and_shown_and_its_command_goes_on(monkeypatch: pyte
     assert lines[0].split()[:4] == ["pair", "domain", "T", "batch"] and "walltime_speedup" in lines[0]
     assert [line.split()[4] for line in lines[1:4]] == ["standard", "model", "ngram"] and shown.err == ""
     assert all(len(re.findall(r"[0-9.]+ ± [0-9.]+", line)) == 2 for line in lines[1:4]), "mean and deviation"
-    assert [len(re.findall(r"[0-9.]+ \[[0-9.]+, [0-9.]+\]", line)) for line in lines[1:4]] == [0, 1, 1], "an interval"
+    assert [len(re.findall(RATIO, line)) for line in lines[1:4]] == [0, 1, 1], "an interval"
     rows = read("results/tiny").rows
     assert len(rows) == 6 and {row["num_prompts"] for row in rows} == {2}
     monkeypatch.setattr(run_module, "measure", lambda *more, **others: pytest.fail("measured again"))
@@ -93,7 +98,33 @@ def test_ctrl_c_leaves_a_file_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(runs) == 4 + 3 and len(read("results/tiny").rows) == 6
 
 
-def test_a_disk_that_is_full_in_the_middle_is_one_line_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_at_another_commit_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "_commit", lambda: "a1")
+    succeed("bench", "--config", "tiny.yaml")
+    path = Path("results/tiny/rows.jsonl")
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:3]))
+    monkeypatch.setattr(manifest, "_commit", lambda: "b2")
+    told = succeed("bench", "--config", "tiny.yaml")
+    assert told.err == "WARNING: results/tiny goes on with commit a1 -> b2: each row says what it was measured by\n"
+    assert [row["commit"] for row in read("results/tiny").rows] == ["a1"] * 3 + ["b2"] * 3
+    assert told.out.endswith(", commit a1, then b2\n")
+    monkeypatch.setattr(manifest, "_commit", lambda: "c3")
+    assert succeed("bench", "--config", "tiny.yaml") == told._replace(err=""), "nothing was added"
+
+
+def test_each_config_has_its_own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, chosen = torch.get_num_threads(), list[int]()
+    write("two.yaml", threads=None)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    succeed("bench", "--config", "tiny.yaml", "two.yaml")
+    assert chosen == [1, before], "of one that names none, those that torch began with"
+
+
+@pytest.mark.parametrize("output", ["results", "."])
+def test_a_disk_that_is_full_in_the_middle_is_one_line_and_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    command, place = ("bench", "--config", "tiny.yaml", "--output", output), Path(output) / "tiny" / "rows.jsonl"
     writing, written = os.write, []
 
     def full(file: int, content: bytes) -> int:
@@ -105,20 +136,21 @@ def test_a_disk_that_is_full_in_the_middle_is_one_line_and_loses_nothing(monkeyp
         return writing(file, content)
 
     monkeypatch.setattr(results_module.os, "write", full)
-    outcome = call("bench", "--config", "tiny.yaml")
+    outcome = call(*command)
     assert outcome.code == 2 and outcome.out == "" and outcome.err.count("\n") == 1
-    assert outcome.err.startswith("error: results/tiny/rows.jsonl cannot be written (No space left on device): what is")
-    assert len(read("results/tiny").rows) == 3
-    before = Path("results/tiny/rows.jsonl").read_bytes()
+    assert outcome.err.startswith(f"error: {place} cannot be written (No space left on device): what is finished")
+    assert len(read(place.parent).rows) == 3
+    before = place.read_bytes()
     assert before.endswith(b"\n")
-    succeed("bench", "--config", "tiny.yaml")
-    assert len(read("results/tiny").rows) == 6 and Path("results/tiny/rows.jsonl").read_bytes().startswith(before)
+    succeed(*command)
+    assert len(read(place.parent).rows) == 6 and place.read_bytes().startswith(before)
 
 
 def test_a_cell_that_failed_is_in_the_table_and_the_exit_code() -> None:
     write("tiny.yaml", rules=["EpsilonThreshold"])
     outcome = call("bench", "--config", "tiny.yaml")
-    assert outcome.code == 1 and outcome.err == ""
+    told = "1 cell of results/tiny failed, and what failed is not tried again: to try it, remove the lines that have an"
+    assert outcome.code == 1 and outcome.err.startswith(f"WARNING: {told} error from results/tiny/rows.jsonl, or give")
     failed = next(line for line in outcome.out.splitlines() if " ngram " in line)
     assert "failed: EpsilonThreshold compares the draft's logits, and NGramDrafter has none" in failed
     assert "lossy" in next(line for line in outcome.out.splitlines() if " model " in line)
@@ -143,6 +175,55 @@ def test_a_row_is_repeated_from_its_own_record() -> None:
     refused("bench", "--repeat", "results/tiny:5", told="target_sha256 and draft_sha256 is not what it was")
 
 
+def fail(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, error: Any, when: Any) -> None:
+    """Let calls of a function fail."""
+    before = getattr(module, name)
+
+    def failing(*more: Any, **others: Any) -> Any:
+        if when(*more):
+            raise error
+        return before(*more, **others)
+
+    monkeypatch.setattr(module, name, failing)
+
+
+def test_a_row_that_failed_before_it_was_ready_is_made_ready_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    write("tiny.yaml", num_draft_tokens=["auto"], repeats=1)
+    with monkeypatch.context() as patch:
+        fail(patch, run_module, "warm_up", MemoryError("no memory"), lambda cell, *more: cell.draft == "ngram")
+        assert call("bench", "--config", "tiny.yaml").code == 1
+        assert read("results/tiny").rows[0]["error"] == "no memory" and read("results/tiny").rows[0]["window"] is None
+        told = succeed("bench", "--repeat", "results/tiny:1")
+        assert told.out.endswith("then  failed: no memory\n  now   failed: no memory\nit fails as it did\n")
+    outcome = call("bench", "--repeat", "results/tiny:1")
+    assert outcome.code == 1 and outcome.out.endswith("it fails no more\n")
+    fail(monkeypatch, cli_bench_repeat, "measure", MemoryError(), lambda *more: True)
+    outcome = call("bench", "--repeat", "results/tiny:2")
+    assert outcome.code == 1 and outcome.out.endswith("now   failed: MemoryError\nIT FAILS NOW\n")
+
+
+def damage(number: int, **more: Any) -> None:
+    path = Path("results/tiny/rows.jsonl")
+    lines = path.read_text().splitlines()
+    lines[number - 1] = json.dumps(json.loads(lines[number - 1]) | more)
+    path.write_text("\n".join([*lines, ""]))
+
+
+def test_a_row_whose_record_is_damaged_is_one_line() -> None:
+    write("tiny.yaml", num_draft_tokens=["auto"], repeats=1)
+    succeed("bench", "--config", "tiny.yaml")
+    damage(1, domain="code")
+    refused(
+        "bench", "--repeat", "results/tiny:1", told="results/tiny:1 is damaged, or its manifest.json is (no 'code')"
+    )
+    damage(1, domain="sequences", seconds=None)
+    refused("bench", "--repeat", "results/tiny:1", told="it did not fail and has no seconds")
+    damage(2, window={"kind": "AdaptiveWindow"})
+    refused("bench", "--repeat", "results/tiny:2", told="(no 'calibration')")
+    damage(3, pair="other")
+    refused("bench", "--repeat", "results/tiny:3", told="(no 'other')")
+
+
 def test_two_drafts_are_set_against_each_other() -> None:
     write("tiny.yaml", repeats=5, num_draft_tokens=[1, 2])
     found = json.loads(
@@ -153,7 +234,50 @@ def test_two_drafts_are_set_against_each_other() -> None:
     assert low <= found[0]["ratio"] <= high and found[0]["same_tokens"] is True
     assert [len(seconds) for seconds in found[0]["seconds"]] == [5, 5] and not Path("results").exists()
     shown = succeed("bench", "--config", "tiny.yaml", "--compare", "model:1", "standard").out
-    assert re.search(r"model 1 ExactMatch +standard +[0-9.]+ \[[0-9.]+, [0-9.]+\]", shown)
+    assert re.search(f"model 1 ExactMatch +standard +{RATIO}", shown)
+
+
+@pytest.mark.parametrize(("cut", "repeats"), [(1, []), (2, []), (4, [1]), (5, [2])])
+def test_ctrl_c_compares_what_both_have_finished(monkeypatch: pytest.MonkeyPatch, cut: int, repeats: list[int]) -> None:
+    write("tiny.yaml", repeats=3)
+    measure, runs = compare_module.measure, []
+
+    def interrupted(*more: Any, **others: Any) -> Any:
+        runs.append(more)
+        if len(runs) == cut:
+            raise KeyboardInterrupt
+        return measure(*more, **others)
+
+    monkeypatch.setattr(compare_module, "measure", interrupted)
+    outcome = call("bench", "--config", "tiny.yaml", "--compare", "model", "ngram", "--format", "json")
+    what = "what both have finished is compared" if repeats else "nothing was compared"
+    assert outcome.code == 130 and outcome.err == f"interrupted: {what}\n"
+    assert [len(each["seconds"][0]) for each in outcome.json] == repeats
+    runs.clear()
+    shown = call("bench", "--config", "tiny.yaml", "--compare", "model", "ngram")
+    assert bool(shown.out) == bool(repeats), "no bare headings"
+
+
+def test_what_fails_in_one_group_leaves_the_comparisons_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    write("tiny.yaml", temperatures=[0, 0.5, 1], repeats=1)
+    fail(monkeypatch, compare_module, "measure", MemoryError("too wide"), lambda cell, *more: cell.temperature == 0.5)
+    outcome = call("bench", "--config", "tiny.yaml", "--compare", "model", "ngram", "--format", "json")
+    assert [each["temperature"] for each in outcome.json] == [0, 1] and outcome.code == 1
+    assert outcome.err == "WARNING: rnn, sequences, 0.5, batch 1: model 2 ExactMatch failed: too wide\n"
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_a_comparison_warms_up_as_its_config_says(monkeypatch: pytest.MonkeyPatch, warmup: int) -> None:
+    write("tiny.yaml", repeats=1, warmup=warmup)
+    decode, runs = measure_module.decode, list[Any]()
+
+    def counted(*more: Any) -> Any:
+        runs.append(more)
+        return decode(*more)
+
+    monkeypatch.setattr(measure_module, "decode", counted)
+    succeed("bench", "--config", "tiny.yaml", "--compare", "model", "ngram")
+    assert len(runs) == 2 * (warmup + 1)
 
 
 @pytest.mark.parametrize(
@@ -198,6 +322,7 @@ def test_other_bad_input_is_one_line() -> None:
     refused("bench", "--config", "tiny.yaml", "tiny.yaml", told="two configs are called tiny")
     refused("bench", "--config", "tiny.yaml", "--compare", "model", told="--compare takes two names")
     refused("bench", "--config", "tiny.yaml", "--compare", "model", "other", told="'other' is nothing that this config")
+    refused("bench", "--config", "tiny.yaml", "--compare", "model:²", "ngram", told="'model:²' is nothing that this")
     refused("bench", "--config", "tiny.yaml", "--compare", "model", "model:2", told="are the same")
     refused("bench", "--repeat", "results/tiny:1", told="results/tiny holds no results")
     refused("bench", "--repeat", "1", told="--repeat takes DIRECTORY:NUMBER")
@@ -217,6 +342,28 @@ def test_another_config_under_the_same_name_is_refused() -> None:
     assert sorted(os.listdir("results")) == ["second", "tiny"]
 
 
+def test_a_draft_that_cannot_be_loaded_for_want_of_memory_is_a_failed_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = cli_bench_pairs.load_decoder
+
+    def full(options: Any) -> Any:
+        if options.drafter is None:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory\n")
+        return load(options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cli_bench_pairs, "load_decoder", full)
+        outcome = call("bench", "--config", "tiny.yaml")
+    assert outcome.code == 1 and "can't allocate memory" in next(x for x in outcome.out.splitlines() if " model " in x)
+    rows = read("results/tiny").rows
+    assert [row["draft"] for row in rows if row["error"] is None] == [None, "ngram"] * 2
+    number = next(i for i, row in enumerate(rows, start=1) if row["error"] is not None)
+    outcome = call("bench", "--repeat", f"results/tiny:{number}")
+    assert outcome.code == 1 and outcome.out.endswith("it fails no more\n"), "there is memory now"
+    fail(monkeypatch, cli_bench_pairs, "load_decoder", AssertionError(), lambda options: options.drafter is None)
+    assert call("bench", "--config", "tiny.yaml").code == 1, "it is not loaded again"
+    assert read("results/tiny").rows == rows
+
+
 def test_a_pretrained_pair_runs_beside_transformers() -> None:
     tiny_models.write_text_model(Path("target"))
     tiny_models.write_text_model(Path("draft"), seed=2, num_hidden_layers=1)
@@ -233,6 +380,12 @@ def test_a_pretrained_pair_runs_beside_transformers() -> None:
     assert set(cells) == {*names, ("speculative", "gpt")}
     for name in names:
         assert cells[name]["error"] is None and cells[name]["same_tokens"] is True, (name, cells[name])
+    number = next(i for i, row in enumerate(read("results/text").rows, start=1) if row["way"] == "generate")
+    path = Path("results/text/rows.jsonl")
+    lines = path.read_text().splitlines()
+    failed = json.loads(lines[number - 1]) | {"error": "no memory", "setting": None}
+    path.write_text("\n".join([*lines[: number - 1], json.dumps(failed), *lines[number:], ""]))
+    assert call("bench", "--repeat", f"results/text:{number}").out.endswith("it fails no more\n")
     settings = read("results/text").manifest["outside"]["text"]
     assert {each["way"] for each in settings} == {"generate", "assisted", "prompt_lookup"}
 

@@ -15,10 +15,11 @@ import pytest
 from cli_fixtures import Outcome, call, succeed
 from report_rows import Row, drawn, manifest_of, row, speculative, standard, write_results
 
-from lightning_specdec.bench.report.plots import palette
+from lightning_specdec.bench.report.picture import Panel, Picture, Series
+from lightning_specdec.bench.report.plots import _figure, _marker, palette
 from lightning_specdec.bench.report.report import Report
 from lightning_specdec.bench.report.tables import Column, Table, to_csv, to_markdown
-from lightning_specdec.bench.results import read
+from lightning_specdec.bench.results import Results, read
 
 PICTURES = (
     *("speedup_heatmap", "acceptance_window", "efficiency_window", "acceptance_temperature", "efficiency_temperature"),
@@ -26,6 +27,8 @@ PICTURES = (
     *("theory_tokens", "theory_speedup", "measured_predicted"),
 )
 EVIL = "</script><script>alert(1)</script><b onclick=x>$\\frac{_%|`=\n"
+BARE = {"format": 1, "name": "bare", "config": {}, "pairs": {}, "prompts": {}}
+"""As little as a manifest can say."""
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
@@ -102,6 +105,64 @@ def test_the_pictures_show_the_cells_figures(page: str, results: Path) -> None:
     assert pictures["theory_tokens"]["panels"][0]["series"][2]["y"][-1] == 5  # window 4 at alpha 1
 
 
+def pictures_of(rows: list[Row], **facts: Any) -> dict[str, Picture]:
+    made = Report.of(Results(Path("made"), {"name": "made", "pairs": {"pair": facts}}, rows))
+    return {picture.name: picture for picture in made.pictures}
+
+
+def test_every_picture_says_which_setting_it_shows(page: str) -> None:
+    for name, picture in data(page).items():
+        setting = "" if name == "measured_predicted" else "Shown: "
+        setting += "" if "temperature" in name or not setting else "temperature 0, "
+        setting += "" if "batch" in name or not setting else "batch size 1, "
+        setting += "new tokens wanted: 48, ExactMatch." if setting else "every temperature and rule"
+        assert setting in picture["caption"], (name, picture["caption"])
+
+
+def test_where_all_rules_are_lossy_the_pictures_show_one_and_say_so() -> None:
+    lossy: dict[str, Any] = {"rule": "EpsilonThreshold", "lossless": False, "same_tokens": None}
+    rows = [standard(), *(speculative([drawn(0.5, w, 0)] * 6, window=w, **lossy) for w in (2, 4))]
+    pictures = pictures_of(rows)
+    for name in ("speedup_heatmap", "acceptance_window", "accepted_per_round", "time_breakdown"):
+        assert pictures[name].panels and pictures[name].missing is None
+        assert "EpsilonThreshold (lossy: no lossless rule was measured)" in pictures[name].caption
+    both = pictures_of([*rows, speculative([drawn(0.5, 2, 0)] * 6, window=2)])["speedup_heatmap"]
+    assert both.panels[0].ticks == ("2",) and "ExactMatch" in both.caption
+
+
+def test_the_ninth_draft_is_in_every_picture_and_looks_like_no_other() -> None:
+    names = [f"draft {i}" for i in range(9)]
+    rows = [standard(), *(speculative([drawn(0.5, 2, 0)] * 6, window=2, draft=name) for name in names)]
+    pictures = pictures_of(rows)
+    assert [panel.title for panel in pictures["speedup_heatmap"].panels] == [f"pair: {name}" for name in names]
+    (panel,) = pictures["acceptance_window"].panels
+    assert [each.label for each in panel.series] == names and panel.series[8].color == panel.series[0].color
+    assert len({(each.color, _marker(place)) for place, each in enumerate(panel.series)}) == 9
+    domains = [standard(domain=name) for name in names]
+    domains += [speculative([drawn(0.5, 2, 0)] * 6, window=2, domain=name) for name in names]
+    for picture in ("accepted_per_round", "acceptance_position"):
+        panels = pictures_of(domains)[picture].panels
+        assert [each.label for panel in panels for each in panel.series if each.style in ("bars", "line")] == names
+
+
+def test_a_domain_whose_widest_window_failed_is_shown_by_the_widest_that_did_not() -> None:
+    rows = [speculative([drawn(0.5, w, 0)] * 6, window=w, domain=domain) for domain in ("code", "chat") for w in (2, 4)]
+    rows[3] = row(domain="chat", num_draft_tokens=4, error="no memory")
+    (panel,) = pictures_of(rows)["acceptance_position"].panels
+    assert [(each.label, len(each.x)) for each in panel.series] == [("code", 4), ("chat, window 2", 2)]
+
+
+def test_a_pair_that_rounds_has_one_warning_and_another_pair_one_for_each_cell() -> None:
+    rounds = [drawn(0.5, 2, 0)] * 6
+    rows = [standard(), *(speculative(rounds, window=w, same_tokens=False) for w in (2, 4)), speculative(rounds)]
+    rows[3] |= {"num_draft_tokens": 1, "cell": "same"}
+    for dtype, number in (("bfloat16", 1), ("float32", 2)):
+        manifest = {"name": "made", "pairs": {"pair": {"dtype": dtype}}}
+        warnings = Report.of(Results(Path("made"), manifest, rows)).warnings
+        assert len(warnings) == number and all("`audit`" in line and dtype in line for line in warnings)
+        assert ("in 2 of 3 cells" in warnings[0]) == (number == 1) != ("is not advised" in warnings[0])
+
+
 def test_a_failed_cell_is_shown_with_its_error(page: str, results: Path) -> None:
     assert 'class="failed"' in page and "RuntimeError: " in page.split('id="warnings"')[1].split("</section>")[0]
     table = list(csv.DictReader(io.StringIO((results / "report" / "cells.csv").read_text())))
@@ -130,7 +191,7 @@ def test_the_drawings_take_their_colours_from_the_page(page: str) -> None:
     "rows", [[], [row(error="no memory")], [standard()]], ids=["empty", "failed", "standard alone"]
 )
 def test_results_without_figures_still_give_a_page(rows: list[Row], tmp_path: Path) -> None:
-    directory = write_results(tmp_path / "r", {"format": 1}, rows)
+    directory = write_results(tmp_path / "r", BARE, rows)
     (stale := tmp_path / "out" / "speedup_heatmap-2.png").parent.mkdir()
     stale.write_bytes(b"of earlier results")
     succeed("report", str(directory), "--output", str(tmp_path / "out"))
@@ -138,6 +199,31 @@ def test_results_without_figures_still_give_a_page(rows: list[Row], tmp_path: Pa
     assert tuple(data(page)) == PICTURES and not stale.exists()
     assert all(picture["panels"] or picture["missing"] for picture in data(page).values())
     assert ("no memory" in page) == (len(rows) == 1 and rows[0]["error"] is not None)
+
+
+def test_the_page_names_all_that_a_run_was_resumed_with(tmp_path: Path) -> None:
+    later = {"commit": "b2", "torch": "2.9", "date": "2020-01-02"}
+    directory = write_results(tmp_path / "r", manifest_of({}, commit="a1", torch="2.8", resumed=[later]), [])
+    succeed("report", str(directory))
+    page = (directory / "report" / "report.html").read_text()
+    assert "torch 2.8, then 2.9, commit a1, then b2, 2020-01-01" in page.split('class="machine">')[1].split("</p>")[0]
+
+
+def test_an_interval_that_says_nothing_is_a_dash_and_flattens_no_picture() -> None:
+    """Two repeats of one prompt, one of them ten times as slow."""
+    rows = [standard(prompts=1, drift=drift, repeat=i) for i, drift in enumerate((1.0, 1.0))]
+    rows += [speculative([drawn(0.5, 4, 0)], drift=drift, repeat=i) for i, drift in enumerate((1.0, 10.0))]
+    made = Report.of(Results(Path("made"), {"name": "made"}, rows))
+    table = made.tables["cells"]
+    places = [[column.name for column in table.columns].index(name) for name in ("walltime speedup", "from", "to")]
+    value, *ends = (table.rows[1][place] for place in places)
+    assert isinstance(value, float) and ends == [None, None]
+    for high in (4334.0, None):
+        series = Series("a", [0.0, 1.0], [1.5, 2.0], "s1", [0.0, 1.9], [high, 2.1])
+        figure = _figure(Panel("title", "x", "y", (series,), ticks=("1", "2")))
+        assert 2.1 < figure.axes[0].get_ylim()[1] <= 4.0, "the bar leaves the picture"
+    calm = _figure(Panel("title", "x", "y", (Series("a", [0.0], [2.0], "s1", [1.9], [2.1]),), ticks=("1",)))
+    assert calm.axes[0].get_ylim()[1] < 2.5
 
 
 def test_tables_escape_what_other_programs_would_read() -> None:
@@ -157,7 +243,7 @@ def test_the_verb_says_the_answer_and_where_the_page_is(said: Outcome, results: 
 
 def test_bad_input_of_the_verb_is_one_line(tmp_path: Path) -> None:
     other = write_results(tmp_path / "other", {"format": 99}, [])
-    blocked = write_results(tmp_path / "blocked", {"format": 1}, [])
+    blocked = write_results(tmp_path / "blocked", BARE, [])
     (blocked / "report").write_text("a file where the directory should be")
     for arguments, message in (
         (["nowhere"], "holds no results"),

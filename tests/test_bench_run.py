@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -17,17 +18,17 @@ import cases
 import pytest
 import tiny_bench
 import torch
-from tiny_bench import config, measured, plain, subject
+from tiny_bench import PROMPTS, config, measured, plain, subject
 
+from lightning_specdec.bench import isolated, remembered
 from lightning_specdec.bench import run as run_module
 from lightning_specdec.bench.config import BenchConfig
-from lightning_specdec.bench.isolated import best_setting
-from lightning_specdec.bench.matrix import Cell, Subject, cells, config_hash
+from lightning_specdec.bench.matrix import Cell, cells, config_hash
 from lightning_specdec.bench.phase_timer import gpu_utilization
 from lightning_specdec.bench.prompts import Prompt
 from lightning_specdec.bench.report.summary import summarize
 from lightning_specdec.bench.results import read
-from lightning_specdec.bench.ways import Prepared, decode, way_of
+from lightning_specdec.bench.subject import Subject
 from lightning_specdec.drafters import ModelDrafter, NGramDrafter
 from lightning_specdec.inference import PHASES
 
@@ -86,6 +87,22 @@ def test_the_manifest_says_what_a_prediction_starts_from(tmp_path: Path, monkeyp
     assert {"torch", "threads", "commit", "processor", "config", "config_hash"} <= manifest.keys()
 
 
+@pytest.mark.parametrize("others", [tiny_bench.OTHERS, {}], ids=["others", "none"])
+def test_what_a_prediction_starts_from_is_taken_from_no_prompt_that_is_measured(
+    monkeypatch: pytest.MonkeyPatch, others: Any
+) -> None:
+    given, decoded = subject(others=others), isolated.autoregressive_decode
+    read: list[list[int]] = []
+
+    def watched(target: Any, prompt: list[int], **more: Any) -> Any:
+        read.append(prompt)
+        return decoded(target, prompt, **more)
+
+    monkeypatch.setattr(isolated, "autoregressive_decode", watched)
+    CALLS(given, config())
+    assert len(read) == 4 and all(tuple(each) not in {p.tokens for p in PROMPTS["sequences"]} for each in read)
+
+
 def test_the_ways_take_turns(tmp_path: Path) -> None:
     rows = measured(tmp_path / "r", config(repeats=3, temperatures=[0, 1])).rows
     ways = [(row["temperature"], row["repeat"], row["draft"]) for row in rows]
@@ -139,16 +156,17 @@ def test_the_hash_of_a_cell_changes_with_what_it_decodes() -> None:
     assert len(set(before)) == len(before) == 2 * (1 + 2 * 4 * 2) and hashes(chosen, subject()) == before
     target = cases.MODELS["rnn"]()
     near = cases.near(target)
-    for change in ("target", "draft", "prompt", "seed"):
+    for change in ("target", "draft", "prompt", "seed", "ignore_eos"):
         other, guess, prompts = deepcopy(target), deepcopy(near), dict(tiny_bench.PROMPTS)
         if change == "prompt":
             prompts = {"sequences": [Prompt("p0", "sequences", (4,)), *prompts["sequences"][1:]]}
-        elif change != "seed":
+        elif change in ("target", "draft"):
             changed = other if change == "target" else guess
             with torch.no_grad():
                 next(changed.parameters())[0, 0] += 1e-6
         drafts = {"model": ModelDrafter(guess), "ngram": NGramDrafter()}
-        again = config(**{**chosen.to_dict(), "seed": 9}) if change == "seed" else chosen
+        values: dict[str, Any] = {"seed": 9, "ignore_eos": True}
+        again = config(**chosen.to_dict() | {name: value for name, value in values.items() if name == change})
         after = hashes(again, subject(other, drafts, prompts=prompts))
         same = set(before) & set(after)
         if change == "draft":
@@ -250,63 +268,75 @@ def test_a_cell_that_fails_is_shown_with_its_error_and_stops_no_other(tmp_path: 
     assert len(measured(tmp_path / "r", chosen, given).rows) == len(rows), "and is not tried again"
 
 
+@pytest.mark.parametrize("way", ["loaded", "made ready"])
+def test_a_draft_that_no_memory_is_left_for_fails_alone_and_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    def full(*more: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
+
+    told, chosen, whole, path = "CUDA out of memory. Tried to allocate 2 GiB", config(), subject(), tmp_path / "r"
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelDrafter, "fused", full)
+        poor = subject() if way == "made ready" else subject(drafts={"model": told, "ngram": NGramDrafter()})
+    count_runs(monkeypatch, 4)
+    with pytest.raises(KeyboardInterrupt):
+        measured(path, chosen, poor)
+    rows = read(path).rows
+    assert [(row["draft"], row["error"]) for row in rows] == [
+        (None, None),
+        ("model", told),
+        ("ngram", None),
+        (None, None),
+    ]
+    monkeypatch.undo()
+    monkeypatch.setattr(run_module, "timed_calls", lambda given, *more: {"ready": sorted(ready(given))})
+    monkeypatch.setattr(run_module, "alphas", lambda *more: [])
+    again = measured(path, chosen, whole)  # there is memory now
+    assert again.rows[:4] == rows and [row["draft"] for row in again.rows[4:]] == ["ngram"]
+    assert again.manifest["pairs"]["tiny"]["draft_sha256"]["model"] is None, "it was not even loaded"
+    lines = (path / "rows.jsonl").read_text().splitlines(keepends=True)
+    (path / "rows.jsonl").write_text("".join([lines[0], *lines[2:]]))
+    tried = measured(path, chosen, whole)
+    assert [(row["draft"], row["error"]) for row in tried.rows[4:]] == [("model", None)] * 2, "its line was removed"
+    assert tried.manifest["pairs"]["tiny"] == whole.facts
+    assert tried.manifest["calls"]["tiny"]["ready"] == ["model", "ngram"]
+
+
+def ready(given: Subject) -> list[str]:
+    return [name for name, drafter in given.drafts.items() if not isinstance(drafter, str)]
+
+
+def test_what_a_draft_has_finished_stays_its_own_when_it_cannot_be_loaded_again(tmp_path: Path) -> None:
+    target = cases.MODELS["transformer"]()
+    heads = {"heads": cases.DRAFTERS["heads"](target)}
+    chosen, whole = config({"heads": {}}, num_draft_tokens=[1, 9], repeats=1), subject(target, heads)
+    before = measured(tmp_path / "r", chosen, whole).rows
+    poor = subject(target, {"heads": "there is no memory"})
+    assert measured(tmp_path / "r", chosen, poor).rows == before and len(before) == 3
+    path = tmp_path / "r" / "rows.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    failed = measured(tmp_path / "r", chosen, poor).rows[2]
+    assert failed["cell"] == before[2]["cell"] and failed["error"] == "there is no memory"
+    assert len(measured(tmp_path / "r", chosen, whole).rows) == 3, "and is not tried again"
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("a file, where there should be a directory")
+    monkeypatch.setattr(remembered, "calibrate", functools.partial(remembered.calibrate, seconds=0.01))
+    rows = measured(tmp_path / "r", config(num_draft_tokens=["auto"], repeats=1)).rows
+    assert all(row["error"] is None for row in rows)
+    told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert len(told) == 1 and "cannot be written (Not a directory): what calls cost is not remembered" in told[0]
+
+
 def test_a_window_that_chooses_for_itself_is_recorded(tmp_path: Path) -> None:
     rows = measured(tmp_path / "r", config(num_draft_tokens=["auto"])).rows
     own = [row["window"] for row in rows if row["way"] == "speculative"]
     assert all(each["kind"] == "AdaptiveWindow" and each["calibration"] for each in own)
     assert all(row["num_draft_tokens"] == "auto" for row in rows if row["way"] == "speculative")
-
-
-def transformer(**more: Any) -> Subject:
-    target = cases.MODELS["llama"]()
-    return subject(target, {"model": ModelDrafter(cases.near(target)), "ngram": NGramDrafter()}, outside=True, **more)
-
-
-def test_transformers_ways_give_the_same_tokens_at_their_best_setting(tmp_path: Path) -> None:
-    given = transformer()
-    assert given.outside is not None
-    models = (given.outside.target.plain, given.outside.assistants["model"].plain)
-    before = [(model.generation_config, model.config._attn_implementation) for model in models]
-    chosen = config(max_new_tokens=8, repeats=1, warmup=1, num_draft_tokens=[3])
-    found = measured(tmp_path / "r", chosen, given)
-    rows = {row["way"]: row for row in found.rows}
-    assert set(rows) == {"standard", "speculative", "generate", "assisted", "prompt_lookup"}
-    for way in ("generate", "assisted", "prompt_lookup"):
-        row, best = rows[way], next(each for each in found.manifest["outside"]["tiny"] if each["way"] == way)
-        assert row["error"] is None and row["same_tokens"] is True and row["setting"] == best["setting"]
-        fastest = min(best["tried"], key=lambda each: float(each["seconds"]))
-        assert best["setting"].items() <= fastest.items() and len(best["tried"]) >= 2
-        assert row["prompt_new_tokens"] == [8, 8] and all(len(each) == 8 for each in row["token_seconds"])
-        assert row["phase_seconds"] is None and row["seconds"] >= sum(row["prompt_seconds"])
-    assert rows["generate"]["num_target_calls"] == 16 > rows["assisted"]["num_target_calls"]
-    assert [(model.generation_config, model.config._attn_implementation) for model in models] == before
-
-
-def test_transformers_generates_batches_and_draws_as_it_is_told() -> None:
-    given, chosen = transformer(), config(max_new_tokens=6)
-    cell = Cell("tiny", "generate", "sequences", 0.0, 2)
-    prepared = Prepared(setting=best_setting(cell, given, chosen)["setting"])
-    alone = decode(way_of(cell, given, chosen, prepared, seed=0), tiny_bench.PROMPTS["sequences"], 1)
-    batch = decode(way_of(cell, given, chosen, prepared, seed=0), tiny_bench.PROMPTS["sequences"], 2)
-    assert batch.tokens == alone.tokens and batch.num_target_calls == 6
-    eos = alone.tokens[0][2]
-    given.stops = (eos,)
-    cut = decode(way_of(cell, given, chosen, prepared, seed=0), tiny_bench.PROMPTS["sequences"], 2)
-    assert cut.tokens[0] == alone.tokens[0][: alone.tokens[0].index(eos) + 1]
-    given.stops = ()
-    state = torch.get_rng_state()
-    drawn = Cell("tiny", "generate", "sequences", 5.0, 2)
-    outputs = [
-        decode(way_of(drawn, given, chosen, prepared, seed=seed), tiny_bench.PROMPTS["sequences"], 2).tokens
-        for seed in (0, 0, 1)
-    ]
-    assert outputs[0] == outputs[1] != outputs[2] and torch.equal(torch.get_rng_state(), state)
-
-
-def test_assisting_a_batch_fails_by_name(tmp_path: Path) -> None:
-    rows = measured(tmp_path / "r", config(batch_sizes=[2], outside=["assisted"], repeats=1), transformer()).rows
-    failed = [row for row in rows if row["error"] is not None]
-    assert [row["way"] for row in failed] == ["assisted"] and "batch" in failed[0]["error"]
 
 
 def test_other_weights_under_one_name_are_refused(tmp_path: Path) -> None:

@@ -67,6 +67,20 @@ def test_the_ratios_are_their_formulas() -> None:
     assert summary["speculative"]["draft_seconds"] == 0.6 and summary["speculative"]["num_target_calls"] == 2
 
 
+def test_a_shorter_text_is_not_a_faster_way() -> None:
+    """Half the tokens in half the seconds."""
+    half = result(4, (0.3, 1.0, 0.1, 0.1), 1, Counts(3, 3, 3, [0, 0, 0, 1]))
+    whole, short = (
+        Benchmark(
+            Runs([4.0], [STANDARD]), Runs([seconds], [each]), Runs([3.0], [STANDARD]), Runs([seconds], [each]), 0, 3
+        )
+        for seconds, each in ((1.0, SPECULATIVE), (0.5, half))
+    )
+    for name in ("walltime_speedup", "latency_reduction", "equal_treatment_speedup", "equal_treatment_ceiling"):
+        assert getattr(short, name) == pytest.approx(getattr(whole, name)), name
+    assert whole.walltime_speedup == 4.0 and short.speedup_quartiles == (4.0, 4.0)
+
+
 def test_one_side_alone_has_no_ratio() -> None:
     bench = Benchmark(Runs([1.0], [STANDARD]), None, None, None, 0.0, 3)
     ratios = ("walltime_speedup", "latency_reduction", "equal_treatment_speedup", "equal_treatment_ceiling")
@@ -85,7 +99,9 @@ def test_seconds_phases_and_rates_of_a_way_are_those_of_one_repeat(seconds: list
     runs = Runs(seconds, results)
     bench = Benchmark(runs, Runs([1.0], [SPECULATIVE]), None, None, 0.0, 3)
     side = bench.summary()["standard"]
-    assert side["seconds"] == side["verify_seconds"] == bench.walltime_speedup
+    assert side["seconds"] == side["verify_seconds"]
+    per_token = side["seconds"] / side["num_new_tokens"]
+    assert bench.walltime_speedup == pytest.approx(per_token / (1.0 / 8)), "of texts of two lengths, for each token"
     assert side["tokens_per_second"] == side["num_new_tokens"] / side["seconds"]
     first, third = side["seconds_quartiles"]
     assert first <= side["seconds"] <= third

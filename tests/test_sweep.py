@@ -169,7 +169,7 @@ def test_the_cost_ratio_is_counted_by_hand() -> None:
                 None if rounds is None else Counts(),
                 [Round([7] * n, 0, 7) for n in each],
             )
-            for i, each in enumerate(rounds or [[], []])
+            for i, each in enumerate(rounds or [[], [], []])
         ]
         return DecodeResult(rows, 1.0, phases, calls, 0, rule=None if rounds is None else "ExactMatch")
 

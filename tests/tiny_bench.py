@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import cases
 import torch
 
 from lightning_specdec.bench.config import BenchConfig
-from lightning_specdec.bench.matrix import Subject
 from lightning_specdec.bench.prompts import Prompt
 from lightning_specdec.bench.results import Results
 from lightning_specdec.bench.run import open_results, run
+from lightning_specdec.bench.subject import DRAFT_FACTS, Subject
 from lightning_specdec.drafters import Drafter, ModelDrafter, NGramDrafter
 from lightning_specdec.manifest import manifest
 from lightning_specdec.models import LanguageModel
@@ -51,9 +52,15 @@ def made() -> dict[str, Any]:
     return manifest(options={}, device=torch.device("cpu"))
 
 
+def without(given: Subject, failed: Mapping[str, str]) -> Subject:
+    """The pair as it is loaded where some of its drafts are not."""
+    facts = {name: {**given.facts[name], **dict.fromkeys(failed)} for name in DRAFT_FACTS}
+    return replace(given, drafts={**given.drafts, **failed}, facts={**given.facts, **facts})
+
+
 def measured(directory: Path, chosen: BenchConfig, given: Subject | None = None) -> Results:
     """Run what is missing."""
     given = given or subject()
     with open_results(directory, chosen, made()) as results:
-        run(chosen, results, lambda name: given)
+        run(chosen, results, lambda name, failed: without(given, failed))
     return results.results

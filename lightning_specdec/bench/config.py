@@ -26,7 +26,7 @@ class BenchConfig:
         pairs: by name.
         prompts: `own`, `shipped`, or the file of a prompt set.
         domains: those of its domains that are measured; all when None.
-        num_prompts: of each domain, the first ones.
+        num_prompts: of each domain, the first ones; an interval over fewer than eight is wide.
         other_prompts: where the prompts come from that alpha is taken from: as `prompts`, and the same when None. No
             prompt that is measured is among them.
         num_other_prompts: of each domain.
@@ -39,14 +39,15 @@ class BenchConfig:
         repeats: runs that are timed; each has a seed of its own, from `seed` on.
         warmup: runs before them that are not.
         device: where all of it runs.
-        threads: of the CPU; when None, one for small models and torch's own choice for others.
+        threads: of the CPU; torch's own choice when None (by OMP_NUM_THREADS, or one for each core), whatever the
+            model's size.
     """
 
     name: str
     pairs: Mapping[str, PairChoice]
     prompts: str = OWN
     domains: Sequence[str] | None = None
-    num_prompts: int = 4
+    num_prompts: int = 8
     other_prompts: str | None = None
     num_other_prompts: int = 4
     num_draft_tokens: Sequence[int | str] = (1, 2, 4, 8, "auto")

@@ -1,19 +1,21 @@
 """What a prediction starts from: calls timed by themselves, and how often drafts are right on prompts that are not
-measured. And the best setting of transformers' ways, found on those too.
+measured. And the best setting of transformers' ways, found on those too where a domain has any.
 
-Knows nothing of cells' runs, nor of files.
+Knows nothing of cells' runs, nor of files. Of the prompts that are measured the calls know the lengths, and no token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
 from lightning_specdec.bench.calibration import calibrate
 from lightning_specdec.bench.config import BenchConfig
-from lightning_specdec.bench.matrix import Cell, Subject
+from lightning_specdec.bench.matrix import Cell
+from lightning_specdec.bench.outside import CARRIED, GenerateSetting
 from lightning_specdec.bench.prompts import Prompt
+from lightning_specdec.bench.subject import Subject
 from lightning_specdec.bench.sweep import FAILURES, windows_of
 from lightning_specdec.bench.ways import Prepared, decode, way_of
 from lightning_specdec.drafters import Drafter, NGramDrafter
@@ -25,10 +27,15 @@ SECONDS = 1.0
 ALPHA_WINDOW = 4
 """Guesses of the rounds that alpha is taken from: any number gives the same where acceptance does not depend on the
 position."""
+NUM_TRIES = 3
+"""Of each setting of transformers' ways; the median counts."""
+HOPELESS = 1.5
+"""Times the seconds of the fastest, behind which a setting is not tried again."""
 
 
 def timed_calls(subject: Subject, config: BenchConfig) -> dict[str, Any]:
-    """The seconds of single calls, one prompt at a time: those of the manifest's `calls`.
+    """The seconds of single calls, one prompt at a time, behind as much text as the median measured prompt has amid its
+    output: those of the manifest's `calls`.
 
     Besides what the target's call takes on one token and on several and a draft's step: `draft_fixed_seconds` of any
     draft, `round_overhead_seconds` and `step_overhead_seconds` of what a round and a token of standard decoding take
@@ -69,8 +76,9 @@ def _overhead(costs: Costs) -> dict[str, float]:
 
 
 def _standard_seconds(subject: Subject, config: BenchConfig, context: int) -> float:
-    """A token of standard decoding, behind about as much text as the calls had."""
-    prompt = list(next(iter(_all(subject.prompts.values()))).tokens)
+    """A token of standard decoding, behind one of the other prompts; behind any tokens where there is none."""
+    others = _all(subject.others.values())
+    prompt = list(others[0].tokens) if others else [0] * (context // 2)
     limit = subject.target.max_positions
     number = max(2, min(config.max_new_tokens, (limit or context + 32) - len(prompt)))
     steps: list[float] = []
@@ -115,30 +123,57 @@ def by_draft(found: Iterable[dict[str, Any]], config: BenchConfig) -> dict[str, 
 
 
 def best_setting(cell: Cell, subject: Subject, config: BenchConfig) -> dict[str, Any]:
-    """What a way of transformers is fastest with, on the other prompts of the domain; and what each setting took there.
+    """What a way of transformers is fastest with, on the other prompts of the domain (where it has none, on those that
+    are measured); and what each setting took there.
+
+    Each setting is warmed up, then all take turns; their medians decide. Of a setting that goes on from call to call
+    (`Outside.continued`), `began_with` says what each try began with, `ended_with` what the last one came to.
 
     Raises:
         ValueError and whatever transformers raises: it cannot decode so.
     """
     assert subject.outside is not None
     prompts = subject.others.get(cell.domain) or subject.prompts[cell.domain]
-    settings = subject.outside.settings(cell.way)
-    tried: list[float] = []
-    for setting in settings:
-        way = way_of(cell, subject, config, Prepared(setting=setting), seed=config.seed)
-        if not tried:
-            decode(way, prompts[:1], cell.batch_size)  # warms up
-        tried.append(decode(way, prompts, cell.batch_size).seconds)
-    chosen = settings[tried.index(min(tried))]
+    offered = subject.outside.settings(cell.way)
+    settings: list[GenerateSetting] = list(offered)
+    tries: list[list[float]] = [[] for _ in settings]
+    began: list[list[int | None]] = [[] for _ in settings]
+    for i, setting in enumerate(settings):
+        settings[i], _ = _try(cell, subject, config, setting, prompts[: cell.batch_size])  # warms up
+    hopeful = list(range(len(settings)))
+    for _ in range(NUM_TRIES):
+        for i in hopeful:
+            began[i].append(settings[i].get(CARRIED))
+            settings[i], seconds = _try(cell, subject, config, settings[i], prompts)
+            tries[i].append(seconds)
+        medians = [median(each) for each in tries]
+        hopeful = [i for i in hopeful if medians[i] <= HOPELESS * min(medians)]
     return {
         "way": cell.way,
         "draft": cell.draft,
         "domain": cell.domain,
         "temperature": cell.temperature,
         "batch_size": cell.batch_size,
-        "setting": chosen,
-        "tried": [{**setting, "seconds": seconds} for setting, seconds in zip(settings, tried, strict=True)],
+        "setting": dict(settings[medians.index(min(medians))]),
+        "tried": [
+            {**setting, "seconds": middle, "tries": each}
+            | ({} if setting == last else {"began_with": first, "ended_with": last[CARRIED]})
+            for setting, middle, each, first, last in zip(offered, medians, tries, began, settings, strict=True)
+        ],
     }
+
+
+def _try(
+    cell: Cell, subject: Subject, config: BenchConfig, setting: GenerateSetting, prompts: Sequence[Prompt]
+) -> tuple[GenerateSetting, float]:
+    """Decode with a setting, batch by batch: what has become of it, and the seconds."""
+    assert subject.outside is not None
+    seconds = 0.0
+    for first in range(0, len(prompts), cell.batch_size):
+        way = way_of(cell, subject, config, Prepared(setting=setting), seed=config.seed)
+        seconds += decode(way, prompts[first : first + cell.batch_size], cell.batch_size).seconds
+        setting = subject.outside.continued(setting)
+    return setting, seconds
 
 
 OUTSIDE_FAILURES = tuple(each for each in FOREIGN if each is not OSError)

@@ -9,27 +9,39 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from lightning_specdec.bench.config import BenchConfig
-from lightning_specdec.bench.matrix import Cell, Subject
+from lightning_specdec.bench.matrix import Cell
 from lightning_specdec.bench.phase_timer import MemoryTimer, PeakMemory, gpu_utilization, whole
 from lightning_specdec.bench.prompts import Prompt
-from lightning_specdec.bench.results import Row
+from lightning_specdec.bench.row import ResultRow
+from lightning_specdec.bench.subject import Subject
+from lightning_specdec.bench.sweep import in_one_line
 from lightning_specdec.bench.ways import Prepared, decode, way_of
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.inference import DecodeResult, Window
 from lightning_specdec.inference.results import RowResult
-from lightning_specdec.rules import ExactMatch
 
 DIGITS = 7
 """Of seconds behind the point: a tenth of a microsecond."""
 GPU_SECONDS = 1.5
 """What a run is repeated for while a GPU is watched, which looks ten times a second."""
-_COUNTS = ("num_proposed", "num_tested", "num_accepted", "histogram")
 
 
-def watch(cell: Cell, subject: Subject, config: BenchConfig, prepared: Prepared) -> Prepared:
-    """Run a cell once with an eye on its memory, and on how busy a GPU is: what the timed runs are prepared with."""
+def warm_up(cell: Cell, subject: Subject, config: BenchConfig, prepared: Prepared) -> Prepared:
+    """Run a cell as often as its config says before it is timed: what the timed runs are prepared with."""
+    for i in range(config.warmup):
+        if i == 0:
+            prepared = _watch(cell, subject, config, prepared)
+        else:
+            measure(cell, subject, config, prepared, repeat=i)
+    return prepared
+
+
+def _watch(cell: Cell, subject: Subject, config: BenchConfig, prepared: Prepared) -> Prepared:
+    """Run a cell once with an eye on its memory, and on how busy a GPU is."""
     device, prompts = subject.target.device, subject.prompts[cell.domain]
     peaks: dict[str, int] = {}
     way = way_of(cell, subject, config, prepared, seed=config.seed, timer=lambda: MemoryTimer(device, peaks))
@@ -44,7 +56,7 @@ def watch(cell: Cell, subject: Subject, config: BenchConfig, prepared: Prepared)
     return Prepared(prepared.window, prepared.setting, found, busy)
 
 
-def measure(cell: Cell, subject: Subject, config: BenchConfig, prepared: Prepared, *, repeat: int) -> Row:
+def measure(cell: Cell, subject: Subject, config: BenchConfig, prepared: Prepared, *, repeat: int) -> ResultRow:
     """Run a cell, and give its row, in which `same_tokens` is not known yet.
 
     Raises:
@@ -53,54 +65,44 @@ def measure(cell: Cell, subject: Subject, config: BenchConfig, prepared: Prepare
     way = way_of(cell, subject, config, prepared, seed=config.seed + repeat)
     prompts = subject.prompts[cell.domain]
     result = decode(way, prompts, cell.batch_size)
-    return _row(cell, subject, config, prepared, repeat) | _figures(result, prompts)
+    return replace(_row(cell, subject, config, prepared, repeat), **_figures(result, prompts))
 
 
 def failure(
     cell: Cell, subject: Subject, config: BenchConfig, prepared: Prepared, *, repeat: int, error: BaseException
-) -> Row:
+) -> ResultRow:
     """The row of a run that failed: what it failed by, and no figures."""
-    told = " ".join(str(error).split()) or type(error).__name__
-    return _row(cell, subject, config, prepared, repeat) | {"error": told[:1000]}
+    return replace(_row(cell, subject, config, prepared, repeat), error=in_one_line(error)[:1000])
 
 
-def _row(cell: Cell, subject: Subject, config: BenchConfig, prepared: Prepared, repeat: int) -> Row:
+def _row(cell: Cell, subject: Subject, config: BenchConfig, prepared: Prepared, repeat: int) -> ResultRow:
     """What is known of a row before it has run."""
     drafter = subject.drafts.get(cell.draft or "")
     window = prepared.window
-    return {
-        "cell": cell.hash,
-        "repeat": repeat,
-        "pair": cell.pair,
-        "way": cell.way,
-        "draft": cell.draft,
-        "draft_kind": type(drafter).__name__ if isinstance(drafter, Drafter) else None,
-        "domain": cell.domain,
-        "num_draft_tokens": cell.num_draft_tokens,
-        "temperature": cell.temperature,
-        "batch_size": cell.batch_size,
-        "rule": cell.rule and cell.rule.label,
-        "lossless": None if cell.rule is None else cell.rule.make().lossless,
-        "seed": config.seed + repeat,
-        "max_new_tokens": config.max_new_tokens,
-        "error": None,
-        "window": window.to_dict() if isinstance(window, Window) else None,
-        "setting": None if prepared.setting is None else dict(prepared.setting),
-        **dict.fromkeys(_FIGURES),
-        "peak_memory_bytes": prepared.memory,
-        "gpu_utilization": prepared.utilization,
-    }
+    return ResultRow(
+        cell=cell.hash,
+        repeat=repeat,
+        pair=cell.pair,
+        way=cell.way,
+        draft=cell.draft,
+        draft_kind=type(drafter).__name__ if isinstance(drafter, Drafter) else None,
+        domain=cell.domain,
+        num_draft_tokens=cell.num_draft_tokens,
+        temperature=cell.temperature,
+        batch_size=cell.batch_size,
+        rule=None if cell.rule is None else cell.rule.label,
+        lossless=None if cell.rule is None else cell.rule.make().lossless,
+        seed=config.seed + repeat,
+        max_new_tokens=config.max_new_tokens,
+        window=window.to_dict() if isinstance(window, Window) else None,
+        setting=None if prepared.setting is None else dict(prepared.setting),
+        peak_memory_bytes=prepared.memory,
+        gpu_utilization=prepared.utilization,
+    )
 
 
-_FIGURES = (
-    *("seconds", "num_prompts", "num_new_tokens", "phase_seconds", "num_target_calls", "num_draft_calls"),
-    *(*_COUNTS, "tested_at", "accepted_at", "num_row_rounds", "prompt_ids", "prompt_seconds", "prompt_new_tokens"),
-    *("token_seconds", "time_to_first_token", "same_tokens", "tokens_sha256", "num_changed"),
-)
-"""What a run that failed has none of."""
-
-
-def _figures(result: DecodeResult, prompts: Sequence[Prompt]) -> Row:
+def _figures(result: DecodeResult, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """What a run that failed has none of."""
     counts = result.counts
     tested, accepted = by_position(result.rows)
     return {
@@ -110,9 +112,7 @@ def _figures(result: DecodeResult, prompts: Sequence[Prompt]) -> Row:
         "phase_seconds": whole(result.phase_seconds, result.seconds) if result.phase_seconds else None,
         "num_target_calls": result.num_target_calls,
         "num_draft_calls": result.num_draft_calls,
-        **{name: None if counts is None else getattr(counts, name) for name in _COUNTS},
-        "tested_at": None if counts is None else tested,
-        "accepted_at": None if counts is None else accepted,
+        **({} if counts is None else {**vars(counts), "tested_at": tested, "accepted_at": accepted}),
         "num_row_rounds": sum(row.num_rounds for row in result.rows),
         "prompt_ids": [prompt.id for prompt in prompts],
         "prompt_seconds": [_rounded(row.token_seconds[-1:])[0] for row in result.rows],
@@ -150,8 +150,8 @@ def should_be_same(cell: Cell) -> bool:
     `ExactMatch` at every temperature; transformers' at temperature 0, up to rounding."""
     if cell.way in ("standard", "rolled"):
         return True
-    rule = cell.make_rule()
-    return isinstance(rule, ExactMatch) or (cell.temperature == 0 and (rule is None or rule.lossless))
+    rule, greedy = cell.make_rule(), cell.temperature == 0
+    return greedy if rule is None else rule.keeps_tokens(greedy=greedy)
 
 
 def _steps(seconds: Sequence[float]) -> list[float]:

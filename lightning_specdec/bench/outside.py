@@ -3,7 +3,9 @@
 Knows nothing of our drafters or rules; transformers is imported when the first of its models decodes.
 
 Theory: a baseline gets what ours gets: the same process, threads, weights and type, linear layers laid out for this
-processor or not, whichever is faster, and the number of guesses that is fastest on prompts that are not measured.
+processor or not, whichever is faster, and the number of guesses that is fastest (on other prompts than those that
+are measured, where there are any).
+Every call begins as the first one did: what transformers remembers between calls is part of a setting.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ LAYERS = ("plain", "packed")
 """The linear layers: as transformers has them, or as this processor wants them."""
 NUM_GUESSES = (3, 5, 10)
 """Of an assistant or a look-up, to choose from."""
-Setting = Mapping[str, Any]
+DEFAULT_GUESSES = 20
+"""Of an assistant, where transformers is told nothing; by a constant schedule."""
+CARRIED = "num_assistant_tokens"
+"""What a schedule carries from one call to the next."""
+GenerateSetting = Mapping[str, Any]
+"""What a call of `generate` is told besides: see `Outside.settings`."""
 
 
 @dataclass
@@ -52,10 +59,12 @@ class Outside:
     Args:
         target: the model whose output is wanted.
         assistants: of the same vocabulary, by the names of the drafts that they are.
+        num_guesses: what the schedule of the last assisted call has left for the next one.
     """
 
     target: Forms
     assistants: Mapping[str, Forms] = field(default_factory=dict)
+    num_guesses: int | None = None
 
     def settings(self, way: str) -> list[dict[str, Any]]:
         """What a way can be tried with."""
@@ -65,10 +74,17 @@ class Outside:
         if way == "assisted":
             schedules: list[dict[str, Any]] = [{"num_assistant_tokens_schedule": "heuristic"}]
             schedules += [
-                {"num_assistant_tokens_schedule": "constant", "num_assistant_tokens": number} for number in NUM_GUESSES
+                {"num_assistant_tokens_schedule": "constant", "num_assistant_tokens": number}
+                for number in (*NUM_GUESSES, DEFAULT_GUESSES)
             ]
             return [{**each, **schedule} for each in layers for schedule in schedules]
         return layers
+
+    def continued(self, setting: GenerateSetting) -> GenerateSetting:
+        """A setting as the call after the last one would have it: the heuristic schedule goes on from call to call."""
+        if setting.get("num_assistant_tokens_schedule") != "heuristic":
+            return setting
+        return {**setting, CARRIED: self.num_guesses}
 
     def decode(
         self,
@@ -76,7 +92,7 @@ class Outside:
         prompts: Sequence[Sequence[int]],
         indices: Sequence[int],
         *,
-        setting: Setting,
+        setting: GenerateSetting,
         draft: str | None,
         sampling: Sampling,
         max_new_tokens: int,
@@ -87,7 +103,7 @@ class Outside:
 
         Args:
             way: `generate`, `assisted` or `prompt_lookup`.
-            setting: one of `settings`.
+            setting: one of `settings`, or what has become of it: see `continued`.
             draft: whose model assists.
             seed: of torch's global generator, whose state comes back afterwards.
 
@@ -116,12 +132,13 @@ class Outside:
         if way == "assisted":
             for name, value in options.items():
                 setattr(clean[1], name, value)
+        texts, mask = (torch.tensor(each, device=model.device) for each in (padded, seen))
         with _prepared(models, clean), torch.random.fork_rng(devices=_gpus(model)), torch.inference_mode():
             torch.manual_seed(seed)
             watch = _Watch()
             output = model.generate(
-                torch.tensor(padded, device=model.device),
-                attention_mask=torch.tensor(seen, device=model.device),
+                texts,
+                attention_mask=mask,
                 max_new_tokens=max_new_tokens,
                 eos_token_id=list(eos) or None,
                 pad_token_id=0,
@@ -131,6 +148,8 @@ class Outside:
                 **guesses,
             ).tolist()
             seconds = watch.elapsed()
+        if way == "assisted":
+            self.num_guesses = clean[1].num_assistant_tokens
         rows = [
             _row(index, prompt, each[width:], eos, watch.seconds)
             for index, prompt, each in zip(indices, prompts, output, strict=True)

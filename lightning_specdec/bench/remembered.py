@@ -5,6 +5,7 @@ Knows nothing of how costs are measured or used.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
@@ -33,6 +34,8 @@ def load_or_measure(
 ) -> Calibration:
     """The calibration of a file; or of this machine, measured once for each pair and its settings, then remembered.
 
+    Where nothing can be kept (a cache that may only be read), it is measured each time, and one line says so.
+
     Args:
         path: a file that `Calibration.save` wrote; None looks among those remembered, in
             `~/.cache/lightning_specdec`, or `$XDG_CACHE_HOME/lightning_specdec`.
@@ -49,11 +52,19 @@ def load_or_measure(
     remembered = cache_home() / f"calibration-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     try:
         return Calibration.load(remembered)
-    except (FileNotFoundError, ValueError):  # none yet, or one that another version wrote
+    except (OSError, ValueError):  # none yet, one that another version wrote, or one that may not be read
         log.info("measuring what draft and target cost, once for this machine: some seconds")
-        found = calibrate(target, drafter, batch_sizes=(batch_size,), rule=rule, sampling=sampling)
+    found = calibrate(target, drafter, batch_sizes=(batch_size,), rule=rule, sampling=sampling)
+    try:
         found.save(remembered)
-        return found
+    except OSError as error:
+        _say_once(f"{remembered.parent} cannot be written ({error.strerror}): what calls cost is not remembered")
+    return found
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    log.warning(text)
 
 
 def fingerprint(module: torch.nn.Module) -> str:

@@ -1,28 +1,46 @@
 """A results directory: what was measured, a finished run a line, and a manifest that says where and how.
 
 Knows nothing of how anything was measured, nor of torch. A row is there once its line has ended: a line that a crash
-or a full disk has cut is no row, and is cut off by the next run.
+or a full disk has cut is no row, and is cut off by the next run. Rows of several commits or versions may lie side by
+side, since each says which are its own; rows of several machines may not.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lightning_specdec.bench.row import FORMAT, ResultRow, lacking
 from lightning_specdec.files import replaced
 
-FORMAT = 1
-"""Counted up when rows or manifests change, so that results of another version are not misread."""
 MANIFEST, ROWS = "manifest.json", "rows.jsonl"
-_SAME = ("lightning_specdec", "torch", "device", "processor", "threads")
+_SAME = ("device", "processor", "threads")
 """What every row of a directory was measured with; the config comes first."""
+_VERSIONS = ("lightning_specdec", "python", "torch", "transformers")
+"""What may have changed since the first row, as the commit may."""
+_NEEDED = ("name", "config", "pairs", "prompts")
+"""What no manifest goes without."""
+_KINDS: dict[str, Any] = {
+    "cell": str,
+    "repeat": int,
+    "pair": str,
+    "way": str,
+    "domain": str,
+    "error": (str, type(None)),
+}
+"""Of what rows are told apart by."""
+_NUMBERS = re.compile(r"\[\n\s*(-?[0-9][0-9.eE+-]*(?:,\n\s*-?[0-9][0-9.eE+-]*)*)\n\s*\]")
+"""A list of numbers over several lines; no text of JSON holds a line's end."""
 
-Row = dict[str, Any]
+StoredRow = dict[str, Any]
+"""A `ResultRow` as it was read."""
 Key = tuple[str, int]
 """A cell and its repeat."""
 
@@ -39,7 +57,7 @@ class Results:
 
     directory: Path
     manifest: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[StoredRow] = field(default_factory=list)
 
 
 def read(directory: str | os.PathLike[str]) -> Results:
@@ -64,17 +82,19 @@ class ResultsWriter:
     Args:
         results: what it holds so far, the new rows too.
         file: the rows', open at its end.
+        manifest: what this run says of itself, whoever began the results.
     """
 
-    def __init__(self, results: Results, file: int) -> None:
+    def __init__(self, results: Results, file: int, manifest: Mapping[str, Any]) -> None:
         self.results = results
         self._file = file
-        self._by_key: dict[Key, Row] = {}
+        self._made_by = {name: manifest[name] for name in ("commit", *_VERSIONS) if manifest.get(name) is not None}
+        self._by_key: dict[Key, StoredRow] = {}
         self._failed: set[str] = set()
         for row in results.rows:
             self._remember(row)
 
-    def _remember(self, row: Row) -> None:
+    def _remember(self, row: StoredRow) -> None:
         self._by_key[_key(row)] = row
         if row["error"] is not None:
             self._failed.add(row["cell"])
@@ -112,12 +132,12 @@ class ResultsWriter:
             if whole < len(content):
                 os.ftruncate(file, whole)
             rows = list(_rows(directory / ROWS, content))
-            return cls(Results(directory, _manifest(directory), rows), file)
+            return cls(Results(directory, _manifest(directory), rows), file, manifest)
         except BaseException:
             os.close(file)
             raise
 
-    def row(self, cell: str, repeat: int) -> Row | None:
+    def row(self, cell: str, repeat: int) -> StoredRow | None:
         """This run of the cell, if it is there."""
         return self._by_key.get((cell, repeat))
 
@@ -125,13 +145,31 @@ class ResultsWriter:
         """Whether a run of the cell has failed: what failed once is not tried again."""
         return cell in self._failed
 
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Add a finished run, and return when it is on the disk.
+    def failed_drafts(self, pair: str) -> dict[str, str]:
+        """The drafts of a pair that could not be made ready, by the reason."""
+        failed = [row for row in self.results.rows if row["pair"] == pair and row["error"] is not None]
+        return {row["draft"]: row["error"] for row in failed if row["draft"] is not None and row["draft_kind"] is None}
+
+    def resume(self) -> str | None:
+        """Before rows are added: note in the manifest (`resumed`) that this program is not the one that added the last
+        ones, and say so in a line; None where it is the same."""
+        resumed = self.results.manifest.get("resumed", [])
+        last = resumed[-1] if resumed else self.results.manifest
+        known = {name: (last[name], now) for name, now in self._made_by.items() if last.get(name) is not None}
+        changes = [f"{name} {before} -> {now}" for name, (before, now) in known.items() if before != now]
+        if not changes:
+            return None
+        self.update(resumed=[*resumed, {"commit": None, **self._made_by, "date": _now()}])
+        return f"{self.results.directory} goes on with {', '.join(changes)}: each row says what it was measured by"
+
+    def append(self, row: ResultRow) -> None:
+        """Add a finished run, by this program and at this time, and return when it is on the disk.
 
         Raises:
             OSError: it cannot be written there (a full disk); the rows before it stay.
         """
-        line = {"format": FORMAT, **row}
+        versions = {name: self._made_by[name] for name in _VERSIONS if name in self._made_by}
+        line = replace(row, commit=self._made_by.get("commit"), versions=versions, date=_now()).to_dict()
         assert _key(line) not in self._by_key, f"{_key(line)} has been measured before"
         content = (json.dumps(line, allow_nan=False) + "\n").encode()
         end = os.fstat(self._file).st_size
@@ -166,6 +204,10 @@ class ResultsWriter:
         self.close()
 
 
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 def _key(row: Mapping[str, Any]) -> Key:
     return str(row["cell"]), int(row["repeat"])
 
@@ -173,7 +215,8 @@ def _key(row: Mapping[str, Any]) -> Key:
 def _write_manifest(directory: Path, values: Mapping[str, Any]) -> None:
     try:
         with replaced(directory / MANIFEST) as file:
-            file.write((json.dumps(values, indent=1) + "\n").encode())
+            content = _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", json.dumps(values, indent=1))
+            file.write((content + "\n").encode())
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(directory / MANIFEST)) from error
 
@@ -195,10 +238,12 @@ def _manifest(directory: Path) -> dict[str, Any]:
             f"{directory} holds results of format {values.get('format')!r} (by {by}), this version reads {FORMAT}: "
             "measure again under another name"
         )
+    if missing := [name for name in _NEEDED if name not in values]:
+        raise ValueError(f"{path} has no {missing[0]}: restore it, or remove {directory} and measure again")
     return values
 
 
-def _rows(path: Path, content: bytes) -> Iterator[Row]:
+def _rows(path: Path, content: bytes) -> Iterator[StoredRow]:
     """The rows whose lines have ended."""
     seen: set[Key] = set()
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
@@ -209,10 +254,12 @@ def _rows(path: Path, content: bytes) -> Iterator[Row]:
         if not isinstance(row, dict) or row.get("format") != FORMAT:
             got = row.get("format") if isinstance(row, dict) else row
             raise ValueError(f"{path}, line {number} is no row of format {FORMAT}, got {got!r}: measure again")
-        if not isinstance(row.get("cell"), str) or not isinstance(row.get("repeat"), int) or "error" not in row:
-            raise ValueError(
-                f"{path}, line {number} names no cell or repeat: remove the line, and it is measured again"
-            )
+        if missing := lacking(row):
+            told = ", ".join(missing[:3])
+            raise ValueError(f"{path}, line {number} has no {told}: remove the line, and it is measured again")
+        if wrong := [name for name, kinds in _KINDS.items() if not isinstance(row[name], kinds)]:
+            told = f"has a {wrong[0]} that is none, {_short(row[wrong[0]])}"
+            raise ValueError(f"{path}, line {number} {told}: remove the line, and it is measured again")
         if _key(row) in seen:
             raise ValueError(f"{path}, line {number} is there twice: remove the line")
         seen.add(_key(row))

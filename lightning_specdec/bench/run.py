@@ -8,19 +8,23 @@ compared by is paired by repeat. A run that was stopped, however it was, goes on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_specdec.bench.config import BenchConfig
 from lightning_specdec.bench.config_entries import OURS
 from lightning_specdec.bench.isolated import OUTSIDE_FAILURES, alphas, best_setting, by_draft, timed_calls
-from lightning_specdec.bench.matrix import Cell, Subject, cells, config_hash
-from lightning_specdec.bench.measure import failure, measure, should_be_same, watch
+from lightning_specdec.bench.matrix import Cell, cells, config_hash
+from lightning_specdec.bench.measure import failure, measure, should_be_same, warm_up
 from lightning_specdec.bench.results import ResultsWriter
 from lightning_specdec.bench.runner import no_collection
-from lightning_specdec.bench.sweep import FAILURES
+from lightning_specdec.bench.subject import Subject
+from lightning_specdec.bench.sweep import FAILURES, in_one_line
 from lightning_specdec.bench.ways import Prepared, window_of
+
+log = logging.getLogger(__name__)
 
 _FACTS = ("target_sha256", "draft_sha256", "dtype")
 _BY_PAIR = ("pairs", "prompts", "calls", "alpha", "alpha_at", "outside")
@@ -36,6 +40,10 @@ class Progress:
     def say(self, text: str) -> None:
         """What is being done now."""
 
+    def warn(self, text: str) -> None:
+        """What the user should know, and nothing that ends the run."""
+        log.warning("%s", text)
+
     def advance(self, num_runs: int) -> None:
         """So many runs have ended, or will not be tried."""
 
@@ -47,7 +55,7 @@ def open_results(directory: Path, config: BenchConfig, manifest: dict[str, Any])
         manifest: what `manifest.manifest` says.
 
     Raises:
-        ValueError: the directory holds those of another config, machine or version.
+        ValueError: the directory holds those of another config, machine or format.
     """
     whole = {"name": config.name, **manifest, "config": config.to_dict(), "config_hash": config_hash(config)}
     return ResultsWriter.open(directory, {**whole, **{name: {} for name in _BY_PAIR}})
@@ -56,13 +64,14 @@ def open_results(directory: Path, config: BenchConfig, manifest: dict[str, Any])
 def run(
     config: BenchConfig,
     results: ResultsWriter,
-    load: Callable[[str], Subject],
+    load: Callable[[str, Mapping[str, str]], Subject],
     progress: Progress | None = None,
 ) -> None:
     """Run what is missing of a benchmark.
 
     Args:
-        load: gives a pair by its name; one is held at a time.
+        load: gives a pair by its name; one is held at a time. Drafts that failed before come with the reason, which
+            takes their place: they are not loaded again.
 
     Raises:
         OSError: nothing more can be written; what was finished stays.
@@ -71,9 +80,13 @@ def run(
     told = progress or Progress()
     for name in config.pairs:
         told.say(f"{name}: loading")
-        subject = load(name)
+        subject = load(name, results.failed_drafts(name))
+        if name in (known := results.results.manifest["pairs"]):
+            subject.recall(known[name])
         groups = cells(config, subject)
         missing = [cell for group in groups for cell in group if _missing(cell, config, results)]
+        if missing and (changed := results.resume()):
+            told.warn(changed)
         _describe(subject, config, results, told, any_missing=bool(missing))
         told.plan(sum(len(_missing(cell, config, results)) for cell in missing))
         for group in groups:
@@ -98,12 +111,16 @@ def _describe(
         domain: {prompt.id: list(prompt.tokens) for prompt in several} for domain, several in subject.prompts.items()
     }
     if name in known["pairs"]:
-        changed = [key for key in _FACTS if known["pairs"][name][key] != subject.facts[key]]
+        before = known["pairs"][name]
+        changed = [key for key in _FACTS if not _alike(before[key], subject.facts[key])]
         if changed or known["prompts"][name] != prompts:
             what = changed[0] if changed else "prompts"
             raise ValueError(
                 f"{results.results.directory} was measured with another {what} of {name}: give the config another name"
             )
+        if before != subject.facts:  # of a draft that could not be made ready before, and has lost its rows since
+            results.update(calls={key: each for key, each in known["calls"].items() if key != name})
+            _set(results, name, pairs=subject.facts)
     else:
         _set(results, name, pairs=subject.facts, prompts=prompts)
     if name in known["calls"] or not any_missing:
@@ -112,10 +129,17 @@ def _describe(
     try:
         calls = timed_calls(subject, config)
     except FAILURES as error:  # a context too short for them, say: there will be no prediction, and it says why
-        calls = {"draft_step_seconds": {}, "error": " ".join(str(error).split())}
+        calls = {"draft_step_seconds": {}, "error": in_one_line(error)}
     told.say(f"{name}: decoding other prompts")
     found = alphas(subject, config)
     _set(results, name, calls=calls, alpha=by_draft(found, config), alpha_at=found)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two facts are the same, as far as both are known: a draft that could not be made ready has none."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+    return one is None or other is None or bool(one == other)
 
 
 def _set(results: ResultsWriter, pair: str, **entries: Any) -> None:
@@ -132,10 +156,11 @@ def _run_group(
     for cell in group:
         if not (missing := _missing(cell, config, results)):
             continue
-        told.say(f"{_place(cell)}: making {cell.label} ready")
+        told.say(f"{place(cell)}: making {cell.label} ready")
         try:
-            prepared[cell.hash] = _prepare(cell, subject, config, results)
-        except _failures(cell) as error:
+            setting = None if cell.way in OURS else _setting(cell, subject, config, results)
+            prepared[cell.hash] = prepare(cell, subject, config, setting=setting)
+        except failures(cell) as error:
             results.append(failure(cell, subject, config, Prepared(), repeat=missing[0], error=error))
             told.advance(len(missing))
     for repeat in range(config.repeats):
@@ -143,52 +168,58 @@ def _run_group(
             missing = _missing(cell, config, results)
             if repeat not in missing:
                 continue
-            told.say(f"{_place(cell)}: {cell.label}")
+            told.say(f"{place(cell)}: {cell.label}")
             ready = prepared[cell.hash]
             try:
                 row = measure(cell, subject, config, ready, repeat=repeat)
-            except _failures(cell) as error:
+            except failures(cell) as error:
                 results.append(failure(cell, subject, config, ready, repeat=repeat, error=error))
                 told.advance(len(missing))
                 continue
             if should_be_same(cell):
-                expected = row if cell is standard else results.row(standard.hash, repeat) or {}
+                expected = vars(row) if cell is standard else results.row(standard.hash, repeat) or {}
                 known = expected.get("tokens_sha256")
-                row["same_tokens"] = None if known is None else known == row["tokens_sha256"]
+                row.same_tokens = None if known is None else known == row.tokens_sha256
             results.append(row)
             told.advance(1)
 
 
-def _place(cell: Cell) -> str:
+def place(cell: Cell) -> str:
+    """What a cell is compared within, in a few words."""
     return f"{cell.pair}, {cell.domain}, {cell.temperature:g}, batch {cell.batch_size}"
 
 
-def _failures(cell: Cell) -> tuple[type[BaseException], ...]:
+def failures(cell: Cell) -> tuple[type[BaseException], ...]:
     """What a way may fail by, and the benchmark goes on."""
     return FAILURES if cell.way in OURS else OUTSIDE_FAILURES
 
 
-def _prepare(cell: Cell, subject: Subject, config: BenchConfig, results: ResultsWriter) -> Prepared:
-    """A cell that is ready to be timed: warm, with its window or its best setting.
+def prepare(cell: Cell, subject: Subject, config: BenchConfig, *, setting: Mapping[str, Any] | None = None) -> Prepared:
+    """A cell that is ready to be timed: warm, with its window or its setting.
+
+    Args:
+        setting: of one of transformers' ways; the best is found where it is None.
 
     Raises:
         ValueError, RuntimeError, MemoryError, and whatever transformers raises: it cannot decode so.
     """
-    ready = Prepared(window_of(cell, subject), None if cell.way in OURS else _setting(cell, subject, config, results))
-    for i in range(config.warmup):
-        if i == 0:
-            ready = watch(cell, subject, config, ready)
-        else:
-            measure(cell, subject, config, ready, repeat=i)
-    return ready
+    if setting is None and cell.way not in OURS:
+        setting = best_setting(cell, subject, config)["setting"]
+    return warm_up(cell, subject, config, Prepared(window_of(cell, subject), setting))
 
 
 def _setting(cell: Cell, subject: Subject, config: BenchConfig, results: ResultsWriter) -> dict[str, Any]:
     """The best setting of one of transformers' ways, as it was found when it was first wanted."""
     known = results.results.manifest["outside"].get(cell.pair, [])
-    for each in known:
-        if all(each[name] == getattr(cell, name) for name in ("way", "draft", "domain", "temperature", "batch_size")):
-            return dict(each["setting"])
+    if (setting := recorded_setting(cell, known)) is not None:
+        return setting
     found = best_setting(cell, subject, config)
     _set(results, cell.pair, outside=[*known, found])
     return dict(found["setting"])
+
+
+def recorded_setting(cell: Cell, known: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What was found for a cell, among what the manifest says of its pair; None where nothing was."""
+    names = ("way", "draft", "domain", "temperature", "batch_size")
+    found = (each["setting"] for each in known if all(each[name] == getattr(cell, name) for name in names))
+    return next(map(dict, found), None)

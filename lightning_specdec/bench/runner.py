@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_specdec.bench.speed import Unit
 from lightning_specdec.bench.theory import predicted_speedup
 from lightning_specdec.checks import require_int
 from lightning_specdec.inference import DecodeResult, merge_results
@@ -50,6 +51,16 @@ class Runs:
         return [result.num_new_tokens / s for result, s in zip(self.results, self.seconds, strict=True)]
 
     @property
+    def units(self) -> list[Unit]:
+        """Each repeat as one unit, all prompts together."""
+        return [Unit(s, result.num_new_tokens) for result, s in zip(self.results, self.seconds, strict=True)]
+
+    @property
+    def median_unit(self) -> Unit:
+        """The repeat whose seconds are the median."""
+        return self.units[self.seconds.index(self.median_seconds)]
+
+    @property
     def result(self) -> DecodeResult:
         """The repeat whose seconds are the median: its figures belong together."""
         return self.results[self.seconds.index(self.median_seconds)]
@@ -79,17 +90,17 @@ class Benchmark:
 
     @property
     def walltime_speedup(self) -> float | None:
-        """Median seconds of standard decoding / median seconds of speculative decoding."""
+        """Seconds of standard decoding / of speculative decoding for as many tokens, each of its median repeat."""
         return _ratio(self.standard, self.speculative)
 
     @property
     def speedup_quartiles(self) -> tuple[float, float] | None:
-        """First and third quartile, over the repeats, of a repeat's seconds of standard decoding / those of the
-        speculative decoding that ran beside it: what drifts between repeats is not in them."""
+        """First and third quartile, over the repeats, of a repeat's `walltime_speedup` by the speculative decoding that
+        ran beside it: what drifts between repeats is not in them."""
         if self.standard is None or self.speculative is None:
             return None
-        pairs = zip(self.standard.seconds, self.speculative.seconds, strict=False)
-        return quartiles([standard / speculative for standard, speculative in pairs])
+        pairs = zip(self.standard.units, self.speculative.units, strict=False)
+        return quartiles([speculative.speedup(standard) for standard, speculative in pairs])
 
     @property
     def latency_reduction(self) -> float | None:
@@ -98,13 +109,14 @@ class Benchmark:
 
     @property
     def equal_treatment_speedup(self) -> float | None:
-        """Median seconds of the rolled-out standard decoding / of speculation over the same fused target."""
+        """The `walltime_speedup` over rolled-out standard decoding of speculation over the same fused target."""
         return _ratio(self.rolled_standard, self.rolled_speculative)
 
     @property
     def equal_treatment_ceiling(self) -> float | None:
         """The same with as few rounds as the window allows, and with no time outside the calls of draft and target:
-        median seconds of the rolled-out standard decoding / (fewest rounds * mean seconds of a round's calls)."""
+        seconds of the rolled-out standard decoding / (fewest rounds * mean seconds of a round's calls), for as many
+        tokens."""
         if self.rolled_standard is None or self.rolled_speculative is None or self.num_draft_tokens is None:
             return None
         result = self.rolled_speculative.result
@@ -114,7 +126,7 @@ class Benchmark:
         fewest = sum(math.ceil(len(row.tokens) / most) for row in result.rows)
         if not rounds or not result.num_draft_calls:
             return None
-        return self.rolled_standard.median_seconds / (calls * fewest / rounds)
+        return Unit(calls * fewest / rounds, result.num_new_tokens).speedup(self.rolled_standard.median_unit)
 
     @property
     def predicted_speedup(self) -> float | None:
@@ -179,8 +191,8 @@ def _side(runs: Runs) -> dict[str, Any]:
     }
 
 
-def _ratio(numerator: Runs | None, denominator: Runs | None) -> float | None:
-    return None if numerator is None or denominator is None else numerator.median_seconds / denominator.median_seconds
+def _ratio(standard: Runs | None, other: Runs | None) -> float | None:
+    return None if standard is None or other is None else other.median_unit.speedup(standard.median_unit)
 
 
 def _overhead(result: DecodeResult) -> float:

@@ -71,7 +71,7 @@ class SweepRow:
 
     @property
     def walltime_speedup(self) -> float | None:
-        """Median seconds of standard decoding / median seconds of speculative decoding; None where it failed."""
+        """That of its `Benchmark`; None where it failed."""
         return None if self.benchmark is None else self.benchmark.walltime_speedup
 
     @property
@@ -165,14 +165,13 @@ def _rows(
 ) -> Iterator[SweepRow]:
     """The rows of a checked sweep."""
     rule, size = settings["rule"], settings["batch_size"]
-    comparable = rule.lossless and (settings["sampling"].greedy or isinstance(rule, ExactMatch))
+    comparable = rule.keeps_tokens(greedy=settings["sampling"].greedy)
     for name, drafter in drafts.items():
         for window in windows_of(drafter, windows):
             try:
                 found = compare(target, drafter, prompts, num_draft_tokens=window, **settings)
             except FAILURES as error:
-                told = " ".join(str(error).split()) or type(error).__name__
-                yield SweepRow(name, window, size, comparable, error=told)
+                yield SweepRow(name, window, size, comparable, error=in_one_line(error))
                 continue
             if found.standard is not None and found.speculative is not None:
                 yield SweepRow(name, window, size, comparable, found)
@@ -180,9 +179,18 @@ def _rows(
                 return
 
 
+def in_one_line(error: BaseException) -> str:
+    """What something failed by."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def windows_of(drafter: Drafter, windows: Sequence[int]) -> list[int]:
     """Of these windows those that differ for a draft: what is more than it can guess in a round is that."""
-    most = drafter.max_draft_tokens
+    return windows_up_to(drafter.max_draft_tokens, windows)
+
+
+def windows_up_to(most: int | None, windows: Sequence[int]) -> list[int]:
+    """`windows_of` a draft that can guess so many tokens in a round; None is any number."""
     return list(dict.fromkeys(windows if most is None else [min(window, most) for window in windows]))
 
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_specdec.bench.config import BenchConfig
-from lightning_specdec.bench.matrix import Cell, Subject
-from lightning_specdec.bench.outside import Setting
+from lightning_specdec.bench.matrix import Cell
+from lightning_specdec.bench.outside import GenerateSetting
 from lightning_specdec.bench.prompts import Prompt
 from lightning_specdec.bench.remembered import load_or_measure
 from lightning_specdec.bench.rolled import rolled_decode
 from lightning_specdec.bench.runner import Way
+from lightning_specdec.bench.subject import Subject
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.inference import (
     AdaptiveWindow,
@@ -41,7 +42,7 @@ class Prepared:
     """
 
     window: int | Window | None = None
-    setting: Setting | None = None
+    setting: GenerateSetting | None = None
     memory: dict[str, int] | int | None = None
     utilization: float | None = None
 

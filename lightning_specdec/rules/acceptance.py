@@ -102,6 +102,10 @@ class AcceptanceRule(ABC):
         `noise` is None where neither side draws at random.
         """
 
+    def keeps_tokens(self, *, greedy: bool) -> bool:
+        """Whether the output is standard decoding's token for token, and not in its distribution alone."""
+        return self.lossless and (greedy or self.ignores_windows)
+
 
 class ExactMatch(AcceptanceRule):
     """Draw the target's token at every position, keep drafted tokens while they are equal.

@@ -215,7 +215,7 @@ def _figures(standard: DecodeResult, guessed: DecodeResult) -> dict[str, float]:
     return {
         "acceptance_rate": guessed.acceptance_rate or 0.0,
         "block_efficiency": guessed.block_efficiency,
-        "walltime_speedup": standard.seconds / guessed.seconds,
+        "walltime_speedup": guessed.tokens_per_second / standard.tokens_per_second,
     }
 
 

@@ -1,33 +1,31 @@
 """The answer: which draft with which window pays where, which speculation to leave off, and what would help.
 
-Knows nothing of how it is shown. Only lossless ways that gave standard decoding's tokens are advised.
+Knows nothing of how it is shown. Only lossless ways are advised of which no run failed, and only where they gave
+standard decoding's tokens or the type that they compute in is so coarse that rounding may give others.
 
 Theory: costs are those of rounds in place, their prompts' reading taken off: seconds of a guess, and of a round of each
 window without its guesses, in steps of standard decoding. With them and the measured acceptance rate the closed forms
-say what another window, a cheaper draft or a better one would bring.
+say what another window, a cheaper draft or a better one would bring. A window that adapts has no closed form, so where
+one is the best the theory is that of the fastest fixed window of its draft.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from lightning_specdec.bench.report.analysis import SPECULATIVE, STANDARD, Cell, pooled_speedup
+from lightning_specdec.bench.config_entries import OUTSIDE
+from lightning_specdec.bench.report.analysis import SPECULATIVE, STANDARD, MeasuredCell, pooled_speedup
+from lightning_specdec.bench.report.judged import missing, pays, sound
+from lightning_specdec.bench.report.outside import Outside, faster_outside
 from lightning_specdec.bench.report.round_costs import costs_in_place
+from lightning_specdec.bench.report.wording import listed, phrase, shown
 from lightning_specdec.bench.statistics import Interval
 
 WORTH_SAYING = 1.03
 """A change that would bring less is not mentioned."""
 Setting = tuple[str, float, int, int]
 """Pair, temperature, batch size, tokens wanted."""
-KINDS = {
-    "NGramDrafter": "n-gram look-up",
-    "LookupFirstDrafter": "look-up first",
-    "EarlyExitDrafter": "early exit",
-    "ModelDrafter": "draft model",
-}
-"""Draft classes in words."""
 
 
 @dataclass(frozen=True)
@@ -35,26 +33,32 @@ class DomainAdvice:
     """What one domain says.
 
     Args:
-        best: the fastest lossless cell that pays, or the fastest where none does; None where none could be measured.
-        pays: whether its interval lies above 1.
-        break_even: the acceptance rate below which its window costs time; None where no rate would pay.
+        best: the fastest lossless cell that pays, or the fastest where none does; None where there is none.
+        pays: whether it is faster than standard decoding, by more than chance among all that were measured.
+        missing: why there is none.
+        break_even: the acceptance rate below which its window (or the fastest fixed one) costs time; None where no rate
+            would pay.
         window: the best window by theory; None where the costs are not known.
         helps: changes that would help, with the speedup that theory expects; the largest first.
+        name_rule: whether there are several rules to choose from.
     """
 
     domain: str
-    best: Cell | None
+    best: MeasuredCell | None
     pays: bool
+    missing: str = ""
     break_even: float | None = None
     window: int | None = None
     helps: tuple[tuple[str, float], ...] = ()
+    name_rule: bool = False
 
     @property
     def choice(self) -> str:
         """What to do, in a few words."""
         if self.best is None:
-            return "off (nothing was measured)"
-        return phrase(self.best) if self.pays else f"off (best: {phrase(self.best)})"
+            return f"nothing to say: {self.missing}"
+        told = phrase(self.best, rule=self.name_rule)
+        return told if self.pays else f"off (best: {told})"
 
 
 @dataclass(frozen=True)
@@ -64,122 +68,125 @@ class Advice:
     Args:
         choice: a cell of the draft, window and rule to use where no domain says otherwise; None for "off".
         speedup: of the choice, over the domains where it pays.
-        own: the choice's speedup in each domain where it pays.
-        outside: the fastest of transformers' own ways with its speedup over all domains, where it beats the choice.
+        advised: what to use in each domain where something pays: the choice, or another cell where the choice does not
+            pay or is slower by more than both intervals.
+        num_judged: how many cells there were to choose from.
+        name_rule: whether they are of several rules.
+        outside: the fastest of transformers' own ways, where it beats all this.
     """
 
     setting: Setting
-    choice: Cell | None
+    choice: MeasuredCell | None
     speedup: Interval | None
-    own: Mapping[str, Interval]
+    advised: Mapping[str, MeasuredCell]
     domains: tuple[DomainAdvice, ...]
-    outside: tuple[Cell, Interval] | None = None
+    num_judged: int
+    name_rule: bool = False
+    outside: Outside | None = None
 
     @property
     def sentence(self) -> str:
         """The answer, in one line."""
         best = max((each.best for each in self.domains if each.best is not None), key=_speedup, default=None)
         if best is None or best.walltime_speedup is None:
-            return "nothing to say: no lossless speculative run has finished beside a standard one"
+            return f"nothing to say: {'; '.join(dict.fromkeys(each.missing for each in self.domains))}"
         if self.choice is None or self.speedup is None:
-            return f"do not speculate: the best, {phrase(best)}, gives {shown(best.walltime_speedup)} on {best.domain}"
-        parts = [f"use {phrase(self.choice)}: {shown(self.speedup)}"]
-        for each in self.domains:
-            other, own = each.best, self.own.get(each.domain)
-            if each.pays and other is not None and other.walltime_speedup is not None:
-                if own is None or other.walltime_speedup.low > own.high:
-                    parts.append(f"on {each.domain} {phrase(other)}: {shown(other.walltime_speedup)}")
-        if off := [each.domain for each in self.domains if not each.pays]:
-            parts.append(f"do not speculate on {_listed(off)}")
+            told = f"the best, {self._told(best)}, gives {shown(best.walltime_speedup)} on {best.domain}"
+            if best.walltime_speedup.value <= 1:
+                return f"do not speculate: {told}"
+            if best.estimate is not None and best.estimate.prompts is None:
+                return f"do not speculate yet: {told}, of one {_unit(best)} alone: measure several"
+            of_all = f", being the best of {self.num_judged}" if self.num_judged > 1 else ""
+            return f"do not speculate yet: {told}, which may be chance{of_all}"
+        parts = [f"use {self._told(self.choice)}: {shown(self.speedup)}"]
+        for domain, cell in self.advised.items():
+            if cell.candidate != self.choice.candidate and cell.walltime_speedup is not None:
+                parts.append(f"on {domain} {self._told(cell)}: {shown(cell.walltime_speedup)}")
+        if off := [each.domain for each in self.domains if each.best is not None and not each.pays]:
+            parts.append(f"do not speculate on {listed(off)}")
+        if unknown := [each.domain for each in self.domains if each.best is None]:
+            parts.append(f"nothing to say on {listed(unknown)}")
         return "; ".join(parts)
 
+    def _told(self, cell: MeasuredCell) -> str:
+        return phrase(cell, rule=self.name_rule)
 
-def advise(cells: Sequence[Cell]) -> list[Advice]:
-    """One piece of advice for each pair and setting, in the order measured."""
-    settings: dict[Setting, list[Cell]] = {}
+
+def advise(cells: Sequence[MeasuredCell], dtypes: Mapping[str, str | None]) -> list[Advice]:
+    """One piece of advice for each pair and setting, in the order measured.
+
+    Args:
+        dtypes: what each pair computes in.
+    """
+    settings: dict[Setting, list[MeasuredCell]] = {}
     for cell in cells:
         settings.setdefault((cell.pair, cell.temperature, cell.batch_size, cell.max_new_tokens), []).append(cell)
-    return [_advice(setting, each) for setting, each in settings.items()]
+    return [_advice(setting, each, dtypes.get(setting[0])) for setting, each in settings.items()]
 
 
-def phrase(cell: Cell) -> str:
-    """What a user would choose, as a reader says it."""
-    kind = KINDS.get(cell.draft_kind or "", "")
-    name = " ".join(str(cell.draft).split())
-    told = kind if kind and _same_word(kind, name) else f"{kind} {name}".strip()
-    if cell.num_draft_tokens == "auto":
-        return f"{told} with windows that adapt"
-    return f"{told} with {cell.num_draft_tokens} token{'' if cell.num_draft_tokens == 1 else 's'}"
-
-
-def shown(interval: Interval) -> str:
-    """A speedup with its interval."""
-    if math.isnan(interval.low):
-        return f"{interval.value:.2f}x (one run, no interval)"
-    return f"{interval.value:.2f}x [{interval.low:.2f}, {interval.high:.2f}]"
-
-
-def pays(cell: Cell) -> bool:
-    """Whether it is surely faster than standard decoding: its interval lies above 1."""
-    speedup = cell.walltime_speedup
-    return speedup is not None and (speedup.value if math.isnan(speedup.low) else speedup.low) > 1
-
-
-def _advice(setting: Setting, cells: Sequence[Cell]) -> Advice:
-    right = [
-        cell
-        for cell in cells
-        if cell.way == SPECULATIVE and cell.lossless and cell.same_tokens is not False and cell.walltime_speedup
-    ]
+def _advice(setting: Setting, cells: Sequence[MeasuredCell], dtype: str | None) -> Advice:
+    right = [cell for cell in cells if cell.way == SPECULATIVE and cell.lossless and sound(cell, dtype)]
+    paid = {id(cell) for cell in right if pays(cell.estimate, len(right))}
     standard = {cell.domain: cell for cell in cells if cell.way == STANDARD}
-    domains = dict.fromkeys(cell.domain for cell in cells)
-    groups: dict[tuple[object, ...], list[Cell]] = {}
+    groups: dict[tuple[object, ...], list[MeasuredCell]] = {}
     for cell in right:
         groups.setdefault(cell.candidate, []).append(cell)
-    chosen = max(groups.values(), key=lambda each: _saved(each, standard), default=[])
-    paying = [cell for cell in chosen if pays(cell)]
-    by_domain = {domain: [cell for cell in right if cell.domain == domain] for domain in domains}
+    gaining = [[cell for cell in each if id(cell) in paid] for each in groups.values()]
+    paying = max(gaining, key=lambda each: _saved(each, standard), default=[])
+    domains, several = [], len({cell.rule for cell in right}) > 1
+    for domain in dict.fromkeys(cell.domain for cell in cells):
+        if own := [cell for cell in right if cell.domain == domain]:
+            found = _domain(domain, own, standard.get(domain), paid)
+        else:
+            found = DomainAdvice(domain, None, False, missing([cell for cell in cells if cell.domain == domain]))
+        domains.append(replace(found, name_rule=several))
+    theirs = [cell for cell in cells if cell.way in OUTSIDE and sound(cell, dtype)]
+    advised = _advised(domains, {cell.domain: cell for cell in paying})
+    speedup = pooled_speedup([cell.timings for cell in paying])
     return Advice(
         setting=setting,
         choice=paying[0] if paying else None,
-        speedup=pooled_speedup(paying),
-        own={cell.domain: cell.walltime_speedup for cell in paying if cell.walltime_speedup is not None},
-        domains=tuple(_domain(domain, each, standard.get(domain)) for domain, each in by_domain.items()),
-        outside=_outside(cells, chosen),
+        speedup=None if speedup is None else speedup.interval,
+        advised=advised,
+        domains=tuple(domains),
+        num_judged=len(right),
+        name_rule=several,
+        outside=faster_outside(theirs, advised, num_domains=len(domains)),
     )
 
 
-def _saved(cells: Sequence[Cell], standard: Mapping[str, Cell]) -> float:
-    """Seconds that one choice saves in the domains where it pays."""
+def _advised(domains: Sequence[DomainAdvice], chosen: Mapping[str, MeasuredCell]) -> dict[str, MeasuredCell]:
+    """What to use where something pays."""
+    found = {}
+    for each in domains:
+        if each.pays and each.best is not None:
+            own, best = chosen.get(each.domain, each.best), each.best
+            assert own.walltime_speedup is not None and best.walltime_speedup is not None
+            found[each.domain] = best if best.walltime_speedup.low > own.walltime_speedup.high else own
+    return found
+
+
+def _saved(cells: Sequence[MeasuredCell], standard: Mapping[str, MeasuredCell]) -> float:
+    """Seconds that one choice saves in these domains."""
     saved = 0.0
     for cell in cells:
-        if pays(cell) and cell.walltime_speedup is not None and (plain := standard[cell.domain].seconds) is not None:
+        if cell.walltime_speedup is not None and (plain := standard[cell.domain].seconds) is not None:
             saved += plain[0] * (1 - 1 / cell.walltime_speedup.value)
     return saved
 
 
-def _outside(cells: Sequence[Cell], chosen: Sequence[Cell]) -> tuple[Cell, Interval] | None:
-    groups: dict[tuple[str, str | None], list[Cell]] = {}
-    for cell in cells:
-        if cell.way not in (SPECULATIVE, STANDARD) and cell.lossless is not False and cell.walltime_speedup is not None:
-            groups.setdefault((cell.way, cell.draft), []).append(cell)
-    found = [(each[0], speedup) for each in groups.values() if (speedup := pooled_speedup(each)) is not None]
-    best = max(found, key=lambda pair: pair[1].value, default=None)
-    ours = pooled_speedup(chosen)
-    if best is None or best[1].value <= 1 or (ours is not None and not best[1].low > ours.high):
-        return None
-    return best
-
-
-def _domain(domain: str, cells: Sequence[Cell], standard: Cell | None) -> DomainAdvice:
-    best = max(cells, key=lambda cell: (pays(cell), _speedup(cell)), default=None)
-    if best is None:
-        return DomainAdvice(domain, None, False)
+def _domain(
+    domain: str, cells: Sequence[MeasuredCell], standard: MeasuredCell | None, paid: Container[int]
+) -> DomainAdvice:
+    best = max(cells, key=lambda cell: (id(cell) in paid, _speedup(cell)))
     alike = [cell for cell in cells if (cell.draft, cell.rule) == (best.draft, best.rule)]
-    costs = costs_in_place(best, alike, standard)
-    alpha, window = best.acceptance_rate, best.num_draft_tokens
-    if costs is None or alpha is None or not isinstance(window, int) or best.walltime_speedup is None:
-        return DomainAdvice(domain, best, pays(best))
+    fixed = max((cell for cell in alike if isinstance(cell.num_draft_tokens, int)), key=_speedup, default=None)
+    if isinstance(best.num_draft_tokens, int):
+        fixed = best  # that it pays may have made it the best
+    costs = None if fixed is None else costs_in_place(fixed, alike, standard)
+    if fixed is None or costs is None or fixed.acceptance_rate is None:
+        return DomainAdvice(domain, best, id(best) in paid)
+    alpha, window = fixed.acceptance_rate, int(fixed.num_draft_tokens or 0)
     length, base = costs.best_window(alpha), costs.speedup(alpha, window)
     top = costs.speedup(alpha, length)
     halved, better = costs.cheaper(0.5), (1 + alpha) / 2
@@ -192,27 +199,23 @@ def _domain(domain: str, cells: Sequence[Cell], standard: Cell | None) -> Domain
             changes.append((change, speedup))
     if length and length not in [cell.num_draft_tokens for cell in alike]:
         changes.append((f"a {'longer' if length > window else 'shorter'} window, of {length}", top))
-    scale = best.walltime_speedup.value / base
-    helps = [(change, speedup * scale) for change, speedup in changes if speedup > WORTH_SAYING * base]
+    scale = _speedup(fixed) / base
+    helps = [
+        (change, speedup * scale) for change, speedup in changes if speedup * scale > WORTH_SAYING * _speedup(best)
+    ]
     return DomainAdvice(
         domain,
         best,
-        pays(best),
+        id(best) in paid,
         break_even=costs.break_even(window),
         window=length,
         helps=tuple(sorted(helps, key=lambda each: -each[1])),
     )
 
 
-def _speedup(cell: Cell) -> float:
+def _unit(cell: MeasuredCell) -> str:
+    return "prompt" if cell.batch_size == 1 else "batch"
+
+
+def _speedup(cell: MeasuredCell) -> float:
     return 0.0 if cell.walltime_speedup is None else cell.walltime_speedup.value
-
-
-def _same_word(one: str, other: str) -> bool:
-    """Whether a name says no more than a kind: "ngram" and "n-gram look-up"."""
-    plain = ["".join(filter(str.isalnum, text.lower())) for text in (one, other)]
-    return plain[0].startswith(plain[1])
-
-
-def _listed(words: Sequence[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -8,41 +8,37 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
 
-from lightning_specdec.bench.statistics import Interval, mean_std, percentiles, ratio_interval
+from lightning_specdec.bench.row import SETTINGS, lacking
+from lightning_specdec.bench.speed import Row, Timings, timings
+from lightning_specdec.bench.statistics import (
+    Estimate,
+    Interval,
+    mean_std,
+    median_interval,
+    middle,
+    percentiles,
+    ratio_estimate,
+)
 from lightning_specdec.inference import PHASES
 
-Row = Mapping[str, Any]
-Timings = tuple[list[list[float]], list[list[float]]]
-"""Seconds of standard decoding and of another way, by repeat and prompt (or batch); of the repeats that both have."""
 Place = tuple[str, str, float, int, int]
 """What cells are compared within: pair, domain, temperature, batch size, tokens wanted."""
 
 STANDARD, SPECULATIVE = "standard", "speculative"
-_KEYS = (
-    *("cell", "repeat", "pair", "way", "draft", "draft_kind", "domain", "num_draft_tokens", "temperature"),
-    *("batch_size", "rule", "lossless", "max_new_tokens", "error"),
-)
-_MEASURED = (
-    *("seconds", "num_prompts", "num_new_tokens", "phase_seconds", "num_target_calls", "num_draft_calls"),
-    *("num_proposed", "num_tested", "num_accepted", "num_row_rounds", "histogram", "tested_at", "accepted_at"),
-    *("prompt_ids", "prompt_seconds", "prompt_new_tokens", "token_seconds", "time_to_first_token", "peak_memory_bytes"),
-    *("gpu_utilization", "same_tokens", "num_changed"),
-)
-"""What every row says, and what every row says that did not fail."""
 
 
 @dataclass(frozen=True)
-class Cell:
+class MeasuredCell:
     """One way of decoding at one place of the matrix, all its repeats.
 
     Args:
         rows: the finished repeats that did not fail, in order.
         error: what the first repeat that failed did so by.
-        timings: None for standard decoding, and where one of both sides is missing.
+        timings: beside standard decoding, of the repeats that both have; None for standard decoding itself, and where
+            one of both sides is missing.
 
     The rest are those of a row.
     """
@@ -72,9 +68,14 @@ class Cell:
         return (self.draft, self.num_draft_tokens, self.rule)
 
     @cached_property
+    def estimate(self) -> Estimate | None:
+        """`walltime_speedup` with its error."""
+        return None if self.timings is None else ratio_estimate(*self.timings[:2])
+
+    @cached_property
     def walltime_speedup(self) -> Interval | None:
-        """Seconds of standard decoding / seconds of this way; None where one of them is missing."""
-        return None if self.timings is None else ratio_interval(*self.timings)
+        """Seconds of standard decoding / of this way for as many tokens; None where one of them is missing."""
+        return None if self.estimate is None else self.estimate.interval
 
     @property
     def latency_reduction(self) -> float | None:
@@ -96,11 +97,11 @@ class Cell:
         """New tokens / row-rounds; 1.0 for standard decoding."""
         return _ratio(self.total("num_new_tokens"), self.total("num_row_rounds"))
 
-    @property
-    def tokens_per_second(self) -> float | None:
-        """New tokens / seconds, of the median repeat."""
-        rates = [row["num_new_tokens"] / row["seconds"] for row in self.rows if row["seconds"]]
-        return statistics.median(rates) if rates else None
+    @cached_property
+    def tokens_per_second(self) -> Interval | None:
+        """New tokens / seconds, the median over the repeats."""
+        rates = [row["num_new_tokens"] / row["seconds"] for row in self.rows]
+        return median_interval(rates) if rates else None
 
     @property
     def seconds(self) -> tuple[float, float] | None:
@@ -124,9 +125,9 @@ class Cell:
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Seconds until a prompt's first new token: the median over prompts and repeats."""
-        found = [each for row in self.rows for each in row["time_to_first_token"] or () if each is not None]
-        return statistics.median(found) if found else None
+        """Seconds until a prompt's first new token: of each prompt the median over the repeats, the mean of these."""
+        found = [row["time_to_first_token"] for row in self.rows if row["time_to_first_token"]]
+        return statistics.fmean(middle(found)) if found else None
 
     @property
     def phase_seconds(self) -> dict[str, float] | None:
@@ -173,7 +174,7 @@ class Cell:
         return [sum(each[i] for each in lists if i < len(each)) for i in range(max(map(len, lists), default=0))]
 
 
-def cells_of(rows: Iterable[Row]) -> list[Cell]:
+def cells_of(rows: Iterable[Row]) -> list[MeasuredCell]:
     """The cells of all rows, in the order in which they first ran.
 
     Raises:
@@ -181,8 +182,7 @@ def cells_of(rows: Iterable[Row]) -> list[Cell]:
     """
     grouped: dict[str, list[Row]] = {}
     for number, row in enumerate(rows, start=1):
-        wanted = _KEYS if row.get("error") is not None else (*_KEYS, *_MEASURED)
-        if missing := [key for key in wanted if key not in row]:
+        if missing := lacking(row):
             raise ValueError(f"row {number} of the results has no {', '.join(missing)}: measure again")
         grouped.setdefault(row["cell"], []).append(row)
     found = [_cell(sorted(each, key=lambda row: row["repeat"])) for each in grouped.values()]
@@ -190,54 +190,54 @@ def cells_of(rows: Iterable[Row]) -> list[Cell]:
     return [_beside(cell, standard.get(cell.place)) for cell in found]
 
 
-def pooled_speedup(cells: Sequence[Cell]) -> Interval | None:
-    """Seconds of standard decoding / seconds of these cells, the prompts of all of them together."""
-    timings = [cell.timings for cell in cells if cell.timings is not None]
-    if not timings:
+def pooled_speedup(found: Sequence[Timings | None]) -> Estimate | None:
+    """The `walltime_speedup` of several cells, the prompts of all of them together."""
+    known = [each for each in found if each is not None]
+    if not known:
         return None
-    repeats = min(len(standard) for standard, _ in timings)
-    sides = [[[value for each in timings for value in each[side][i]] for i in range(repeats)] for side in (0, 1)]
-    return ratio_interval(*sides)
+    repeats = min(len(each.standard) for each in known)
+    sides = [
+        [[value for timed in side for value in timed[i]] for i in range(repeats)]
+        for side in ([each.standard for each in known], [each.scaled for each in known])
+    ]
+    return ratio_estimate(*sides)
 
 
-def _cell(rows: Sequence[Row]) -> Cell:
+def _cell(rows: Sequence[Row]) -> MeasuredCell:
     first = rows[0]
-    values = {key: first[key] for key in _KEYS if key not in ("cell", "repeat", "error")}
-    errors = [str(row["error"]) for row in rows if row["error"] is not None]
-    good = tuple(row for row in rows if row["error"] is None)
-    return Cell(**values, rows=good, error=errors[0] if errors else None)
+    values = {
+        each.name: first[each.name] for each in fields(MeasuredCell) if each.name in SETTINGS and each.name != "error"
+    }
+    errors = [_failure(row) for row in rows]
+    good = tuple(row for row, error in zip(rows, errors, strict=True) if error is None)
+    return MeasuredCell(**values, rows=good, error=next((error for error in errors if error is not None), None))
 
 
-def _beside(cell: Cell, standard: Cell | None) -> Cell:
+def _failure(row: Row) -> str | None:
+    """What a run failed by; one that has no speed has failed too."""
+    if row["error"] is not None:
+        return str(row["error"])
+    if not row["num_prompts"] or not row["num_new_tokens"]:
+        return "gave no tokens"
+    return None if row["seconds"] else "took no seconds"
+
+
+def _beside(cell: MeasuredCell, standard: MeasuredCell | None) -> MeasuredCell:
     """The cell with its timings."""
     if standard is None or cell.way == STANDARD:
         return cell
     others = {row["repeat"]: row for row in standard.rows}
     pairs = [(others[row["repeat"]], row) for row in cell.rows if row["repeat"] in others]
-    if not pairs:
-        return cell
-    by_prompt = all(_alike(one, other) for one, other in pairs)
-    slow = [_units(one, cell.batch_size, by_prompt) for one, _ in pairs]
-    fast = [_units(other, cell.batch_size, by_prompt) for _, other in pairs]
-    return replace(cell, timings=(slow, fast))
-
-
-def _alike(one: Row, other: Row) -> bool:
-    """Whether two runs say how long each of the same prompts took."""
-    return bool(one["prompt_seconds"]) and one["prompt_ids"] == other["prompt_ids"] and bool(other["prompt_seconds"])
-
-
-def _units(row: Row, batch_size: int, by_prompt: bool) -> list[float]:
-    """Seconds of each batch, which ends with its last prompt, its share of what the run took besides; or of the run."""
-    if not by_prompt:
-        return [row["seconds"]]
-    seconds = row["prompt_seconds"]
-    batches = [max(seconds[i : i + batch_size]) for i in range(0, len(seconds), batch_size)]
-    return [row["seconds"] * each / sum(batches) for each in batches]
+    return replace(cell, timings=timings(pairs, batch_size=cell.batch_size))
 
 
 def _ratio(top: int | None, bottom: int | None) -> float | None:
     return None if top is None or not bottom else top / bottom
+
+
+def rounds(dtype: str | None) -> bool:
+    """Whether a type is so coarse that two ways to compute the same may give other tokens."""
+    return dtype in ("bfloat16", "float16")
 
 
 def finite(value: float | None) -> float | None:

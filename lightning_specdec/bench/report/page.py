@@ -13,10 +13,11 @@ from dataclasses import asdict
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from lightning_specdec.bench.report.colors import palette
 from lightning_specdec.bench.report.picture import Picture
-from lightning_specdec.bench.report.plots import palette
 from lightning_specdec.bench.report.prediction import TOLERANCE
 from lightning_specdec.bench.report.tables import to_html
+from lightning_specdec.manifest import made_on
 
 if TYPE_CHECKING:
     from lightning_specdec.bench.report.report import Report
@@ -42,9 +43,11 @@ def page(report: Report, drawings: Mapping[str, Sequence[str]]) -> str:
         _answer(report),
         _warnings(report.warnings),
         '<h2 id="advice">What pays where</h2>',
-        '<p class="note">Of each domain the fastest lossless choice. An interval holds 95%, over prompts and repeats; '
-        "being the best of several is not taken off. It pays where the whole interval lies above 1; below the "
-        "break-even acceptance its window costs time.</p>",
+        '<p class="note">Of each domain the fastest lossless choice, by seconds for as many tokens as standard '
+        "decoding's. An interval is of 95%, over prompts and repeats; being the best of several is not taken off, and "
+        "one whose end is ten times as much or more is not shown. A choice pays where its speedup lies so far above 1 "
+        "that chance should say so of none of a setting's choices in 95 of 100 runs. Below the break-even acceptance "
+        "its window costs time; where windows adapt, that and the theory are those of the fastest fixed one.</p>",
         to_html(report.tables["advice"]),
         '<h2 id="predictions">Measured against predicted</h2>',
         '<p class="note">Predicted from the acceptance on other prompts and from isolated calls. Textbook: an endless '
@@ -147,11 +150,7 @@ def _text(value: object) -> str:
 
 def _machine(manifest: Mapping[str, Any]) -> str:
     """One line on where and when it was measured."""
-    known = {name: manifest.get(name, "?") for name in ("device", "processor", "threads", "torch", "commit", "date")}
-    return (
-        f"{known['device']} ({known['processor']}), threads: {known['threads']}, torch {known['torch']}, "
-        f"commit {known['commit']}, {known['date']}"
-    )
+    return f"{made_on(manifest)}, {manifest.get('date', '?')}"
 
 
 def _shown_manifest(manifest: Mapping[str, Any]) -> str:

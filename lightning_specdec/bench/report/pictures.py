@@ -1,7 +1,7 @@
 """What the report's pictures show of measured cells.
 
 Knows nothing of how they are drawn. Where nothing else is said, a picture shows the lowest temperature, the smallest
-batch, the most tokens and the first lossless rule of each pair.
+batch, the most tokens and the first lossless rule of each pair (a lossy one where there is no other), and says so.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_specdec.bench.report.analysis import Cell, finite
+from lightning_specdec.bench.report.analysis import MeasuredCell, finite
 from lightning_specdec.bench.report.picture import Panel, Picture, Series, Value
 from lightning_specdec.bench.report.round_pictures import round_pictures
 from lightning_specdec.bench.report.scene import Scene
@@ -45,12 +45,12 @@ class Figure:
 
     label: str
     formula: str
-    read: Callable[[Cell], tuple[Value, Value, Value]]
+    read: Callable[[MeasuredCell], tuple[Value, Value, Value]]
     limits: tuple[float, float] | None = None
     reference: float | None = None
 
 
-def _interval(cell: Cell) -> tuple[Value, Value, Value]:
+def _interval(cell: MeasuredCell) -> tuple[Value, Value, Value]:
     found = cell.walltime_speedup
     return (None, None, None) if found is None else (found.value, finite(found.low), finite(found.high))
 
@@ -61,7 +61,9 @@ ACCEPTANCE = Figure(
 EFFICIENCY = Figure(
     "tokens / round", "New tokens / rounds", lambda cell: (cell.block_efficiency, None, None), None, 1.0
 )
-SPEEDUP = Figure("walltime speedup (x)", "Seconds of standard decoding / of speculation", _interval, None, 1.0)
+SPEEDUP = Figure(
+    "walltime speedup (x)", "Seconds, standard decoding's / speculation's for as many tokens", _interval, None, 1.0
+)
 
 
 def _heatmap(scene: Scene) -> Picture:
@@ -84,11 +86,11 @@ def _heatmap(scene: Scene) -> Picture:
                         cells=rows,
                     )
                 )
-    caption = "Seconds of standard decoding / seconds of speculation; above 1 speculation is faster."
+    caption = f"{SPEEDUP.formula}; above 1 speculation is faster. {scene.told()}"
     return Picture.of("speedup_heatmap", "Speedup by pair, domain and window", caption, panels)
 
 
-def _shade(cell: Cell | None) -> float | str | None:
+def _shade(cell: MeasuredCell | None) -> float | str | None:
     """What a place of the heatmap says."""
     if cell is None:
         return None
@@ -107,7 +109,8 @@ def _over_windows(scene: Scene, name: str, title: str, figure: Figure) -> Pictur
             ]
             ticks = tuple(map(str, windows))
             panels += _lines(f"{pair}: {domain}", "window (draft tokens)", figure, series, ticks)
-    return Picture.of(name, title, f"{figure.formula}. One line for each draft, its parameters in brackets.", panels)
+    caption = f"{figure.formula}. One line for each draft, its parameters in brackets. {scene.told()}"
+    return Picture.of(name, title, caption, panels)
 
 
 def _over_settings(scene: Scene, name: str, title: str, setting: tuple[str, str], figure: Figure) -> Picture:
@@ -130,10 +133,11 @@ def _over_settings(scene: Scene, name: str, title: str, setting: tuple[str, str]
             panels += _lines(f"{pair}: {domain}", axis, figure, series, ticks)
     missing = f"Only one {axis.split(' (')[0]} was measured."
     caption = f"{figure.formula}. Each draft with its fastest window among those measured at most of these."
+    caption += f" {scene.told(key)}"
     return Picture.of(name, title, caption, panels, missing=missing)
 
 
-def _most_measured(cells: Sequence[Cell], best: int | str | None) -> int | str | None:
+def _most_measured(cells: Sequence[MeasuredCell], best: int | str | None) -> int | str | None:
     """The window with the most cells; of several such the best one, or the first."""
     counts: dict[int | str | None, int] = {}
     for cell in cells:
@@ -141,7 +145,7 @@ def _most_measured(cells: Sequence[Cell], best: int | str | None) -> int | str |
     return max(counts, key=lambda window: (counts[window], window == best), default=None)
 
 
-def _windows(cells: Iterable[Cell]) -> list[int | str]:
+def _windows(cells: Iterable[MeasuredCell]) -> list[int | str]:
     """The windows of cells: numbers in rising order, then words."""
     found = {cell.num_draft_tokens for cell in cells if cell.num_draft_tokens is not None}
     return sorted(found, key=lambda window: (isinstance(window, str), window))
@@ -152,7 +156,7 @@ def _series(
     pair: str,
     draft: str,
     values: Sequence[object],
-    cells: Sequence[Cell],
+    cells: Sequence[MeasuredCell],
     key: str,
     figure: Figure,
     *,

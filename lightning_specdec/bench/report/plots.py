@@ -5,12 +5,11 @@ Knows nothing of what a picture shows. Each panel is a drawing of its own: a pag
 
 from __future__ import annotations
 
-import colorsys
 import io
 import math
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -22,31 +21,15 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
+from lightning_specdec.bench.report.colors import palette
 from lightning_specdec.bench.report.picture import Panel, Series
 
-WINDOWS = range(2, 11)
-_SERIES = {
-    "light": ("#1f6fb4", "#c85a08", "#1a8056", "#b5338a", "#6b56c8", "#856300", "#0a7d8c", "#c2353b"),
-    "dark": ("#6cb1ef", "#f59a4a", "#56c596", "#ea83c4", "#a99bf2", "#d9b13f", "#4cc9d8", "#f2797e"),
-}
-_INKS = {
-    "light": {"ink": "#1b1f24", "muted": "#5c6570", "grid": "#d9dee4", "paper": "#fefefe"},
-    "dark": {"ink": "#e6e8eb", "muted": "#9aa4b0", "grid": "#333a43", "paper": "#14171b"},
-}
 WIDTH, HEIGHT, DPI = 4.4, 2.9, 130
 LETTERS = 58
 """Of a legend's line, about."""
 MARKERS = "osD^vPX*"
-
-
-def palette(theme: str) -> dict[str, str]:
-    """Colours by their names, for the theme "light" or "dark"."""
-    lightness = {"light": 0.40, "dark": 0.66}[theme]
-    named = {f"s{i}": color for i, color in enumerate(_SERIES[theme], start=1)}
-    for place, window in enumerate(WINDOWS):
-        red, green, blue = colorsys.hls_to_rgb(0.72 - 0.72 * place / (len(WINDOWS) - 1), lightness, 0.75)
-        named[f"k{window}"] = f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
-    return named | _INKS[theme]
+TALL = 2.0
+"""So many times as high as a picture's highest point an error bar may reach, so that it does not flatten them all."""
 
 
 _LIGHT = palette("light")
@@ -141,24 +124,41 @@ def _figure(panel: Panel) -> Figure:
 
 def _lines(axes: Axes, panel: Panel) -> None:
     _frame(axes, panel)
+    tall, cut = (
+        TALL * max((value for each in panel.series for value in each.y if value is not None), default=1.0),
+        False,
+    )
     for place, each in enumerate(panel.series):
         color = _LIGHT[each.color]
         x, y = list(map(_number, each.x)), list(map(_number, each.y))
         if each.low and any(low is not None for low in each.low):
-            lows = [v - _number(low, v) for v, low in zip(y, each.low, strict=True)]
-            highs = [_number(high, v) - v for v, high in zip(y, each.high, strict=True)]
-            errors = [[max(0.0, e) for e in ends] for ends in (lows, highs)]
+            errors, over = _errors(each, y, tall)
+            cut = cut or over
             axes.errorbar(x, y, errors, fmt="none", color=color, ecolor=color, elinewidth=1, capsize=2, zorder=2)
         if each.style == "points":
             hues = [_LIGHT[hue] for hue in each.hues] or color
             axes.scatter(x, y, s=26, c=hues, marker=_marker(place), edgecolors=_LIGHT["ink"], linewidths=0.7, zorder=4)
         elif each.style == "step":
-            axes.plot(x, y, color=color, drawstyle="steps-post", zorder=3)
+            axes.plot(x, y, color=color, drawstyle="steps-post", linestyle=_dash(each, place), zorder=3)
         else:
             marker = _marker(place) if each.style == "line" else ""
-            axes.plot(x, y, color=color, marker=marker, linestyle=_dash(each), zorder=3)
+            axes.plot(x, y, color=color, marker=marker, linestyle=_dash(each, place), zorder=3)
     if panel.ticks:
         axes.set_xlim(-0.3, len(panel.ticks) - 0.7)
+    if cut:
+        axes.set_ylim(top=tall)
+
+
+def _errors(series: Series, y: Sequence[float], tall: float) -> tuple[list[list[float]], bool]:
+    """How far the error bars reach down and up, and whether one was cut where it leaves the picture; an end that is
+    not finite is None."""
+    lows = [value - _number(low, value) for value, low in zip(y, series.low, strict=True)]
+    highs = [
+        0.0 if low is None else _number(high, math.inf) - value
+        for value, low, high in zip(y, series.low, series.high, strict=True)
+    ]
+    cut = [min(high, tall - value) for value, high in zip(y, highs, strict=True)]
+    return [[max(0.0, length) for length in lengths] for lengths in (lows, cut)], cut != highs
 
 
 def _bars(axes: Axes, panel: Panel) -> None:
@@ -232,15 +232,16 @@ def _handle(series: Series, place: int, kind: str) -> Any:
         face = "none" if series.hues else color
         return Line2D([], [], color=_LIGHT["ink"], marker=_marker(place), markerfacecolor=face, linestyle="none")
     marker = _marker(place) if series.style == "line" else ""
-    return Line2D([], [], color=color, marker=marker, linestyle=_dash(series))
+    return Line2D([], [], color=color, marker=marker, linestyle=_dash(series, place))
 
 
-def _dash(series: Series) -> Literal["--", "-"]:
-    return "--" if series.style == "dashed" else "-"
+def _dash(series: Series, place: int) -> Literal["--", "-"]:
+    """Steps have no marks: behind the first eight and standard decoding, colours come again, and are dashed."""
+    return "--" if series.style == "dashed" or (series.style == "step" and place > len(MARKERS)) else "-"
 
 
 def _marker(place: int) -> str:
-    return MARKERS[place % len(MARKERS)]
+    return MARKERS[(place + place // len(MARKERS)) % len(MARKERS)]  # the ninth has the first's colour, and another mark
 
 
 def _number(value: float | None, otherwise: float = math.nan) -> float:

@@ -4,7 +4,9 @@ Knows nothing of how either is shown.
 
 Theory: alpha comes from other prompts, and all seconds from isolated calls, so the promise could have been made before
 the first prompt. Then one assumption after the other gives way to what was measured. Each of these steps multiplies the
-promise by a factor, and all factors together lead to the measured speedup.
+promise by a factor, and all factors together lead to the measured speedup. That goes by medians over the repeats and by
+standard decoding's number of tokens, and so do the phases and rounds here: each phase has its share, over all repeats,
+of the median seconds.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_specdec.bench import theory
-from lightning_specdec.bench.report.analysis import SPECULATIVE, Cell
+from lightning_specdec.bench.report.analysis import SPECULATIVE, MeasuredCell
 from lightning_specdec.bench.report.round_costs import Calls, isolated_calls
-from lightning_specdec.bench.statistics import Interval
+from lightning_specdec.bench.statistics import Interval, middle
 from lightning_specdec.inference import PHASES
 
 TOLERANCE = 0.10
@@ -70,7 +72,7 @@ class Prediction:
         steps: from `predicted` to `measured`.
     """
 
-    cell: Cell
+    cell: MeasuredCell
     alpha: float
     cost_ratio: float
     call_ratio: float
@@ -115,7 +117,7 @@ class Prediction:
         return f"holds: {self.deviation:+.0%} (textbook {excess:+.0%}: {calls})"
 
 
-def predictions(cells: Sequence[Cell], manifest: Mapping[str, Any]) -> list[Prediction]:
+def predictions(cells: Sequence[MeasuredCell], manifest: Mapping[str, Any]) -> list[Prediction]:
     """The promises for all cells that they can be made for.
 
     Those are cells of one row, which all isolated calls are of, with a fixed window, where the manifest has the calls
@@ -125,12 +127,15 @@ def predictions(cells: Sequence[Cell], manifest: Mapping[str, Any]) -> list[Pred
     return [each for each in found if each is not None]
 
 
-def _prediction(cell: Cell, manifest: Mapping[str, Any]) -> Prediction | None:
+def _prediction(cell: MeasuredCell, manifest: Mapping[str, Any]) -> Prediction | None:
     calls, alpha = isolated_calls(manifest, cell.pair, cell.draft), other_alpha(manifest, cell)
     window, measured = cell.num_draft_tokens, cell.walltime_speedup
     prompts = ((manifest.get("prompts") or {}).get(cell.pair) or {}).get(cell.domain)
     if calls is None or alpha is None or measured is None or not prompts or not isinstance(window, int):
         return None
+    assert cell.timings is not None
+    if cell.timings.num_units != cell.rows[0]["num_prompts"]:
+        return None  # of which prompts are not known one by one
     reading = calls.prompt_token * statistics.fmean(map(len, prompts.values()))
     chain = _chain(cell, calls, alpha, window, reading)
     chain.append((STANDARD_STEP, measured.value))
@@ -148,13 +153,14 @@ def _prediction(cell: Cell, manifest: Mapping[str, Any]) -> Prediction | None:
     )
 
 
-def _chain(cell: Cell, calls: Calls, alpha: float, window: int, reading: float) -> list[tuple[Told, float]]:
+def _chain(cell: MeasuredCell, calls: Calls, alpha: float, window: int, reading: float) -> list[tuple[Told, float]]:
     """The promise, then speedups with more and more of it measured; each with what `Step` says is the case then.
 
     Args:
         reading: seconds of a prompt.
     """
-    length = max(1, round(statistics.fmean(number for row in cell.rows for number in row["prompt_new_tokens"])))
+    assert cell.timings is not None
+    length, own = cell.timings.num_new_tokens, cell.total("num_new_tokens")
     wide, overhead = theory.between(calls.wide, window + 1), theory.between(calls.overhead, window + 1)
 
     def promised(rates: theory.Rates) -> float:
@@ -167,19 +173,19 @@ def _chain(cell: Cell, calls: Calls, alpha: float, window: int, reading: float) 
             round_overhead_seconds=overhead + calls.draft,
             step_overhead_seconds=calls.step_overhead,
             prompt_seconds=reading,
-            num_new_tokens=length,
+            num_new_tokens=max(1, round(length)),
         )
 
     rate = alpha if cell.acceptance_rate is None else cell.acceptance_rate
     rates = [rate if each is None else each for each in cell.rates]
     rates += [rates[-1] if rates else rate] * (window - len(rates))
     chain = [(("", ""), promised(alpha)), (OTHER_ALPHA, promised(rate)), (DEPENDENT, promised(rates))]
-    num_prompts = sum(row["num_prompts"] for row in cell.rows)
-    phases, rounds = cell.phase_seconds, sum(cell.summed("histogram")) / num_prompts
-    if phases is None or not rounds:
+    phases, num_rounds = cell.phase_seconds, sum(cell.summed("histogram"))
+    if phases is None or not sum(phases.values()) or not num_rounds or not own:
         return chain
-    drafted = (cell.total("num_proposed") or 0) / num_prompts
-    draft, verify, accept, rest = (phases[phase] * len(cell.rows) / num_prompts for phase in PHASES)
+    rounds, drafted = (number * length / own for number in (num_rounds, cell.total("num_proposed") or 0))
+    whole = statistics.fmean(middle(cell.timings.scaled))
+    draft, verify, accept, rest = (whole * phases[phase] / sum(phases.values()) for phase in PHASES)
     plain = reading + length * (calls.one + calls.step_overhead)
     drafting, verifying = drafted * calls.guess + rounds * calls.draft, reading + rounds * wide
     besides = rounds * overhead
@@ -196,7 +202,7 @@ def _as_cheap(part: str) -> Told:
     return f"{part} is not as cheap in a round as by itself", f"{part} is cheaper in a round than by itself"
 
 
-def other_alpha(manifest: Mapping[str, Any], cell: Cell) -> float | None:
+def other_alpha(manifest: Mapping[str, Any], cell: MeasuredCell) -> float | None:
     """The acceptance rate on other prompts of the domain; None where nothing was tested."""
     wanted = (cell.draft, cell.domain, cell.temperature, cell.rule)
     for each in (manifest.get("alpha_at") or {}).get(cell.pair) or ():

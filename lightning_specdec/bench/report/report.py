@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_specdec.bench.report.advice import Advice, advise, shown
-from lightning_specdec.bench.report.analysis import Cell, cells_of
+from lightning_specdec.bench.config_entries import OURS
+from lightning_specdec.bench.report.advice import Advice, advise
+from lightning_specdec.bench.report.analysis import STANDARD, MeasuredCell, cells_of
+from lightning_specdec.bench.report.judged import excused
+from lightning_specdec.bench.report.outside import Outside
 from lightning_specdec.bench.report.page import page
 from lightning_specdec.bench.report.picture import Picture
 from lightning_specdec.bench.report.pictures import measured_pictures
@@ -28,6 +31,7 @@ from lightning_specdec.bench.report.tables import (
     way_of,
 )
 from lightning_specdec.bench.report.theory_pictures import theory_pictures
+from lightning_specdec.bench.report.wording import listed, shown
 from lightning_specdec.bench.results import Results
 from lightning_specdec.files import replaced
 
@@ -44,7 +48,7 @@ class Report:
 
     name: str
     manifest: Mapping[str, Any]
-    cells: Sequence[Cell]
+    cells: Sequence[MeasuredCell]
     advice: Sequence[Advice]
     predictions: Sequence[Prediction]
     tables: Mapping[str, Table]
@@ -54,7 +58,11 @@ class Report:
     def of(cls, results: Results) -> Report:
         """Everything but the drawings."""
         cells, manifest = cells_of(results.rows), results.manifest
-        scene, promises, advice = Scene.of(cells, manifest), predictions(cells, manifest), advise(cells)
+        scene, promises, advice = (
+            Scene.of(cells, manifest),
+            predictions(cells, manifest),
+            advise(cells, dtypes(manifest)),
+        )
         return cls(
             name=str(manifest.get("name") or results.directory.name),
             manifest=manifest,
@@ -80,24 +88,48 @@ class Report:
             setting = f"temperature {temperature:g}, batch size {batch_size}, {max_new_tokens} new tokens"
             lines.append((setting if lines else "", each.sentence))
             if each.outside is not None:
-                cell, speedup = each.outside
-                lines.append(
-                    (setting if len(lines) > 1 else "", f"faster than that is {way_of(cell)}: {shown(speedup)}")
-                )
+                lines.append((setting if len(lines) > 1 else "", _faster(each.outside)))
         return list(found.items())
 
     @property
     def warnings(self) -> list[str]:
         """What must not be overlooked."""
         failed = [cell for cell in self.cells if cell.error is not None]
-        other = [cell for cell in self.cells if cell.same_tokens is False]
         lines = []
         for error in dict.fromkeys(cell.error for cell in failed):
             places = [_place(cell) for cell in failed if cell.error == error]
             more = f" and {len(places) - 1} more" if len(places) > 1 else ""
             lines.append(f"failed: {places[0]}{more}: {error}")
-        lines += [f"{_place(cell)} gave other tokens than standard decoding, and is not advised" for cell in other]
+        return [*lines, *self._other_tokens()]
+
+    def _other_tokens(self) -> list[str]:
+        """Where tokens are not standard decoding's: a line for a pair that rounds, a line for each cell of another."""
+        known, lines = dtypes(self.manifest), []
+        for pair, dtype in {cell.pair: known.get(cell.pair) for cell in self.cells}.items():
+            cells = [
+                cell
+                for cell in self.cells
+                if cell.pair == pair and cell.way != STANDARD and cell.same_tokens is not None
+            ]
+            other = [cell for cell in cells if cell.same_tokens is False]
+            if any(not excused(cell, dtype) for cell in other):
+                for cell in other:
+                    why = (
+                        f"which {dtype or 'its type'} hardly excuses" if cell.way in OURS else "in another computation"
+                    )
+                    told = " and is not advised: see what `audit` finds" if cell.way in OURS else ""
+                    lines.append(f"{_place(cell)} gave other tokens than standard decoding, {why}{told}")
+            elif other:
+                lines.append(
+                    f"{pair}: tokens differ from standard decoding's in {len(other)} of {len(cells)} cells, as they "
+                    f"may where {dtype} rounds; `audit` tells such a tie from a bug"
+                )
         return lines
+
+
+def dtypes(manifest: Mapping[str, Any]) -> dict[str, str | None]:
+    """What each pair computes in."""
+    return {name: facts.get("dtype") for name, facts in (manifest.get("pairs") or {}).items()}
 
 
 def write(report: Report, directory: Path) -> Path:
@@ -129,7 +161,16 @@ def _write(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def _place(cell: Cell) -> str:
+def _faster(outside: Outside) -> str:
+    """That one of transformers' ways is faster than what is advised."""
+    on = f" on {listed(outside.domains)}" if outside.domains else ""
+    told = f"is {way_of(outside.cell)}{on}: {shown(outside.speedup)}"
+    if outside.advised is None:
+        return f"faster than standard decoding {told}"
+    return f"faster than that {told}, where that gives {shown(outside.advised)}"
+
+
+def _place(cell: MeasuredCell) -> str:
     """What a cell is called in a sentence."""
     words = [
         cell.pair,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_specdec.bench import theory
-from lightning_specdec.bench.report.analysis import Cell
+from lightning_specdec.bench.report.analysis import MeasuredCell
 
 MAX_WINDOW = 16
 """The longest window that is looked at."""
@@ -103,8 +103,11 @@ def isolated_calls(manifest: Mapping[str, Any], pair: str, draft: str | None) ->
     )
 
 
-def costs_in_place(best: Cell, cells: Sequence[Cell], standard: Cell | None) -> RoundCosts | None:
-    """The costs of a cell's rounds and of those of its draft's other windows, the reading of their prompts taken off.
+def costs_in_place(
+    best: MeasuredCell, cells: Sequence[MeasuredCell], standard: MeasuredCell | None
+) -> RoundCosts | None:
+    """The costs of a cell's rounds and of those of its draft's other windows, the reading of their prompts taken off;
+    all of them means.
 
     Args:
         cells: of the same draft and place, `best` among them.
@@ -113,7 +116,8 @@ def costs_in_place(best: Cell, cells: Sequence[Cell], standard: Cell | None) -> 
     step = None if standard is None else standard.seconds_per_token
     if standard is None or not step:
         return None
-    first = standard.time_to_first_token or step
+    firsts = [each for row in standard.rows for each in row["time_to_first_token"] or ()]
+    first = statistics.fmean(firsts) if firsts else step
     seconds, guess = {1: step}, None
     for cell in cells:
         phases, calls, window = cell.phase_seconds, cell.total("num_target_calls"), cell.num_draft_tokens

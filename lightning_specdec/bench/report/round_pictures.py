@@ -5,10 +5,12 @@ Knows nothing of how they are drawn.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lightning_specdec.bench import theory
-from lightning_specdec.bench.report.analysis import STANDARD, Cell
+from lightning_specdec.bench.report.analysis import STANDARD, MeasuredCell
 from lightning_specdec.bench.report.picture import Panel, Picture, Series
-from lightning_specdec.bench.report.scene import MAX_SERIES, Scene
+from lightning_specdec.bench.report.scene import Scene, color, parts
 from lightning_specdec.bench.statistics import percentiles
 from lightning_specdec.inference import PHASES
 
@@ -27,62 +29,68 @@ def _accepted_per_round(scene: Scene) -> Picture:
     for pair in scene.pairs:
         for draft in scene.drafts(pair):
             window = scene.best_window(pair, draft)
-            cells = [
-                cell for cell in scene.at(pair, draft=draft, num_draft_tokens=window) if sum(cell.summed("histogram"))
-            ]
-            reached = max((len(cell.summed("histogram")) for cell in cells), default=0)
-            widest = min([window, *(cell.max_new_tokens - 1 for cell in cells)]) if isinstance(window, int) else 0
-            longest = max(reached, widest + 1)
-            series: list[Series] = []
-            for place, cell in enumerate(cells[:MAX_SERIES]):
-                counts, x = cell.summed("histogram"), list(map(float, range(longest)))
-                shares = [count / sum(counts) for count in counts] + [0.0] * (longest - len(counts))
-                series.append(Series(cell.domain, x, shares, f"s{place + 1}", style="bars"))
-            for place, cell in enumerate(cells[:MAX_SERIES]):
-                if cell.acceptance_rate is not None and widest:
-                    law = theory.accepted_distribution(cell.acceptance_rate, widest)
-                    law += [0.0] * (longest - len(law))
-                    label = "" if any(each.style == "ticks" for each in series) else "if independent"
-                    series.append(Series(label, list(map(float, range(longest))), law, f"s{place + 1}", style="ticks"))
-            if series:
-                panels.append(
-                    Panel(
-                        title=f"{pair}: {draft}, window {window}",
-                        xlabel="accepted tokens of a round",
-                        ylabel="share of rounds",
-                        series=tuple(series),
-                        kind="bars",
-                        ticks=tuple(map(str, range(longest))),
-                    )
-                )
+            found = scene.at(pair, draft=draft, num_draft_tokens=window)
+            for cells in parts([cell for cell in found if sum(cell.summed("histogram"))]):
+                panels.append(_histograms(f"{pair}: {draft}, window {window}", cells, window))
     caption = (
-        "How many guesses a round kept; ticks show what independent acceptance at the same rate would give. "
-        "The last rounds of a text have shorter windows."
+        "How many guesses a round kept, each draft with its fastest window; ticks show what independent acceptance at "
+        f"the same rate would give. The last rounds of a text have shorter windows. {scene.told()}"
     )
     return Picture.of("accepted_per_round", "Accepted tokens per round", caption, panels)
+
+
+def _histograms(title: str, cells: Sequence[MeasuredCell], window: int | str | None) -> Panel:
+    """The rounds of some domains."""
+    reached = max(len(cell.summed("histogram")) for cell in cells)
+    widest = min([window, *(cell.max_new_tokens - 1 for cell in cells)]) if isinstance(window, int) else 0
+    longest = max(reached, widest + 1)
+    x = list(map(float, range(longest)))
+    series: list[Series] = []
+    for place, cell in enumerate(cells):
+        counts = cell.summed("histogram")
+        shares = [count / sum(counts) for count in counts] + [0.0] * (longest - len(counts))
+        series.append(Series(cell.domain, x, shares, color(place), style="bars"))
+    for place, cell in enumerate(cells):
+        if cell.acceptance_rate is not None and widest:
+            law = theory.accepted_distribution(cell.acceptance_rate, widest)
+            law += [0.0] * (longest - len(law))
+            label = "" if any(each.style == "ticks" for each in series) else "if independent"
+            series.append(Series(label, x, law, color(place), style="ticks"))
+    axis, ticks = "accepted tokens of a round", tuple(map(str, range(longest)))
+    return Panel(title, axis, "share of rounds", tuple(series), "bars", ticks)
 
 
 def _by_position(scene: Scene) -> Picture:
     panels = []
     for pair in scene.pairs:
         for draft in scene.drafts(pair):
-            cells = [cell for cell in scene.at(pair, draft=draft) if cell.rows and cell.num_draft_tokens != "auto"]
-            widest = max((int(cell.num_draft_tokens or 0) for cell in cells), default=0)
-            series: list[Series] = []
-            for cell in [cell for cell in cells if cell.num_draft_tokens == widest][:MAX_SERIES]:
-                if any(rate is not None for rate in cell.rates):
-                    x = list(map(float, range(len(cell.rates))))
-                    series.append(Series(cell.domain, x, cell.rates, f"s{len(series) + 1}"))
-            ticks = tuple(str(i + 1) for i in range(max((len(each.x) for each in series), default=0)))
-            title, axis = f"{pair}: {draft}, window {widest}", "position in the window"
-            if series:
+            widest: dict[str, MeasuredCell] = {}  # of each domain, among the windows that finished
+            for cell in scene.at(pair, draft=draft):
+                if isinstance(cell.num_draft_tokens, int) and any(rate is not None for rate in cell.rates):
+                    if cell.num_draft_tokens > _window(widest.get(cell.domain)):
+                        widest[cell.domain] = cell
+            most = max(map(_window, widest.values()), default=0)
+            for cells in parts(list(widest.values())):
+                series = []
+                for place, cell in enumerate(cells):
+                    label = cell.domain if _window(cell) == most else f"{cell.domain}, window {_window(cell)}"
+                    series.append(Series(label, list(map(float, range(len(cell.rates)))), cell.rates, color(place)))
+                ticks = tuple(str(i + 1) for i in range(max(len(each.x) for each in series)))
+                title, axis = f"{pair}: {draft}, window {most}", "position in the window"
                 label = "accepted / tested there"
                 panels.append(Panel(title, axis, label, tuple(series), ticks=ticks, limits=(0.0, 1.0)))
-    caption = "Given that all guesses before were kept. A level line means that acceptance is independent of position."
+    caption = (
+        "Given that all guesses before were kept; the widest window that finished. A level line means that acceptance "
+        f"is independent of position. {scene.told()}"
+    )
     return Picture.of("acceptance_position", "Acceptance by position", caption, panels)
 
 
-def _ways(scene: Scene, pair: str, domain: str) -> list[tuple[str, str, Cell]]:
+def _window(cell: MeasuredCell | None) -> int:
+    return int(cell.num_draft_tokens or 0) if cell is not None else 0
+
+
+def _ways(scene: Scene, pair: str, domain: str) -> list[tuple[str, str, MeasuredCell]]:
     """Standard decoding, each draft with its fastest window, and what else decoded: label, colour, cell."""
     found = [("standard", "ink", cell) for cell in scene.at(pair, domain=domain, way=STANDARD)]
     for draft in scene.drafts(pair):
@@ -97,16 +105,17 @@ def _latencies(scene: Scene) -> Picture:
     for pair in scene.pairs:
         for domain in scene.domains(pair):
             series = []
-            for label, color, cell in _ways(scene, pair, domain):
+            for label, hue, cell in _ways(scene, pair, domain):
                 if cell.gaps:
                     at = percentiles([1000 * gap for gap in cell.gaps], SHARES[:-1] + (0.999,))
-                    series.append(Series(label, list(at), list(SHARES), color, style="step"))
+                    series.append(Series(label, list(at), list(SHARES), hue, style="step"))
             if series:
                 title, axis = f"{pair}: {domain}", "time since the last token (ms)"
                 panels.append(Panel(title, axis, "share of tokens", tuple(series), limits=(0.0, 1.0)))
     caption = (
         "Share of tokens that came within so many milliseconds of the one before; a round's tokens come together, at "
-        "0. The slowest token in a thousand is left out, and so is each prompt's first."
+        "0. The slowest token in a thousand is left out, and so is each prompt's first. "
+        f"Each draft with its fastest window. {scene.told()}"
     )
     return Picture.of("latency_cdf", "Time per token, cumulative", caption, panels)
 
@@ -126,11 +135,14 @@ def _breakdown(scene: Scene) -> Picture:
                 panels.append(
                     Panel(f"{pair}: {domain}", "time per new token (ms)", "", tuple(series), "stacked", labels)
                 )
-    caption = "Where the time of a new token goes, reading the prompt included; the phases add up to the whole."
+    caption = (
+        "Where the time of a new token goes, reading the prompt included, the mean over the repeats; the phases add up "
+        f"to the whole. Each draft with its fastest window. {scene.told()}"
+    )
     return Picture.of("time_breakdown", "Time by phase", caption, panels)
 
 
-def _phase(cell: Cell, phase: str) -> float:
+def _phase(cell: MeasuredCell, phase: str) -> float:
     """Milliseconds of a phase for each new token."""
     tokens = (cell.total("num_new_tokens") or 0) / len(cell.rows)
     return 1000 * (cell.phase_seconds or {}).get(phase, 0.0) / tokens if tokens else 0.0

@@ -5,16 +5,17 @@ Knows nothing of how the lines are shown.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from lightning_specdec.bench.report.analysis import Cell, Row, cells_of, finite
+from lightning_specdec.bench.report.analysis import MeasuredCell, Row, cells_of, finite
 from lightning_specdec.bench.statistics import mean_std
 
 NAMES = ("pair", "domain", "temperature", "batch_size", "way", "draft", "num_draft_tokens", "rule")
 """What tells a line from the others."""
 SPREAD = ("seconds", "tokens_per_second", "time_to_first_token")
-"""Figures that come as a mean and a standard deviation."""
+"""Figures that come as a mean and a standard deviation over the repeats, of all prompts together or on their mean."""
 SPEEDUP = ("walltime_speedup", "walltime_speedup_low", "walltime_speedup_high")
 """That of the report, and the ends of its interval."""
 RATES = ("acceptance_rate", "draft_utilization", "block_efficiency")
@@ -28,11 +29,13 @@ def summarize(rows: Iterable[Row]) -> list[dict[str, Any]]:
     return [_line(cell) for cell in cells_of(rows)]
 
 
-def _line(cell: Cell) -> dict[str, Any]:
+def _line(cell: MeasuredCell) -> dict[str, Any]:
     figures = {
         "seconds": [row["seconds"] for row in cell.rows],
         "tokens_per_second": [row["num_new_tokens"] / row["seconds"] for row in cell.rows],
-        "time_to_first_token": [each for row in cell.rows for each in row["time_to_first_token"]],
+        "time_to_first_token": [
+            statistics.fmean(row["time_to_first_token"]) for row in cell.rows if row["time_to_first_token"]
+        ],
     }
     line: dict[str, Any] = {name: getattr(cell, name) for name in NAMES}
     for name in SPREAD:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_specdec.bench.report.advice import Advice
-from lightning_specdec.bench.report.analysis import Cell, finite
+from lightning_specdec.bench.report.analysis import MeasuredCell
 from lightning_specdec.bench.report.prediction import Prediction
+from lightning_specdec.bench.statistics import Interval
 from lightning_specdec.inference import PHASES
 
 Value = str | float | int | bool | None
@@ -46,12 +47,17 @@ class Table:
     failed: frozenset[int] = frozenset()
 
 
-def way_of(cell: Cell) -> str:
+def way_of(cell: MeasuredCell) -> str:
     """A way of decoding in words."""
     return WAYS.get(cell.way, cell.way)
 
 
-_CELL: tuple[tuple[Column, Callable[[Cell], Any]], ...] = (
+def _end(interval: Interval | None, place: int) -> float | None:
+    """An end of an interval that says something."""
+    return None if interval is None or interval.ends is None else interval.ends[place]
+
+
+_CELL: tuple[tuple[Column, Callable[[MeasuredCell], Any]], ...] = (
     (Column("pair"), lambda cell: cell.pair),
     (Column("domain"), lambda cell: cell.domain),
     (Column("temperature"), lambda cell: cell.temperature),
@@ -63,13 +69,15 @@ _CELL: tuple[tuple[Column, Callable[[Cell], Any]], ...] = (
     (Column("rule"), lambda cell: cell.rule),
     (Column("lossless"), lambda cell: cell.lossless),
     (Column("walltime speedup"), lambda cell: cell.walltime_speedup and cell.walltime_speedup.value),
-    (Column("from"), lambda cell: cell.walltime_speedup and cell.walltime_speedup.low),
-    (Column("to"), lambda cell: cell.walltime_speedup and cell.walltime_speedup.high),
+    (Column("from"), lambda cell: _end(cell.walltime_speedup, 0)),
+    (Column("to"), lambda cell: _end(cell.walltime_speedup, 1)),
     (Column("latency reduction"), lambda cell: cell.latency_reduction),
     (Column("acceptance rate"), lambda cell: cell.acceptance_rate),
     (Column("draft utilization"), lambda cell: cell.draft_utilization),
     (Column("block efficiency"), lambda cell: cell.block_efficiency),
-    (Column("tokens/s", 1), lambda cell: cell.tokens_per_second),
+    (Column("tokens/s", 1), lambda cell: cell.tokens_per_second and cell.tokens_per_second.value),
+    (Column("tokens/s from", 1), lambda cell: _end(cell.tokens_per_second, 0)),
+    (Column("tokens/s to", 1), lambda cell: _end(cell.tokens_per_second, 1)),
     (Column("ms/token", 2, 1000), lambda cell: cell.seconds_per_token),
     *(
         (Column(f"ms/token p{share}", 2, 1000), lambda cell, i=i: cell.gap_percentiles and cell.gap_percentiles[i])
@@ -91,7 +99,7 @@ _CELL: tuple[tuple[Column, Callable[[Cell], Any]], ...] = (
 )
 
 
-def cells_table(cells: Sequence[Cell]) -> Table:
+def cells_table(cells: Sequence[MeasuredCell]) -> Table:
     """Every cell with all its figures; those of a failed one are empty, but for its error."""
     rows = tuple(tuple(_plain(column, get(cell)) for column, get in _CELL) for cell in cells)
     failed = frozenset(number for number, cell in enumerate(cells) if cell.error is not None)
@@ -109,13 +117,15 @@ def best_table(advice: Sequence[Advice]) -> Table:
     for each in advice:
         pair, temperature, batch_size, _ = each.setting
         for domain in each.domains:
-            best, speedup = domain.best, domain.best and domain.best.walltime_speedup
+            best = domain.best
+            speedup = None if best is None else best.walltime_speedup
+            rates = (None, None) if best is None else (best.acceptance_rate, best.block_efficiency)
             helps = "; ".join(f"{change}: {value:.2f}x" for change, value in domain.helps)
             rows.append(
                 (
                     *(pair, domain.domain, temperature, batch_size, domain.choice),
-                    *((speedup.value, finite(speedup.low), finite(speedup.high)) if speedup else (None, None, None)),
-                    *(best and best.acceptance_rate, domain.break_even, best and best.block_efficiency),
+                    *(speedup and speedup.value, _end(speedup, 0), _end(speedup, 1)),
+                    *(rates[0], domain.break_even, rates[1]),
                     *(domain.window, helps or None),
                 )
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lightning_specdec.bench import theory
-from lightning_specdec.bench.report.analysis import Cell, finite
+from lightning_specdec.bench.report.analysis import MeasuredCell, finite
 from lightning_specdec.bench.report.picture import Panel, Picture, Series
 from lightning_specdec.bench.report.prediction import TOLERANCE, Prediction
 from lightning_specdec.bench.report.round_costs import isolated_calls
@@ -33,7 +33,8 @@ def _tokens(scene: Scene) -> Picture:
         panels.append(Panel(pair, AXIS, "tokens / round", (*curves, *(each for each in points if each.x))))
     caption = (
         "Expected tokens of a round of an endless text, windows 2 to 10, and the measured cells: a point lies below "
-        "the curve of its colour where acceptance is not independent, guesses are missing, or texts are short."
+        "the curve of its colour where acceptance is not independent, guesses are missing, or texts are short. "
+        + scene.told()
     )
     return Picture.of("theory_tokens", "Tokens per round against acceptance, theory and measurement", caption, panels)
 
@@ -52,7 +53,7 @@ def _speedups(scene: Scene) -> Picture:
             panels.append(Panel(title, AXIS, "walltime speedup (x)", series, reference=1.0))
     caption = (
         "Speedup of an endless text from isolated calls, with what wider calls and rounds cost besides; points are the "
-        "measured cells of these windows, the reading of their prompts included."
+        f"measured cells of these windows, the reading of their prompts included. {scene.told()}"
     )
     title, missing = "Speedup against acceptance, theory and measurement", "The manifest has no isolated calls."
     return Picture.of("theory_speedup", title, caption, panels, missing=missing)
@@ -89,13 +90,14 @@ def _measured(scene: Scene, predictions: Sequence[Prediction]) -> Picture:
         )
     caption = (
         "Predicted from alpha of other prompts and from isolated calls. Above the line it was faster than predicted; "
-        "the table says which assumption accounts for what lies outside the 10%."
+        "the table says which assumption accounts for what lies outside the 10%. All cells that a prediction was made "
+        "for: every temperature and rule, one prompt at a time."
     )
     missing = "No prediction could be made: the manifest has no alpha of other prompts, or no isolated calls."
     return Picture.of("measured_predicted", "Measured against predicted speedup", caption, panels, missing=missing)
 
 
-def _value(cell: Cell) -> float | None:
+def _value(cell: MeasuredCell) -> float | None:
     return None if cell.walltime_speedup is None else cell.walltime_speedup.value
 
 
@@ -106,7 +108,7 @@ def _curves(compute: Callable[[float, int], float]) -> list[Series]:
     ]
 
 
-def _points(scene: Scene, pair: str, draft: str, figure: Callable[[Cell], float | None]) -> Series:
+def _points(scene: Scene, pair: str, draft: str, figure: Callable[[MeasuredCell], float | None]) -> Series:
     """A draft's cells of the windows with curves, each in its curve's colour."""
     cells = [
         cell

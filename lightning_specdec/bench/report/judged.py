@@ -1,0 +1,54 @@
+"""Which cells may be advised, which of them pay, and why there are none.
+
+Knows nothing of which is the best.
+
+Theory: of many ways that gain nothing one may seem to. So each is held to odds of (1 - `LEVEL`) / their number, and
+then the odds that any of them is said to pay are 1 - `LEVEL` at most (Bonferroni), as far as the interval is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_specdec.bench.report.analysis import SPECULATIVE, STANDARD, MeasuredCell, rounds
+from lightning_specdec.bench.statistics import LEVEL, Estimate
+
+
+def excused(cell: MeasuredCell, dtype: str | None) -> bool:
+    """Whether its tokens are standard decoding's as far as they can be."""
+    return cell.same_tokens is not False or rounds(dtype)
+
+
+def sound(cell: MeasuredCell, dtype: str | None) -> bool:
+    """Whether its speedup is known, none of its runs failed, and its tokens are as they should be."""
+    return cell.timings is not None and cell.error is None and excused(cell, dtype)
+
+
+def pays(estimate: Estimate | None, num_judged: int) -> bool:
+    """Whether a speedup is more than chance: its interval lies above 1, and so does the bound that makes up for being
+    one of so many. A single prompt, or batch, has no spread to go by."""
+    if estimate is None or estimate.prompts is None:
+        return False
+    return estimate.bound((1 - LEVEL) / max(2, num_judged)) > 1
+
+
+def missing(cells: Sequence[MeasuredCell]) -> str:
+    """Why none of a domain's cells can be advised."""
+    tried = [cell for cell in cells if cell.way == SPECULATIVE]
+    finished = [cell for cell in tried if cell.rows]
+    if not tried:
+        return "no speculation was measured"
+    if not finished:
+        return "no speculative run has finished"
+    if not any(cell.rows for cell in cells if cell.way == STANDARD):
+        return "no run of standard decoding has finished"
+    if not any(cell.lossless for cell in tried):
+        return "no lossless rule was measured"
+    if not any(cell.lossless for cell in finished):
+        return "no run of a lossless rule has finished"
+    whole = [cell for cell in finished if cell.lossless and cell.error is None]
+    if not whole:
+        return "a run of every lossless way has failed"
+    if all(cell.same_tokens is False for cell in whole):
+        return "every lossless way gave other tokens than standard decoding"
+    return "no lossless speculative run has finished beside a standard one"
