@@ -72,7 +72,7 @@ def cells(config: BenchConfig, subject: Subject) -> list[list[Cell]]:
 
     A cell's hash is one of its own settings, of its pair's in the config, of the weights and of the prompts' tokens; of
     a draft that could not be made ready, the weights are those that it had before, or none.
-    Windows that a draft cannot fill are what it can.
+    Windows that a draft cannot fill are what it can, and rules that would do the same are one.
     """
     groups = []
     for domain, temperature, size in product(subject.prompts, config.temperatures, config.batch_sizes):
@@ -81,7 +81,8 @@ def cells(config: BenchConfig, subject: Subject) -> list[list[Cell]]:
         if subject.rolled is not None:
             group.append(Cell(subject.name, "rolled", *place))
         for draft in subject.drafts:
-            for rule, window in product(config.rules, _windows(config, subject.facts["max_draft_tokens"][draft])):
+            windows = _windows(config, subject.facts["max_draft_tokens"][draft])
+            for rule, window in product(_rules(config, temperature), windows):
                 group.append(Cell(subject.name, "speculative", *place, draft, window, rule))
         if subject.outside is not None:
             for way in config.outside:
@@ -89,6 +90,12 @@ def cells(config: BenchConfig, subject: Subject) -> list[list[Cell]]:
                 group += [Cell(subject.name, way, *place, name) for name in names]
         groups.append([_hashed(cell, config, subject) for cell in group])
     return groups
+
+
+def _rules(config: BenchConfig, temperature: float) -> list[RuleChoice]:
+    """Those that keep different guesses: greedy, all lossless rules keep what the target says."""
+    first = next((rule for rule in config.rules if rule.make().lossless), None)
+    return [rule for rule in config.rules if temperature > 0 or rule is first or not rule.make().lossless]
 
 
 def _windows(config: BenchConfig, most: int | None) -> list[int | str]:
