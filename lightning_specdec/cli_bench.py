@@ -19,11 +19,11 @@ import torch
 from lightning_specdec.bench.compare import Comparison, compare
 from lightning_specdec.bench.config import BenchConfig, read_config
 from lightning_specdec.bench.config_entries import OURS
+from lightning_specdec.bench.failures import FAILURES, in_one_line
 from lightning_specdec.bench.report.analysis import rounds
 from lightning_specdec.bench.results import ROWS, Results, StoredRow
 from lightning_specdec.bench.run import open_results, run
 from lightning_specdec.bench.subject import Subject
-from lightning_specdec.bench.sweep import FAILURES, in_one_line
 from lightning_specdec.cli_bench_pairs import check_pairs, load_subject
 from lightning_specdec.cli_bench_repeat import repeat
 from lightning_specdec.cli_bench_shown import Bar, show, show_comparisons

@@ -13,11 +13,11 @@ import torch
 
 from lightning_specdec.bench.config import BenchConfig
 from lightning_specdec.bench.config_entries import OWN, SHIPPED, DraftChoice, PairChoice
+from lightning_specdec.bench.failures import FAILURES, in_one_line
 from lightning_specdec.bench.prompts.dataset import SEQUENCES, PromptDataset
 from lightning_specdec.bench.prompts.prompt import Prompt
 from lightning_specdec.bench.prompts.sources import read as read_sources
 from lightning_specdec.bench.subject import Subject
-from lightning_specdec.bench.sweep import FAILURES, in_one_line
 from lightning_specdec.cli_common import find_device
 from lightning_specdec.cli_early import check_models
 from lightning_specdec.cli_groups import CKPT, DRAFTERS, DTYPES, MODELS, PLACE

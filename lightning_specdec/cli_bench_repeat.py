@@ -14,13 +14,13 @@ import torch
 
 from lightning_specdec.bench.config import BenchConfig
 from lightning_specdec.bench.config_entries import OURS
+from lightning_specdec.bench.failures import in_one_line
 from lightning_specdec.bench.matrix import Cell, cells
 from lightning_specdec.bench.measure import measure
 from lightning_specdec.bench.prompts import Prompt
 from lightning_specdec.bench.results import MANIFEST, ROWS, Results, StoredRow, read
 from lightning_specdec.bench.run import failures, prepare, recorded_setting
 from lightning_specdec.bench.subject import DRAFT_FACTS, Subject
-from lightning_specdec.bench.sweep import in_one_line
 from lightning_specdec.bench.ways import Prepared
 from lightning_specdec.cli_bench_pairs import check_pairs, load_subject
 from lightning_specdec.cli_parser import UsageError

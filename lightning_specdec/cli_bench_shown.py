@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_specdec.bench.compare import Comparison
+from lightning_specdec.bench.config_entries import SPECULATIVE
 from lightning_specdec.bench.report.analysis import rounds
 from lightning_specdec.bench.report.summary import NAMES, RATES, REST, SPEEDUP, SPREAD, summarize
 from lightning_specdec.bench.report.wording import shown
@@ -128,7 +129,7 @@ def _csv(several: Sequence[Results]) -> str:
 
 def _cells(line: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
     """A line of the table."""
-    way = " ".join(part for part in ("" if line["way"] == "speculative" else line["way"], line["draft"]) if part)
+    way = " ".join(part for part in ("" if line["way"] == SPECULATIVE else line["way"], line["draft"]) if part)
     places = [line["pair"], line["domain"], f"{line['temperature']:g}", str(line["batch_size"]), way]
     places += ["" if line[name] is None else str(line[name]) for name in ("num_draft_tokens", "rule")]
     if line["error"] is not None and not line["repeats"]:

@@ -5,21 +5,21 @@ Knows nothing of files, nor of how figures are shown.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_specdec.bench.config import BenchConfig
+from lightning_specdec.bench.config_entries import SPECULATIVE
+from lightning_specdec.bench.failures import in_one_line
 from lightning_specdec.bench.matrix import Cell, cells
 from lightning_specdec.bench.measure import measure
 from lightning_specdec.bench.row import ResultRow
 from lightning_specdec.bench.run import failures, place, prepare
 from lightning_specdec.bench.runner import no_collection
 from lightning_specdec.bench.speed import timings
-from lightning_specdec.bench.statistics import Interval, ratio_estimate
+from lightning_specdec.bench.statistics import Interval, finite, ratio_estimate
 from lightning_specdec.bench.subject import Subject
-from lightning_specdec.bench.sweep import in_one_line
 from lightning_specdec.bench.ways import Prepared
 
 
@@ -43,8 +43,7 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         first, second = self.cells
-        ratio = (None, None, None) if self.ratio is None else self.ratio
-        value, low, high = (None if each is None or not math.isfinite(each) else each for each in ratio)
+        value, low, high = map(finite, (None, None, None) if self.ratio is None else self.ratio)
         return {
             "pair": first.pair,
             "domain": first.domain,
@@ -90,14 +89,14 @@ def find(name: str, config: BenchConfig, subject: Subject) -> list[Cell]:
     found = []
     for group in cells(config, subject):
         for cell in group:
-            guesses = cell.way == "speculative" and cell.draft == wanted
+            guesses = cell.way == SPECULATIVE and cell.draft == wanted
             if (guesses and (cell.num_draft_tokens, cell.rule) == (chosen, rule)) or (
                 not guesses and cell.way == wanted and not window
             ):
                 found.append(cell)
                 break
         else:
-            ways = dict.fromkeys(each.way for each in group if each.way != "speculative")
+            ways = dict.fromkeys(each.way for each in group if each.way != SPECULATIVE)
             windows = ", ".join(map(str, config.num_draft_tokens))
             raise ValueError(
                 f"{name!r} is nothing that this config measures: give one of {', '.join(subject.drafts)}, with a "

@@ -14,9 +14,9 @@ from typing import Any
 from lightning_specdec.checks import require_int, require_number
 from lightning_specdec.rules import RULES, AcceptanceRule, Sampling
 
-OURS = ("standard", "rolled", "speculative")
+STANDARD, ROLLED, SPECULATIVE = OURS = ("standard", "rolled", "speculative")
 """Our ways to decode."""
-OUTSIDE = ("generate", "assisted", "prompt_lookup")
+GENERATE, ASSISTED, PROMPT_LOOKUP = OUTSIDE = ("generate", "assisted", "prompt_lookup")
 """Ways of transformers to decode."""
 OWN, SHIPPED = "own", "shipped"
 """Prompts that belong to a pair, and those that ship with this package; anything else names a file."""

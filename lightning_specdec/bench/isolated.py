@@ -12,15 +12,16 @@ from typing import Any
 
 from lightning_specdec.bench.calibration import calibrate
 from lightning_specdec.bench.config import BenchConfig
+from lightning_specdec.bench.config_entries import SPECULATIVE
+from lightning_specdec.bench.failures import FAILURES
 from lightning_specdec.bench.matrix import Cell
 from lightning_specdec.bench.outside import CARRIED, GenerateSetting
 from lightning_specdec.bench.prompts import Prompt
 from lightning_specdec.bench.subject import Subject
-from lightning_specdec.bench.sweep import FAILURES, windows_of
+from lightning_specdec.bench.sweep import windows_of
 from lightning_specdec.bench.ways import Prepared, decode, way_of
 from lightning_specdec.drafters import Drafter, NGramDrafter
 from lightning_specdec.inference import Costs, autoregressive_decode
-from lightning_specdec.models.config_file import FOREIGN
 
 SECONDS = 1.0
 """About as long as the calls of one draft are timed."""
@@ -98,7 +99,7 @@ def alphas(subject: Subject, config: BenchConfig) -> list[dict[str, Any]]:
         for domain, prompts in subject.others.items():
             for temperature in config.temperatures:
                 for rule in config.rules:
-                    cell = Cell(subject.name, "speculative", domain, temperature, 1, name, window, rule)
+                    cell = Cell(subject.name, SPECULATIVE, domain, temperature, 1, name, window, rule)
                     try:
                         way = way_of(cell, subject, config, Prepared(window), seed=config.seed)
                         counts = decode(way, prompts, 1).counts
@@ -174,10 +175,6 @@ def _try(
         seconds += decode(way, prompts[first : first + cell.batch_size], cell.batch_size).seconds
         setting = subject.outside.continued(setting)
     return setting, seconds
-
-
-OUTSIDE_FAILURES = tuple(each for each in FOREIGN if each is not OSError)
-"""What transformers' ways can fail by; a disk is not among it."""
 
 
 def _all(prompts: Iterable[Iterable[Prompt]]) -> list[Prompt]:

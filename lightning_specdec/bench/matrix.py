@@ -11,15 +11,13 @@ from dataclasses import asdict, dataclass
 from itertools import product
 
 from lightning_specdec.bench.config import BenchConfig
-from lightning_specdec.bench.config_entries import RuleChoice
+from lightning_specdec.bench.config_entries import ASSISTED, ROLLED, SPECULATIVE, STANDARD, RuleChoice
 from lightning_specdec.bench.subject import Subject
 from lightning_specdec.bench.sweep import windows_up_to
 from lightning_specdec.rules import AcceptanceRule
 
 NUM_DIGITS = 16
 """Of a cell's hash, hexadecimal."""
-_QUIET = "speculative"
-"""The way that labels do not name."""
 
 
 def digest(values: object) -> str:
@@ -63,7 +61,7 @@ class Cell:
     @property
     def label(self) -> str:
         """What differs within its group, in a few words."""
-        parts = ["" if self.way == _QUIET else self.way, self.draft, self.num_draft_tokens]
+        parts = ["" if self.way == SPECULATIVE else self.way, self.draft, self.num_draft_tokens]
         return " ".join(str(part) for part in [*parts, self.rule and self.rule.label] if part)
 
 
@@ -77,16 +75,16 @@ def cells(config: BenchConfig, subject: Subject) -> list[list[Cell]]:
     groups = []
     for domain, temperature, size in product(subject.prompts, config.temperatures, config.batch_sizes):
         place = (domain, temperature, size)
-        group = [Cell(subject.name, "standard", *place)]
+        group = [Cell(subject.name, STANDARD, *place)]
         if subject.rolled is not None:
-            group.append(Cell(subject.name, "rolled", *place))
+            group.append(Cell(subject.name, ROLLED, *place))
         for draft in subject.drafts:
             windows = _windows(config, subject.facts["max_draft_tokens"][draft])
             for rule, window in product(_rules(config, temperature), windows):
-                group.append(Cell(subject.name, "speculative", *place, draft, window, rule))
+                group.append(Cell(subject.name, SPECULATIVE, *place, draft, window, rule))
         if subject.outside is not None:
             for way in config.outside:
-                names = subject.outside.assistants if way == "assisted" else [None]
+                names = subject.outside.assistants if way == ASSISTED else [None]
                 group += [Cell(subject.name, way, *place, name) for name in names]
         groups.append([_hashed(cell, config, subject) for cell in group])
     return groups

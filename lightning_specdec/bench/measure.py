@@ -13,12 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_specdec.bench.config import BenchConfig
+from lightning_specdec.bench.config_entries import ROLLED, STANDARD
+from lightning_specdec.bench.failures import in_one_line
 from lightning_specdec.bench.matrix import Cell
 from lightning_specdec.bench.phase_timer import MemoryTimer, PeakMemory, gpu_utilization, whole
 from lightning_specdec.bench.prompts import Prompt
 from lightning_specdec.bench.row import ResultRow
 from lightning_specdec.bench.subject import Subject
-from lightning_specdec.bench.sweep import in_one_line
 from lightning_specdec.bench.ways import Prepared, decode, way_of
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.inference import DecodeResult, Window
@@ -148,7 +149,7 @@ def by_position(rows: Sequence[RowResult]) -> tuple[list[int], list[int]]:
 def should_be_same(cell: Cell) -> bool:
     """Whether a cell must give standard decoding's tokens: ours under a lossless rule at temperature 0, and with
     `ExactMatch` at every temperature; transformers' at temperature 0, up to rounding."""
-    if cell.way in ("standard", "rolled"):
+    if cell.way in (STANDARD, ROLLED):
         return True
     rule, greedy = cell.make_rule(), cell.temperature == 0
     return greedy if rule is None else rule.keeps_tokens(greedy=greedy)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from lightning_specdec.bench.config_entries import ASSISTED, PROMPT_LOOKUP
 from lightning_specdec.inference import DecodeResult
 from lightning_specdec.inference.results import RowResult
 from lightning_specdec.inference.timing import peak_memory_bytes
@@ -69,9 +70,9 @@ class Outside:
     def settings(self, way: str) -> list[dict[str, Any]]:
         """What a way can be tried with."""
         layers: list[dict[str, Any]] = [{"layers": each} for each in (LAYERS if self.target.differ else LAYERS[:1])]
-        if way == "prompt_lookup":
+        if way == PROMPT_LOOKUP:
             return [{**each, "prompt_lookup_num_tokens": number} for each in layers for number in NUM_GUESSES]
-        if way == "assisted":
+        if way == ASSISTED:
             schedules: list[dict[str, Any]] = [{"num_assistant_tokens_schedule": "heuristic"}]
             schedules += [
                 {"num_assistant_tokens_schedule": "constant", "num_assistant_tokens": number}
@@ -115,11 +116,11 @@ class Outside:
         options = dict(setting)
         model = self.target.of(layers := options.pop("layers"))
         models, guesses = [model], {}
-        if way == "assisted":
+        if way == ASSISTED:
             assert draft is not None
             guesses["assistant_model"] = assistant = self.assistants[draft].of(layers)
             models.append(assistant)
-        elif way == "prompt_lookup":
+        elif way == PROMPT_LOOKUP:
             guesses = options
         # Said outright, since transformers draws from 50 tokens where nothing is said, and models bring habits along.
         drawing: dict[str, Any] = {"do_sample": False}
@@ -129,7 +130,7 @@ class Outside:
         padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
         seen = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         clean = [GenerationConfig() for _ in models]
-        if way == "assisted":
+        if way == ASSISTED:
             for name, value in options.items():
                 setattr(clean[1], name, value)
         texts, mask = (torch.tensor(each, device=model.device) for each in (padded, seen))
@@ -148,7 +149,7 @@ class Outside:
                 **guesses,
             ).tolist()
             seconds = watch.elapsed()
-        if way == "assisted":
+        if way == ASSISTED:
             self.num_guesses = clean[1].num_assistant_tokens
         rows = [
             _row(index, prompt, each[width:], eos, watch.seconds)

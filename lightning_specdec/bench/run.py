@@ -15,13 +15,13 @@ from typing import Any
 
 from lightning_specdec.bench.config import BenchConfig
 from lightning_specdec.bench.config_entries import OURS
-from lightning_specdec.bench.isolated import OUTSIDE_FAILURES, alphas, best_setting, by_draft, timed_calls
+from lightning_specdec.bench.failures import FAILURES, OUTSIDE_FAILURES, in_one_line
+from lightning_specdec.bench.isolated import alphas, best_setting, by_draft, timed_calls
 from lightning_specdec.bench.matrix import Cell, cells, config_hash
 from lightning_specdec.bench.measure import failure, measure, should_be_same, warm_up
 from lightning_specdec.bench.results import ResultsWriter
 from lightning_specdec.bench.runner import no_collection
 from lightning_specdec.bench.subject import Subject
-from lightning_specdec.bench.sweep import FAILURES, in_one_line
 from lightning_specdec.bench.ways import Prepared, window_of
 
 log = logging.getLogger(__name__)

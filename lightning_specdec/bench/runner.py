@@ -211,6 +211,13 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def in_batches(way: Way, prompts: Sequence[Sequence[int]], batch_size: int) -> list[DecodeResult]:
+    """What a way makes of prompts that are decoded so many together."""
+    numbers = list(range(len(prompts)))
+    batches = [numbers[i : i + batch_size] for i in range(0, len(numbers), batch_size)]
+    return [way([list(prompts[i]) for i in batch], batch) for batch in batches]
+
+
 def interleave(
     ways: Mapping[str, Way], prompts: Sequence[Sequence[int]], *, repeats: int, warmup: int, batch_size: int
 ) -> tuple[dict[str, Runs], float, bool]:
@@ -226,8 +233,6 @@ def interleave(
     require_int("repeats", repeats, 1)
     require_int("batch_size", batch_size, 1)
     require_int("warmup", warmup, 0)
-    numbers = list(range(len(prompts)))
-    batches = [numbers[i : i + batch_size] for i in range(0, len(numbers), batch_size)]
     runs, interrupted = {name: Runs() for name in ways}, False
     warm = started = time.perf_counter()
     try:
@@ -237,7 +242,7 @@ def interleave(
                     warm = time.perf_counter()
                 for name, way in ways.items():
                     begin = time.perf_counter()
-                    results = [way([list(prompts[j]) for j in batch], batch) for batch in batches]
+                    results = in_batches(way, prompts, batch_size)
                     seconds = time.perf_counter() - begin
                     if i >= warmup:
                         runs[name].seconds.append(seconds)

@@ -151,6 +151,11 @@ def percentiles(values: Sequence[float], shares: Sequence[float] = (0.50, 0.95, 
     return tuple(found)
 
 
+def finite(value: float | None) -> float | None:
+    """The number, or None for one that is not known."""
+    return None if value is None or not math.isfinite(value) else value
+
+
 def mean_std(values: Sequence[float]) -> tuple[float, float]:
     """Mean and sample standard deviation (of n - 1); the latter is NaN for a single value.
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import nn
 
+from lightning_specdec.bench.failures import FAILURES, in_one_line
 from lightning_specdec.bench.outside import Forms, Outside
 from lightning_specdec.bench.prompts import Prompt
 from lightning_specdec.bench.remembered import fingerprint
-from lightning_specdec.bench.sweep import FAILURES, in_one_line
 from lightning_specdec.drafters import Drafter, ModelDrafter
 from lightning_specdec.models import LanguageModel
 

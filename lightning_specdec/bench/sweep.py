@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from lightning_specdec.bench.failures import FAILURES, in_one_line
 from lightning_specdec.bench.pair import compare
 from lightning_specdec.bench.runner import Benchmark
 from lightning_specdec.checks import require_int
@@ -26,8 +27,6 @@ from lightning_specdec.rules import AcceptanceRule, ExactMatch, Sampling
 
 FIGURES = ("acceptance_rate", "block_efficiency", "walltime_speedup")
 """What a row that failed has none of."""
-FAILURES = (ValueError, RuntimeError, MemoryError)
-"""What a draft or a window can fail by: what they cannot do, and what torch or the memory cannot."""
 
 
 @dataclass(frozen=True)
@@ -177,11 +176,6 @@ def _rows(
                 yield SweepRow(name, window, size, comparable, found)
             if found.interrupted:
                 return
-
-
-def in_one_line(error: BaseException) -> str:
-    """What something failed by."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def windows_of(drafter: Drafter, windows: Sequence[int]) -> list[int]:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_specdec.bench.config import BenchConfig
+from lightning_specdec.bench.config_entries import ROLLED, SPECULATIVE, STANDARD
 from lightning_specdec.bench.matrix import Cell
 from lightning_specdec.bench.outside import GenerateSetting
 from lightning_specdec.bench.prompts import Prompt
 from lightning_specdec.bench.remembered import load_or_measure
 from lightning_specdec.bench.rolled import rolled_decode
-from lightning_specdec.bench.runner import Way
+from lightning_specdec.bench.runner import Way, in_batches
 from lightning_specdec.bench.subject import Subject
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.inference import (
@@ -53,7 +54,7 @@ def window_of(cell: Cell, subject: Subject) -> int | Window | None:
     Raises:
         ValueError: its draft cannot guess.
     """
-    if cell.way != "speculative" or cell.num_draft_tokens != "auto":
+    if cell.way != SPECULATIVE or cell.num_draft_tokens != "auto":
         return cell.num_draft_tokens if isinstance(cell.num_draft_tokens, int) else None
     rule, sampling = cell.make_rule(), Sampling(cell.temperature)
     drafter = drafter_of(cell, subject)
@@ -92,13 +93,13 @@ def way_of(
     sampling = Sampling(cell.temperature)
     shared: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "sampling": sampling, "seed": seed}
     stops = () if config.ignore_eos else subject.stops
-    if cell.way == "standard":
+    if cell.way == STANDARD:
         return lambda texts, indices: autoregressive_decode(subject.target, texts, indices=indices, eos=stops, **shared)
-    if cell.way == "rolled":
+    if cell.way == ROLLED:
         rollout = subject.rolled
         assert rollout is not None
         return lambda texts, indices: rolled_decode(rollout, texts, indices=indices, eos=stops, **shared)
-    if cell.way != "speculative":
+    if cell.way != SPECULATIVE:
         outside, setting = subject.outside, prepared.setting
         assert outside is not None and setting is not None
         return lambda texts, indices: outside.decode(
@@ -121,6 +122,4 @@ def way_of(
 def decode(way: Way, prompts: Sequence[Prompt], batch_size: int) -> DecodeResult:
     """All prompts in batches. Its seconds are those of the decodes' own clocks, which begin when a batch is ready to be
     read and end with its last token: what we do before and after is in no way's."""
-    numbers = list(range(len(prompts)))
-    batches = [numbers[i : i + batch_size] for i in range(0, len(numbers), batch_size)]
-    return merge_results([way([list(prompts[i].tokens) for i in batch], batch) for batch in batches])
+    return merge_results(in_batches(way, [prompt.tokens for prompt in prompts], batch_size))

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_specdec.bench.config_entries import OUTSIDE
-from lightning_specdec.bench.report.analysis import SPECULATIVE, STANDARD, MeasuredCell, pooled_speedup
+from lightning_specdec.bench.config_entries import OUTSIDE, SPECULATIVE, STANDARD
+from lightning_specdec.bench.report.analysis import MeasuredCell, pooled_speedup
 from lightning_specdec.bench.report.judged import missing, pays, sound
 from lightning_specdec.bench.report.outside import Outside, faster_outside
 from lightning_specdec.bench.report.round_costs import costs_in_place

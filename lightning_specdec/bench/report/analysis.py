@@ -5,12 +5,12 @@ Knows nothing of theory, of what should be done, nor of how figures are shown.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
+from lightning_specdec.bench.config_entries import STANDARD
 from lightning_specdec.bench.row import SETTINGS, lacking
 from lightning_specdec.bench.speed import Row, Timings, timings
 from lightning_specdec.bench.statistics import (
@@ -26,8 +26,6 @@ from lightning_specdec.inference import PHASES
 
 Place = tuple[str, str, float, int, int]
 """What cells are compared within: pair, domain, temperature, batch size, tokens wanted."""
-
-STANDARD, SPECULATIVE = "standard", "speculative"
 
 
 @dataclass(frozen=True)
@@ -238,8 +236,3 @@ def _ratio(top: int | None, bottom: int | None) -> float | None:
 def rounds(dtype: str | None) -> bool:
     """Whether a type is so coarse that two ways to compute the same may give other tokens."""
     return dtype in ("bfloat16", "float16")
-
-
-def finite(value: float | None) -> float | None:
-    """The number, or None for one that is not known."""
-    return None if value is None or not math.isfinite(value) else value

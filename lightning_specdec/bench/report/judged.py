@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_specdec.bench.report.analysis import SPECULATIVE, STANDARD, MeasuredCell, rounds
+from lightning_specdec.bench.config_entries import SPECULATIVE, STANDARD
+from lightning_specdec.bench.report.analysis import MeasuredCell, rounds
 from lightning_specdec.bench.statistics import LEVEL, Estimate
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_specdec.bench.report.analysis import MeasuredCell, finite
+from lightning_specdec.bench.report.analysis import MeasuredCell
 from lightning_specdec.bench.report.picture import Panel, Picture, Series, Value
 from lightning_specdec.bench.report.round_pictures import round_pictures
 from lightning_specdec.bench.report.scene import Scene
+from lightning_specdec.bench.statistics import finite
 
 TEMPERATURE, BATCH = ("temperature", "temperature"), ("batch_size", "batch size (prompts together)")
 """Settings: what a cell calls them, and what an axis does."""

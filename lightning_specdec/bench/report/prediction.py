@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_specdec.bench import theory
-from lightning_specdec.bench.report.analysis import SPECULATIVE, MeasuredCell
+from lightning_specdec.bench.config_entries import SPECULATIVE
+from lightning_specdec.bench.report.analysis import MeasuredCell
 from lightning_specdec.bench.report.round_costs import Calls, isolated_calls
 from lightning_specdec.bench.statistics import Interval, middle
 from lightning_specdec.inference import PHASES

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_specdec.bench.config_entries import OURS
+from lightning_specdec.bench.config_entries import OURS, STANDARD
 from lightning_specdec.bench.report.advice import Advice, advise
-from lightning_specdec.bench.report.analysis import STANDARD, MeasuredCell, cells_of
+from lightning_specdec.bench.report.analysis import MeasuredCell, cells_of
 from lightning_specdec.bench.report.judged import excused
 from lightning_specdec.bench.report.outside import Outside
 from lightning_specdec.bench.report.page import page

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_specdec.bench import theory
-from lightning_specdec.bench.report.analysis import STANDARD, MeasuredCell
+from lightning_specdec.bench.config_entries import STANDARD
+from lightning_specdec.bench.report.analysis import MeasuredCell
 from lightning_specdec.bench.report.picture import Panel, Picture, Series
 from lightning_specdec.bench.report.scene import Scene, color, parts
 from lightning_specdec.bench.statistics import percentiles

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_specdec.bench.report.analysis import SPECULATIVE, MeasuredCell, pooled_speedup
+from lightning_specdec.bench.config_entries import SPECULATIVE
+from lightning_specdec.bench.report.analysis import MeasuredCell, pooled_speedup
 
 MAX_SERIES = 8
 """As many as have colours of their own."""

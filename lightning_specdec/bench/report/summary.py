@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from lightning_specdec.bench.report.analysis import MeasuredCell, Row, cells_of, finite
-from lightning_specdec.bench.statistics import mean_std
+from lightning_specdec.bench.report.analysis import MeasuredCell, Row, cells_of
+from lightning_specdec.bench.statistics import finite, mean_std
 
 NAMES = ("pair", "domain", "temperature", "batch_size", "way", "draft", "num_draft_tokens", "rule")
 """What tells a line from the others."""

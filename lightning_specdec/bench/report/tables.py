@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_specdec.bench.config_entries import ASSISTED, GENERATE, PROMPT_LOOKUP, ROLLED
 from lightning_specdec.bench.report.advice import Advice
 from lightning_specdec.bench.report.analysis import MeasuredCell
 from lightning_specdec.bench.report.prediction import Prediction
@@ -21,10 +22,10 @@ from lightning_specdec.inference import PHASES
 
 Value = str | float | int | bool | None
 WAYS = {
-    "generate": "transformers' generate",
-    "assisted": "transformers' assisted generation",
-    "prompt_lookup": "transformers' prompt look-up",
-    "rolled": "the target alone, rolled out as a draft is",
+    GENERATE: "transformers' generate",
+    ASSISTED: "transformers' assisted generation",
+    PROMPT_LOOKUP: "transformers' prompt look-up",
+    ROLLED: "the target alone, rolled out as a draft is",
 }
 """Ways of decoding in words, where their names are not."""
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lightning_specdec.bench import theory
-from lightning_specdec.bench.report.analysis import MeasuredCell, finite
+from lightning_specdec.bench.report.analysis import MeasuredCell
+from lightning_specdec.bench.report.colors import WINDOWS
 from lightning_specdec.bench.report.picture import Panel, Picture, Series
 from lightning_specdec.bench.report.prediction import TOLERANCE, Prediction
 from lightning_specdec.bench.report.round_costs import isolated_calls
 from lightning_specdec.bench.report.scene import Scene
+from lightning_specdec.bench.statistics import finite
 
-CURVES = tuple(range(2, 11))
-"""Windows whose curves are drawn."""
 ALPHAS = tuple(i / 50 for i in range(51))
 AXIS = "acceptance rate (alpha)"
 
@@ -104,7 +104,7 @@ def _value(cell: MeasuredCell) -> float | None:
 def _curves(compute: Callable[[float, int], float]) -> list[Series]:
     return [
         Series(f"window {window}", ALPHAS, [compute(alpha, window) for alpha in ALPHAS], f"k{window}", style="curve")
-        for window in CURVES
+        for window in WINDOWS
     ]
 
 
@@ -113,7 +113,7 @@ def _points(scene: Scene, pair: str, draft: str, figure: Callable[[MeasuredCell]
     cells = [
         cell
         for cell in scene.at(pair, draft=draft)
-        if cell.num_draft_tokens in CURVES and cell.acceptance_rate is not None and figure(cell) is not None
+        if cell.num_draft_tokens in WINDOWS and cell.acceptance_rate is not None and figure(cell) is not None
     ]
     return Series(
         f"{draft}, measured",
