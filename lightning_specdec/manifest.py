@@ -32,6 +32,9 @@ def manifest(
         "transformers": version("transformers"),
         "platform": platform.platform(),
         "processor": _processor(),
+        "cores": _cores(),
+        "memory_bytes": _memory_bytes(),
+        "cuda": torch.version.cuda,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "threads": torch.get_num_threads(),
         "commit": _commit(),
@@ -65,6 +68,21 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+def _cores() -> int | None:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # neither on macOS nor on Windows
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def _memory_bytes() -> int | None:
+    """The machine's memory, where the system tells it."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def _commit() -> str | None:

@@ -84,7 +84,8 @@ def test_the_manifest_says_what_a_prediction_starts_from(tmp_path: Path, monkeyp
     assert manifest["alpha"]["tiny"]["model"]["sequences"] == tested["num_accepted"] / tested["num_tested"]
     assert manifest["pairs"]["tiny"]["draft_parameters"]["ngram"] is None
     assert manifest["prompts"]["tiny"]["sequences"]["p0"] == cases.PROMPTS[0]
-    assert {"torch", "threads", "commit", "processor", "config", "config_hash"} <= manifest.keys()
+    machine = {"threads", "processor", "cores", "memory_bytes", "cuda", "torch"}
+    assert machine | {"commit", "config", "config_hash"} <= manifest.keys()
 
 
 @pytest.mark.parametrize("others", [tiny_bench.OTHERS, {}], ids=["others", "none"])
