@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import audits
 import rnn_speed
 import smollm2_speed
 import transformer_speed
@@ -87,6 +88,7 @@ def bench_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "audits": lambda: audits.table(_record("audits")["rows"]),
     "rnn_speed": lambda: rnn_speed.table(_record("rnn_speed")["rows"]),
     "smollm2_speed": lambda: smollm2_speed.table(_record("smollm2_speed")["rows"]),
     "transformer_speed": lambda: transformer_speed.table(_record("transformers")["rows"]),

@@ -86,6 +86,8 @@ def _run(configs: Sequence[BenchConfig], options: Namespace) -> int:
         print("interrupted: what is finished stays, and the same command goes on from there", file=sys.stderr)
         return 130
     for each in several:
+        for name, why in each.manifest["failed_pairs"].items():
+            log.warning(f"failed: {name}: {why}")
         if failed := len({row["cell"] for row in each.rows if row["error"] is not None}):
             log.warning(
                 f"{counted(failed, 'cell')} of {each.directory} failed, and what failed is not tried again: to try it, "
@@ -93,7 +95,7 @@ def _run(configs: Sequence[BenchConfig], options: Namespace) -> int:
             )
         progress(f"kept in {each.directory}: `lightning_specdec report {each.directory}` says what it comes to")
     wrong = [(each, row) for each in several for row in each.rows if _is_wrong(row, each.manifest)]
-    return 1 if wrong else 0
+    return 1 if wrong or any(each.manifest["failed_pairs"] for each in several) else 0
 
 
 def _load(config: BenchConfig, name: str, failed: Mapping[str, str]) -> Subject:

@@ -17,7 +17,8 @@ from typing import Any
 from lightning_specdec.bench.compare import Comparison
 from lightning_specdec.bench.config_entries import SPECULATIVE
 from lightning_specdec.bench.report.analysis import rounds
-from lightning_specdec.bench.report.summary import NAMES, RATES, REST, SPEEDUP, SPREAD, summarize
+from lightning_specdec.bench.report.summary import GAPS, NAMES, RATES, REST, SPEEDUP, SPREAD, summarize
+from lightning_specdec.bench.report.tables import harmless
 from lightning_specdec.bench.report.wording import shown
 from lightning_specdec.bench.results import Results
 from lightning_specdec.bench.run import Progress
@@ -38,12 +39,13 @@ class Bar(Progress):
     def __init__(self) -> None:
         self._live = sys.stderr.isatty()
         self._done = self._total = 0
-        self._text = ""
+        self._text = self._behind = ""
         self._began = self._drawn = time.monotonic()
 
-    def plan(self, num_runs: int) -> None:
-        """So many runs of the next pair are to come."""
+    def plan(self, num_runs: int, *, pairs_left: int = 0) -> None:
+        """So many runs of the next pair are to come, and so many pairs behind it."""
         self._done, self._total, self._began = 0, num_runs, time.monotonic()
+        self._behind = f", then {counted(pairs_left, 'pair')}" if pairs_left else ""
 
     def say(self, text: str) -> None:
         """What is being done now."""
@@ -68,7 +70,7 @@ class Bar(Progress):
         left = _clock(passed / self._done * (self._total - self._done)) if self._done else "?"
         full = WIDTH * self._done // self._total
         drawn = "#" * full + "." * (WIDTH - full)
-        return f"runs {self._done}/{self._total} |{drawn}| {_clock(passed)}<{left} {self._text}"
+        return f"runs {self._done}/{self._total} |{drawn}| {_clock(passed)}<{left}{self._behind} {self._text}"
 
     def _draw(self) -> None:
         now = time.monotonic()
@@ -117,13 +119,16 @@ def show(several: Sequence[Results], form: str) -> str:
 
 def _csv(several: Sequence[Results]) -> str:
     spread = [f"{name}_{end}" for name in SPREAD for end in ("mean", "std")]
-    names = ["name", *NAMES, *spread, *SPEEDUP, *RATES, *REST]
+    names = ["name", *NAMES, *spread, *SPEEDUP, *GAPS, *RATES, *REST]
     file = io.StringIO()
     writer = csv.DictWriter(file, names, lineterminator="\n")
     writer.writeheader()
     for each in several:
         for line in summarize(each.rows):
-            writer.writerow({"name": each.manifest["name"], **line})
+            values = {"name": each.manifest["name"], **line}
+            writer.writerow(
+                {name: harmless(value) if isinstance(value, str) else value for name, value in values.items()}
+            )
     return file.getvalue().rstrip("\n")
 
 

@@ -78,6 +78,8 @@ def test_a_benchmark_is_kept_and_shown_and_its_command_goes_on(monkeypatch: pyte
     assert reported is not None and cell["walltime_speedup"] == reported.value, "the report says the same"
     assert cell["walltime_speedup_low"] == reported.low < reported.high == float(table[1]["walltime_speedup_high"])
     assert document["manifest"]["config"]["max_new_tokens"] == 4
+    shares = [float(table[1][f"seconds_per_token_p{share}"]) for share in (50, 95, 99)]
+    assert 0 <= shares[0] <= shares[1] <= shares[2] == cell["seconds_per_token_p99"]
 
 
 def test_ctrl_c_leaves_a_file_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +148,49 @@ def test_a_disk_that_is_full_in_the_middle_is_one_line_and_loses_nothing(
     assert len(read(place.parent).rows) == 6 and place.read_bytes().startswith(before)
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "report/report.html", "report/cells.csv"])
+def test_a_full_disk_loses_nothing_of_what_is_written_whole(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The manifest of a run that goes on, and a report that is made anew."""
+    write("tiny.yaml", repeats=1)
+    succeed("bench", "--config", "tiny.yaml")
+    succeed("report", "results/tiny")
+    write("tiny.yaml", repeats=1, pairs={**TINY["pairs"], "more": TINY["pairs"]["rnn"]}, name="tiny")
+    before = {path: path.read_bytes() for path in Path("results").rglob("*") if path.is_file()}
+    sync = os.fsync
+
+    def full(file: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{file}")
+        if Path(name).name in path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        sync(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        verb = ("report", "results/tiny") if "report" in name else ("bench", "--config", "tiny.yaml", "--name", "new")
+        outcome = call(*verb)
+    assert outcome.code == 2 and outcome.err.count("\n") == 1 and "No space left on device" in outcome.err
+    assert before.items() <= {path: path.read_bytes() for path in Path("results").rglob("*") if path.is_file()}.items()
+    succeed(*verb)
+
+
+def test_a_pair_that_cannot_be_loaded_stops_no_other() -> None:
+    pairs = {"torn": {"ckpt": "torn.ckpt", "drafts": DRAFTS}, **TINY["pairs"]}
+    Path("torn.ckpt").write_bytes(Path("tiny.ckpt").read_bytes()[:1000])
+    write("tiny.yaml", pairs=pairs)
+    outcome = call("bench", "--config", "tiny.yaml")
+    assert outcome.code == 1 and len(read("results/tiny").rows) == 6
+    (told,) = outcome.err.splitlines()
+    assert told.startswith("WARNING: failed: torn: ") and "torn.ckpt" in told
+    assert told.removeprefix("WARNING: ") in succeed("report", "results/tiny").err
+    os.replace("torn.ckpt", "only_torn.ckpt")
+    write("alone.yaml", pairs={"torn": {"ckpt": "only_torn.ckpt", "drafts": DRAFTS}})
+    alone = call("bench", "--config", "alone.yaml")
+    assert alone.code == 2 and alone.err.startswith("error: only_torn.ckpt") and alone.err.count("\n") == 1
+    Path("torn.ckpt").write_bytes(Path("tiny.ckpt").read_bytes())
+    assert succeed("bench", "--config", "tiny.yaml").err == ""
+    assert len(read("results/tiny").rows) == 12 and read("results/tiny").manifest["failed_pairs"] == {}
+
+
 def test_a_cell_that_failed_is_in_the_table_and_the_exit_code() -> None:
     write("tiny.yaml", rules=["EpsilonThreshold"])
     outcome = call("bench", "--config", "tiny.yaml")
@@ -154,6 +199,12 @@ def test_a_cell_that_failed_is_in_the_table_and_the_exit_code() -> None:
     failed = next(line for line in outcome.out.splitlines() if " ngram " in line)
     assert "failed: EpsilonThreshold compares the draft's logits, and NGramDrafter has none" in failed
     assert "lossy" in next(line for line in outcome.out.splitlines() if " model " in line)
+
+
+def test_text_for_a_spreadsheet_is_no_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail(monkeypatch, run_module, "measure", RuntimeError("=HYPERLINK(1)"), lambda cell, *more: cell.draft == "ngram")
+    table = list(csv.DictReader(io.StringIO(call("bench", "--config", "tiny.yaml", "--format", "csv").out)))
+    assert [line["error"] for line in table] == ["", "", "'=HYPERLINK(1)"]
 
 
 def test_a_row_is_repeated_from_its_own_record() -> None:
@@ -412,3 +463,5 @@ def test_the_bar_says_how_long_the_rest_will_take(
     bar.advance(1)
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and told.startswith("runs 3/10 |")
+    bar.plan(10, pairs_left=1)
+    assert "0:00<?, then 1 pair " in bar.line()

@@ -170,6 +170,29 @@ def test_a_failed_cell_is_shown_with_its_error(page: str, results: Path) -> None
     assert (failed["window"], failed["walltime speedup"]) == ("8", "")
 
 
+def test_a_cell_without_a_prediction_says_why(page: str) -> None:
+    told = re.findall(r"<p>No prediction of (.*?)\.</p>", page)
+    assert told == [
+        "1 cell: the window adapts to what it meets",
+        "1 cell: no guess was tested on other prompts",
+        "1 cell: isolated calls are of one row, not of a batch",
+    ]
+    untimed = manifest_of({("draft", "code"): 0.3}) | {
+        "calls": {"pair": {"draft_step_seconds": {}, "error": "too short a context"}}
+    }
+    rows = [standard(), speculative([drawn(0.3, 4, seed) for seed in range(6)])]
+    assert Report.of(Results(Path("made"), untimed, rows)).unpromised == [
+        "1 cell: no isolated calls were timed: too short a context"
+    ]
+
+
+def test_memory_is_shown_by_phase_and_the_first_token_with_its_interval(results: Path) -> None:
+    table = next(csv.DictReader(io.StringIO((results / "report" / "cells.csv").read_text())))
+    assert (table["peak memory, MB"], table["in verify, MB"], table["in draft, MB"]) == ("2.0", "2.0", "")
+    first, low, high = (float(table[f"first token, ms{end}"]) for end in ("", ", from", ", to"))
+    assert low <= first <= high
+
+
 def test_nothing_of_the_results_can_run_or_load(page: str) -> None:
     assert "<script>alert" not in page and "<b onclick" not in page
     assert html.escape("</script><script>alert(1)</script>") in page
@@ -257,6 +280,11 @@ def test_bad_input_of_the_verb_is_one_line(tmp_path: Path) -> None:
 
 PROBE = """<!DOCTYPE html><body><script>
 const found = {};
+function light(color) {  // relative luminance, WCAG 2
+  const [r, g, b] = color.match(/[0-9.]+/g).slice(0, 3).map(part => part / 255).map(
+    part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+}
 function look(frame, width) {
   const page = frame.contentDocument, root = page.documentElement, sizes = {};
   for (const each of page.querySelectorAll("section.picture")) {
@@ -266,9 +294,17 @@ function look(frame, width) {
   }
   const out = [...page.querySelectorAll("main *")].filter(
     each => !each.closest(".scroll, pre, svg") && each.getBoundingClientRect().right > width + 1);
+  const ground = light(getComputedStyle(page.body).backgroundColor);
+  const words = "p, h1, h2, td, th, summary, section:not(#speedup_heatmap) svg text";
+  const contrasts = [...page.querySelectorAll(words)].filter(
+    each => each.textContent.trim() && !each.closest(".answer, .warning")).map(each => {
+      const style = getComputedStyle(each), ink = light(each.closest("svg") ? style.fill : style.color);
+      return (Math.max(ink, ground) + 0.05) / (Math.min(ink, ground) + 0.05);
+    });
   const small = [...page.querySelectorAll("svg text")].map(each => each.getBoundingClientRect().height).filter(Boolean);
   found[width] = {scroll: root.scrollWidth, out: out.map(each => each.outerHTML.slice(0, 80)), sizes,
-                  smallest: Math.min(...small), columns: getComputedStyle(page.querySelector(".panels"))
+                  smallest: Math.min(...small), ground, contrast: Math.min(...contrasts),
+                  columns: getComputedStyle(page.querySelector(".panels"))
                   .gridTemplateColumns.split(" ").length};
   if (Object.keys(found).length == 2) document.body.innerHTML = "<pre id=found>" + JSON.stringify(found) + "</pre>";
 }
@@ -276,12 +312,15 @@ function look(frame, width) {
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
-def test_the_page_in_a_browser(page: str, tmp_path: Path) -> None:
-    """Wide and narrow: no console error, all drawings there with their data, nothing wider than the window."""
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_page_in_a_browser(page: str, tmp_path: Path, theme: str) -> None:
+    """Wide and narrow: no console error, all drawings there with their data, nothing wider than the window, and all
+    text to be told from its ground."""
     frame = '<iframe srcdoc="{}" style="border:0;height:900px;width:{}px" onload="look(this, {})"></iframe>'
     frames = "".join(frame.format(html.escape(page), width, width) for width in (1400, 400))
     (tmp_path / "probe.html").write_text(PROBE.replace("FRAMES", frames), encoding="utf-8")
-    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1900,1000"]
+    chosen = f"--blink-settings=preferredColorScheme={('dark', 'light').index(theme)}"
+    command = [str(CHROMIUM), *FLAGS, chosen, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1900,1000"]
     done = subprocess.run(
         [*command, "--virtual-time-budget=5000", "--dump-dom", (tmp_path / "probe.html").as_uri()],
         capture_output=True,
@@ -299,5 +338,6 @@ def test_the_page_in_a_browser(page: str, tmp_path: Path) -> None:
         assert seen["scroll"] <= int(width) and seen["out"] == []
         assert tuple(seen["sizes"]) == PICTURES
         assert all(panels == shown > 0 for panels, shown in seen["sizes"].values())
-        assert seen["smallest"] > 9
+        assert seen["smallest"] > 9 and seen["contrast"] >= 4.5
+        assert (seen["ground"] < 0.1) == (theme == "dark")
     assert found["1400"]["columns"] == 3 and found["400"]["columns"] == 1

@@ -21,14 +21,15 @@ import torch
 from tiny_bench import PROMPTS, config, measured, plain, subject
 
 from lightning_specdec.bench import isolated, remembered
+from lightning_specdec.bench import results as results_module
 from lightning_specdec.bench import run as run_module
 from lightning_specdec.bench.config import BenchConfig
 from lightning_specdec.bench.matrix import Cell, cells, config_hash
-from lightning_specdec.bench.phase_timer import gpu_utilization
 from lightning_specdec.bench.prompts import Prompt
 from lightning_specdec.bench.report.summary import summarize
 from lightning_specdec.bench.results import read
 from lightning_specdec.bench.subject import Subject
+from lightning_specdec.bench.usage import gpu_utilization
 from lightning_specdec.drafters import ModelDrafter, NGramDrafter
 from lightning_specdec.inference import PHASES
 
@@ -258,6 +259,32 @@ def test_a_run_that_is_killed_twenty_times_has_every_finished_row_once(tmp_path:
     assert len(places) == len(set(places)) == 3 * 40
     assert {row["same_tokens"] for row in rows} == {True}
     assert sorted(each.name for each in path.parent.iterdir()) == ["manifest.json", "rows.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["timed_calls", "alphas", "_write_manifest"])
+def test_a_run_that_is_killed_while_it_learns_what_a_pair_is_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    torch.set_num_threads(1)
+    given, module = subject(), results_module if name == "_write_manifest" else run_module
+    written: list[int] = []
+
+    def killed(*more: Any) -> Any:
+        written.append(1)
+        if name != "_write_manifest" or len(written) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(*more)
+
+    write = getattr(module, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, killed)
+        child = multiprocessing.get_context("fork").Process(target=measured, args=(tmp_path / "r", config(), given))
+        child.start()
+        child.join()
+    assert child.exitcode == -signal.SIGKILL
+    found = measured(tmp_path / "r", config(), given)
+    assert len(found.rows) == len({(row["cell"], row["repeat"]) for row in found.rows}) == 6
+    assert all("tiny" in found.manifest[each] for each in ("pairs", "prompts", "calls", "alpha", "alpha_at"))
 
 
 def test_a_cell_that_fails_is_shown_with_its_error_and_stops_no_other(tmp_path: Path) -> None:

@@ -121,3 +121,13 @@ def test_bad_input_is_told_in_a_line(options: tuple[str, ...], told: str) -> Non
 )
 def test_models_that_are_not_there_are_told_in_a_line(models: tuple[str, ...], told: str) -> None:
     refused("audit", *models, told=told)
+
+
+@pytest.mark.parametrize("path", sorted(Path(CHECKPOINT).parent.glob("*.ckpt")), ids=lambda path: path.name)
+def test_every_shipped_checkpoint_passes(path: Path) -> None:
+    """With few decodes; benchmarks/audits.py audits them in full."""
+    brief = ("--num_prompts", "1", "--temperatures", "0", "1", "--rules", "ExactMatch", "RejectionSampling")
+    document = succeed("audit", "--ckpt", str(path), *FEW, *brief, "--output", "json").json
+    assert document["passed"] and not document["interrupted"]
+    checks = {(each["check"], each["sampling"]) for each in document["findings"]}
+    assert {("identity", "greedy"), ("round", "T=1"), ("samples", "T=1")} <= checks

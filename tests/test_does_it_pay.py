@@ -1,4 +1,4 @@
-"""The guide "Does it pay?": its figures are those of the records, its links and commands lead somewhere."""
+"""The guide "Does it pay?": its figures are those of the records, the commands in its text are understood."""
 
 from __future__ import annotations
 
@@ -49,11 +49,6 @@ def test_short_outputs_yield_as_few_tokens_a_round_as_shown(row: list[str]) -> N
     for length, shown in list(zip(table("lengths")[0], row, strict=True))[1:5]:
         run = decoder.decode(decoder.prompts, max_new_tokens=int(length), num_draft_tokens=4)
         assert run.block_efficiency == pytest.approx(float(shown), abs=0.05)  # another processor may round otherwise
-
-
-def test_every_file_that_the_guide_points_to_is_there() -> None:
-    links = {link.split("#")[0] for link in re.findall(r"\]\(([^)]+)\)", GUIDE) if "://" not in link}
-    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
 
 
 def test_every_command_of_the_guide_has_its_verb_and_options() -> None:

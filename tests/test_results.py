@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 
 import cases
 import pytest
+import torch
 
 from lightning_specdec.inference import (
     PHASES,
     Counts,
     DecodeResult,
+    PhaseTimer,
     Round,
     Row,
     autoregressive_decode,
@@ -205,3 +208,36 @@ def test_phases_add_up_to_the_whole(speculative: bool) -> None:
     assert sum(result.phase_seconds.values()) == pytest.approx(result.seconds, rel=0.03)
     assert (result.phase_seconds["draft"] > 0) is speculative
     assert result.peak_memory_bytes > 1e6
+
+
+def test_a_gpus_timer_adds_up_what_lies_between_its_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's events by a clock of ours: no machine with a GPU is needed to see that every phase has its own."""
+    clock = itertools.count()
+    seconds = [0.0, 0.25, 1.0, 1.5, 3.5]
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: str) -> None:
+            assert stream == "cuda:0's"
+            number = next(clock)
+            self.at = seconds[number % 5] + 4.0 * (number // 5)
+
+        def elapsed_time(self, later: Event) -> float:
+            return 1000 * (later.at - self.at)
+
+    synchronized: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"{device}'s")
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
+    timer = PhaseTimer(torch.device("cuda:0"))
+    for phase in ("draft", "verify", "accept", "rest"):
+        timer.lap(phase)
+    assert not synchronized, "a lap waits for nothing"
+    assert timer.seconds() == {"draft": 0.25, "verify": 0.75, "accept": 0.5, "rest": 2.0}
+    assert timer.seconds() == timer.seconds() and len(synchronized) == 3, "and reading again adds nothing"
+    for _ in range(2000):
+        timer.lap("rest")
+    assert len(synchronized) == 4, "old marks are added up before there are too many"
+    assert sum(timer.seconds().values()) == pytest.approx(seconds[(2004) % 5] + 4.0 * (2004 // 5))

@@ -16,10 +16,10 @@ from lightning_specdec.bench.config import BenchConfig
 from lightning_specdec.bench.config_entries import ROLLED, STANDARD
 from lightning_specdec.bench.failures import in_one_line
 from lightning_specdec.bench.matrix import Cell
-from lightning_specdec.bench.phase_timer import MemoryTimer, PeakMemory, gpu_utilization, whole
 from lightning_specdec.bench.prompts import Prompt
 from lightning_specdec.bench.row import ResultRow
 from lightning_specdec.bench.subject import Subject
+from lightning_specdec.bench.usage import MemoryTimer, PeakMemory, gpu_utilization, whole
 from lightning_specdec.bench.ways import Prepared, decode, way_of
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.inference import DecodeResult, Window

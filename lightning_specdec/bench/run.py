@@ -27,15 +27,15 @@ from lightning_specdec.bench.ways import Prepared, window_of
 log = logging.getLogger(__name__)
 
 _FACTS = ("target_sha256", "draft_sha256", "dtype")
-_BY_PAIR = ("pairs", "prompts", "calls", "alpha", "alpha_at", "outside")
+_BY_PAIR = ("pairs", "prompts", "calls", "alpha", "alpha_at", "outside", "failed_pairs")
 """What the manifest says of each pair, once it is known."""
 
 
 class Progress:
     """Told how a benchmark goes; this one keeps it to itself."""
 
-    def plan(self, num_runs: int) -> None:
-        """So many runs of the next pair are to come."""
+    def plan(self, num_runs: int, *, pairs_left: int = 0) -> None:
+        """So many runs of the next pair are to come, and so many pairs behind it."""
 
     def say(self, text: str) -> None:
         """What is being done now."""
@@ -74,13 +74,19 @@ def run(
             takes their place: they are not loaded again.
 
     Raises:
+        ValueError: not one pair could be loaded; where some can, the manifest keeps why the others could not.
         OSError: nothing more can be written; what was finished stays.
         KeyboardInterrupt: Ctrl-C; the same.
     """
     told = progress or Progress()
-    for name in config.pairs:
+    failed: dict[str, BaseException] = {}
+    for number, name in enumerate(config.pairs, start=1):
         told.say(f"{name}: loading")
-        subject = load(name, results.failed_drafts(name))
+        try:
+            subject = load(name, results.failed_drafts(name))
+        except FAILURES as error:
+            failed[name] = error
+            continue
         if name in (known := results.results.manifest["pairs"]):
             subject.recall(known[name])
         groups = cells(config, subject)
@@ -88,11 +94,14 @@ def run(
         if missing and (changed := results.resume()):
             told.warn(changed)
         _describe(subject, config, results, told, any_missing=bool(missing))
-        told.plan(sum(len(_missing(cell, config, results)) for cell in missing))
+        told.plan(sum(len(_missing(cell, config, results)) for cell in missing), pairs_left=len(config.pairs) - number)
         for group in groups:
             with no_collection():
                 _run_group(group, subject, config, results, told)
         del subject
+    if len(failed) == len(config.pairs):
+        raise next(iter(failed.values()))
+    results.update(failed_pairs={name: in_one_line(error) for name, error in failed.items()})
 
 
 def _missing(cell: Cell, config: BenchConfig, results: ResultsWriter) -> list[int]:

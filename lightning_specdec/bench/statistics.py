@@ -93,6 +93,16 @@ def median_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
     return _estimate([_checked("values", [[value] for value in values])], seed=seed).interval
 
 
+def mean_interval(rows: Sequence[Sequence[float]], *, seed: int = 0) -> Interval:
+    """The mean over prompts of their medians over the repeats, with its interval; a list for each repeat.
+
+    Raises:
+        ValueError: as `ratio_estimate`.
+    """
+    found = _estimate([_checked("values", rows)], seed=seed).interval
+    return Interval(*(each / len(rows[0]) for each in found))
+
+
 def ratio_estimate(
     numerators: Sequence[Sequence[float]], denominators: Sequence[Sequence[float]], *, seed: int = 0
 ) -> Estimate:

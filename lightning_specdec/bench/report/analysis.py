@@ -16,9 +16,9 @@ from lightning_specdec.bench.speed import Row, Timings, timings
 from lightning_specdec.bench.statistics import (
     Estimate,
     Interval,
+    mean_interval,
     mean_std,
     median_interval,
-    middle,
     percentiles,
     ratio_estimate,
 )
@@ -121,11 +121,11 @@ class MeasuredCell:
         """Mean of `gaps`."""
         return statistics.fmean(self.gaps) if self.gaps else None
 
-    @property
-    def time_to_first_token(self) -> float | None:
+    @cached_property
+    def time_to_first_token(self) -> Interval | None:
         """Seconds until a prompt's first new token: of each prompt the median over the repeats, the mean of these."""
         found = [row["time_to_first_token"] for row in self.rows if row["time_to_first_token"]]
-        return statistics.fmean(middle(found)) if found else None
+        return mean_interval(found) if found else None
 
     @property
     def phase_seconds(self) -> dict[str, float] | None:
@@ -135,14 +135,21 @@ class MeasuredCell:
             return None
         return {phase: statistics.fmean(each.get(phase) or 0.0 for each in known) for phase in PHASES}
 
+    @cached_property
+    def phase_memory_bytes(self) -> dict[str, int]:
+        """The most that each phase held in any repeat; nothing of phases that could not be told apart."""
+        found: dict[str, int] = {}
+        for row in self.rows:
+            peaks = row["peak_memory_bytes"]
+            for phase, peak in peaks.items() if isinstance(peaks, Mapping) else ():
+                found[phase] = max(peak or 0, found.get(phase, 0))
+        return found
+
     @property
     def peak_memory_bytes(self) -> int | None:
         """The most that any phase of any repeat held."""
-        found: list[int] = []
-        for row in self.rows:
-            peak = row["peak_memory_bytes"]
-            found += [each for each in (peak.values() if isinstance(peak, Mapping) else [peak]) if each is not None]
-        return max(found, default=None)
+        whole = [row["peak_memory_bytes"] for row in self.rows if isinstance(row["peak_memory_bytes"], int)]
+        return max([*whole, *self.phase_memory_bytes.values()], default=None)
 
     @property
     def gpu_utilization(self) -> float | None:

@@ -83,8 +83,9 @@ def _answer(report: Report) -> str:
 
 def _promises(report: Report) -> str:
     """How many predictions hold; those that missed, in sight if they are few; all of them behind a click."""
+    without = "".join(f"<p>No prediction of {_text(line)}.</p>" for line in report.unpromised)
     if not report.predictions:
-        return "<p>No prediction could be made.</p>"
+        return without or "<p>There is nothing to predict.</p>"
     held, number = sum(each.holds for each in report.predictions), len(report.predictions)
     lines = [f"<p>{held} of {number} predictions come within {TOLERANCE:.0%} of the measured speedup.</p>"]
     if missed := number - held:
@@ -92,6 +93,7 @@ def _promises(report: Report) -> str:
         told = f"<summary>{missed} that {'miss' if missed > 1 else 'misses'}, and which assumption broke</summary>"
         lines.append(f"<details{shown_or_not}>{told}{to_html(report.tables['missed'])}</details>")
     lines.append(f"<details><summary>All predictions</summary>{to_html(report.tables['predictions'])}</details>")
+    lines.append(without)
     return "\n".join(lines)
 
 

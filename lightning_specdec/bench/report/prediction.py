@@ -124,19 +124,38 @@ def predictions(cells: Sequence[MeasuredCell], manifest: Mapping[str, Any]) -> l
     Those are cells of one row, which all isolated calls are of, with a fixed window, where the manifest has the calls
     and an alpha.
     """
-    found = (_prediction(cell, manifest) for cell in cells if cell.way == SPECULATIVE and cell.batch_size == 1)
-    return [each for each in found if each is not None]
+    return [
+        _prediction(cell, manifest) for cell in cells if cell.way == SPECULATIVE and unpromised(cell, manifest) is None
+    ]
 
 
-def _prediction(cell: MeasuredCell, manifest: Mapping[str, Any]) -> Prediction | None:
+def unpromised(cell: MeasuredCell, manifest: Mapping[str, Any]) -> str | None:
+    """Why no promise can be made for a cell; None where one can."""
+    if cell.walltime_speedup is None or cell.timings is None:
+        return "there is no speedup to compare it with"
+    if cell.batch_size > 1:
+        return "isolated calls are of one row, not of a batch"
+    if not isinstance(cell.num_draft_tokens, int):
+        return "the window adapts to what it meets"
+    if isolated_calls(manifest, cell.pair, cell.draft) is None:
+        error = ((manifest.get("calls") or {}).get(cell.pair) or {}).get("error")
+        return "no isolated calls were timed" + (f": {error}" if error else "")
+    if other_alpha(manifest, cell) is None:
+        return "no guess was tested on other prompts"
+    if not _prompts(cell, manifest) or cell.timings.num_units != cell.rows[0]["num_prompts"]:
+        return "prompts are not known one by one"
+    return None
+
+
+def _prompts(cell: MeasuredCell, manifest: Mapping[str, Any]) -> Mapping[str, Sequence[int]]:
+    """The prompts of a cell's domain, by their names."""
+    return ((manifest.get("prompts") or {}).get(cell.pair) or {}).get(cell.domain) or {}
+
+
+def _prediction(cell: MeasuredCell, manifest: Mapping[str, Any]) -> Prediction:
     calls, alpha = isolated_calls(manifest, cell.pair, cell.draft), other_alpha(manifest, cell)
-    window, measured = cell.num_draft_tokens, cell.walltime_speedup
-    prompts = ((manifest.get("prompts") or {}).get(cell.pair) or {}).get(cell.domain)
-    if calls is None or alpha is None or measured is None or not prompts or not isinstance(window, int):
-        return None
-    assert cell.timings is not None
-    if cell.timings.num_units != cell.rows[0]["num_prompts"]:
-        return None  # of which prompts are not known one by one
+    window, measured, prompts = cell.num_draft_tokens, cell.walltime_speedup, _prompts(cell, manifest)
+    assert calls is not None and alpha is not None and measured is not None and isinstance(window, int)
     reading = calls.prompt_token * statistics.fmean(map(len, prompts.values()))
     chain = _chain(cell, calls, alpha, window, reading)
     chain.append((STANDARD_STEP, measured.value))

@@ -5,12 +5,13 @@ Knows nothing of how anything was measured.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_specdec.bench.config_entries import OURS, STANDARD
+from lightning_specdec.bench.config_entries import OURS, SPECULATIVE, STANDARD
 from lightning_specdec.bench.report.advice import Advice, advise
 from lightning_specdec.bench.report.analysis import MeasuredCell, cells_of
 from lightning_specdec.bench.report.judged import excused
@@ -19,7 +20,7 @@ from lightning_specdec.bench.report.page import page
 from lightning_specdec.bench.report.picture import Picture
 from lightning_specdec.bench.report.pictures import measured_pictures
 from lightning_specdec.bench.report.plots import draw
-from lightning_specdec.bench.report.prediction import Prediction, predictions
+from lightning_specdec.bench.report.prediction import Prediction, predictions, unpromised
 from lightning_specdec.bench.report.scene import Scene
 from lightning_specdec.bench.report.tables import (
     Table,
@@ -92,10 +93,17 @@ class Report:
         return list(found.items())
 
     @property
+    def unpromised(self) -> list[str]:
+        """For how many cells of speculation there is no prediction, by the reason."""
+        cells = [cell for cell in self.cells if cell.way == SPECULATIVE and cell.error is None]
+        reasons = Counter(why for cell in cells if (why := unpromised(cell, self.manifest)) is not None)
+        return [f"{number} {'cell' if number == 1 else 'cells'}: {why}" for why, number in reasons.items()]
+
+    @property
     def warnings(self) -> list[str]:
         """What must not be overlooked."""
         failed = [cell for cell in self.cells if cell.error is not None]
-        lines = []
+        lines = [f"failed: {name}: {error}" for name, error in (self.manifest.get("failed_pairs") or {}).items()]
         for error in dict.fromkeys(cell.error for cell in failed):
             places = [_place(cell) for cell in failed if cell.error == error]
             more = f" and {len(places) - 1} more" if len(places) > 1 else ""

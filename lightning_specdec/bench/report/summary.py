@@ -18,6 +18,8 @@ SPREAD = ("seconds", "tokens_per_second", "time_to_first_token")
 """Figures that come as a mean and a standard deviation over the repeats, of all prompts together or on their mean."""
 SPEEDUP = ("walltime_speedup", "walltime_speedup_low", "walltime_speedup_high")
 """That of the report, and the ends of its interval."""
+GAPS = ("seconds_per_token_p50", "seconds_per_token_p95", "seconds_per_token_p99")
+"""Percentiles of the seconds between a token and the one before it, over all prompts and repeats."""
 RATES = ("acceptance_rate", "draft_utilization", "block_efficiency")
 """Figures over all repeats together."""
 REST = ("repeats", "lossless", "same_tokens", "error")
@@ -43,5 +45,6 @@ def _line(cell: MeasuredCell) -> dict[str, Any]:
         line |= {f"{name}_mean": mean, f"{name}_std": finite(deviation)}
     speedup = (None, None, None) if cell.walltime_speedup is None else cell.walltime_speedup
     line |= {name: finite(value) for name, value in zip(SPEEDUP, speedup, strict=True)}
+    line |= dict(zip(GAPS, cell.gap_percentiles or (None,) * len(GAPS), strict=True))
     line |= {name: getattr(cell, name) for name in RATES}
     return line | {"repeats": len(cell.rows), **{name: getattr(cell, name) for name in REST[1:]}}

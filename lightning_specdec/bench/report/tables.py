@@ -84,7 +84,9 @@ _CELL: tuple[tuple[Column, Callable[[MeasuredCell], Any]], ...] = (
         (Column(f"ms/token p{share}", 2, 1000), lambda cell, i=i: cell.gap_percentiles and cell.gap_percentiles[i])
         for i, share in enumerate((50, 95, 99))
     ),
-    (Column("first token, ms", 1, 1000), lambda cell: cell.time_to_first_token),
+    (Column("first token, ms", 1, 1000), lambda cell: cell.time_to_first_token and cell.time_to_first_token.value),
+    (Column("first token, ms, from", 1, 1000), lambda cell: _end(cell.time_to_first_token, 0)),
+    (Column("first token, ms, to", 1, 1000), lambda cell: _end(cell.time_to_first_token, 1)),
     *(
         (Column(f"{phase}, s", 3), lambda cell, phase=phase: cell.phase_seconds and cell.phase_seconds[phase])
         for phase in PHASES
@@ -93,6 +95,10 @@ _CELL: tuple[tuple[Column, Callable[[MeasuredCell], Any]], ...] = (
     (Column("std", 3), lambda cell: cell.seconds and cell.seconds[1]),
     (Column("repeats"), lambda cell: len(cell.rows)),
     (Column("peak memory, MB", 0, 1e-6), lambda cell: cell.peak_memory_bytes),
+    *(
+        (Column(f"in {phase}, MB", 0, 1e-6), lambda cell, phase=phase: cell.phase_memory_bytes.get(phase))
+        for phase in PHASES
+    ),
     (Column("GPU utilization"), lambda cell: cell.gpu_utilization),
     (Column("same tokens"), lambda cell: cell.same_tokens),
     (Column("tokens changed"), lambda cell: cell.total("num_changed") if cell.lossless is False else None),
@@ -163,7 +169,7 @@ def to_csv(table: Table) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(column.name for column in table.columns)
     for row in table.rows:
-        writer.writerow(_harmless(value) if isinstance(value, str) else value for value in row)
+        writer.writerow(harmless(value) if isinstance(value, str) else value for value in row)
     return text.getvalue()
 
 
@@ -222,7 +228,7 @@ def _filled(table: Table) -> list[int]:
     return [i for i in every if any(row[i] is not None for row in table.rows)] or list(every)
 
 
-def _harmless(text: str) -> str:
+def harmless(text: str) -> str:
     return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 

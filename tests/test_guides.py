@@ -1,0 +1,44 @@
+"""Every page of the documentation: its commands are understood, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from lightning_specdec.cli_options import TRAINER_VERBS, VERBS, make_parser
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "checkpoints" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+CALL = re.compile(r"^ *(?:\$L|(?:\.venv/bin/)?lightning_specdec) +(.*)$", re.MULTILINE)
+LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
+
+
+def commands(path: Path) -> list[list[str]]:
+    """The arguments of every call of the program that stands in a block of a page."""
+    blocks = FENCED.findall(path.read_text(encoding="utf-8").replace("\\\n", " "))
+    calls = [CALL.findall(block) for block in blocks]
+    return [shlex.split(call, comments=True) for several in calls for call in several]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_command_of_a_page_has_its_verb_options_and_config(path: Path) -> None:
+    for verb, *rest in commands(path):
+        assert verb in VERBS
+        configs = [word for before, word in zip(rest, rest[1:], strict=False) if before == "--config"]
+        assert [word for word in configs if word.startswith("configs/") and not (ROOT / word).exists()] == []
+        if verb not in TRAINER_VERBS:
+            make_parser(verb).parse_args(rest)
+
+
+def test_there_are_commands_to_look_at() -> None:
+    assert sum(len(commands(path)) for path in PAGES) > 40
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_link_of_a_page_leads_somewhere(path: Path) -> None:
+    for target, _ in LINK.findall(path.read_text(encoding="utf-8")):
+        assert "://" in target or (path.parent / target).exists(), target
