@@ -26,8 +26,11 @@ from lightning_specdec.files import replaced
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
-BENCHES = sorted(path.parent.name for path in (RESULTS / "bench").glob("*/manifest.json"))
-"""Names of the full runs of `bench`, in docs/results/bench."""
+BENCHES = sorted(
+    (path.parent.name for path in (RESULTS / "bench").glob("*/manifest.json")),
+    key=lambda name: str(read(RESULTS / "bench" / name).manifest["date"]),
+)
+"""Names of the full runs of `bench`, in docs/results/bench, in the order in which they began."""
 _MARKED = re.compile(r"(<!-- table: ([^ ]+) -->\n).*?<!-- /table -->", re.DOTALL)
 
 
@@ -70,14 +73,14 @@ def _record(name: str) -> Any:
 
 def bench_table() -> str:
     """What pays, of every pair and domain that `bench` has measured in full."""
-    heads = ("Pair", "Prompts", "Temperature", "Batch", "Advice", "walltime_speedup", "Acceptance rate")
+    heads = ("Benchmark", "Pair", "Prompts", "Temperature", "Batch", "Advice", "walltime_speedup", "Acceptance rate")
     columns = tuple(map(Column, (*heads, "Block efficiency")))
     rows: list[tuple[Value, ...]] = []
     for name in BENCHES:
         for each in Report.of(read(RESULTS / "bench" / name)).advice:
             pair, temperature, batch_size, _ = each.setting
             for domain in each.domains:
-                place = (pair, domain.domain, f"{temperature:g}", batch_size, domain.choice)
+                place = (name, pair, domain.domain, f"{temperature:g}", batch_size, domain.choice)
                 if (best := domain.best) is None or best.walltime_speedup is None:
                     rows.append((*place, None, None, None))
                     continue
