@@ -8,6 +8,8 @@ Greedy decoding in the first type goes through all windows, each beside standard
 taking turns; rejection sampling at temperature 1 and the other types take the window that was best there. Both sides
 treat their weights alike. Prompts are of Spec-Bench, task by task in turn, and of the shipped set, domain by domain in
 turn; none was trained on. No text stops early. What training took is read from the draft files' recipes.
+
+Drafts that the output holds already, and that are not named, stay in it, each with the manifest of its own run.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from lightning_specdec.bench.prompts import sources
 from lightning_specdec.bench.sweep import SweepRow, best
 from lightning_specdec.draft_file import load_draft, read
 from lightning_specdec.drafters import Drafter, LookupFirstDrafter, NGramDrafter
+from lightning_specdec.files import replaced
 from lightning_specdec.manifest import manifest
 
 LOOKUP = "look-up"
@@ -47,17 +50,23 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    drafts: dict[str, Any] = {}
+    if options.output and options.output.exists():
+        drafts = json.loads(options.output.read_text(encoding="utf-8"))["drafts"]
+        table(drafts)  # a record that cannot be added to ends here, and not after an hour
     rows: list[dict[str, Any]] = []
     for dtype in options.dtypes:
         rows += measured(dtype, options, rows)
-    recipes = {path.stem: {**told(path), "file_bytes": path.stat().st_size} for path in options.drafts}
-    print(f"\n{table(rows, recipes)}")
+    plain = {**vars(options), "drafts": [path.name for path in options.drafts], "output": None}
+    made = manifest(options={**plain, "prompts": Path(options.prompts).name}, device=torch.device("cpu"))
+    recipes = {LOOKUP: None} | {path.stem: {**told(path), "file_bytes": path.stat().st_size} for path in options.drafts}
+    for name, recipe in recipes.items():
+        own = [row for row in rows if row["draft"].removeprefix(f"{LOOKUP} + ") == name]
+        drafts[name] = {"manifest": made, "recipe": recipe, "rows": own}
     if options.output:
-        plain = {**vars(options), "drafts": [path.name for path in options.drafts], "output": None}
-        plain["prompts"] = Path(options.prompts).name
-        record = {"manifest": manifest(options=plain, device=torch.device("cpu")), "recipes": recipes, "rows": rows}
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
+        with replaced(options.output) as file:
+            file.write((json.dumps({"manifest": made, "drafts": drafts}, indent=1) + "\n").encode())
+    print(f"\n{table(drafts)}")
 
 
 def told(path: Path) -> dict[str, Any]:
@@ -103,32 +112,33 @@ def measured(dtype: str, options: argparse.Namespace, before: Sequence[Mapping[s
     return rows
 
 
-def table(rows: Sequence[Mapping[str, Any]], recipes: Mapping[str, Mapping[str, Any]]) -> str:
+def table(drafts: Mapping[str, Mapping[str, Any]]) -> str:
     """A line for each draft, alone and joined to look-up, at its best window, as a Markdown table."""
+    rows = [row for each in drafts.values() for row in each["rows"]]
     lines = [
         "| Draft | Training, minutes | Tokens seen | Teacher-forced acceptance | Window | Block efficiency, T=0, T=1 "
         "| walltime_speedup bfloat16, T=0, T=1 | float32, T=0, T=1 | File, MB |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    first = str(rows[0]["dtype"])
     for name in dict.fromkeys(row["draft"] for row in rows):
-        recipe = recipes.get(name.removeprefix(f"{LOOKUP} + "), {})
+        recipe = drafts[name.removeprefix(f"{LOOKUP} + ")]["recipe"] or {}
+        first = next(str(row["dtype"]) for row in rows if row["draft"] == name)
         tops = {dtype: _best(rows, name, dtype) for dtype in ("bfloat16", "float32")}
         sampled = {dtype: _sampled(rows, name, dtype) for dtype in tops}
         if (top := tops[first]) is None:
             continue
         speeds = [", ".join(_shown(row, "walltime_speedup") for row in (tops[dtype], sampled[dtype])) for dtype in tops]
         efficiency = ", ".join(_shown(row, "block_efficiency") for row in (top, sampled[first]))
-        known = name in recipes
+        trained = bool(recipe) and name in drafts  # and not look-up, nor joined to it
         cells = [
             name,
-            f"{recipe['training_seconds'] / 60:.0f}" if known and recipe.get("training_seconds") else "-",
-            f"{recipe['tokens_seen'] / 1e6:.2f} M" if known and recipe.get("tokens_seen") else "-",
-            _acceptance(recipe) if known else "-",
+            f"{recipe['training_seconds'] / 60:.0f}" if trained and recipe.get("training_seconds") else "-",
+            f"{recipe['tokens_seen'] / 1e6:.2f} M" if trained and recipe.get("tokens_seen") else "-",
+            _acceptance(recipe) if trained else "-",
             str(top["num_draft_tokens"]),
             efficiency,
             *speeds,
-            f"{recipe['file_bytes'] / 1e6:.1f}" if known else "-",
+            f"{recipe['file_bytes'] / 1e6:.1f}" if trained else "-",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

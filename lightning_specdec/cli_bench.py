@@ -61,6 +61,7 @@ def bench(options: Namespace) -> int:
 def _run(configs: Sequence[BenchConfig], options: Namespace) -> int:
     several: list[Results] = []
     bar, interrupted, own_threads = Bar(), False, torch.get_num_threads()
+    refused: list[str] = []
     try:
         for config in configs:
             torch.set_num_threads(config.threads or own_threads)
@@ -70,6 +71,11 @@ def _run(configs: Sequence[BenchConfig], options: Namespace) -> int:
                 with open_results(directory, config, found) as results:
                     several.append(results.results)
                     run(config, results, partial(_load, config), bar)
+            except ValueError as error:
+                if len(configs) == 1:
+                    raise
+                refused.append(f"{config.name}: {in_one_line(error)}")
+                bar.warn(refused[-1])
             except OSError as error:
                 if not _is_of(error, directory):
                     raise
@@ -86,8 +92,6 @@ def _run(configs: Sequence[BenchConfig], options: Namespace) -> int:
         print("interrupted: what is finished stays, and the same command goes on from there", file=sys.stderr)
         return 130
     for each in several:
-        for name, why in each.manifest["failed_pairs"].items():
-            log.warning(f"failed: {name}: {why}")
         if failed := len({row["cell"] for row in each.rows if row["error"] is not None}):
             log.warning(
                 f"{counted(failed, 'cell')} of {each.directory} failed, and what failed is not tried again: to try it, "
@@ -95,7 +99,9 @@ def _run(configs: Sequence[BenchConfig], options: Namespace) -> int:
             )
         progress(f"kept in {each.directory}: `lightning_specdec report {each.directory}` says what it comes to")
     wrong = [(each, row) for each in several for row in each.rows if _is_wrong(row, each.manifest)]
-    return 1 if wrong or any(each.manifest["failed_pairs"] for each in several) else 0
+    if refused:
+        return 2
+    return 1 if wrong or any(each.manifest.get("failed_pairs") for each in several) else 0
 
 
 def _load(config: BenchConfig, name: str, failed: Mapping[str, str]) -> Subject:
@@ -123,6 +129,7 @@ def _compare(configs: Sequence[BenchConfig], names: Sequence[str], form: str) ->
     bar, interrupted, own_threads = Bar(), False, torch.get_num_threads()
     found: list[Comparison] = []
     failed: list[str] = []
+    unloaded: list[str] = []
     try:
         for config in configs:
             torch.set_num_threads(config.threads or own_threads)
@@ -137,22 +144,22 @@ def _compare(configs: Sequence[BenchConfig], names: Sequence[str], form: str) ->
                             failed.append(str(each))
                         bar.say(f"{name}: {len(found)} compared")
                 except FAILURES as error:
-                    if not found:
-                        raise
-                    failed.append(f"{name}: {in_one_line(error)}")
+                    unloaded.append(f"{name}: {in_one_line(error)}")
     except KeyboardInterrupt:
         interrupted = True
     finally:
         bar.close()
+    if unloaded and not (found or failed or interrupted):
+        raise ValueError("; ".join(unloaded))
     if found or form == "json":
         print(show_comparisons(found, form), flush=True)
-    for line in failed:
+    for line in (*failed, *unloaded):
         log.warning(line)
     if interrupted:
         what = "what both have finished is compared" if found else "nothing was compared"
         print(f"interrupted: {what}", file=sys.stderr)
         return 130
-    return 1 if failed else 0
+    return 1 if failed or unloaded else 0
 
 
 def _needed(config: BenchConfig, names: Sequence[str]) -> tuple[str, ...]:

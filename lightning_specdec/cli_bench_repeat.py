@@ -19,7 +19,7 @@ from lightning_specdec.bench.matrix import Cell, cells
 from lightning_specdec.bench.measure import measure
 from lightning_specdec.bench.prompts import Prompt
 from lightning_specdec.bench.results import MANIFEST, ROWS, Results, StoredRow, read
-from lightning_specdec.bench.run import failures, prepare, recorded_setting
+from lightning_specdec.bench.run import caught, prepare, recorded_setting
 from lightning_specdec.bench.subject import DRAFT_FACTS, Subject
 from lightning_specdec.bench.ways import Prepared
 from lightning_specdec.cli_bench_pairs import check_pairs, load_subject
@@ -107,7 +107,7 @@ def repeat(place: str, form: str) -> int:
     failed, found = None, None
     try:
         found = measure(cell, subject, config, record.prepared(cell, subject, config), repeat=row["repeat"])
-    except failures(cell) as raised:
+    except caught(cell) as raised:
         failed = in_one_line(raised)
     same = found is not None and row["error"] is None and found.tokens_sha256 == row["tokens_sha256"]
     document = {

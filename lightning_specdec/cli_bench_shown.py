@@ -42,7 +42,7 @@ class Bar(Progress):
         self._text = self._behind = ""
         self._began = self._drawn = time.monotonic()
 
-    def plan(self, num_runs: int, *, pairs_left: int = 0) -> None:
+    def plan(self, num_runs: int, *, pairs_left: int) -> None:
         """So many runs of the next pair are to come, and so many pairs behind it."""
         self._done, self._total, self._began = 0, num_runs, time.monotonic()
         self._behind = f", then {counted(pairs_left, 'pair')}" if pairs_left else ""
@@ -126,9 +126,7 @@ def _csv(several: Sequence[Results]) -> str:
     for each in several:
         for line in summarize(each.rows):
             values = {"name": each.manifest["name"], **line}
-            writer.writerow(
-                {name: harmless(value) if isinstance(value, str) else value for name, value in values.items()}
-            )
+            writer.writerow({name: harmless(value) for name, value in values.items()})
     return file.getvalue().rstrip("\n")
 
 
@@ -207,6 +205,6 @@ def show_comparisons(found: Sequence[Comparison], form: str) -> str:
         rows.append([*places, ratio, "same tokens" if each.same_tokens else ""])
     if form == "csv":
         file = io.StringIO()
-        csv.writer(file, lineterminator="\n").writerows([heads[:-1], *(row[:-1] for row in rows)])
+        csv.writer(file, lineterminator="\n").writerows([heads[:-1], *(map(harmless, row[:-1]) for row in rows)])
         return file.getvalue().rstrip("\n")
     return _table(heads, rows, form)

@@ -151,6 +151,11 @@ def test_the_first_token_is_the_prompts_mean_of_the_repeats_medians() -> None:
     found = cell_of(rows, "standard").time_to_first_token
     assert found is not None and found.value == pytest.approx((0.2 + 0.6) / 2)
     assert found.low < found.value < found.high
+    doubled = [
+        {**each, "time_to_first_token": [t for t in each["time_to_first_token"] for _ in range(2)]} for each in rows
+    ]
+    batches = [{**each, "batch_size": 2, "cell": "batches"} for each in doubled]
+    assert cell_of(batches, "standard").time_to_first_token == pytest.approx(found), "rows of a batch say one thing"
 
 
 def test_a_failed_repeat_is_shown_and_the_others_stay() -> None:

@@ -148,47 +148,64 @@ def test_a_disk_that_is_full_in_the_middle_is_one_line_and_loses_nothing(
     assert len(read(place.parent).rows) == 6 and place.read_bytes().startswith(before)
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "report/report.html", "report/cells.csv"])
+@pytest.mark.parametrize("name", ["manifest.json", "report.html", "cells.csv"])
 def test_a_full_disk_loses_nothing_of_what_is_written_whole(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The manifest of a run that goes on, and a report that is made anew."""
-    write("tiny.yaml", repeats=1)
+    """The manifest of a run that goes on at another commit, and a report that is made anew."""
+    verb = ("bench", "--config", "tiny.yaml") if name == "manifest.json" else ("report", "results/tiny")
     succeed("bench", "--config", "tiny.yaml")
     succeed("report", "results/tiny")
-    write("tiny.yaml", repeats=1, pairs={**TINY["pairs"], "more": TINY["pairs"]["rnn"]}, name="tiny")
+    path = Path("results/tiny/rows.jsonl")
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    monkeypatch.setattr(manifest, "_commit", lambda: "other")
     before = {path: path.read_bytes() for path in Path("results").rglob("*") if path.is_file()}
     sync = os.fsync
 
     def full(file: int) -> None:
         path = os.readlink(f"/proc/self/fd/{file}")
-        if Path(name).name in path:
+        if f".{name}." in path:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         sync(file)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        verb = ("report", "results/tiny") if "report" in name else ("bench", "--config", "tiny.yaml", "--name", "new")
         outcome = call(*verb)
     assert outcome.code == 2 and outcome.err.count("\n") == 1 and "No space left on device" in outcome.err
-    assert before.items() <= {path: path.read_bytes() for path in Path("results").rglob("*") if path.is_file()}.items()
+    after = {path: path.read_bytes() for path in Path("results").rglob("*") if path.is_file()}
+    assert after.keys() == before.keys() and (name != "manifest.json" or after == before)
+    assert all(after[path] == before[path] for path in before if path.name == name)
     succeed(*verb)
 
 
-def test_a_pair_that_cannot_be_loaded_stops_no_other() -> None:
+def test_a_pair_that_cannot_be_loaded_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = {"torn": {"ckpt": "torn.ckpt", "drafts": DRAFTS}, **TINY["pairs"]}
     Path("torn.ckpt").write_bytes(Path("tiny.ckpt").read_bytes()[:1000])
     write("tiny.yaml", pairs=pairs)
+    measure = run_module.measure
+    with monkeypatch.context() as patch:
+        fail(patch, run_module, "measure", KeyboardInterrupt(), lambda cell, *more: cell.draft == "ngram")
+        assert call("bench", "--config", "tiny.yaml").code == 130 and run_module.measure is not measure
+    assert read("results/tiny").manifest["failed_pairs"].keys() == {"torn"}, "kept at once"
     outcome = call("bench", "--config", "tiny.yaml")
     assert outcome.code == 1 and len(read("results/tiny").rows) == 6
     (told,) = outcome.err.splitlines()
     assert told.startswith("WARNING: failed: torn: ") and "torn.ckpt" in told
     assert told.removeprefix("WARNING: ") in succeed("report", "results/tiny").err
-    os.replace("torn.ckpt", "only_torn.ckpt")
-    write("alone.yaml", pairs={"torn": {"ckpt": "only_torn.ckpt", "drafts": DRAFTS}})
-    alone = call("bench", "--config", "alone.yaml")
-    assert alone.code == 2 and alone.err.startswith("error: only_torn.ckpt") and alone.err.count("\n") == 1
+    compared = call("bench", "--config", "tiny.yaml", "--compare", "model", "ngram")
+    assert compared.code == 1 and "torn.ckpt" in compared.err and "rnn" in compared.out
     Path("torn.ckpt").write_bytes(Path("tiny.ckpt").read_bytes())
     assert succeed("bench", "--config", "tiny.yaml").err == ""
     assert len(read("results/tiny").rows) == 12 and read("results/tiny").manifest["failed_pairs"] == {}
+
+
+def test_a_config_whose_only_pair_cannot_be_loaded_stops_no_other() -> None:
+    Path("torn.ckpt").write_bytes(Path("tiny.ckpt").read_bytes()[:1000])
+    write("alone.yaml", pairs={"torn": {"ckpt": "torn.ckpt", "drafts": DRAFTS}})
+    for more in ((), ("--compare", "model", "ngram")):
+        alone = call("bench", "--config", "alone.yaml", *more)
+        assert alone.code == 2 and alone.out == "" and "torn.ckpt is truncated" in alone.err
+        assert alone.err.startswith("error: ") and alone.err.count("\n") == 1
+    both = call("bench", "--config", "alone.yaml", "tiny.yaml")
+    assert both.code == 2 and both.err.startswith("WARNING: alone: torn.ckpt") and len(read("results/tiny").rows) == 6
 
 
 def test_a_cell_that_failed_is_in_the_table_and_the_exit_code() -> None:
@@ -453,7 +470,7 @@ def test_the_bar_says_how_long_the_rest_will_take(
     clock = [0.0]
     monkeypatch.setattr(cli_bench_shown.time, "monotonic", lambda: clock[0])
     bar = Bar()
-    bar.plan(10)
+    bar.plan(10, pairs_left=0)
     bar.say("standard")
     clock[0] = 20.0
     bar.advance(2)

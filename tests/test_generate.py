@@ -19,7 +19,7 @@ from generated import PROMPTS, contents, corpus, generate, prompt_file, target
 from lightning_specdec import cli_groups, data
 from lightning_specdec.data import ArithmeticProgressions, PromptFiles, PromptSource
 from lightning_specdec.data import corpus as corpus_files
-from lightning_specdec.inference import autoregressive_decode
+from lightning_specdec.inference import Row, Session, autoregressive_decode
 from lightning_specdec.models.loading import load_model
 from lightning_specdec.rules import Sampling
 from lightning_specdec.training import GenerateText, GenerationBar, refill
@@ -236,7 +236,7 @@ def test_measured_windows_are_kept_for_the_runs_that_go_on(
     assert corpus_files.read_manifest(output)["windows"] == windows and len(contents(output)) == 3
 
 
-def test_rows_join_as_others_end_and_change_nothing(target: str) -> None:
+def test_rows_join_as_others_end_and_change_nothing(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(target)
     assert model.tokenizer is not None
     eos = sorted(model.tokenizer.eos)
@@ -259,7 +259,16 @@ def test_rows_join_as_others_end_and_change_nothing(target: str) -> None:
         assert sum(ended for _, ended in seen) == len(prompts)
         return made, len(seen)
 
+    joined: list[int] = []
+
+    class Watched(Session):
+        def add(self, *given: Any, **more: Any) -> Row:
+            joined.append(len([row for row in self.live if row.num_new]))
+            return super().add(*given, **more)
+
+    monkeypatch.setattr(refill, "Session", Watched)
     (alone, num_alone), (together, num_together) = rounds(1), rounds(4)
+    assert set(joined) == {0, 1, 2}, "rows join when half the batch has ended"
     assert together == alone and num_alone == sum(map(len, alone.values()))
     lengths = [len(alone[number]) for number in sorted(alone, key=lambda number: (len(prompts[number]), number))]
     waiting_for_the_last = sum(max(lengths[i : i + 4]) for i in range(0, len(lengths), 4))

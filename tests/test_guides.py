@@ -1,4 +1,4 @@
-"""Every page of the documentation: its commands are understood, its links lead somewhere."""
+"""Every page of the documentation: its commands are understood, its links and their anchors lead somewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "checkpoints" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CALL = re.compile(r"^ *(?:\$L|(?:\.venv/bin/)?lightning_specdec) +(.*)$", re.MULTILINE)
-LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]*))?\)")
+HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 
 
 def commands(path: Path) -> list[list[str]]:
@@ -25,7 +26,8 @@ def commands(path: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_every_command_of_a_page_has_its_verb_options_and_config(path: Path) -> None:
+def test_every_command_of_a_page_is_understood(path: Path) -> None:
+    """Its verb, its config and, of verbs other than the Trainer's, its options."""
     for verb, *rest in commands(path):
         assert verb in VERBS
         configs = [word for before, word in zip(rest, rest[1:], strict=False) if before == "--config"]
@@ -40,5 +42,15 @@ def test_there_are_commands_to_look_at() -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_every_link_of_a_page_leads_somewhere(path: Path) -> None:
-    for target, _ in LINK.findall(path.read_text(encoding="utf-8")):
-        assert "://" in target or (path.parent / target).exists(), target
+    for target, anchor in LINK.findall(path.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        found = path.parent / target if target else path
+        assert found.exists(), target
+        assert not anchor or found.suffix != ".md" or anchor in anchors(found), f"{target}#{anchor}"
+
+
+def anchors(path: Path) -> set[str]:
+    """What GitHub calls the headings of a page."""
+    titles = HEADING.findall(FENCED.sub("", path.read_text(encoding="utf-8")))
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}

@@ -15,7 +15,7 @@ from lightning_specdec.bench.failures import in_one_line
 from lightning_specdec.bench.matrix import Cell, cells
 from lightning_specdec.bench.measure import measure
 from lightning_specdec.bench.row import ResultRow
-from lightning_specdec.bench.run import failures, place, prepare
+from lightning_specdec.bench.run import caught, place, prepare
 from lightning_specdec.bench.runner import no_collection
 from lightning_specdec.bench.speed import timings
 from lightning_specdec.bench.statistics import Interval, finite, ratio_estimate
@@ -148,7 +148,7 @@ def _take_turns(
             for repeat in range(config.repeats):
                 for cell, prepared, own in zip(pair, ready, rows, strict=True):
                     own.append(measure(cell, subject, config, prepared, repeat=repeat))
-    except failures(cell) as error:
+    except caught(cell) as error:
         return Failed(cell, in_one_line(error))
     return None
 

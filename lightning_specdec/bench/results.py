@@ -25,6 +25,8 @@ _SAME = ("device", "processor", "threads")
 """What every row of a directory was measured with; the config comes first."""
 _VERSIONS = ("lightning_specdec", "python", "torch", "transformers")
 """What may have changed since the first row, as the commit may."""
+_MACHINE = ("cores", "memory_bytes", "cuda")
+"""The same of the machine: a virtual one has them changed."""
 _NEEDED = ("name", "config", "pairs", "prompts")
 """What no manifest goes without."""
 _KINDS: dict[str, Any] = {
@@ -88,7 +90,9 @@ class ResultsWriter:
     def __init__(self, results: Results, file: int, manifest: Mapping[str, Any]) -> None:
         self.results = results
         self._file = file
-        self._made_by = {name: manifest[name] for name in ("commit", *_VERSIONS) if manifest.get(name) is not None}
+        self._made_by = {
+            name: manifest[name] for name in ("commit", *_VERSIONS, *_MACHINE) if manifest.get(name) is not None
+        }
         self._by_key: dict[Key, StoredRow] = {}
         self._failed: set[str] = set()
         for row in results.rows:

@@ -34,7 +34,7 @@ _BY_PAIR = ("pairs", "prompts", "calls", "alpha", "alpha_at", "outside", "failed
 class Progress:
     """Told how a benchmark goes; this one keeps it to itself."""
 
-    def plan(self, num_runs: int, *, pairs_left: int = 0) -> None:
+    def plan(self, num_runs: int, *, pairs_left: int) -> None:
         """So many runs of the next pair are to come, and so many pairs behind it."""
 
     def say(self, text: str) -> None:
@@ -74,19 +74,22 @@ def run(
             takes their place: they are not loaded again.
 
     Raises:
-        ValueError: not one pair could be loaded; where some can, the manifest keeps why the others could not.
+        ValueError: the only pair cannot be loaded. One of several is left out, and the manifest keeps why.
         OSError: nothing more can be written; what was finished stays.
         KeyboardInterrupt: Ctrl-C; the same.
     """
     told = progress or Progress()
-    failed: dict[str, BaseException] = {}
     for number, name in enumerate(config.pairs, start=1):
         told.say(f"{name}: loading")
         try:
             subject = load(name, results.failed_drafts(name))
         except FAILURES as error:
-            failed[name] = error
+            if len(config.pairs) == 1:
+                raise ValueError(in_one_line(error)) from None
+            _note(results, name, in_one_line(error))
+            told.warn(f"failed: {name}: {in_one_line(error)}")
             continue
+        _note(results, name, None)
         if name in (known := results.results.manifest["pairs"]):
             subject.recall(known[name])
         groups = cells(config, subject)
@@ -99,9 +102,14 @@ def run(
             with no_collection():
                 _run_group(group, subject, config, results, told)
         del subject
-    if len(failed) == len(config.pairs):
-        raise next(iter(failed.values()))
-    results.update(failed_pairs={name: in_one_line(error) for name, error in failed.items()})
+
+
+def _note(results: ResultsWriter, pair: str, why: str | None) -> None:
+    """Keep why a pair cannot be loaded, or that it can."""
+    known = results.results.manifest.get("failed_pairs", {})
+    now = {name: each for name, each in known.items() if name != pair} | ({} if why is None else {pair: why})
+    if now != known:
+        results.update(failed_pairs=now)
 
 
 def _missing(cell: Cell, config: BenchConfig, results: ResultsWriter) -> list[int]:
@@ -169,7 +177,7 @@ def _run_group(
         try:
             setting = None if cell.way in OURS else _setting(cell, subject, config, results)
             prepared[cell.hash] = prepare(cell, subject, config, setting=setting)
-        except failures(cell) as error:
+        except caught(cell) as error:
             results.append(failure(cell, subject, config, Prepared(), repeat=missing[0], error=error))
             told.advance(len(missing))
     for repeat in range(config.repeats):
@@ -181,7 +189,7 @@ def _run_group(
             ready = prepared[cell.hash]
             try:
                 row = measure(cell, subject, config, ready, repeat=repeat)
-            except failures(cell) as error:
+            except caught(cell) as error:
                 results.append(failure(cell, subject, config, ready, repeat=repeat, error=error))
                 told.advance(len(missing))
                 continue
@@ -198,7 +206,7 @@ def place(cell: Cell) -> str:
     return f"{cell.pair}, {cell.domain}, {cell.temperature:g}, batch {cell.batch_size}"
 
 
-def failures(cell: Cell) -> tuple[type[BaseException], ...]:
+def caught(cell: Cell) -> tuple[type[BaseException], ...]:
     """What a way may fail by, and the benchmark goes on."""
     return FAILURES if cell.way in OURS else OUTSIDE_FAILURES
 

@@ -14,7 +14,8 @@ from lightning_specdec.inference.windows import Plan
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import Sampling
 
-FEW = 4  # rows join when no more than a quarter of the batch is left
+MOST_LEFT = 1 / 2
+"""Of a batch that others may join: docs/log.md has the figures."""
 
 
 class NoGuesses(Window):
@@ -49,7 +50,8 @@ def continue_all(
     """The new tokens of every prompt, by its number.
 
     Theory: a round in which rows join has the target read, for every row of the batch, as many tokens as the longest
-    new prompt has. So prompts of like lengths join together, and they wait until few rows are left that read in vain.
+    new prompt has. So prompts of like lengths join together, and they wait until half the batch has ended; very long
+    ones until the new tokens that the free places may hold are as many as those that the other rows read in vain.
     Meanwhile the batch shrinks to powers of two, and a round costs little more than its rows do. All of this follows
     from the prompts and the rows alone, not from the clock, so the same prompts make the same batches.
 
@@ -78,7 +80,7 @@ def continue_all(
     num_live = 0
     while waiting or num_live:
         joining = waiting[num_live - batch_size :] if num_live < batch_size else []
-        few = num_live * FEW <= batch_size
+        few = num_live <= MOST_LEFT * batch_size
         if joining and few and num_live * len(prompts[joining[0]]) <= len(joining) * max_new_tokens:
             for number in reversed(joining):
                 session.add(prompts[number], max_new_tokens=max_new_tokens, index=number)

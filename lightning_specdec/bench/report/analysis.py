@@ -123,9 +123,16 @@ class MeasuredCell:
 
     @cached_property
     def time_to_first_token(self) -> Interval | None:
-        """Seconds until a prompt's first new token: of each prompt the median over the repeats, the mean of these."""
+        """Seconds until a prompt's first new token: of each prompt the median over the repeats, the mean of these.
+
+        Prompts that are decoded together share their first call, so the interval is over batches.
+        """
         found = [row["time_to_first_token"] for row in self.rows if row["time_to_first_token"]]
-        return mean_interval(found) if found else None
+        if not found or not all(map(all, found)):
+            return None
+        places = range(0, len(found[0]), self.batch_size)
+        batches = [[statistics.fmean(row[i : i + self.batch_size]) for i in places] for row in found]
+        return mean_interval(batches)
 
     @property
     def phase_seconds(self) -> dict[str, float] | None:
@@ -142,7 +149,7 @@ class MeasuredCell:
         for row in self.rows:
             peaks = row["peak_memory_bytes"]
             for phase, peak in peaks.items() if isinstance(peaks, Mapping) else ():
-                found[phase] = max(peak or 0, found.get(phase, 0))
+                found[phase] = max(peak, found.get(phase, 0))
         return found
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 import colorsys
 
 WINDOWS = range(2, 11)
-"""Those with a curve, each in a colour of its own."""
+"""Windows that have a colour of their own, and so a curve of theory."""
 _SERIES = {
     "light": ("#1f6fb4", "#c85a08", "#1a8056", "#b5338a", "#6b56c8", "#856300", "#0a7d8c", "#c2353b"),
     "dark": ("#6cb1ef", "#f59a4a", "#56c596", "#ea83c4", "#a99bf2", "#d9b13f", "#4cc9d8", "#f2797e"),

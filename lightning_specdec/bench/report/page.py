@@ -83,7 +83,7 @@ def _answer(report: Report) -> str:
 
 def _promises(report: Report) -> str:
     """How many predictions hold; those that missed, in sight if they are few; all of them behind a click."""
-    without = "".join(f"<p>No prediction of {_text(line)}.</p>" for line in report.unpromised)
+    without = "".join(f"<p>No prediction of {_text(line)}.</p>" for line in report.without_prediction)
     if not report.predictions:
         return without or "<p>There is nothing to predict.</p>"
     held, number = sum(each.holds for each in report.predictions), len(report.predictions)

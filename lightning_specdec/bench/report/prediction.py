@@ -141,7 +141,7 @@ def unpromised(cell: MeasuredCell, manifest: Mapping[str, Any]) -> str | None:
         error = ((manifest.get("calls") or {}).get(cell.pair) or {}).get("error")
         return "no isolated calls were timed" + (f": {error}" if error else "")
     if other_alpha(manifest, cell) is None:
-        return "no guess was tested on other prompts"
+        return "there are no other prompts, or no guess was tested on them"
     if not _prompts(cell, manifest) or cell.timings.num_units != cell.rows[0]["num_prompts"]:
         return "prompts are not known one by one"
     return None

@@ -93,7 +93,7 @@ class Report:
         return list(found.items())
 
     @property
-    def unpromised(self) -> list[str]:
+    def without_prediction(self) -> list[str]:
         """For how many cells of speculation there is no prediction, by the reason."""
         cells = [cell for cell in self.cells if cell.way == SPECULATIVE and cell.error is None]
         reasons = Counter(why for cell in cells if (why := unpromised(cell, self.manifest)) is not None)

@@ -96,7 +96,7 @@ _CELL: tuple[tuple[Column, Callable[[MeasuredCell], Any]], ...] = (
     (Column("repeats"), lambda cell: len(cell.rows)),
     (Column("peak memory, MB", 0, 1e-6), lambda cell: cell.peak_memory_bytes),
     *(
-        (Column(f"in {phase}, MB", 0, 1e-6), lambda cell, phase=phase: cell.phase_memory_bytes.get(phase))
+        (Column(f"peak memory in {phase}, MB", 0, 1e-6), lambda cell, phase=phase: cell.phase_memory_bytes.get(phase))
         for phase in PHASES
     ),
     (Column("GPU utilization"), lambda cell: cell.gpu_utilization),
@@ -169,7 +169,7 @@ def to_csv(table: Table) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(column.name for column in table.columns)
     for row in table.rows:
-        writer.writerow(harmless(value) if isinstance(value, str) else value for value in row)
+        writer.writerow(map(harmless, row))
     return text.getvalue()
 
 
@@ -228,8 +228,9 @@ def _filled(table: Table) -> list[int]:
     return [i for i in every if any(row[i] is not None for row in table.rows)] or list(every)
 
 
-def harmless(text: str) -> str:
-    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
+def harmless(value: Value) -> Value:
+    """A value of a CSV file: text that a spreadsheet would take for a formula is quoted by an apostrophe."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
 def _in_markdown(text: str) -> str:
