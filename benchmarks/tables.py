@@ -10,7 +10,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ import rnn_speed
 import smollm2_speed
 import transformer_speed
 
+from lightning_specdec.bench.config_entries import OUTSIDE
+from lightning_specdec.bench.report.analysis import MeasuredCell
 from lightning_specdec.bench.report.report import Report
 from lightning_specdec.bench.report.tables import Column, Table, Value, to_markdown
 from lightning_specdec.bench.results import read
@@ -74,20 +76,29 @@ def _record(name: str) -> Any:
 def bench_table() -> str:
     """What pays, of every pair and domain that `bench` has measured in full."""
     heads = ("Benchmark", "Pair", "Prompts", "Temperature", "Batch", "Advice", "walltime_speedup", "Acceptance rate")
-    columns = tuple(map(Column, (*heads, "Block efficiency")))
+    columns = tuple(map(Column, (*heads, "Block efficiency", "transformers' best")))
     rows: list[tuple[Value, ...]] = []
     for name in BENCHES:
-        for each in Report.of(read(RESULTS / "bench" / name)).advice:
+        report = Report.of(read(RESULTS / "bench" / name))
+        for each in report.advice:
             pair, temperature, batch_size, _ = each.setting
             for domain in each.domains:
                 place = (name, pair, domain.domain, f"{temperature:g}", batch_size, domain.choice)
                 if (best := domain.best) is None or best.walltime_speedup is None:
-                    rows.append((*place, None, None, None))
+                    rows.append((*place, None, None, None, None))
                     continue
                 value, low, high = best.walltime_speedup
                 told = f"{value:.2f} ({low:.2f} to {high:.2f})"
-                rows.append((*place, told, best.acceptance_rate, best.block_efficiency))
+                theirs = fastest_outside([cell for cell in report.cells if cell.place == best.place])
+                rows.append((*place, told, best.acceptance_rate, best.block_efficiency, theirs))
     return to_markdown(Table(columns, tuple(rows))).rstrip("\n")
+
+
+def fastest_outside(cells: Sequence[MeasuredCell]) -> str | None:
+    """The fastest of transformers' own ways among cells of one place, with its walltime_speedup."""
+    speeds = {cell.way: cell.walltime_speedup.value for cell in cells if cell.way in OUTSIDE and cell.walltime_speedup}
+    way = max(speeds, key=lambda way: speeds[way], default=None)
+    return None if way is None else f"{way} {speeds[way]:.2f}"
 
 
 TABLES: dict[str, Callable[[], str]] = {

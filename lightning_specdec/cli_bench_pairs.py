@@ -5,6 +5,7 @@ Knows nothing of what is measured with them.
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,13 +30,17 @@ from lightning_specdec.models import LanguageModel
 from lightning_specdec.pairs import get_pair
 from lightning_specdec.pretrained import PretrainedOptions, load_pair, pair_options
 
+log = logging.getLogger("lightning_specdec")
 ByDomain = dict[str, list[Prompt]]
 
 
 def check_pairs(config: BenchConfig) -> None:
-    """Raise ValueError for models that are not where they are said to be, and for types of numbers that there are not,
-    before any is loaded."""
+    """Raise ValueError for models and prompts that are not where they are said to be, and for types of numbers that
+    there are not, before any model is loaded."""
     find_device(config.device)
+    for source in (config.prompts, config.other_prompts):
+        if source not in (None, OWN, SHIPPED):
+            PromptDataset.load(source)
     for name, pair in config.pairs.items():
         for dtype in (pair.dtype, *(draft.dtype for draft in pair.drafts.values())):
             if dtype not in (None, *DTYPES):
@@ -163,6 +168,10 @@ def _prompts(decoder: SpeculativeDecoder, config: BenchConfig) -> tuple[ByDomain
     taken = {prompt.tokens for several in measured.values() for prompt in several}
     others: ByDomain = {}
     for domain in measured:
+        if len(measured[domain]) < config.num_prompts:
+            log.warning(
+                f"{domain}: {len(measured[domain])} prompts of the {config.num_prompts} that num_prompts asks for"
+            )
         if left := [prompt for prompt in rest.get(domain, ()) if prompt.tokens not in taken]:
             others[domain] = left[: config.num_other_prompts]
     return measured, others

@@ -170,7 +170,7 @@ VERBS: dict[str, Verb] = {
     "bench": Verb(
         "measure a matrix of drafts, windows, prompts and settings beside standard decoding, and keep it",
         (
-            Option("config", "YAML of what is measured; several in turn", nargs="+", metavar="FILE"),
+            Option("config", "YAML of what is measured; several in turn", nargs="+", action="extend", metavar="FILE"),
             Option("output", "where the directories of results are", default="results", metavar="DIR"),
             Option("name", "of the results, instead of the config's"),
             Option(

@@ -29,6 +29,7 @@ from lightning_specdec.bench.report.analysis import MeasuredCell, cells_of
 from lightning_specdec.bench.report.prediction import Prediction, predictions
 from lightning_specdec.bench.report.report import Report
 from lightning_specdec.bench.report.round_costs import isolated_calls
+from lightning_specdec.bench.report.tables import best_table
 from lightning_specdec.bench.results import Results
 from lightning_specdec.bench.speed import Timings
 from lightning_specdec.bench.statistics import Interval
@@ -409,7 +410,11 @@ def test_where_something_pays_a_faster_cell_that_may_not_pay_does_not_turn_it_of
     assert fast is not None and slow is not None and fast.low < 1 < slow.low < slow.value < fast.value
     (found,) = advise(cells_of([standard(domain="code"), sure, unsure]), {})
     assert "use n-gram look-up with 1 token" in found.sentence and "do not" not in found.sentence
-    assert found.domains[0].choice == "n-gram look-up with 1 token"
+    domain = found.domains[0]
+    assert domain.choice == "n-gram look-up with 1 token" and domain.bound is not None and domain.bound > 1
+    assert domain.unproven is not None and domain.unproven.draft == "unsure"
+    (table,) = best_table([found]).rows
+    assert any(str(value).startswith("draft model unsure with 4 tokens: ") for value in table)
 
 
 def test_what_would_help_is_what_theory_says_of_the_costs_in_place() -> None:
@@ -433,6 +438,26 @@ def test_where_windows_adapt_the_theory_is_that_of_the_fastest_fixed_one() -> No
     assert best.break_even == fixed.break_even is not None and best.window == fixed.window is not None
     speedup = best.best.walltime_speedup
     assert speedup is not None and all(value > 1.03 * speedup.value for _, value in best.helps)
+
+
+def test_no_window_is_advised_that_the_draft_cannot_fill() -> None:
+    """Heads that guess four tokens, beside a draft that was measured at eight."""
+    sure = [drawn(0.95, 4, seed) for seed in range(6)]
+    heads = speculative(sure, draft="heads", draft_kind="MultiTokenDrafter", cell="heads")
+    (alone,) = advise(cells_of([standard(), heads]), {})
+    (beside,) = advise(cells_of([standard(), heads, looked_up(0.1, "code", 8)]), {})
+    assert (alone.domains[0].window or 0) > 4 == beside.domains[0].window
+    assert any("longer window" in change for change, _ in alone.domains[0].helps)
+    assert not any("longer window" in change for change, _ in beside.domains[0].helps)
+
+
+def test_a_draft_that_seldom_guesses_has_no_closed_form() -> None:
+    rounds = [[(4, 4) if place % 5 == 0 else (0, 0) for place in range(27)][:-1] + [(0, 0)] for _ in range(6)]
+    seldom = [[*each[:19], *[(0, 0)] * 13] for each in rounds]
+    row = speculative(seldom, draft="seldom", cell="seldom")
+    (found,) = advise(cells_of([standard(), row]), {})
+    assert found.domains[0].best is not None
+    assert (found.domains[0].window, found.domains[0].break_even, found.domains[0].helps) == (None, None, ())
 
 
 def both(way: str, speedups: dict[str, float], **values: Any) -> list[Row]:

@@ -197,6 +197,25 @@ def test_a_pair_that_cannot_be_loaded_stops_no_other(monkeypatch: pytest.MonkeyP
     assert len(read("results/tiny").rows) == 12 and read("results/tiny").manifest["failed_pairs"] == {}
 
 
+def test_configs_may_be_named_one_by_one() -> None:
+    write("two.yaml", name="two")
+    succeed("bench", "--config", "tiny.yaml", "--config", "two.yaml")
+    assert len(read("results/tiny").rows) == len(read("results/two").rows) == 6
+
+
+def test_a_prompts_file_is_looked_at_before_anything_is_written() -> None:
+    Path("torn.jsonl").write_text('{"prompt": "a"}\n{"prompt": ')
+    for name, told in (("absent.jsonl", "absent.jsonl"), ("torn.jsonl", "torn.jsonl, line 2: this is no JSON")):
+        write("tiny.yaml", prompts=name)
+        refused("bench", "--config", "tiny.yaml", told=told)
+
+
+def test_fewer_prompts_than_were_asked_for_are_said() -> None:
+    write("tiny.yaml", num_prompts=100)
+    told = succeed("bench", "--config", "tiny.yaml").err.splitlines()
+    assert re.fullmatch(r"WARNING: sequences: \d+ prompts of the 100 that num_prompts asks for", told[0])
+
+
 def test_a_config_whose_only_pair_cannot_be_loaded_stops_no_other() -> None:
     Path("torn.ckpt").write_bytes(Path("tiny.ckpt").read_bytes()[:1000])
     write("alone.yaml", pairs={"torn": {"ckpt": "torn.ckpt", "drafts": DRAFTS}})

@@ -174,7 +174,7 @@ def test_a_cell_without_a_prediction_says_why(page: str) -> None:
     told = re.findall(r"<p>No prediction of (.*?)\.</p>", page)
     assert told == [
         "1 cell: the window adapts to what it meets",
-        "1 cell: there are no other prompts, or no guess was tested on them",
+        "1 cell: there are no other prompts to take alpha from",
         "1 cell: isolated calls are of one row, not of a batch",
     ]
     untimed = manifest_of({("draft", "code"): 0.3}) | {
@@ -260,7 +260,7 @@ def test_tables_escape_what_other_programs_would_read() -> None:
 
 def test_the_verb_says_the_answer_and_where_the_page_is(said: Outcome, results: Path) -> None:
     lines = said.out.splitlines()
-    assert lines[0].startswith("pair: use draft model with 2 tokens: ")
+    assert lines[0].startswith("pair (temperature 0, batch size 1, 48 new tokens): use draft model with 2 tokens: ")
     assert lines[1].startswith("pair (temperature 0.5, batch size 1, 48 new tokens): ")
     assert lines[-1] == f"report: {results / 'report' / 'report.html'}"
     assert said.err.startswith("warning: failed: pair, speculative, draft, window 8, ExactMatch, code")

@@ -138,7 +138,7 @@ def test_the_calls_that_measure_and_prove_work_one_after_the_other(
     config.write_text(text)
     less = ["--rules", "ExactMatch", "--temperatures", "0", "1", "--num_prompts", "1", "--num_decodes", "64"]
     outcomes = [succeed(*call, *(less if call[0] == "audit" else [])) for call in calls]
-    assert "walltime_speedup" in outcomes[0].out and "rnn: " in outcomes[1].out
+    assert "walltime_speedup" in outcomes[0].out and "rnn (temperature 0" in outcomes[1].out
     assert (tmp_path / "results" / "rnn" / "report" / "report.html").exists()
     assert "passed: " in outcomes[2].out
 
@@ -160,7 +160,5 @@ def test_every_block_of_python_runs(
     assert capsys.readouterr().out
 
 
-def test_every_file_that_the_readme_points_to_is_there() -> None:
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
-    assert [link for link in links if not (ROOT / link).exists()] == []
+def test_python_is_as_new_as_the_readme_wants_it() -> None:
     assert sys.version_info >= (3, 11)

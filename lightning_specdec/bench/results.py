@@ -278,7 +278,9 @@ def _check_same(directory: Path, found: Mapping[str, Any], wanted: Mapping[str, 
     for name in dict.fromkeys((*has, *had)):
         if had.get(name) != has.get(name):
             told = f"{name} was {_short(had.get(name))} there and is {_short(has.get(name))} now"
-            raise ValueError(f"{directory} holds other results ({told}): give this config another name, or remove them")
+            raise ValueError(
+                f"{directory} holds other results ({told}): give this config another name (--name), or remove them"
+            )
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:

@@ -194,6 +194,9 @@ class PromptDataset:
         path = Path(path).expanduser()
         rows = json_lines(path, "`lightning_specdec prompts build` writes one")
         _, first = next(rows, (0, {}))
+        if _FORMAT_KEY not in first:
+            for _ in rows:  # a line that is no JSON is named first
+                pass
         if first.get(_FORMAT_KEY) != FORMAT:
             version = "of another version" if _FORMAT_KEY in first else "none"
             raise ValueError(

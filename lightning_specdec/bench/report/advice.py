@@ -16,14 +16,16 @@ from dataclasses import dataclass, replace
 
 from lightning_specdec.bench.config_entries import OUTSIDE, SPECULATIVE, STANDARD
 from lightning_specdec.bench.report.analysis import MeasuredCell, pooled_speedup
-from lightning_specdec.bench.report.judged import missing, pays, sound
+from lightning_specdec.bench.report.judged import lower_bound, missing, pays, sound
 from lightning_specdec.bench.report.outside import Outside, faster_outside
-from lightning_specdec.bench.report.round_costs import costs_in_place
+from lightning_specdec.bench.report.round_costs import MAX_WINDOW, costs_in_place
 from lightning_specdec.bench.report.wording import listed, phrase, shown
 from lightning_specdec.bench.statistics import Interval
 
 WORTH_SAYING = 1.03
 """A change that would bring less is not mentioned."""
+FILLED = 0.7
+"""Of its windows a draft must fill so much for the closed forms to speak of it."""
 Setting = tuple[str, float, int, int]
 """Pair, temperature, batch size, tokens wanted."""
 
@@ -35,10 +37,13 @@ class DomainAdvice:
     Args:
         best: the fastest lossless cell that pays, or the fastest where none does; None where there is none.
         pays: whether it is faster than standard decoding, by more than chance among all that were measured.
+        bound: the lower bound that this goes by; None where there is no spread.
+        unproven: a faster cell that may not pay, where the best one does.
         missing: why there is none.
         break_even: the acceptance rate below which its window (or the fastest fixed one) costs time; None where no rate
             would pay.
-        window: the best window by theory; None where the costs are not known.
+        window: the best window by theory, of those that the draft can fill; None where the costs are not known, or the
+            draft guesses in some of its rounds alone, which the closed forms do not know of.
         helps: changes that would help, with the speedup that theory expects; the largest first.
         name_rule: whether there are several rules to choose from.
     """
@@ -47,6 +52,8 @@ class DomainAdvice:
     best: MeasuredCell | None
     pays: bool
     missing: str = ""
+    bound: float | None = None
+    unproven: MeasuredCell | None = None
     break_even: float | None = None
     window: int | None = None
     helps: tuple[tuple[str, float], ...] = ()
@@ -134,9 +141,14 @@ def _advice(setting: Setting, cells: Sequence[MeasuredCell], dtype: str | None) 
     gaining = [[cell for cell in each if id(cell) in paid] for each in groups.values()]
     paying = max(gaining, key=lambda each: _saved(each, standard), default=[])
     domains, several = [], len({cell.rule for cell in right}) > 1
+    widest = max((cell.num_draft_tokens for cell in right if isinstance(cell.num_draft_tokens, int)), default=0)
     for domain in dict.fromkeys(cell.domain for cell in cells):
         if own := [cell for cell in right if cell.domain == domain]:
-            found = _domain(domain, own, standard.get(domain), paid)
+            found = _domain(domain, own, standard.get(domain), paid, widest)
+            best = found.best
+            bound = None if best is None else lower_bound(best.estimate, len(right))
+            faster = max(own, key=_speedup)
+            found = replace(found, bound=bound, unproven=faster if found.pays and faster is not best else None)
         else:
             found = DomainAdvice(domain, None, False, missing([cell for cell in cells if cell.domain == domain]))
         domains.append(replace(found, name_rule=several))
@@ -176,24 +188,31 @@ def _saved(cells: Sequence[MeasuredCell], standard: Mapping[str, MeasuredCell]) 
 
 
 def _domain(
-    domain: str, cells: Sequence[MeasuredCell], standard: MeasuredCell | None, paid: Container[int]
+    domain: str, cells: Sequence[MeasuredCell], standard: MeasuredCell | None, paid: Container[int], widest: int
 ) -> DomainAdvice:
+    """What one domain says.
+
+    Args:
+        widest: the widest window of any draft; one that has no such cell cannot fill it.
+    """
     best = max(cells, key=lambda cell: (id(cell) in paid, _speedup(cell)))
     alike = [cell for cell in cells if (cell.draft, cell.rule) == (best.draft, best.rule)]
     fixed = max((cell for cell in alike if isinstance(cell.num_draft_tokens, int)), key=_speedup, default=None)
     if isinstance(best.num_draft_tokens, int):
         fixed = best  # that it pays may have made it the best
     costs = None if fixed is None else costs_in_place(fixed, alike, standard)
-    if fixed is None or costs is None or fixed.acceptance_rate is None:
+    if fixed is None or costs is None or fixed.acceptance_rate is None or not _guesses_always(fixed):
         return DomainAdvice(domain, best, id(best) in paid)
     alpha, window = fixed.acceptance_rate, int(fixed.num_draft_tokens or 0)
-    length, base = costs.best_window(alpha), costs.speedup(alpha, window)
+    filled = max(cell.num_draft_tokens for cell in alike if isinstance(cell.num_draft_tokens, int))
+    most = MAX_WINDOW if filled == widest else filled
+    length, base = costs.best_window(alpha, most=most), costs.speedup(alpha, window)
     top = costs.speedup(alpha, length)
     halved, better = costs.cheaper(0.5), (1 + alpha) / 2
     changes = []
     for change, speedup in (
-        ("a draft at half the cost", halved.speedup(alpha, halved.best_window(alpha))),
-        ("a draft that is rejected half as often", costs.speedup(better, costs.best_window(better))),
+        ("a draft at half the cost", halved.speedup(alpha, halved.best_window(alpha, most=most))),
+        ("a draft that is rejected half as often", costs.speedup(better, costs.best_window(better, most=most))),
     ):
         if speedup > WORTH_SAYING * top:  # what the best window alone would bring is not the draft's
             changes.append((change, speedup))
@@ -211,6 +230,12 @@ def _domain(
         window=length,
         helps=tuple(sorted(helps, key=lambda each: -each[1])),
     )
+
+
+def _guesses_always(cell: MeasuredCell) -> bool:
+    """Whether nearly all rounds guess a whole window; a text's last ones have no room for it."""
+    proposed, rounds = cell.total("num_proposed"), cell.total("num_row_rounds")
+    return bool(proposed and rounds) and (proposed or 0) >= FILLED * int(cell.num_draft_tokens or 0) * (rounds or 0)
 
 
 def _unit(cell: MeasuredCell) -> str:

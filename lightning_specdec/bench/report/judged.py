@@ -28,9 +28,15 @@ def sound(cell: MeasuredCell, dtype: str | None) -> bool:
 def pays(estimate: Estimate | None, num_judged: int) -> bool:
     """Whether a speedup is more than chance: its interval lies above 1, and so does the bound that makes up for being
     one of so many. A single prompt, or batch, has no spread to go by."""
+    low = lower_bound(estimate, num_judged)
+    return low is not None and low > 1
+
+
+def lower_bound(estimate: Estimate | None, num_judged: int) -> float | None:
+    """What `pays` goes by: the bound of a speedup that is the best of so many."""
     if estimate is None or estimate.prompts is None:
-        return False
-    return estimate.bound((1 - LEVEL) / max(2, num_judged)) > 1
+        return None
+    return estimate.bound((1 - LEVEL) / max(2, num_judged))
 
 
 def missing(cells: Sequence[MeasuredCell]) -> str:

@@ -43,11 +43,12 @@ def page(report: Report, drawings: Mapping[str, Sequence[str]]) -> str:
         _answer(report),
         _warnings(report.warnings),
         '<h2 id="advice">What pays where</h2>',
-        '<p class="note">Of each domain the fastest lossless choice, by seconds for as many tokens as standard '
-        "decoding's. An interval is of 95%, over prompts and repeats; being the best of several is not taken off, and "
-        "one whose end is ten times as much or more is not shown. A choice pays where its speedup lies so far above 1 "
-        "that chance should say so of none of a setting's choices in 95 of 100 runs. Below the break-even acceptance "
-        "its window costs time; where windows adapt, that and the theory are those of the fastest fixed one.</p>",
+        '<p class="note">Of each domain the fastest lossless choice that is proven to pay (the fastest where none is), '
+        "by seconds for as many tokens as standard decoding's. An interval is of 95%, over prompts and repeats; one "
+        "whose end is ten times as much or more is not shown. A choice pays where the bound for the best of several lies "
+        "above 1: then chance should say so of none of a setting's choices in 95 of 100 runs. Below the break-even "
+        "acceptance its window costs time; where windows adapt, that and the theory are those of the fastest fixed "
+        "one.</p>",
         to_html(report.tables["advice"]),
         '<h2 id="predictions">Measured against predicted</h2>',
         '<p class="note">Predicted from the acceptance on other prompts and from isolated calls. Textbook: an endless '
@@ -75,9 +76,9 @@ def _answer(report: Report) -> str:
     lines = []
     for pair, told in report.answers:
         lines.append(f'<p class="pair">{_text(pair)}</p>')
-        for setting, sentence in told:
+        for number, (setting, sentence) in enumerate(told):
             start = f"<i>{_text(setting)}:</i> " if setting else ""
-            lines.append(f'<p class="{"" if setting else "first"}">{start}{_text(sentence)}</p>')
+            lines.append(f'<p class="{"" if number else "first"}">{start}{_text(sentence)}</p>')
     return f'<section class="answer" id="answer">{"".join(lines) or "<p>Nothing has been measured yet.</p>"}</section>'
 
 

@@ -65,7 +65,7 @@ class Prediction:
     """A promise beside its measurement.
 
     Args:
-        alpha: from other prompts, at the same temperature and under the same rule.
+        alpha: from other prompts, at the same temperature and under the same rule: of `num_tested` guesses.
         cost_ratio: seconds of one guess / of the target's call on one token, isolated.
         call_ratio: seconds of the target's call on k + 1 tokens / on one, isolated.
         textbook: the speedup of an endless text where wide calls cost as much as narrow ones (Leviathan et al. 2023).
@@ -75,6 +75,7 @@ class Prediction:
 
     cell: MeasuredCell
     alpha: float
+    num_tested: int
     cost_ratio: float
     call_ratio: float
     textbook: float
@@ -140,8 +141,10 @@ def unpromised(cell: MeasuredCell, manifest: Mapping[str, Any]) -> str | None:
     if isolated_calls(manifest, cell.pair, cell.draft) is None:
         error = ((manifest.get("calls") or {}).get(cell.pair) or {}).get("error")
         return "no isolated calls were timed" + (f": {error}" if error else "")
-    if other_alpha(manifest, cell) is None:
-        return "there are no other prompts, or no guess was tested on them"
+    if (tested := _other_prompts(manifest, cell)) is None:
+        return "there are no other prompts to take alpha from"
+    if not tested["num_tested"]:
+        return "no guess was tested on other prompts"
     if not _prompts(cell, manifest) or cell.timings.num_units != cell.rows[0]["num_prompts"]:
         return "prompts are not known one by one"
     return None
@@ -153,9 +156,10 @@ def _prompts(cell: MeasuredCell, manifest: Mapping[str, Any]) -> Mapping[str, Se
 
 
 def _prediction(cell: MeasuredCell, manifest: Mapping[str, Any]) -> Prediction:
-    calls, alpha = isolated_calls(manifest, cell.pair, cell.draft), other_alpha(manifest, cell)
+    calls, tested = isolated_calls(manifest, cell.pair, cell.draft), _other_prompts(manifest, cell)
     window, measured, prompts = cell.num_draft_tokens, cell.walltime_speedup, _prompts(cell, manifest)
-    assert calls is not None and alpha is not None and measured is not None and isinstance(window, int)
+    assert calls is not None and tested is not None and measured is not None and isinstance(window, int)
+    alpha = tested["num_accepted"] / tested["num_tested"]
     reading = calls.prompt_token * statistics.fmean(map(len, prompts.values()))
     chain = _chain(cell, calls, alpha, window, reading)
     chain.append((STANDARD_STEP, measured.value))
@@ -164,6 +168,7 @@ def _prediction(cell: MeasuredCell, manifest: Mapping[str, Any]) -> Prediction:
     return Prediction(
         cell=cell,
         alpha=alpha,
+        num_tested=tested["num_tested"],
         cost_ratio=cost_ratio,
         call_ratio=theory.call_ratio(calls.wide, window + 1),
         textbook=theory.speedup_with_cost_ratio(alpha, window, cost_ratio=cost_ratio),
@@ -222,10 +227,10 @@ def _as_cheap(part: str) -> Told:
     return f"{part} is not as cheap in a round as by itself", f"{part} is cheaper in a round than by itself"
 
 
-def other_alpha(manifest: Mapping[str, Any], cell: MeasuredCell) -> float | None:
-    """The acceptance rate on other prompts of the domain; None where nothing was tested."""
+def _other_prompts(manifest: Mapping[str, Any], cell: MeasuredCell) -> Mapping[str, Any] | None:
+    """What was tested and accepted on other prompts of the domain; None where there were none."""
     wanted = (cell.draft, cell.domain, cell.temperature, cell.rule)
     for each in (manifest.get("alpha_at") or {}).get(cell.pair) or ():
-        if (each["draft"], each["domain"], each["temperature"], each["rule"]) == wanted and each["num_tested"]:
-            return each["num_accepted"] / each["num_tested"]
+        if (each["draft"], each["domain"], each["temperature"], each["rule"]) == wanted:
+            return each
     return None

@@ -81,15 +81,18 @@ class Report:
 
     @property
     def answers(self) -> list[tuple[str, list[tuple[str, str]]]]:
-        """For each pair the settings that were measured, in words, with the advice; the first of them in none."""
+        """For each pair the settings that were measured, in words (none where there is one alone), with the advice."""
         found: dict[str, list[tuple[str, str]]] = {}
+        settings = Counter(each.setting[0] for each in self.advice)
         for each in self.advice:
             pair, temperature, batch_size, max_new_tokens = each.setting
             lines = found.setdefault(pair, [])
             setting = f"temperature {temperature:g}, batch size {batch_size}, {max_new_tokens} new tokens"
-            lines.append((setting if lines else "", each.sentence))
+            if settings[pair] == 1:
+                setting = ""
+            lines.append((setting, each.sentence))
             if each.outside is not None:
-                lines.append((setting if len(lines) > 1 else "", _faster(each.outside)))
+                lines.append((setting, _faster(each.outside)))
         return list(found.items())
 
     @property

@@ -44,9 +44,9 @@ class RoundCosts:
         wide = theory.call_ratio(self.seconds, window + 1)
         return theory.speedup_with_cost_ratio(alpha, window, cost_ratio=self.cost_ratio, call_ratio=wide)
 
-    def best_window(self, alpha: float) -> int:
-        """The window with the largest speedup; 0 where none pays."""
-        return theory.best_window(alpha, self.cost_ratio, max_window=MAX_WINDOW, call_seconds=self.seconds)
+    def best_window(self, alpha: float, *, most: int = MAX_WINDOW) -> int:
+        """The window of at most so many tokens with the largest speedup; 0 where none pays."""
+        return theory.best_window(alpha, self.cost_ratio, max_window=most, call_seconds=self.seconds)
 
     def break_even(self, window: int) -> float | None:
         """The acceptance rate below which the window costs time; None where it always does."""

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_specdec.bench.config_entries import ASSISTED, GENERATE, PROMPT_LOOKUP, ROLLED
-from lightning_specdec.bench.report.advice import Advice
+from lightning_specdec.bench.report.advice import Advice, DomainAdvice
 from lightning_specdec.bench.report.analysis import MeasuredCell
 from lightning_specdec.bench.report.prediction import Prediction
+from lightning_specdec.bench.report.wording import phrase
 from lightning_specdec.bench.statistics import Interval
 from lightning_specdec.inference import PHASES
 
@@ -117,6 +118,7 @@ def best_table(advice: Sequence[Advice]) -> Table:
     """What pays, domain by domain."""
     columns = (
         *map(Column, ("pair", "domain", "temperature", "batch size", "advice", "walltime speedup", "from", "to")),
+        *map(Column, ("from, best of several", "faster, not proven")),
         *map(Column, ("acceptance rate", "break-even acceptance", "block efficiency", "best window by theory")),
         Column("what would help"),
     )
@@ -132,11 +134,20 @@ def best_table(advice: Sequence[Advice]) -> Table:
                 (
                     *(pair, domain.domain, temperature, batch_size, domain.choice),
                     *(speedup and speedup.value, _end(speedup, 0), _end(speedup, 1)),
+                    *(_plain(Column(""), domain.bound), _unproven(domain)),
                     *(rates[0], domain.break_even, rates[1]),
                     *(domain.window, helps or None),
                 )
             )
     return Table(columns, tuple(rows))
+
+
+def _unproven(domain: DomainAdvice) -> str | None:
+    """A faster cell than the one that is advised, which may not pay."""
+    cell = domain.unproven
+    if cell is None or cell.walltime_speedup is None:
+        return None
+    return f"{phrase(cell, rule=domain.name_rule)}: {cell.walltime_speedup.value:.2f}x"
 
 
 _PREDICTION: tuple[tuple[Column, Callable[[Prediction], Any]], ...] = (
@@ -147,6 +158,7 @@ _PREDICTION: tuple[tuple[Column, Callable[[Prediction], Any]], ...] = (
     (Column("window"), lambda each: each.cell.num_draft_tokens),
     (Column("rule"), lambda each: each.cell.rule),
     (Column("alpha, other prompts"), lambda each: each.alpha),
+    (Column("of guesses"), lambda each: each.num_tested),
     (Column("acceptance rate"), lambda each: each.cell.acceptance_rate),
     (Column("cost ratio"), lambda each: each.cost_ratio),
     (Column("wide call / call"), lambda each: each.call_ratio),
