@@ -19,6 +19,7 @@ from lightning_specdec.text.tokenizer import TextTokenizer
 __all__ = ["corpus", "target"]
 SMALL: dict[str, Any] = {"num_val": 2, "num_test": 2, "batch_size": 4}
 VOCABULARY = 320
+SHIPPED = sorted((Path(__file__).parent.parent / "benchmarks" / "smollm2_text").glob("*/manifest.json"))
 
 
 def stored(*corpora: Path) -> list[tuple[list[int], int]]:
@@ -147,3 +148,16 @@ def test_two_corpora_of_two_tokenizers_are_refused(corpus: Path, tmp_path: Path)
     write_manifest(tmp_path / "other", manifest | {"tokenizer": {"name": "theirs", "fingerprint": "another"}})
     with pytest.raises(ValueError, match="is text of the tokenizer theirs, .* of another: give one of them"):
         GeneratedText([str(corpus), str(tmp_path / "other")], VOCABULARY).setup("fit")
+
+
+def test_the_text_that_ships_is_whole_of_one_target_and_as_much_as_is_said() -> None:
+    found = [open_corpus(path.parent) for path in SHIPPED]
+    assert len({manifest["target"]["sha256"] for manifest, _ in found}) == 1
+    for manifest, shards in found:
+        assert sum(map(len, shards)) == manifest["totals"]["num_rows"]
+    guide = (Path(__file__).parent.parent / "docs" / "train_a_draft.md").read_text(encoding="utf-8")
+    rows, tokens = (sum(manifest["totals"][name] for manifest, _ in found) for name in ("num_rows", "num_new_tokens"))
+    assert f"{rows:,} rows of {round(tokens, -3):,} new tokens" in guide
+    data = GeneratedText([str(path.parent) for path in SHIPPED], vocab_size=49152, max_length=512, num_val=48)
+    data.setup("fit")
+    assert len(next(iter(data.train_dataloader()))[0])

@@ -45,10 +45,10 @@ def page(report: Report, drawings: Mapping[str, Sequence[str]]) -> str:
         '<h2 id="advice">What pays where</h2>',
         '<p class="note">Of each domain the fastest lossless choice that is proven to pay (the fastest where none is), '
         "by seconds for as many tokens as standard decoding's. An interval is of 95%, over prompts and repeats; one "
-        "whose end is ten times as much or more is not shown. A choice pays where the bound for the best of several lies "
-        "above 1: then chance should say so of none of a setting's choices in 95 of 100 runs. Below the break-even "
-        "acceptance its window costs time; where windows adapt, that and the theory are those of the fastest fixed "
-        "one.</p>",
+        "whose end is ten times as much or more is not shown. A choice pays where the bound for the best of several "
+        "lies above 1: then chance should say so of none of a setting's choices in 95 of 100 runs. Below the "
+        "break-even acceptance its window costs time; where windows adapt, that and the theory are those of the "
+        "fastest fixed one.</p>",
         to_html(report.tables["advice"]),
         '<h2 id="predictions">Measured against predicted</h2>',
         '<p class="note">Predicted from the acceptance on other prompts and from isolated calls. Textbook: an endless '
