@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_specdec.bench.statistics import LEVEL, ratio_estimate
+from lightning_specdec.bench.report.judged import pays
+from lightning_specdec.bench.statistics import ratio_estimate
 
 NUM_WAYS = 20
 """Ways that gain nothing, of which one is looked at."""
@@ -76,7 +77,7 @@ def simulated(case: Case, trials: int, generator: torch.Generator) -> tuple[floa
         found = ratio_estimate(seconds.exp().tolist(), other.exp().tolist())
         interval = found.interval
         held += interval.low <= 1 <= interval.high
-        paid += found.bound((1 - LEVEL) / NUM_WAYS) > 1
+        paid += pays(found, NUM_WAYS)
     return held / trials, paid / trials
 
 

@@ -30,7 +30,7 @@ from lightning_specdec.bench.report.prediction import Prediction, predictions
 from lightning_specdec.bench.report.report import Report
 from lightning_specdec.bench.report.round_costs import isolated_calls
 from lightning_specdec.bench.report.tables import best_table
-from lightning_specdec.bench.results import Results
+from lightning_specdec.bench.results import Results, read
 from lightning_specdec.bench.speed import Timings
 from lightning_specdec.bench.statistics import Interval
 
@@ -458,6 +458,16 @@ def test_a_draft_that_seldom_guesses_has_no_closed_form() -> None:
     (found,) = advise(cells_of([standard(), row]), {})
     assert found.domains[0].best is not None
     assert (found.domains[0].window, found.domains[0].break_even, found.domains[0].helps) == (None, None, ())
+
+
+def test_texts_shorter_than_a_window_have_their_theory_and_look_up_has_none() -> None:
+    """Seven tokens with a window of 8, and source code; of the shipped runs."""
+    bench = Path(__file__).parent.parent / "docs" / "results" / "bench"
+    short, code = (advise(cells_of(read(bench / name).rows), {}) for name in ("rnn", "batches"))
+    assert [each.domains[0].best and each.domains[0].best.num_draft_tokens for each in short] == [8, 8]
+    assert all(each.domains[0].window and each.domains[0].helps for each in short)
+    assert code[0].choice is not None and code[0].choice.draft == "ngram"
+    assert (code[0].domains[0].window, code[0].domains[0].helps) == (None, ())
 
 
 def both(way: str, speedups: dict[str, float], **values: Any) -> list[Row]:

@@ -84,10 +84,11 @@ def run(
         try:
             subject = load(name, results.failed_drafts(name))
         except FAILURES as error:
+            why = in_one_line(error)
             if len(config.pairs) == 1:
-                raise ValueError(in_one_line(error)) from None
-            _note(results, name, in_one_line(error))
-            told.warn(f"failed: {name}: {in_one_line(error)}")
+                raise ValueError(why) from error
+            _note(results, name, why)
+            told.warn(f"failed: {name}: {why}")
             continue
         _note(results, name, None)
         if name in (known := results.results.manifest["pairs"]):

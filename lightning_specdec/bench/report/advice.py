@@ -233,9 +233,11 @@ def _domain(
 
 
 def _guesses_always(cell: MeasuredCell) -> bool:
-    """Whether nearly all rounds guess a whole window; a text's last ones have no room for it."""
-    proposed, rounds = cell.total("num_proposed"), cell.total("num_row_rounds")
-    return bool(proposed and rounds) and (proposed or 0) >= FILLED * int(cell.num_draft_tokens or 0) * (rounds or 0)
+    """Whether nearly all rounds guess a whole window; each text's last one has no room for it, and is not counted."""
+    proposed, rounds, texts = (cell.total(name) for name in ("num_proposed", "num_row_rounds", "num_prompts"))
+    if not proposed or rounds is None or texts is None:
+        return False
+    return proposed >= FILLED * int(cell.num_draft_tokens or 0) * (rounds - texts)
 
 
 def _unit(cell: MeasuredCell) -> str:

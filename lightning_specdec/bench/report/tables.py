@@ -18,7 +18,7 @@ from lightning_specdec.bench.report.advice import Advice, DomainAdvice
 from lightning_specdec.bench.report.analysis import MeasuredCell
 from lightning_specdec.bench.report.prediction import Prediction
 from lightning_specdec.bench.report.wording import phrase
-from lightning_specdec.bench.statistics import Interval
+from lightning_specdec.bench.statistics import Interval, finite
 from lightning_specdec.inference import PHASES
 
 Value = str | float | int | bool | None
@@ -134,7 +134,7 @@ def best_table(advice: Sequence[Advice]) -> Table:
                 (
                     *(pair, domain.domain, temperature, batch_size, domain.choice),
                     *(speedup and speedup.value, _end(speedup, 0), _end(speedup, 1)),
-                    *(_plain(Column(""), domain.bound), _unproven(domain)),
+                    *(finite(domain.bound), _unproven(domain)),
                     *(rates[0], domain.break_even, rates[1]),
                     *(domain.window, helps or None),
                 )
