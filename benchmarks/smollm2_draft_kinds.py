@@ -1,0 +1,90 @@
+"""How much of what each trained draft guesses is kept on SmolLM2, kind of prompt by kind of prompt.
+
+    make smollm2
+    python benchmarks/smollm2_draft_kinds.py eagle.safetensors heads.safetensors --prompts question.jsonl \
+        --output docs/results/smollm2_draft_kinds.json
+
+Block efficiency of greedy decoding in bfloat16, one prompt at a time, at one window for all, alone and with n-gram
+look-up joined to it. Kinds are Spec-Bench's tasks and the shipped set's domains; none was trained on. No text stops
+early. Nothing is timed, so it may run beside other work. Drafts that the output holds already, and that are not named,
+stay in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from spec_bench import load
+
+from lightning_specdec import SpeculativeDecoder
+from lightning_specdec.bench.prompts import sources
+from lightning_specdec.draft_file import load_draft
+from lightning_specdec.drafters import Drafter, LookupFirstDrafter, NGramDrafter
+from lightning_specdec.files import replaced
+from lightning_specdec.manifest import manifest
+
+LOOKUP = "look-up"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("drafts", nargs="+", type=Path, help="draft files")
+    parser.add_argument("--model", default="checkpoints/smollm2")
+    parser.add_argument("--prompts", required=True, help="Spec-Bench's question.jsonl")
+    parser.add_argument("--num_prompts", type=int, default=6, help="of each kind")
+    parser.add_argument("--max_new_tokens", type=int, default=64)
+    parser.add_argument("--num_draft_tokens", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    record: dict[str, Any] = {"drafts": {}}
+    if options.output and options.output.exists():
+        record = json.loads(options.output.read_text(encoding="utf-8"))
+        table(record["drafts"])  # a record that cannot be added to ends here
+    decoder = SpeculativeDecoder.from_pretrained(options.model, NGramDrafter(), dtype="bfloat16")
+    assert decoder.tokenizer is not None
+    kinds = {f"Spec-Bench {task}": texts for task, texts in load(options.prompts, decoder.tokenizer).items()}
+    for prompt in sources.build(decoder.tokenizer, sources=[sources.SHIPPED], num_prompts=options.num_prompts):
+        kinds.setdefault(f"shipped {prompt.domain}", []).append(list(prompt.tokens))
+    plain = {**vars(options), "drafts": [path.name for path in options.drafts], "output": None}
+    made = manifest(options={**plain, "prompts": Path(options.prompts).name}, device=torch.device("cpu"))
+    ways: dict[str, Drafter] = {} if LOOKUP in record["drafts"] else {LOOKUP: NGramDrafter()}
+    for path in options.drafts:
+        draft = load_draft(path, decoder.target)[0]
+        ways |= {path.stem: draft, f"{LOOKUP} + {path.stem}": LookupFirstDrafter(NGramDrafter(), draft)}
+    for name, drafter in ways.items():
+        decoder = SpeculativeDecoder(decoder.target, drafter)
+        found = {kind: efficiency(decoder, texts[: options.num_prompts], options) for kind, texts in kinds.items()}
+        print(name, *(f"{kind} {value:.2f}" for kind, value in found.items()), sep="  ", flush=True)
+        record["drafts"][name] = {"manifest": made, "block_efficiency": found}
+    if options.output:
+        with replaced(options.output) as file:
+            file.write((json.dumps({"manifest": made, "drafts": record["drafts"]}, indent=1) + "\n").encode())
+    print(f"\n{table(record['drafts'])}")
+
+
+def efficiency(decoder: SpeculativeDecoder, prompts: Sequence[list[int]], options: argparse.Namespace) -> float:
+    """New tokens / rounds of all prompts."""
+    settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "eos": ()}
+    rows = [decoder.decode([each], num_draft_tokens=options.num_draft_tokens, **settings).rows[0] for each in prompts]
+    return sum(len(row.tokens) for row in rows) / sum(row.num_rounds for row in rows)
+
+
+def table(drafts: Mapping[str, Mapping[str, Any]]) -> str:
+    """A line for each kind of prompt, a column for each draft, as a Markdown table."""
+    kinds = list(dict.fromkeys(kind for each in drafts.values() for kind in each["block_efficiency"]))
+    lines = [f"| Prompts | {' | '.join(drafts)} |", "|---" * (len(drafts) + 1) + "|"]
+    for kind in kinds:
+        found = [each["block_efficiency"].get(kind) for each in drafts.values()]
+        lines.append(f"| {kind} | {' | '.join('-' if value is None else f'{value:.2f}' for value in found)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
