@@ -6,9 +6,9 @@
 
 Greedy decoding in the first type goes through all windows, each beside standard decoding, one prompt at a time, repeats
 taking turns; rejection sampling at temperature 1 in that type, and greedy decoding in the others, take the window that
-was best there. Both sides treat their weights alike. Prompts are of Spec-Bench, task by task in turn, and of the shipped
-set, domain by domain in turn; none was trained on. No text stops early. What training took is read from the draft files'
-recipes.
+was best there. Both sides treat their weights alike. Prompts are of Spec-Bench, task by task in turn, and of the
+shipped set, domain by domain in turn; none was trained on. No text stops early. What training took is read from the
+draft files' recipes.
 
 Drafts that the output holds already, and that are not named, stay in it, each with the manifest of its own run; so does
 look-up alone.

@@ -27,6 +27,13 @@ def calls(model: torch.nn.Module) -> list[tuple[int, ...]]:
     return seen
 
 
+def windowed(drafter: EagleDrafter, attention_window: int | None) -> EagleDrafter:
+    """A copy that looks no further back than that."""
+    other = EagleDrafter(**{**drafter.arguments(), "attention_window": attention_window}).eval()
+    other.load_state_dict(drafter.state_dict())
+    return other
+
+
 def proposed(drafter: EagleDrafter, model: LanguageModel, text: list[int], read: int, window: int) -> Any:
     """The guesses on a text of which the target has read the first tokens in one call, and the rest in another."""
     with torch.inference_mode():
@@ -41,9 +48,12 @@ def proposed(drafter: EagleDrafter, model: LanguageModel, text: list[int], read:
 
 @pytest.mark.parametrize("name", ["transformer", "llama", "gemma3"])
 @pytest.mark.parametrize("reduced", [False, True])
-def test_guesses_are_those_of_the_rollouts_that_it_is_trained_on(name: str, reduced: bool) -> None:
+@pytest.mark.parametrize("attention_window", [None, 6, 3, 1])
+def test_guesses_are_those_of_the_rollouts_that_it_is_trained_on(
+    name: str, reduced: bool, attention_window: int | None
+) -> None:
     model = target(name)
-    drafter = fitted_eagle(model, reduced=reduced)
+    drafter = windowed(fitted_eagle(model, reduced=reduced), attention_window)
     window = 4
     draft = proposed(drafter, model, TEXT, 5, window)
     whole = torch.tensor([[*TEXT, *draft.tokens[0].tolist()]])
@@ -54,6 +64,27 @@ def test_guesses_are_those_of_the_rollouts_that_it_is_trained_on(name: str, redu
         for i, hidden in enumerate(steps):
             wanted = drafter.logits(hidden[0, len(TEXT) - 2 + i])
             torch.testing.assert_close(draft.logits[0, i], wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("at_once", [2**20, 1])
+def test_what_lies_behind_the_attention_window_is_not_seen(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eagle_rollout, "_SCORES_AT_ONCE", at_once)
+    model = target("transformer")
+    network = windowed(fitted_eagle(model), 3).network
+    with torch.no_grad():
+        features = torch.randn(1, len(TEXT), network.hidden_size, generator=torch.Generator().manual_seed(0))
+        changed = features.clone()
+        changed[:, :2] += 1.0
+        embedded = model.embeddings(torch.tensor([TEXT]))
+        first, second = (rollouts(network, embedded, each, 2) for each in (features, changed))
+    assert torch.equal(first[0][:, 4:], second[0][:, 4:]) and not torch.allclose(first[0][:, 3], second[0][:, 3])
+    assert torch.equal(first[1][:, 5:], second[1][:, 5:])  # of rounds that begin with entry 4 and later ones
+    assert not torch.allclose(first[1][:, 3], second[1][:, 3])
+
+
+def test_a_draft_with_an_attention_window_is_kept_with_it() -> None:
+    drafter = windowed(fitted_eagle(target("transformer")), 3)
+    assert EagleDrafter(**drafter.arguments()).network.attention_window == 3
 
 
 @pytest.mark.parametrize("at_once", [2**20, 1])
@@ -140,6 +171,7 @@ def test_what_lies_behind_a_rejection_is_not_learnt() -> None:
     [
         ({"feature_layers": []}, "feature_layers must be one layer or several different ones"),
         ({"feature_layers": [1, 1]}, "feature_layers must be one layer or several different ones"),
+        ({"attention_window": 0}, "attention_window must be"),
         ({"num_heads": 3}, "do not divide a hidden size of 16"),
         ({"draft_vocabulary": [3, 2]}, "draft_vocabulary must ascend"),
         ({"draft_vocabulary": [3, 11]}, "a token of draft_vocabulary must be from 0 to 10, got 11"),

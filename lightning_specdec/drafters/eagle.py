@@ -46,7 +46,7 @@ class EagleDrafter(Drafter):
         feature_layers: the target's layers whose hidden states are read, by number from 0.
         hidden_size: D, of the target.
         vocab_size: V, of the target.
-        num_heads, num_key_heads, intermediate_size: of the decoder layer, see `EagleNetwork`.
+        num_heads, num_key_heads, intermediate_size, attention_window: of the decoder layer, see `EagleNetwork`.
         draft_vocabulary: the tokens that it can say, ascending; or how many, to be chosen before it is trained; all of
             them when None.
         sampling: how guesses are drawn, if not as the session draws; any choice is lossless under a lossless rule.
@@ -64,6 +64,7 @@ class EagleDrafter(Drafter):
         num_heads: int,
         num_key_heads: int,
         intermediate_size: int,
+        attention_window: int | None = None,
         draft_vocabulary: int | Sequence[int] | None = None,
         sampling: Sampling | None = None,
     ) -> None:
@@ -83,12 +84,13 @@ class EagleDrafter(Drafter):
             num_heads=num_heads,
             num_key_heads=num_key_heads,
             intermediate_size=intermediate_size,
+            attention_window=attention_window,
         )
 
     def arguments(self) -> dict[str, Any]:
         refuse_sampling(self.sampling)
         names = ("feature_layers", "hidden_size", "vocab_size", "num_heads", "num_key_heads", "intermediate_size")
-        plain = {name: getattr(self, name) for name in names}
+        plain = {name: getattr(self, name) for name in names} | {"attention_window": self.network.attention_window}
         own = self.draft_vocabulary
         return plain if own is None else {**plain, "draft_vocabulary": own.arguments()}
 
@@ -184,7 +186,8 @@ class EagleDrafter(Drafter):
         slots = read.slots(embedded.shape[1])
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            return attention(queries, *read.update(0, slots, keys, values), read.mask(slots))
+            seen = read.mask(slots, window=self.network.attention_window)
+            return attention(queries, *read.update(0, slots, keys, values), seen)
 
         hidden = self.network.layer(embedded, features, slots.positions, attend)
         read.advance(embedded.shape[1], lengths)

@@ -43,6 +43,9 @@ class EagleNetwork(nn.Module):
         num_heads: H; the size of a head is D / H.
         num_key_heads: G, a divisor of H.
         intermediate_size: width of the inner network.
+        attention_window: how many entries an entry looks at, itself included, the newest ones; all when None. What lies
+            further back the target has summed up in its hidden states, and distances that no training text had are
+            never met.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class EagleNetwork(nn.Module):
         num_heads: int,
         num_key_heads: int,
         intermediate_size: int,
+        attention_window: int | None = None,
     ) -> None:
         super().__init__()
         self.hidden_size = require_int("hidden_size", hidden_size, 2, 2**16)
@@ -65,6 +69,9 @@ class EagleNetwork(nn.Module):
                 f"{num_heads} heads of {num_key_heads} keys do not divide a hidden size of {hidden_size} into even "
                 "parts: choose other numbers of heads"
             )
+        self.attention_window = attention_window
+        if attention_window is not None:
+            require_int("attention_window", attention_window, 1, 2**20)
         self.head_size = hidden_size // num_heads
         width = (num_heads + 2 * num_key_heads) * self.head_size
         # Layers differ a hundredfold in how large their states are, and so do the first token's from all others'.

@@ -45,6 +45,8 @@ class EagleTraining(DistillationTraining):
         num_heads: of the attention; as many as make each 64 wide when None.
         num_key_heads: that they share; as many when None.
         intermediate_size: of the inner network; four times the hidden size when None.
+        attention_window: how many of the newest entries the attention looks at; all when None. One that most training
+            texts are longer than lets the draft read texts of any length.
         draft_vocabulary: how many tokens the draft can say, the most frequent of the training texts; all when None.
         num_steps: guesses of the rollouts that are learned from; `num_draft_tokens` when None.
         random_lengths: whether the rollouts of a step end early at random, each guess followed by another one with the
@@ -66,6 +68,7 @@ class EagleTraining(DistillationTraining):
         num_heads: int | None = None,
         num_key_heads: int | None = None,
         intermediate_size: int | None = None,
+        attention_window: int | None = None,
         draft_vocabulary: int | None = None,
         num_steps: int | None = None,
         random_lengths: bool = False,
@@ -81,6 +84,7 @@ class EagleTraining(DistillationTraining):
             num_heads=heads,
             num_key_heads=heads if num_key_heads is None else num_key_heads,
             intermediate_size=4 * size if intermediate_size is None else intermediate_size,
+            attention_window=attention_window,
             draft_vocabulary=draft_vocabulary,
         )
         self.num_steps = None if num_steps is None else require_int("num_steps", num_steps, 1, 64)

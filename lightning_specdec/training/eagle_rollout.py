@@ -51,7 +51,7 @@ def rollouts(
     def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         all_keys.append(keys)
         all_values.append(values)
-        return attention_of_rounds(queries, all_keys, all_values)
+        return attention_of_rounds(queries, all_keys, all_values, window=network.attention_window)
 
     for _ in range(num_steps):
         outputs.append(network.layer(embedded, features, positions, attend))
@@ -63,19 +63,24 @@ def attention_of_rounds(
     queries: Float[Tensor, "B H T E"],
     keys: Sequence[Float[Tensor, "B G T E"]],
     values: Sequence[Float[Tensor, "B G T E"]],
+    *,
+    window: int | None = None,
 ) -> Float[Tensor, "B H T E"]:
     """What each entry of a step makes of its own round's memory, of the keys and values of all steps up to it.
 
     Of step 0 that memory has the entries before the round and its first; of each later step the round's one entry, the
-    last of which is the entry itself. So beside one square of scores there are a few numbers for each entry.
+    last of which is the entry itself. So beside one square of scores there are a few numbers for each entry. Of all
+    these it sees the last `window` places.
     """
     num_heads, num_entries, step = queries.shape[1], queries.shape[2], len(keys) - 1
     entries = torch.arange(num_entries, device=queries.device)
-    seen = entries[:, None] - entries >= step
+    distances = entries[:, None] - entries
+    seen = distances >= step if window is None else (distances >= step) & (distances < window)
     if step == 0:
         return attention(queries, keys[0], values[0], seen[None])
-    later_keys = [_shifted(each, step - i) for i, each in enumerate(keys) if i]
-    later_values = [_shifted(each, step - i) for i, each in enumerate(values) if i]
+    first = 1 if window is None else max(1, step - window + 1)
+    later_keys = [_shifted(each, step - i) for i, each in enumerate(keys) if i >= first]
+    later_values = [_shifted(each, step - i) for i, each in enumerate(values) if i >= first]
     at_once = _SCORES_AT_ONCE if queries.device.type == "cpu" else _SCORES_AT_ONCE * 2**8
     size = max(1, at_once // (num_heads * num_entries**2))
     pieces = []
