@@ -25,6 +25,7 @@ from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.bench.prompts import sources
 from lightning_specdec.draft_file import load_draft
 from lightning_specdec.drafters import Drafter, LookupFirstDrafter, NGramDrafter
+from lightning_specdec.drafters.lookup_first import sure_lookup
 from lightning_specdec.files import replaced
 from lightning_specdec.manifest import manifest
 
@@ -57,7 +58,7 @@ def main() -> None:
     ways: dict[str, Drafter] = {} if LOOKUP in record["drafts"] else {LOOKUP: NGramDrafter()}
     for path in options.drafts:
         draft = load_draft(path, decoder.target)[0]
-        ways |= {path.stem: draft, f"{LOOKUP} + {path.stem}": LookupFirstDrafter(NGramDrafter(), draft)}
+        ways |= {path.stem: draft, f"{LOOKUP} + {path.stem}": LookupFirstDrafter(sure_lookup(), draft)}
     for name, drafter in ways.items():
         decoder = SpeculativeDecoder(decoder.target, drafter)
         found = {kind: efficiency(decoder, texts[: options.num_prompts], options) for kind, texts in kinds.items()}

@@ -31,6 +31,7 @@ from lightning_specdec.bench.prompts import sources
 from lightning_specdec.bench.sweep import SweepRow, best
 from lightning_specdec.draft_file import load_draft, read
 from lightning_specdec.drafters import Drafter, LookupFirstDrafter, NGramDrafter
+from lightning_specdec.drafters.lookup_first import sure_lookup
 from lightning_specdec.files import replaced
 from lightning_specdec.manifest import manifest
 
@@ -95,7 +96,7 @@ def measured(
     trained = {path.stem: load_draft(path, decoder.target)[0] for path in options.drafts}
     drafts: dict[str, Drafter] = {LOOKUP: NGramDrafter()} if look_up else {}
     for name, each in trained.items():
-        drafts |= {name: each, f"{LOOKUP} + {name}": LookupFirstDrafter(NGramDrafter(), each)}
+        drafts |= {name: each, f"{LOOKUP} + {name}": LookupFirstDrafter(sure_lookup(), each)}
     shared: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "eos": (), "repeats": options.repeats}
     rows: list[dict[str, Any]] = []
 

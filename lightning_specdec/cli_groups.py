@@ -115,7 +115,11 @@ GUESSING = (
         "of LookupFirstDrafter and of NGramDrafter: most tokens that are looked up (5)",
         int,
     ),
-    Option("drafter.min_ngram", "of LookupFirstDrafter and of NGramDrafter: fewest tokens that are looked up (1)", int),
+    Option(
+        "drafter.min_ngram",
+        "of LookupFirstDrafter (2 there) and of NGramDrafter: fewest tokens that are looked up (1)",
+        int,
+    ),
     Option(
         "drafter.guesses_per_token",
         "of LookupFirstDrafter and of NGramDrafter: guesses for each token that the look-up matched (2)",

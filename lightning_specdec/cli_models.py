@@ -16,6 +16,7 @@ from lightning_specdec.cli_early import named_model
 from lightning_specdec.cli_groups import DRAFTERS, LOOKS_UP
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.drafters import EarlyExitDrafter, LookupFirstDrafter, NGramDrafter
+from lightning_specdec.drafters.lookup_first import sure_lookup
 from lightning_specdec.pretrained import PretrainedOptions
 
 _OF_PRETRAINED = (
@@ -115,7 +116,7 @@ def _from_checkpoint(options: Namespace, arguments: dict[str, Any], device: torc
     if options.exit_layer is not None or options.drafter == EarlyExitDrafter.__name__:
         decoder = _exiting(decoder, options)
     if joined:
-        decoder = decoder.with_drafter(LookupFirstDrafter(NGramDrafter(**arguments), decoder.drafter))
+        decoder = decoder.with_drafter(LookupFirstDrafter(sure_lookup(**arguments), decoder.drafter))
     if options.num_draft_tokens is not None:
         decoder.num_draft_tokens = options.num_draft_tokens
     return decoder

@@ -23,6 +23,7 @@ from lightning_specdec.drafters import (
     NGramDrafter,
 )
 from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary, make_drafter
+from lightning_specdec.drafters.lookup_first import sure_lookup
 from lightning_specdec.memory import available_bytes, peak_bytes, require_memory
 from lightning_specdec.models import LanguageModel
 
@@ -116,7 +117,7 @@ def load_pair(
     arguments, lookup = drafter_arguments or {}, None
     if drafter == _LOOKS_UP_FIRST:
         _check(drafter, arguments, has_model=draft is not None or draft_quantization is not None)
-        lookup, drafter, arguments = NGramDrafter(**arguments), None, {}
+        lookup, drafter, arguments = sure_lookup(**arguments), None, {}
     wrapped, given = _wrapped(target), _wrapped(draft)
     file = given if is_file(given) else None
     own: _Wanted | LanguageModel

@@ -22,6 +22,7 @@ from training_fixtures import EPOCHS, RNN_CONFIG
 
 from lightning_specdec import SpeculativeDecoder, __version__, checkpoint, cli_groups, cli_options
 from lightning_specdec.drafters import DRAFTERS, ModelDrafter
+from lightning_specdec.drafters.lookup_first import SHORTEST_MATCH, sure_lookup
 from lightning_specdec.pretrained import _TRAINED, KINDS, load_pair
 from lightning_specdec.rules import RULES, Sampling
 from lightning_specdec.training import cli as training_cli
@@ -91,6 +92,11 @@ def test_the_tables_drafters_are_the_constructors() -> None:
         for key, value in defaults.items():
             assert f"of {name}: " in OPTIONS[f"drafter.{key}"].help
             assert OPTIONS[f"drafter.{key}"].help.endswith(f"({value})")
+
+
+def test_a_look_up_before_a_draft_says_its_own_shortest_match() -> None:
+    assert f"LookupFirstDrafter ({SHORTEST_MATCH} there)" in OPTIONS["drafter.min_ngram"].help
+    assert sure_lookup().min_ngram == SHORTEST_MATCH and sure_lookup(min_ngram=1, max_ngram=3).min_ngram == 1
 
 
 def test_the_tables_defaults_are_the_functions_own() -> None:

@@ -162,6 +162,8 @@ def test_look_up_first_needs_a_draft_and_takes_the_look_ups_arguments() -> None:
     )
     assert isinstance(decoder.drafter, LookupFirstDrafter) and decoder.drafter.lookup.min_ngram == 3
     assert isinstance(decoder.drafter.fallback, MultiTokenDrafter) and decoder.num_draft_tokens == 2
+    unnamed = SpeculativeDecoder.from_pretrained("target", "draft.safetensors", drafter="LookupFirstDrafter")
+    assert isinstance(unnamed.drafter, LookupFirstDrafter) and unnamed.drafter.lookup.min_ngram == 2
     refused(
         "decode", "--target", "target", "--drafter", "LookupFirstDrafter", *BRIEF, told="needs a model: give a draft"
     )

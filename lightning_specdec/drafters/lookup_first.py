@@ -26,6 +26,9 @@ from lightning_specdec.drafters.ngram import NGramDrafter, NGramState, certain
 from lightning_specdec.models import ExitStates, LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
 
+SHORTEST_MATCH = 2
+"""Tokens. What followed a single one is right less often than what a trained draft guesses (docs/log.md)."""
+
 
 class LookupFirstState(DraftState):
     """What both drafters remember; each is told of every row that moves.
@@ -127,6 +130,15 @@ class LookupFirstDrafter(Drafter):
     def observe(self, state: DraftState, output: ModelOutput, num_accepted: Sequence[int]) -> None:
         assert isinstance(state, LookupFirstState)
         self.fallback.observe(state.fallback, output, num_accepted)
+
+
+def sure_lookup(**arguments: Any) -> NGramDrafter:
+    """A look-up to go before a draft: for `SHORTEST_MATCH` tokens at least, where `min_ngram` says no other number.
+
+    Args:
+        arguments: those of `NGramDrafter`.
+    """
+    return NGramDrafter(**{"min_ngram": SHORTEST_MATCH, **arguments})
 
 
 def check_parts(lookup: object, fallback: object) -> None:
