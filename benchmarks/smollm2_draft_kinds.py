@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from spec_bench import load
+from spec_bench import check_same, load
 
 from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.bench.prompts import sources
@@ -30,6 +30,7 @@ from lightning_specdec.files import replaced
 from lightning_specdec.manifest import manifest
 
 LOOKUP = "look-up"
+SAME = ("model", "prompts", "num_prompts", "max_new_tokens", "num_draft_tokens")
 
 
 def main() -> None:
@@ -44,17 +45,18 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    plain = {**vars(options), "drafts": [path.name for path in options.drafts], "output": None}
+    plain["prompts"] = Path(options.prompts).name
     record: dict[str, Any] = {"drafts": {}}
     if options.output and options.output.exists():
         record = json.loads(options.output.read_text(encoding="utf-8"))
-        table(record["drafts"])  # a record that cannot be added to ends here
+        check_same(plain, [each["manifest"] for each in record["drafts"].values()], SAME)
     decoder = SpeculativeDecoder.from_pretrained(options.model, NGramDrafter(), dtype="bfloat16")
     assert decoder.tokenizer is not None
     kinds = {f"Spec-Bench {task}": texts for task, texts in load(options.prompts, decoder.tokenizer).items()}
     for prompt in sources.build(decoder.tokenizer, sources=[sources.SHIPPED], num_prompts=options.num_prompts):
         kinds.setdefault(f"shipped {prompt.domain}", []).append(list(prompt.tokens))
-    plain = {**vars(options), "drafts": [path.name for path in options.drafts], "output": None}
-    made = manifest(options={**plain, "prompts": Path(options.prompts).name}, device=torch.device("cpu"))
+    made = manifest(options=plain, device=torch.device("cpu"))
     ways: dict[str, Drafter] = {} if LOOKUP in record["drafts"] else {LOOKUP: NGramDrafter()}
     for path in options.drafts:
         draft = load_draft(path, decoder.target)[0]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from spec_bench import load, mixed
+from spec_bench import check_same, load, mixed
 from transformer_speed import line
 
 from lightning_specdec import AcceptanceRule, ExactMatch, RejectionSampling, SpeculativeDecoder
@@ -36,6 +36,8 @@ from lightning_specdec.files import replaced
 from lightning_specdec.manifest import manifest
 
 LOOKUP = "look-up"
+DTYPES = ("bfloat16", "float32")
+SAME = ("model", "prompts", "num_prompts", "num_shipped", "max_new_tokens", "threads")
 
 
 def main() -> None:
@@ -48,20 +50,21 @@ def main() -> None:
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--windows", nargs="+", type=int, default=[1, 2, 3, 4, 6])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    plain = {**vars(options), "drafts": [path.name for path in options.drafts], "output": None}
+    plain["prompts"] = Path(options.prompts).name
     drafts: dict[str, Any] = {}
-    if options.output and options.output.exists():
+    if options.output and options.output.exists():  # a record that cannot be added to ends here, and not after an hour
         drafts = json.loads(options.output.read_text(encoding="utf-8"))["drafts"]
-        table(drafts)  # a record that cannot be added to ends here, and not after an hour
+        check_same(plain, [each["manifest"] for each in drafts.values()], SAME)
     rows: list[dict[str, Any]] = []
     for dtype in options.dtypes:
         rows += measured(dtype, options, rows, look_up=LOOKUP not in drafts)
-    plain = {**vars(options), "drafts": [path.name for path in options.drafts], "output": None}
-    made = manifest(options={**plain, "prompts": Path(options.prompts).name}, device=torch.device("cpu"))
+    made = manifest(options=plain, device=torch.device("cpu"))
     recipes = {path.stem: {**told(path), "file_bytes": path.stat().st_size} for path in options.drafts}
     for name in dict.fromkeys(row["draft"].removeprefix(f"{LOOKUP} + ") for row in rows):
         own = [row for row in rows if row["draft"].removeprefix(f"{LOOKUP} + ") == name]
@@ -129,7 +132,7 @@ def table(drafts: Mapping[str, Mapping[str, Any]]) -> str:
     for name in dict.fromkeys(row["draft"] for row in rows):
         recipe = drafts[name.removeprefix(f"{LOOKUP} + ")]["recipe"] or {}
         first = next(str(row["dtype"]) for row in rows if row["draft"] == name)
-        tops = {dtype: _best(rows, name, dtype) for dtype in ("bfloat16", "float32")}
+        tops = {dtype: _best(rows, name, dtype) for dtype in DTYPES}
         sampled = {dtype: _sampled(rows, name, dtype) for dtype in tops}
         if (top := tops[first]) is None:
             continue

@@ -6,6 +6,7 @@ Knows nothing of models but their tokenizer.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,23 @@ def load(path: str | Path, tokenizer: Any, *, longest: int = 1024) -> dict[str, 
         if len(tokens) <= longest:
             prompts.setdefault(TASKS.get(row["category"], "conversation"), []).append(tokens)
     return prompts
+
+
+def check_same(options: Mapping[str, Any], before: Iterable[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """End the program unless runs whose figures stand side by side had the same settings.
+
+    Args:
+        options: of the run that begins.
+        before: the manifests of those that its figures will stand beside.
+        names: the settings that count.
+    """
+    for made in before:
+        for name in names:
+            if made["options"][name] != options[name]:
+                raise SystemExit(
+                    f"error: the output has figures for {name}={made['options'][name]}, this run has {options[name]}: "
+                    "give the same, or another --output"
+                )
 
 
 def mixed(prompts: dict[str, list[list[int]]], number: int) -> list[list[int]]:

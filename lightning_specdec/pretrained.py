@@ -96,7 +96,8 @@ def load_pair(
     Without a draft the text itself is looked up for guesses (`NGramDrafter`), or, with `draft_quantization`, a
     quantized copy of the target guesses, or, by name, the target's own first layers (`EarlyExitDrafter`). A draft of
     the target's vocabulary guesses directly, another one through the tokens that both have (`CrossVocabulary`). By name
-    again, look-up goes before any draft (`LookupFirstDrafter`).
+    again, look-up goes before any draft (`LookupFirstDrafter`), for matches of two
+    tokens and more if not told otherwise.
 
     Args:
         target: a directory, a name on the hub, or a model.

@@ -167,6 +167,7 @@ DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
     "heads_reduced": lambda target: heads(target, reduced=True),
     "eagle": lambda target: fitted_eagle(target),
     "eagle_reduced": lambda target: fitted_eagle(target, reduced=True),
+    "eagle_windowed": lambda target: fitted_eagle(target, attention_window=3),
     "staged": lambda target: StagedDrafter([small(target), ModelDrafter(related(target))], stage_windows=2),
     "staged_three": lambda target: StagedDrafter(
         [NGramDrafter(), small(target), ModelDrafter(related(target), sampling=Sampling(1.5, top_k=3))]
@@ -179,9 +180,9 @@ DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
 }
 """By the target that they are for; the laws go through those that take it, see `COMBINATIONS`."""
 
-VARIANTS = [name for name in DRAFTERS if name.startswith("lookup_") or name.endswith("_reduced")]
-"""Kinds that differ from another in what they can say, or in who is asked first, and not in how they meet a target: the
-laws go through them with one target."""
+VARIANTS = [name for name in DRAFTERS if name.startswith("lookup_") or name.endswith(("_reduced", "_windowed"))]
+"""Kinds that differ from another in what they can say or see, or in who is asked first, and not in how they meet a
+target: the laws go through them with one target."""
 
 RULES: dict[str, type[AcceptanceRule]] = REGISTERED_RULES
 LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]

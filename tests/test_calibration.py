@@ -5,18 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import cases
 import pytest
 import torch
+from tiny_eagle import eagle
 from torch import Tensor
 
 from lightning_specdec.bench import calibration as measuring
-from lightning_specdec.bench.calibration import WIDTHS, calibrate
+from lightning_specdec.bench.calibration import FEWEST_REPEATS, WIDTHS, calibrate
 from lightning_specdec.bench.remembered import fingerprint, load_or_measure
-from lightning_specdec.drafters import ModelDrafter, NGramDrafter
+from lightning_specdec.drafters import Context, Draft, DraftState, LookupFirstDrafter, ModelDrafter, NGramDrafter
 from lightning_specdec.inference import Calibration, Costs, Session
 from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.rules import RejectionSampling, Sampling
@@ -214,6 +216,20 @@ def test_a_pair_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert load_or_measure(model, NGramDrafter(3, 2), path=given) == first
 
 
+def test_of_one_that_looks_up_first_the_draft_behind_it_is_measured() -> None:
+    model = cases.MODELS["rnn"]()
+    asked: list[int] = []
+
+    class Behind(ModelDrafter):
+        def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
+            asked.append(max(windows))
+            return super().propose(state, context, windows, sampling)
+
+    found = calibrate(model, LookupFirstDrafter(NGramDrafter(), Behind(cases.related(model))), seconds=0.01)
+    assert all(asked.count(width - 1) >= FEWEST_REPEATS for width in WIDTHS[1:])
+    assert found.drafter.startswith("LookupFirstDrafter")
+
+
 def test_a_fingerprint_tells_kinds_and_sizes_apart() -> None:
     small, large = cases.MODELS["rnn"](), cases.MODELS["rnn"](hidden_size=32)
     compiled = cases.MODELS["rnn"]()
@@ -222,4 +238,10 @@ def test_a_fingerprint_tells_kinds_and_sizes_apart() -> None:
     assert len({fingerprint(each) for each in different}) == len(different)
     assert fingerprint(NGramDrafter(3)) != fingerprint(NGramDrafter(4))
     assert fingerprint(small) == fingerprint(cases.MODELS["rnn"](5))
+    draft = cases.DRAFTERS["near"](small)
+    assert fingerprint(LookupFirstDrafter(NGramDrafter(), draft)) != fingerprint(
+        LookupFirstDrafter(NGramDrafter(min_ngram=2), draft)
+    )
+    wide, narrow = (eagle(cases.MODELS["transformer"](), attention_window=window) for window in (None, 3))
+    assert fingerprint(wide) != fingerprint(narrow)
     assert isinstance(torch.get_num_threads(), int)

@@ -97,6 +97,7 @@ def test_the_tables_drafters_are_the_constructors() -> None:
 def test_a_look_up_before_a_draft_says_its_own_shortest_match() -> None:
     assert f"LookupFirstDrafter ({SHORTEST_MATCH} there)" in OPTIONS["drafter.min_ngram"].help
     assert sure_lookup().min_ngram == SHORTEST_MATCH and sure_lookup(min_ngram=1, max_ngram=3).min_ngram == 1
+    assert sure_lookup(max_ngram=1).min_ngram == 1
 
 
 def test_the_tables_defaults_are_the_functions_own() -> None:

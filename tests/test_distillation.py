@@ -56,6 +56,8 @@ def training(drafter: EagleDrafter | None = None, **options: Any) -> EagleTraini
     """A training for that target, with its drafter's weights if one is given."""
     if drafter is not None and drafter.draft_vocabulary is not None:
         options["draft_vocabulary"] = len(drafter.draft_vocabulary)
+    if drafter is not None:
+        options["attention_window"] = drafter.attention_window
     sizes: dict[str, Any] = {"num_heads": 2, "num_key_heads": 1, "intermediate_size": 16}
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -71,8 +73,11 @@ def training(drafter: EagleDrafter | None = None, **options: Any) -> EagleTraini
 
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("prompt_length", [1, 3])
-def test_rounds_counted_on_the_targets_own_texts_are_those_of_decoding(reduced: bool, prompt_length: int) -> None:
-    drafter = fitted_eagle(target(), reduced=reduced, num_steps=60)
+@pytest.mark.parametrize("attention_window", [None, 4])
+def test_rounds_counted_on_the_targets_own_texts_are_those_of_decoding(
+    reduced: bool, prompt_length: int, attention_window: int | None
+) -> None:
+    drafter = fitted_eagle(target(), reduced=reduced, attention_window=attention_window, num_steps=60)
     module = training(drafter).eval()
     rows = texts(6, prompt_length)
     prompts = [row[:prompt_length] for row in rows]
@@ -261,7 +266,17 @@ def test_a_round_longer_than_the_rollouts_is_refused() -> None:
         training(num_steps=2)
 
 
-@pytest.mark.parametrize("settings", [{}, {"random_lengths": True, "optimizer": "muon"}])
+def test_weights_that_were_trained_under_another_attention_are_refused(tmp_path: Path) -> None:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(max_steps=1, accelerator="cpu", enable_checkpointing=False, **quiet)  # type: ignore[arg-type]
+    trainer.fit(training(draft_vocabulary=9, attention_window=4), datamodule=progressions())
+    trainer.save_checkpoint(path := str(tmp_path / "four.ckpt"))
+    for verb in (trainer.fit, trainer.validate):
+        with pytest.raises(ValueError, match="trained with attention_window=4, the config says None: give the config"):
+            verb(training(draft_vocabulary=9), datamodule=progressions(), ckpt_path=path, weights_only=True)
+
+
+@pytest.mark.parametrize("settings", [{}, {"random_lengths": True, "optimizer": "muon", "attention_window": 4}])
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path: Path, settings: dict[str, Any]) -> None:
     def run(**options: Any) -> tuple[EagleTraining, Trainer]:
         module = training(draft_vocabulary=9, warmup_steps=3, learning_rate=0.01, **settings)
@@ -276,7 +291,7 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path: Path, set
     assert trainer.global_step == 2 * 8 and resumed.effort.num_tokens == whole.effort.num_tokens == 2 * 40 * 10
     assert resumed.draft_vocabulary is not None and whole.draft_vocabulary is not None
     assert resumed.draft_vocabulary.arguments() == whole.draft_vocabulary.arguments()
-    others = training(draft_vocabulary=9)
+    others = training(draft_vocabulary=9, **settings)
     trainer.test(others, datamodule=progressions(seed=5), ckpt_path=str(tmp_path / "epoch=0.ckpt"), verbose=False)
     assert others.draft_vocabulary is not None and others.draft_vocabulary.arguments() == [
         *whole.draft_vocabulary.arguments()

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from tiny_models import write, write_text_model
 
 from lightning_specdec import SpeculativeDecoder, checkpoint, draft_file
+from lightning_specdec.cli_models import load_decoder
+from lightning_specdec.cli_options import make_parser
 from lightning_specdec.description import spec
 from lightning_specdec.drafters import (
     Drafter,
@@ -154,6 +156,12 @@ def test_look_up_goes_before_any_draft(given: tuple[str, ...]) -> None:
     text = ("--prompt", "1 2 3 4 1 2 3") if given[0] == "--ckpt" else ()
     (each,) = succeed("decode", *given, *options, *(BRIEF[:-2] if text else BRIEF), *text).json["prompts"]
     assert each["standard"]["tokens"] == each["speculative"]["tokens"]
+
+
+def test_before_the_draft_of_a_checkpoint_matches_of_two_tokens_are_the_shortest() -> None:
+    options = make_parser("decode").parse_args(["--ckpt", "whole.ckpt", "--drafter", "LookupFirstDrafter"])
+    drafter = load_decoder(options).drafter
+    assert isinstance(drafter, LookupFirstDrafter) and drafter.lookup.min_ngram == 2
 
 
 def test_look_up_first_needs_a_draft_and_takes_the_look_ups_arguments() -> None:

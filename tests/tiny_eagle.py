@@ -14,7 +14,11 @@ from lightning_specdec.training.eagle_rollout import rollouts
 
 
 def eagle(
-    target: LanguageModel, *, draft_vocabulary: list[int] | None = None, layers: list[int] | None = None
+    target: LanguageModel,
+    *,
+    draft_vocabulary: list[int] | None = None,
+    layers: list[int] | None = None,
+    attention_window: int | None = None,
 ) -> EagleDrafter:
     """A random one; the global seed stays as it was."""
     assert target.hidden_size is not None and target.num_layers is not None
@@ -27,16 +31,19 @@ def eagle(
             num_heads=2,
             num_key_heads=1,
             intermediate_size=16,
+            attention_window=attention_window,
             draft_vocabulary=draft_vocabulary,
         ).eval()
 
 
 @functools.cache
-def fitted_eagle(target: LanguageModel, *, reduced: bool = False, num_steps: int = 30) -> EagleDrafter:
+def fitted_eagle(
+    target: LanguageModel, *, reduced: bool = False, attention_window: int | None = None, num_steps: int = 30
+) -> EagleDrafter:
     """One fitted by a few steps where it takes the target; read it, do not write to it."""
     vocabulary = [token for token in range(target.vocab_size) if token % 5 != 4] if reduced else None
     drafter = (
-        eagle(target, draft_vocabulary=vocabulary)
+        eagle(target, draft_vocabulary=vocabulary, attention_window=attention_window)
         if target.hidden_size is not None and target.num_layers is not None
         else EagleDrafter([0], hidden_size=4, vocab_size=7, num_heads=1, num_key_heads=1, intermediate_size=4)
     )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lightning_specdec.checks import require_int
-from lightning_specdec.drafters import Context, Draft, Drafter, DraftState, Host
+from lightning_specdec.drafters import Context, Draft, Drafter, DraftState, Host, LookupFirstDrafter
 from lightning_specdec.inference import PHASES, Calibration, Costs, Row, Session
 from lightning_specdec.inference.windows import Plan, Window
 from lightning_specdec.models import LanguageModel, ModelOutput
@@ -109,7 +109,8 @@ def calibrate(
     """Measure the costs of this pair, at sizes and settings like those that it will decode with.
 
     Args:
-        drafter: as it will guess: fused or compiled.
+        drafter: as it will guess: fused or compiled. Of one that looks up first, what it asks where it finds nothing is
+            measured, which is the dearer part.
         batch_sizes: numbers of rows, in any order.
         context_length: tokens of text before the first call; fewer where a model holds fewer.
         widths: numbers of tokens in the target's call, 1 and at least one more.
@@ -132,6 +133,9 @@ def calibrate(
     length = min([context_length, *(limit - num_new for limit in limits)])
     if length < 2:
         raise ValueError(f"measuring takes {num_new} tokens and the models hold {min(limits)}: measure fewer widths")
+    name = _name(drafter)
+    if isinstance(drafter, LookupFirstDrafter):
+        drafter = drafter.fallback
     costs = []
     for size in sorted(set(batch_sizes)):
         texts = _texts(size, length, target.vocab_size)
@@ -148,7 +152,7 @@ def calibrate(
         tuple(costs),
         length,
         target=_name(target),
-        drafter=_name(drafter),
+        drafter=name,
         device=torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else str(target.device),
         dtype=_dtype(target),
         threads=torch.get_num_threads(),

@@ -75,11 +75,18 @@ def fingerprint(module: torch.nn.Module) -> str:
         (tuple(each.shape), str(each.dtype), type(each).__name__, type(each.data).__name__)
         for each in (*module.parameters(), *module.buffers())
     ]
-    settings = [(name, value) for name, value in sorted(vars(module).items()) if isinstance(value, int | str)]
+    settings = _settings(module)
+    for part in module.modules():
+        if isinstance(part, Drafter) and part is not module:  # one that guesses for another
+            settings += [(name, value) for name, value in _settings(part) if name != "training"]
     # Weights that were laid out anew for a processor may be no parameters any more.
     models = [each for each in module.modules() if isinstance(each, LanguageModel)]
     sizes = [(each.vocab_size, each.num_parameters, each.memory_bytes) for each in models]
     return hashlib.sha256(repr((parts, weights, settings, sizes)).encode()).hexdigest()
+
+
+def _settings(module: torch.nn.Module) -> list[tuple[str, int | str]]:
+    return [(name, value) for name, value in sorted(vars(module).items()) if isinstance(value, int | str)]
 
 
 def _processor(target: LanguageModel) -> str:

@@ -75,7 +75,7 @@ class EagleDrafter(Drafter):
         self.hidden_size = require_int("hidden_size", hidden_size, 2, 2**16)
         self.vocab_size = require_int("vocab_size", vocab_size, 2, 2**20)
         self.num_heads, self.num_key_heads = num_heads, num_key_heads
-        self.intermediate_size, self.sampling = intermediate_size, sampling
+        self.intermediate_size, self.attention_window, self.sampling = intermediate_size, attention_window, sampling
         self.draft_vocabulary = None if draft_vocabulary is None else DraftVocabulary(draft_vocabulary, vocab_size)
         self.network = EagleNetwork(
             hidden_size,
@@ -90,7 +90,7 @@ class EagleDrafter(Drafter):
     def arguments(self) -> dict[str, Any]:
         refuse_sampling(self.sampling)
         names = ("feature_layers", "hidden_size", "vocab_size", "num_heads", "num_key_heads", "intermediate_size")
-        plain = {name: getattr(self, name) for name in names} | {"attention_window": self.network.attention_window}
+        plain = {name: getattr(self, name) for name in (*names, "attention_window")}
         own = self.draft_vocabulary
         return plain if own is None else {**plain, "draft_vocabulary": own.arguments()}
 

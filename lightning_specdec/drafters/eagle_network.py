@@ -69,9 +69,9 @@ class EagleNetwork(nn.Module):
                 f"{num_heads} heads of {num_key_heads} keys do not divide a hidden size of {hidden_size} into even "
                 "parts: choose other numbers of heads"
             )
-        self.attention_window = attention_window
         if attention_window is not None:
             require_int("attention_window", attention_window, 1, 2**20)
+        self.attention_window = attention_window
         self.head_size = hidden_size // num_heads
         width = (num_heads + 2 * num_key_heads) * self.head_size
         # Layers differ a hundredfold in how large their states are, and so do the first token's from all others'.

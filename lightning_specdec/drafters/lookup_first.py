@@ -138,7 +138,8 @@ def sure_lookup(**arguments: Any) -> NGramDrafter:
     Args:
         arguments: those of `NGramDrafter`.
     """
-    return NGramDrafter(**{"min_ngram": SHORTEST_MATCH, **arguments})
+    shortest = 1 if arguments.get("max_ngram") == 1 else SHORTEST_MATCH
+    return NGramDrafter(**{"min_ngram": shortest, **arguments})
 
 
 def check_parts(lookup: object, fallback: object) -> None:

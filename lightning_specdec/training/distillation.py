@@ -9,7 +9,7 @@ W of the draft.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -246,9 +246,21 @@ class DistillationTraining(SpeculativeTraining):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         described = checkpoint[KEY]
+        self._check_arguments(described["drafter"]["arguments"])
         self.effort.go_on_from(described["recipe"])
         if (own := self.draft_vocabulary) is not None:  # the weights are for these tokens, whatever the data are now
             own.become(described["drafter"]["arguments"]["draft_vocabulary"])
+
+    def _check_arguments(self, saved: Mapping[str, Any]) -> None:
+        """Raise ValueError where the checkpoint's weights were trained for another draft, which shapes may not tell."""
+        for name, own in self.drafter.arguments().items():
+            if name == "draft_vocabulary" or not isinstance(own, int | float | str | list | None):
+                continue
+            if saved.get(name) != own:
+                raise ValueError(
+                    f"the checkpoint's draft was trained with {name}={saved.get(name)}, the config says {own}: give "
+                    "the config that it was trained with, or start anew"
+                )
 
     def on_fit_start(self) -> None:
         self.effort.begin()

@@ -78,9 +78,9 @@ def attention_of_rounds(
     seen = distances >= step if window is None else (distances >= step) & (distances < window)
     if step == 0:
         return attention(queries, keys[0], values[0], seen[None])
-    first = 1 if window is None else max(1, step - window + 1)
-    later_keys = [_shifted(each, step - i) for i, each in enumerate(keys) if i >= first]
-    later_values = [_shifted(each, step - i) for i, each in enumerate(values) if i >= first]
+    oldest = 1 if window is None else max(1, step - window + 1)
+    later_keys = [_shifted(each, step - i) for i, each in enumerate(keys) if i >= oldest]
+    later_values = [_shifted(each, step - i) for i, each in enumerate(values) if i >= oldest]
     at_once = _SCORES_AT_ONCE if queries.device.type == "cpu" else _SCORES_AT_ONCE * 2**8
     size = max(1, at_once // (num_heads * num_entries**2))
     pieces = []
