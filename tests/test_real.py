@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lightning_specdec.draft_file import load_draft
 from lightning_specdec.drafters import Drafter, ModelDrafter, NGramDrafter
 from lightning_specdec.inference import autoregressive_decode, speculative_decode
 from lightning_specdec.models import compiled
@@ -63,6 +64,11 @@ def int8_self() -> Drafter:
     return ModelDrafter(model.pack())
 
 
+@functools.cache
+def shipped_head() -> Drafter:
+    return load_draft(SMOLLM2.parent / "smollm2_eagle.safetensors", target())[0].fused()
+
+
 def eos() -> list[int]:
     tokenizer = target().tokenizer
     assert tokenizer is not None
@@ -76,7 +82,7 @@ def test_standard_decoding_equals_generate_alone_and_in_a_ragged_batch() -> None
 
 
 @pytest.mark.parametrize("window", [3, 8])
-@pytest.mark.parametrize("make", [NGramDrafter, int8_self], ids=["look-up", "int8 self"])
+@pytest.mark.parametrize("make", [NGramDrafter, int8_self, shipped_head], ids=["look-up", "int8 self", "head"])
 def test_speculative_decoding_equals_generate(make: Any, window: int) -> None:
     drafter = make()
     for batch, expected in ((prompts(), generated()), (prompts()[:1], generated()[:1])):
@@ -89,15 +95,16 @@ def test_sampled_exact_match_is_standard_decoding() -> None:
     sampling = Sampling(0.9, top_p=0.95)
     options: dict[str, Any] = {"max_new_tokens": 24, "sampling": sampling, "seed": 3}
     expected = autoregressive_decode(target(), prompts(), **options).tokens
-    for drafter in (NGramDrafter(), int8_self()):
+    for drafter in (NGramDrafter(), int8_self(), shipped_head()):
         assert speculative_decode(target(), drafter, prompts(), rule=ExactMatch(), **options).tokens == expected
 
 
 def test_a_sampled_ragged_batch_equals_its_rows() -> None:
     options: dict[str, Any] = {"max_new_tokens": 24, "rule": RejectionSampling(), "sampling": Sampling(0.8)}
-    together = speculative_decode(target(), int8_self(), prompts(), **options).tokens
-    for i, prompt in enumerate(prompts()):
-        assert speculative_decode(target(), int8_self(), [prompt], indices=[i], **options).tokens == [together[i]]
+    for drafter in (int8_self(), shipped_head()):
+        together = speculative_decode(target(), drafter, prompts(), **options).tokens
+        for i, prompt in enumerate(prompts()):
+            assert speculative_decode(target(), drafter, [prompt], indices=[i], **options).tokens == [together[i]]
 
 
 def test_compiled_layers_give_the_same_output() -> None:
