@@ -16,6 +16,8 @@ from typing import Any
 
 import audits
 import rnn_speed
+import smollm2_draft_kinds
+import smollm2_drafts
 import smollm2_speed
 import transformer_speed
 
@@ -104,6 +106,8 @@ def fastest_outside(cells: Sequence[MeasuredCell]) -> str | None:
 TABLES: dict[str, Callable[[], str]] = {
     "audits": lambda: audits.table(_record("audits")["rows"]),
     "rnn_speed": lambda: rnn_speed.table(_record("rnn_speed")["rows"]),
+    "smollm2_draft_kinds": lambda: smollm2_draft_kinds.table(_record("smollm2_draft_kinds")["drafts"]),
+    "smollm2_drafts": lambda: smollm2_drafts.table(_record("smollm2_drafts")["drafts"]),
     "smollm2_speed": lambda: smollm2_speed.table(_record("smollm2_speed")["rows"]),
     "transformer_speed": lambda: transformer_speed.table(_record("transformers")["rows"]),
     "transformer_grid": lambda: transformer_speed.grid_table(_record("transformers")["rows"]),
