@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from zlib import crc32
 import jaxtyping
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 # The package names jaxtyping's types for type checkers only, so that decoding needs torch alone. Here the names are
 # given to all modules, and each call's shapes are checked. Before the package's first import, therefore:
@@ -46,6 +49,33 @@ def _shapes(request: pytest.FixtureRequest) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shapes", choices=("some", "all"), default="some", help="in which tests shapes are checked")
+    parser.addoption("--device", default="cpu", help="where the laws decode, as cuda")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (device := config.getoption("device")) != "cpu":
+        os.environ["LIGHTNING_SPECDEC_TEST_DEVICE"] = device
+        _TestTensors(device).__enter__()
+
+
+class _TestTensors(TorchFunctionMode):
+    """Puts tensors that test files make on the device, and leaves alone what the package makes: that is under test."""
+
+    FACTORIES = ("tensor", "arange", "zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm", "eye")
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        import cases
+
+        self.device, self.cases = device, cases
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in self.FACTORIES and "device" not in (kwargs or {}) and self.cases.MOVES:
+            caller = sys._getframe(1).f_code.co_filename
+            if f"{Path(__file__).parent}/" in caller and "conftest" not in caller:
+                return made.to(self.device)
+        return made
 
 
 @pytest.fixture(autouse=True, scope="session")

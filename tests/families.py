@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+DEVICE = os.environ.get("LIGHTNING_SPECDEC_TEST_DEVICE", "cpu")
+"""Where the models of the tests are: `pytest --device cuda` goes through the laws on a GPU."""
 _SIZES: dict[str, Any] = {
     "vocab_size": 67,
     "hidden_size": 32,
@@ -105,4 +108,5 @@ def tiny(family: str, seed: int = 1, *, sharpness: float = 6.0, **sizes: Any) ->
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(sharpness)
-    return model
+    placed: Any = model
+    return placed.to(DEVICE)

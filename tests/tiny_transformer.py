@@ -87,7 +87,7 @@ class TinyTransformer(LanguageModel):
         assert parents is None and (state is None or isinstance(state, KVState))
         num_tokens = tokens.shape[1]
         if state is None:
-            slots, positions = None, torch.arange(num_tokens).expand_as(tokens)
+            slots, positions = None, torch.arange(num_tokens, device=tokens.device).expand_as(tokens)
             mask = positions[:, None] <= positions[:, :, None]
         else:
             slots = state.slots(num_tokens)
@@ -123,7 +123,7 @@ class TinyTransformer(LanguageModel):
 def rotate(vectors: Float[Tensor, "B T H E"], positions: Int[Tensor, "B T"]) -> Float[Tensor, "B T H E"]:
     """Rotary position embedding (Su et al. 2021): pairs of coordinates turn by angles that grow with the position."""
     half = vectors.shape[-1] // 2
-    frequencies = 10.0 ** -torch.arange(half, dtype=vectors.dtype)
+    frequencies = 10.0 ** -torch.arange(half, dtype=vectors.dtype, device=vectors.device)
     angles = positions[:, :, None, None] * frequencies
     first, second = vectors.split(half, dim=-1)
     cos, sin = angles.cos(), angles.sin()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
+from lightning_specdec.models.graphs import GraphCache
 from lightning_specdec.rules import Draft, Sampling
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Context:
         windows: guesses wanted of each row, which is all that logits processors are asked about; K of all when None.
         settled: how many tokens of each text will stay, all of them when None. The others are guesses themselves, and
             `go_back` takes them back; a state that cannot go back so far has to read the text again.
+        device: what recorded calls need of the round, on the device; None where calls are not recorded.
     """
 
     texts: Sequence[Sequence[int]]
@@ -43,6 +45,22 @@ class Context:
     vocab_size: int | None = None
     windows: Sequence[int] | None = None
     settled: Sequence[int] | None = None
+    device: DeviceRound | None = None
+
+
+@dataclass
+class DeviceRound:
+    """A round's numbers on the device, in tensors that stay, for calls that are recorded.
+
+    Args:
+        graphs: the target's recorded calls.
+        starts: the length of each text, less its last token.
+        num_added: new tokens of each row's last round; 1 at least.
+    """
+
+    graphs: GraphCache
+    starts: Int[Tensor, "B"]
+    num_added: Int[Tensor, "B"]
 
 
 def last_two(texts: Sequence[Sequence[int]], device: torch.device) -> Int[Tensor, "B 2"]:

@@ -27,7 +27,8 @@ from lightning_specdec.drafters.exit_model import ExitModel, LowerState
 from lightning_specdec.drafters.heads import Block
 from lightning_specdec.drafters.layout import pad
 from lightning_specdec.drafters.model import RollingDrafter, refuse_sampling
-from lightning_specdec.models import DecodeState, LanguageModel
+from lightning_specdec.models import DecodeState, ExitStates, KVState, LanguageModel
+from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.packed import PackedLinear, pack_linears
 from lightning_specdec.rules import Draft, Sampling
 
@@ -191,8 +192,33 @@ class EarlyExitDrafter(RollingDrafter):
         tokens, valid_lengths = context.tail[:, 1:], None
         if any(len(each) != 1 for each in unread):
             tokens, valid_lengths = pad(unread, context.tail.device)
-        guesses, probs, logits = self.roll(state.model, lower, tokens, valid_lengths, num_guesses, context, sampling)
+        target, whole = state.model.target, state.whole
+        own = self.sampling or sampling
+        if (
+            context.device is not None
+            and valid_lengths is None
+            and not own.processors
+            and isinstance(target, HuggingFaceLM)
+            and isinstance(whole, KVState)
+            and target.records(whole, num_guesses)
+        ):
+            model, storage, span = state.model, whole.storage, whole.recorded_span(num_guesses + 1)
+
+            def score(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+                hidden, _ = target.read_at(storage, span, tokens, starts, self.exit_layer)
+                return model.logits(hidden[:, -1:])[:, -1], hidden
+
+            starts = context.device.starts
+            guesses, probs, logits, made = self.recorded_roll(
+                score, tokens, starts, num_guesses, context, sampling, (id(storage), span)
+            )
+            assert made is not None
+            exit_states = ExitStates(self.exit_layer, made, [num_guesses] * len(guesses))
+        else:
+            guesses, probs, logits = self.roll(
+                state.model, lower, tokens, valid_lengths, num_guesses, context, sampling
+            )
+            exit_states = lower.exit_states(self.exit_layer)
         even = min(windows) == num_guesses
         lengths = None if even else torch.tensor(windows, device=guesses.device)
-        exit_states = lower.exit_states(self.exit_layer)
         return Draft(guesses, lengths, probs, logits, num_calls=num_guesses, exit_states=exit_states)

@@ -114,9 +114,9 @@ class ExitModel(LanguageModel):
             assert isinstance(state, LowerState)
             hidden = self.target.lower(tokens, state.whole, state.consumed, self.num_layers)
             state.append(hidden, valid_lengths)
-        return ModelOutput(self._logits(select(hidden, logits_for)), logits_for=logits_for)
+        return ModelOutput(self.logits(select(hidden, logits_for)), logits_for=logits_for)
 
-    def _logits(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
+    def logits(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
         """What the head makes of the lower layers' output."""
         if self.head is None:
             return self.target.exit_logits(hidden)

@@ -5,8 +5,8 @@ Knows nothing of the target but its vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from operator import le
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,7 +16,9 @@ from torch import Tensor
 from lightning_specdec.drafters.base import Context, Drafter, DraftState, Host
 from lightning_specdec.drafters.draft_vocabulary import DraftVocabulary
 from lightning_specdec.drafters.layout import pad
-from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
+from lightning_specdec.models import DecodeState, KVState, LanguageModel, ModelOutput
+from lightning_specdec.models.graphs import Outputs
+from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.rules import Draft, Sampling
 
 if TYPE_CHECKING:
@@ -176,6 +178,40 @@ class RollingDrafter(Drafter):
         read = model.rollout(tokens, state, num_guesses, choose, valid_lengths=valid_lengths)
         return drawn.tokens if padded or self.renames else read, drawn.probs, drawn.logits
 
+    def recorded_roll(
+        self,
+        score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]],
+        tokens: Int[Tensor, "B T"],
+        starts: Int[Tensor, "B"],
+        num_guesses: int,
+        context: Context,
+        sampling: Sampling,
+        key: Hashable,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """As `roll`, in one recorded call, with what `score` made on the way as the fourth.
+
+        Args:
+            score: logits of the last of these tokens, the first of which stands at these positions; and its states.
+            key: tells models, states and spans apart.
+        """
+        assert context.device is not None
+        own, width = self.sampling or sampling, context.vocab_size
+        blank = Context([[]] * len(tokens), context.tail, None, context.wants_logits, width)
+
+        def roll(tokens: Tensor, starts: Tensor, uniform: Tensor | None) -> Outputs:
+            drawn, made = Guesses(replace(blank, uniform=uniform), [num_guesses] * len(tokens), own), list[Tensor]()
+            for _ in range(num_guesses):
+                logits, hidden = score(tokens, starts)
+                starts = starts + tokens.shape[1]
+                tokens = drawn.draw(self.to_target(logits, blank))[:, None].clamp(max=logits.shape[-1] - 1)
+                made += [] if hidden is None else [hidden]
+            return drawn.tokens, drawn.probs, drawn.logits, torch.cat(made, dim=1) if made else None
+
+        full = "roll", id(self), num_guesses, own, context.wants_logits, width, key
+        tokens_, probs, logits, made = context.device.graphs.run(full, roll, tokens, starts, context.uniform)
+        assert tokens_ is not None
+        return tokens_, probs, logits, made
+
 
 class ModelDrafter(RollingDrafter):
     """Guesses with a smaller language model of the same vocabulary, one token after the other.
@@ -225,9 +261,20 @@ class ModelDrafter(RollingDrafter):
             tokens = tokens.clamp(max=self.model.vocab_size - 1)
         num_guesses = max(windows)
         state.guessed_at = [len(text) for text in context.texts]
-        guesses, probs, logits = self.roll(
-            self.model, state.model_state, tokens, valid_lengths, num_guesses, context, sampling
-        )
+        own = state.model_state
+        if self._records(own, context, sampling, valid_lengths):
+            assert isinstance(own, KVState) and isinstance(self.model, HuggingFaceLM) and context.device is not None
+            model, storage, span = self.model, own.storage, own.recorded_span(num_guesses + 2)
+
+            def score(tokens: Tensor, starts: Tensor) -> tuple[Tensor, None]:
+                hidden, _ = model.read_at(storage, span, tokens, starts, model.stack.num_layers)
+                return model.exit_logits(hidden[:, -1:])[:, -1], None
+
+            starts, key = context.device.starts - 1, (id(storage), span)
+            guesses, probs, logits, _ = self.recorded_roll(score, tokens, starts, num_guesses, context, sampling, key)
+            own.advance(tokens.shape[1] + num_guesses - 1)
+        else:
+            guesses, probs, logits = self.roll(self.model, own, tokens, valid_lengths, num_guesses, context, sampling)
         even = min(windows) == num_guesses
         lengths = None if even else torch.tensor(windows, device=guesses.device)
         return Draft(guesses, lengths, probs, logits, num_calls=num_guesses)
@@ -235,6 +282,14 @@ class ModelDrafter(RollingDrafter):
     def observe(self, state: DraftState, output: ModelOutput, num_accepted: Sequence[int]) -> None:
         assert isinstance(state, ModelDraftState)
         state.settle(num_accepted)
+
+    def _records(
+        self, state: DecodeState, context: Context, sampling: Sampling, valid_lengths: list[int] | None
+    ) -> bool:
+        """Whether a round's guesses are made in one recorded call."""
+        if context.device is None or valid_lengths is not None or (self.sampling or sampling).processors:
+            return False
+        return isinstance(self.model, HuggingFaceLM) and self.model.records(state, 2) and not self.renames
 
     def _unread(self, state: DecodeState, context: Context) -> tuple[Int[Tensor, "B T"], list[int] | None]:
         """The tokens to read before guessing, right-padded, and how many of each row's are real (None: all)."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ from lightning_specdec.drafters.draft_vocabulary import DraftVocabulary, rows_of
 from lightning_specdec.drafters.heads import FusedHeads, Heads
 from lightning_specdec.drafters.model import Guesses, refuse_sampling
 from lightning_specdec.models import LanguageModel, ModelOutput
+from lightning_specdec.models.graphs import Outputs
 from lightning_specdec.rules import Draft, Sampling
 
 if TYPE_CHECKING:
@@ -56,28 +58,34 @@ class MultiTokenState(DraftState):
         self.lengths = [0] * batch_size
         """Tokens of the texts that the hidden states are for; 0 where there is none."""
         self._hidden: Float[Tensor, "B D"] | None = None
+        self.scored: Float[Tensor, "B N D"] | None = None
+        """What the target made of its last call's places; None where the rows have moved since."""
+        self._num_accepted: Sequence[int] = ()
 
     @property
     def hidden(self) -> Float[Tensor, "B D"]:
         """The hidden states; those of rows whose length is 0 mean nothing."""
-        assert self._hidden is not None, "the target has not been called yet"
+        if self._hidden is None:
+            assert self.scored is not None, "the target has not been called yet"
+            if min(self._num_accepted) == max(self._num_accepted):
+                self._hidden = self.scored[:, self._num_accepted[0]]
+            else:
+                places = torch.tensor(self._num_accepted, device=self.scored.device)[:, None, None]
+                self._hidden = self.scored.gather(1, places.expand(-1, -1, self.scored.shape[-1])).squeeze(1)
         return self._hidden
 
     def learn(self, scored: Float[Tensor, "B N D"], num_accepted: Sequence[int]) -> None:
         """Keep what the next token came from, of what the target made of a text's last one and its N - 1 guesses."""
         num_guesses = scored.shape[1] - 1
-        if min(num_accepted) == max(num_accepted):
-            self._hidden = scored[:, num_accepted[0]]
-        else:
-            places = torch.tensor(num_accepted, device=scored.device)[:, None, None]
-            self._hidden = scored.gather(1, places.expand(-1, -1, scored.shape[-1])).squeeze(1)
+        self.scored, self._num_accepted, self._hidden = scored, num_accepted, None
         # The target has read the whole text and all guesses; the kept ones and one token more are text now.
         reads = zip(self.host.state.consumed, num_accepted, strict=True)
         self.lengths = [length - num_guesses + count + 1 for length, count in reads]
 
     def select(self, rows: Sequence[int]) -> None:
-        if self._hidden is not None:
-            self._hidden = self._hidden[torch.tensor(rows, device=self._hidden.device).clamp(min=0)]
+        if self.scored is not None or self._hidden is not None:
+            self._hidden = self.hidden[torch.tensor(rows, device=self.hidden.device).clamp(min=0)]
+            self.scored = None
         self.lengths = [0 if row < 0 else self.lengths[row] for row in rows]
 
     def clear(self, rows: Sequence[int]) -> None:
@@ -224,11 +232,40 @@ class MultiTokenDrafter(Drafter):
         num_guesses, device = max(wanted), context.tail.device
         if not num_guesses:
             return Draft(torch.empty(len(wanted), 0, dtype=torch.long, device=device))
-        guesses = Guesses(context, wanted, self.sampling or sampling, self.draft_vocabulary)
-        for scores in self.scores(state.hidden[:, None], state.host.model, num_guesses)[:, :, 0]:
-            guesses.draw(scores)
         lengths = None if min(wanted) == num_guesses else torch.tensor(wanted, device=device)
+        own, model = self.sampling or sampling, state.host.model
+        if state.scored is None or context.device is None or own.processors:
+            guesses = self._guess(state.hidden, context, wanted, own, model)
+        else:
+            blank = Context([[]] * len(wanted), context.tail, None, context.wants_logits, context.vocab_size)
+
+            def guess(scored: Tensor, num_added: Tensor, uniform: Tensor | None) -> Outputs:
+                place = (num_added - 1).clamp(max=scored.shape[1] - 1)[:, None, None]
+                hidden = scored.gather(1, place.expand(-1, -1, scored.shape[-1])).squeeze(1)
+                drawn = self._guess(hidden, replace(blank, uniform=uniform), [num_guesses] * len(hidden), own, model)
+                return drawn.tokens, drawn.probs, drawn.logits
+
+            key = "heads", id(self), num_guesses, own, context.wants_logits
+            tokens, probs, logits = context.device.graphs.run(
+                key, guess, state.scored, context.device.num_added, context.uniform
+            )
+            assert tokens is not None
+            return Draft(tokens, lengths, probs, logits, num_calls=1)
         return Draft(guesses.tokens, lengths, guesses.probs, guesses.logits, num_calls=1)
+
+    def _guess(
+        self,
+        hidden: Float[Tensor, "B D"],
+        context: Context,
+        wanted: Sequence[int],
+        sampling: Sampling,
+        target: LanguageModel,
+    ) -> Guesses:
+        """What the heads draw from the hidden states of each row's last token but one."""
+        guesses = Guesses(context, wanted, sampling, self.draft_vocabulary)
+        for scores in self.scores(hidden[:, None], target, max(wanted))[:, :, 0]:
+            guesses.draw(scores)
+        return guesses
 
     def observe(self, state: DraftState, output: ModelOutput, num_accepted: Sequence[int]) -> None:
         assert isinstance(state, MultiTokenState)

@@ -60,6 +60,11 @@ def autoregressive_decode(
     for row in rows:
         check_context(row.prompt_length, max_new_tokens, target)
     timer, num_calls, live = PhaseTimer(device), 0, rows
+
+    def choose(logits: torch.Tensor, uniform: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = sampling.sample(logits, uniform)
+        return chosen, flag_undrawable(chosen, logits) if sampling.greedy else chosen  # a draw has found it out already
+
     try:
         noise: torch.Tensor | None = None
         if not sampling.greedy:
@@ -77,8 +82,14 @@ def autoregressive_decode(
             if sampling.processors:
                 texts = [row.text if row.live else None for row in live]
                 processed = sampling.process(logits[:, None], texts)[:, 0]
-            chosen = sampling.sample(processed, None if noise is None else noise[:, num_calls, Purpose.CORRECT])
-            told = flag_undrawable(chosen, processed) if sampling.greedy else chosen  # a draw has found it out already
+            uniform, graphs = (
+                None if noise is None else noise[:, num_calls, Purpose.CORRECT],
+                getattr(state, "graphs", None),
+            )
+            if graphs is None:
+                chosen, told = choose(processed, uniform)
+            else:
+                chosen, told = graphs.run(("choose", sampling), choose, processed, uniform)
             if logprobs:  # float64 holds the tokens beside them exactly: the host reads once
                 scores = Sampling.log_probs(logits, chosen.clamp(max=target.vocab_size - 1)).double()
                 read = torch.stack((told.double(), scores)).tolist()

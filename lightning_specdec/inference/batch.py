@@ -5,6 +5,7 @@ Knows nothing of what a round does with them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,10 +14,11 @@ from torch import Tensor
 from lightning_specdec.drafters import Drafter, Host
 from lightning_specdec.inference.rows import Row, power_of_two
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.graphs import GraphCache, Outputs
 from lightning_specdec.rules import Purpose, noise_table
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
 
 
 class Batch:
@@ -39,7 +41,25 @@ class Batch:
         self.noise: Float[Tensor, "B S 3"] | None = None
         """Each row's uniform numbers, from its first new token on."""
         if seed is not None:
-            self.noise = torch.zeros(batch_size, num_slots, len(Purpose), device=self.device)
+            self.noise = self._steady("noise", (batch_size, num_slots, len(Purpose)), torch.float32).zero_()
+        self._upload: Upload | None = None
+
+    @property
+    def graphs(self) -> GraphCache | None:
+        """The target's recorded calls; None where it records none."""
+        return getattr(self.target_state, "graphs", None)
+
+    def _steady(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor on the device, the same one for each session where calls are recorded."""
+        if self.graphs is not None:
+            return self.graphs.buffer(name, shape, dtype)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def upload(self) -> Upload:
+        """The round's numbers on the device: all that it is told, in one piece."""
+        if self._upload is None or len(self._upload.values) != len(self.rows):
+            self._upload = Upload(self._steady("round", (len(self.rows), Upload.WIDTH), torch.long))
+        return self._upload.fill(self.rows)
 
     @property
     def live(self) -> list[Row]:
@@ -85,18 +105,28 @@ class Batch:
         self.draft_state.resume(place, draft_length)
         return True
 
-    def rewind(self) -> list[list[int]]:
+    def rewind(self, upload: Upload | None = None) -> list[list[int]]:
         """The target goes back to what is settled; gives what it has not read of each text, its last token at least."""
         state, texts = self.target_state, [row.text for row in self.rows]
         starts = [min(length, len(text) - 1) for length, text in zip(state.consumed, texts, strict=True)]
-        state.truncate(starts)
+        up_to_date = upload is not None and all(
+            start == len(text) - 1 for start, text in zip(starts, texts, strict=True)
+        )
+        state.truncate(starts, upload.starts if upload is not None and up_to_date else None)
         state.commit(starts)
         return [text[start:] for start, text in zip(starts, texts, strict=True)]
 
-    def round_noise(self, num_positions: int) -> Float[Tensor, "B N 3"] | None:
+    def round_noise(self, num_positions: int, upload: Upload | None = None) -> Float[Tensor, "B N 3"] | None:
         """Each row's uniform numbers for the next N positions; None where nothing is drawn at random."""
         if self.noise is None:
             return None
+        if upload is not None and self.graphs is not None:
+
+            def gather(noise: Tensor, num_new: Tensor) -> Outputs:
+                places = num_new[:, None, None] + torch.arange(num_positions, device=noise.device)[:, None]
+                return (noise.gather(1, places.clamp(max=noise.shape[1] - 1).expand(-1, -1, noise.shape[2])),)
+
+            return self.graphs.run(("noise", num_positions), gather, self.noise, upload.num_new)[0]
         done = [row.num_new for row in self.rows]
         if min(done) == max(done):
             return self.noise[:, done[0] : done[0] + num_positions]
@@ -116,8 +146,35 @@ class Batch:
         self.target_state.select(sources)
         self.draft_state.select(sources)
         if self.noise is not None:
-            self.noise = self.noise[torch.tensor(sources, device=self.device).clamp(min=0)]
+            taken = self.noise[torch.tensor(sources, device=self.device).clamp(min=0)]
+            self.noise = self._steady("noise", tuple(taken.shape), taken.dtype).copy_(taken)
         self.rows = [_vacant() if i < 0 else self.rows[i] for i in sources]
+
+
+class Upload:
+    """What a round tells the device of each row, in one copy from pinned memory.
+
+    Args:
+        values: `[B, WIDTH]`, a tensor that stays where it is.
+    """
+
+    WIDTH = 5
+
+    def __init__(self, values: Int[Tensor, "B 5"]) -> None:
+        self.values = values
+        self.tail, self.starts, self.num_new, self.num_added = values[:, :2], *values[:, 2:].unbind(1)
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda")
+
+    def fill(self, rows: Sequence[Row]) -> Upload:
+        """Send the rows' present numbers: two last tokens, where the last one stands, new tokens, those of the last
+        round. The round's only read, at its end, waits for the copy too, so the memory is free again by then."""
+        numbers = [
+            (*(row.text[-2:] if len(row.text) > 1 else row.text * 2), len(row.text) - 1, row.num_new, row.num_added)
+            for row in rows
+        ]
+        self._host.copy_(torch.tensor(numbers))
+        self.values.copy_(self._host, non_blocking=True)
+        return self
 
 
 def _vacant() -> Row:

@@ -54,6 +54,8 @@ class Row:
         self.counts = Counts() if speculative else None
         self.rounds: list[Round] = []
         self.num_rounds = 0
+        self.num_added = 1
+        """New tokens of the last round; 1 before the first."""
         self.index = index
         self.token_seconds: list[float] = []
         self.logprobs: list[float] | None = None
@@ -94,6 +96,7 @@ class Row:
         self.text += added
         self.token_seconds += [seconds] * len(added)
         self.num_rounds += 1
+        self.num_added = len(added)
         if logprobs is not None:
             self.logprobs = (self.logprobs or []) + list(logprobs[: len(added)])
         assert self.remaining >= 0, "a drafter guessed beyond its window"

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lightning_specdec.checks import require_int
 from lightning_specdec.drafters import Context, Draft, Drafter, last_two
+from lightning_specdec.drafters.base import DeviceRound
 from lightning_specdec.drafters.layout import pad, with_guesses
-from lightning_specdec.inference.batch import Batch
+from lightning_specdec.inference.batch import Batch, Upload
 from lightning_specdec.inference.limits import check_context
 from lightning_specdec.inference.results import DecodeResult
 from lightning_specdec.inference.rows import Row, check_eos, check_prompt, num_shared
@@ -196,17 +197,17 @@ class Session:
         if not batch.shrink():
             return []
         rows = batch.rows
-        unread = batch.rewind()
-        tail = last_two([row.text for row in rows], self.device)
+        upload = None if batch.graphs is None else batch.upload()
+        unread = batch.rewind(upload)
+        tail = last_two([row.text for row in rows], self.device) if upload is None else upload.tail
         windows = self._plan.windows(rows)
-        noise = batch.round_noise(max(windows) + 1)
+        noise = batch.round_noise(max(windows) + 1, upload)
         self.timer.lap("rest")
-        draft = self._propose(tail, windows, noise)
+        draft = self._propose(tail, windows, noise, upload)
         self.timer.lap("draft")
         output = self._verify(tail, draft, unread)
         self.timer.lap("verify")
-        verdict, judged = self._settlement.judge(rows, draft, output.logits, noise)
-        values = self._settlement.read(draft, verdict, output.logits, judged)
+        values = self._settlement.outcome(rows, draft, output.logits, noise, batch.graphs).tolist()
         self.timer.lap("accept")
         seconds = self.timer.elapsed()
         events, outcomes, num_accepted = self._settlement.settle(rows, values, draft, windows, seconds)
@@ -230,7 +231,7 @@ class Session:
             rule=type(self.rule).__name__,
         )
 
-    def _propose(self, tail: Tensor, windows: Sequence[int], noise: Tensor | None) -> Draft:
+    def _propose(self, tail: Tensor, windows: Sequence[int], noise: Tensor | None, upload: Upload | None) -> Draft:
         num_guesses = max(windows)
         if num_guesses == 0:
             if len(self._nothing.tokens) != len(windows):
@@ -243,10 +244,18 @@ class Session:
             wants_logits=self.rule.needs_draft_logits,
             vocab_size=self.target.vocab_size,
             windows=windows,
+            device=self._on_device(upload),
         )
         draft = self.drafter.propose(self._batch.draft_state, context, windows, self.sampling)
         self.num_draft_calls += draft.num_calls
         return draft
+
+    def _on_device(self, upload: Upload | None) -> DeviceRound | None:
+        """The round's numbers for recorded calls; None where there are none, or the drafter sees parts of texts."""
+        graphs = self._batch.graphs
+        if upload is None or graphs is None or any(map(self._first_token, self._batch.rows)):
+            return None
+        return DeviceRound(graphs, upload.starts, upload.num_added)
 
     def _first_token(self, row: Row) -> int:
         """Where the part of a row's text begins that the drafter sees."""

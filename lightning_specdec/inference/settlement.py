@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_specdec.inference.limits import flag_undrawable
 from lightning_specdec.inference.rows import Row, check_drawn
 from lightning_specdec.inference.windows import Outcome
+from lightning_specdec.models.graphs import GraphCache, Outputs
 from lightning_specdec.rules import AcceptanceRule, Draft, Purpose, Sampling, Verdict, column
 
 if TYPE_CHECKING:
@@ -69,10 +70,31 @@ class Settlement:
         texts = [row.text if row.live else None for row in rows]
         return self.sampling.process(logits, texts, guesses, stop_at_impossible=self.rule.lossless)
 
-    def read(
-        self, draft: Draft, verdict: Verdict, logits: Float[Tensor, "B K1 V"], judged: Float[Tensor, "B K1 V"]
-    ) -> list[list[Any]]:
-        """The round's only read of the device: all that the host wants to know of it, in one tensor.
+    def outcome(
+        self,
+        rows: Sequence[Row],
+        draft: Draft,
+        logits: Float[Tensor, "B K1 V"],
+        noise: Float[Tensor, "B N 3"] | None,
+        graphs: GraphCache | None,
+    ) -> Tensor:
+        """What the round's only read of the device takes, see `pack`; judged in a recorded call where there are any."""
+        if graphs is None or self.sampling.processors:
+            return self.pack(draft, *self.judge(rows, draft, logits, noise), logits)
+
+        def judge(logits: Tensor, noise: Tensor | None, tokens: Tensor, lengths: Tensor | None, *rest: Any) -> Outputs:
+            given = Draft(tokens, lengths, *rest)
+            return (self.pack(given, *self.judge((), given, logits, noise), logits),)
+
+        key = "judge", type(self.rule), tuple(sorted(vars(self.rule).items())), self.sampling, self.logprobs
+        packed = graphs.run(key, judge, logits, noise, draft.tokens, draft.lengths, draft.probs, draft.logits)[0]
+        assert packed is not None
+        return packed
+
+    def pack(
+        self, draft: Draft, verdict: Verdict, judged: Float[Tensor, "B K1 V"], logits: Float[Tensor, "B K1 V"]
+    ) -> Tensor:
+        """All that the host wants to know of a round, in one tensor.
 
         Args:
             logits: the target's own.
@@ -91,7 +113,7 @@ class Settlement:
             columns.append(Sampling.log_probs(logits[:, :-1], draft.tokens).double())
             known = verdict.endings.clamp(max=self.vocab_size - 1)
             columns.append(Sampling.log_probs(logits, known).double())
-        return (torch.cat(columns, dim=1) if len(columns) > 1 else endings).tolist()
+        return torch.cat(columns, dim=1) if len(columns) > 1 else endings
 
     def settle(
         self,
@@ -101,7 +123,7 @@ class Settlement:
         windows: Sequence[int],
         seconds: float,
     ) -> tuple[Events, list[Outcome], list[int]]:
-        """Give every live row what its verdict kept; `values` as `read` lays them out.
+        """Give every live row what its verdict kept; `values` as `pack` lays them out.
 
         Returns:
             What was settled, what became of the guesses, and how many of each row's were accepted.

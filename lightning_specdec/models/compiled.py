@@ -44,6 +44,44 @@ class _LayerCache:
         return self.keys[:, :, : self.span], self.values[:, :, : self.span]
 
 
+class _JoinedLinear(nn.Module):
+    """One of several linear layers over the same input, as a part of all of them joined.
+
+    Each computes the joined product and takes its own rows; the compiler sees the same product several times and
+    computes it once, so fewer and larger kernels read the weights. Uncompiled, each reads its own rows alone.
+    """
+
+    def __init__(self, layer: nn.Linear, joined: Tensor, first: int) -> None:
+        super().__init__()
+        self.joined, self.first, self.last = joined, first, first + layer.out_features
+        self.out_features, self.in_features = layer.out_features, layer.in_features
+        layer.weight.data = joined[first : self.last]  # whoever else holds the layer reads the same memory
+        self.weight = layer.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return nn.functional.linear(inputs, self.joined)[..., self.first : self.last]
+        return nn.functional.linear(inputs, self.weight)
+
+
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linear layers that families of transformers apply to the same input."""
+
+
+def join_linears(model: nn.Module) -> None:
+    """Join the linear layers that read the same input, in place: on a GPU small products cost more than their bytes."""
+    for parent in list(model.modules()):
+        for names in _JOINED:
+            layers = [getattr(parent, name, None) for name in names]
+            if any(type(layer) is not nn.Linear or layer.bias is not None for layer in layers):
+                continue
+            joined, first = torch.cat([layer.weight.data for layer in layers]), 0  # type: ignore[union-attr]
+            for name, layer in zip(names, layers, strict=True):
+                assert isinstance(layer, nn.Linear)
+                setattr(parent, name, _JoinedLinear(layer, joined, first))
+                first += layer.out_features
+
+
 def compile_layers(model: HuggingFaceLM, *, backend: str = "inductor") -> float:
     """Compile the layers of a model, in place, and warm up.
 
@@ -59,6 +97,8 @@ def compile_layers(model: HuggingFaceLM, *, backend: str = "inductor") -> float:
     require_compiler()
     layers = _layers(model)
     started = time.perf_counter()
+    if model.device.type == "cuda":
+        join_linears(model)
     for i, layer in enumerate(layers):
         if not hasattr(layer, "forward_uncompiled"):
             layer.forward_uncompiled = layer.forward  # type: ignore[assignment]
@@ -72,22 +112,25 @@ def compile_layers(model: HuggingFaceLM, *, backend: str = "inductor") -> float:
 
 def _dispatch(index: int, plain: Callable[..., Any], backend: str) -> Callable[..., Any]:
     """A layer's forward pass: compiled where it goes on with a state whose buffers are there."""
-    compiled = torch.compile(plain, dynamic=True, backend=backend)
+    compiled: dict[str, Callable[..., Any]] = {}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
-        state, slots = getattr(cache, "state", None), getattr(cache, "slots", None)
-        if state is None or slots is None or index not in state.buffers:
+        storage, slots = getattr(cache, "storage", None), getattr(cache, "slots", None)
+        if storage is None or slots is None or index not in storage.layers:
             return plain(*args, **kwargs)
-        keys, values = state.buffers[index]
-        positions = slots.positions.clamp(max=state.num_slots - 1)
-        part = _LayerCache(keys, values, state.rows, positions, slots.span)
+        keys, values = storage.layers[index]
+        if keys.device.type not in compiled:
+            # Recorded calls come in few shapes, and code for one shape is faster; others come in any.
+            compiled[keys.device.type] = torch.compile(plain, dynamic=keys.device.type == "cpu", backend=backend)
+        positions = slots.positions.clamp(max=storage.num_slots - 1)
+        part = _LayerCache(keys, values, storage.rows, positions, slots.span)
         args = tuple(part if value is cache else value for value in args)
         kwargs = {name: part if value is cache else value for name, value in kwargs.items()}
         # A layer's own number is read by its code, but only to find its part of the cache: no code depends on it.
         # All models share a layer class's code, so they share its count of compilations too.
         with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MOST_COMPILATIONS):
-            return compiled(*args, **kwargs)
+            return compiled[keys.device.type](*args, **kwargs)
 
     return forward
 

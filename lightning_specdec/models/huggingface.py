@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -23,9 +23,10 @@ from lightning_specdec.models import attention
 from lightning_specdec.models.base import ExitStates, LanguageModel, ModelOutput, select
 from lightning_specdec.models.config_file import FOREIGN, first_line
 from lightning_specdec.models.config_values import to_config, to_values
+from lightning_specdec.models.graphs import MOST_TOKENS, Outputs
 from lightning_specdec.models.layers import Call, LayerStack, take_apart
 from lightning_specdec.models.packed import PackedLinear, pack_linears
-from lightning_specdec.models.state import DecodeState, KVState, Lengths, Slots, as_list
+from lightning_specdec.models.state import DecodeState, KVState, KVStorage, Lengths, Slots, StoragePool, as_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,27 +46,26 @@ _OWN_MASKS = ("doge", "gpt_neo")
 class HuggingFaceState(KVState):
     """A `KVState` that transformers' layers write to as to a cache of their own."""
 
-    def __init__(self, batch_size: int, max_length: int, *, device: torch.device, whole_span: bool = False) -> None:
-        super().__init__(batch_size, max_length, device=device, whole_span=whole_span)
-        self.cache = _Cache(self)
+    def _use(self, storage: KVStorage) -> None:
+        super()._use(storage)
+        self.cache = _Cache(storage)
 
 
 class _Cache(Cache):
-    """What transformers' layers take for a cache: it sends their keys and values to the state's current slots."""
+    """What transformers' layers take for a cache: it sends their keys and values to a call's slots."""
 
-    def __init__(self, state: KVState) -> None:
+    def __init__(self, storage: KVStorage, slots: Slots | None = None, longest: int = 0) -> None:
         super().__init__(layers=[])
-        self.state = state
-        self.slots: Slots | None = None
+        self.storage, self.slots, self.longest = storage, slots, longest
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         assert self.slots is not None, "a layer wrote outside a call"
-        return self.state.update(layer_idx, self.slots, key_states, value_states)
+        return self.storage.update(layer_idx, self.slots, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return max(self.state.consumed)
+        return self.longest
 
 
 class HuggingFaceLM(LanguageModel):
@@ -112,6 +112,7 @@ class HuggingFaceLM(LanguageModel):
         self.tokenizer = _wrapped(tokenizer, self.model)
         self.vocabulary = None if self.tokenizer is None else self.tokenizer.vocabulary
         self._parts: LayerStack | str | None = None
+        self._pool: StoragePool | None = None
         self._num_parameters = sum(weight.numel() for weight in self.model.parameters())
         implementation = self.model.config._attn_implementation
         if implementation not in ("eager", "sdpa", attention.NAME):
@@ -145,15 +146,43 @@ class HuggingFaceLM(LanguageModel):
         return {"model": to_values(self.model.config)}
 
     def init_state(self, batch_size: int, max_length: int) -> HuggingFaceState:
-        return HuggingFaceState(batch_size, max_length, device=self.device)
+        return HuggingFaceState(batch_size, max_length, device=self.device, pool=self._pool)
 
     def packed(self) -> HuggingFaceLM:
-        """This model with packed linear layers, on a CPU: a copy that shares the other weights, for decoding only."""
-        if self.device.type != "cpu" or any(isinstance(layer, PackedLinear) for layer in self.modules()):
+        """This model as it decodes fastest, for decoding only: a copy with packed linear layers on a CPU, one that
+        records its calls on a GPU. The copy shares the other weights."""
+        if self._pool is not None or any(isinstance(layer, PackedLinear) for layer in self.modules()):
             return self
         shared = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())}
         shared[id(self.tokenizer)] = self.tokenizer  # type: ignore[assignment]
-        return deepcopy(self, shared).pack()
+        other = deepcopy(self, shared)
+        return other.pack() if self.device.type == "cpu" else other.record()
+
+    def record(self) -> HuggingFaceLM:
+        """Record calls on a few tokens over its states and replay them from then on, where its parts lie open.
+
+        A recorded call's output is overwritten by the next one over the same state.
+        """
+        if self.takes_apart:
+            self._pool = StoragePool()
+        return self
+
+    def rollout(
+        self,
+        tokens: Int[Tensor, "B T"],
+        state: DecodeState,
+        num_tokens: int,
+        choose: Callable[[Float[Tensor, "B V"], int], Int[Tensor, "B"]],
+        *,
+        valid_lengths: Lengths | None = None,
+    ) -> Int[Tensor, "B num_tokens"]:
+        if self._pool is None:
+            return super().rollout(tokens, state, num_tokens, choose, valid_lengths=valid_lengths)
+
+        def keep(logits: Float[Tensor, "B V"], i: int) -> Int[Tensor, "B"]:
+            return choose(logits.clone(), i).clone()
+
+        return super().rollout(tokens, state, num_tokens, keep, valid_lengths=valid_lengths)
 
     def fused(self) -> HuggingFaceLM:
         return self.packed()
@@ -252,7 +281,9 @@ class HuggingFaceLM(LanguageModel):
         assert state is None or isinstance(state, HuggingFaceState), (
             f"{self._name} needs a HuggingFaceState, got {state}"
         )
-        if self.takes_apart:
+        if state is not None and self.records(state, tokens.shape[1]):
+            output = self._recorded(tokens, state, logits_for, features)
+        elif self.takes_apart:
             positions, mask = self._free(tokens) if state is None else self._placed(state, tokens.shape[1])
             hidden = self.stack.embed(tokens, positions)
             call = self.stack.begin(hidden, positions, mask, None if state is None else state.cache)
@@ -277,12 +308,74 @@ class HuggingFaceLM(LanguageModel):
         assert all(layer >= exit_states.num_layers - 1 for layer in features), (
             f"of the first {exit_states.num_layers} layers only the last one's output was kept, not all of {features}"
         )
-        hidden = self._completed(tokens, state, valid_lengths, exit_states)
-        positions, mask = self._placed(state, tokens.shape[1])
-        call = self.stack.begin(hidden, positions, mask, state.cache)
-        output = self._by_parts(hidden, exit_states.num_layers, call, logits_for, features)
-        state.advance(tokens.shape[1], valid_lengths)
+        num_tokens, known = tokens.shape[1], exit_states.lengths
+        if valid_lengths is None and max(known) == min(known) == num_tokens - 1 and self.records(state, num_tokens):
+            output = self._recorded(tokens, state, logits_for, features, exit_states)
+        else:
+            hidden = self._completed(tokens, state, valid_lengths, exit_states)
+            positions, mask = self._placed(state, num_tokens)
+            call = self.stack.begin(hidden, positions, mask, state.cache)
+            output = self._by_parts(hidden, exit_states.num_layers, call, logits_for, features)
+        state.advance(num_tokens, valid_lengths)
         return output
+
+    def records(self, state: DecodeState, num_tokens: int) -> bool:
+        """Whether a call on so many tokens of every row is recorded: not the first one, which reads prompts of any
+        length and makes the buffers."""
+        if not isinstance(state, KVState) or state.graphs is None or num_tokens > MOST_TOKENS:
+            return False
+        return len(state.buffers) == self.stack.num_layers and min(state.consumed) > 0
+
+    def read_at(
+        self, storage: KVStorage, span: int, tokens: Int[Tensor, "B T"], starts: Int[Tensor, "B"], num_layers: int
+    ) -> tuple[Float[Tensor, "B T D"], Call]:
+        """The output of the first `num_layers` layers for tokens from positions on the device on; may be recorded."""
+        cache, positions, mask = self._at(storage, span, tokens.shape[1], starts)
+        hidden = self.stack.embed(tokens, positions)
+        call = self.stack.begin(hidden, positions, mask, cache)
+        return self.stack.run(hidden, call, 0, num_layers), call
+
+    def _at(
+        self, storage: KVStorage, span: int, num_tokens: int, starts: Int[Tensor, "B"]
+    ) -> tuple[_Cache, Tensor, Tensor]:
+        """Cache, positions and mask of a call whose places are known to the device alone."""
+        slots = Slots(starts[:, None] + torch.arange(num_tokens, device=starts.device), None, span)
+        mask = self._additive(storage.mask(slots, self._window))
+        return _Cache(storage, slots), self._clamped(slots.positions), mask
+
+    def _recorded(
+        self,
+        tokens: Int[Tensor, "B T"],
+        state: DecodeState,
+        logits_for: Int[Tensor, "B N"] | slice | None,
+        features: Sequence[int],
+        exit_states: ExitStates | None = None,
+    ) -> ModelOutput:
+        """The call's kernels launched together; recorded when they are first needed."""
+        assert isinstance(state, KVState) and state.graphs is not None
+        storage, span, layers = state.storage, state.recorded_span(tokens.shape[1]), sorted(features)
+        first = 0 if exit_states is None else exit_states.num_layers
+        given = None if exit_states is None else exit_states.hidden
+        places = logits_for if isinstance(logits_for, Tensor) else None
+
+        def read(tokens: Tensor, starts: Tensor, places: Tensor | None, given: Tensor | None) -> Outputs:
+            if given is None:
+                cache, positions, mask = self._at(storage, span, tokens.shape[1], starts)
+                hidden = self.stack.embed(tokens, positions)
+            else:  # the last guess has not been through the lower layers
+                rest, _ = self.read_at(storage, span, tokens[:, -1:], starts + tokens.shape[1] - 1, first)
+                hidden = torch.cat((given, rest), dim=1)
+                cache, positions, mask = self._at(storage, span, tokens.shape[1], starts)
+            call = self.stack.begin(hidden, positions, mask, cache)
+            wanted = logits_for if places is None else places
+            output = self._by_parts(hidden, first, call, wanted, layers)
+            return output.logits, *(output.features[layer] for layer in layers)
+
+        kind = (logits_for.start, logits_for.stop) if isinstance(logits_for, slice) else None
+        key = "read", span, first, kind, tuple(layers)
+        logits, *hidden = state.graphs.run(key, read, tokens, state.lengths, places, given)
+        assert logits is not None
+        return ModelOutput(logits, {i: h for i, h in zip(layers, hidden, strict=True) if h is not None}, logits_for)
 
     def _by_parts(
         self,
@@ -375,6 +468,7 @@ class HuggingFaceLM(LanguageModel):
     ) -> tuple[Tensor, Tensor]:
         """Positions and mask of the state's next tokens, for a model of one kind of layers."""
         slots = state.cache.slots = state.slots(num_tokens, starts)
+        state.cache.longest = max(state.consumed)
         mask = self._additive(state.mask(slots, window=self._window))
         return self._clamped(slots.positions), mask
 
@@ -389,6 +483,7 @@ class HuggingFaceLM(LanguageModel):
     def _through(self, state: HuggingFaceState, num_tokens: int) -> dict[str, Any]:
         """The arguments that make the model's next call read and write the state."""
         slots = state.cache.slots = state.slots(num_tokens)
+        state.cache.longest = max(state.consumed)
         masks = {kind: self._additive(state.mask(slots, window=window)) for kind, window in self.windows.items()}
         return {
             "position_ids": self._clamped(slots.positions),

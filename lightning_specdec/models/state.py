@@ -8,6 +8,7 @@ going back is checked always, and costs the device nothing.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from lightning_specdec.models.graphs import SPAN_STEP, GraphCache
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -36,6 +39,7 @@ class DecodeState(ABC):
         self.committed = [0] * batch_size
         self.device = device
         self._lengths: tuple[list[int], Tensor] | None = None
+        self._uploaded = False
 
     @property
     def lengths(self) -> Int[Tensor, "B"]:
@@ -49,11 +53,20 @@ class DecodeState(ABC):
     def memory_bytes(self) -> int:
         """Bytes that it takes now."""
 
-    def truncate(self, lengths: Lengths) -> None:
-        """Go back to these absolute lengths: each between its row's last commit and its present length."""
+    def truncate(self, lengths: Lengths, uploaded: Int[Tensor, "B"] | None = None) -> None:
+        """Go back to these absolute lengths: each between its row's last commit and its present length.
+
+        Args:
+            uploaded: the same lengths on the device, where they are there already.
+        """
         lengths = as_list(lengths)
-        if lengths == self.consumed:
-            return
+        if lengths != self.consumed:
+            self._truncate(lengths)
+        self._uploaded = uploaded is not None
+        if uploaded is not None:
+            self._lengths = self.consumed, uploaded
+
+    def _truncate(self, lengths: list[int]) -> None:
         for length, first, last in zip(lengths, self.committed, self.consumed, strict=True):
             assert first <= length <= last, f"cannot go from {self.consumed} to {lengths}: committed {self.committed}"
         self._go_back()
@@ -74,7 +87,9 @@ class DecodeState(ABC):
         """Count tokens as consumed: `num_tokens` of every row, or as many as are valid."""
         counts = [num_tokens] * len(self.consumed) if valid_lengths is None else as_list(valid_lengths)
         before, self.consumed = self.consumed, [a + b for a, b in zip(self.consumed, counts, strict=True)]
-        if valid_lengths is None and self._lengths is not None and self._lengths[0] is before:
+        # Lengths that a round uploads are uploaded by the next one too: nobody would read their sum.
+        known = self._lengths is not None and self._lengths[0] is before and not self._uploaded
+        if valid_lengths is None and known and self._lengths is not None:
             self._lengths = self.consumed, self._lengths[1] + num_tokens
 
     def select(self, rows: Sequence[int] | Tensor) -> None:
@@ -204,6 +219,83 @@ class Slots:
     span: int
 
 
+class KVStorage:
+    """The static buffers `[B, heads, S, head_size]` of all layers, and the calls that were recorded over them.
+
+    Args:
+        batch_size, num_slots: B and S.
+        graphs: recorded calls; None where calls are not recorded.
+    """
+
+    def __init__(self, batch_size: int, num_slots: int, *, device: torch.device, graphs: GraphCache | None) -> None:
+        self.num_slots, self.graphs = num_slots, graphs
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.rows = torch.arange(batch_size, device=device)[:, None]
+
+    def update(
+        self, layer: int, slots: Slots, keys: Float[Tensor, "B H T D"], values: Float[Tensor, "B H T E"]
+    ) -> tuple[Float[Tensor, "B H S D"], Float[Tensor, "B H S E"]]:
+        """Store a layer's keys and values; gives the slots to attend over, as views of the buffers."""
+        if layer not in self.layers:
+            # Zeros, not empty: a NaN left in a masked slot would still poison attention through 0 * NaN.
+            batch, heads, _, size = keys.shape
+            self.layers[layer] = (
+                keys.new_zeros(batch, heads, self.num_slots, size),
+                values.new_zeros(batch, values.shape[1], self.num_slots, values.shape[-1]),
+            )
+        key_buffer, value_buffer = self.layers[layer]
+        if slots.first is not None:
+            end = slots.first + keys.shape[2]
+            key_buffer[:, :, slots.first : end] = keys
+            value_buffer[:, :, slots.first : end] = values
+        else:
+            places = slots.positions.clamp(max=self.num_slots - 1)
+            key_buffer[self.rows, :, places] = keys.transpose(1, 2)
+            value_buffer[self.rows, :, places] = values.transpose(1, 2)
+        return key_buffer[:, :, : slots.span], value_buffer[:, :, : slots.span]
+
+    def mask(self, slots: Slots, window: int | None = None) -> Bool[Tensor, "B T S"]:
+        """See `KVState.mask`."""
+        # Padding far behind the end would look at nothing, and the NaN that gives would reach the last slot.
+        queries = slots.positions[:, :, None].clamp(max=self.num_slots - 1)
+        keys = torch.arange(slots.span, device=queries.device)
+        seen = keys <= queries
+        return seen if window is None else seen & (keys > queries - window)
+
+
+def next_span(num_slots: int) -> int:
+    """The first of `SPAN_STEP`, twice that, four times that, ... that is large enough."""
+    span = SPAN_STEP
+    while span < num_slots:
+        span *= 2
+    return span
+
+
+class StoragePool:
+    """Storages that wait for their next state, so that what was recorded over them serves again."""
+
+    MOST_IDLE = 4
+
+    def __init__(self) -> None:
+        self._idle: list[KVStorage] = []
+
+    def take(self, batch_size: int, num_slots: int, device: torch.device) -> KVStorage:
+        """An empty storage of that size, rounded up; made where none is idle."""
+        num_slots = next_span(num_slots)
+        for storage in self._idle:
+            if (len(storage.rows), storage.num_slots) == (batch_size, num_slots):
+                self._idle.remove(storage)
+                for buffers in storage.layers.values():
+                    for buffer in buffers:
+                        buffer.zero_()
+                return storage
+        return KVStorage(batch_size, num_slots, device=device, graphs=GraphCache(device))
+
+    def give_back(self, storage: KVStorage) -> None:
+        """Nobody uses the storage any more."""
+        self._idle = [storage, *self._idle][: self.MOST_IDLE]
+
+
 class KVState(DecodeState):
     """Attention's keys and values, layer by layer, in static buffers `[B, heads, S, head_size]`.
 
@@ -220,14 +312,46 @@ class KVState(DecodeState):
         max_length: most tokens that a row consumes. One slot more takes the padding that falls behind them.
         whole_span: whether calls look at whole buffers, so that shapes never change, as compiled code wants it;
             otherwise only as far as the longest row reaches.
+        pool: where the buffers come from and go back to, with what was recorded over them; None for buffers of its own.
     """
 
-    def __init__(self, batch_size: int, max_length: int, *, device: torch.device, whole_span: bool = False) -> None:
+    def __init__(
+        self,
+        batch_size: int,
+        max_length: int,
+        *,
+        device: torch.device,
+        whole_span: bool = False,
+        pool: StoragePool | None = None,
+    ) -> None:
         super().__init__(batch_size, device)
-        self.num_slots = max_length + 1
-        self.whole_span = whole_span
-        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.rows = torch.arange(batch_size, device=device)[:, None]
+        self.whole_span, self._pool = whole_span, pool
+        self._use(self._new_storage(batch_size, max_length + 1))
+
+    def _new_storage(self, batch_size: int, num_slots: int) -> KVStorage:
+        if self._pool is not None:
+            return self._pool.take(batch_size, num_slots, self.device)
+        return KVStorage(batch_size, num_slots, device=self.device, graphs=None)
+
+    def _use(self, storage: KVStorage) -> None:
+        self.storage, self.num_slots = storage, storage.num_slots
+        if self._pool is not None:
+            self._returned = weakref.finalize(self, self._pool.give_back, storage)
+
+    @property
+    def buffers(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Keys and values by layer."""
+        return self.storage.layers
+
+    @property
+    def rows(self) -> Int[Tensor, "B 1"]:
+        """The rows' numbers, as the buffers are indexed by them."""
+        return self.storage.rows
+
+    @property
+    def graphs(self) -> GraphCache | None:
+        """Calls recorded over the buffers; None where calls are not recorded."""
+        return self.storage.graphs
 
     @property
     def memory_bytes(self) -> int:
@@ -244,35 +368,19 @@ class KVState(DecodeState):
         begin = self.lengths if starts is None else torch.tensor(starts, device=self.device)
         return Slots(begin[:, None] + torch.arange(num_tokens, device=self.device), None, span)
 
+    def recorded_span(self, num_tokens: int) -> int:
+        """How many slots a recorded call looks at that reads so many tokens of every row."""
+        return next_span(max(self.consumed) + num_tokens)
+
     def update(
         self, layer: int, slots: Slots, keys: Float[Tensor, "B H T D"], values: Float[Tensor, "B H T E"]
     ) -> tuple[Float[Tensor, "B H S D"], Float[Tensor, "B H S E"]]:
-        """Store a layer's keys and values; gives the slots to attend over, as views of the buffers."""
-        if layer not in self.buffers:
-            # Zeros, not empty: a NaN left in a masked slot would still poison attention through 0 * NaN.
-            batch, heads, _, size = keys.shape
-            self.buffers[layer] = (
-                keys.new_zeros(batch, heads, self.num_slots, size),
-                values.new_zeros(batch, values.shape[1], self.num_slots, values.shape[-1]),
-            )
-        key_buffer, value_buffer = self.buffers[layer]
-        if slots.first is not None:
-            end = slots.first + keys.shape[2]
-            key_buffer[:, :, slots.first : end] = keys
-            value_buffer[:, :, slots.first : end] = values
-        else:
-            places = slots.positions.clamp(max=self.num_slots - 1)
-            key_buffer[self.rows, :, places] = keys.transpose(1, 2)
-            value_buffer[self.rows, :, places] = values.transpose(1, 2)
-        return key_buffer[:, :, : slots.span], value_buffer[:, :, : slots.span]
+        """See `KVStorage.update`."""
+        return self.storage.update(layer, slots, keys, values)
 
     def mask(self, slots: Slots, *, window: int | None = None) -> Bool[Tensor, "B T S"]:
         """True where a query may look: at its own position and before, the last `window` of these where one is set."""
-        # Padding far behind the end would look at nothing, and the NaN that gives would reach the last slot.
-        queries = slots.positions[:, :, None].clamp(max=self.num_slots - 1)
-        keys = torch.arange(slots.span, device=self.device)
-        seen = keys <= queries
-        return seen if window is None else seen & (keys > queries - window)
+        return self.storage.mask(slots, window)
 
     def advance(self, num_tokens: int, valid_lengths: Lengths | None = None) -> None:
         super().advance(num_tokens, valid_lengths)
@@ -289,11 +397,21 @@ class KVState(DecodeState):
             values[cleared] = 0
 
     def _select(self, source: Int[Tensor, "N"], empty: Bool[Tensor, "N"]) -> None:
-        self.buffers = {
+        former = self.storage
+        taken = {
             layer: (_take(keys, source, empty), _take(values, source, empty))
-            for layer, (keys, values) in self.buffers.items()
+            for layer, (keys, values) in former.layers.items()
         }
-        self.rows = torch.arange(len(source), device=self.device)[:, None]
+        if self._pool is not None:
+            self._returned.detach()
+            self._pool.give_back(former)
+        self._use(self._new_storage(len(source), self.num_slots))
+        for layer, buffers in taken.items():
+            if layer in self.storage.layers:
+                for kept, values in zip(self.storage.layers[layer], buffers, strict=True):
+                    kept.copy_(values)
+            else:
+                self.storage.layers[layer] = buffers
 
 
 def as_list(lengths: Sequence[int] | Tensor) -> list[int]:

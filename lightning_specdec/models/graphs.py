@@ -1,0 +1,104 @@
+"""CUDA graphs: a call's kernels are recorded once, then launched together, reading and writing tensors that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Outputs = tuple[Tensor | None, ...]
+Call = Callable[..., Outputs]
+MOST_TOKENS = 32
+"""Tokens of each row up to which a call is recorded; prompts are longer, and come in any length."""
+SPAN_STEP = 256
+"""Recorded calls look at so many slots, or twice, four times as many: few of them serve a text of any length."""
+
+
+class GraphCache:
+    """Recorded calls by key, and named buffers that outlive the sessions that use them.
+
+    A call must be a pure function of its tensors: no read by the host, and the same result when it runs again. Its
+    outputs are overwritten by its next run. Off the GPU nothing is recorded: the call runs anew, over the same
+    tensors and into the same outputs, which is how its laws are tested.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._recordings: dict[Hashable, _Recording] = {}
+        self._buffers: dict[Hashable, Tensor] = {}
+        self._addresses: set[int] = set()
+
+    @property
+    def num_recordings(self) -> int:
+        """Calls recorded so far."""
+        return len(self._recordings)
+
+    def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor that stays where it is, zero when it is made."""
+        key = name, tuple(shape), dtype
+        if key not in self._buffers:
+            self._buffers[key] = self._keep(torch.zeros(*shape, dtype=dtype, device=self.device))
+        return self._buffers[key]
+
+    def run(self, key: Hashable, call: Call, *inputs: Tensor | None) -> Outputs:
+        """The call's outputs for these inputs. Inputs that stay where they are get read there, others are copied."""
+        described = tuple(map(self._describe, inputs))
+        recording = self._recordings.get((key, described))
+        if recording is None:
+            recording = self._recordings[key, described] = _Recording(call, inputs, [d[0] == "kept" for d in described])
+            for tensor in (*recording.inputs, *recording.outputs):
+                if tensor is not None:
+                    self._keep(tensor)
+        return recording.replay(inputs)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        if tensor.numel():
+            self._addresses.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    def _describe(self, tensor: Tensor | None) -> tuple[Any, ...]:
+        if tensor is None:
+            return ("none",)
+        if tensor.untyped_storage().data_ptr() in self._addresses:
+            return "kept", tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        return "copied", tensor.shape, tensor.dtype
+
+
+class _Recording:
+    """One call over tensors that stay."""
+
+    def __init__(self, call: Call, inputs: Sequence[Tensor | None], kept: Sequence[bool]) -> None:
+        self.inputs = [
+            tensor if stays or tensor is None else tensor.clone(memory_format=torch.contiguous_format)
+            for tensor, stays in zip(inputs, kept, strict=True)
+        ]
+        self._copied = [i for i, stays in enumerate(kept) if not stays and inputs[i] is not None]
+        self._call = call
+        self._graph: torch.cuda.CUDAGraph | None = None
+        device = next(tensor.device for tensor in inputs if tensor is not None)
+        if device.type != "cuda":
+            self.outputs = call(*self.inputs)
+            return
+        stream = torch.cuda.Stream(device)  # libraries set themselves up in a first run, which cannot be recorded
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            call(*self.inputs)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self.outputs = call(*self.inputs)
+
+    def replay(self, inputs: Sequence[Tensor | None]) -> Outputs:
+        for i in self._copied:
+            kept, given = self.inputs[i], inputs[i]
+            assert kept is not None and given is not None
+            kept.copy_(given)
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            for stays, made in zip(self.outputs, self._call(*self.inputs), strict=True):
+                if stays is not None and made is not None:
+                    stays.copy_(made)
+        return self.outputs

@@ -1,0 +1,97 @@
+"""Calls that are recorded and replayed give what the same calls give unrecorded: on a GPU CUDA graphs, here the same
+tensors that stay."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import cases
+import pytest
+import torch
+
+from lightning_specdec.drafters import Drafter, EarlyExitDrafter, ModelDrafter
+from lightning_specdec.inference import Session, autoregressive_decode, speculative_decode
+from lightning_specdec.models.graphs import GraphCache
+from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.rules import Sampling
+
+SAMPLINGS = {"greedy": Sampling(), "hot": Sampling(1.3, top_k=6), "top_p": Sampling(0.8, top_p=0.7)}
+
+
+def recorded(model: Any) -> HuggingFaceLM:
+    return deepcopy(model).record()
+
+
+def recording(drafter: Drafter) -> Drafter:
+    """The drafter with a model of its own that records."""
+    other = deepcopy(drafter)
+    if isinstance(other, ModelDrafter):
+        other.model = recorded(other.model)
+    return other
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("rule", cases.RULES)
+@pytest.mark.parametrize(
+    "name", ["near", "hotter", "itself", "early_exit", "early_exit_own", "early_exit_reduced", "heads", "lookup_exit"]
+)
+def test_recorded_rounds_decide_as_unrecorded_ones(name: str, rule: str, sampling: str) -> None:
+    if not cases.applies(name, rule):
+        pytest.skip("this drafter gives no logits")
+    target, drafter = cases.target("llama"), cases.drafter(name, "llama")
+    options: dict[str, Any] = {"max_new_tokens": 14, "sampling": SAMPLINGS[sampling], "seed": 3, "eos": cases.EOS}
+    plain = speculative_decode(target, drafter, cases.PROMPTS, rule=cases.RULES[rule](), **options)
+    model, other = recorded(target), recording(drafter)
+    for _ in range(2):  # the second time all is replayed
+        again = speculative_decode(model, other, cases.PROMPTS, rule=cases.RULES[rule](), logprobs=True, **options)
+        assert [(row.tokens, row.rounds, row.counts) for row in again.rows] == [
+            (row.tokens, row.rounds, row.counts) for row in plain.rows
+        ]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_recorded_standard_decoding_gives_the_same_tokens(sampling: str) -> None:
+    expected = cases.standard("llama", SAMPLINGS[sampling], 12).tokens
+    model = recorded(cases.target("llama"))
+    for _ in range(2):
+        found = autoregressive_decode(
+            model, cases.PROMPTS, max_new_tokens=12, sampling=SAMPLINGS[sampling], eos=cases.EOS
+        )
+        assert found.tokens == expected
+
+
+def test_a_second_session_records_nothing() -> None:
+    model, drafter = recorded(cases.target("llama")), EarlyExitDrafter(1)
+    counts = []
+    for prompt in ([1, 2, 3], [1, 2, 3], [1, 2, 3]):
+        speculative_decode(model, drafter, prompt, max_new_tokens=12)
+        assert model._pool is not None
+        (storage,) = model._pool._idle
+        assert storage.graphs is not None
+        counts.append(storage.graphs.num_recordings)
+    assert counts[0] == counts[1] == counts[2] > 2
+
+
+def test_rows_that_come_and_go_over_recorded_calls() -> None:
+    model, drafter = recorded(cases.target("llama")), EarlyExitDrafter(1)
+    session = Session(model, drafter, max_length=40, num_draft_tokens=3)
+    first = session.add([1, 2, 3], max_new_tokens=20)
+    for _ in range(2):
+        session.step()
+    second = session.add([7, 7], max_new_tokens=9)
+    while session.live:
+        session.step()
+    for row, prompt, wanted in ((first, [1, 2, 3], 20), (second, [7, 7], 9)):
+        alone = autoregressive_decode(cases.target("llama"), prompt, max_new_tokens=wanted)
+        assert row.result().tokens == alone.tokens[0]
+
+
+def test_inputs_that_stay_are_read_where_they_are_and_others_copied() -> None:
+    graphs = GraphCache(torch.device(cases.DEVICE))
+    stays = graphs.buffer("numbers", (2,), torch.float32)
+    for a, b in ((1.0, 5.0), (2.0, 6.0)):
+        stays.fill_(a)
+        (total,) = graphs.run("sum", lambda x, y: (x + y,), stays, torch.full((2,), b))
+        assert total is not None and total.tolist() == [a + b] * 2
+    assert graphs.num_recordings == 1
