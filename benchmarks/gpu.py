@@ -34,8 +34,13 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 VOCABULARY = {2048: 128256, 4096: 32000}
 BATCHES = (1, 4, 16, 64)
+NEW_TOKENS = 160
+NUM_ROUNDS = 40
+FORMS = ("eager", "recorded", "recorded and compiled")
 SAMPLINGS = {"greedy": Sampling(), "temperature 1": Sampling(1.0)}
 TEXT = "torch/**/*.py"
+LOG: list[Path] = []
+"""Where rows are written as they come, so that a run that is cut off keeps what it has."""
 TRAINED: dict[str, dict[str, Any]] = {
     "early_exit": {
         "class_path": "EarlyExitTraining",
@@ -96,7 +101,7 @@ def calls() -> dict[str, Any]:
     for name, sizes in SHAPES.items():
         vocab_size = VOCABULARY[sizes["hidden_size"]]
         model = llama(**sizes, vocab_size=vocab_size)
-        for form in ("eager", "recorded", "recorded and compiled"):
+        for form in FORMS:
             target = model if form == "eager" else model.packed()
             compile_seconds = compile_layers(target) if "compiled" in form else 0.0
             for batch in BATCHES[:1] if form == "eager" else BATCHES:
@@ -136,8 +141,8 @@ def rounds() -> list[dict[str, Any]]:
     }
     drafters: dict[str, Drafter] = {
         "early exit": EarlyExitDrafter(2),
-        "model": ModelDrafter(llama(2048, 8192, 2, 32000).packed()),
         "heads": MultiTokenDrafter(4, shared_output=True, **more),
+        "model": ModelDrafter(llama(2048, 8192, 2, 32000).packed()),
         "autoregressive head": EagleDrafter([2, 8, 14], **more, **eagle),
     }
     rows: list[dict[str, Any]] = []
@@ -152,11 +157,11 @@ def rounds() -> list[dict[str, Any]]:
             before = session.timer.seconds()
             torch.cuda.synchronize()
             began = time.perf_counter()
-            for _ in range(40):
+            for _ in range(NUM_ROUNDS):
                 session.step()
             torch.cuda.synchronize()
-            seconds = (time.perf_counter() - began) / 40
-            phases = {key: (value - before[key]) / 40 for key, value in session.timer.seconds().items()}
+            seconds = (time.perf_counter() - began) / NUM_ROUNDS
+            phases = {key: (value - before[key]) / NUM_ROUNDS for key, value in session.timer.seconds().items()}
             row = {
                 "drafter": name,
                 "batch": batch,
@@ -201,8 +206,8 @@ def train(minutes: float, directory: Path) -> dict[str, Any]:
         config["data"]["init_args"] |= {
             "paths": str(site / TEXT),
             "length": 513,
-            "batch_size": 64,
-            "num_train": 16384,
+            "batch_size": 32,
+            "num_train": 65536,
             "num_val": 64,
             "max_bytes": 60_000_000,
         }
@@ -239,20 +244,16 @@ def decode(directory: Path) -> list[dict[str, Any]]:
         assert isinstance(target, HuggingFaceLM)
         compile_layers(target)
         texts = decoder.prompts
-        choices: list[tuple[str, Drafter]] = [(name, decoder.drafter)]
-        if name == "early_exit":
-            choices = [(f"exit {layer}", EarlyExitDrafter(layer)) for layer in (1, 2, 3)]
+        drafter = decoder.ready()[1]
+        label = "exit after layer 2 of 16" if name == "early_exit" else "4 heads"
         for batch in BATCHES:
             chosen = [texts[i % len(texts)] for i in range(max(batch, 8))]
             groups = [chosen[i : i + batch] for i in range(0, len(chosen), batch)]
             for sampled, sampling in SAMPLINGS.items():
-                for label, drafter in choices:
-                    for window in (2, 3, 4, 6, 8) if batch == 1 else (2, 4):
-                        if drafter.max_draft_tokens is not None and window > drafter.max_draft_tokens:
-                            continue
-                        row = _compare(target, drafter, groups, sampling, window)
-                        rows.append({"draft": label, "batch": batch, "sampling": sampled, "window": window, **row})
-                        _show(rows[-1])
+                for window in (4, 6) if batch == 1 and name == "early_exit" else (4,):
+                    row = _compare(target, drafter, groups, sampling, window)
+                    rows.append({"draft": label, "batch": batch, "sampling": sampled, "window": window, **row})
+                    _show(rows[-1])
     return rows
 
 
@@ -264,9 +265,9 @@ def _compare(
     speculative: list[DecodeResult] = []
     for counted in (False, True):
         for group in groups if counted else groups[:1]:
-            one = autoregressive_decode(target, group, max_new_tokens=192, sampling=sampling)
+            one = autoregressive_decode(target, group, max_new_tokens=NEW_TOKENS, sampling=sampling)
             other = speculative_decode(
-                target, drafter, group, max_new_tokens=192, sampling=sampling, num_draft_tokens=window
+                target, drafter, group, max_new_tokens=NEW_TOKENS, sampling=sampling, num_draft_tokens=window
             )
             if counted:
                 standard.append(one)
@@ -290,6 +291,9 @@ def _compare(
 
 def _show(row: dict[str, Any]) -> None:
     print(*(f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
+    if LOG:
+        with LOG[0].open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def main() -> None:
@@ -301,6 +305,7 @@ def main() -> None:
     options = parser.parse_args()
     directory = options.directory or Path(tempfile.mkdtemp())
     directory.mkdir(parents=True, exist_ok=True)
+    LOG.append(options.output.with_suffix(".jsonl"))
     made: dict[str, Any] = {
         "manifest": manifest(options={"parts": options.parts, "minutes": options.minutes}, device=torch.device("cuda"))
     }

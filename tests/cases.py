@@ -64,7 +64,8 @@ def near(model: Network, *, noise: float = 0.2, seed: int = 5) -> Network:
     generator, other = torch.Generator().manual_seed(seed), deepcopy(model)
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * noise * parameter.std())
+            drawn = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+            parameter.add_(drawn * noise * parameter.std())
     return other
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from transformers.cache_utils import Cache
 
 from lightning_specdec.compiler import require_compiler
@@ -47,8 +48,8 @@ class _LayerCache:
 class _JoinedLinear(nn.Module):
     """One of several linear layers over the same input, as a part of all of them joined.
 
-    Each computes the joined product and takes its own rows; the compiler sees the same product several times and
-    computes it once, so fewer and larger kernels read the weights. Uncompiled, each reads its own rows alone.
+    Compiled, each computes the joined product and takes its own rows, and `_MergeEqual` leaves one product of the
+    several: fewer and larger kernels read the weights. Uncompiled, each reads its own rows alone.
     """
 
     def __init__(self, layer: nn.Linear, joined: Tensor, first: int) -> None:
@@ -64,6 +65,31 @@ class _JoinedLinear(nn.Module):
         return nn.functional.linear(inputs, self.weight)
 
 
+class _MergeEqual(CustomGraphPass):
+    """Compute once what a compiled graph computes several times: torch does so for training alone."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        seen: dict[str, torch.fx.Node] = {}
+        for node in list(graph.nodes):
+            if node.op != "call_function" or node.target not in _PURE:
+                continue
+            first = seen.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+
+    def uuid(self) -> str:
+        return "lightning_specdec.merge_equal.1"
+
+
+_PURE = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.t.default,
+    torch.ops.aten.view.default,
+    torch.ops.aten.reshape.default,
+}
+"""What a linear layer becomes in a compiled graph."""
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers that families of transformers apply to the same input."""
 
@@ -122,7 +148,12 @@ def _dispatch(index: int, plain: Callable[..., Any], backend: str) -> Callable[.
         keys, values = storage.layers[index]
         if keys.device.type not in compiled:
             # Recorded calls come in few shapes, and code for one shape is faster; others come in any.
-            compiled[keys.device.type] = torch.compile(plain, dynamic=keys.device.type == "cpu", backend=backend)
+            more: dict[str, Any] = {}
+            if keys.device.type == "cuda":
+                more["options"] = {"post_grad_custom_pre_pass": _MergeEqual()}
+            compiled[keys.device.type] = torch.compile(
+                plain, dynamic=keys.device.type == "cpu", backend=backend, **more
+            )
         positions = slots.positions.clamp(max=storage.num_slots - 1)
         part = _LayerCache(keys, values, storage.rows, positions, slots.span)
         args = tuple(part if value is cache else value for value in args)
