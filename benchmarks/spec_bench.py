@@ -1,7 +1,4 @@
-"""Prompts of Spec-Bench (Xia et al. 2024), for the benchmarks: its `question.jsonl` as chat prompts.
-
-Knows nothing of models but their tokenizer.
-"""
+"""Prompts of Spec-Bench (Xia et al. 2024), for the benchmarks: its `question.jsonl` as chat prompts."""
 
 from __future__ import annotations
 

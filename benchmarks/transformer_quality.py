@@ -1,6 +1,6 @@
 """How well a target, its exits, heads and drafts predict held-out sequences, each by itself.
 
-Knows nothing of speed. Used by transformer_speed.py.
+Used by transformer_speed.py.
 """
 
 from __future__ import annotations

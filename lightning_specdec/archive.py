@@ -1,7 +1,4 @@
-"""A file <-> tensors and plain values: written whole or not at all, read without running anything in it.
-
-Knows nothing of what they mean.
-"""
+"""A file <-> tensors and plain values: written whole or not at all, read without running anything in it."""
 
 from __future__ import annotations
 

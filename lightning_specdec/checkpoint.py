@@ -1,7 +1,5 @@
 """A checkpoint file <-> models, without running anything that the file says.
 
-Knows nothing of training: a training checkpoint and an exported one are read alike.
-
 A checkpoint names its classes from our own registries and gives their arguments as plain values; the constructors check
 the ranges. Networks are built without memory (on the meta device) and take the file's weights, which must fit exactly.
 A target has one drafter that guesses for it unless another is asked for, and may have others, each with a name. One

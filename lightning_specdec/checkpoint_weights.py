@@ -1,7 +1,5 @@
 """A network as it is described, holding weights that somebody else has written.
 
-Knows nothing of files, nor of what the network is for.
-
 Theory: a description can be a lie, and building what it says can cost any amount of memory and time. So it is built
 without memory first, in no more operations than its weights account for; once the weights have turned out to be exactly
 those that it wants, it is as large as the file at most, and what it holds besides them can be computed.

@@ -1,7 +1,4 @@
-"""Checks of what a user hands in: each failure is a ValueError that says what was wrong, what was got, what to do.
-
-Knows nothing of what the values mean.
-"""
+"""Checks of what a user hands in: each failure is a ValueError that says what was wrong, what was got, what to do."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The pairs and prompts that a benchmark's config names, loaded.
-
-Knows nothing of what is measured with them.
-"""
+"""The pairs and prompts that a benchmark's config names, loaded."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`bench --repeat`: a row of results run again, as its own record says.
-
-Knows nothing of how a benchmark is run as a whole.
-"""
+"""`bench --repeat`: a row of results run again, as its own record says."""
 
 from __future__ import annotations
 

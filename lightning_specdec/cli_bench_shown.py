@@ -1,7 +1,4 @@
-"""A benchmark on the terminal: a bar while it runs, and its cells as a table for people, pages or programs.
-
-Knows nothing of how anything is measured.
-"""
+"""A benchmark on the terminal: a bar while it runs, and its cells as a table for people, pages or programs."""
 
 from __future__ import annotations
 

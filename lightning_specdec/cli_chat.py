@@ -1,6 +1,6 @@
 """The verb `chat`: a conversation with a pair on the terminal, streamed, its states kept from turn to turn.
 
-Knows nothing of how answers are decoded. Answers go to stdout; everything else that is not asked for goes to stderr.
+Answers go to stdout; everything else that is not asked for goes to stderr.
 """
 
 from __future__ import annotations

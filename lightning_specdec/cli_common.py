@@ -1,7 +1,4 @@
-"""What several verbs share: messages on stderr, and where the models go.
-
-Knows nothing of what the verbs do.
-"""
+"""What several verbs share: messages on stderr, and where the models go."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What can be refused before torch is there: which models are named, and whether they can be where they are said to be.
-
-Knows nothing of what the verbs do, nor of models but the places of their files.
-"""
+"""What can be refused before torch is imported: which models are named, and whether they can be at that place."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Options that several verbs share, and the names and defaults that they speak of, as plain data.
 
-Knows nothing of torch, nor of verbs. Tests compare the tables with the constructors, which own the defaults.
+Tests compare the tables with the constructors, which own the defaults.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which models the options of a verb mean: a checkpoint's, a pair of the registry, or pretrained ones by name.
-
-Knows nothing of what the verb does with them.
-"""
+"""Which models the options of a verb mean: a checkpoint's, a pair of the registry, or pretrained ones by name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The verbs and their options as plain data.
-
-Knows nothing of torch, so that `--help` answers at once.
-"""
+"""The verbs and their options as plain data."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Prompts as a user types them: from options, files and stdin.
-
-Knows nothing of models; each prompt keeps the place that it came from, for the errors that only a model can find.
-"""
+"""Prompts as a user types them: from options, files and stdin."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How `decode` looks where the tokens are text: each prompt's answer, what was guessed in colour.
-
-Knows nothing of how the answers came about.
-"""
+"""How `decode` looks where the tokens are text: each prompt's answer, what was guessed in colour."""
 
 from __future__ import annotations
 

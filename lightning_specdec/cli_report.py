@@ -1,7 +1,4 @@
-"""How `decode` looks on a terminal: both outputs with the fate of each guess, and the table.
-
-Knows nothing of how the figures came about.
-"""
+"""How `decode` looks on a terminal: both outputs with the fate of each guess, and the table."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The runs that `decode` shows, one each way, before anything is timed.
-
-Knows nothing of how they are shown.
-"""
+"""The runs that `decode` shows, one each way, before anything is timed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Whether this machine can compile what torch generates.
-
-Knows nothing of what is compiled.
-"""
+"""Whether this machine can compile what torch generates."""
 
 from __future__ import annotations
 

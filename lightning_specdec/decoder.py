@@ -1,7 +1,4 @@
-"""Target, draft and rule in one object: load, train, decode, measure.
-
-Knows nothing of how any of them works.
-"""
+"""Target, draft and rule in one object: load, train, decode, measure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A target and what guesses for it, which decode together or the target alone; text in, text out.
-
-Knows nothing of where the two come from, of files, training or timing.
-"""
+"""A target and what guesses for it, which decode together or the target alone; text in, text out."""
 
 from __future__ import annotations
 

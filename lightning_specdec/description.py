@@ -1,6 +1,6 @@
 """A network <-> its description in plain values: a class of our registries and its arguments.
 
-Knows nothing of files or weights. What a description names is looked up, never imported, and nothing in it runs.
+What a description names is looked up, never imported, and nothing in it runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A trained draft <-> a small file of its own, a description beside the weights; its target lies elsewhere.
 
-Knows nothing of training or decoding. A description names a class of `DRAFTERS` and gives its arguments as plain
-values; nothing in a file runs.
+A description names a class of `DRAFTERS` and gives its arguments as plain values; nothing in a file runs.
 
 Format: safetensors. One entry in its `__metadata__`, under `KEY`, is a JSON object with `format`, the drafter's `class`
 and `arguments`, `target` (see `TargetReference`), `recipe` and `versions`.

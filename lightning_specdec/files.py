@@ -1,7 +1,4 @@
-"""Files that are written whole or not at all, and where those lie that can be made again.
-
-Knows nothing of what is in them.
-"""
+"""Files that are written whole or not at all, and where those lie that can be made again."""
 
 from __future__ import annotations
 

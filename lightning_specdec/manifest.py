@@ -1,7 +1,4 @@
-"""What a number must be read beside: machine, versions, commit, options.
-
-Knows nothing of what was measured.
-"""
+"""What a number must be read beside: machine, versions, commit, options."""
 
 from __future__ import annotations
 

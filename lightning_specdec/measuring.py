@@ -1,7 +1,4 @@
-"""A target and what guesses for it, measured: both ways of decoding, and every draft with every window.
-
-Knows nothing of where the two come from, nor of how figures are shown.
-"""
+"""A target and what guesses for it, measured: both ways of decoding, and every draft with every window."""
 
 from __future__ import annotations
 

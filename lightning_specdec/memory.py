@@ -1,7 +1,4 @@
-"""How much memory a model and its caches take, found before any weight is read, and how much is free.
-
-Knows nothing of loading; torch and transformers are imported only where a configuration or a GPU is measured.
-"""
+"""How much memory a model and its caches take, found before any weight is read, and how much is free."""
 
 from __future__ import annotations
 

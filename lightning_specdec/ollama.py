@@ -1,6 +1,6 @@
 """A local Ollama server: which models it has, and one short generation, as a quick check of the hardware.
 
-Knows nothing of decoding: Ollama gives no logits, so it takes no part in any measurement. Standard library alone.
+Standard library alone.
 """
 
 from __future__ import annotations

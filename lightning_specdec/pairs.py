@@ -1,7 +1,5 @@
 """The registry of pairs: one YAML each under configs/pairs, by the file's name.
 
-Knows nothing of loading and imports no torch: what a pair needs is written down in its file.
-
 Two directories are read: the one that ships with this package, and `configs/pairs` of the current directory, whose
 files win over shipped ones of the same name.
 """

@@ -1,7 +1,4 @@
-"""Names and directories of pretrained models -> a target, and what guesses for it.
-
-Knows nothing of decoding; transformers is imported when the first model is loaded.
-"""
+"""Names and directories of pretrained models -> a target, and what guesses for it."""
 
 from __future__ import annotations
 

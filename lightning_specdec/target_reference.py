@@ -1,7 +1,7 @@
 """What a file says of a target whose weights lie elsewhere, and how that target is found again.
 
-Knows nothing of the file that says it. A stranger's file may name any place: what is read there is a directory of this
-machine, its safetensors weights alone, and only where their sha256 is the one that the file wants.
+A stranger's file may name any place: what is read there is a directory of this machine, its safetensors weights alone,
+and only where their sha256 is the one that the file wants.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Between text and decoding: prompts become tokens, results get their text, stop strings their bytes.
-
-Knows nothing of models but their tokenizer and vocabulary.
-"""
+"""Between text and decoding: prompts become tokens, results get their text, stop strings their bytes."""
 
 from __future__ import annotations
 

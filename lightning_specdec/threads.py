@@ -1,7 +1,4 @@
-"""How many CPU threads a model deserves.
-
-Knows nothing of what is done with the model.
-"""
+"""How many CPU threads a model deserves."""
 
 from __future__ import annotations
 

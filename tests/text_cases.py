@@ -1,7 +1,4 @@
-"""Tiny tokenizers of every kind, trained on a few lines, for the laws of text.
-
-Knows nothing of models or decoding.
-"""
+"""Tiny tokenizers of every kind, trained on a few lines, for the laws of text."""
 
 from __future__ import annotations
 

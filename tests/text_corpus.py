@@ -1,7 +1,4 @@
-"""Some files of text, and data made of them, for the laws of text.
-
-Knows nothing of models.
-"""
+"""Some files of text, and data made of them, for the laws of text."""
 
 from __future__ import annotations
 

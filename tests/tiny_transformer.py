@@ -1,6 +1,6 @@
 """A transformer small enough for tests, on a real `KVState`: proof that the contracts hold for attention too.
 
-Knows nothing of drafts, rules or sampling. Pre-norm, rotary positions.
+Pre-norm, rotary positions.
 
 Shapes: B rows, T tokens, S cache slots, V vocabulary, D width, H heads, E = D / H.
 """

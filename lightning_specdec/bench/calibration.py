@@ -1,7 +1,5 @@
 """What draft, target and loop cost on this machine: a few rounds of each width, timed.
 
-Knows nothing of how windows are planned with the costs.
-
 Theory: the rounds of a real session are timed, whose window follows a script, so that whatever a round does besides its
 calls is counted, each call finds the machine as it will find it, and every kind of draft can be measured. The draft's
 guesses are cut or filled up to the script's window, so that the target sees that width whatever was found.

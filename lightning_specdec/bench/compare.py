@@ -1,7 +1,4 @@
-"""Two ways of decoding against each other: the same prompts, in turn, and what lies between them.
-
-Knows nothing of files, nor of how figures are shown.
-"""
+"""Two ways of decoding against each other: the same prompts, in turn, and what lies between them."""
 
 from __future__ import annotations
 

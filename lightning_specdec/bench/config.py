@@ -1,7 +1,4 @@
-"""What a benchmark measures, as a YAML says it: plain values, and the defaults of those that it does not name.
-
-Knows nothing of models: what is named here is loaded elsewhere.
-"""
+"""What a benchmark measures, as a YAML says it: plain values, and the defaults of those that it does not name."""
 
 from __future__ import annotations
 

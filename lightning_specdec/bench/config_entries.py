@@ -1,7 +1,4 @@
-"""What the entries of a benchmark's config may be: rules, drafts and pairs by name, lists and ranges; each checked.
-
-Knows nothing of files, nor of models: what is named here is loaded elsewhere.
-"""
+"""What the entries of a benchmark's config may be: rules, drafts and pairs by name, lists and ranges; each checked."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a way of decoding may fail by while a measurement goes on.
-
-Knows nothing of what was measured.
-"""
+"""What a way of decoding may fail by while a measurement goes on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a prediction starts from: calls timed by themselves, and how often drafts are right on prompts that are not
 measured. And the best setting of transformers' ways, found on those too where a domain has any.
 
-Knows nothing of cells' runs, nor of files. Of the prompts that are measured the calls know the lengths, and no token.
+Of the prompts that are measured the calls know the lengths, and no token.
 """
 
 from __future__ import annotations

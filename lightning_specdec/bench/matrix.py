@@ -1,7 +1,4 @@
-"""The cells of a benchmark: what its config and its models come to, each under a hash of all that decides its outcome.
-
-Knows nothing of files, nor of how a cell is run.
-"""
+"""The cells of a benchmark: what its config and models come to, each under a hash of all that decides its outcome."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One run of one cell, as a row of the results.
-
-Knows nothing of the order in which cells run, nor of files.
-"""
+"""One run of one cell, as a row of the results."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Decoding by transformers' own `generate`: plain, with an assistant model, with prompt look-up. The baselines.
 
-Knows nothing of our drafters or rules; transformers is imported when the first of its models decodes.
-
 Theory: a baseline gets what ours gets: the same process, threads, weights and type, linear layers laid out for this
 processor or not, whichever is faster, and the number of guesses that is fastest (on other prompts than those that
 are measured, where there are any).

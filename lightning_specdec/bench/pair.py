@@ -1,7 +1,4 @@
-"""A target with its draft against the same target alone.
-
-Knows nothing of how the figures are shown.
-"""
+"""A target with its draft against the same target alone."""
 
 from __future__ import annotations
 

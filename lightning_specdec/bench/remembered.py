@@ -1,7 +1,4 @@
-"""Calibrations that this machine remembers, so that a pair is measured once.
-
-Knows nothing of how costs are measured or used.
-"""
+"""Calibrations that this machine remembers, so that a pair is measured once."""
 
 from __future__ import annotations
 

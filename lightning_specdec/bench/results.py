@@ -1,8 +1,8 @@
 """A results directory: what was measured, a finished run a line, and a manifest that says where and how.
 
-Knows nothing of how anything was measured, nor of torch. A row is there once its line has ended: a line that a crash
-or a full disk has cut is no row, and is cut off by the next run. Rows of several commits or versions may lie side by
-side, since each says which are its own; rows of several machines may not.
+A row is there once its line has ended: a line that a crash or a full disk has cut is no row, and is cut off by the next
+run. Rows of several commits or versions may lie side by side, since each says which are its own; rows of several
+machines may not.
 """
 
 from __future__ import annotations

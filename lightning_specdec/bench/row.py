@@ -1,7 +1,4 @@
-"""A row of results: one run of one cell. What is written, what is read, and what a row of this format must hold.
-
-Knows nothing of files, nor of how anything was measured.
-"""
+"""A row of results: one run of one cell. What is written, what is read, and what a row of this format must hold."""
 
 from __future__ import annotations
 

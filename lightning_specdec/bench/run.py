@@ -1,7 +1,5 @@
 """A whole benchmark: each pair's facts first, then its cells in turn, each finished run on the disk before the next.
 
-Knows nothing of where pairs come from, nor of how figures are shown.
-
 Theory: a machine drifts, so the cells of a group take turns (A B A B), standard decoding among them: what they are
 compared by is paired by repeat. A run that was stopped, however it was, goes on with what is missing.
 """

@@ -1,7 +1,4 @@
-"""Ways of decoding on the same prompts: warm-up, interleaved repeats, medians.
-
-Knows nothing of how the ways decode, nor of how the figures are shown.
-"""
+"""Ways of decoding on the same prompts: warm-up, interleaved repeats, medians."""
 
 from __future__ import annotations
 

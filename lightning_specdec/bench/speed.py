@@ -1,7 +1,5 @@
 """Seconds of two ways of decoding, side by side: what a walltime_speedup is the ratio of.
 
-Knows nothing of how seconds were measured, nor of intervals.
-
 Theory: two ways need not give texts of the same length (sampled text, lossy rules, ties in rounding), and the shorter
 text is not the faster way. So of each unit, a prompt or a batch of them, the way's seconds are scaled to standard
 decoding's number of tokens, and a walltime_speedup is the sum of standard decoding's seconds / the sum of these. Where

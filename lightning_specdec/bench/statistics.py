@@ -1,7 +1,5 @@
 """Medians and ratios with bootstrap intervals, percentiles, means with their spread.
 
-Knows nothing of what the numbers are: numbers in, numbers out.
-
 Theory: prompts are a sample, and repeats are one. Resampling either with replacement (Efron 1979) shows how far the
 logarithm of the estimate moves with it; n values drawn from n move it too little, by sqrt((n - 1) / n) (Hesterberg
 2015, "What Teachers Should Know About the Bootstrap", section 5.4). Each of the two variances gets Student's t of its

@@ -1,7 +1,4 @@
-"""A pair of target and drafts as a benchmark measures it: in the forms that decode fastest, with what they are.
-
-Knows nothing of cells, nor of files.
-"""
+"""A pair of target and drafts as a benchmark measures it: in the forms that decode fastest, with what they are."""
 
 from __future__ import annotations
 

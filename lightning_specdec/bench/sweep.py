@@ -1,7 +1,5 @@
 """Every draft with every window against standard decoding of the same target.
 
-Knows nothing of where drafts come from, nor of how the figures are shown.
-
 Theory: how often a draft is right and what its guesses cost decide together, and the window that pays follows from
 both, so what is fastest is found by trying. Each pair of draft and window is measured by itself, its repeats taking
 turns with standard decoding (A B A B): a machine that drifts from one to the next does not favour either.

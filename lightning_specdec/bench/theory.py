@@ -1,7 +1,5 @@
 """Closed forms of speculative decoding: tokens a round, rounds for a text, speedup from measured costs.
 
-Knows nothing of models, tensors or clocks: numbers in, numbers out, standard library alone.
-
 Given one `alpha` (the acceptance rate), every function assumes what Leviathan et al. assume: each tested token is kept
 with that probability, whatever happened to the others. Real texts have easy and hard stretches, so a measured block
 efficiency may differ from the one computed from the average acceptance rate. Where `alpha` may be a sequence, its

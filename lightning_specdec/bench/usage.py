@@ -1,7 +1,7 @@
 """Where a run's time and memory go, phase by phase, and how busy a GPU was.
 
-Knows nothing of what the phases do. The clock is `inference.timing.PhaseTimer`: CUDA events on a GPU, a monotonic clock
-elsewhere. Memory is watched in a run that nobody times, since looking at it takes time.
+The clock is `inference.timing.PhaseTimer`: CUDA events on a GPU, a monotonic clock elsewhere. Memory is watched in a
+run that nobody times, since looking at it takes time.
 """
 
 from __future__ import annotations

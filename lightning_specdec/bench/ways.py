@@ -1,7 +1,4 @@
-"""The ways to decode that a cell can name, as functions of a batch of prompts.
-
-Knows nothing of rows of results, nor of clocks other than a decode's own.
-"""
+"""The ways to decode that a cell can name, as functions of a batch of prompts."""
 
 from __future__ import annotations
 

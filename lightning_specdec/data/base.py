@@ -1,7 +1,5 @@
 """What training may ask of any data: three splits of token sequences, in batches, and prompts to try a draft on.
 
-Knows nothing of where the sequences come from, nor of the models that learn them.
-
 Shapes: B rows, T tokens, N = T - 1 labels.
 """
 

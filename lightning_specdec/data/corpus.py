@@ -1,7 +1,4 @@
-"""A directory of generated text: shards of rows, and a manifest that says what they are.
-
-Knows nothing of how rows are generated or what is learned from them.
-"""
+"""A directory of generated text: shards of rows, and a manifest that says what they are."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """What `lightning_specdec generate` wrote, as rows to learn from: prompts and what the target made of them.
 
-Knows nothing of the models that learn it, nor of how the text was generated.
-
 Shapes: B rows, T tokens.
 """
 

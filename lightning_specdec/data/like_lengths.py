@@ -1,7 +1,4 @@
-"""The order of an epoch in which rows of like lengths share a batch.
-
-Knows nothing of what the rows are.
-"""
+"""The order of an epoch in which rows of like lengths share a batch."""
 
 from __future__ import annotations
 

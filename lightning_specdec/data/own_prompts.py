@@ -1,7 +1,4 @@
-"""Prompts that a target writes itself: users' turns that it opens, and those of an earlier run.
-
-Knows nothing of models or of how prompts are continued.
-"""
+"""Prompts that a target writes itself: users' turns that it opens, and those of an earlier run."""
 
 from __future__ import annotations
 

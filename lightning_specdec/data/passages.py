@@ -1,7 +1,4 @@
-"""Prompts made of passages of text files and of templates that ask something about them.
-
-Knows nothing of models or of how prompts are continued.
-"""
+"""Prompts made of passages of text files and of templates that ask something about them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Arithmetic progressions: the smallest task on which a draft can be worse than its target and still useful.
-
-Knows nothing of files or models.
-"""
+"""Arithmetic progressions: the smallest task on which a draft can be worse than its target and still useful."""
 
 from __future__ import annotations
 

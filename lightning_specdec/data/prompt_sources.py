@@ -1,7 +1,4 @@
-"""Prompts for a target to continue: of files, of templates, of the target itself.
-
-Knows nothing of models: a source is given the tokenizer when it is asked for its prompts.
-"""
+"""Prompts for a target to continue: of files, of templates, of the target itself."""
 
 from __future__ import annotations
 

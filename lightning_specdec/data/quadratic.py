@@ -1,7 +1,5 @@
 """Quadratic progressions modulo the vocabulary: a task of any size on which the depth of a network pays.
 
-Knows nothing of files or models.
-
 Shapes: B rows, T tokens.
 """
 

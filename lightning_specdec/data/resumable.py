@@ -1,7 +1,4 @@
-"""A loader that goes on in the middle of an epoch.
-
-Knows nothing of what its batches hold.
-"""
+"""A loader that goes on in the middle of an epoch."""
 
 from __future__ import annotations
 

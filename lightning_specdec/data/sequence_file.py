@@ -1,7 +1,4 @@
-"""A user's own integer sequences, read from a CSV, JSON-lines or NumPy file.
-
-Knows nothing of models; every fault of a file is one line that names the file, the line and the remedy.
-"""
+"""A user's own integer sequences, read from a CSV, JSON-lines or NumPy file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Lists of integer sequences, split by a seed, in right-padded batches.
-
-Knows nothing of where the sequences come from, nor of the models that learn them.
-"""
+"""Lists of integer sequences, split by a seed, in right-padded batches."""
 
 from __future__ import annotations
 

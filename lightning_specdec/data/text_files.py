@@ -1,7 +1,5 @@
 """Real text to learn from: files on this machine, as windows of tokens.
 
-Knows nothing of the models that learn it.
-
 Shapes: B rows, T tokens.
 """
 

@@ -1,7 +1,4 @@
-"""Files of text: found, checked, and dealt out to the splits whole.
-
-Knows nothing of tokens; every fault is one line that names the file and the remedy.
-"""
+"""Files of text: found, checked, and dealt out to the splits whole."""
 
 from __future__ import annotations
 

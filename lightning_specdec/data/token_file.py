@@ -1,7 +1,4 @@
-"""Tokens that are written to the disk once, and from then on read where they are needed.
-
-Knows nothing of text or models.
-"""
+"""Tokens that are written to the disk once, and from then on read where they are needed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Windows of one long row of tokens: all that begin anywhere, and which of them an epoch reads.
-
-Knows nothing of files, text or models.
-"""
+"""Windows of one long row of tokens: all that begin anywhere, and which of them an epoch reads."""
 
 from __future__ import annotations
 

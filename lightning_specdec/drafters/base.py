@@ -1,7 +1,4 @@
-"""What a way to guess must do.
-
-Knows nothing of rules' verdicts beyond their counts, and nothing of how a session is run.
-"""
+"""What a way to guess must do."""
 
 from __future__ import annotations
 

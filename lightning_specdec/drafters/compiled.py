@@ -1,7 +1,5 @@
 """A recurrent draft whose whole roll-out is one compiled call.
 
-Knows nothing of sessions; it guesses what `ModelDrafter` guesses, with fewer launches.
-
 Theory: a small draft spends its time on launching operations. Ahead-of-time compilation turns the roll-out of one row
 (read what is new, guess K) into one native function, without the guards that `torch.compile` checks at each call and
 that cost more here than the arithmetic. Weights are arguments, so one compiled file serves every checkpoint of a shape.

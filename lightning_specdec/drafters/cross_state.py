@@ -1,7 +1,4 @@
-"""What a draft with another vocabulary remembers: each row's text in its own tokens, and how far it has read them.
-
-Knows nothing of how guesses are drawn.
-"""
+"""What a draft with another vocabulary remembers: each row's text in its own tokens, and how far it has read them."""
 
 from __future__ import annotations
 

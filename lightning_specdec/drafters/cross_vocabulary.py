@@ -1,7 +1,4 @@
-"""An independent language model with a vocabulary of its own as the draft: it guesses what both vocabularies have.
-
-Knows nothing of tokenizers but a function that encodes text.
-"""
+"""An independent language model with a vocabulary of its own as the draft: it guesses what both vocabularies have."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The few tokens that a draft can say, and what their numbers are among the target's.
 
-Knows nothing of models or of how guesses are drawn.
-
 Theory: the output head of a draft is most of its work where the vocabulary is large, and nearly all text is made of a
 few thousand tokens. A draft that can say those alone is cheaper and as good almost everywhere (Zhao et al. 2025,
 "FR-Spec"; Li et al. 2025, "EAGLE-3"). Nothing is lost: what it cannot say has probability 0 in its distribution, which

@@ -1,7 +1,5 @@
 """An autoregressive head on the target's hidden states as the draft, with a memory of its own.
 
-Knows nothing of how the target is laid out: it asks it for hidden states and for embeddings.
-
 Theory: heads that all look at one hidden state do not see what the others guessed. Here one small decoder layer guesses
 token by token, and reads beside each token what the target made of the one before it: so it knows what was drawn, and
 it need not understand the text, which the target has done already (Li et al. 2024, "EAGLE"). Beyond the settled text it

@@ -1,7 +1,5 @@
 """The network of an autoregressive head: one decoder layer over tokens and a target's hidden states.
 
-Knows nothing of targets, sessions or sampling: hidden states and embeddings in, its own hidden states and logits out.
-
 Theory: entry j joins the target's hidden states at token j, which sum up the text so far, with the embedding of token
 j + 1, which tells what was drawn from them; what comes out scores token j + 2. Where the target has not been yet, the
 network's own output at entry j - 1 stands for the target's hidden states at token j, so it goes on from itself.

@@ -1,7 +1,5 @@
 """What an autoregressive head remembers of a batch of rows.
 
-Knows nothing of the head's network.
-
 Shapes: B rows, T tokens, S slots, D width of the features.
 """
 

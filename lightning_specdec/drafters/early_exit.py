@@ -1,7 +1,5 @@
 """The target's own first layers as the draft.
 
-Knows nothing of how the target is laid out: it asks it for its lower layers, and for its output head.
-
 Theory: a transformer often knows the next token before its last layer, above all one that was trained to (LayerSkip,
 Elhoushi et al. 2024). Its first layers with an output head are then a draft that needs no memory of its own: their keys
 and values are the target's, and what they made of a token need not be made again when it is verified. So per round the

@@ -1,7 +1,5 @@
 """The target's lower layers as a language model over the target's own state.
 
-Knows nothing of how they guess, nor of how the target is laid out.
-
 Shapes: B rows, T tokens, D hidden size, V vocabulary, W tokens that a head of its own scores.
 """
 

@@ -1,8 +1,5 @@
 """Medusa's heads as a network, and their fused form for decoding.
 
-Knows nothing of targets, drafts or sampling: hidden states in, logits (or what a shared output layer turns into logits)
-out.
-
 Shapes: H heads, B rows, T tokens, D width of the hidden state, W tokens that they score; E is W, or D where no head has
 an output layer of its own.
 """

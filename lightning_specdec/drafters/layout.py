@@ -1,7 +1,5 @@
 """Ragged rows of tokens as one tensor, and guesses behind them: what a model reads in one call.
 
-Knows nothing of models or states.
-
 Shapes: B rows, T tokens, K guesses.
 """
 

@@ -1,7 +1,5 @@
 """Look-up joined to a trained draft: what the text has said before is copied, and elsewhere the draft guesses.
 
-Knows nothing of how either guesses, nor of what the target makes of it.
-
 Theory: whether the look-up finds anything depends on a row's settled text alone, so a row's guesses are those of one
 drafter or of the other, drawn from exactly the distribution that is reported: a certain one where they were copied. So
 every rule that is lossless with both is lossless with the two of them. A round in which every row finds something

@@ -1,7 +1,4 @@
-"""An independent, smaller language model as the draft.
-
-Knows nothing of the target but its vocabulary.
-"""
+"""An independent, smaller language model as the draft."""
 
 from __future__ import annotations
 

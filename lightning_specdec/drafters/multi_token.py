@@ -1,7 +1,5 @@
 """Heads on the target's last hidden state as the draft: each guesses one token further ahead.
 
-Knows nothing of how the target is laid out: it asks it for hidden states, and for its output head where that is shared.
-
 Theory: the hidden state from which the target scores the next token often tells those after it too. So once a token is
 settled, the state that it was drawn from is at hand, and head i scores the token i + 1 places behind that one: all
 guesses come from one pass over one state, with no memory and no reading of their own. The price is that a head does not

@@ -1,7 +1,4 @@
-"""N-gram look-up: guesses that what followed the same words before will follow them again.
-
-Knows nothing of the target, and has no network: it reads the text alone, and decides on the host.
-"""
+"""N-gram look-up: guesses that what followed the same words before will follow them again."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Drafts in stages: a smaller drafter guesses for a larger one, and what the larger one makes of it goes to the target.
 
-Knows nothing of how the smallest stage guesses, nor of what the target makes of the outcome.
-
 Theory: a good draft is itself a model that generates too slowly, so it is helped as the target is. It reads a smaller
 draft's guesses in one call and keeps those that it would have drawn itself, plus one token of its own, until the window
 is full. The rule is that of `ExactMatch`: for place j of the window its token is drawn with the window's own uniform

@@ -1,7 +1,5 @@
 """What a staged draft remembers, and its guesses of one round as they become known.
 
-Knows nothing of how the smaller drafter guesses, nor of what its guesses are worth.
-
 Shapes: B rows, K window, N places that one call scores, V vocabulary.
 """
 

@@ -1,6 +1,6 @@
 """Standard decoding: one target call for each token.
 
-The oracle of the tests and the baseline of every benchmark. Knows nothing of drafts.
+The oracle of the tests and the baseline of every benchmark.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The rows of a session side by side: each one's place, what both sides' models remember of it, and its noise.
-
-Knows nothing of what a round does with them.
-"""
+"""The rows of a session side by side: each one's place, what both sides' models remember of it, and its noise."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A text that grows turn by turn, a prompt and an answer at a time, of which nothing is read twice.
-
-Knows nothing of chats, roles or characters: a turn's prompt is the whole text so far, as tokens.
-"""
+"""A text that grows turn by turn, a prompt and an answer at a time, of which nothing is read twice."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the calls of decoding cost on a machine: a recorded calibration, which an adaptive window plans with.
-
-Knows nothing of how the costs were measured, nor of clocks: numbers in, numbers out.
-"""
+"""What the calls of decoding cost on a machine: a recorded calibration, which an adaptive window plans with."""
 
 from __future__ import annotations
 

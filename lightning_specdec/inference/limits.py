@@ -1,7 +1,4 @@
-"""What a text and the target's logits must keep to: the models' contexts, and finite numbers.
-
-Knows nothing of sessions.
-"""
+"""What a text and the target's logits must keep to: the models' contexts, and finite numbers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """How many tokens to guess next, from what guessing has brought so far and from what calls cost.
 
-Knows nothing of rows, models or clocks: counts and seconds in, a window out; standard library alone.
-
 Theory: with a_i the chance that guess i is kept when those before it were, and s_i the chance that it is made at all, a
 window of k yields 1 + sum over j <= k of s_1 a_1 ... s_j a_j tokens in draft(k) + plain + sum over j <= k of
 s_1 ... s_j * (round(j) - round(j - 1)) seconds (Leviathan et al. 2023, equation 1, with a rate for each place and with

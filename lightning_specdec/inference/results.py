@@ -1,6 +1,6 @@
 """What decoding gives back: tokens, counts and seconds, for each row and for all.
 
-Knows nothing of models. Only counts are stored; every rate is a property whose docstring is its formula.
+Only counts are stored; every rate is a property whose docstring is its formula.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One prompt on its way: its text, what stops it, and what has been counted so far.
-
-Knows nothing of models or devices.
-"""
+"""One prompt on its way: its text, what stops it, and what has been counted so far."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The loop: rows that come and go, and one round for all of them at a time.
 
-Knows nothing of how guesses are made (drafters), judged (rules) or scored (models).
-
 The text lives on the host, states live on the device. A round uploads a few integers for each row, runs draft, target
 and rule without looking, and reads their outcome once.
 """

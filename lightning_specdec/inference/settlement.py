@@ -1,7 +1,4 @@
-"""How a round ends: the verdict, its one way from the device to the host, and what each row gets of it.
-
-Knows nothing of how guesses and logits came about.
-"""
+"""How a round ends: the verdict, its one way from the device to the host, and what each row gets of it."""
 
 from __future__ import annotations
 

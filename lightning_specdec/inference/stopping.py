@@ -1,7 +1,4 @@
-"""Strings that end a row: found in the bytes of its new tokens, wherever they begin and end.
-
-Knows nothing of tokenizers or models: only of the tokens' bytes.
-"""
+"""Strings that end a row: found in the bytes of its new tokens, wherever they begin and end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Where the time goes: seconds by phase, on the host's clock or on the GPU's.
-
-Knows nothing of what the phases do.
-"""
+"""Where the time goes: seconds by phase, on the host's clock or on the GPU's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How many tokens a round guesses: always the same number, or as many as pay.
-
-Knows nothing of models, drafters or clocks: it sees texts grow, and a recorded calibration.
-"""
+"""How many tokens a round guesses: always the same number, or as many as pay."""
 
 from __future__ import annotations
 

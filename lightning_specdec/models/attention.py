@@ -1,7 +1,4 @@
-"""Attention for transformers models that does not repeat the keys that several query heads share.
-
-Knows nothing of states: it attends over what it is given, under the mask that it is given.
-"""
+"""Attention for transformers models that does not repeat the keys that several query heads share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a network must do to take part: score tokens, and keep a state that can go back.
-
-Knows nothing of drafts, rules or sampling.
-"""
+"""What a network must do to take part: score tokens, and keep a state that can go back."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """A transformers model whose layers run as compiled code, for decoding.
 
-Knows nothing of drafts or sessions; the logits are those of the uncompiled model up to rounding.
-
 Theory: decoding a few tokens spends much of its time on launching small operations, which a compiler fuses. Compiling
 a whole model takes minutes, and a new start for each shape. But all layers of a model run the same code on other
 weights: so one layer is compiled, with the weights, the buffers of the state and all lengths as arguments, and the code

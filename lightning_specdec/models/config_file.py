@@ -1,7 +1,4 @@
-"""A model's config.json -> transformers' configuration, if it is one of a causal language model.
-
-Knows nothing of weights; what transformers raises over it becomes one line.
-"""
+"""A model's config.json -> transformers' configuration, if it is one of a causal language model."""
 
 from __future__ import annotations
 

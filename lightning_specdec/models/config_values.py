@@ -1,6 +1,6 @@
 """Plain values -> transformers' configuration of a new causal language model, and back.
 
-Knows nothing of networks. The values may be a stranger's: nothing they say is run or fetched, and no size is absurd.
+The values may be a stranger's: nothing they say is run or fetched, and no size is absurd.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Some of a transformers model's own layers as a smaller model, with weights of its own.
-
-Knows nothing of what the smaller model is for.
-"""
+"""Some of a transformers model's own layers as a smaller model, with weights of its own."""
 
 from __future__ import annotations
 

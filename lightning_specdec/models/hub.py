@@ -1,7 +1,4 @@
-"""A model's name -> a directory on this machine, downloaded from the hub where it has to be.
-
-Knows nothing of what the files hold; every failure is one line that says what to do.
-"""
+"""A model's name -> a directory on this machine, downloaded from the hub where it has to be."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Any causal language model of transformers as a `LanguageModel`: static per-row state, no padding, no cropping.
-
-Knows nothing of drafts, rules, text, or where a model comes from (loading.py).
-"""
+"""Any causal language model of transformers as a `LanguageModel`: static per-row state, no padding, no cropping."""
 
 from __future__ import annotations
 

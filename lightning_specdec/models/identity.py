@@ -1,7 +1,4 @@
-"""What tells a model's weights from any other's: a sha256 over their files, remembered while these stay as they are.
-
-Knows nothing of what the weights are for.
-"""
+"""What tells a model's weights from any other's: a sha256 over their files, remembered while these stay as they are."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """A transformers model taken apart: embedding, layers, final norm and output head, called one by one.
 
-Knows nothing of states beyond the cache that it hands to the layers.
-
 Theory: early exits read the lower layers alone and hand what they made to the upper ones; heads and their training want
 the hidden states between layers. Both need the pass in pieces, over the same weights. The pieces of Llama-like models,
 of GPT-2 and of GPT-NeoX lie open, and the loop over them is short. Whether it is really this model's loop is not taken

@@ -1,6 +1,6 @@
 """A model's name or directory -> a `HuggingFaceLM`, or one line that says why not.
 
-Knows nothing of drafts or decoding. No weight is read before the files are known to be whole and the memory to suffice.
+No weight is read before the files are known to be whole and the memory to suffice.
 """
 
 from __future__ import annotations

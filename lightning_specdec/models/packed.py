@@ -1,7 +1,4 @@
-"""Linear layers whose weights lie as this processor's matrix kernels want them, for decoding on a CPU.
-
-Knows nothing of the models that the layers belong to.
-"""
+"""Linear layers whose weights lie as this processor's matrix kernels want them, for decoding on a CPU."""
 
 from __future__ import annotations
 

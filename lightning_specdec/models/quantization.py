@@ -1,7 +1,4 @@
-"""Weights of fewer bits: int8 and int4, by torchao.
-
-Knows nothing of how a quantized model is used: as a target, or as the cheaper copy that drafts for it.
-"""
+"""Weights of fewer bits: int8 and int4, by torchao."""
 
 from __future__ import annotations
 

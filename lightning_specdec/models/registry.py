@@ -1,7 +1,4 @@
-"""Classes by name, some of which are imported when they are first asked for.
-
-Knows nothing of what they do.
-"""
+"""Classes by name, some of which are imported when they are first asked for."""
 
 from __future__ import annotations
 

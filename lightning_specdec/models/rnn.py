@@ -1,7 +1,5 @@
 """The textbook recurrent network as a language model, and its fused form for decoding.
 
-Knows nothing of drafts, rules or sampling.
-
 Shapes: B rows, T tokens, V vocabulary, H hidden units of a layer, L layers, D = L * H.
 """
 

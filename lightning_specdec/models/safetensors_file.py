@@ -1,7 +1,4 @@
-"""What a safetensors file says of itself, checked against its size, without reading a weight.
-
-Knows nothing of models.
-"""
+"""What a safetensors file says of itself, checked against its size, without reading a weight."""
 
 from __future__ import annotations
 

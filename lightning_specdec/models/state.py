@@ -1,7 +1,5 @@
 """What a model remembers of the tokens that it has consumed, row by row, and the way back.
 
-Knows nothing of the networks that fill it.
-
 Lengths live on the host, which counts the tokens that it feeds; a copy goes to the device where a kernel needs one. So
 going back is checked always, and costs the device nothing.
 """

@@ -1,7 +1,5 @@
 """The verdict: how many of the drafted tokens are kept, and which token follows them.
 
-Knows nothing of models, states or text: a rule sees the draft, the target's logits, the sampling and the noise.
-
 Shapes: B rows, K draft tokens, V vocabulary. Position i of the target's K + 1 scores the i-th drafted token, and the
 last one the bonus token.
 """

@@ -1,7 +1,6 @@
 """Logits processors: scores that depend on the text before them, such as a penalty on repetition.
 
-Knows nothing of sampling, models or verdicts. Whatever takes a prefix and its scores and gives scores will do; those of
-transformers have this form.
+Whatever takes a prefix and its scores and gives scores will do; those of transformers have this form.
 
 Theory: with processors the target's distribution is the processed one, so every position that is drawn from or judged
 must be processed with its own prefix, drafted tokens included, as if the text had come there token by token. That holds

@@ -1,7 +1,4 @@
-"""Logits become probabilities and draws here, and nowhere else; randomness is a table of uniform numbers.
-
-Knows nothing of drafts or verdicts.
-"""
+"""Logits become probabilities and draws here, and nowhere else; randomness is a table of uniform numbers."""
 
 from __future__ import annotations
 

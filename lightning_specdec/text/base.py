@@ -1,7 +1,4 @@
-"""What decoding asks of a tokenizer: text to tokens, tokens to text, what ends an answer.
-
-Knows nothing of where a tokenizer comes from.
-"""
+"""What decoding asks of a tokenizer: text to tokens, tokens to text, what ends an answer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Text as its UTF-8 bytes, one token each: a tokenizer that needs no file and no training.
-
-Knows nothing of models or of how tokens are decoded.
-"""
+"""Text as its UTF-8 bytes, one token each: a tokenizer that needs no file and no training."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A chat as one growing text: each turn's tokens go behind those that are there, which stay as they were decoded.
-
-Knows nothing of models or of how tokens are decoded.
-"""
+"""A chat as one growing text: each turn's tokens go behind those that are there, which stay as they were decoded."""
 
 from __future__ import annotations
 

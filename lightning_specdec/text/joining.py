@@ -1,7 +1,4 @@
-"""How a tokenizer of transformers joins its tokens, read from its decoder.
-
-Knows nothing of streams or models; the tokens' bytes are the vocabulary's.
-"""
+"""How a tokenizer of transformers joins its tokens, read from its decoder."""
 
 from __future__ import annotations
 

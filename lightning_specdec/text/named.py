@@ -1,7 +1,4 @@
-"""A tokenizer by the name that data and checkpoints keep of it.
-
-Knows nothing of models or of how tokens are decoded.
-"""
+"""A tokenizer by the name that data and checkpoints keep of it."""
 
 from __future__ import annotations
 

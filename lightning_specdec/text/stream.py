@@ -1,7 +1,4 @@
-"""Tokens become text while they arrive, never with half a character.
-
-Knows nothing of tokenizers, models or decoding: only of the tokens' bytes and of how they are joined.
-"""
+"""Tokens become text while they arrive, never with half a character."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A tokenizer of transformers as decoding wants it: text and chats to tokens, tokens to text, what ends an answer.
-
-Knows nothing of models or of how tokens are decoded.
-"""
+"""A tokenizer of transformers as decoding wants it: text and chats to tokens, tokens to text, what ends an answer."""
 
 from __future__ import annotations
 

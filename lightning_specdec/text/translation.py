@@ -1,7 +1,4 @@
-"""Text of one vocabulary told in another: the tokens that both have, and other tokens for the rest.
-
-Knows nothing of models; text only grows, and what was settled of it stays.
-"""
+"""Text of one vocabulary told in another: the tokens that both have, and other tokens for the rest."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What each token of a model stands for, as bytes, so that two models' tokens can be compared by their content.
-
-Knows nothing of models, decoding or torch; a tokenizer is only looked at.
-"""
+"""What each token of a model stands for, as bytes, so that two models' tokens can be compared by their content."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """What every training of a target and what guesses for it shares: data, optimizer, metrics, predictions, checkpoints.
 
-Knows nothing of how a loss is made of a batch: each kind of training says that.
-
 Shapes: B rows, T tokens, K draft tokens, V vocabulary.
 """
 

@@ -1,7 +1,5 @@
 """Readings of a target that are made once, kept on the disk, and looked up from then on.
 
-Knows nothing of what is learned from them, nor of how the files are laid out (feature_shards.py).
-
 Shapes: B rows, T tokens, W tokens of the draft.
 """
 

@@ -1,7 +1,4 @@
-"""What a run shows and leaves behind: a progress bar, a histogram, a row of the HParams tab, a file of predictions.
-
-Knows nothing of losses or networks.
-"""
+"""What a run shows and leaves behind: a progress bar, a histogram, a row of the HParams tab, a file of predictions."""
 
 from __future__ import annotations
 

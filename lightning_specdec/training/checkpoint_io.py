@@ -1,7 +1,4 @@
-"""Checkpoint files that are whole at every moment, and that cannot run code when they are opened.
-
-Knows nothing of what a checkpoint holds.
-"""
+"""Checkpoint files that are whole at every moment, and that cannot run code when they are opened."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The verbs fit, validate, test, predict and generate: YAML and options become a Trainer, a model and data.
-
-Knows nothing of the other verbs, and prints no error: it raises ValueError or FileNotFoundError of one line each.
-"""
+"""The verbs fit, validate, test, predict and generate: YAML and options become a Trainer, a model and data."""
 
 from __future__ import annotations
 

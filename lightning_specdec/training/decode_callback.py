@@ -1,7 +1,4 @@
-"""Decodes a few held-out prompts while a run trains: what speculation really saves, and what it kept and rejected.
-
-Knows nothing of losses.
-"""
+"""Decodes a few held-out prompts while a run trains: what speculation really saves, and what it kept and rejected."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Training a draft for a target that stays as it is, from the target's own distributions.
 
-Knows nothing of how a kind of draft guesses: each says which hidden states its guesses are made of.
-
 Shapes: B rows, T tokens, M places, N chosen ones, D width of what the output head reads, V tokens of the target,
 W of the draft.
 """

@@ -1,7 +1,5 @@
 """What a draft that learns from a frozen target is measured with.
 
-Knows nothing of how its guesses are made.
-
 Shapes: B rows, M places of tokens, N new tokens of a row, K draft tokens.
 """
 

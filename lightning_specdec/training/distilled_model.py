@@ -1,7 +1,5 @@
 """Training a small model as the draft of a frozen target: a new one, or some of the target's own layers.
 
-Knows nothing of how either is laid out.
-
 Shapes: N places, D width of the draft's hidden states, V vocabulary.
 """
 

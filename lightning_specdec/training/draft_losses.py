@@ -1,7 +1,5 @@
 """What a draft is taught by: how far its distribution is from the text, or from its target's, place by place.
 
-Knows nothing of models, of how texts come about, nor of Lightning.
-
 Theory: a vocabulary of 49,152 tokens makes every tensor of its size dear, so each loss has a closed form for its
 gradient: with z the draft's logits, q their softmax and p the target's probabilities, one pass gives the value and
 d(value) / dz together, in float32, a few places at a time. Nothing of that size is kept but the gradient.

@@ -1,7 +1,5 @@
 """Training one target and several drafts of different sizes, in one run.
 
-Knows nothing of what a draft costs: that is measured where it decodes.
-
 Shapes: B rows, T tokens, V vocabulary.
 """
 

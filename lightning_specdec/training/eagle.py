@@ -1,7 +1,5 @@
 """Training an autoregressive head on a frozen target's hidden states, on rollouts of its own.
 
-Knows nothing of how the target is laid out.
-
 Shapes: B rows, T tokens, D width of the target's hidden states, N places, W tokens of the draft.
 """
 

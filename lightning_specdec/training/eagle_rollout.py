@@ -1,7 +1,5 @@
 """An autoregressive head's rollouts from every place of known texts at once, as decoding would make them.
 
-Knows nothing of losses, data or Lightning.
-
 Theory: trained on the target's features alone, such a head would meet its own output only when it decodes, and guess
 ever worse along a round. So it is trained on rollouts of its own (Li et al. 2025, "EAGLE-3", section 3: training-time
 test). All rounds of a text can be made together: at step i, entry j belongs to the round whose first entry is j - i. It

@@ -1,7 +1,5 @@
 """Training a model to be left early: all of its layers learn to say the next token, so that the lower ones can draft.
 
-Knows nothing of the formulas (exit_losses.py), nor of how exits draft.
-
 Shapes: B rows, T tokens, D hidden size, V vocabulary, L layers.
 """
 

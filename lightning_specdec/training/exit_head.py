@@ -1,7 +1,5 @@
 """Training an output head for a frozen target's lower layers, from the target's own distributions.
 
-Knows nothing of how exits draft.
-
 Shapes: N places, D hidden size, W tokens of the draft.
 """
 

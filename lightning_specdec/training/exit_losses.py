@@ -1,7 +1,5 @@
 """How LayerSkip trains a model to be left early: which exits learn at a step, how much, and which layers are skipped.
 
-Knows nothing of Lightning, nor of how a model is laid out.
-
 Source: Elhoushi et al. 2024, "LayerSkip" (arXiv 2404.16710), section 4.1. Layers are counted from 0 to L - 1 there and
 here; exit l + 1 is the one behind layer l. What the paper leaves open is as in its authors' code (torchtune): exit L,
 which is the whole model, learns at every step.

@@ -1,7 +1,4 @@
-"""What a target made of the tokens of some rows, as files: shards of flat arrays, and a manifest that says of what.
-
-Knows nothing of targets, drafts or how features are made.
-"""
+"""What a target made of the tokens of some rows, as files: shards of flat arrays, and a manifest that says of what."""
 
 from __future__ import annotations
 

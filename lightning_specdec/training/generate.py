@@ -1,7 +1,4 @@
-"""`lightning_specdec generate`: a target's own text, in shards that several processes write.
-
-Knows nothing of where prompts come from (data/prompt_sources.py) or of what is learned from the text.
-"""
+"""`lightning_specdec generate`: a target's own text, in shards that several processes write."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How far a `generate` run has come: rows, tokens per second, time left.
-
-Knows nothing of how rows are made.
-"""
+"""How far a `generate` run has come: rows, tokens per second, time left."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The target that a training begins with: a model, that of a checkpoint, or that of a transformers directory.
-
-Knows nothing of what is trained on it.
-"""
+"""The target that a training begins with: a model, that of a checkpoint, or that of a transformers directory."""
 
 from __future__ import annotations
 

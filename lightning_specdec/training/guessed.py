@@ -1,7 +1,5 @@
 """Which tokens of a text a draft's guesses speak of, and which of them it is to learn to say.
 
-Knows nothing of models.
-
 Shapes: B rows, M places, D width of what an output head reads, V vocabulary.
 """
 

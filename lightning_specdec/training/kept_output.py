@@ -1,7 +1,5 @@
 """What is kept of a target's logits, and how the log probabilities of some tokens are found again.
 
-Knows nothing of files, batches or drafts.
-
 Theory: logits take V numbers for each token, 100 times what a hidden state takes, so they are not kept themselves. The
 last state and the output head make them again, and the log of the sum of their exponentials, which needs all of them,
 is one number. Or the n likeliest tokens are kept alone: they have nearly all of the probability (Hinton et al. 2015 and

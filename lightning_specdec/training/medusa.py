@@ -1,7 +1,5 @@
 """Training heads on a frozen target's last hidden state, from the target's own distributions.
 
-Knows nothing of how the heads are built, nor of how the target is laid out.
-
 Shapes: N places, D width of the target's last hidden state, W tokens of the draft.
 """
 

@@ -1,7 +1,5 @@
 """What training can tell of the decoding to come: counts, summed over batches and processes.
 
-Knows nothing of Lightning, nor of how the logits were made.
-
 Shapes: B rows, T tokens, V vocabulary, N new tokens of a row, K draft tokens.
 """
 

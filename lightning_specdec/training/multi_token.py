@@ -1,7 +1,5 @@
 """Training heads that guess several tokens ahead: together with their target, or on one that stays as it is.
 
-Knows nothing of how the heads are built, nor of how the target is laid out.
-
 Shapes: B rows, T tokens, H heads, K draft tokens, V vocabulary.
 """
 

@@ -1,7 +1,4 @@
-"""Muon for matrices and AdamW for everything else, as one optimizer.
-
-Knows nothing of drafts or of Lightning.
-"""
+"""Muon for matrices and AdamW for everything else, as one optimizer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Where a run's checkpoints will lie, and what of earlier runs they take the place of.
-
-Knows nothing of what a checkpoint holds.
-"""
+"""Where a run's checkpoints will lie, and what of earlier runs they take the place of."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Training a draft and its target side by side, in one run.
 
-Knows nothing of files or logs.
-
 Shapes: B rows, T tokens, V vocabulary.
 """
 

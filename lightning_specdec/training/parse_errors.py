@@ -1,7 +1,4 @@
-"""A parser's report of several lines -> the one line that its reader needs.
-
-Knows nothing of what is being parsed.
-"""
+"""A parser's report of several lines -> the one line that its reader needs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Many prompts through one session: rows join as others end, so that the batch stays full.
-
-Knows nothing of where the prompts come from or what becomes of the rows.
-"""
+"""Many prompts through one session: rows join as others end, so that the batch stays full."""
 
 from __future__ import annotations
 

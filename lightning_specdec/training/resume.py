@@ -1,7 +1,5 @@
 """Whether the Trainer can use a checkpoint, found out before it starts.
 
-Knows nothing of the command line.
-
 The Trainer restores loops, callbacks and optimizers by itself and trusts what it finds. Adam's fused step trusts the
 shapes in its state so far as to write beyond its memory, so whatever is restored is compared with what it will replace.
 A run that goes on with other settings would keep some of the old ones in silence (Adam's learning rate comes from the

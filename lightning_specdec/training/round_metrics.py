@@ -1,7 +1,5 @@
 """Counts of the rounds that known texts would take, summed over batches and processes.
 
-Knows nothing of models or logits: it takes the probability that each guess is kept.
-
 Shapes: B rows, N new tokens of a row, K draft tokens.
 """
 

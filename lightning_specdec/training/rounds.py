@@ -1,7 +1,5 @@
 """Rounds laid end to end over a known text: how likely one starts where, and how many guesses it keeps.
 
-Knows nothing of models: it takes the probability that each guess is kept.
-
 Shapes: B rows, V vocabulary, N new tokens of a row, K draft tokens, W = K + 1.
 """
 

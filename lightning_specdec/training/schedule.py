@@ -1,7 +1,4 @@
-"""How fast a run learns at each of its steps, and what it has cost so far.
-
-Knows nothing of what is learned.
-"""
+"""How fast a run learns at each of its steps, and what it has cost so far."""
 
 from __future__ import annotations
 

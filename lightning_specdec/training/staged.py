@@ -1,7 +1,4 @@
-"""Training one target and drafts that draft for each other, the smallest first, in one run.
-
-Knows nothing of how stages work together: the drafter does that.
-"""
+"""Training one target and drafts that draft for each other, the smallest first, in one run."""
 
 from __future__ import annotations
 

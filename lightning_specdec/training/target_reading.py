@@ -1,7 +1,5 @@
 """What a frozen target makes of a batch, as far as a draft learns from it.
 
-Knows nothing of drafts but which tokens they can say.
-
 Theory: a draft is to guess what the target would say, not what the text says, so it learns from the target's
 distributions (Zhou et al. 2024, "DistillSpec"), and most kinds of drafts read its hidden states. The target does not
 change, so what it makes of a text never does either: it can be made at each step, or once and kept.

@@ -1,7 +1,4 @@
-"""What the processes of a run do side by side, and how a fault of one becomes a fault of all.
-
-Knows nothing of what they do, nor of the Trainer that started them.
-"""
+"""What the processes of a run do side by side, and how a fault of one becomes a fault of all."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Is the output the target's? Every draft, rule and sampling of a pair, by three checks, each beside a biased rule.
 
-Knows nothing of where the models come from, nor of how findings are shown.
-
 Theory: the checks complement one another. Identity (`divergence`) holds token for token where it must, over whole
 texts, stops and all. One round (`exact_round`) holds for every draft and outcome, but for the likeliest tokens alone.
 Two samples (`two_sample`) hold for whole decodes with all tokens, as far as their number lets them tell.

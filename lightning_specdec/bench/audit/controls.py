@@ -1,7 +1,4 @@
-"""Rules with a bias, which an audit must find out: else it would not have found another one either.
-
-Knows nothing of how they are found out.
-"""
+"""Rules with a bias, which an audit must find out: else it would not have found another one either."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """What a rule decides on guesses that it was given in a round, as a function of each of its uniform numbers.
 
-Knows nothing of how the guesses came about.
-
 Shapes: R rows, K guesses, V vocabulary.
 """
 

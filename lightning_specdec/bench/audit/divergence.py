@@ -1,7 +1,5 @@
 """Where two outputs that should be equal part, and whether rounding can have done it: a tie, or a bug.
 
-Knows nothing of how the outputs were made.
-
 Theory: a target gives the same text slightly different logits when it reads it in calls of other widths or in other
 batches, since sums are rounded in another order. So a greedy token may change where the two largest logits are closer
 than that, and nowhere else. How much it is, is measured where the outputs part: the target reads the text in one call,

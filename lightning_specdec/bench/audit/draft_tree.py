@@ -1,7 +1,4 @@
-"""What a drafter can guess in one round, each with its chance: measured by drawing, whatever it reports.
-
-Knows nothing of rules and targets; rounds are those of a `Stage`.
-"""
+"""What a drafter can guess in one round, each with its chance: measured by drawing, whatever it reports."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """What one round of the real loop settles, summed over its drafts and outcomes, against the target.
 
-Knows nothing of how guesses are made or judged: it asks drafter and rule where their decisions change.
-
 Theory: of all rounds that settle the tokens s and go on behind them, the next token must be drawn from the target's
 distribution behind s; by induction on the length of s, the whole text then is, as far as the rounds behind other texts
 do as this one. So for every s that can be guessed and every token t, P(s, t) = P(s, anything) * target_prob(t | s),

@@ -1,7 +1,4 @@
-"""What an audit has found: verdicts with their figures, and what they come to together.
-
-Knows nothing of how it is found.
-"""
+"""What an audit has found: verdicts with their figures, and what they come to together."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Where a function of a uniform number changes its value, found by asking it.
 
-Knows nothing of models, drafts or rules.
-
 A uniform number is one of the 2^24 that torch draws in float32, and a function is whatever turns it into an integer:
 the token that is drawn with it, or whether a guess is kept. Nothing is sampled, and not every number is asked about:
 see `find_steps` for what may stay unseen.

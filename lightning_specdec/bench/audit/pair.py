@@ -1,7 +1,4 @@
-"""A pair under audit: its decodes, both ways, and the places in its texts that are worth a closer look.
-
-Knows nothing of what is checked.
-"""
+"""A pair under audit: its decodes, both ways, and the places in its texts that are worth a closer look."""
 
 from __future__ import annotations
 

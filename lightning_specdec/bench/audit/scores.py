@@ -1,7 +1,5 @@
 """How a target scores the same text when it reads it in one call, or token by token: what rounding does to its logits.
 
-Knows nothing of drafts and rules.
-
 Shapes: N texts of one length, P places, V vocabulary.
 """
 

@@ -1,7 +1,5 @@
 """The real loop, played with given uniform numbers and watched: what was guessed, scored and settled in one round.
 
-Knows nothing of what the numbers are chosen for.
-
 Shapes: R rows of one text, K guesses, V vocabulary.
 """
 

@@ -1,7 +1,4 @@
-"""With what probabilities a round settles its tokens, and how far that is from what the target gives them.
-
-Knows nothing of sessions: drafts with their chances and the rule's decisions in, probabilities out.
-"""
+"""With what probabilities a round settles its tokens, and how far that is from what the target gives them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Do two samples of texts come from one distribution? A permutation test, and what many tests together may say.
 
-Knows nothing of models: rows of tokens in, p-values out.
-
 Shapes: S rows of both samples, C categories, N permutations.
 """
 

@@ -1,7 +1,4 @@
-"""Sets of prompts by domain, as what is measured is given them, and as files.
-
-Knows nothing of models but their tokenizer, nor of where the prompts came from.
-"""
+"""Sets of prompts by domain, as what is measured is given them, and as files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Files of prompts as JSON lines, read so that each fault names its file and line.
-
-Knows nothing of domains, nor of what becomes of the prompts.
-"""
+"""Files of prompts as JSON lines, read so that each fault names its file and line."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One prompt: as it is worded, as a model reads it, and as a line of a file.
-
-Knows nothing of sets of prompts.
-"""
+"""One prompt: as it is worded, as a model reads it, and as a line of a file."""
 
 from __future__ import annotations
 

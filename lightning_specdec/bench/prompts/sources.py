@@ -1,7 +1,4 @@
-"""Where prompts come from: public data sets on the hub, files, and the prompts that ship with this package.
-
-Knows nothing of models; of what is read, a seed chooses by the prompts' ids, so that no order of reading matters.
-"""
+"""Where prompts come from: public data sets on the hub, files, and the prompts that ship with this package."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The answer: which draft with which window pays where, which speculation to leave off, and what would help.
 
-Knows nothing of how it is shown. Only lossless ways are advised of which no run failed, and only where they gave
-standard decoding's tokens or the type that they compute in is so coarse that rounding may give others.
+Only lossless ways are advised of which no run failed, and only where they gave standard decoding's tokens or the type
+that they compute in is so coarse that rounding may give others.
 
 Theory: costs are those of rounds in place, their prompts' reading taken off: seconds of a guess, and of a round of each
 window without its guesses, in steps of standard decoding. With them and the measured acceptance rate the closed forms

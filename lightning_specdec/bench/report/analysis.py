@@ -1,7 +1,4 @@
-"""The runs of a results directory as cells with their figures, each beside standard decoding.
-
-Knows nothing of theory, of what should be done, nor of how figures are shown.
-"""
+"""The runs of a results directory as cells with their figures, each beside standard decoding."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The colours of a report, by name, for a light and for a dark page.
-
-Knows nothing of what they colour.
-"""
+"""The colours of a report, by name, for a light and for a dark page."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Which cells may be advised, which of them pay, and why there are none.
 
-Knows nothing of which is the best.
-
 Theory: of many ways that gain nothing one may seem to. So each is held to odds of (1 - `LEVEL`) / their number, and
 then the odds that any of them is said to pay are 1 - `LEVEL` at most (Bonferroni), as far as the interval is exact.
 """

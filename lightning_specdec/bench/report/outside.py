@@ -1,7 +1,4 @@
-"""Which of transformers' own ways is faster than what is advised.
-
-Knows nothing of how the advice was found.
-"""
+"""Which of transformers' own ways is faster than what is advised."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The report as one HTML page that needs no network.
 
-Knows nothing of how anything was found out. Whatever comes from the results is escaped, and the page runs no script.
+Whatever comes from the results is escaped, and the page runs no script.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A picture as plain data: panels with their series, axes and units.
-
-Knows nothing of what is shown, nor of how it is drawn.
-"""
+"""A picture as plain data: panels with their series, axes and units."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What the report's pictures show of measured cells.
 
-Knows nothing of how they are drawn. Where nothing else is said, a picture shows the lowest temperature, the smallest
-batch, the most tokens and the first lossless rule of each pair (a lossy one where there is no other), and says so.
+Where nothing else is said, a picture shows the lowest temperature, the smallest batch, the most tokens and the first
+lossless rule of each pair (a lossy one where there is no other), and says so.
 """
 
 from __future__ import annotations

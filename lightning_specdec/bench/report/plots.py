@@ -1,6 +1,6 @@
 """Pictures drawn by matplotlib: as SVG whose colours a page chooses, and as PNG.
 
-Knows nothing of what a picture shows. Each panel is a drawing of its own: a page lays them out for its width.
+Each panel is a drawing of its own: a page lays them out for its width.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """What theory promises for a cell, what was measured there, and which assumption accounts for the difference.
 
-Knows nothing of how either is shown.
-
 Theory: alpha comes from other prompts, and all seconds from isolated calls, so the promise could have been made before
 the first prompt. Then one assumption after the other gives way to what was measured. Each of these steps multiplies the
 promise by a factor, and all factors together lead to the measured speedup. That goes by medians over the repeats and by

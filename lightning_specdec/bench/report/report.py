@@ -1,7 +1,4 @@
-"""What a results directory comes to: the answer, warnings, tables and pictures; and the files that show it.
-
-Knows nothing of how anything was measured.
-"""
+"""What a results directory comes to: the answer, warnings, tables and pictures; and the files that show it."""
 
 from __future__ import annotations
 

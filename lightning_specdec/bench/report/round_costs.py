@@ -1,7 +1,4 @@
-"""What a round costs beside a step of standard decoding: from isolated calls, or from the rounds of measured cells.
-
-Knows nothing of acceptance rates but those that it is asked about.
-"""
+"""What a round costs beside a step of standard decoding: from isolated calls, or from the rounds of measured cells."""
 
 from __future__ import annotations
 

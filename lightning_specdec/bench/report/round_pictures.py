@@ -1,7 +1,4 @@
-"""What the report's pictures show of rounds: tokens kept, positions, the time of tokens and of phases.
-
-Knows nothing of how they are drawn.
-"""
+"""What the report's pictures show of rounds: tokens kept, positions, the time of tokens and of phases."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What pictures choose from: a pair's drafts with their sizes and colours, its domains, its first setting.
-
-Knows nothing of what the pictures show.
-"""
+"""What pictures choose from: a pair's drafts with their sizes and colours, its domains, its first setting."""
 
 from __future__ import annotations
 

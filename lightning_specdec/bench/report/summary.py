@@ -1,7 +1,4 @@
-"""The cells of results as plain lines: means over the repeats with their spread, and the speedup with its interval.
-
-Knows nothing of how the lines are shown.
-"""
+"""The cells of results as plain lines: means over the repeats with their spread, and the speedup with its interval."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A report's tables as plain rows, and the same as CSV, Markdown and HTML.
 
-Knows nothing of pages. Text of a results file is escaped in each form.
+Text of a results file is escaped in each form.
 """
 
 from __future__ import annotations

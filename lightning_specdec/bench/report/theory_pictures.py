@@ -1,7 +1,4 @@
-"""The theory's curves with the measured points on them, and measured against predicted speedup.
-
-Knows nothing of how they are drawn.
-"""
+"""The theory's curves with the measured points on them, and measured against predicted speedup."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A choice, a speedup and a list as a reader says them.
-
-Knows nothing of what is advised.
-"""
+"""A choice, a speedup and a list as a reader says them."""
 
 from __future__ import annotations
 
