@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from typing import Any, TypeVar
 
+import families
 import torch
-from families import DEVICE, tiny
+from families import tiny
 from tiny_eagle import fitted_eagle
 from tiny_heads import heads, some_tokens
 from tiny_transformer import TinyTransformer
@@ -38,8 +39,6 @@ from lightning_specdec.rules import AcceptanceRule, Sampling
 
 Network = TypeVar("Network", bound=nn.Module)
 
-MOVES = True
-"""Whether tensors that tests make go there too: not while a drafter is made and fitted."""
 VOCAB = 11
 PROMPTS = [[3], [1, 2, 3, 4, 5], [7, 7], [10, 9, 8, 7, 6, 5, 4]]
 """Ragged, one of a single token."""
@@ -56,7 +55,7 @@ def make(kind: Callable[..., Any], seed: int, *, vocab_size: int = VOCAB, sharpn
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(sharpness)
-    return model.to(DEVICE)
+    return families.placed(model)
 
 
 def near(model: Network, *, noise: float = 0.2, seed: int = 5) -> Network:
@@ -232,20 +231,18 @@ def target(name: str) -> LanguageModel:
 @functools.cache
 def drafter(name: str, target_name: str) -> Drafter:
     """A drafter for that target; what it remembers is in the sessions that use it."""
-    global MOVES
-    if DEVICE == "cpu":
+    if families.DEVICE == "cpu":
         return DRAFTERS[name](target(target_name))
-    MOVES = False
-    try:
-        return deepcopy(DRAFTERS[name](_on_cpu(target_name))).to(DEVICE)
-    finally:
-        MOVES = True
+    with families.on_cpu():
+        made = deepcopy(DRAFTERS[name](_on_cpu(target_name)))
+    return families.placed(made)
 
 
 @functools.cache
 def _on_cpu(name: str) -> LanguageModel:
     """The target where drafters are made and fitted for it."""
-    return MODELS[name]().cpu()
+    with families.on_cpu():
+        return MODELS[name]()
 
 
 @functools.cache

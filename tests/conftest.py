@@ -65,13 +65,17 @@ class _TestTensors(TorchFunctionMode):
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        import cases
+        import families
 
-        self.device, self.cases = device, cases
+        self.device, self.families = device, families
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in self.FACTORIES and "device" not in (kwargs or {}) and self.cases.MOVES:
+        if (
+            getattr(func, "__name__", "") in self.FACTORIES
+            and "device" not in (kwargs or {})
+            and self.families.DEVICE != "cpu"
+        ):
             caller = sys._getframe(1).f_code.co_filename
             if f"{Path(__file__).parent}/" in caller and "conftest" not in caller:
                 return made.to(self.device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -96,6 +98,22 @@ MORE: dict[str, dict[str, Any]] = {
 keys, routers whose weights are read, layers without positions."""
 
 
+def placed(model: Any) -> Any:
+    """The model on `DEVICE`."""
+    return model.to(DEVICE)
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """While it lasts, models and tensors are made on the CPU, where drafters are fitted."""
+    global DEVICE
+    before, DEVICE = DEVICE, "cpu"
+    try:
+        yield
+    finally:
+        DEVICE = before
+
+
 def tiny(family: str, seed: int = 1, *, sharpness: float = 6.0, **sizes: Any) -> PreTrainedModel:
     """A random model of that family; the global seed stays as it was."""
     config = AutoConfig.for_model(
@@ -108,5 +126,4 @@ def tiny(family: str, seed: int = 1, *, sharpness: float = 6.0, **sizes: Any) ->
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(sharpness)
-    placed: Any = model
-    return placed.to(DEVICE)
+    return placed(model)

@@ -53,11 +53,17 @@ class DeviceRound:
         graphs: the target's recorded calls.
         starts: the length of each text, less its last token.
         num_added: new tokens of each row's last round; 1 at least.
+        wanted: guesses wanted of each row.
+        windows: the same on the device.
+        width: guesses that a recorded call makes, at least as many as any row wants: few widths are few recordings.
     """
 
     graphs: GraphCache
     starts: Int[Tensor, "B"]
     num_added: Int[Tensor, "B"]
+    wanted: Sequence[int]
+    windows: Int[Tensor, "B"]
+    width: int
 
 
 def last_two(texts: Sequence[Sequence[int]], device: torch.device) -> Int[Tensor, "B 2"]:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_specdec.checks import require_int
@@ -24,7 +23,7 @@ from lightning_specdec.drafters.draft_vocabulary import DraftVocabulary
 from lightning_specdec.drafters.exit_model import ExitModel, LowerState
 from lightning_specdec.drafters.heads import Block
 from lightning_specdec.drafters.layout import pad
-from lightning_specdec.drafters.model import RollingDrafter, refuse_sampling
+from lightning_specdec.drafters.model import RollingDrafter, draft_lengths, refuse_sampling
 from lightning_specdec.models import DecodeState, ExitStates, KVState, LanguageModel
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.packed import PackedLinear, pack_linears
@@ -200,6 +199,7 @@ class EarlyExitDrafter(RollingDrafter):
             and isinstance(whole, KVState)
             and target.records(whole, num_guesses)
         ):
+            num_guesses = context.device.width
             model, storage, span = state.model, whole.storage, whole.recorded_span(num_guesses + 1)
 
             def score(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,6 +217,5 @@ class EarlyExitDrafter(RollingDrafter):
                 state.model, lower, tokens, valid_lengths, num_guesses, context, sampling
             )
             exit_states = lower.exit_states(self.exit_layer)
-        even = min(windows) == num_guesses
-        lengths = None if even else torch.tensor(windows, device=guesses.device)
+        lengths = draft_lengths(windows, num_guesses, context)
         return Draft(guesses, lengths, probs, logits, num_calls=num_guesses, exit_states=exit_states)

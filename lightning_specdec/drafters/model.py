@@ -261,6 +261,7 @@ class ModelDrafter(RollingDrafter):
         own = state.model_state
         if self._records(own, context, sampling, valid_lengths):
             assert isinstance(own, KVState) and isinstance(self.model, HuggingFaceLM) and context.device is not None
+            num_guesses = context.device.width
             model, storage, span = self.model, own.storage, own.recorded_span(num_guesses + 2)
 
             def score(tokens: Tensor, starts: Tensor) -> tuple[Tensor, None]:
@@ -272,8 +273,7 @@ class ModelDrafter(RollingDrafter):
             own.advance(tokens.shape[1] + num_guesses - 1)
         else:
             guesses, probs, logits = self.roll(self.model, own, tokens, valid_lengths, num_guesses, context, sampling)
-        even = min(windows) == num_guesses
-        lengths = None if even else torch.tensor(windows, device=guesses.device)
+        lengths = draft_lengths(windows, num_guesses, context)
         return Draft(guesses, lengths, probs, logits, num_calls=num_guesses)
 
     def observe(self, state: DraftState, output: ModelOutput, num_accepted: Sequence[int]) -> None:
@@ -301,6 +301,15 @@ class ModelDrafter(RollingDrafter):
         commit(state, starts, context)
         unread = [text[start:] for start, text in zip(starts, context.texts, strict=True)]
         return pad(unread, context.tail.device)
+
+
+def draft_lengths(wanted: Sequence[int], num_guesses: int, context: Context) -> Int[Tensor, "B"] | None:
+    """A draft's lengths: the guesses that are wanted of each row, None where all of them are."""
+    if min(wanted) == num_guesses:
+        return None
+    if context.device is not None and list(wanted) == list(context.device.wanted):
+        return context.device.windows
+    return torch.tensor(wanted, device=context.tail.device)
 
 
 def commit(state: DecodeState, lengths: Sequence[int], context: Context) -> None:

@@ -26,7 +26,7 @@ from lightning_specdec.checks import require_int
 from lightning_specdec.drafters.base import Context, Drafter, DraftState, Host, check_states
 from lightning_specdec.drafters.draft_vocabulary import DraftVocabulary, rows_of
 from lightning_specdec.drafters.heads import FusedHeads, Heads
-from lightning_specdec.drafters.model import Guesses, refuse_sampling
+from lightning_specdec.drafters.model import Guesses, draft_lengths, refuse_sampling
 from lightning_specdec.models import LanguageModel, ModelOutput
 from lightning_specdec.models.graphs import Outputs
 from lightning_specdec.rules import Draft, Sampling
@@ -230,11 +230,11 @@ class MultiTokenDrafter(Drafter):
         num_guesses, device = max(wanted), context.tail.device
         if not num_guesses:
             return Draft(torch.empty(len(wanted), 0, dtype=torch.long, device=device))
-        lengths = None if min(wanted) == num_guesses else torch.tensor(wanted, device=device)
         own, model = self.sampling or sampling, state.host.model
         if state.scored is None or context.device is None or own.processors:
             guesses = self._guess(state.hidden, context, wanted, own, model)
         else:
+            num_guesses = min(context.device.width, self.num_heads)
             blank = Context([[]] * len(wanted), context.tail, None, context.wants_logits, context.vocab_size)
 
             def guess(scored: Tensor, num_added: Tensor, uniform: Tensor | None) -> Outputs:
@@ -248,7 +248,9 @@ class MultiTokenDrafter(Drafter):
                 key, guess, state.scored, context.device.num_added, context.uniform
             )
             assert tokens is not None
+            lengths = draft_lengths(wanted, num_guesses, context)
             return Draft(tokens, lengths, probs, logits, num_calls=1)
+        lengths = draft_lengths(wanted, num_guesses, context)
         return Draft(guesses.tokens, lengths, guesses.probs, guesses.logits, num_calls=1)
 
     def _guess(

@@ -52,11 +52,11 @@ class Batch:
             return self.graphs.buffer(name, shape, dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def upload(self) -> Upload:
+    def upload(self, windows: Sequence[int]) -> Upload:
         """The round's numbers on the device: all that it is told, in one piece."""
         if self._upload is None or len(self._upload.values) != len(self.rows):
             self._upload = Upload(self._steady("round", (len(self.rows), Upload.WIDTH), torch.long))
-        return self._upload.fill(self.rows)
+        return self._upload.fill(self.rows, windows)
 
     @property
     def live(self) -> list[Row]:
@@ -155,23 +155,28 @@ class Upload:
         values: `[B, WIDTH]`, a tensor that stays where it is.
     """
 
-    WIDTH = 5
+    WIDTH = 6
 
-    def __init__(self, values: Int[Tensor, "B 5"]) -> None:
+    def __init__(self, values: Int[Tensor, "B 6"]) -> None:
         self.values = values
-        self.tail, self.starts, self.num_new, self.num_added = values[:, :2], *values[:, 2:].unbind(1)
+        self.tail, self.starts, self.num_new, self.num_added, self.windows = values[:, :2], *values[:, 2:].unbind(1)
         self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda")
 
-    def fill(self, rows: Sequence[Row]) -> Upload:
+    def fill(self, rows: Sequence[Row], windows: Sequence[int]) -> Upload:
         """Send the rows' present numbers: two last tokens, where the last one stands, new tokens, those of the last
-        round. The round's only read, at its end, waits for the copy too, so the memory is free again by then."""
+        round, and guesses wanted. The round's only read waits for the copy too, so the memory is free again by then."""
         numbers = [
-            (*(row.text[-2:] if len(row.text) > 1 else row.text * 2), len(row.text) - 1, row.num_new, row.num_added)
-            for row in rows
+            (*tail(row.text), len(row.text) - 1, row.num_new, row.num_added, window)
+            for row, window in zip(rows, windows, strict=True)
         ]
         self._host.copy_(torch.tensor(numbers))
         self.values.copy_(self._host, non_blocking=True)
         return self
+
+
+def tail(text: Sequence[int]) -> Sequence[int]:
+    """A text's last two tokens; a single one repeated."""
+    return text[-2:] if len(text) > 1 else [*text, *text]
 
 
 def _vacant() -> Row:

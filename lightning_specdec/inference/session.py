@@ -23,7 +23,7 @@ from lightning_specdec.inference.rows import Row, check_eos, check_prompt, num_s
 from lightning_specdec.inference.settlement import Settlement
 from lightning_specdec.inference.stopping import StopStrings
 from lightning_specdec.inference.timing import PhaseTimer, peak_memory_bytes
-from lightning_specdec.inference.windows import Window, as_window
+from lightning_specdec.inference.windows import FixedWindow, Window, as_window
 from lightning_specdec.models import LanguageModel, ModelOutput
 from lightning_specdec.rules import AcceptanceRule, ExactMatch, Sampling
 
@@ -195,11 +195,11 @@ class Session:
         if not batch.shrink():
             return []
         rows = batch.rows
-        upload = None if batch.graphs is None else batch.upload()
+        windows = self._plan.windows(rows)
+        upload = None if batch.graphs is None else batch.upload(windows)
         unread = batch.rewind(upload)
         tail = last_two([row.text for row in rows], self.device) if upload is None else upload.tail
-        windows = self._plan.windows(rows)
-        noise = batch.round_noise(max(windows) + 1, upload)
+        noise = batch.round_noise(self._width(windows) + 1, upload)
         self.timer.lap("rest")
         draft = self._propose(tail, windows, noise, upload)
         self.timer.lap("draft")
@@ -238,22 +238,30 @@ class Session:
         context = Context(
             texts=[row.text[first:] if (first := self._first_token(row)) else row.text for row in self._batch.rows],
             tail=tail,
-            uniform=None if noise is None else noise[:, :num_guesses, self.rule.draft_purpose],
+            uniform=None if noise is None else noise[:, : self._width(windows), self.rule.draft_purpose],
             wants_logits=self.rule.needs_draft_logits,
             vocab_size=self.target.vocab_size,
             windows=windows,
-            device=self._on_device(upload),
+            device=self._on_device(upload, windows),
         )
         draft = self.drafter.propose(self._batch.draft_state, context, windows, self.sampling)
         self.num_draft_calls += draft.num_calls
         return draft
 
-    def _on_device(self, upload: Upload | None) -> DeviceRound | None:
+    def _width(self, windows: Sequence[int]) -> int:
+        """Guesses of a recorded round: of a fixed window always the same, fewer of which count where fewer are wanted,
+        so that the last rounds of a text need no recordings of their own."""
+        most = max(windows)
+        fixed = self._batch.graphs is not None and isinstance(self.window, FixedWindow)
+        return self.window.largest if fixed and most else most
+
+    def _on_device(self, upload: Upload | None, windows: Sequence[int]) -> DeviceRound | None:
         """The round's numbers for recorded calls; None where there are none, or the drafter sees parts of texts."""
         graphs = self._batch.graphs
         if upload is None or graphs is None or any(map(self._first_token, self._batch.rows)):
             return None
-        return DeviceRound(graphs, upload.starts, upload.num_added)
+        width = self._width(windows)
+        return DeviceRound(graphs, upload.starts, upload.num_added, windows, upload.windows, width)
 
     def _first_token(self, row: Row) -> int:
         """Where the part of a row's text begins that the drafter sees."""

@@ -144,6 +144,8 @@ def _dispatch(index: int, plain: Callable[..., Any], backend: str) -> Callable[.
         if storage is None or slots is None or index not in storage.layers:
             return plain(*args, **kwargs)
         keys, values = storage.layers[index]
+        if keys.device.type == "cuda" and not getattr(cache, "recorded", False):  # calls of any shape: code for each
+            return plain(*args, **kwargs)
         if keys.device.type not in compiled:
             # Recorded calls come in few shapes, and code for one shape is faster; others come in any.
             more: dict[str, Any] = {}

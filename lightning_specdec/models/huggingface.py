@@ -51,9 +51,9 @@ class HuggingFaceState(KVState):
 class _Cache(Cache):
     """What transformers' layers take for a cache: it sends their keys and values to a call's slots."""
 
-    def __init__(self, storage: KVStorage, slots: Slots | None = None, longest: int = 0) -> None:
+    def __init__(self, storage: KVStorage, slots: Slots | None = None, *, recorded: bool = False) -> None:
         super().__init__(layers=[])
-        self.storage, self.slots, self.longest = storage, slots, longest
+        self.storage, self.slots, self.recorded, self.longest = storage, slots, recorded, 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -338,7 +338,7 @@ class HuggingFaceLM(LanguageModel):
         """Cache, positions and mask of a call whose places are known to the device alone."""
         slots = Slots(starts[:, None] + torch.arange(num_tokens, device=starts.device), None, span)
         mask = self._additive(storage.mask(slots, self._window))
-        return _Cache(storage, slots), self._clamped(slots.positions), mask
+        return _Cache(storage, slots, recorded=True), self._clamped(slots.positions), mask
 
     def _recorded(
         self,
