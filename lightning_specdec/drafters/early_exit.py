@@ -25,7 +25,6 @@ from lightning_specdec.drafters.heads import Block
 from lightning_specdec.drafters.layout import pad
 from lightning_specdec.drafters.model import RollingDrafter, draft_lengths, refuse_sampling
 from lightning_specdec.models import DecodeState, ExitStates, KVState, LanguageModel
-from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.packed import PackedLinear, pack_linears
 from lightning_specdec.rules import Draft, Sampling
 
@@ -195,7 +194,6 @@ class EarlyExitDrafter(RollingDrafter):
             context.device is not None
             and valid_lengths is None
             and not own.processors
-            and isinstance(target, HuggingFaceLM)
             and isinstance(whole, KVState)
             and target.records(whole, num_guesses)
         ):
@@ -203,7 +201,7 @@ class EarlyExitDrafter(RollingDrafter):
             model, storage, span = state.model, whole.storage, whole.recorded_span(num_guesses + 1)
 
             def score(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-                hidden, _ = target.read_at(storage, span, tokens, starts, self.exit_layer)
+                hidden = target.read_at(storage, span, tokens, starts, self.exit_layer)
                 return model.logits(hidden[:, -1:])[:, -1], hidden
 
             starts = context.device.starts

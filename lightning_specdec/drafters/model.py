@@ -15,7 +15,6 @@ from lightning_specdec.drafters.draft_vocabulary import DraftVocabulary
 from lightning_specdec.drafters.layout import pad
 from lightning_specdec.models import DecodeState, KVState, LanguageModel, ModelOutput
 from lightning_specdec.models.graphs import Outputs
-from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.rules import Draft, Sampling
 
 if TYPE_CHECKING:
@@ -260,12 +259,12 @@ class ModelDrafter(RollingDrafter):
         state.guessed_at = [len(text) for text in context.texts]
         own = state.model_state
         if self._records(own, context, sampling, valid_lengths):
-            assert isinstance(own, KVState) and isinstance(self.model, HuggingFaceLM) and context.device is not None
+            assert isinstance(own, KVState) and context.device is not None
             num_guesses = context.device.width
             model, storage, span = self.model, own.storage, own.recorded_span(num_guesses + 2)
 
             def score(tokens: Tensor, starts: Tensor) -> tuple[Tensor, None]:
-                hidden, _ = model.read_at(storage, span, tokens, starts, model.stack.num_layers)
+                hidden = model.read_at(storage, span, tokens, starts, None)
                 return model.exit_logits(hidden[:, -1:])[:, -1], None
 
             starts, key = context.device.starts - 1, (id(storage), span)
@@ -286,7 +285,7 @@ class ModelDrafter(RollingDrafter):
         """Whether a round's guesses are made in one recorded call."""
         if context.device is None or valid_lengths is not None or (self.sampling or sampling).processors:
             return False
-        return isinstance(self.model, HuggingFaceLM) and self.model.records(state, 2) and not self.renames
+        return self.model.records(state, 2) and not self.renames
 
     def _unread(self, state: DecodeState, context: Context) -> tuple[Int[Tensor, "B T"], list[int] | None]:
         """The tokens to read before guessing, right-padded, and how many of each row's are real (None: all)."""

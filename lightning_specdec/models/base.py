@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_specdec.models.state import DecodeState, Lengths, as_list
+from lightning_specdec.models.state import DecodeState, KVStorage, Lengths, as_list
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -148,6 +148,21 @@ class LanguageModel(nn.Module, ABC):
     def exit_logits(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
         """What the final norm and the output head make of a lower layer's output."""
         raise NotImplementedError(f"{type(self).__name__} cannot be taken apart")
+
+    def records(self, state: DecodeState, num_tokens: int) -> bool:
+        """Whether a call on so many tokens of every row is recorded, and `read_at` may be called in a recorded one."""
+        return False
+
+    def read_at(
+        self, state: KVStorage, span: int, tokens: Int[Tensor, "B T"], starts: Int[Tensor, "B"], num_layers: int | None
+    ) -> Float[Tensor, "B T D"]:
+        """What the first `num_layers` layers (all when None) make of tokens whose places only the device knows.
+
+        Args:
+            span: how many slots the call looks at.
+            starts: the position of each row's first token.
+        """
+        raise NotImplementedError(f"{type(self).__name__} records no calls")
 
     def check_output_head(self) -> None:
         """Raise ValueError if the output head cannot be called by itself."""

@@ -317,20 +317,18 @@ class HuggingFaceLM(LanguageModel):
         return output
 
     def records(self, state: DecodeState, num_tokens: int) -> bool:
-        """Whether a call on so many tokens of every row is recorded: not the first one, which reads prompts of any
-        length and makes the buffers."""
+        # Not the first call, which reads prompts of any length and makes the buffers.
         if not isinstance(state, KVState) or state.graphs is None or num_tokens > MOST_TOKENS:
             return False
         return len(state.buffers) == self.stack.num_layers and min(state.consumed) > 0
 
     def read_at(
-        self, storage: KVStorage, span: int, tokens: Int[Tensor, "B T"], starts: Int[Tensor, "B"], num_layers: int
-    ) -> tuple[Float[Tensor, "B T D"], Call]:
-        """The output of the first `num_layers` layers for tokens from positions on the device on; may be recorded."""
-        cache, positions, mask = self._at(storage, span, tokens.shape[1], starts)
+        self, state: KVStorage, span: int, tokens: Int[Tensor, "B T"], starts: Int[Tensor, "B"], num_layers: int | None
+    ) -> Float[Tensor, "B T D"]:
+        cache, positions, mask = self._at(state, span, tokens.shape[1], starts)
         hidden = self.stack.embed(tokens, positions)
         call = self.stack.begin(hidden, positions, mask, cache)
-        return self.stack.run(hidden, call, 0, num_layers), call
+        return self.stack.run(hidden, call, 0, self.stack.num_layers if num_layers is None else num_layers)
 
     def _at(
         self, storage: KVStorage, span: int, num_tokens: int, starts: Int[Tensor, "B"]
@@ -360,7 +358,7 @@ class HuggingFaceLM(LanguageModel):
                 cache, positions, mask = self._at(storage, span, tokens.shape[1], starts)
                 hidden = self.stack.embed(tokens, positions)
             else:  # the last guess has not been through the lower layers
-                rest, _ = self.read_at(storage, span, tokens[:, -1:], starts + tokens.shape[1] - 1, first)
+                rest = self.read_at(storage, span, tokens[:, -1:], starts + tokens.shape[1] - 1, first)
                 hidden = torch.cat((given, rest), dim=1)
                 cache, positions, mask = self._at(storage, span, tokens.shape[1], starts)
             call = self.stack.begin(hidden, positions, mask, cache)
