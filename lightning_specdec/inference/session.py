@@ -199,9 +199,10 @@ class Session:
         upload = None if batch.graphs is None else batch.upload(windows)
         unread = batch.rewind(upload)
         tail = last_two([row.text for row in rows], self.device) if upload is None else upload.tail
-        noise = batch.round_noise(self._width(windows) + 1, upload)
+        width = self._width(windows)
+        noise = batch.round_noise(width + 1, upload)
         self.timer.lap("rest")
-        draft = self._propose(tail, windows, noise, upload)
+        draft = self._propose(tail, windows, width, noise, upload)
         self.timer.lap("draft")
         output = self._verify(tail, draft, unread)
         self.timer.lap("verify")
@@ -229,20 +230,21 @@ class Session:
             rule=type(self.rule).__name__,
         )
 
-    def _propose(self, tail: Tensor, windows: Sequence[int], noise: Tensor | None, upload: Upload | None) -> Draft:
-        num_guesses = max(windows)
-        if num_guesses == 0:
+    def _propose(
+        self, tail: Tensor, windows: Sequence[int], width: int, noise: Tensor | None, upload: Upload | None
+    ) -> Draft:
+        if width == 0:
             if len(self._nothing.tokens) != len(windows):
                 self._nothing = Draft(torch.empty(len(windows), 0, dtype=torch.long, device=self.device))
             return self._nothing
         context = Context(
             texts=[row.text[first:] if (first := self._first_token(row)) else row.text for row in self._batch.rows],
             tail=tail,
-            uniform=None if noise is None else noise[:, : self._width(windows), self.rule.draft_purpose],
+            uniform=None if noise is None else noise[:, :width, self.rule.draft_purpose],
             wants_logits=self.rule.needs_draft_logits,
             vocab_size=self.target.vocab_size,
             windows=windows,
-            device=self._on_device(upload, windows),
+            device=None if upload is None else self._on_device(upload, windows, width),
         )
         draft = self.drafter.propose(self._batch.draft_state, context, windows, self.sampling)
         self.num_draft_calls += draft.num_calls
@@ -252,15 +254,15 @@ class Session:
         """Guesses of a recorded round: of a fixed window always the same, fewer of which count where fewer are wanted,
         so that the last rounds of a text need no recordings of their own."""
         most = max(windows)
-        fixed = self._batch.graphs is not None and isinstance(self.window, FixedWindow)
-        return self.window.largest if fixed and most else most
+        if most and self._batch.graphs is not None and isinstance(self.window, FixedWindow):
+            return self.window.largest
+        return most
 
-    def _on_device(self, upload: Upload | None, windows: Sequence[int]) -> DeviceRound | None:
+    def _on_device(self, upload: Upload, windows: Sequence[int], width: int) -> DeviceRound | None:
         """The round's numbers for recorded calls; None where there are none, or the drafter sees parts of texts."""
         graphs = self._batch.graphs
-        if upload is None or graphs is None or any(map(self._first_token, self._batch.rows)):
+        if graphs is None or any(map(self._first_token, self._batch.rows)):
             return None
-        width = self._width(windows)
         return DeviceRound(graphs, upload.starts, upload.num_added, windows, upload.windows, width)
 
     def _first_token(self, row: Row) -> int:
