@@ -116,6 +116,11 @@ class SpeculativeDecoder(Measuring):
             raise ValueError(f"{error}{advice}") from error
         return cls(*loaded)._with_window(pair.num_draft_tokens)._of_file(draft)._with_window(num_draft_tokens)
 
+    def __repr__(self) -> str:
+        window = self.num_draft_tokens
+        target, drafter = type(self.target).__name__, type(self.drafter).__name__
+        return f"SpeculativeDecoder({target} of {self.target.num_parameters:,} parameters, {drafter}, window {window})"
+
     def _with_window(self, num_draft_tokens: WindowChoice | None) -> SpeculativeDecoder:
         if num_draft_tokens is not None:
             self.num_draft_tokens = num_draft_tokens

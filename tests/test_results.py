@@ -10,6 +10,7 @@ import cases
 import pytest
 import torch
 
+from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.inference import (
     PHASES,
     Counts,
@@ -241,3 +242,17 @@ def test_a_gpus_timer_adds_up_what_lies_between_its_marks(monkeypatch: pytest.Mo
         timer.lap("rest")
     assert len(synchronized) == 4, "old marks are added up before there are too many"
     assert sum(timer.seconds().values()) == pytest.approx(seconds[(2004) % 5] + 4.0 * (2004 // 5))
+
+
+def test_results_and_decoders_show_themselves_in_one_readable_line() -> None:
+    decoder = SpeculativeDecoder(cases.target("rnn"), cases.drafter("near", "rnn"))
+    result = decoder.decode(cases.PROMPTS[0], max_new_tokens=6)
+    for shown, word in (
+        (repr(decoder), "ModelDrafter"),
+        (repr(result), "6 new tokens"),
+        (repr(result.rows[0]), "6 new"),
+    ):
+        assert word in shown and len(shown) < 160 and "\n" not in shown and " at 0x" not in shown
+    assert result.text is None and result.texts == [None]
+    with pytest.raises(ValueError, match="result.texts"):
+        _ = decoder.decode(cases.PROMPTS, max_new_tokens=2).text

@@ -70,7 +70,7 @@ class Round:
     next_token: int | None
 
 
-@dataclass
+@dataclass(repr=False)
 class RowResult:
     """One prompt's outcome.
 
@@ -97,6 +97,9 @@ class RowResult:
     logprobs: list[float] | None = None
     text: str | None = None
 
+    def __repr__(self) -> str:
+        return f"RowResult(prompt {self.index}: {len(self.tokens)} new tokens, {self.stop_reason}, {_excerpt(self)})"
+
     @property
     def block_efficiency(self) -> float | None:
         """New tokens / rounds (None before the first)."""
@@ -108,7 +111,7 @@ class RowResult:
         return self.token_seconds[0] if self.token_seconds else None
 
 
-@dataclass
+@dataclass(repr=False)
 class DecodeResult:
     """A batch's outcome, standard or speculative; fields of speculation are None for standard decoding.
 
@@ -140,6 +143,28 @@ class DecodeResult:
     def tokens(self) -> list[list[int]]:
         """The new tokens of each prompt."""
         return [row.tokens for row in self.rows]
+
+    def __repr__(self) -> str:
+        shown = f"{len(self.rows)} prompts, {self.num_new_tokens} new tokens, {self.tokens_per_second:.1f} tokens/s"
+        if self.rule is not None and self.block_efficiency is not None:
+            shown += f", block efficiency {self.block_efficiency:.2f}"
+        return f"DecodeResult({shown})"
+
+    @property
+    def texts(self) -> list[str | None]:
+        """The new text of each prompt; None without a tokenizer."""
+        return [row.text for row in self.rows]
+
+    @property
+    def text(self) -> str | None:
+        """The new text of the only prompt; None without a tokenizer.
+
+        Raises:
+            ValueError: there are several prompts.
+        """
+        if len(self.rows) != 1:
+            raise ValueError(f"there are {len(self.rows)} prompts: take result.texts")
+        return self.rows[0].text
 
     @property
     def num_new_tokens(self) -> int:
@@ -223,6 +248,12 @@ class DecodeInterrupted(KeyboardInterrupt):
     def __init__(self, result: DecodeResult) -> None:
         super().__init__("decoding was interrupted")
         self.result = result
+
+
+def _excerpt(row: RowResult, length: int = 60) -> str:
+    """The beginning of a row's text, or of its tokens."""
+    shown = str(row.tokens) if row.text is None else repr(row.text)
+    return shown if len(shown) <= length else shown[:length] + "..."
 
 
 def merge_results(results: Sequence[DecodeResult]) -> DecodeResult:

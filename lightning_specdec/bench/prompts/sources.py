@@ -139,8 +139,7 @@ def from_hub(domains: Sequence[str]) -> dict[str, list[Entry]]:
         import datasets
     except ImportError as error:
         raise NoHub(
-            "the hub's prompts need the package datasets, which is not installed (pip install "
-            "'lightning_specdec[prompts]')"
+            "the hub's prompts need the package datasets, which is not installed: pip install datasets"
         ) from error
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HTTPError
