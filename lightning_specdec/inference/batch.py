@@ -145,7 +145,7 @@ class Batch:
         if self.noise is not None:
             taken = self.noise[torch.tensor(sources, device=self.device).clamp(min=0)]
             self.noise = self._steady("noise", tuple(taken.shape), taken.dtype).copy_(taken)
-        self.rows = [_vacant() if i < 0 else self.rows[i] for i in sources]
+        self.rows, self._upload = [_vacant() if i < 0 else self.rows[i] for i in sources], None
 
 
 class Upload:

@@ -123,6 +123,7 @@ def compile_layers(model: HuggingFaceLM, *, backend: str = "inductor") -> float:
     started = time.perf_counter()
     if model.device.type == "cuda":
         join_linears(model)
+        model.record()  # anew: what was recorded before runs uncompiled
     for i, layer in enumerate(layers):
         if not hasattr(layer, "forward_uncompiled"):
             layer.forward_uncompiled = layer.forward  # type: ignore[assignment]

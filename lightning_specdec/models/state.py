@@ -272,7 +272,7 @@ def next_span(num_slots: int) -> int:
 class StoragePool:
     """Storages that wait for their next state, so that what was recorded over them serves again."""
 
-    MOST_IDLE = 4
+    MOST_IDLE = 2
 
     def __init__(self) -> None:
         self._idle: list[KVStorage] = []
@@ -288,6 +288,9 @@ class StoragePool:
                         buffer.zero_()
                 return storage
         return KVStorage(batch_size, num_slots, device=device, graphs=GraphCache(device))
+
+    def __deepcopy__(self, memo: object) -> StoragePool:
+        return StoragePool()  # what was recorded is of this model's weights
 
     def give_back(self, storage: KVStorage) -> None:
         """Nobody uses the storage any more."""
