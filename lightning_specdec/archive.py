@@ -38,6 +38,7 @@ def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
 
     Raises:
         ValueError: no file can be put there.
+        OSError: the writing failed, as on a full disk; the error names the file, and the old one stays.
     """
     path = Path(path)
     if path.is_dir():
@@ -45,7 +46,12 @@ def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
     if path.parent.exists() and not path.parent.is_dir():
         raise ValueError(f"{path} cannot be written, for {path.parent} is no directory: choose another name")
     with replaced(path) as file:
-        torch.save(content, file)
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # torch's writer raises its own error over the system's
+                raise error.__context__ from None
+            raise
 
 
 def read(path: str | os.PathLike[str]) -> Any:
