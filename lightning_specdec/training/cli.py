@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jsonargparse import ArgumentError, set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -28,9 +29,11 @@ from lightning_specdec.training.generation_bar import GenerationBar
 from lightning_specdec.training.outputs import ReplacedCheckpoints, check_source, seen_from_here
 from lightning_specdec.training.parse_errors import one_line
 from lightning_specdec.training.resume import check_trainer_state
+from lightning_specdec.yaml_text import check_yaml
 
 _UNUSED = ("trainer.logger", "trainer.enable_checkpointing", "trainer.enable_model_summary", "seed_everything")
 _GIVE = "take a config such as configs/smollm2_generate.yaml"
+_TAKES_YAML = ("--config", "--trainer", "--model", "--data")
 _PROMISES = ("acceptance_rate", "block_efficiency", "walltime_speedup")
 VERBS = ("fit", "validate", "test", "predict", "generate")
 ALLOWED_IMPORTS = (
@@ -191,13 +194,23 @@ def find_checkpoint(trainer: Trainer, name: str) -> str:
 
 def import_named(arguments: list[str]) -> None:
     """Import the models that wait to be asked for and that the command line or its configs name, so that the parser
-    finds them by their short names."""
+    finds them by their short names.
+
+    Raises:
+        ValueError: a config is nested so deeply or repeats so much that the parser could not take it.
+    """
     texts = list(arguments)
     for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
         name, _, joined = option.partition("=")
         path = Path(joined or value)
-        if name == "--config" and path.is_file():
+        if name in _TAKES_YAML and path.is_file():
             texts.append(path.read_text(encoding="utf-8", errors="replace"))
+            try:
+                check_yaml(texts[-1])
+            except yaml.YAMLError:
+                pass  # the parser says where it is wrong
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
     for name, import_it in MODELS.waiting.items():
         if any(name in text for text in texts):
             import_it()
