@@ -21,6 +21,7 @@ from lightning_specdec import training as _training  # noqa: F401  # YAML can na
 from lightning_specdec.data import TokenData
 from lightning_specdec.data.corpus import tell
 from lightning_specdec.models import MODELS
+from lightning_specdec.terminal import say
 from lightning_specdec.threads import limit_threads
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.checkpoint_io import SafeCheckpointIO
@@ -156,12 +157,12 @@ class TrainingCLI(LightningCLI):
         for name in sorted(values, key=lambda name: (name.count("/"), not name.endswith("_loss"), name)):
             lines.setdefault(name.rpartition("/")[0], []).append(f"{name} {values[name]:.3f}")
         for line in lines.values():
-            print("  ".join(line))
+            say("  ".join(line))
         for callback in self.trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and Path(callback.best_model_path).is_file():
-                print(f"{callback.filename} checkpoint: {seen_from_here(callback.best_model_path)}")
+                say(f"{callback.filename} checkpoint: {seen_from_here(callback.best_model_path)}")
         if self.trainer.logger and self.trainer.log_dir:
-            print(f"curves: tensorboard --logdir {seen_from_here(self.trainer.log_dir)}")
+            say(f"curves: tensorboard --logdir {seen_from_here(self.trainer.log_dir)}")
 
 
 def _is_told(name: str) -> bool:
