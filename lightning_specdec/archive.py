@@ -8,6 +8,8 @@ import struct
 import warnings
 import zipfile
 import zlib
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +35,18 @@ _BROKEN = (
 """What reading a file of somebody else's making can raise."""
 
 
+_MOST_VALUES = 4_000_000
+"""Of plain values, each counted wherever it stands: one list that stands in many places costs what all of them do."""
+_MOST_CHARACTERS = 2**26
+_DEEPEST = 100
+
+
 def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
     """Write beside the old file, if there is one, and swap the two in one step.
 
     Raises:
         ValueError: no file can be put there.
+        OSError: the writing failed, as on a full disk; the error names the file, and the old one stays.
     """
     path = Path(path)
     if path.is_dir():
@@ -45,7 +54,12 @@ def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
     if path.parent.exists() and not path.parent.is_dir():
         raise ValueError(f"{path} cannot be written, for {path.parent} is no directory: choose another name")
     with replaced(path) as file:
-        torch.save(content, file)
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # torch's writer raises its own error over the system's
+                raise error.__context__ from None
+            raise
 
 
 def read(path: str | os.PathLike[str]) -> Any:
@@ -53,7 +67,8 @@ def read(path: str | os.PathLike[str]) -> Any:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is of another kind, or damaged, or asks to run code. Nothing in it has run.
+        ValueError: it is of another kind, or damaged, or asks to run code, or holds absurdly many plain values. Nothing
+            in it has run.
     """
     path = Path(path)
     if not path.exists():
@@ -73,7 +88,38 @@ def read(path: str | os.PathLike[str]) -> Any:
                 f"{path} asks to run code when it is opened, so it was refused: take checkpoints only from this program"
             ) from error
         raise ValueError(_foreign(path)) from error
+    _check_plain_size(path, content)
     return content
+
+
+def _check_plain_size(path: Path, content: object) -> None:
+    """Raise ValueError where writing out all plain values would take absurd memory.
+
+    A list may stand in many places at the cost of one, so a small file can hold more values than any memory. The walk
+    counts every place, ends at the first value too many, and copies nothing.
+    """
+    num_values = num_characters = 0
+    walks: list[Iterator[object]] = [iter((content,))]
+    while walks:
+        for value in walks[-1]:
+            inner: Iterator[object] | None = None
+            num_values += 1
+            if isinstance(value, str | bytes | bytearray):
+                num_characters += len(value)
+            elif isinstance(value, Mapping):
+                inner = chain.from_iterable(value.items())
+            elif isinstance(value, list | tuple | set | frozenset):
+                inner = iter(value)
+            if num_values > _MOST_VALUES or num_characters > _MOST_CHARACTERS or len(walks) > _DEEPEST:
+                raise ValueError(
+                    f"{path} holds more plain values than any checkpoint needs, or nests them too deeply: take "
+                    "checkpoints only from this program"
+                )
+            if inner is not None:
+                walks.append(inner)
+                break
+        else:
+            walks.pop()
 
 
 def _check_whole(path: Path) -> None:

@@ -12,6 +12,7 @@ from importlib import import_module
 from lightning_specdec import __version__
 from lightning_specdec.cli_options import TRAINER_VERBS, VERBS, make_parser
 from lightning_specdec.cli_parser import UsageError, overview
+from lightning_specdec.terminal import say
 
 
 def main() -> None:
@@ -28,10 +29,10 @@ def main() -> None:
             sys.exit(0)
         if debug:
             raise
-        print(f"error: {_one_line(error)}", file=sys.stderr)
+        say(f"error: {_one_line(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted", file=sys.stderr)
         sys.exit(130)
     sys.exit(code)
 
@@ -54,16 +55,16 @@ def _spell_out_stdin(arguments: list[str]) -> list[str]:
 
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(overview(__version__, VERBS))
+        say(overview(__version__, VERBS))
         return 0 if arguments else 2
     if arguments[0] in ("-V", "--version"):
-        print(__version__)
+        say(__version__)
         return 0
     verb, *rest = arguments
     if verb not in VERBS:
         raise UsageError(f"unknown verb {verb!r}: choose from {', '.join(VERBS)}")
     if any(flag in rest for flag in ("-h", "--help")):
-        print(make_parser(verb).format_help(), end="")
+        say(make_parser(verb).format_help(), end="")
         return 0
     if verb in TRAINER_VERBS:
         if "--debug" in sys.argv:

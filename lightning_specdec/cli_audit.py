@@ -27,6 +27,7 @@ from lightning_specdec.drafters import EarlyExitDrafter
 from lightning_specdec.manifest import made_on, manifest
 from lightning_specdec.measuring import Candidate
 from lightning_specdec.rules import RULES, Sampling
+from lightning_specdec.terminal import say
 from lightning_specdec.threads import limit_threads
 
 SETTINGS = (Sampling(), Sampling(1.0), Sampling(0.7, top_p=0.9))
@@ -75,14 +76,14 @@ def audit(options: Namespace) -> int:
         settings = {"num_decodes": auditor.pair.num_decodes, "num_places": auditor.num_places}
         settled = outcome.to_dict()
         settled["passed"] &= not interrupted
-        print(json.dumps({**settled, **settings, "interrupted": interrupted, "manifest": made_by}))
+        say(json.dumps({**settled, **settings, "interrupted": interrupted, "manifest": made_by}))
     else:
         width = shutil.get_terminal_size((120, 24)).columns
-        print(report(auditor, made_by, width=width, interrupted=interrupted))
+        say(report(auditor, made_by, width=width, interrupted=interrupted))
     for finding in outcome.failures:
-        print(f"error: {', '.join(finding.cell)}: {finding.verdict}: {told(finding)}", file=sys.stderr)
+        say(f"error: {', '.join(finding.cell)}: {finding.verdict}: {told(finding)}", file=sys.stderr)
     if interrupted:
-        print("interrupted: what is above was settled by then", file=sys.stderr)
+        say("interrupted: what is above was settled by then", file=sys.stderr)
         return 130
     return 1 if outcome.failures else 0
 

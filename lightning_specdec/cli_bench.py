@@ -30,6 +30,7 @@ from lightning_specdec.cli_bench_shown import Bar, show, show_comparisons
 from lightning_specdec.cli_common import counted, find_device, progress, set_up_logs
 from lightning_specdec.cli_parser import UsageError
 from lightning_specdec.manifest import manifest
+from lightning_specdec.terminal import say
 
 log = logging.getLogger("lightning_specdec")
 
@@ -87,9 +88,9 @@ def _run(configs: Sequence[BenchConfig], options: Namespace) -> int:
         interrupted = True
     finally:
         bar.close()
-    print(show(several, options.format), flush=True)
+    say(show(several, options.format), flush=True)
     if interrupted:
-        print("interrupted: what is finished stays, and the same command goes on from there", file=sys.stderr)
+        say("interrupted: what is finished stays, and the same command goes on from there", file=sys.stderr)
         return 130
     for each in several:
         if failed := len({row["cell"] for row in each.rows if row["error"] is not None}):
@@ -152,12 +153,12 @@ def _compare(configs: Sequence[BenchConfig], names: Sequence[str], form: str) ->
     if unloaded and not (found or failed or interrupted):
         raise ValueError("; ".join(unloaded))
     if found or form == "json":
-        print(show_comparisons(found, form), flush=True)
+        say(show_comparisons(found, form), flush=True)
     for line in (*failed, *unloaded):
         log.warning(line)
     if interrupted:
         what = "what both have finished is compared" if found else "nothing was compared"
-        print(f"interrupted: {what}", file=sys.stderr)
+        say(f"interrupted: {what}", file=sys.stderr)
         return 130
     return 1 if failed or unloaded else 0
 

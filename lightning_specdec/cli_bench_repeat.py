@@ -23,6 +23,7 @@ from lightning_specdec.cli_bench_pairs import check_pairs, load_subject
 from lightning_specdec.cli_parser import UsageError
 from lightning_specdec.inference import Window
 from lightning_specdec.inference.windows import window_from_dict
+from lightning_specdec.terminal import say
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def repeat(place: str, form: str) -> int:
         "seconds": [row["seconds"], None if found is None else found.seconds],
         "errors": [row["error"], failed],
     }
-    print(json.dumps(document) if form == "json" else _told(document))
+    say(json.dumps(document) if form == "json" else _told(document))
     return 0 if same or (row["error"] is not None and failed is not None) else 1
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from lightning_specdec.bench.report.report import Report, write
 from lightning_specdec.bench.results import read
 from lightning_specdec.cli_common import progress, set_up_logs
+from lightning_specdec.terminal import say
 
 FOLDER = "report"
 """Where a report goes when nothing else is said: beside the rows."""
@@ -27,10 +28,10 @@ def report(options: Namespace) -> int:
     page = write(made, directory)
     for pair, told in made.answers:
         for setting, sentence in told:
-            print(f"{pair}{f' ({setting})' if setting else ''}: {sentence}")
+            say(f"{pair}{f' ({setting})' if setting else ''}: {sentence}")
     for warning in made.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        say(f"warning: {warning}", file=sys.stderr)
     if not made.cells:
-        print("nothing has been measured yet")
-    print(f"report: {page}")
+        say("nothing has been measured yet")
+    say(f"report: {page}")
     return 0

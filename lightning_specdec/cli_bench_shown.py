@@ -22,6 +22,7 @@ from lightning_specdec.bench.run import Progress
 from lightning_specdec.bench.statistics import Interval
 from lightning_specdec.cli_common import counted
 from lightning_specdec.manifest import made_on
+from lightning_specdec.terminal import say, visible
 
 WIDTH = 24
 QUIET_SECONDS = 30.0
@@ -72,11 +73,11 @@ class Bar(Progress):
     def _draw(self) -> None:
         now = time.monotonic()
         if self._live:
-            sys.stderr.write(f"\r{self.line()[:150]}\x1b[K")
+            sys.stderr.write(f"\r{visible(self.line()[:150])}\x1b[K")
             sys.stderr.flush()
         elif now - self._drawn >= QUIET_SECONDS:
             self._drawn = now
-            print(self.line(), file=sys.stderr, flush=True)
+            say(self.line(), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Take the bar away."""

@@ -25,6 +25,7 @@ from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.inference import Counts, Row, StopStrings
 from lightning_specdec.inference.conversation import Conversation
 from lightning_specdec.rules import Sampling
+from lightning_specdec.terminal import say, visible
 from lightning_specdec.text.chat import Chat
 from lightning_specdec.text.stream import TextStream
 from lightning_specdec.text.tokenizer import TextTokenizer
@@ -126,9 +127,9 @@ class Talk:
             self._begin()
             _note("the chat begins anew")
         elif line == "/stats":
-            print(self.stats(), flush=True)
+            say(self.stats(), flush=True)
         elif line == "/help":
-            print("\n".join(f"{name:<8} {what}" for name, what in COMMANDS.items()), flush=True)
+            say("\n".join(f"{name:<8} {what}" for name, what in COMMANDS.items()), flush=True)
         return line != "/quit"
 
     def say(self, content: str) -> None:
@@ -147,7 +148,7 @@ class Talk:
                 self._show(row, stream)
                 if self.interrupted:
                     self.conversation.cancel()
-        print(stream.finish(drop=row.num_hidden), flush=True)
+        say(stream.finish(drop=row.num_hidden), flush=True)
         self.chat.answer(row.text[row.prompt_length :], num_cut=row.num_hidden)
         self._count(row, time.perf_counter() - started)
 
@@ -159,9 +160,9 @@ class Talk:
             behind = sum(len(self.tokenizer.vocabulary.join([token])) for token in own)
             text = stream.push(kept, hold=max(hidden - behind, 0))
             if text:
-                print(self.marked(text), end="")
+                say(self.marked(visible(text)), end="", has_colours=True)
             kept = []
-        print(stream.push([*kept, *own], hold=hidden), end="", flush=True)
+        say(stream.push([*kept, *own], hold=hidden), end="", flush=True)
 
     def marked(self, text: str) -> str:
         """Text as it is shown where it was guessed and kept."""
@@ -226,13 +227,14 @@ def _turns(interactive: bool) -> Iterator[str]:
         try:
             yield input("> ").strip()
         except EOFError:
-            print(file=sys.stderr)
+            say(file=sys.stderr)
             return
         except KeyboardInterrupt:  # what was typed is dropped, as shells do
-            print(file=sys.stderr)
+            say(file=sys.stderr)
 
 
 def _note(text: str) -> None:
     """Say something beside the chat, dimmed on a terminal."""
     dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    print(f"\x1b[2m{text}\x1b[0m" if dim else text, file=sys.stderr, flush=True)
+    text = visible(text)
+    say(f"\x1b[2m{text}\x1b[0m" if dim else text, file=sys.stderr, flush=True, has_colours=True)

@@ -17,6 +17,7 @@ from lightning_specdec.decoding import Decoding
 from lightning_specdec.drafters import NGramDrafter
 from lightning_specdec.memory import gigabytes
 from lightning_specdec.models.loading import load_model
+from lightning_specdec.terminal import say
 from lightning_specdec.threads import limit_threads
 
 
@@ -59,7 +60,7 @@ def check(options: Namespace) -> int:
         "text": row.text,
         "tokens_per_second": result.tokens_per_second,
     }
-    print(json.dumps(values) if options.output == "json" else _report(values))
+    say(json.dumps(values) if options.output == "json" else _report(values))
     return 0
 
 

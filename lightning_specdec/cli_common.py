@@ -13,6 +13,7 @@ import torch
 from lightning_specdec.checks import require_int, require_number
 from lightning_specdec.cli_groups import MAX_THREADS
 from lightning_specdec.rules import SamplingOptions
+from lightning_specdec.terminal import visible
 
 log = logging.getLogger("lightning_specdec")
 
@@ -60,6 +61,11 @@ def progress(text: str) -> None:
     log.log(logging.INFO if sys.stderr.isatty() else logging.DEBUG, "%s", text)
 
 
+class _VisibleFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
 class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return json.dumps({"level": record.levelname.lower(), "name": record.name, "message": record.getMessage()})
@@ -68,6 +74,6 @@ class _JsonFormatter(logging.Formatter):
 def set_up_logs(level: str, *, json_lines: bool) -> None:
     """Show messages on stderr from this level on."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter() if json_lines else logging.Formatter("%(levelname)s: %(message)s"))
+    handler.setFormatter(_JsonFormatter() if json_lines else _VisibleFormatter("%(levelname)s: %(message)s"))
     log.handlers = [handler]
     log.setLevel(level.upper())

@@ -29,6 +29,7 @@ from lightning_specdec.inference import DecodeInterrupted, DecodeResult, Window
 from lightning_specdec.inference.rows import check_prompt
 from lightning_specdec.manifest import manifest
 from lightning_specdec.rules import RULES, AcceptanceRule, Sampling, SamplingOptions
+from lightning_specdec.terminal import say
 from lightning_specdec.threads import limit_threads
 
 PATIENCE_SECONDS = 20.0
@@ -86,7 +87,11 @@ def decode(options: Namespace) -> int:
                 speculative = stop.result
     run_seconds = time.perf_counter() - started
     if options.output == "text":
-        print(_outputs(decoder, standard, speculative, texts, rule, options, Sampling(**drawn)), flush=True)
+        say(
+            _outputs(decoder, standard, speculative, texts, rule, options, Sampling(**drawn)),
+            flush=True,
+            has_colours=True,
+        )
     if options.repeats and not interrupted:
         warmup = _plan(options, run_seconds, chosen=chosen)
         try:
@@ -109,11 +114,11 @@ def decode(options: Namespace) -> int:
     found = manifest(options=vars(options), checkpoint=options.ckpt, device=decoder.target.device)
     if options.output == "json":
         rows = rows_by_prompt(standard, speculative, [text for text, _ in texts])
-        print(json.dumps({"summary": summary, "prompts": rows, "manifest": found}))
+        say(json.dumps({"summary": summary, "prompts": rows, "manifest": found}))
     elif summary:
-        print(summary_table(summary, num_prompts=len(prompts), manifest=found))
+        say(summary_table(summary, num_prompts=len(prompts), manifest=found))
     if interrupted:
-        print("interrupted: what is above was settled by then", file=sys.stderr)
+        say("interrupted: what is above was settled by then", file=sys.stderr)
     return 130 if interrupted else 0
 
 
@@ -144,7 +149,11 @@ def _outputs(
     options: Namespace,
     sampling: Sampling,
 ) -> str:
-    """Both ways' outputs as they are shown."""
+    """Both ways' outputs as they are shown.
+
+    Control characters are shown as escapes in a file too: this is a report for readers, and `cat` would bring them to a
+    terminal later. `--output json` holds the exact text.
+    """
     shown: dict[str, Any] = {
         "colour": sys.stdout.isatty() and not os.environ.get("NO_COLOR"),
         "logprobs": options.logprobs,

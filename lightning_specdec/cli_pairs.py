@@ -16,6 +16,7 @@ from lightning_specdec.cli_groups import MAX_TOKENS
 from lightning_specdec.cli_parser import UsageError
 from lightning_specdec.memory import available_bytes, gigabytes
 from lightning_specdec.pairs import Pair, PairModel, get_pair, list_pairs
+from lightning_specdec.terminal import say
 
 PROMPT = "The quick brown fox"
 NUM_TOKENS = 10
@@ -36,7 +37,7 @@ def pairs(options: Namespace) -> int:
     rows = [_row(pair, available, options) for pair in chosen]
     if options.output == "json":
         found = {"available_bytes": available, "device": options.device}
-        print(json.dumps({"pairs": rows, **found, "context": options.context, "batch_size": options.batch_size}))
+        say(json.dumps({"pairs": rows, **found, "context": options.context, "batch_size": options.batch_size}))
     else:
         _print_check(rows, available, options) if options.check is not None else _print_list(rows, options)
     return 1 if options.check and rows[0]["fits"] is False else 0
@@ -109,18 +110,18 @@ def _print_list(rows: Sequence[dict[str, Any]], options: Namespace) -> None:
             ]
         )
     texts = "" if options.batch_size == 1 else f" in each of {options.batch_size} texts"
-    print(f"memory: weights and caches of {options.context:,} tokens{texts}; or loading, where that takes more\n")
-    print(_aligned(table))
+    say(f"memory: weights and caches of {options.context:,} tokens{texts}; or loading, where that takes more\n")
+    say(_aligned(table))
     if any(row[role]["gated"] for row in rows for role in ("target", "draft") if row[role]):
-        print("\nmeta-llama's models are gated: accept their terms on the hub and set HF_TOKEN")
-    print("\nlightning_specdec decode --pair NAME")
+        say("\nmeta-llama's models are gated: accept their terms on the hub and set HF_TOKEN")
+    say("\nlightning_specdec decode --pair NAME")
 
 
 def _print_check(rows: Sequence[dict[str, Any]], available: int | None, options: Namespace) -> None:
     free = "unknown" if available is None else gigabytes(available)
     texts = "a text" if options.batch_size == 1 else f"{options.batch_size} texts"
     length = f"{options.context:,} tokens, or of a model's context"
-    print(f"free on {options.device}: {free}; caches for {texts} of {length}\n")
+    say(f"free on {options.device}: {free}; caches for {texts} of {length}\n")
     table = [["name", "model", "parameters", "dtype", "weights", "caches", "here"]]
     for row in rows:
         for role in ("target", "draft"):
@@ -133,7 +134,7 @@ def _print_check(rows: Sequence[dict[str, Any]], available: int | None, options:
         table.append(["", "together", "", "", *sums, _fits(row, options)])
         if row["needed_bytes"] > row["weight_bytes"] + row["cache_bytes"]:
             table.append(["", "while loading", "", "", gigabytes(row["needed_bytes"]), "", ""])
-    print(_aligned(table))
+    say(_aligned(table))
 
 
 def _fits(row: dict[str, Any], options: Namespace) -> str:
@@ -161,14 +162,14 @@ def _ollama(options: Namespace) -> int:
     if options.output == "json":
         listed = [vars(model) for model in models]
         generation = None if tried is None else {**vars(tried), "tokens_per_second": tried.tokens_per_second}
-        print(json.dumps({"host": ollama.host(), "models": listed, "generation": generation}))
+        say(json.dumps({"host": ollama.host(), "models": listed, "generation": generation}))
         return 0
     if tried is None:
-        print(f"Ollama at {ollama.host()} has no models: get one (`ollama pull llama3`)")
+        say(f"Ollama at {ollama.host()} has no models: get one (`ollama pull llama3`)")
         return 0
     table = [["name", "parameters", "quantization", "size"]]
     table += [[model.name, model.parameters, model.quantization, gigabytes(model.size_bytes)] for model in models]
-    print(_aligned(table))
+    say(_aligned(table))
     rate = "" if tried.tokens_per_second is None else f", {tried.tokens_per_second:.1f} tokens/s"
-    print(f"\n{tried.model}: {PROMPT!r} goes on with {tried.text!r} ({tried.num_tokens} tokens{rate})")
+    say(f"\n{tried.model}: {PROMPT!r} goes on with {tried.text!r} ({tried.num_tokens} tokens{rate})")
     return 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from lightning_specdec.bench.prompts import sources as prompt_sources
 from lightning_specdec.bench.prompts.dataset import PromptDataset, check_output
 from lightning_specdec.cli_common import counted, set_up_logs
+from lightning_specdec.terminal import say
 from lightning_specdec.text.named import named_tokenizer
 
 SIZES = {"full": 50, "tiny": 5}
@@ -32,8 +33,8 @@ def prompts(options: Namespace) -> int:
         raw=options.raw,
     )
     built.save(output)
-    print(f"{output}: {counted(len(built), 'prompt')}, sha256 {built.sha256}")
-    print(_table(built, built.recipe["sources"]))
+    say(f"{output}: {counted(len(built), 'prompt')}, sha256 {built.sha256}")
+    say(_table(built, built.recipe["sources"]))
     return 0
 
 

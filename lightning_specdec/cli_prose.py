@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lightning_specdec.cli_report import legend, remarks, rows_of, stop_note, styled
 from lightning_specdec.inference import DecodeResult, RowResult
+from lightning_specdec.terminal import visible
 
 if TYPE_CHECKING:
     from lightning_specdec.text.base import Tokenizer
@@ -37,7 +38,7 @@ def decoded_prose(
     for row, plain, guessed in rows_of(standard, speculative):
         lines.append(f"prompt {row.index}: {_clip(prompts[row.index])}{stop_note(row)}")
         if guessed is not None:
-            lines += ["  speculative", _block(_with_fates(row, tokenizer) if colour else row.text or "")]
+            lines += ["  speculative", _block(_with_fates(row, tokenizer) if colour else visible(row.text or ""))]
         if plain is not None:
             same = guessed is not None and plain.tokens == guessed.tokens
             lines += ["  standard, the same"] if same else [f"  standard{stop_note(plain)}", _block(plain.text or "")]
@@ -49,7 +50,7 @@ def decoded_prose(
 
 
 def _clip(prompt: str) -> str:
-    text = " ".join(prompt.split())
+    text = visible(" ".join(prompt.split()))
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
@@ -68,14 +69,14 @@ def _with_fates(row: RowResult, tokenizer: Tokenizer) -> str:
     def settle(token: int, fate: str) -> None:
         show(stream.push([token]), fate)
         if token in special and (num_left or row.stop_reason != "stop"):
-            shown.append(styled(special[token], fate, True))
+            shown.append(styled(visible(special[token]), fate, True))
 
     def show(piece: str, fate: str) -> None:
         nonlocal num_left
         piece = piece[:num_left]  # a stop string is not shown
         num_left -= len(piece)
         if piece:
-            shown.append(styled(piece, fate, True))
+            shown.append(styled(visible(piece), fate, True))
 
     for each in row.rounds or []:
         for token in each.drafted[: each.num_accepted]:
@@ -83,7 +84,7 @@ def _with_fates(row: RowResult, tokenizer: Tokenizer) -> str:
         rejected = each.drafted[each.num_accepted : each.num_accepted + 1]
         if rejected and each.next_token is not None:
             text = special.get(rejected[0]) or tokenizer.decode(rejected).replace("\n", "\u23ce")
-            shown.append(styled(text, "rejected", True))
+            shown.append(styled(visible(text), "rejected", True))
         if each.next_token is not None:
             settle(each.next_token, "corrected" if rejected else "bonus")
     show(stream.finish(), "kept")

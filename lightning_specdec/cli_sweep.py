@@ -28,6 +28,7 @@ from lightning_specdec.manifest import made_on, manifest
 from lightning_specdec.measuring import Candidate
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import AcceptanceRule
+from lightning_specdec.terminal import say
 from lightning_specdec.threads import limit_threads
 
 NOT_REPEATED = (
@@ -93,14 +94,14 @@ def sweep(options: Namespace) -> int:
     if options.output == "json":
         place = next((i for i, row in enumerate(rows) if row is top), None)
         table = {"rows": [row.to_dict() for row in rows], "best": place, "command": command}
-        print(json.dumps({**table, "interrupted": interrupted, "manifest": made_by}))
+        say(json.dumps({**table, "interrupted": interrupted, "manifest": made_by}))
     else:
-        print(_report(rows, top, command, prompts=_chosen(len(prompts), len(found)), manifest=made_by))
+        say(_report(rows, top, command, prompts=_chosen(len(prompts), len(found)), manifest=made_by))
     different = [row for row in rows if row.same_tokens is False]
     for row in different:
-        print(f"error: {_difference(row, decoder.target, rule)}", file=sys.stderr)
+        say(f"error: {_difference(row, decoder.target, rule)}", file=sys.stderr)
     if interrupted:
-        print("interrupted: what is above was settled by then", file=sys.stderr)
+        say("interrupted: what is above was settled by then", file=sys.stderr)
         return 130
     return 1 if different or any(row.error for row in rows) else 0
 

@@ -21,6 +21,7 @@ from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.safetensors_file import read_header
 from lightning_specdec.target_reference import TargetReference
+from lightning_specdec.terminal import say
 from lightning_specdec.text.bytes import NAME, ByteTokenizer
 
 MOST_SHOWN = 80
@@ -38,7 +39,7 @@ def info(options: Namespace) -> int:
     if path.suffix == draft_file.SUFFIX:
         return _info_draft(path)
     loaded = checkpoint.load(path)
-    print(f"checkpoint  {path} ({path.stat().st_size:,} bytes)")
+    say(f"checkpoint  {path} ({path.stat().st_size:,} bytes)")
     if loaded.reference is None:
         _show_part("target     ", loaded.target)
     else:
@@ -49,12 +50,12 @@ def info(options: Namespace) -> int:
     ]:
         _show_part(f"{label:<11}", drafter)
     if loaded.tokenizer is not None:
-        print(f"tokenizer   {json.dumps(loaded.tokenizer)[1:-1]}")
+        say(f"tokenizer   {json.dumps(loaded.tokenizer)[1:-1]}")
     if loaded.tokenizer == NAME:
         for prompt in loaded.prompts:
-            print(f"prompt      {_cut(ByteTokenizer().decode(prompt))}")
+            say(f"prompt      {_cut(ByteTokenizer().decode(prompt))}")
     else:
-        print(f"prompts     {json.dumps(loaded.prompts)}")
+        say(f"prompts     {json.dumps(loaded.prompts)}")
     for name, values in (("recipe", loaded.recipe), ("training", loaded.training)):
         _show_values(name, values)
     return 0
@@ -64,7 +65,7 @@ def _info_draft(path: Path) -> int:
     """Say what a draft file holds; its target need not be there."""
     drafter, found = draft_file.build_draft(path), draft_file.read(path)
     kinds = sorted({tensor.dtype for tensor in read_header(path).values()})
-    print(f"draft file  {path} ({path.stat().st_size:,} bytes{''.join(f', {kind}' for kind in kinds)})")
+    say(f"draft file  {path} ({path.stat().st_size:,} bytes{''.join(f', {kind}' for kind in kinds)})")
     _show_reference(found.target)
     _show_part("drafter    ", drafter)
     _show_values("recipe", found.recipe)
@@ -76,7 +77,7 @@ def _show_reference(target: TargetReference) -> None:
     """A line for a target that lies elsewhere."""
     sizes = {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size, "num_layers": target.num_layers}
     shown = ", ".join(f"{name}={size}" for name, size in sizes.items() if size is not None)
-    print(f"target      {json.dumps(str(target))[1:-1]}: {json.dumps(target.kind)[1:-1]}, {shown}, not in this file")
+    say(f"target      {json.dumps(str(target))[1:-1]}: {json.dumps(target.kind)[1:-1]}, {shown}, not in this file")
 
 
 def _show_values(name: str, values: dict[str, Any]) -> None:
@@ -84,10 +85,10 @@ def _show_values(name: str, values: dict[str, Any]) -> None:
     for key, value in values.items():
         label = f"{name:<11} {json.dumps(key)[1:-1]}"
         if key != "losses" or not isinstance(value, dict):
-            print(f"{label}: {json.dumps(value)}")
+            say(f"{label}: {json.dumps(value)}")
             continue
         for loss, number in value.items():
-            print(f"{label} {json.dumps(loss)[1:-1]}: {_short(number)}")
+            say(f"{label} {json.dumps(loss)[1:-1]}: {_short(number)}")
 
 
 def _short(value: object) -> str:
@@ -110,7 +111,7 @@ def _show_part(label: str, module: LanguageModel | Drafter, indent: str = "  ") 
         parts += [(key, each) for each in inner]
         if not inner:
             plain[key] = value
-    print(f"{label} {_described(type(module).__name__, plain)}, {_parameters(module)}")
+    say(f"{label} {_described(type(module).__name__, plain)}, {_parameters(module)}")
     for key, part in parts:
         _show_part(f"{indent}{key:<{max(1, 11 - len(indent))}}", part, indent + "  ")
 
@@ -158,7 +159,7 @@ def export(options: Namespace) -> int:
             tokenizer=loaded.tokenizer,
             dtype=options.dtype,
         )
-    print(f"{output}: {output.stat().st_size:,} bytes")
+    say(f"{output}: {output.stat().st_size:,} bytes")
     return 0
 
 
@@ -187,7 +188,7 @@ def env(options: Namespace) -> int:
         rows.append((f"dtypes on {device}", ", ".join(kinds)))
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        print(f"{name:<{width}}  {value}")
+        say(f"{name:<{width}}  {value}")
     return 0
 
 

@@ -20,15 +20,23 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
     """A new file beside that one, to be written: it takes its place in one step, or is gone if the writing fails.
 
     Its directories are made where they are missing.
+
+    Raises:
+        OSError: the writing failed; the error names `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)  # a temporary file is its owner's alone
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            try:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                os.chmod(file.name, 0o644)  # a temporary file is its owner's alone
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:  # a full disk names no file; leaving the inner block flushes again, and fails again
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise

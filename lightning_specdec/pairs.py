@@ -146,12 +146,18 @@ def read_pair(path: Path) -> Pair:
     """
     import yaml
 
+    from lightning_specdec.yaml_text import check_yaml
+
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        check_yaml(text)
+        values = yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
         raise ValueError(f"{path} is no YAML{place}: see the pairs that ship for how one looks") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     try:
         return _pair(path, _checked(values, Pair, "", derived={"name", "path"}))
     except ValueError as error:

@@ -95,6 +95,56 @@ def test_a_checkpoint_that_does_not_hold_together_is_refused(ckpt: str, damage: 
     assert not Path("exploded").exists()
 
 
+def shared(depth: int) -> list[Any]:
+    """A list of ten texts that stands 10^depth times in lists of ten: small in a file, larger than any memory."""
+    value: list[Any] = ["a"] * 10
+    for _ in range(depth):
+        value = [value] * 10
+    return value
+
+
+def nested() -> list[Any]:
+    value: list[Any] = []
+    for _ in range(200):
+        value = [value]
+    return value
+
+
+def cyclic() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+LARGE: dict[str, Callable[[], object]] = {
+    "shared": lambda: shared(25),
+    "shared text": lambda: ["a" * 10**5] * 10**5,
+    "nested": nested,
+    "cyclic": cyclic,
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "large"),
+    [*((place, "shared") for place in ("recipe", "prompts", "target", "format", "loops")), ("recipe", "shared text")]
+    + [("others", "nested"), ("format", "cyclic")],
+)
+def test_a_small_checkpoint_that_would_fill_any_memory_is_refused_before_it_is_copied(
+    ckpt: str, place: str, large: str
+) -> None:
+    content, value = torch.load(ckpt, weights_only=True), LARGE[large]()
+    if place == "loops":
+        content[place] = value
+    elif place in ("target", "drafter"):
+        content[checkpoint.KEY][place]["class"] = value
+    else:
+        content[checkpoint.KEY][place] = {"x": value} if place == "recipe" else value
+    torch.save(content, "bad.ckpt")
+    assert Path("bad.ckpt").stat().st_size < 1_000_000
+    for verb in ("decode", "info", "export"):
+        refused(*OF_A_CHECKPOINT[verb]("bad.ckpt"), told="bad.ckpt holds more plain values than any checkpoint needs")
+
+
 def make_files(good: Path) -> list[str]:
     """Files that are no checkpoint, in the current directory; gives their names and one that is not there."""
     data = good.read_bytes()

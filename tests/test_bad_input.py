@@ -109,6 +109,28 @@ def test_a_refused_export_keeps_what_was_there(ckpt: str) -> None:
     refused(*OF_A_CHECKPOINT["export"]("bomb.ckpt"), told="bomb.ckpt asks to run code")
 
 
+ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
+ALIASES += "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}\n" for i in range(1, 10))
+BAD_YAML = {
+    "deep": ("[" * 100_000, "nested at most"),
+    "aliases": (ALIASES, "repeated ones counted again"),
+    "merges": (MERGES, "repeated ones counted again"),
+    "cyclic": ("a: &a [*a]", "repeats what it stands in"),
+    "long": ("#" * 2**21, "characters, got"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_YAML)
+def test_yaml_that_would_exhaust_stack_or_memory_is_one_line(bad: str) -> None:
+    text, told = BAD_YAML[bad]
+    Path("bad.yaml").write_text(text)
+    for arguments in (["fit", "--config", "bad.yaml"], ["fit", "--config=bad.yaml"], ["bench", "--config", "bad.yaml"]):
+        refused(*arguments, told=f"bad.yaml: {'YAML' if bad != 'cyclic' else 'the YAML'}")
+        refused(*arguments, told=told)
+    refused("fit", "--data", "bad.yaml", told=told)
+
+
 @pytest.mark.parametrize("verb", ["decode", "fit"])
 def test_a_process_of_its_own_says_no_more_than_that(ckpt: str, verb: str) -> None:
     torch.save(Bomb(), "bomb.ckpt")

@@ -21,6 +21,7 @@ from lightning_specdec.cli_prose import decoded_prose
 from lightning_specdec.inference import Counts, DecodeResult, Round, RowResult
 from lightning_specdec.models.loading import load_model
 from lightning_specdec.pairs import shipped_directory
+from lightning_specdec.terminal import visible
 
 __all__ = ["ckpt", "shipped_run"]
 BRIEF = ("--repeats", "1", "--max_new_tokens", "8", "--output", "json")
@@ -138,12 +139,12 @@ def test_stop_text_and_eos_end_a_row(home: Path) -> None:
     assert ended["speculative"]["tokens"] == tokens[: tokens.index(tokens[3]) + 1]
 
 
-def test_without_colours_the_text_stands_as_it_is() -> None:
+def test_without_colours_the_text_stands_with_its_control_characters_visible() -> None:
     document = succeed("decode", "--target", "target", *BRIEF, "--prompt", "the cat").json
     shown = succeed("decode", "--target", "target", *SHOWN, "--prompt", "the cat").out
     text = document["prompts"][0]["speculative"]["text"]
     assert "\x1b" not in shown and "prompt 0: the cat" in shown and "  standard, the same\n" in shown
-    first = text.strip("\n").splitlines()[0]
+    first = visible(text.strip("\n").split("\n")[0])
     assert f"    {first}" in shown and "ExactMatch is lossless: all 8 new tokens equal" in shown
     assert "walltime_speedup" in shown
 
@@ -159,7 +160,7 @@ def test_colours_show_the_fate_of_each_piece_and_add_nothing(home: Path) -> None
     without_rejected = re.sub(r"\x1b\[31;9m.*?\x1b\[0m", "", body, flags=re.DOTALL)
     plain = re.sub(r"\x1b\[[0-9;]*m", "", without_rejected)
     assert result.rows[0].text is not None
-    assert "".join(plain.split()) == "".join(result.rows[0].text.split())
+    assert "".join(plain.split()) == "".join(visible(result.rows[0].text).split())
 
 
 def test_where_only_rounding_differs_the_report_says_so() -> None:

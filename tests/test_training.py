@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
 import time
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -455,6 +457,36 @@ def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     SafeCheckpointIO().save_checkpoint({"epoch": 1}, path)
     with pytest.raises(Exception, match="pickle"):
         SafeCheckpointIO().save_checkpoint({"epoch": lambda: None}, path)
+    assert SafeCheckpointIO().load_checkpoint(path)["epoch"] == 1
+
+
+def test_two_runs_into_one_directory_never_write_into_the_same_file(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+
+    class AnotherRunSaves:
+        def __reduce__(self) -> tuple[object, tuple[()]]:
+            SafeCheckpointIO().save_checkpoint({"epoch": 2}, path)
+            assert SafeCheckpointIO().load_checkpoint(path)["epoch"] == 2
+            return OrderedDict, ()
+
+    SafeCheckpointIO().save_checkpoint({"epoch": 1, "meanwhile": AnotherRunSaves()}, path)
+    assert SafeCheckpointIO().load_checkpoint(path)["epoch"] == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("num_values", [1, 2**18])
+def test_a_full_disk_names_the_file_and_leaves_the_old_checkpoint_alone(tmp_path: Path, num_values: int) -> None:
+    path = tmp_path / "best.ckpt"
+    SafeCheckpointIO().save_checkpoint({"epoch": 1}, path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
+    try:
+        with pytest.raises(OSError) as refused:
+            SafeCheckpointIO().save_checkpoint({"epoch": 2, "weights": torch.ones(num_values)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert refused.value.filename == str(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["best.ckpt"]
     assert SafeCheckpointIO().load_checkpoint(path)["epoch"] == 1
 
 

@@ -12,6 +12,7 @@ import yaml
 
 from lightning_specdec.bench import config_entries as entry
 from lightning_specdec.bench.config_entries import OUTSIDE, OWN, PairChoice, RuleChoice
+from lightning_specdec.yaml_text import check_yaml
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,9 @@ def read_config(path: str | os.PathLike[str]) -> BenchConfig:
     """
     path = Path(path).expanduser()
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        text = path.read_text(encoding="utf-8")
+        check_yaml(text)
+        values = yaml.load(text, _Loader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""

@@ -16,6 +16,7 @@ from safetensors.numpy import save
 
 from lightning_specdec.files import replaced
 from lightning_specdec.models.safetensors_file import read_header
+from lightning_specdec.terminal import say
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -200,4 +201,4 @@ def prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
 @rank_zero_only
 def tell(line: str) -> None:
     """Say on stderr what is being done, once for all processes."""
-    print(line, file=sys.stderr)
+    say(line, file=sys.stderr)

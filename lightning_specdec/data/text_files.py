@@ -22,6 +22,7 @@ from lightning_specdec.data.text_sources import Found, TextFile, find_texts, hol
 from lightning_specdec.data.token_file import smallest_dtype, token_file
 from lightning_specdec.data.windows import Windows, WindowSampler, grid_size
 from lightning_specdec.files import cache_home
+from lightning_specdec.terminal import say
 from lightning_specdec.text.bytes import ByteTokenizer
 from lightning_specdec.text.named import named_tokenizer
 
@@ -255,4 +256,4 @@ class _Text:
 
 @rank_zero_only
 def _tell(line: str) -> None:
-    print(line, file=sys.stderr)
+    say(line, file=sys.stderr)

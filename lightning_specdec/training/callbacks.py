@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.terminal import say
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.round_metrics import SpeculationCounts
 
@@ -212,7 +213,7 @@ class JsonLinesWriter(BasePredictionWriter):
             merged = {row["index"]: row for part in parts for row in map(json.loads, part.read_text().splitlines())}
             self._write(self._part(0), [merged[index] for index in sorted(merged)])
             os.replace(self._part(0), self.path)
-            print(f"{len(merged)} predictions: {self.path}")
+            say(f"{len(merged)} predictions: {self.path}")
             for part in parts[1:]:
                 part.unlink()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from lightning_specdec import archive
 
 VERSION_KEY = "pytorch-lightning_version"
 """What the Trainer wants to find in every checkpoint."""
@@ -20,7 +21,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
 
     Theory: within one directory a rename replaces a file as a whole or not at all, so a run that is killed at any
     moment leaves the checkpoint of before or the one after, never half of one. A temporary file elsewhere, as
-    Lightning writes it, is copied over the old one wherever it lies on another file system.
+    Lightning writes it, is copied over the old one wherever it lies on another file system. Each write has a temporary
+    name of its own, so that two runs into one directory never write into the same file.
     """
 
     def __init__(self) -> None:
@@ -31,15 +33,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} writes local files: it takes no storage_options")
-        final = Path(path)
-        final.parent.mkdir(parents=True, exist_ok=True)
-        partial = final.with_name(f".{final.name}.partial")
-        with open(partial, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, final)
-        self.written.add(final.resolve())
+        archive.write(path, checkpoint)
+        self.written.add(Path(path).resolve())
 
     def load_checkpoint(
         self, path: str | Path, map_location: Callable[..., Any] | None = None, weights_only: bool | None = None

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jsonargparse import ArgumentError, set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -20,6 +21,7 @@ from lightning_specdec import training as _training  # noqa: F401  # YAML can na
 from lightning_specdec.data import TokenData
 from lightning_specdec.data.corpus import tell
 from lightning_specdec.models import MODELS
+from lightning_specdec.terminal import say
 from lightning_specdec.threads import limit_threads
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.checkpoint_io import SafeCheckpointIO
@@ -28,9 +30,11 @@ from lightning_specdec.training.generation_bar import GenerationBar
 from lightning_specdec.training.outputs import ReplacedCheckpoints, check_source, seen_from_here
 from lightning_specdec.training.parse_errors import one_line
 from lightning_specdec.training.resume import check_trainer_state
+from lightning_specdec.yaml_text import check_yaml
 
 _UNUSED = ("trainer.logger", "trainer.enable_checkpointing", "trainer.enable_model_summary", "seed_everything")
 _GIVE = "take a config such as configs/smollm2_generate.yaml"
+_TAKES_YAML = ("--config", "--trainer", "--model", "--data")
 _PROMISES = ("acceptance_rate", "block_efficiency", "walltime_speedup")
 VERBS = ("fit", "validate", "test", "predict", "generate")
 ALLOWED_IMPORTS = (
@@ -153,12 +157,12 @@ class TrainingCLI(LightningCLI):
         for name in sorted(values, key=lambda name: (name.count("/"), not name.endswith("_loss"), name)):
             lines.setdefault(name.rpartition("/")[0], []).append(f"{name} {values[name]:.3f}")
         for line in lines.values():
-            print("  ".join(line))
+            say("  ".join(line))
         for callback in self.trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and Path(callback.best_model_path).is_file():
-                print(f"{callback.filename} checkpoint: {seen_from_here(callback.best_model_path)}")
+                say(f"{callback.filename} checkpoint: {seen_from_here(callback.best_model_path)}")
         if self.trainer.logger and self.trainer.log_dir:
-            print(f"curves: tensorboard --logdir {seen_from_here(self.trainer.log_dir)}")
+            say(f"curves: tensorboard --logdir {seen_from_here(self.trainer.log_dir)}")
 
 
 def _is_told(name: str) -> bool:
@@ -191,13 +195,23 @@ def find_checkpoint(trainer: Trainer, name: str) -> str:
 
 def import_named(arguments: list[str]) -> None:
     """Import the models that wait to be asked for and that the command line or its configs name, so that the parser
-    finds them by their short names."""
+    finds them by their short names.
+
+    Raises:
+        ValueError: a config is nested so deeply or repeats so much that the parser could not take it.
+    """
     texts = list(arguments)
     for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
         name, _, joined = option.partition("=")
         path = Path(joined or value)
-        if name == "--config" and path.is_file():
+        if name in _TAKES_YAML and path.is_file():
             texts.append(path.read_text(encoding="utf-8", errors="replace"))
+            try:
+                check_yaml(texts[-1])
+            except yaml.YAMLError:
+                pass  # the parser says where it is wrong
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
     for name, import_it in MODELS.waiting.items():
         if any(name in text for text in texts):
             import_it()

@@ -23,6 +23,7 @@ from lightning_specdec.inference.limits import check_context
 from lightning_specdec.inference.windows import as_window
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import Sampling
+from lightning_specdec.terminal import say
 from lightning_specdec.text.base import Tokenizer
 from lightning_specdec.texts import Texts
 from lightning_specdec.threads import limit_threads
@@ -174,7 +175,7 @@ class GenerateText(LightningModule):
         where = seen_from_here(self.output)
         if missing:
             wanted = manifest["num_shards"]
-            print(f"{wanted - len(missing)} of {wanted} shards are in {where}: run it again")
+            say(f"{wanted - len(missing)} of {wanted} shards are in {where}: run it again")
             return
         _, shards = corpus.open_corpus(self.output)
         num_prompt_tokens = sum(int(shard.prompt_lengths.sum()) for shard in shards)
@@ -184,7 +185,7 @@ class GenerateText(LightningModule):
             "num_new_tokens": sum(int(shard.starts[-1]) for shard in shards) - num_prompt_tokens,
         }
         corpus.write_manifest(self.output, {**manifest, "totals": totals})
-        print(f"{totals['num_rows']:,} rows, {totals['num_new_tokens']:,} new tokens: {where}")
+        say(f"{totals['num_rows']:,} rows, {totals['num_new_tokens']:,} new tokens: {where}")
 
     def _begin(self) -> None:
         """Write the manifest, or check that the one that is there is of the same run.

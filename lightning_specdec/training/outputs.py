@@ -11,6 +11,8 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_specdec.terminal import say
+
 
 class ReplacedCheckpoints(Callback):
     """Says that a new run takes the place of an earlier one's checkpoints, once nothing can refuse it any more."""
@@ -22,7 +24,7 @@ class ReplacedCheckpoints(Callback):
             if isinstance(callback, ModelCheckpoint) and callback.dirpath and callback.filename == "last":
                 if (Path(callback.dirpath) / f"last{callback.FILE_EXTENSION}").is_file():
                     note = "replaces the checkpoints of an earlier run (--ckpt_path last would go on with it)"
-                    print(f"note: {note}: {seen_from_here(callback.dirpath)}", file=sys.stderr)
+                    say(f"note: {note}: {seen_from_here(callback.dirpath)}", file=sys.stderr)
 
 
 def check_source(trainer: Trainer, source: str) -> None:
