@@ -33,7 +33,8 @@ class Sampling:
     """How a token is drawn from logits.
 
     Theory: the distribution that speculative decoding must keep is the one after these settings, so draft and target
-    must turn logits into probabilities by the same code. All of it is float32, whatever the models compute in.
+    must turn logits into probabilities by the same code. These are float32, whatever the models compute in; tokens are
+    drawn from exactly them, in float64.
 
     Args:
         temperature: logits are divided by it; 0 puts all probability on the largest logit.
@@ -173,9 +174,9 @@ def draw(weights: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"]) -> Int[Te
     """Inverse transform sampling: the first token whose cumulative weight exceeds `uniform` times the total.
 
     Weights need no normalization, but a sum above 1e-30. A token of weight zero is never drawn: the comparison is
-    strict, and uniform < 1.
+    strict, and uniform < 1. Sums are float64: in float32 those of a large vocabulary leave out its unlikely tokens.
     """
-    cumulative = weights.cumsum(-1)
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(cumulative, uniform[..., None] * cumulative[..., -1:], right=True).squeeze(-1)
 
 
@@ -197,9 +198,10 @@ def noise_table(seed: int, prompt_index: int, num_positions: int) -> Float[Tenso
 
     Theory: a row's numbers depend on the seed and the prompt's index alone, so its tokens do not depend on the batch
     that it is decoded in, on rows that leave, or on the number of processes. More positions extend a shorter table.
+    They have float64's 53 bits: with float32's 24, tokens less likely than 2^-24 could not be drawn.
     """
     generator = torch.Generator().manual_seed(_mix(seed, prompt_index))
-    return torch.rand(num_positions, len(Purpose), generator=generator)
+    return torch.rand(num_positions, len(Purpose), generator=generator, dtype=torch.float64)
 
 
 def _mix(seed: int, prompt_index: int) -> int:
