@@ -150,7 +150,7 @@ class CompiledDrafter(ModelDrafter):
         if (missing := self.num_draft_tokens - uniform.shape[1]) > 0:
             uniform = nn.functional.pad(uniform, (0, missing))
         # Compiled code takes the strides of its example for granted.
-        inputs = [*self._weights, tokens, state.hidden(), uniform.contiguous()]
+        inputs = [*self._weights, tokens, state.hidden(), uniform.double().contiguous()]
         guesses, states, logits, probs = self._run[tokens.shape[1]](inputs)
         state.append(states[:, num_padded:])
         return (
