@@ -173,6 +173,13 @@ def test_tables_of_other_indices_and_seeds_are_other_tables() -> None:
     assert len(first) == 30 * 300
 
 
+def test_every_bit_of_a_seed_and_of_an_index_changes_the_table() -> None:
+    seeds = [0, 2**63 - 1, 2**32 + 1, *(1 << bit for bit in range(63))]
+    indices = [0, 2**32 + 1, *(1 << bit for bit in range(63))]
+    tables = {tuple(noise_table(seed, index, 2).flatten().tolist()) for seed in seeds for index in indices}
+    assert len(tables) == len(set(seeds)) * len(set(indices))
+
+
 def test_a_table_does_not_touch_the_global_generator() -> None:
     before = torch.random.get_rng_state()
     noise_table(1, 1, 10)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -196,16 +198,12 @@ def column(noise: Float[Tensor, "*B 3"] | None, purpose: Purpose) -> Float[Tenso
 def noise_table(seed: int, prompt_index: int, num_positions: int) -> Float[Tensor, "N 3"]:
     """Uniform numbers in [0, 1) for one row: by position of the new token, then by `Purpose`.
 
-    Theory: a row's numbers depend on the seed and the prompt's index alone, so its tokens do not depend on the batch
-    that it is decoded in, on rows that leave, or on the number of processes. More positions extend a shorter table.
-    They have float64's 53 bits: with float32's 24, tokens less likely than 2^-24 could not be drawn.
+    Theory: a row's numbers depend on the seed and the prompt's index alone, on all 64 bits of each; so its tokens do
+    not depend on the batch that it is decoded in, on rows that leave, or on the number of processes. More positions
+    extend a shorter table. Numbers have 53 bits: with float32's 24, tokens less likely than 2^-24 could not be drawn.
     """
-    generator = torch.Generator().manual_seed(_mix(seed, prompt_index))
-    return torch.rand(num_positions, len(Purpose), generator=generator, dtype=torch.float64)
-
-
-def _mix(seed: int, prompt_index: int) -> int:
-    """A 32-bit key (all that the CPU's Mersenne Twister takes); for one seed, no two indices share a key."""
-    mixed = (seed ^ (seed >> 32)) * 0x85EBCA6B & 0xFFFFFFFF
-    mixed ^= mixed >> 13
-    return (mixed + prompt_index * 0x9E3779B1) & 0xFFFFFFFF
+    # A hash of any length: torch's generators on a CPU tell only 2^32 seeds apart.
+    key = struct.pack("<QQ", seed, prompt_index % 2**64)
+    drawn = bytearray(hashlib.shake_128(key).digest(8 * num_positions * len(Purpose)))
+    bits = torch.frombuffer(drawn, dtype=torch.long).view(num_positions, len(Purpose)) & 2**53 - 1
+    return bits.double() * 2**-53
