@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from fractions import Fraction
+from itertools import accumulate
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch
 from lightning_specdec.rules import SOFTMAX, Purpose, Sampling, draw, noise_table
 from lightning_specdec.rules.sampling import largest
 
-LAST = 1 - 2**-24
+LAST = 1 - 2**-53
 """The largest uniform number that is ever drawn."""
 
 
@@ -100,7 +102,7 @@ def test_forbidden_tokens_have_no_probability_and_are_never_drawn() -> None:
         probs = sampling.probs(logits)
         assert probs[0, 0] == 0 and probs[0, 2] == 0 and bool(probs.isfinite().all())
         for uniform in (0.0, 0.5, LAST):
-            assert sampling.sample(logits, torch.tensor([uniform])).item() in (1, 3)
+            assert sampling.sample(logits, torch.tensor([uniform], dtype=torch.float64)).item() in (1, 3)
 
 
 def test_large_logits_and_small_temperatures_stay_finite() -> None:
@@ -116,20 +118,40 @@ def test_a_token_of_weight_zero_is_never_drawn(zeros: tuple[int, ...], uniform: 
     generator = torch.Generator().manual_seed(0)
     weights = torch.rand(500, 4, generator=generator) * 10.0 ** torch.randint(-20, 3, (500, 1), generator=generator)
     weights[:, list(zeros)] = 0
-    tokens = draw(weights, torch.full((500,), uniform))
+    tokens = draw(weights, torch.full((500,), uniform, dtype=torch.float64))
     assert bool((weights.gather(1, tokens[:, None]) > 0).all())
 
 
 def test_a_large_vocabulary_is_drawn_from_within_its_bounds() -> None:
     probs = torch.randn(20, 50_000, generator=torch.Generator().manual_seed(1)).softmax(-1)
     for uniform in (0.0, LAST):
-        tokens = draw(probs, torch.full((20,), uniform))
+        tokens = draw(probs, torch.full((20,), uniform, dtype=torch.float64))
         assert bool((tokens >= 0).all()) and bool((tokens < 50_000).all())
+
+
+@pytest.mark.parametrize("size", [50_000, 200_000])
+def test_each_token_of_a_large_vocabulary_is_drawn_by_numbers_of_its_own_probability(size: int) -> None:
+    """The numbers that draw a token are those of its interval, to 1e-12; the least likely has one of 4e-7."""
+    weights = Sampling(1.0).probs(-torch.arange(1, size + 1).log())  # Zipf's law
+    sums = accumulate(map(Fraction, weights.tolist()))
+    ends = torch.tensor(list(map(float, sums)), dtype=torch.float64)
+    ends, starts = ends / ends[-1], torch.cat((torch.zeros(1), ends[:-1])) / ends[-1]
+    spread = torch.randint(size, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+    tokens = torch.tensor([*range(20), *spread, *range(size - 40, size)])
+    for chunk in tokens.split(20):
+        for numbers in (starts[chunk] + 1e-12, ends[chunk] - 1e-12):
+            assert torch.equal(draw(weights.expand(len(chunk), size), numbers), chunk)
+
+
+def test_noise_tells_tokens_apart_that_are_less_likely_than_float32_resolves() -> None:
+    table = noise_table(0, 0, 1000)
+    assert table.dtype == torch.float64
+    assert float((table * 2**24).frac().gt(0).double().mean()) > 0.99, "numbers of 24 bits alone"
 
 
 def test_draws_are_the_inverse_of_the_cumulative_distribution() -> None:
     weights = torch.tensor([1.0, 0.0, 2.0, 1.0])
-    numbers = torch.tensor([0.0, 0.24, 0.25, 0.5, 0.74, 0.75, LAST])
+    numbers = torch.tensor([0.0, 0.24, 0.25, 0.5, 0.74, 0.75, LAST], dtype=torch.float64)
     assert draw(weights.expand(7, 4), numbers).tolist() == [0, 0, 2, 2, 2, 3, 3]
 
 
@@ -149,6 +171,13 @@ def test_a_longer_table_begins_with_the_shorter_one() -> None:
 def test_tables_of_other_indices_and_seeds_are_other_tables() -> None:
     first = {tuple(noise_table(seed, index, 2).flatten().tolist()) for seed in range(30) for index in range(300)}
     assert len(first) == 30 * 300
+
+
+def test_every_bit_of_a_seed_and_of_an_index_changes_the_table() -> None:
+    seeds = [0, 2**63 - 1, 2**32 + 1, *(1 << bit for bit in range(63))]
+    indices = [0, 2**32 + 1, *(1 << bit for bit in range(63))]
+    tables = {tuple(noise_table(seed, index, 2).flatten().tolist()) for seed in seeds for index in indices}
+    assert len(tables) == len(set(seeds)) * len(set(indices))
 
 
 def test_a_table_does_not_touch_the_global_generator() -> None:

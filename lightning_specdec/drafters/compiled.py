@@ -100,7 +100,7 @@ class CompiledDrafter(ModelDrafter):
         if self.compiled_sampling.processors:
             raise ValueError("a roll-out with logits processors cannot be compiled: decode with the draft uncompiled")
         self._weights = fused.weights()
-        self._no_noise = torch.zeros(1, num_draft_tokens)
+        self._no_noise = torch.zeros(1, num_draft_tokens, dtype=torch.float64)
         self._hidden_size = fused.num_layers * fused.hidden_size
         program = _Program(fused, num_draft_tokens, self.compiled_sampling)
         directory = cache_home() if cache_dir is None else cache_dir / "lightning_specdec"
@@ -116,7 +116,7 @@ class CompiledDrafter(ModelDrafter):
         if not path.exists():
             hidden = torch.zeros(1, self._hidden_size, dtype=self._weights[0].dtype)
             tokens = torch.zeros(1, num_read, dtype=torch.long)
-            _compile(program, (self._weights, tokens, hidden, torch.zeros(1, self.num_draft_tokens)), path)
+            _compile(program, (self._weights, tokens, hidden, self._no_noise), path)
         # The loader itself: the package's own call checks and flattens its arguments anew each time.
         run: Callable[[list[Tensor]], list[Tensor]] = torch._inductor.aoti_load_package(str(path)).loader.run
         return run
@@ -150,7 +150,7 @@ class CompiledDrafter(ModelDrafter):
         if (missing := self.num_draft_tokens - uniform.shape[1]) > 0:
             uniform = nn.functional.pad(uniform, (0, missing))
         # Compiled code takes the strides of its example for granted.
-        inputs = [*self._weights, tokens, state.hidden(), uniform.contiguous()]
+        inputs = [*self._weights, tokens, state.hidden(), uniform.double().contiguous()]
         guesses, states, logits, probs = self._run[tokens.shape[1]](inputs)
         state.append(states[:, num_padded:])
         return (

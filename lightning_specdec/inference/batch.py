@@ -38,7 +38,7 @@ class Batch:
         self.noise: Float[Tensor, "B S 3"] | None = None
         """Each row's uniform numbers, from its first new token on."""
         if seed is not None:
-            self.noise = self._steady("noise", (batch_size, num_slots, len(Purpose)), torch.float32).zero_()
+            self.noise = self._steady("noise", (batch_size, num_slots, len(Purpose)), torch.float64).zero_()
         self._upload: Upload | None = None
 
     @property

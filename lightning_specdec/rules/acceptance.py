@@ -152,7 +152,7 @@ class RejectionSampling(AcceptanceRule):
         draft_probs = _one_hot(draft.tokens, target_probs) if draft.probs is None else draft.probs
         if noise is None:  # nothing is left to chance, and any number decides alike
             noise = target_probs.new_zeros(*target_probs.shape[:2], len(Purpose))
-        kept = noise[:, :-1, Purpose.ACCEPT] * _prob_of(draft.tokens, draft_probs) < _prob_of(
+        kept = noise[:, :-1, Purpose.ACCEPT].double() * _prob_of(draft.tokens, draft_probs) < _prob_of(
             draft.tokens, target_probs[:, :-1]
         )
         if draft.lengths is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -33,7 +35,8 @@ class Sampling:
     """How a token is drawn from logits.
 
     Theory: the distribution that speculative decoding must keep is the one after these settings, so draft and target
-    must turn logits into probabilities by the same code. All of it is float32, whatever the models compute in.
+    must turn logits into probabilities by the same code. These are float32, whatever the models compute in; tokens are
+    drawn from exactly them, in float64.
 
     Args:
         temperature: logits are divided by it; 0 puts all probability on the largest logit.
@@ -173,9 +176,9 @@ def draw(weights: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"]) -> Int[Te
     """Inverse transform sampling: the first token whose cumulative weight exceeds `uniform` times the total.
 
     Weights need no normalization, but a sum above 1e-30. A token of weight zero is never drawn: the comparison is
-    strict, and uniform < 1.
+    strict, and uniform < 1. Sums are float64: in float32 those of a large vocabulary leave out its unlikely tokens.
     """
-    cumulative = weights.cumsum(-1)
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(cumulative, uniform[..., None] * cumulative[..., -1:], right=True).squeeze(-1)
 
 
@@ -195,15 +198,12 @@ def column(noise: Float[Tensor, "*B 3"] | None, purpose: Purpose) -> Float[Tenso
 def noise_table(seed: int, prompt_index: int, num_positions: int) -> Float[Tensor, "N 3"]:
     """Uniform numbers in [0, 1) for one row: by position of the new token, then by `Purpose`.
 
-    Theory: a row's numbers depend on the seed and the prompt's index alone, so its tokens do not depend on the batch
-    that it is decoded in, on rows that leave, or on the number of processes. More positions extend a shorter table.
+    Theory: a row's numbers depend on the seed and the prompt's index alone, on all 64 bits of each; so its tokens do
+    not depend on the batch that it is decoded in, on rows that leave, or on the number of processes. More positions
+    extend a shorter table. Numbers have 53 bits: with float32's 24, tokens less likely than 2^-24 could not be drawn.
     """
-    generator = torch.Generator().manual_seed(_mix(seed, prompt_index))
-    return torch.rand(num_positions, len(Purpose), generator=generator)
-
-
-def _mix(seed: int, prompt_index: int) -> int:
-    """A 32-bit key (all that the CPU's Mersenne Twister takes); for one seed, no two indices share a key."""
-    mixed = (seed ^ (seed >> 32)) * 0x85EBCA6B & 0xFFFFFFFF
-    mixed ^= mixed >> 13
-    return (mixed + prompt_index * 0x9E3779B1) & 0xFFFFFFFF
+    # A hash of any length: torch's generators on a CPU tell only 2^32 seeds apart.
+    key = struct.pack("<QQ", seed, prompt_index % 2**64)
+    drawn = bytearray(hashlib.shake_128(key).digest(8 * num_positions * len(Purpose)))
+    bits = torch.frombuffer(drawn, dtype=torch.long).view(num_positions, len(Purpose)) & 2**53 - 1
+    return bits.double() * 2**-53

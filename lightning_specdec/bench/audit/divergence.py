@@ -102,11 +102,11 @@ def _read(target: LanguageModel, text: Sequence[int], width: int) -> list[Tensor
 def _draws(sampling: Sampling, ways: Sequence[Tensor], tokens: tuple[int, int], uniform: float) -> tuple[float, float]:
     """How far the number is from drawing both tokens, in the way that is nearest to it; how far the ends move."""
     tables = [sampling.probs(way) for way in ways]
-    ends = [table.cumsum(-1) / table.sum(-1) for table in tables]
+    ends = [table.double().cumsum(-1) / table.double().sum(-1) for table in tables]
     moved = max(difference(one, another) for one, another in combinations(ends, 2)) + 4 * torch.finfo(torch.float32).eps
     margin = 1.0
     for table, each in zip(tables, ends, strict=True):
-        drawn = int(draw(table, torch.tensor(uniform, device=table.device)))
+        drawn = int(draw(table, torch.tensor(uniform, dtype=torch.float64, device=table.device)))
         far = [_distance(each, token, uniform) for token in tokens if token != drawn]
         margin = min(margin, max(far, default=0.0))
     return margin, moved
