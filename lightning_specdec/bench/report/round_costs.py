@@ -1,4 +1,4 @@
-"""What a round costs beside a step of standard decoding: from isolated calls, or from the rounds of measured cells."""
+"""What a round costs beside a step of standard decoding, from the rounds of measured cells."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_specdec.bench import theory
 from lightning_specdec.bench.report.analysis import MeasuredCell
@@ -49,55 +48,6 @@ class RoundCosts:
         """The acceptance rate below which the window costs time; None where it always does."""
         wide = theory.call_ratio(self.seconds, window + 1)
         return theory.break_even_alpha(window, self.cost_ratio, call_ratio=wide)
-
-
-@dataclass(frozen=True)
-class Calls:
-    """A target's and a draft's calls, each timed by itself on one row.
-
-    Args:
-        one: seconds of the target's call on one token.
-        wide: of those on several, by their number, and on one.
-        step_overhead: of a step of standard decoding besides its call.
-        prompt_token: of reading a token of the prompt.
-        guess: of a guess.
-        draft: of a draft of any length.
-        overhead: of a round besides its calls, by the tokens that it verifies.
-    """
-
-    one: float
-    wide: Mapping[int, float]
-    step_overhead: float
-    prompt_token: float
-    guess: float
-    draft: float
-    overhead: Mapping[int, float]
-
-    @property
-    def round_costs(self) -> RoundCosts:
-        """These calls put together to rounds."""
-        seconds = {1: self.one + self.step_overhead}
-        for width, each in self.wide.items():
-            if width > 1:
-                seconds[width] = each + self.draft + theory.between(self.overhead, width)
-        return RoundCosts(seconds, self.guess)
-
-
-def isolated_calls(manifest: Mapping[str, Any], pair: str, draft: str | None) -> Calls | None:
-    """The calls of a pair's target with a draft; None where the manifest has none."""
-    calls = (manifest.get("calls") or {}).get(pair)
-    if not calls or draft is None or draft not in calls["draft_step_seconds"]:
-        return None
-    one = calls["one_token_seconds"]
-    return Calls(
-        one=one,
-        wide={1: one} | {int(width): each for width, each in calls["wide_seconds"].items()},
-        step_overhead=calls["step_overhead_seconds"],
-        prompt_token=calls["prompt_token_seconds"],
-        guess=calls["draft_step_seconds"][draft],
-        draft=calls["draft_fixed_seconds"][draft],
-        overhead={int(width): each for width, each in calls["round_overhead_seconds"][draft].items()},
-    )
 
 
 def costs_in_place(
