@@ -293,7 +293,7 @@ def test_where_nothing_pays_the_answer_is_not_to_speculate() -> None:
     ("bad", "why"),
     [
         ({"lossless": False, "same_tokens": None}, "no lossless rule was measured"),
-        ({"same_tokens": False}, "every lossless way gave other tokens than standard decoding"),
+        ({"same_tokens": False}, "every lossless method gave other tokens than standard decoding"),
         ({"error": "no memory"}, "no speculative run has finished"),
     ],
 )
@@ -358,7 +358,7 @@ def test_a_cell_of_which_a_run_failed_is_not_advised() -> None:
     failed = looked_up(0.9, "code") | {"repeat": 2, "error": "no memory"}
     rows = [standard(repeat=i) for i in range(3)] + [looked_up(0.9, "code", repeat=i) for i in range(2)] + [failed]
     (found,) = advise(cells_of(rows), {})
-    assert found.choice is None and found.sentence == "nothing to say: a run of every lossless way has failed"
+    assert found.choice is None and found.sentence == "nothing to say: a run of every lossless method has failed"
     (found,) = advise(cells_of([*rows, *(looked_up(0.8, "code", 2, repeat=i) for i in range(3))]), {})
     assert found.choice is not None and found.choice.num_draft_tokens == 2
 

@@ -15,11 +15,10 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from lightning_specdec.bench.config_entries import OURS, SPECULATIVE, STANDARD
-from lightning_specdec.bench.report.advice import Advice, advise
+from lightning_specdec.bench.report.advice import Advice, FasterBaseline, advise
 from lightning_specdec.bench.report.analysis import MeasuredCell, cells_of
 from lightning_specdec.bench.report.figures import PALETTE, Picture, draw, pictures
 from lightning_specdec.bench.report.judged import excused
-from lightning_specdec.bench.report.outside import Outside
 from lightning_specdec.bench.report.prediction import TOLERANCE, Prediction, predictions, unpredicted
 from lightning_specdec.bench.report.tables import (
     Table,
@@ -95,7 +94,7 @@ class Report:
         failed = [cell for cell in self.cells if cell.error is not None]
         lines = [f"failed: {name}: {error}" for name, error in (self.manifest.get("failed_pairs") or {}).items()]
         for error in dict.fromkeys(cell.error for cell in failed):
-            places = [_place(cell) for cell in failed if cell.error == error]
+            places = [_named(cell) for cell in failed if cell.error == error]
             more = f" and {len(places) - 1} more" if len(places) > 1 else ""
             lines.append(f"failed: {places[0]}{more}: {error}")
         return [*lines, *self._other_tokens()]
@@ -116,7 +115,7 @@ class Report:
                         f"which {dtype or 'its type'} hardly excuses" if cell.way in OURS else "in another computation"
                     )
                     told = " and is not advised: see what `audit` finds" if cell.way in OURS else ""
-                    lines.append(f"{_place(cell)} gave other tokens than standard decoding, {why}{told}")
+                    lines.append(f"{_named(cell)} gave other tokens than standard decoding, {why}{told}")
             elif other:
                 lines.append(
                     f"{pair}: tokens differ from standard decoding's in {len(other)} of {len(cells)} cells, as they "
@@ -181,8 +180,8 @@ def _write(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def _faster(outside: Outside) -> str:
-    """That one of transformers' ways is faster than what is advised."""
+def _faster(outside: FasterBaseline) -> str:
+    """That a Hugging Face baseline is faster than what is advised."""
     on = f" on {listed(outside.domains)}" if outside.domains else ""
     told = f"is {way_of(outside.cell)}{on}: {shown(outside.speedup)}"
     if outside.advised is None:
@@ -190,7 +189,7 @@ def _faster(outside: Outside) -> str:
     return f"faster than that {told}, where that gives {shown(outside.advised)}"
 
 
-def _place(cell: MeasuredCell) -> str:
+def _named(cell: MeasuredCell) -> str:
     """What a cell is called in a sentence."""
     words = [
         cell.pair,

@@ -19,13 +19,13 @@ from lightning_specdec.bench.statistics import Interval, finite
 from lightning_specdec.inference import PHASES
 
 Value = str | float | int | bool | None
-WAYS = {
+METHODS = {
     GENERATE: "transformers' generate",
     ASSISTED: "transformers' assisted generation",
     PROMPT_LOOKUP: "transformers' prompt look-up",
     ROLLED: "the target alone, rolled out as a draft is",
 }
-"""Ways of decoding in words, where their names are not."""
+"""Methods of decoding in words, where their names are not."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ class Table:
 
 
 def way_of(cell: MeasuredCell) -> str:
-    """A way of decoding in words."""
-    return WAYS.get(cell.way, cell.way)
+    """A method of decoding in words."""
+    return METHODS.get(cell.way, cell.way)
 
 
-def _end(interval: Interval | None, place: int) -> float | None:
+def _end(interval: Interval | None, end: int) -> float | None:
     """An end of an interval that says something."""
-    return None if interval is None or interval.ends is None else interval.ends[place]
+    return None if interval is None or interval.ends is None else interval.ends[end]
 
 
 _CELL: tuple[tuple[Column, Callable[[MeasuredCell], Any]], ...] = (
