@@ -57,18 +57,6 @@ def drawn(alpha: float, window: int, seed: int) -> Rounds:
     return rounds_of(window, lambda place: generator.random() < alpha)
 
 
-def all_or_nothing(share: float, window: int, seed: int) -> Rounds:
-    """The rounds of a text that keep every guess or none."""
-    generator, luck = random.Random(seed), [False]
-
-    def keep(place: int) -> bool:
-        if place == 0:
-            luck[0] = generator.random() < share
-        return luck[0]
-
-    return rounds_of(window, keep)
-
-
 def rounds_of(window: int, keep: Callable[[int], bool]) -> Rounds:
     rounds: Rounds = []
     left = NUM_NEW_TOKENS

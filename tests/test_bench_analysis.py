@@ -1,4 +1,4 @@
-"""Laws of a benchmark's analysis: known numbers come out, what broke a prediction is named, what pays is advised."""
+"""Laws of a benchmark's analysis: known numbers come out, predictions hold, what pays is advised."""
 
 import json
 import math
@@ -14,7 +14,6 @@ from report_rows import (
     NUM_NEW_TOKENS,
     Machine,
     Row,
-    all_or_nothing,
     drawn,
     manifest_of,
     row,
@@ -28,7 +27,6 @@ from lightning_specdec.bench.report.advice import advise
 from lightning_specdec.bench.report.analysis import MeasuredCell, cells_of
 from lightning_specdec.bench.report.prediction import Prediction, predictions
 from lightning_specdec.bench.report.report import Report
-from lightning_specdec.bench.report.round_costs import isolated_calls
 from lightning_specdec.bench.report.tables import best_table
 from lightning_specdec.bench.results import Results, read
 from lightning_specdec.bench.speed import Timings
@@ -188,13 +186,12 @@ def test_a_prediction_is_for_texts_of_standard_decodings_length() -> None:
     manifest = manifest_of({("draft", "code"): 0.8})
     (one,), (other,) = (predictions(cells_of([standard(), each]), manifest) for each in (whole, {**whole, **twice}))
     assert other.predicted == one.predicted
-    assert [step.factor for step in other.steps] == pytest.approx([step.factor for step in one.steps])
+    assert other.measured == pytest.approx(one.measured)
 
 
-def predicted(rounds: Any, machine: Machine = MACHINE, *, alpha: float = 0.8, plain: Machine = MACHINE) -> Prediction:
-    rows = [standard(plain), speculative([rounds(seed) for seed in range(6)], machine)]
+def predicted(rounds: Any, machine: Machine = MACHINE, *, alpha: float = 0.8) -> Prediction:
+    rows = [standard(), speculative([rounds(seed) for seed in range(6)], machine)]
     (found,) = predictions(cells_of(rows), manifest_of({("draft", "code"): alpha}))
-    assert math.prod([found.predicted, *(step.factor for step in found.steps)]) == pytest.approx(found.measured.value)
     return found
 
 
@@ -204,8 +201,6 @@ def independent(seed: int) -> Any:
 
 def test_a_prediction_holds_where_all_assumptions_do() -> None:
     found = predicted(independent)
-    calls = isolated_calls(manifest_of({("draft", "code"): 0.8}), "pair", "draft")
-    assert calls is not None
     by_hand = theory.predicted_speedup(
         0.8,
         4,
@@ -218,37 +213,29 @@ def test_a_prediction_holds_where_all_assumptions_do() -> None:
         num_new_tokens=NUM_NEW_TOKENS,
     )
     assert found.predicted == pytest.approx(by_hand)
-    assert found.holds and found.verdict.startswith("holds") and found.broken == []
-    assert calls.round_costs.speedup(0.8, 4) == pytest.approx(by_hand, rel=0.15)  # of an endless text
+    assert found.holds and found.deviation == pytest.approx(by_hand / found.measured.value - 1)
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("changes", "too_much"),
     [
-        ({"rounds": lambda seed: all_or_nothing(0.45, 4, seed), "alpha": 0.76}, "not independent between positions"),
-        ({"rounds": independent, "machine": replace(MACHINE, more=0.004)}, "a call on 5 tokens is not as cheap"),
-        ({"rounds": independent, "alpha": 0.5}, "right more often than on other prompts"),
-        ({"rounds": independent, "machine": replace(MACHINE, guess=0.005)}, "a guess is not as cheap"),
-        ({"rounds": independent, "machine": replace(MACHINE, overhead=0.02)}, "what a round does besides its calls"),
-        ({"rounds": independent, "plain": replace(MACHINE, one=0.03)}, "standard decoding is slower than by itself"),
-        (
-            {"rounds": lambda seed: [(0, 0)] * 20 + [(4, 4)] * 5 + [(2, 2)], "alpha": 1.0},
-            "do not guess whole windows",
-        ),
+        ({"rounds": independent, "machine": replace(MACHINE, more=0.004)}, True),
+        ({"rounds": independent, "alpha": 0.5}, False),
+        ({"rounds": independent, "machine": replace(MACHINE, guess=0.005)}, True),
+        ({"rounds": lambda seed: [(0, 0)] * 20 + [(4, 4)] * 5 + [(2, 2)], "alpha": 1.0}, True),
     ],
+    ids=["dear wide calls", "worse on other prompts", "dear draft steps", "empty rounds"],
 )
-def test_a_prediction_that_misses_names_the_assumption_that_broke(changes: dict[str, Any], reason: str) -> None:
+def test_a_prediction_misses_where_an_assumption_breaks(changes: dict[str, Any], too_much: bool) -> None:
     found = predicted(**changes)
-    assert not found.holds
-    assert reason in found.broken[0].told and reason in found.verdict
+    assert not found.holds and (found.deviation > 0) == too_much
 
 
-def test_the_textbook_is_told_off_where_wide_calls_are_dear() -> None:
+def test_a_prediction_holds_where_wide_calls_are_as_dear_as_isolated_ones() -> None:
     dear = replace(MACHINE, more=0.004)
     rows = [standard(dear), speculative([independent(seed) for seed in range(6)], dear)]
     (found,) = predictions(cells_of(rows), manifest_of({("draft", "code"): 0.8}, dear))
     assert found.holds and found.call_ratio == pytest.approx(1.8)
-    assert "a call on 5 tokens costs 1.80 calls on one" in found.verdict
 
 
 def test_nothing_is_predicted_without_alpha_or_calls_or_for_batches() -> None:
@@ -259,14 +246,13 @@ def test_nothing_is_predicted_without_alpha_or_calls_or_for_batches() -> None:
     assert predictions(cells_of(large), manifest_of({("draft", "code"): 0.8})) == []
 
 
-def test_a_repeat_that_something_else_slowed_down_breaks_no_assumption() -> None:
-    """The measured speedup goes by medians, and so must what the phases are said to cost."""
+def test_a_repeat_that_something_else_slowed_down_breaks_no_prediction() -> None:
+    """The measured speedup goes by medians."""
     rounds = [independent(seed) for seed in range(6)]
     rows = [standard(repeat=i) for i in range(3)]
     rows += [speculative(rounds, repeat=i, drift=drift) for i, drift in enumerate((1.0, 9.0, 1.0))]
     (found,) = predictions(cells_of(rows), manifest_of({("draft", "code"): 0.8}))
-    assert found.steps[-1].factor == pytest.approx(1) and found.holds
-    assert all(step.factor == pytest.approx(1) for step in found.steps[4:])
+    assert found.holds
 
 
 # --- advice ---
@@ -307,7 +293,7 @@ def test_where_nothing_pays_the_answer_is_not_to_speculate() -> None:
     ("bad", "why"),
     [
         ({"lossless": False, "same_tokens": None}, "no lossless rule was measured"),
-        ({"same_tokens": False}, "every lossless way gave other tokens than standard decoding"),
+        ({"same_tokens": False}, "every lossless method gave other tokens than standard decoding"),
         ({"error": "no memory"}, "no speculative run has finished"),
     ],
 )
@@ -372,7 +358,7 @@ def test_a_cell_of_which_a_run_failed_is_not_advised() -> None:
     failed = looked_up(0.9, "code") | {"repeat": 2, "error": "no memory"}
     rows = [standard(repeat=i) for i in range(3)] + [looked_up(0.9, "code", repeat=i) for i in range(2)] + [failed]
     (found,) = advise(cells_of(rows), {})
-    assert found.choice is None and found.sentence == "nothing to say: a run of every lossless way has failed"
+    assert found.choice is None and found.sentence == "nothing to say: a run of every lossless method has failed"
     (found,) = advise(cells_of([*rows, *(looked_up(0.8, "code", 2, repeat=i) for i in range(3))]), {})
     assert found.choice is not None and found.choice.num_draft_tokens == 2
 

@@ -1,33 +1,85 @@
-"""The answer: which draft with which window pays where, which speculation to leave off, and what would help.
+"""The answer: which draft with which window pays where, where speculation stays off, and what would help.
 
-Only lossless ways are advised of which no run failed, and only where they gave standard decoding's tokens or the type
-that they compute in is so coarse that rounding may give others.
-
-Theory: costs are those of rounds in place, their prompts' reading taken off: seconds of a guess, and of a round of each
-window without its guesses, in steps of standard decoding. With them and the measured acceptance rate the closed forms
-say what another window, a cheaper draft or a better one would bring. A window that adapts has no closed form, so where
-one is the best the theory is that of the fastest fixed window of its draft.
+Only lossless cells are advised of which no run failed, and only where they gave standard decoding's tokens or the dtype
+is so coarse that rounding may give others. What would help is theory, with the costs of the measured rounds.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_specdec.bench import theory
 from lightning_specdec.bench.config_entries import OUTSIDE, SPECULATIVE, STANDARD
 from lightning_specdec.bench.report.analysis import MeasuredCell, pooled_speedup
 from lightning_specdec.bench.report.judged import lower_bound, missing, pays, sound
-from lightning_specdec.bench.report.outside import Outside, faster_outside
-from lightning_specdec.bench.report.round_costs import MAX_WINDOW, costs_in_place
 from lightning_specdec.bench.report.wording import listed, phrase, shown
+from lightning_specdec.bench.speed import Timings
 from lightning_specdec.bench.statistics import Interval
 
+MAX_WINDOW = 16
+"""The longest window that is looked at."""
 WORTH_SAYING = 1.03
 """A change that would bring less is not mentioned."""
 FILLED = 0.7
 """Of its windows a draft must fill so much for the closed forms to speak of it."""
 Setting = tuple[str, float, int, int]
 """Pair, temperature, batch size, tokens wanted."""
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """Seconds of the parts of a round.
+
+    Args:
+        seconds: of a round without its guesses, by the tokens that it verifies; for one, a step of standard decoding.
+        guess_seconds: of each guess.
+    """
+
+    seconds: Mapping[int, float]
+    guess_seconds: float
+
+    @property
+    def cost_ratio(self) -> float:
+        """Seconds of a guess / seconds of a step of standard decoding."""
+        return self.guess_seconds / self.seconds[1]
+
+    def cheaper(self, share: float) -> RoundCosts:
+        """The same with guesses at a share of their seconds."""
+        return RoundCosts(self.seconds, share * self.guess_seconds)
+
+    def speedup(self, alpha: float, window: int) -> float:
+        """Of an endless text."""
+        wide = theory.call_ratio(self.seconds, window + 1)
+        return theory.speedup_with_cost_ratio(alpha, window, cost_ratio=self.cost_ratio, call_ratio=wide)
+
+    def best_window(self, alpha: float, *, most: int = MAX_WINDOW) -> int:
+        """The window of at most so many tokens with the largest speedup; 0 where none pays."""
+        return theory.best_window(alpha, self.cost_ratio, max_window=most, call_seconds=self.seconds)
+
+    def break_even(self, window: int) -> float | None:
+        """The acceptance rate below which the window costs time; None where it always does."""
+        wide = theory.call_ratio(self.seconds, window + 1)
+        return theory.break_even_alpha(window, self.cost_ratio, call_ratio=wide)
+
+
+@dataclass(frozen=True)
+class FasterBaseline:
+    """A Hugging Face baseline that is faster than what is advised.
+
+    Args:
+        speedup: its `walltime_speedup` over its domains, each as large as its standard decoding's seconds.
+        advised: that of the advice over the same, where standard decoding goes on wherever speculation is off; None
+            where it is off everywhere.
+        domains: those that it was measured in; none where it is all.
+    """
+
+    cell: MeasuredCell
+    speedup: Interval
+    advised: Interval | None
+    domains: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,7 +131,7 @@ class Advice:
             pay or is slower by more than both intervals.
         num_judged: how many cells there were to choose from.
         name_rule: whether they are of several rules.
-        outside: the fastest of transformers' own ways, where it beats all this.
+        outside: the fastest Hugging Face baseline, where it beats all this.
     """
 
     setting: Setting
@@ -89,7 +141,7 @@ class Advice:
     domains: tuple[DomainAdvice, ...]
     num_judged: int
     name_rule: bool = False
-    outside: Outside | None = None
+    outside: FasterBaseline | None = None
 
     @property
     def sentence(self) -> str:
@@ -163,7 +215,7 @@ def _advice(setting: Setting, cells: Sequence[MeasuredCell], dtype: str | None) 
         domains=tuple(domains),
         num_judged=len(right),
         name_rule=several,
-        outside=faster_outside(theirs, advised, num_domains=len(domains)),
+        outside=_faster_baseline(theirs, advised, num_domains=len(domains)),
     )
 
 
@@ -200,7 +252,7 @@ def _domain(
     fixed = max((cell for cell in alike if isinstance(cell.num_draft_tokens, int)), key=_speedup, default=None)
     if isinstance(best.num_draft_tokens, int):
         fixed = best  # that it pays may have made it the best
-    costs = None if fixed is None else costs_in_place(fixed, alike, standard)
+    costs = None if fixed is None else _measured_costs(fixed, alike, standard)
     if fixed is None or costs is None or fixed.acceptance_rate is None or not _guesses_always(fixed):
         return DomainAdvice(domain, best, id(best) in paid)
     alpha, window = fixed.acceptance_rate, int(fixed.num_draft_tokens or 0)
@@ -246,3 +298,59 @@ def _unit(cell: MeasuredCell) -> str:
 
 def _speedup(cell: MeasuredCell) -> float:
     return 0.0 if cell.walltime_speedup is None else cell.walltime_speedup.value
+
+
+def _measured_costs(
+    best: MeasuredCell, cells: Sequence[MeasuredCell], standard: MeasuredCell | None
+) -> RoundCosts | None:
+    """The costs of a cell's rounds and of those of its draft's other windows, the reading of their prompts taken off;
+    all of them means.
+
+    Args:
+        cells: of the same draft and place, `best` among them.
+        standard: standard decoding there.
+    """
+    step = None if standard is None else standard.seconds_per_token
+    if standard is None or not step:
+        return None
+    firsts = [each for row in standard.rows for each in row["time_to_first_token"] or ()]
+    first = statistics.fmean(firsts) if firsts else step
+    seconds, guess = {1: step}, None
+    for cell in cells:
+        phases, calls, window = cell.phase_seconds, cell.total("num_target_calls"), cell.num_draft_tokens
+        if phases is None or not calls or not isinstance(window, int):
+            continue
+        batches = statistics.fmean(math.ceil(row["num_prompts"] / cell.batch_size) for row in cell.rows)
+        rounds = sum(phases.values()) - phases["draft"]
+        each = max(rounds - batches * max(0.0, first - step), rounds / 10) * len(cell.rows) / calls
+        seconds[window + 1] = each
+        if cell is best:
+            guess = phases["draft"] * len(cell.rows) / calls / window
+    return None if guess is None else RoundCosts(seconds, guess)
+
+
+def _faster_baseline(
+    cells: Sequence[MeasuredCell], advised: Mapping[str, MeasuredCell], *, num_domains: int
+) -> FasterBaseline | None:
+    """The fastest Hugging Face baseline that beats what is advised, on all prompts that it was measured on."""
+    groups: dict[tuple[str, str | None], list[MeasuredCell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.way, cell.draft), []).append(cell)
+    found = []
+    for group in groups.values():
+        theirs = pooled_speedup([cell.timings for cell in group])
+        ours = pooled_speedup([_policy(cell, advised.get(cell.domain)) for cell in group])
+        if theirs is None or ours is None or not pays(theirs, len(groups)):
+            continue
+        if theirs.interval.low > ours.interval.high:
+            domains = tuple(cell.domain for cell in group)
+            on = () if len(domains) == num_domains else domains
+            found.append(FasterBaseline(group[0], theirs.interval, ours.interval if advised else None, on))
+    return max(found, key=lambda each: each.speedup.value, default=None)
+
+
+def _policy(cell: MeasuredCell, advised: MeasuredCell | None) -> Timings | None:
+    """What is advised in a cell's domain, or standard decoding against itself."""
+    if advised is not None or cell.timings is None:
+        return None if advised is None else advised.timings
+    return cell.timings._replace(scaled=cell.timings.standard)

@@ -21,13 +21,10 @@ from lightning_specdec.bench.statistics import (
 )
 from lightning_specdec.inference import PHASES
 
-Place = tuple[str, str, float, int, int]
-"""What cells are compared within: pair, domain, temperature, batch size, tokens wanted."""
-
 
 @dataclass(frozen=True)
 class MeasuredCell:
-    """One way of decoding at one place of the matrix, all its repeats.
+    """One method of decoding under one setting, all its repeats.
 
     Args:
         rows: the finished repeats that did not fail, in order.
@@ -54,7 +51,8 @@ class MeasuredCell:
     timings: Timings | None = None
 
     @property
-    def place(self) -> Place:
+    def place(self) -> tuple[str, str, float, int, int]:
+        """What cells are compared within: pair, domain, temperature, batch size, tokens wanted."""
         return (self.pair, self.domain, self.temperature, self.batch_size, self.max_new_tokens)
 
     @property
@@ -69,7 +67,7 @@ class MeasuredCell:
 
     @cached_property
     def walltime_speedup(self) -> Interval | None:
-        """Seconds of standard decoding / of this way for as many tokens; None where one of them is missing."""
+        """Seconds of standard decoding / of this method for as many tokens; None where one of them is missing."""
         return None if self.estimate is None else self.estimate.interval
 
     @property
@@ -245,5 +243,5 @@ def _ratio(top: int | None, bottom: int | None) -> float | None:
 
 
 def rounds(dtype: str | None) -> bool:
-    """Whether a type is so coarse that two ways to compute the same may give other tokens."""
+    """Whether a dtype is so coarse that the same model, computed differently, may give other tokens."""
     return dtype in ("bfloat16", "float16")

@@ -1,7 +1,7 @@
 """Which cells may be advised, which of them pay, and why there are none.
 
-Theory: of many ways that gain nothing one may seem to. So each is held to odds of (1 - `LEVEL`) / their number, and
-then the odds that any of them is said to pay are 1 - `LEVEL` at most (Bonferroni), as far as the interval is exact.
+Each cell is tested at odds of (1 - `LEVEL`) / their number, so where none gains, one is said to pay with odds of
+1 - `LEVEL` at most (Bonferroni).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def missing(cells: Sequence[MeasuredCell]) -> str:
         return "no run of a lossless rule has finished"
     whole = [cell for cell in finished if cell.lossless and cell.error is None]
     if not whole:
-        return "a run of every lossless way has failed"
+        return "a run of every lossless method has failed"
     if all(cell.same_tokens is False for cell in whole):
-        return "every lossless way gave other tokens than standard decoding"
+        return "every lossless method gave other tokens than standard decoding"
     return "no lossless speculative run has finished beside a standard one"

@@ -1,24 +1,25 @@
-"""What a results directory comes to: the answer, warnings, tables and pictures; and the files that show it."""
+"""A results directory as a report: the answer, warnings, tables and figures, written as one HTML page and as files."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
 from lightning_specdec.bench.config_entries import OURS, SPECULATIVE, STANDARD
-from lightning_specdec.bench.report.advice import Advice, advise
+from lightning_specdec.bench.report.advice import Advice, FasterBaseline, advise
 from lightning_specdec.bench.report.analysis import MeasuredCell, cells_of
+from lightning_specdec.bench.report.figures import PALETTE, Picture, draw, pictures
 from lightning_specdec.bench.report.judged import excused
-from lightning_specdec.bench.report.outside import Outside
-from lightning_specdec.bench.report.page import page
-from lightning_specdec.bench.report.picture import Picture
-from lightning_specdec.bench.report.pictures import measured_pictures
-from lightning_specdec.bench.report.plots import draw
-from lightning_specdec.bench.report.prediction import Prediction, predictions, unpromised
-from lightning_specdec.bench.report.scene import Scene
+from lightning_specdec.bench.report.prediction import TOLERANCE, Prediction, predictions, unpredicted
 from lightning_specdec.bench.report.tables import (
     Table,
     best_table,
@@ -28,10 +29,10 @@ from lightning_specdec.bench.report.tables import (
     to_markdown,
     way_of,
 )
-from lightning_specdec.bench.report.theory_pictures import theory_pictures
 from lightning_specdec.bench.report.wording import listed, shown
 from lightning_specdec.bench.results import Results
 from lightning_specdec.files import replaced
+from lightning_specdec.manifest import made_on
 
 PAGE = "report.html"
 
@@ -50,31 +51,19 @@ class Report:
     advice: Sequence[Advice]
     predictions: Sequence[Prediction]
     tables: Mapping[str, Table]
-    pictures: Sequence[Picture]
 
     @classmethod
     def of(cls, results: Results) -> Report:
-        """Everything but the drawings."""
+        """Everything but the figures."""
         cells, manifest = cells_of(results.rows), results.manifest
-        scene, promises, advice = (
-            Scene.of(cells, manifest),
-            predictions(cells, manifest),
-            advise(cells, dtypes(manifest)),
-        )
-        return cls(
-            name=str(manifest.get("name") or results.directory.name),
-            manifest=manifest,
-            cells=cells,
-            advice=advice,
-            predictions=promises,
-            tables={
-                "advice": best_table(advice),
-                "missed": predictions_table([each for each in promises if not each.holds]),
-                "predictions": predictions_table(promises),
-                "cells": cells_table(cells),
-            },
-            pictures=[*measured_pictures(scene), *theory_pictures(scene, promises)],
-        )
+        advice, found = advise(cells, dtypes(manifest)), predictions(cells, manifest)
+        tables = {"advice": best_table(advice), "predictions": predictions_table(found), "cells": cells_table(cells)}
+        return cls(str(manifest.get("name") or results.directory.name), manifest, cells, advice, found, tables)
+
+    @cached_property
+    def pictures(self) -> list[Picture]:
+        """Figures under their titles."""
+        return pictures(self.cells, self.manifest, self.predictions)
 
     @property
     def answers(self) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -96,7 +85,7 @@ class Report:
     def without_prediction(self) -> list[str]:
         """For how many cells of speculation there is no prediction, by the reason."""
         cells = [cell for cell in self.cells if cell.way == SPECULATIVE and cell.error is None]
-        reasons = Counter(why for cell in cells if (why := unpromised(cell, self.manifest)) is not None)
+        reasons = Counter(why for cell in cells if (why := unpredicted(cell, self.manifest)))
         return [f"{number} {'cell' if number == 1 else 'cells'}: {why}" for why, number in reasons.items()]
 
     @property
@@ -105,7 +94,7 @@ class Report:
         failed = [cell for cell in self.cells if cell.error is not None]
         lines = [f"failed: {name}: {error}" for name, error in (self.manifest.get("failed_pairs") or {}).items()]
         for error in dict.fromkeys(cell.error for cell in failed):
-            places = [_place(cell) for cell in failed if cell.error == error]
+            places = [_named(cell) for cell in failed if cell.error == error]
             more = f" and {len(places) - 1} more" if len(places) > 1 else ""
             lines.append(f"failed: {places[0]}{more}: {error}")
         return [*lines, *self._other_tokens()]
@@ -126,7 +115,7 @@ class Report:
                         f"which {dtype or 'its type'} hardly excuses" if cell.way in OURS else "in another computation"
                     )
                     told = " and is not advised: see what `audit` finds" if cell.way in OURS else ""
-                    lines.append(f"{_place(cell)} gave other tokens than standard decoding, {why}{told}")
+                    lines.append(f"{_named(cell)} gave other tokens than standard decoding, {why}{told}")
             elif other:
                 lines.append(
                     f"{pair}: tokens differ from standard decoding's in {len(other)} of {len(cells)} cells, as they "
@@ -146,13 +135,14 @@ def write(report: Report, directory: Path) -> Path:
     Raises:
         OSError: something cannot be written there.
     """
-    drawings: dict[str, list[str]] = {}
+    figures = []
     for picture in report.pictures:
-        drawings[picture.name] = []
+        drawn = []
         for number, panel in enumerate(picture.panels, start=1):
             svg, png = draw(panel, salt=f"{picture.name}-{number}")
-            drawings[picture.name].append(svg)
+            drawn.append((Markup(svg), panel.axes[0].get_title(loc="left")))
             _write(directory / f"{picture.name}-{number}.png", png)
+        figures.append((picture, drawn))
         for old in directory.glob(f"{picture.name}-*.png"):  # of results that had more panels
             number_of = old.stem.removeprefix(f"{picture.name}-")
             if number_of.isdigit() and int(number_of) > len(picture.panels):
@@ -160,8 +150,29 @@ def write(report: Report, directory: Path) -> Path:
     for name, table in report.tables.items():
         _write(directory / f"{name}.csv", to_csv(table).encode())
         _write(directory / f"{name}.md", to_markdown(table).encode())
-    _write(directory / PAGE, page(report, drawings).encode())
+    _write(directory / PAGE, _page(report, figures).encode())
     return directory / PAGE
+
+
+def _page(report: Report, figures: Sequence[tuple[Picture, Sequence[tuple[Markup, str]]]]) -> str:
+    """The page: it escapes whatever comes from the results, loads nothing and runs no script."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_printable)
+    return environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8")).render(
+        report=report,
+        figures=figures,
+        palette=PALETTE,
+        machine=f"{made_on(report.manifest)}, {report.manifest.get('date', '?')}",
+        held=sum(each.holds for each in report.predictions),
+        tolerance=f"{TOLERANCE:.0%}",
+        manifest=json.dumps({name: value for name, value in report.manifest.items() if name != "prompts"}, indent=1),
+    )
+
+
+def _printable(value: object) -> object:
+    """Text without control characters."""
+    if isinstance(value, Markup):
+        return value
+    return "".join(letter for letter in str(value) if letter.isprintable() or letter == "\n")
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -169,8 +180,8 @@ def _write(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def _faster(outside: Outside) -> str:
-    """That one of transformers' ways is faster than what is advised."""
+def _faster(outside: FasterBaseline) -> str:
+    """That a Hugging Face baseline is faster than what is advised."""
     on = f" on {listed(outside.domains)}" if outside.domains else ""
     told = f"is {way_of(outside.cell)}{on}: {shown(outside.speedup)}"
     if outside.advised is None:
@@ -178,7 +189,7 @@ def _faster(outside: Outside) -> str:
     return f"faster than that {told}, where that gives {shown(outside.advised)}"
 
 
-def _place(cell: MeasuredCell) -> str:
+def _named(cell: MeasuredCell) -> str:
     """What a cell is called in a sentence."""
     words = [
         cell.pair,

@@ -1,7 +1,4 @@
-"""A report's tables as plain rows, and the same as CSV, Markdown and HTML.
-
-Text of a results file is escaped in each form.
-"""
+"""A report's tables as plain rows, and the same as escaped CSV and Markdown."""
 
 from __future__ import annotations
 
@@ -22,13 +19,13 @@ from lightning_specdec.bench.statistics import Interval, finite
 from lightning_specdec.inference import PHASES
 
 Value = str | float | int | bool | None
-WAYS = {
+METHODS = {
     GENERATE: "transformers' generate",
     ASSISTED: "transformers' assisted generation",
     PROMPT_LOOKUP: "transformers' prompt look-up",
     ROLLED: "the target alone, rolled out as a draft is",
 }
-"""Ways of decoding in words, where their names are not."""
+"""Methods of decoding in words, where their names are not."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +36,16 @@ class Column:
     digits: int = 2
     unit: float = 1.0
 
+    def shown(self, value: Value) -> str:
+        """A value as a reader sees it."""
+        if value is None:
+            return "-"
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        if isinstance(value, float):
+            return f"{value:,.{self.digits}f}" if self.name != "temperature" else f"{value:g}"
+        return str(value)
+
 
 @dataclass(frozen=True)
 class Table:
@@ -48,15 +55,27 @@ class Table:
     rows: tuple[tuple[Value, ...], ...]
     failed: frozenset[int] = frozenset()
 
+    def shown_columns(self) -> list[tuple[int, Column, str]]:
+        """Columns that are not empty throughout: their number, and what the page calls their kind."""
+        found = []
+        for i, column in enumerate(self.columns):
+            values = [row[i] for row in self.rows if row[i] is not None]
+            longest = max((len(str(value)) for value in values), default=0)
+            numeric = any(isinstance(value, int | float) for value in values)
+            kind = "number" if numeric else "long" if longest > 40 else "text" if longest > 14 else ""
+            if values or not self.rows:
+                found.append((i, column, kind))
+        return found
+
 
 def way_of(cell: MeasuredCell) -> str:
-    """A way of decoding in words."""
-    return WAYS.get(cell.way, cell.way)
+    """A method of decoding in words."""
+    return METHODS.get(cell.way, cell.way)
 
 
-def _end(interval: Interval | None, place: int) -> float | None:
+def _end(interval: Interval | None, end: int) -> float | None:
     """An end of an interval that says something."""
-    return None if interval is None or interval.ends is None else interval.ends[place]
+    return None if interval is None or interval.ends is None else interval.ends[end]
 
 
 _CELL: tuple[tuple[Column, Callable[[MeasuredCell], Any]], ...] = (
@@ -162,15 +181,15 @@ _PREDICTION: tuple[tuple[Column, Callable[[Prediction], Any]], ...] = (
     (Column("acceptance rate"), lambda each: each.cell.acceptance_rate),
     (Column("cost ratio"), lambda each: each.cost_ratio),
     (Column("wide call / call"), lambda each: each.call_ratio),
-    (Column("textbook"), lambda each: each.textbook),
     (Column("predicted"), lambda each: each.predicted),
     (Column("measured"), lambda each: each.measured.value),
-    (Column("verdict"), lambda each: each.verdict),
+    (Column("predicted / measured - 1"), lambda each: each.deviation),
+    (Column("within 10%"), lambda each: each.holds),
 )
 
 
 def predictions_table(predictions: Sequence[Prediction]) -> Table:
-    """Each promise beside its measurement."""
+    """Each prediction beside its measurement."""
     rows = tuple(tuple(get(each) for _, get in _PREDICTION) for each in predictions)
     return Table(tuple(column for column, _ in _PREDICTION), rows)
 
@@ -187,43 +206,10 @@ def to_csv(table: Table) -> str:
 
 def to_markdown(table: Table) -> str:
     """A table as GitHub shows it; columns that are empty throughout are left out."""
-    kept = _filled(table)
-    lines = [[table.columns[i].name for i in kept], ["---"] * len(kept)]
-    lines += [[_in_markdown(shown(row[i], table.columns[i])) for i in kept] for row in table.rows]
+    kept = [(i, column) for i, column, _ in table.shown_columns()]
+    lines = [[column.name for _, column in kept], ["---"] * len(kept)]
+    lines += [[_in_markdown(column.shown(row[i])) for i, column in kept] for row in table.rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def to_html(table: Table) -> str:
-    """The same for a page, in a frame that scrolls where the window is narrow."""
-    kept = _filled(table)
-    numeric = {i for i in kept if any(isinstance(row[i], int | float) for row in table.rows)}
-
-    longest = {i: max((len(str(row[i])) for row in table.rows), default=0) for i in kept}
-
-    def tagged(tag: str, i: int, text: str) -> str:
-        name = "number" if i in numeric else "long" if longest[i] > 40 else "text" if longest[i] > 14 else ""
-        kind = f' class="{name}"' if name else ""
-        return f"<{tag}{kind}>{html.escape(text)}</{tag}>"
-
-    head = "".join(tagged("th", i, table.columns[i].name) for i in kept)
-    body = []
-    for number, row in enumerate(table.rows):
-        cells = "".join(tagged("td", i, shown(row[i], table.columns[i])) for i in kept)
-        kind = ' class="failed"' if number in table.failed else ""
-        body.append(f"<tr{kind}>{cells}</tr>")
-    rows = "\n".join(body)
-    return f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>'
-
-
-def shown(value: Value, column: Column) -> str:
-    """A value as a reader sees it."""
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:,.{column.digits}f}" if column.name != "temperature" else f"{value:g}"
-    return str(value)
 
 
 def _plain(column: Column, value: Any) -> Value:
@@ -233,11 +219,6 @@ def _plain(column: Column, value: Any) -> Value:
     if not math.isfinite(value):
         return None
     return value * column.unit if column.unit != 1.0 else value
-
-
-def _filled(table: Table) -> list[int]:
-    every = range(len(table.columns))
-    return [i for i in every if any(row[i] is not None for row in table.rows)] or list(every)
 
 
 def harmless(value: Value) -> Value:
