@@ -22,7 +22,7 @@ from lightning_specdec.bench.config_entries import STANDARD
 from lightning_specdec.bench.report.analysis import MeasuredCell
 from lightning_specdec.bench.report.figure_data import FigureData, captioned
 from lightning_specdec.bench.report.prediction import TOLERANCE, Prediction
-from lightning_specdec.bench.statistics import Interval, finite, percentiles
+from lightning_specdec.bench.statistics import Interval, percentiles
 from lightning_specdec.inference import PHASES
 
 _NAMES = ("s1", "s2", "s3", "s4", "s5", "s6", "s7", "s8", "ink", "muted", "grid", "paper")
@@ -152,13 +152,12 @@ def _bars_of_speedups(data: FigureData, domain: str, windows: Sequence[int | str
     for number, draft in enumerate(data.drafts):
         offset = (number - (len(data.drafts) - 1) / 2) * width
         own = [(windows.index(c.num_draft_tokens or 0) + offset, c) for c in cells if c.draft == draft]
-        timed = [(x, cell.walltime_speedup) for x, cell in own if cell.walltime_speedup]
-        intervals = [interval for _, interval in timed]
+        timed = {x: cell.walltime_speedup for x, cell in own if cell.walltime_speedup}
         axes.bar(
-            [x for x, _ in timed],
-            _middles(intervals),
+            list(timed),
+            [interval.value for interval in timed.values()],
             width,
-            yerr=_errors(axes, intervals, highest),
+            yerr=_errors(axes, list(timed.values()), highest),
             error_kw=error_style,
             color=_color(number),
             hatch="//" if number >= NUM_COLORS else None,
@@ -187,9 +186,8 @@ def _predicted(data: Sequence[FigureData], found: Sequence[Prediction]) -> Pictu
         axes.plot([0, top], [0, top / (1 + TOLERANCE)], "--", color=COLORS["muted"], label=f"{TOLERANCE:.0%} off")
         axes.plot([0, top], [0, top / (1 - TOLERANCE)], "--", color=COLORS["muted"])
         for number, draft in enumerate(each.drafts):
-            own = [prediction for prediction in shown if prediction.cell.draft == draft]
-            x, intervals = [prediction.predicted for prediction in own], [prediction.measured for prediction in own]
-            _with_intervals(axes, x, intervals, number, each.label(draft), linestyle="none", highest=top)
+            points = [(each.predicted, each.measured) for each in shown if each.cell.draft == draft]
+            _points_with_intervals(axes, points, number, each.label(draft), "none", top)
         axes.set_ylim(0, 1.1 * top)
         panels.append(_with_legend(axes))
     caption = (
@@ -271,9 +269,8 @@ def _lines(title: str, xlabel: str, measure: _Measure, series: Mapping[str, Poin
         for words in (False, True):
             own = [value for value in values if value in points and isinstance(value, str) == words]
             if own:
-                x, style = [float(values.index(value)) for value in own], "none" if words else "-"
-                intervals = [points[value] for value in own]
-                _with_intervals(axes, x, intervals, number, label, linestyle=style, highest=highest)
+                placed = [(float(values.index(value)), points[value]) for value in own]
+                _points_with_intervals(axes, placed, number, label, "none" if words else "-", highest)
                 label = ""
     if measure.reference is not None:
         axes.axhline(measure.reference, color=COLORS["muted"], linewidth=1, linestyle=":")
@@ -463,39 +460,27 @@ def _with_legend(axes: Axes) -> Figure:
     return figure
 
 
-def _with_intervals(
-    axes: Axes,
-    x: Sequence[float],
-    intervals: Sequence[Interval],
-    number: int,
-    label: str,
-    *,
-    linestyle: str,
-    highest: float,
+def _points_with_intervals(
+    axes: Axes, points: Sequence[tuple[float, Interval]], number: int, label: str, line: str, highest: float
 ) -> None:
-    """A series of points with their intervals; its number gives its colour and mark."""
-    errors = _errors(axes, intervals, highest)
-    style: dict[str, Any] = {"linestyle": linestyle, "marker": _marker(number), "color": _color(number)}
-    axes.errorbar(x, _middles(intervals), errors, label=_cut(label), elinewidth=1, capsize=2, **style)
+    """A series by its places on the x axis, with intervals; its number gives its colour and mark."""
+    x, intervals = [x for x, _ in points], [interval for _, interval in points]
+    y, errors = [each.value for each in intervals], _errors(axes, intervals, highest)
+    style: dict[str, Any] = {"linestyle": line, "marker": _marker(number), "color": _color(number)}
+    axes.errorbar(x, y, errors, label=_cut(label), elinewidth=1, capsize=2, **style)
 
 
 def _errors(axes: Axes, intervals: Sequence[Interval], highest: float) -> list[list[float]] | None:
     """How far the error bars reach down and up; one that leaves the picture is cut, and the picture ends there."""
-    known = [finite(each.low) is not None for each in intervals]
-    if not any(known):
+    if all(math.isnan(each.low) for each in intervals):
         return None
     top = TALL * highest
-    highs = [each.high if there else each.value for each, there in zip(intervals, known, strict=True)]
-    if any(high > top or math.isnan(high) for high in highs):
+    lows = [each.value if math.isnan(each.low) else each.low for each in intervals]
+    highs = [each.value if math.isnan(each.low) else each.high for each in intervals]
+    if any(high > top for high in highs):
         axes.set_ylim(top=top)
-    down = [
-        max(0.0, each.value - (each.low if there else each.value)) for each, there in zip(intervals, known, strict=True)
-    ]
+    down = [max(0.0, each.value - low) for each, low in zip(intervals, lows, strict=True)]
     return [down, [max(0.0, min(high, top) - each.value) for each, high in zip(intervals, highs, strict=True)]]
-
-
-def _middles(intervals: Sequence[Interval]) -> list[float]:
-    return [each.value for each in intervals]
 
 
 def _color(number: int) -> str:
