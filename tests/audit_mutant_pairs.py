@@ -114,12 +114,12 @@ def _logits_of_another_row(self: Session, *arguments: Any) -> ModelOutput:
     return replace(output, logits=output.logits.roll(1, dims=0))
 
 
-def _noise_of_the_place_before(self: Batch, num_positions: int) -> Tensor | None:
-    noise = _NOISE(self, num_positions)
+def _noise_of_the_place_before(self: Batch, num_positions: int, upload: Any = None) -> Tensor | None:
+    noise = _NOISE(self, num_positions, upload)
     return None if noise is None else noise[:, :1].expand_as(noise)
 
 
-def _forgets_to_go_back(self: Batch) -> list[list[int]]:
+def _forgets_to_go_back(self: Batch, upload: Any = None) -> list[list[int]]:
     """The target is told that its state is as long as the text, guesses that were rejected included."""
     state, texts = self.target_state, [row.text for row in self.rows]
     starts = [min(length, len(text) - 1) for length, text in zip(state.consumed, texts, strict=True)]

@@ -297,7 +297,7 @@ def test_parts_nested_without_end_are_refused() -> None:
         spec = {"class": "ModelDrafter", "arguments": {"model": [spec, spec]}}
     bad[checkpoint.KEY]["drafter"] = spec
     torch.save(bad, "bad.ckpt")
-    refused("info", "--ckpt", "bad.ckpt", told="nested too deeply")
+    refused("info", "--ckpt", "bad.ckpt", told="too deeply")
 
 
 def test_checkpoints_of_before_are_read() -> None:

@@ -119,6 +119,7 @@ def test_the_host_reads_the_device_once_a_round(
         rule=cases.RULES[rule](),
         sampling=Sampling(temperature, top_p=0.9),
         eos=cases.EOS,
+        seed=1,
         logprobs=True,
     )
     counts = []

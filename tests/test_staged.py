@@ -158,6 +158,7 @@ def compare(target: LanguageModel, staged: StagedDrafter, sampling: Sampling, wi
         sampling=sampling,
         num_draft_tokens=window,
         eos=cases.EOS,
+        seed=7,
     )
     for prompt in cases.PROMPTS:
         session.add(prompt, max_new_tokens=9)
