@@ -189,14 +189,8 @@ class EarlyExitDrafter(RollingDrafter):
         if any(len(each) != 1 for each in unread):
             tokens, valid_lengths = pad(unread, context.tail.device)
         target, whole = state.model.target, state.whole
-        own = self.sampling or sampling
-        if (
-            context.device is not None
-            and valid_lengths is None
-            and not own.processors
-            and isinstance(whole, KVState)
-            and target.records(whole, num_guesses)
-        ):
+        if valid_lengths is None and self.records(target, whole, tokens, 1, context, sampling):
+            assert isinstance(whole, KVState) and context.device is not None
             num_guesses = context.device.width
             model, storage, span = state.model, whole.storage, whole.recorded_span(num_guesses + 1)
 

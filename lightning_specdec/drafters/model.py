@@ -174,6 +174,21 @@ class RollingDrafter(Drafter):
         read = model.rollout(tokens, state, num_guesses, choose, valid_lengths=valid_lengths)
         return drawn.tokens if padded or self.renames else read, drawn.probs, drawn.logits
 
+    def records(
+        self,
+        model: LanguageModel,
+        state: DecodeState,
+        tokens: Int[Tensor, "B T"],
+        num_read: int,
+        context: Context,
+        sampling: Sampling,
+    ) -> bool:
+        """Whether a round's guesses are made in one recorded call: where each row reads its text's last `num_read`
+        tokens, which is all that the device knows the places of."""
+        if context.device is None or tokens.shape[1] != num_read or (self.sampling or sampling).processors:
+            return False
+        return not self.renames and model.records(state, num_read)
+
     def recorded_roll(
         self,
         score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]],
@@ -258,7 +273,7 @@ class ModelDrafter(RollingDrafter):
         num_guesses = max(windows)
         state.guessed_at = [len(text) for text in context.texts]
         own = state.model_state
-        if self._records(own, context, sampling, valid_lengths):
+        if valid_lengths is None and self.records(self.model, own, tokens, 2, context, sampling):
             assert isinstance(own, KVState) and context.device is not None
             num_guesses = context.device.width
             model, storage, span = self.model, own.storage, own.recorded_span(num_guesses + 2)
@@ -278,14 +293,6 @@ class ModelDrafter(RollingDrafter):
     def observe(self, state: DraftState, output: ModelOutput, num_accepted: Sequence[int]) -> None:
         assert isinstance(state, ModelDraftState)
         state.settle(num_accepted)
-
-    def _records(
-        self, state: DecodeState, context: Context, sampling: Sampling, valid_lengths: list[int] | None
-    ) -> bool:
-        """Whether a round's guesses are made in one recorded call."""
-        if context.device is None or valid_lengths is not None or (self.sampling or sampling).processors:
-            return False
-        return self.model.records(state, 2) and not self.renames
 
     def _unread(self, state: DecodeState, context: Context) -> tuple[Int[Tensor, "B T"], list[int] | None]:
         """The tokens to read before guessing, right-padded, and how many of each row's are real (None: all)."""

@@ -91,6 +91,8 @@ class MultiTokenState(DraftState):
             self.lengths[row] = 0
 
     def go_back(self, row: int, length: int) -> None:
+        if self.scored is not None:  # another row goes on there, whose last round was not this one
+            self._hidden, self.scored = self.hidden, None
         if self.lengths[row] > length + 1:  # it is of a text with other tokens
             self.clear([row])
 

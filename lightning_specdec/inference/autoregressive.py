@@ -82,11 +82,8 @@ def autoregressive_decode(
             if sampling.processors:
                 texts = [row.text if row.live else None for row in live]
                 processed = sampling.process(logits[:, None], texts)[:, 0]
-            uniform, graphs = (
-                None if noise is None else noise[:, num_calls, Purpose.CORRECT],
-                getattr(state, "graphs", None),
-            )
-            if graphs is None:
+            uniform = None if noise is None else noise[:, num_calls, Purpose.CORRECT]
+            if (graphs := getattr(state, "graphs", None)) is None:
                 chosen, told = choose(processed, uniform)
             else:
                 chosen, told = graphs.run(("choose", sampling), choose, processed, uniform)
