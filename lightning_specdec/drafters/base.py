@@ -68,7 +68,12 @@ class DeviceRound:
 
 def last_two(texts: Sequence[Sequence[int]], device: torch.device) -> Int[Tensor, "B 2"]:
     """The `tail` of a context: every text's last two tokens, a single one repeated."""
-    return torch.tensor([[*text[-2:]] if len(text) > 1 else [*text, *text] for text in texts], device=device)
+    return torch.tensor([tail_of(text) for text in texts], device=device)
+
+
+def tail_of(text: Sequence[int]) -> list[int]:
+    """A text's last two tokens; a single one repeated."""
+    return [*text[-2:]] if len(text) > 1 else [*text, *text]
 
 
 @dataclass

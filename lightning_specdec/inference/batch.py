@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_specdec.drafters import Drafter, Host
+from lightning_specdec.drafters.base import tail_of
 from lightning_specdec.inference.rows import Row, power_of_two
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.graphs import GraphCache, Outputs
@@ -106,10 +107,8 @@ class Batch:
         """The target goes back to what is settled; gives what it has not read of each text, its last token at least."""
         state, texts = self.target_state, [row.text for row in self.rows]
         starts = [min(length, len(text) - 1) for length, text in zip(state.consumed, texts, strict=True)]
-        up_to_date = upload is not None and all(
-            start == len(text) - 1 for start, text in zip(starts, texts, strict=True)
-        )
-        state.truncate(starts, upload.starts if upload is not None and up_to_date else None)
+        settled = all(start == len(text) - 1 for start, text in zip(starts, texts, strict=True))
+        state.truncate(starts, upload.starts if upload is not None and settled else None)
         state.commit(starts)
         return [text[start:] for start, text in zip(starts, texts, strict=True)]
 
@@ -166,17 +165,12 @@ class Upload:
         """Send the rows' present numbers: two last tokens, where the last one stands, new tokens, those of the last
         round, and guesses wanted. The round's only read waits for the copy too, so the memory is free again by then."""
         numbers = [
-            (*tail(row.text), len(row.text) - 1, row.num_new, row.num_added, window)
+            (*tail_of(row.text), len(row.text) - 1, row.num_new, row.num_added, window)
             for row, window in zip(rows, windows, strict=True)
         ]
         self._host.copy_(torch.tensor(numbers))
         self.values.copy_(self._host, non_blocking=True)
         return self
-
-
-def tail(text: Sequence[int]) -> Sequence[int]:
-    """A text's last two tokens; a single one repeated."""
-    return text[-2:] if len(text) > 1 else [*text, *text]
 
 
 def _vacant() -> Row:

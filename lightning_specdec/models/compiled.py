@@ -127,7 +127,7 @@ def compile_layers(model: HuggingFaceLM, *, backend: str = "inductor") -> float:
     for i, layer in enumerate(layers):
         if not hasattr(layer, "forward_uncompiled"):
             layer.forward_uncompiled = layer.forward  # type: ignore[assignment]
-            layer.forward = _dispatch(i, layer.forward, backend)
+            layer.forward = _dispatch(i, layer.forward, backend, on_gpu=model.device.type == "cuda")
     with torch.inference_mode():
         state = model.init_state(1, 4 * sum(WIDTHS))
         for width in (2, *WIDTHS, *WIDTHS):
@@ -135,26 +135,20 @@ def compile_layers(model: HuggingFaceLM, *, backend: str = "inductor") -> float:
     return time.perf_counter() - started
 
 
-def _dispatch(index: int, plain: Callable[..., Any], backend: str) -> Callable[..., Any]:
+def _dispatch(index: int, plain: Callable[..., Any], backend: str, *, on_gpu: bool) -> Callable[..., Any]:
     """A layer's forward pass: compiled where it goes on with a state whose buffers are there."""
-    compiled: dict[str, Callable[..., Any]] = {}
+    # On a GPU recorded calls alone are compiled: they come in few shapes, and code for one shape is faster.
+    options: dict[str, Any] = {"options": {"post_grad_custom_pre_pass": _MergeEqual()}} if on_gpu else {}
+    compiled = torch.compile(plain, dynamic=not on_gpu, backend=backend, **options)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
         storage, slots = getattr(cache, "storage", None), getattr(cache, "slots", None)
         if storage is None or slots is None or index not in storage.layers:
             return plain(*args, **kwargs)
-        keys, values = storage.layers[index]
-        if keys.device.type == "cuda" and not getattr(cache, "recorded", False):  # calls of any shape: code for each
+        if on_gpu and not getattr(cache, "recorded", False):
             return plain(*args, **kwargs)
-        if keys.device.type not in compiled:
-            # Recorded calls come in few shapes, and code for one shape is faster; others come in any.
-            more: dict[str, Any] = {}
-            if keys.device.type == "cuda":
-                more["options"] = {"post_grad_custom_pre_pass": _MergeEqual()}
-            compiled[keys.device.type] = torch.compile(
-                plain, dynamic=keys.device.type == "cpu", backend=backend, **more
-            )
+        keys, values = storage.layers[index]
         positions = slots.positions.clamp(max=storage.num_slots - 1)
         part = _LayerCache(keys, values, storage.rows, positions, slots.span)
         args = tuple(part if value is cache else value for value in args)
@@ -162,7 +156,7 @@ def _dispatch(index: int, plain: Callable[..., Any], backend: str) -> Callable[.
         # A layer's own number is read by its code, but only to find its part of the cache: no code depends on it.
         # All models share a layer class's code, so they share its count of compilations too.
         with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MOST_COMPILATIONS):
-            return compiled[keys.device.type](*args, **kwargs)
+            return compiled(*args, **kwargs)
 
     return forward
 
