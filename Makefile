@@ -36,7 +36,7 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 
 demo: setup
 	$(RUN) fit --config configs/rnn.yaml
-	$(RUN) decode --ckpt checkpoints/rnn/last.ckpt
+	$(RUN) decode --ckpt checkpoints/rnn
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
@@ -60,10 +60,10 @@ tables: dev
 
 checkpoints: setup
 	$(RUN) fit --config configs/rnn.yaml
-	$(RUN) export --ckpt checkpoints/rnn/last.ckpt --output checkpoints/rnn.ckpt
-	for name in early_exit multi_token text; do \
-		$(RUN) fit --config configs/$$name.yaml && \
-		$(RUN) export --ckpt checkpoints/$$name/best.ckpt --output checkpoints/$$name.ckpt --dtype float16 || exit; \
+	$(RUN) export --ckpt checkpoints/rnn --output checkpoints/rnn.safetensors
+	for run in early_exit:int8 multi_token:float16 text:float16; do \
+		$(RUN) fit --config configs/$${run%:*}.yaml && \
+		$(RUN) export --ckpt checkpoints/$${run%:*} --output checkpoints/$${run%:*}.safetensors --dtype $${run#*:} || exit; \
 	done
 
 smollm2: checkpoints/smollm2/config.json

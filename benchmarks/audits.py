@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from lightning_specdec.manifest import manifest
+from lightning_specdec.bench.manifest import manifest
 
 CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--checkpoints", nargs="+", type=Path, default=sorted(CHECKPOINTS.glob("*.ckpt")))
+    parser.add_argument("--checkpoints", nargs="+", type=Path, default=sorted(CHECKPOINTS.glob("[!s]*.safetensors")))
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)

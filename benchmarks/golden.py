@@ -1,8 +1,8 @@
 """Does a tree decode as another one does? Tokens and counts of every shipped checkpoint, drafter, rule and temperature.
 
 git worktree add ../before b9e94ee
-PYTHONPATH=../before python benchmarks/golden.py write before.json
-PYTHONPATH=. python benchmarks/golden.py write after.json
+PYTHONPATH=../before python benchmarks/golden.py write before.json --checkpoints ../before/checkpoints
+PYTHONPATH=. python benchmarks/golden.py write after.json --checkpoints ../before/checkpoints
 python benchmarks/golden.py compare before.json after.json
 """
 
@@ -27,26 +27,26 @@ WINDOWS = (1, 3, 8)
 MAX_NEW_TOKENS = 40
 
 
-def decoders(name: str) -> Iterator[tuple[str, Any]]:
+def decoders(path: Path) -> Iterator[tuple[str, Any]]:
     """A shipped checkpoint with each of its drafts, its exits, and prompt lookup."""
     from lightning_specdec import SpeculativeDecoder
     from lightning_specdec.drafters import NGramDrafter
 
-    decoder = SpeculativeDecoder.from_checkpoint(Path(__file__).parent.parent / "checkpoints" / f"{name}.ckpt")
+    decoder = SpeculativeDecoder.from_checkpoint(path)
     yield "own", decoder
     yield "n-gram", decoder.with_drafter(NGramDrafter())
     for draft, drafter in decoder.drafts.items():
         yield f"draft {draft}", decoder.with_drafter(drafter)
-    if name in ("early_exit", "text"):
+    if path.stem in ("early_exit", "text"):
         yield "exit 1", decoder.with_exit(1)
 
 
-def cases() -> Iterator[tuple[str, Any]]:
+def cases(directory: Path) -> Iterator[tuple[str, Any]]:
     """Names of cases, and what was decoded in each."""
     from lightning_specdec.rules import RULES
 
     for name in CHECKPOINTS:
-        for draft, decoder in decoders(name):
+        for draft, decoder in decoders(directory / f"{name}.ckpt"):
             weights = hashlib.sha256()
             for key, value in sorted({**decoder.target.state_dict(), **decoder.drafter.state_dict()}.items()):
                 weights.update(key.encode() + value.detach().contiguous().view(torch.uint8).numpy().tobytes())
@@ -79,14 +79,16 @@ def cases() -> Iterator[tuple[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    verbs.add_parser("write").add_argument("output", type=Path)
+    write = verbs.add_parser("write")
+    write.add_argument("output", type=Path)
+    write.add_argument("--checkpoints", type=Path, required=True, help="where the files are that both trees read")
     compare = verbs.add_parser("compare")
     compare.add_argument("before", type=Path)
     compare.add_argument("after", type=Path)
     options = parser.parse_args()
     if options.verb == "write":
         torch.set_num_threads(1)
-        options.output.write_text(json.dumps(dict(cases())))
+        options.output.write_text(json.dumps(dict(cases(options.checkpoints))))
         return
     before, after = json.loads(options.before.read_text()), json.loads(options.after.read_text())
     changed = [name for name in before if name not in after or before[name] != after[name]]

@@ -21,9 +21,9 @@ import torch
 import yaml
 
 from lightning_specdec import SpeculativeDecoder
+from lightning_specdec.bench.manifest import manifest
+from lightning_specdec.decoding import DecodeResult, Session, autoregressive_decode, speculative_decode
 from lightning_specdec.drafters import Drafter, EagleDrafter, EarlyExitDrafter, ModelDrafter, MultiTokenDrafter
-from lightning_specdec.inference import DecodeResult, Session, autoregressive_decode, speculative_decode
-from lightning_specdec.manifest import manifest
 from lightning_specdec.models.compiled import compile_layers
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.rules import Sampling

@@ -22,10 +22,10 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
-from lightning_specdec.manifest import manifest
+from lightning_specdec.bench.manifest import manifest
 from lightning_specdec.models.compiled import compile_layers
 from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.models.quantization import quantize
+from lightning_specdec.models.packed import quantize
 
 CONTEXT, WIDTHS = 200, (1, 2, 4, 8, 16)
 

@@ -5,7 +5,7 @@
         --output docs/results/smollm2_draft_kinds.json
 
 Block efficiency of greedy decoding in bfloat16, one prompt at a time, at one window for all, alone and with n-gram
-look-up joined to it. Kinds are Spec-Bench's tasks and the shipped set's domains; none was trained on. No text stops
+lookup joined to it. Kinds are Spec-Bench's tasks and the shipped set's domains; none was trained on. No text stops
 early. Nothing is timed, so it may run beside other work. Drafts that the output holds already, and that are not named,
 stay in it.
 """
@@ -21,15 +21,16 @@ from typing import Any
 import torch
 from spec_bench import check_same, load
 
-from lightning_specdec import SpeculativeDecoder
-from lightning_specdec.bench.prompts import sources
-from lightning_specdec.draft_file import load_draft
-from lightning_specdec.drafters import Drafter, LookupFirstDrafter, NGramDrafter
-from lightning_specdec.drafters.lookup_first import sure_lookup
-from lightning_specdec.files import replaced
-from lightning_specdec.manifest import manifest
+from lightning_specdec import SpeculativeDecoder, checkpoints
+from lightning_specdec.bench.manifest import manifest
+from lightning_specdec.checkpoints.target_reference import dtype_of
+from lightning_specdec.config.files import replaced
+from lightning_specdec.data.prompts import shipped_prompts
+from lightning_specdec.data.prompts.domains import some
+from lightning_specdec.drafters import Drafter, NGramDrafter, NGramWithFallback
+from lightning_specdec.drafters.ngram_with_fallback import sure_lookup
 
-LOOKUP = "look-up"
+LOOKUP = "lookup"
 SAME = ("model", "prompts", "num_prompts", "max_new_tokens", "num_draft_tokens")
 
 
@@ -54,13 +55,14 @@ def main() -> None:
     decoder = SpeculativeDecoder.from_pretrained(options.model, NGramDrafter(), dtype="bfloat16")
     assert decoder.tokenizer is not None
     kinds = {f"Spec-Bench {task}": texts for task, texts in load(options.prompts, decoder.tokenizer).items()}
-    for prompt in sources.build(decoder.tokenizer, sources=[sources.SHIPPED], num_prompts=options.num_prompts):
-        kinds.setdefault(f"shipped {prompt.domain}", []).append(list(prompt.tokens))
+    for prompt in some(shipped_prompts(), options.num_prompts):
+        tokens = list(prompt.encoded(decoder.tokenizer).tokens)
+        kinds.setdefault(f"shipped {prompt.domain}", []).append(tokens)
     made = manifest(options=plain, device=torch.device("cpu"))
     ways: dict[str, Drafter] = {} if LOOKUP in record["drafts"] else {LOOKUP: NGramDrafter()}
     for path in options.drafts:
-        draft = load_draft(path, decoder.target)[0]
-        ways |= {path.stem: draft, f"{LOOKUP} + {path.stem}": LookupFirstDrafter(sure_lookup(), draft)}
+        draft = checkpoints.load(path, target=decoder.target).drafter.to(dtype_of(decoder.target))
+        ways |= {path.stem: draft, f"{LOOKUP} + {path.stem}": NGramWithFallback(sure_lookup(), draft)}
     for name, drafter in ways.items():
         decoder = SpeculativeDecoder(decoder.target, drafter)
         found = {kind: efficiency(decoder, texts[: options.num_prompts], options) for kind, texts in kinds.items()}

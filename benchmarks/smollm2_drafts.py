@@ -1,4 +1,4 @@
-"""What each trained draft saves on SmolLM2, alone and with n-gram look-up joined to it: the best window for each.
+"""What each trained draft saves on SmolLM2, alone and with n-gram lookup joined to it: the best window for each.
 
     make smollm2
     python benchmarks/smollm2_drafts.py eagle.safetensors heads.safetensors --prompts question.jsonl \
@@ -11,7 +11,7 @@ shipped set, domain by domain in turn; none was trained on. No text stops early.
 draft files' recipes.
 
 Drafts that the output holds already, and that are not named, stay in it, each with the manifest of its own run; so does
-look-up alone.
+lookup alone.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ import torch
 from spec_bench import check_same, load, mixed
 from transformer_speed import line
 
-from lightning_specdec import AcceptanceRule, ExactMatch, RejectionSampling, SpeculativeDecoder
-from lightning_specdec.bench.prompts import sources
-from lightning_specdec.bench.sweep import SweepRow
-from lightning_specdec.draft_file import load_draft, read
-from lightning_specdec.drafters import Drafter, LookupFirstDrafter, NGramDrafter
-from lightning_specdec.drafters.lookup_first import sure_lookup
-from lightning_specdec.files import replaced
-from lightning_specdec.manifest import manifest
+from lightning_specdec import AcceptanceRule, ExactMatch, RejectionSampling, SpeculativeDecoder, checkpoints
+from lightning_specdec.bench.manifest import manifest
+from lightning_specdec.bench.rows import Comparison
+from lightning_specdec.checkpoints.target_reference import dtype_of
+from lightning_specdec.config.files import replaced
+from lightning_specdec.data.prompts import shipped_prompts
+from lightning_specdec.data.prompts.domains import some
+from lightning_specdec.drafters import Drafter, NGramDrafter, NGramWithFallback
+from lightning_specdec.drafters.ngram_with_fallback import sure_lookup
 
-LOOKUP = "look-up"
+LOOKUP = "lookup"
 DTYPES = ("bfloat16", "float32")
 SAME = ("model", "prompts", "num_prompts", "num_shipped", "max_new_tokens", "threads")
 
@@ -77,9 +78,9 @@ def main() -> None:
 
 def told(path: Path) -> dict[str, Any]:
     """What a draft file says of its training."""
-    found = read(path)
+    found = checkpoints.load(path)
     names = ("training", "tokens_seen", "training_seconds", "reached", "loss", "steps")
-    return {"kind": found.drafter["class"], **{name: found.recipe.get(name) for name in names}}
+    return {"kind": type(found.drafter).__name__, **{name: found.recipe.get(name) for name in names}}
 
 
 def measured(
@@ -89,27 +90,30 @@ def measured(
 
     Args:
         before: those of other types, whose best windows are taken.
-        look_up: whether look-up alone is measured too.
+        look_up: whether lookup alone is measured too.
     """
     decoder = SpeculativeDecoder.from_pretrained(options.model, NGramDrafter(), dtype=dtype)
     assert decoder.tokenizer is not None
     prompts = mixed(load(options.prompts, decoder.tokenizer), options.num_prompts)
-    shipped = sources.build(decoder.tokenizer, sources=[sources.SHIPPED], num_prompts=options.num_shipped)
-    prompts += [list(prompt.tokens) for prompt in shipped]
-    trained = {path.stem: load_draft(path, decoder.target)[0] for path in options.drafts}
+    shipped = some(shipped_prompts(), options.num_shipped)
+    prompts += [list(prompt.encoded(decoder.tokenizer).tokens) for prompt in shipped]
+    trained = {
+        path.stem: checkpoints.load(path, target=decoder.target).drafter.to(dtype_of(decoder.target))
+        for path in options.drafts
+    }
     drafts: dict[str, Drafter] = {LOOKUP: NGramDrafter()} if look_up else {}
     for name, each in trained.items():
-        drafts |= {name: each, f"{LOOKUP} + {name}": LookupFirstDrafter(sure_lookup(), each)}
+        drafts |= {name: each, f"{LOOKUP} + {name}": NGramWithFallback(sure_lookup(), each)}
     shared: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "eos": (), "repeats": options.repeats}
     rows: list[dict[str, Any]] = []
 
-    def add(name: str, windows: Sequence[int], rule: AcceptanceRule, temperature: float) -> list[SweepRow]:
+    def add(name: str, windows: Sequence[int], rule: AcceptanceRule, temperature: float) -> list[Comparison]:
         settings = {"windows": windows, "rule": rule, "temperature": temperature, "warmup": 0, **shared}
         cells = []
-        for cell in decoder.sweep(prompts, drafts={name: drafts[name]}, **settings):
+        for cell in decoder.sweep(prompts, drafters={name: drafts[name]}, **settings):
             cells.append(cell)
             told = {"dtype": dtype, "rule": type(rule).__name__, "temperature": temperature}
-            rows.append({**told, **cell.to_dict()})
+            rows.append({**told, **cell.summary()})
             print(f"{dtype:<9}", line({"checkpoint": "smollm2", **rows[-1]}), flush=True)
         return cells
 
@@ -118,13 +122,13 @@ def measured(
         cells = add(name, options.windows if known is None else [known["num_draft_tokens"]], ExactMatch(), 0.0)
         timed = [cell for cell in cells if cell.walltime_speedup is not None]
         if known is None and timed:  # near ties of bfloat16 may part from standard decoding: a row says so
-            top = max(timed, key=lambda cell: cell.walltime_speedup or 0.0)
-            add(name, [top.num_draft_tokens], RejectionSampling(), 1.0)
+            top = max(timed, key=lambda cell: cell.walltime_speedup or (0.0, 0.0, 0.0))
+            add(name, [int(top.case.num_draft_tokens or 0)], RejectionSampling(), 1.0)
     return rows
 
 
 def table(drafts: Mapping[str, Mapping[str, Any]]) -> str:
-    """A line for each draft, alone and joined to look-up, at its best window, as a Markdown table."""
+    """A line for each draft, alone and joined to lookup, at its best window, as a Markdown table."""
     rows = [row for each in drafts.values() for row in each["rows"]]
     lines = [
         "| Draft | Training, minutes | Tokens seen | Teacher-forced acceptance | Window | Block efficiency, T=0, T=1 "
@@ -140,7 +144,7 @@ def table(drafts: Mapping[str, Mapping[str, Any]]) -> str:
             continue
         efficiency = ", ".join(_shown(row, "block_efficiency") for row in (top, sampled[first]))
         speeds = ", ".join(_shown(each["bfloat16"], "walltime_speedup") for each in (tops, sampled))
-        trained = bool(recipe) and name in drafts  # and not look-up, nor joined to it
+        trained = bool(recipe) and name in drafts  # and not lookup, nor joined to it
         cells = [
             name,
             f"{recipe['training_seconds'] / 60:.0f}" if trained and recipe.get("training_seconds") else "-",

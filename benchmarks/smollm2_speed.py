@@ -5,7 +5,7 @@
 
 Every way decodes the same prompts to the same number of new tokens (no way stops early), prefill included, one prompt
 at a time, all ways in turn on each prompt. A ratio is the median over the prompts of one way's seconds over another's.
-transformers is taken at its best: look-up with 3, 5 and 10 tokens, assisted decoding at its defaults and with constant
+transformers is taken at its best: lookup with 3, 5 and 10 tokens, assisted decoding at its defaults and with constant
 windows, whichever is fastest over all prompts.
 """
 
@@ -24,11 +24,11 @@ from spec_bench import load, mixed
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from lightning_specdec.bench.calibration import calibrate
+from lightning_specdec.bench.manifest import manifest
+from lightning_specdec.decoding import DecodeResult, autoregressive_decode, speculative_decode
+from lightning_specdec.decoding.calibration import calibrate
+from lightning_specdec.decoding.windows import AdaptiveWindow
 from lightning_specdec.drafters import Drafter, ModelDrafter, NGramDrafter
-from lightning_specdec.inference import DecodeResult, autoregressive_decode, speculative_decode
-from lightning_specdec.inference.windows import AdaptiveWindow
-from lightning_specdec.manifest import manifest
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.text.tokenizer import TextTokenizer
 
@@ -37,9 +37,9 @@ LOOKUPS, CONSTANTS, WINDOWS = (3, 5, 10), (5, 10), (4, 8)
 MODEL_WINDOWS = {"right": (5, 10), "wrong": (1, 3)}
 BARS = {
     "standard over generate": {"bfloat16": 1.25, "float32": 1.0},
-    "look-up over generate's": {"bfloat16": 1.3},
-    "look-up over standard": {"bfloat16": 1.25},
-    "adaptive look-up over standard": {"float32": 1.0},
+    "lookup over generate's": {"bfloat16": 1.3},
+    "lookup over standard": {"bfloat16": 1.25},
+    "adaptive lookup over standard": {"float32": 1.0},
     "right draft over generate's": {"float32": 1.5, "bfloat16": 1.4},
     "wrong draft over generate's": {"float32": 1.5, "bfloat16": 1.4},
 }
@@ -108,9 +108,9 @@ class _Machine:
         if part == "standard":
             return {"generate": self._generate(), "standard": self._standard()}
         if part == "lookup":
-            theirs = {f"generate look-up {n}": self._generate(prompt_lookup_num_tokens=n) for n in LOOKUPS}
-            ours = {f"look-up {k}": self._ours(f"look-up {k}", NGramDrafter(), k) for k in WINDOWS}
-            ours["look-up auto"] = self._ours("look-up auto", NGramDrafter(), self._adaptive(NGramDrafter()))
+            theirs = {f"generate lookup {n}": self._generate(prompt_lookup_num_tokens=n) for n in LOOKUPS}
+            ours = {f"lookup {k}": self._ours(f"lookup {k}", NGramDrafter(), k) for k in WINDOWS}
+            ours["lookup auto"] = self._ours("lookup auto", NGramDrafter(), self._adaptive(NGramDrafter()))
             return {"generate": self._generate(), "standard": self._standard(), **theirs, **ours}
         assistant = self.theirs if part == "right" else self.random
         own = ModelDrafter(self.target if part == "right" else HuggingFaceLM(self.random).fused())
@@ -156,13 +156,13 @@ class _Machine:
         if part == "standard":
             return {"standard over generate": ratio(seconds["generate"], standard)}
         if part == "lookup":
-            ours = best(["look-up"])
+            ours = best(["lookup"])
             return {
                 "standard over generate, long prompts": ratio(seconds["generate"], standard),
-                "look-up over generate's": ratio(best(["generate look-up"]), ours),
-                "look-up over standard": ratio(standard, ours),
-                "adaptive look-up over standard": ratio(standard, seconds["look-up auto"]),
-                "adaptive look-up over generate's": ratio(best(["generate look-up"]), seconds["look-up auto"]),
+                "lookup over generate's": ratio(best(["generate lookup"]), ours),
+                "lookup over standard": ratio(standard, ours),
+                "adaptive lookup over standard": ratio(standard, seconds["lookup auto"]),
+                "adaptive lookup over generate's": ratio(best(["generate lookup"]), seconds["lookup auto"]),
             }
         ours = best([f"{part} "])
         return {

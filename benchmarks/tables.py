@@ -21,12 +21,10 @@ import smollm2_drafts
 import smollm2_speed
 import transformer_speed
 
-from lightning_specdec.bench.config_entries import OUTSIDE
-from lightning_specdec.bench.report.analysis import MeasuredCell
-from lightning_specdec.bench.report.report import Report
-from lightning_specdec.bench.report.tables import Column, Table, Value, to_markdown
 from lightning_specdec.bench.results import read
-from lightning_specdec.files import replaced
+from lightning_specdec.bench.rows import HUGGING_FACE, Comparison
+from lightning_specdec.config.files import replaced
+from lightning_specdec.report.report import Report, Table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -72,35 +70,36 @@ def renewed(text: str) -> str:
 
 
 def _record(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    """A record; older ones call prompt lookup "look-up"."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8").replace("look-up", "lookup"))
 
 
 def bench_table() -> str:
     """What pays, of every pair and domain that `bench` has measured in full."""
     heads = ("Benchmark", "Pair", "Prompts", "Temperature", "Batch", "Advice", "walltime_speedup", "Acceptance rate")
-    columns = tuple(map(Column, (*heads, "Block efficiency", "transformers' best")))
-    rows: list[tuple[Value, ...]] = []
+    rows: list[tuple[str, ...]] = []
     for name in BENCHES:
         report = Report.of(read(RESULTS / "bench" / name))
-        for each in report.advice:
+        for each in report.answers:
             pair, temperature, batch_size, _ = each.setting
             for domain in each.domains:
-                place = (name, pair, domain.domain, f"{temperature:g}", batch_size, domain.choice)
+                place = (name, pair, domain.domain, f"{temperature:g}", str(batch_size), domain.advice)
                 if (best := domain.best) is None or best.walltime_speedup is None:
-                    rows.append((*place, None, None, None, None))
+                    rows.append((*place, "-", "-", "-", "-"))
                     continue
                 value, low, high = best.walltime_speedup
-                told = f"{value:.2f} ({low:.2f} to {high:.2f})"
-                theirs = fastest_outside([cell for cell in report.cells if cell.place == best.place])
-                rows.append((*place, told, best.acceptance_rate, best.block_efficiency, theirs))
-    return to_markdown(Table(columns, tuple(rows))).rstrip("\n")
+                rates = [f"{rate:.2f}" for rate in (best.acceptance_rate, best.block_efficiency) if rate is not None]
+                theirs = fastest_outside([cell for cell in report.cells if cell.case.place == best.case.place])
+                rows.append((*place, f"{value:.2f} ({low:.2f} to {high:.2f})", *rates, theirs))
+    return Table((*heads, "Block efficiency", "transformers' best"), rows).markdown().rstrip("\n")
 
 
-def fastest_outside(cells: Sequence[MeasuredCell]) -> str | None:
-    """The fastest of transformers' own ways among cells of one place, with its walltime_speedup."""
-    speeds = {cell.way: cell.walltime_speedup.value for cell in cells if cell.way in OUTSIDE and cell.walltime_speedup}
-    way = max(speeds, key=lambda way: speeds[way], default=None)
-    return None if way is None else f"{way} {speeds[way]:.2f}"
+def fastest_outside(cells: Sequence[Comparison]) -> str:
+    """The fastest of Hugging Face's methods among cells of one place, with its walltime_speedup."""
+    theirs = [each for each in cells if each.case.method in HUGGING_FACE]
+    speeds = {each.case.method: each.walltime_speedup.value for each in theirs if each.walltime_speedup}
+    best = max(speeds, key=lambda method: speeds[method], default=None)
+    return "-" if best is None else f"{best} {speeds[best]:.2f}"
 
 
 TABLES: dict[str, Callable[[], str]] = {

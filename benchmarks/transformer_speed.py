@@ -3,11 +3,10 @@
     make bench-transformers
     python benchmarks/transformer_speed.py --output docs/results/transformers.json
 
-Every cell of the grid is measured beside standard decoding of the same target, its repeats taking turns with it, with
-the same treatment of the networks on both sides (`--fuse`). Greedy decoding at batch 1 goes through the whole grid; at
-temperature 1, and in batches (greedy), all windows of the draft that was the best there are measured (`--whole_grid`:
-every draft, every rule and temperature at every batch size). Prompts
-are of the checkpoint's held-out data; those of a batch have different lengths. No text stops early.
+Every cell of the grid is measured beside standard decoding of the same target, its repeats taking turns with it. Greedy
+decoding at batch 1 goes through the whole grid; at temperature 1, and in batches (greedy), all windows of the draft
+that was the best there are measured.
+Prompts are of the checkpoint's held-out data; those of a batch have different lengths. No text stops early.
 
 The second table says how well each exit, head or draft predicts held-out sequences by itself: the loss in nats, the
 share of tokens that it has right, bits per byte of text, and how often its likeliest token is the target's.
@@ -17,22 +16,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformer_quality import quality
+from torch import Tensor
 
-from lightning_specdec import AcceptanceRule, ExactMatch, RejectionSampling, SpeculativeDecoder
+from lightning_specdec import AcceptanceRule, ExactMatch, ModelDrafter, RejectionSampling, SpeculativeDecoder
 from lightning_specdec import data as data_modules
-from lightning_specdec.bench.sweep import SweepRow, best
-from lightning_specdec.data import TokenData
-from lightning_specdec.drafters import Drafter
-from lightning_specdec.manifest import manifest
-from lightning_specdec.threads import limit_threads
+from lightning_specdec.bench.candidates import candidates
+from lightning_specdec.bench.manifest import manifest
+from lightning_specdec.bench.measure import best
+from lightning_specdec.bench.rows import Comparison
+from lightning_specdec.data import IGNORED, TokenData
+from lightning_specdec.drafters import Drafter, EarlyExitDrafter
+from lightning_specdec.drafters.early_exit import ExitModel
+from lightning_specdec.drafters.multi_token import MultiTokenDrafter
+from lightning_specdec.drafters.staged import StagedDrafter
+from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.packed import limit_threads
+from lightning_specdec.training.metrics import NextToken
 
 NAMES = ("transformer", "early_exit", "multi_token", "staged", "text", "draft_sizes")
 SETTINGS: tuple[tuple[AcceptanceRule, float], ...] = (
@@ -50,8 +58,6 @@ def main() -> None:
     parser.add_argument("--num_prompts", type=int, default=4, help="at batch 1; larger batches have one of each place")
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--fuse", choices=("both", "none"), default="both")
-    parser.add_argument("--whole_grid", action="store_true", help="every draft in every setting")
     parser.add_argument("--threads", type=int, help="one for small models when not given")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -66,12 +72,13 @@ def main() -> None:
         decoder = SpeculativeDecoder.from_checkpoint(path)
         if options.threads is None:
             limit_threads(decoder.target.num_parameters)
-        data = _data(decoder)
+        data: TokenData = getattr(data_modules, decoder.recipe["data"])(**decoder.recipe["data_arguments"])
         name = checkpoint_name(path)
         predictions += [{"checkpoint": name, **row} for row in quality(decoder, data)]
         print(f"{quality_table([row for row in predictions if row['checkpoint'] == name])}\n", flush=True)
         rows += _measured(name, decoder, data.prompts(), options)
-    found = manifest(options=_plain(options, paths), device=torch.device("cpu"))
+    plain = {**vars(options), "output": None, "checkpoints": [checkpoint_name(path) for path in paths]}
+    found = manifest(options=plain, device=torch.device("cpu"))
     found["checkpoint_sha256"] = {checkpoint_name(path): sha256(path.read_bytes()).hexdigest() for path in paths}
     print(f"\n{table(rows)}")
     if options.output:
@@ -85,7 +92,7 @@ def main() -> None:
 def found_checkpoint(name: str) -> Path | None:
     """The checkpoint of that name that ships, or else the best of the run that `fit` made of its config."""
     folder = Path("checkpoints")
-    return next((path for path in (folder / f"{name}.ckpt", folder / name / "best.ckpt") if path.exists()), None)
+    return next((path for path in (folder / f"{name}.safetensors", folder / name / "best.ckpt") if path.exists()), None)
 
 
 def checkpoint_name(path: Path) -> str:
@@ -93,44 +100,35 @@ def checkpoint_name(path: Path) -> str:
     return path.parent.name if path.stem in ("best", "last") else path.stem
 
 
-def _data(decoder: SpeculativeDecoder) -> TokenData:
-    """The data that the checkpoint was trained on, as its recipe describes them."""
-    data: TokenData = getattr(data_modules, decoder.recipe["data"])(**decoder.recipe["data_arguments"])
-    return data
-
-
 def _measured(
     name: str, decoder: SpeculativeDecoder, held_out: list[list[int]], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """The grid of one checkpoint, in every setting."""
     rows: list[dict[str, Any]] = []
-    drafts: dict[str, Drafter] = {name: each.drafter for name, each in decoder.candidates().items()}
+    drafts: dict[str, Drafter] = {name: each.drafter for name, each in candidates(decoder).items()}
     for batch_size in options.batch_sizes:
         number = options.num_prompts if batch_size == 1 else batch_size
-        for rule, temperature in SETTINGS if batch_size == 1 or options.whole_grid else SETTINGS[:1]:
-            cells: list[SweepRow] = []
+        for rule, temperature in SETTINGS if batch_size == 1 else SETTINGS[:1]:
+            cells: list[Comparison] = []
             for cell in decoder.sweep(
                 ragged(held_out, number),
-                drafts=drafts,
+                drafters=drafts,
                 windows=options.windows,
                 max_new_tokens=options.max_new_tokens,
                 rule=rule,
                 eos=(),
                 repeats=options.repeats,
                 batch_size=batch_size,
-                fuse=options.fuse == "both",
                 temperature=temperature,
             ):
                 cells.append(cell)
                 rows.append(
-                    {"checkpoint": name, "rule": type(rule).__name__, "temperature": temperature, **cell.to_dict()}
+                    {"checkpoint": name, "rule": type(rule).__name__, "temperature": temperature, **cell.summary()}
                 )
                 print(line(rows[-1]), flush=True)
-                if cell.benchmark is not None and cell.benchmark.interrupted:
-                    raise KeyboardInterrupt
             top = best(cells)
-            if top is not None and not options.whole_grid:
-                drafts = {top.draft: drafts[top.draft]}
+            if top is not None:
+                drafts = {str(top.case.draft): drafts[str(top.case.draft)]}
     return rows
 
 
@@ -143,13 +141,19 @@ def ragged(prompts: Sequence[Sequence[int]], number: int) -> list[list[int]]:
     return found
 
 
+def ends(row: dict[str, Any]) -> tuple[float, float]:
+    """The interval of a speedup; older records hold its quartiles."""
+    low, high = row.get("speedup_quartiles") or (row["walltime_speedup_low"], row["walltime_speedup_high"])
+    return (0.0, float("inf")) if low is None else (low, high)
+
+
 def line(row: dict[str, Any]) -> str:
     """A row as text."""
     start = f"{row['checkpoint']:<12} {row['rule']:<17} T={row['temperature']:.0f} batch {row['batch_size']:>2} "
     start += f"{row['draft']:<16} k={row['num_draft_tokens']}:"
     if row["error"] is not None:
         return f"{start} failed: {row['error']}"
-    first, third = row["speedup_quartiles"]
+    first, third = ends(row)
     told = "  OTHER TOKENS than standard decoding" if row["same_tokens"] is False else ""
     return (
         f"{start} speedup {row['walltime_speedup']:.2f} ({first:.2f} to {third:.2f}) | "
@@ -172,7 +176,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             lines.append(f"| {setting[0]} | {setting[1]}, {setting[2]:.0f} | {setting[3]} | failed | - | - | - | - |")
             continue
         row = max(group, key=lambda row: row["walltime_speedup"])
-        first, third = row["speedup_quartiles"]
+        first, third = ends(row)
         lines.append(
             f"| {setting[0]} | {setting[1]}, {setting[2]:.0f} | {setting[3]} "
             f"| {row['draft']}, {row['num_draft_tokens']} | {_shown(row['acceptance_rate'])} "
@@ -217,8 +221,65 @@ def _shown(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _plain(options: argparse.Namespace, paths: Sequence[Path]) -> dict[str, Any]:
-    return {**vars(options), "output": None, "checkpoints": [checkpoint_name(path) for path in paths]}
+Predictor = tuple[str, int, Callable[[Tensor], Tensor]]
+"""A name, how many places ahead it predicts, and its logits `[B, T, V]` for tokens `[B, T]`."""
+
+
+@torch.no_grad()
+def quality(decoder: SpeculativeDecoder, data: TokenData) -> list[dict[str, Any]]:
+    """Figures of everything that predicts, on what was held out (validation and test), the target's own first."""
+    target = decoder.target.eval()
+    predictors: list[Predictor] = [("target", 1, lambda tokens: target(tokens).logits)]
+    for name, candidate in candidates(decoder).items():
+        predictors += predictors_of(name, candidate.drafter.eval(), target)
+    counts = {name: NextToken() for name, _, _ in predictors}
+    agreeing, compared = dict.fromkeys(counts, 0), dict.fromkeys(counts, 0)
+    for batch in chain(data.val_dataloader(), data.test_dataloader()):
+        likeliest = target(batch.tokens).logits.argmax(-1)
+        for name, ahead, score in predictors:
+            logits, labels = score(batch.tokens), batch.next_tokens()
+            logits, labels = logits[:, :-ahead], labels[:, ahead - 1 :]
+            counts[name].update(logits, labels)
+            own, others = logits.argmax(-1), likeliest[:, ahead - 1 : ahead - 1 + labels.shape[1]]
+            real = labels != IGNORED
+            agreeing[name] += int((own == others)[real].sum())
+            compared[name] += int(real.sum())
+    num_bytes = data.bytes_per_token("val", "test")
+    return [
+        {
+            "predictor": name,
+            "loss": float(found.loss),
+            "accuracy": float(found.accuracy),
+            "bits_per_byte": None if num_bytes is None else float(found.loss) / math.log(2) / num_bytes,
+            "agreement": agreeing[name] / compared[name],
+        }
+        for name, found in ((name, counts[name].compute()) for name in counts)
+    ]
+
+
+def predictors_of(name: str, drafter: Drafter, target: LanguageModel) -> Iterator[Predictor]:
+    """What a drafter predicts with: one network, or as many heads as it has."""
+    if isinstance(drafter, EarlyExitDrafter):
+        model = ExitModel(target, drafter.exit_layer, drafter.head)
+        yield name, 1, lambda tokens: model(tokens).logits
+    elif isinstance(drafter, ModelDrafter):
+        yield name, 1, lambda tokens: drafter.model(tokens).logits
+    elif isinstance(drafter, MultiTokenDrafter):
+        (layer,) = drafter.features(target)
+        for head in range(drafter.settings.num_heads):
+            yield f"head {head + 1}", head + 2, _head(drafter, target, layer, head)
+    elif isinstance(drafter, StagedDrafter):
+        for i, stage in enumerate(drafter.stages, 1):
+            if isinstance(stage, ModelDrafter | EarlyExitDrafter):
+                yield from predictors_of(f"{name}, stage {i}", stage, target)
+
+
+def _head(drafter: MultiTokenDrafter, target: LanguageModel, layer: int, head: int) -> Callable[[Tensor], Tensor]:
+    def score(tokens: Tensor) -> Tensor:
+        hidden = target(tokens, features=(layer,)).features[layer]
+        return drafter.logits(hidden, target, head + 1)[head]
+
+    return score
 
 
 if __name__ == "__main__":

@@ -7,26 +7,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_specdec.config.decoding import DecodingConfig as DecodingConfig
+    from lightning_specdec.config.pairs import Pair as Pair
+    from lightning_specdec.config.pairs import get_pair as get_pair
+    from lightning_specdec.config.pairs import list_pairs as list_pairs
     from lightning_specdec.decoder import SpeculativeDecoder as SpeculativeDecoder
+    from lightning_specdec.decoding import AdaptiveWindow as AdaptiveWindow
+    from lightning_specdec.decoding import DecodeResult as DecodeResult
+    from lightning_specdec.decoding import FixedWindow as FixedWindow
+    from lightning_specdec.decoding import Session as Session
+    from lightning_specdec.decoding import StopStrings as StopStrings
+    from lightning_specdec.decoding import autoregressive_decode as autoregressive_decode
     from lightning_specdec.drafters import CrossVocabulary as CrossVocabulary
     from lightning_specdec.drafters import Draft as Draft
     from lightning_specdec.drafters import Drafter as Drafter
     from lightning_specdec.drafters import ModelDrafter as ModelDrafter
     from lightning_specdec.drafters import NGramDrafter as NGramDrafter
-    from lightning_specdec.inference import AdaptiveWindow as AdaptiveWindow
-    from lightning_specdec.inference import DecodeResult as DecodeResult
-    from lightning_specdec.inference import FixedWindow as FixedWindow
-    from lightning_specdec.inference import Session as Session
-    from lightning_specdec.inference import StopStrings as StopStrings
-    from lightning_specdec.inference import autoregressive_decode as autoregressive_decode
     from lightning_specdec.models import RNN as RNN
     from lightning_specdec.models import DecodeState as DecodeState
     from lightning_specdec.models import LanguageModel as LanguageModel
     from lightning_specdec.models.huggingface import HuggingFaceLM as HuggingFaceLM
     from lightning_specdec.models.loading import load_model as load_model
-    from lightning_specdec.pairs import Pair as Pair
-    from lightning_specdec.pairs import get_pair as get_pair
-    from lightning_specdec.pairs import list_pairs as list_pairs
     from lightning_specdec.rules import AcceptanceRule as AcceptanceRule
     from lightning_specdec.rules import EpsilonThreshold as EpsilonThreshold
     from lightning_specdec.rules import ExactMatch as ExactMatch
@@ -36,34 +37,18 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "SpeculativeDecoder": "decoder",
-    "CrossVocabulary": "drafters",
-    "Draft": "drafters",
-    "Drafter": "drafters",
-    "ModelDrafter": "drafters",
-    "NGramDrafter": "drafters",
-    "DecodeResult": "inference",
-    "StopStrings": "inference",
-    "FixedWindow": "inference",
-    "AdaptiveWindow": "inference",
-    "Session": "inference",
-    "autoregressive_decode": "inference",
-    "HuggingFaceLM": "models.huggingface",
-    "RNN": "models",
-    "DecodeState": "models",
-    "LanguageModel": "models",
-    "load_model": "models.loading",
-    "Pair": "pairs",
-    "get_pair": "pairs",
-    "list_pairs": "pairs",
-    "AcceptanceRule": "rules",
-    "EpsilonThreshold": "rules",
-    "ExactMatch": "rules",
-    "RejectionSampling": "rules",
-    "Sampling": "rules",
-    "TypicalAcceptance": "rules",
+_ROOMS = {
+    "config.decoding": ("DecodingConfig",),
+    "config.pairs": ("Pair", "get_pair", "list_pairs"),
+    "decoder": ("SpeculativeDecoder",),
+    "decoding": ("AdaptiveWindow", "DecodeResult", "FixedWindow", "Session", "StopStrings", "autoregressive_decode"),
+    "drafters": ("CrossVocabulary", "Draft", "Drafter", "ModelDrafter", "NGramDrafter"),
+    "models": ("RNN", "DecodeState", "LanguageModel"),
+    "models.huggingface": ("HuggingFaceLM",),
+    "models.loading": ("load_model",),
+    "rules": ("AcceptanceRule", "EpsilonThreshold", "ExactMatch", "RejectionSampling", "Sampling", "TypicalAcceptance"),
 }
+_HOMES = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = ["__version__", *_HOMES]
 
 

@@ -1,230 +1,441 @@
-"""Target, draft and rule in one object: load, train, decode, measure."""
+"""Target, drafter and rule in one object: load, train, decode, measure; text in, text out."""
 
 from __future__ import annotations
 
 import os
-import time
-from typing import TYPE_CHECKING, Any, Unpack
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from lightning_specdec import checkpoint, draft_file
-from lightning_specdec.checks import require_int
-from lightning_specdec.decoding import WindowChoice
-from lightning_specdec.drafters import Drafter, ModelDrafter
-from lightning_specdec.measuring import Measuring
+from lightning_specdec.checkpoints import checkpoint, load_pair
+from lightning_specdec.checkpoints.target_reference import TargetReference, forget_origin
+from lightning_specdec.config.checks import require_int
+from lightning_specdec.config.decoding import DecodingConfig
+from lightning_specdec.config.kinds import DRAFTERS
+from lightning_specdec.config.models import PairSource
+from lightning_specdec.decoding import (
+    AdaptiveWindow,
+    DecodeResult,
+    Session,
+    Window,
+    autoregressive_decode,
+    open_session,
+    run,
+    stream,
+)
+from lightning_specdec.decoding.rows import Prompts, as_prompts, check_padding
+from lightning_specdec.drafters import Drafter, EarlyExitDrafter, ModelDrafter
 from lightning_specdec.models import LanguageModel
-from lightning_specdec.pairs import get_pair
-from lightning_specdec.pretrained import PretrainedOptions, Source, is_file, load_pair, pair_options
-from lightning_specdec.rules import Sampling, SamplingOptions
-from lightning_specdec.target_reference import forget_origin
-from lightning_specdec.text.named import named_tokenizer
+from lightning_specdec.rules import AcceptanceRule, Sampling
+from lightning_specdec.text.tokenizer import named_tokenizer
 
 if TYPE_CHECKING:
+    from lightning_specdec.audit.auditor import Auditor
+    from lightning_specdec.bench.rows import Comparison
     from lightning_specdec.data import TokenData
+    from lightning_specdec.text.tokenizer import Message, Tokenizer
 
-_MOST_GUESSES = 2**20
+TextPrompts = Prompts | str | Sequence[str]
+"""Prompts as tokens or as text."""
+Config = DecodingConfig | None
+WindowChoice = int | str | Window
+"""Draft tokens per round; "auto" for as many as pay on this machine; or a `Window` that chooses."""
 
 
-class SpeculativeDecoder(Measuring):
-    """A target and what guesses for it, from their files to their figures; its arguments are those of `Decoding`."""
+class SpeculativeDecoder:
+    """A target with its drafter.
+
+    Args:
+        target: the model whose output is wanted.
+        drafter: proposes draft tokens; a `LanguageModel` is wrapped in a `ModelDrafter`.
+        prompts: held-out prompts that belong to the pair, used where none are given.
+        recipe: how the pair was made, as plain values; saved with it.
+        fuse_draft: whether to decode with the drafter's fused form and the target's packed weights. The output is the
+            same; only the time differs.
+        num_draft_tokens: draft tokens per round where a call names none; "auto" for as many as pay, or a `Window`.
+        drafts: all drafters of the target by name, where there are several.
+    """
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        drafter: Drafter | LanguageModel,
+        *,
+        prompts: Sequence[Sequence[int]] = (),
+        recipe: dict[str, Any] | None = None,
+        fuse_draft: bool = True,
+        num_draft_tokens: WindowChoice = 3,
+        drafts: Mapping[str, Drafter] | None = None,
+    ) -> None:
+        self.target = target
+        self.drafter = ModelDrafter(drafter) if isinstance(drafter, LanguageModel) else drafter
+        self.drafter.check_target(target)
+        self.prompts = [list(prompt) for prompt in prompts]
+        self.recipe, self.drafts = recipe or {}, dict(drafts or {})
+        self.fuse_draft, self.num_draft_tokens = fuse_draft, num_draft_tokens
+        self._ready: tuple[object, LanguageModel, Drafter] | None = None
 
     @classmethod
-    def from_checkpoint(
+    def load(
         cls,
-        path: str | os.PathLike[str],
+        source: PairSource,
         *,
-        draft: str | None = None,
-        drafter: Drafter | None = None,
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype | None = None,
+        num_draft_tokens: WindowChoice | None = None,
         fuse_draft: bool = True,
-        target: str | LanguageModel | None = None,
+        pack: bool = True,
     ) -> SpeculativeDecoder:
-        """The pair of a checkpoint that `fit` or `save` wrote; with a drafter, its target with that.
+        """The models that a source names; arguments and errors as of `checkpoints.load_pair` and of this class.
 
         Args:
-            target: of a checkpoint whose target lies elsewhere, where that is now, or the target itself.
-            draft: of a checkpoint with several drafts the one that guesses, by name; its main one when None.
-
-        Raises:
-            FileNotFoundError, ValueError: see `checkpoint.load`. Nothing in the file is run.
+            num_draft_tokens: the pair's or draft's own when None, else 3.
         """
-        loaded = checkpoint.load(path, target=target)
-        own = loaded.target.to(device, dtype)
-        guessing = drafter or loaded.draft(draft)
-        drafts = {name: each.to(device, dtype) for name, each in loaded.drafters.items()}
-        decoder = cls(
-            own,
-            guessing,
+        loaded = load_pair(source, pack=pack)
+        own = 3 if loaded.num_draft_tokens is None else loaded.num_draft_tokens
+        return cls(
+            loaded.target,
+            loaded.drafter,
             prompts=loaded.prompts,
             recipe=loaded.recipe,
             fuse_draft=fuse_draft,
-            drafts=drafts if loaded.others else None,
+            num_draft_tokens=own if num_draft_tokens is None else num_draft_tokens,
+            drafts=loaded.drafts if len(loaded.drafts) > 1 else None,
         )
-        if loaded.tokenizer is not None and decoder.tokenizer is None:
-            try:
-                decoder.read_text(named_tokenizer(loaded.tokenizer))
-            except ValueError as error:
-                raise ValueError(f"{path} was trained on the text of a tokenizer that is not here: {error}") from error
-        return decoder
 
     @classmethod
-    def from_pretrained(
-        cls,
-        target: Source | nn.Module,
-        draft: Source | nn.Module | None = None,
-        *,
-        num_draft_tokens: WindowChoice | None = None,
-        **options: Unpack[PretrainedOptions],
-    ) -> SpeculativeDecoder:
-        """A pretrained model of transformers and what guesses for it: another model, a copy of fewer bits, n-grams.
+    def from_checkpoint(cls, path: str | os.PathLike[str], **options: Any) -> SpeculativeDecoder:
+        """The pair of a file that `fit`, `export` or `save` wrote.
+
+        Args:
+            options: fields of `PairSource`, as `draft` (the name of one of its drafts), `drafter` (a name, an import
+                path or a drafter), `dtype`, `target`
+                (where a target that lies elsewhere is now); and the arguments of `load`.
+        """
+        return cls._named(ckpt=os.fspath(path), **options)
+
+    @classmethod
+    def from_pretrained(cls, target: Any, draft: Any = None, **options: Any) -> SpeculativeDecoder:
+        """A pretrained model of transformers with a draft model, a draft file, or prompt lookup.
 
         Args:
             target: a directory, a name on the hub, or a model (ours, or one that transformers has loaded).
-            draft: the same for the draft; or a drafter, or a draft file; n-gram look-up when None.
-            num_draft_tokens: see `SpeculativeDecoder`; a draft file's own when None.
-            options: dtype, draft_dtype, device, quantization and draft_quantization ("int8", "int4"), drafter and
-                drafter_arguments (a class of drafters by name), revision, draft_revision, trust_remote_code, pack: see
-                `pretrained.load_pair`.
-
-        Raises:
-            ValueError: a model cannot be loaded, the models do not fit the memory, or do not fit each other.
+            draft: the same for the draft; or a drafter, or a draft file.
+            options: as of `from_checkpoint`.
         """
-        return cls(*load_pair(target, draft, **options))._of_file(draft)._with_window(num_draft_tokens)
+        return cls._named(target=target, draft=draft, **options)
 
     @classmethod
-    def from_pair(
-        cls,
-        name: str,
-        draft: Source | nn.Module | None = None,
-        *,
-        num_draft_tokens: WindowChoice | None = None,
-        **options: Unpack[PretrainedOptions],
-    ) -> SpeculativeDecoder:
-        """A pair of the registry (`list_pairs()`), with its own draft, types and window where no others are given.
+    def from_pair(cls, name: str, draft: Any = None, **options: Any) -> SpeculativeDecoder:
+        """A pair of the registry (`list_pairs()`), with its own draft, types and window where no others are given."""
+        return cls._named(pair=name, draft=draft, **options)
 
-        The arguments and errors are those of `from_pretrained`.
-        """
-        pair = get_pair(name)
-        own, merged = pair_options(pair, draft, options)
-        try:
-            loaded = load_pair(pair.target.place, own if draft is None else draft, **merged)
-        except ValueError as error:
-            advice = "".join(model.advice for model in pair.models if model.source in str(error))
-            raise ValueError(f"{error}{advice}") from error
-        return cls(*loaded)._with_window(pair.num_draft_tokens)._of_file(draft)._with_window(num_draft_tokens)
+    @classmethod
+    def _named(cls, **options: Any) -> SpeculativeDecoder:
+        own = {name: options.pop(name) for name in ("num_draft_tokens", "fuse_draft", "pack") if name in options}
+        for name, value in options.items():
+            if isinstance(value, torch.dtype | torch.device):
+                options[name] = str(value).removeprefix("torch.")
+        given = options.get("drafter")
+        if not isinstance(given, Drafter):
+            return cls.load(PairSource.from_dict(options), **own)
+        name = DRAFTERS.name_of(type(given))  # a file that names a foreign kind is read only by who names it too
+        options["drafter"] = name if "." in name else None
+        return cls.load(PairSource.from_dict(options), **own).with_drafter(given)
 
     def __repr__(self) -> str:
         window = self.num_draft_tokens
         target, drafter = type(self.target).__name__, type(self.drafter).__name__
         return f"SpeculativeDecoder({target} of {self.target.num_parameters:,} parameters, {drafter}, window {window})"
 
-    def _with_window(self, num_draft_tokens: WindowChoice | None) -> SpeculativeDecoder:
-        if num_draft_tokens is not None:
-            self.num_draft_tokens = num_draft_tokens
-        return self
-
-    def _of_file(self, draft: object) -> SpeculativeDecoder:
-        """With a draft file's recipe, and the window that it names."""
-        if is_file(draft):
-            assert isinstance(draft, str | os.PathLike)
-            self.recipe = draft_file.read(draft).recipe
-            if (window := self.recipe.get("num_draft_tokens")) is not None:
-                self.num_draft_tokens = require_int(f"num_draft_tokens of {os.fspath(draft)}", window, 1, _MOST_GUESSES)
-        return self
-
     def with_drafter(self, drafter: Drafter) -> SpeculativeDecoder:
         """The same target and settings with another draft."""
-        return SpeculativeDecoder(
-            self.target,
-            drafter,
-            prompts=self.prompts,
-            recipe=self.recipe,
-            fuse_draft=self.fuse_draft,
-            num_draft_tokens=self.num_draft_tokens,
-            drafts=self.drafts,
-        )
+        drafter.check_target(self.target)
+        other = copy(self)
+        other.drafter, other._ready = drafter, None
+        return other
 
     def with_exit(self, exit_layer: int) -> SpeculativeDecoder:
-        """The same target, its first `exit_layer` layers guessing for it: any exit, see `exits`."""
-        return self.with_drafter(self.exits([exit_layer])[exit_layer])
+        """The same target, its first `exit_layer` layers drafting; an `EarlyExitDrafter` keeps its output heads."""
+        own = self.drafter if isinstance(self.drafter, EarlyExitDrafter) else None
+        return self.with_drafter(EarlyExitDrafter(exit_layer) if own is None else own.at(exit_layer))
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the pair, and what else can guess for the target, as a checkpoint for decoding."""
+    def save(self, path: str | os.PathLike[str], *, dtype: str | None = None) -> None:
+        """Write the pair, and the target's other drafters, as a checkpoint for decoding (`X.safetensors`)."""
+        name = next((name for name, each in self.drafts.items() if each is self.drafter), checkpoint.MAIN)
+        others = {name: each for name, each in self.drafts.items() if each is not self.drafter}
         checkpoint.save(
             path,
             self.target,
-            self.drafter,
+            {name: self.drafter, **others},
             prompts=self.prompts,
             recipe=self.recipe,
-            others={name: each for name, each in self.drafts.items() if each is not self.drafter},
-            name=next((name for name, each in self.drafts.items() if each is self.drafter), checkpoint.MAIN),
             tokenizer=None if self.tokenizer is None else self.tokenizer.name,
+            dtype=dtype,
         )
 
     def save_draft(self, path: str | os.PathLike[str], *, dtype: str | None = None) -> None:
-        """Write what guesses as a draft file, for this target and no other: see `draft_file.save_draft`."""
-        draft_file.save_draft(path, self.drafter, self.target, recipe=self.recipe, dtype=dtype)
+        """Write the drafter as a draft file (`X.safetensors`), for this target and no other.
 
-    def compile(self, *, num_draft_tokens: int | None = None, **sampling: Unpack[SamplingOptions]) -> float:
-        """Compile what can be: the layers of transformers models, target and draft alike; else the draft's roll-out.
+        Args:
+            dtype: store weights in this type, for a smaller file, as of `checkpoints.save`.
+        """
+        checkpoint.save(path, TargetReference.of(self.target), self.drafter, recipe=self.recipe, dtype=dtype)
 
-        Returns, raises: as `compile_draft`, whose arguments these are.
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The target's; None where prompts and output are tokens alone."""
+        return self.target.tokenizer
+
+    def read_text(self, tokenizer: Tokenizer) -> None:
+        """From now on, take prompts and give output as text by the tokenizer that the target was trained with."""
+        self.target.tokenizer, self.target.vocabulary = tokenizer, tokenizer.vocabulary
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        """The tokenizer's tokens that end a row, where a call names none."""
+        tokens = () if self.tokenizer is None else self.tokenizer.eos
+        return tuple(sorted(token for token in tokens if token < self.target.vocab_size))
+
+    def encode(self, text: str) -> list[int]:
+        """A prompt's tokens, as `decode` takes it: with the special tokens that the model expects."""
+        return self._tokenizer().encode(text)
+
+    def encode_chat(self, messages: str | Sequence[Message]) -> list[int]:
+        """A chat's tokens, by the target's chat template, up to where the answer begins; a string is its only message.
+
+        Raises:
+            ValueError: the target has no tokenizer, or no chat template.
+        """
+        turns: Sequence[Any] = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        return self._tokenizer().encode_chat(turns)
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError("the target has no tokenizer: give prompts as tokens, or load it with its tokenizer")
+        return self.tokenizer
+
+    def _tokens(self, prompts: TextPrompts | None) -> list[list[int]]:
+        """The prompts as tokens, text encoded; the pair's own when None."""
+        if prompts is None:
+            return self.prompts
+        listed: Any = [prompts] if isinstance(prompts, str) else prompts
+        if isinstance(listed, list | tuple) and listed and all(isinstance(prompt, str) for prompt in listed):
+            return [self.encode(prompt) for prompt in listed]
+        rows = as_prompts(listed)
+        if self.target.vocabulary is not None and not isinstance(listed, Mapping):
+            check_padding(rows, self.target.vocabulary.special)
+        return rows
+
+    def _with_text(self, result: DecodeResult) -> DecodeResult:
+        """The result with every row's new text, which ends before a stop string."""
+        if self.tokenizer is not None:
+            for row in result.rows:
+                text = self.tokenizer.stream()
+                row.text = text.push(row.tokens, hold=row.num_hidden) + text.finish(drop=row.num_hidden)
+        return result
+
+    def ready(self) -> tuple[LanguageModel, Drafter]:
+        """Target and drafter as decoding uses them: packed and fused, and made anew when weights have changed."""
+        both = (*self.target.parameters(), *self.drafter.parameters())
+        weights = [(id(weight), weight._version) for weight in both]
+        if self._ready is None or self._ready[0] != weights:
+            self.target.eval()
+            self.drafter.eval()
+            target = self.target.packed() if self.fuse_draft else self.target
+            self._ready = weights, target, self.drafter.fused() if self.fuse_draft else self.drafter
+        return self._ready[1:]
+
+    def config(self, config: Config = None, **changes: Any) -> DecodingConfig:
+        """The config with these changes, and with this decoder's window and the tokenizer's EOS where it names none."""
+        config = DecodingConfig.of(config, **changes)
+        own: dict[str, Any] = {"num_draft_tokens": self.num_draft_tokens, "eos": self.eos}
+        missing = {name: value for name, value in own.items() if getattr(config, name) is None}
+        return config.changed(**missing) if missing else config
+
+    def window(self, config: Config = None, *, batch_size: int = 1, **changes: Any) -> int | Window:
+        """The window that a call decodes with; "auto" measures costs, once for each pair, machine and settings."""
+        config = self.config(config, **changes)
+        if config.num_draft_tokens != "auto":
+            chosen: int | Window = config.num_draft_tokens
+            return chosen
+        from lightning_specdec.decoding.calibration import load_or_measure
+
+        return AdaptiveWindow(load_or_measure(*self.ready(), config, batch_size=batch_size))
+
+    def decode(
+        self,
+        prompts: TextPrompts,
+        config: Config = None,
+        *,
+        indices: Sequence[int] | None = None,
+        **changes: Any,
+    ) -> DecodeResult:
+        """Decode speculatively.
+
+        Args:
+            prompts: tokens of one prompt, of several of any lengths, a tensor `[T]` or `[B, T]`; a tokenizer's output
+                with its attention mask; or text, as it is.
+            config: how to decode; `changes` replace fields of it. The window is the decoder's, EOS the tokenizer's,
+                where it names none.
+            indices: the prompts' numbers, which their noise is keyed by; 0, 1, ... when None.
+
+        Raises:
+            ValueError: a setting or a prompt is wrong, or a row is padded and no attention mask says where.
+        """
+        return self._with_text(run(self._open(prompts, config, changes, indices)))
+
+    def decode_standard(
+        self,
+        prompts: TextPrompts,
+        config: Config = None,
+        *,
+        indices: Sequence[int] | None = None,
+        **changes: Any,
+    ) -> DecodeResult:
+        """Decode with the target alone, one call for each token; the arguments are those of `decode`."""
+        config, tokens = self.config(config, **changes), self._tokens(prompts)
+        return self._with_text(autoregressive_decode(self.ready()[0], tokens, config, indices=indices))
+
+    def stream(self, prompts: TextPrompts, config: Config = None, **changes: Any) -> Iterator[tuple[int, int]]:
+        """Decode speculatively and yield (prompt number, token) as tokens are committed; arguments as of `decode`."""
+        return stream(self._open(prompts, config, changes))
+
+    def stream_text(self, prompts: TextPrompts, config: Config = None, **changes: Any) -> Iterator[tuple[int, str]]:
+        """Decode speculatively and yield (prompt number, piece of text); arguments as of `decode`.
+
+        A prompt's pieces add up to its `RowResult.text`: what may become a stop string waits until it is none.
+        """
+        tokenizer, session = self._tokenizer(), self._open(prompts, config, changes)
+        texts = {row: tokenizer.stream() for row in session.live}
+        while events := session.step():
+            for row, tokens in events:
+                piece = texts[row].push(tokens, hold=row.num_hidden)
+                piece += "" if row.live else texts[row].finish(drop=row.num_hidden)
+                if piece:
+                    yield row.index, piece
+
+    def _open(
+        self,
+        prompts: TextPrompts,
+        config: DecodingConfig | None,
+        changes: dict[str, Any],
+        indices: Sequence[int] | None = None,
+    ) -> Session:
+        """A session with these prompts in it; arguments as of `decode`."""
+        tokens, config = self._tokens(prompts), self.config(config, **changes)
+        config = config.changed(num_draft_tokens=self.window(config, batch_size=len(tokens)))
+        return open_session(*self.ready(), tokens, config, indices=indices)
+
+    def benchmark(
+        self,
+        prompts: TextPrompts | None = None,
+        config: Config = None,
+        *,
+        repeats: int = 10,
+        warmup: int = 3,
+        batch_size: int = 1,
+        mode: str = "both",
+        **changes: Any,
+    ) -> Comparison:
+        """Measure speculative beside standard decoding, in turn: `walltime_speedup`, rates, phases.
+
+        Args:
+            prompts: those that belong to the pair when None.
+            config, changes: as of `decode`.
+            repeats: timed runs of each method, after `warmup` others.
+            batch_size: prompts that are decoded together.
+            mode: "both", "standard" or "speculative".
+        """
+        from lightning_specdec.bench.measure import benchmark
+
+        options: dict[str, Any] = {"repeats": repeats, "warmup": warmup, "batch_size": batch_size, "mode": mode}
+        return benchmark(*self.ready(), self._tokens(prompts), self.config(config, **changes), **options)
+
+    def sweep(
+        self,
+        prompts: TextPrompts | None = None,
+        config: Config = None,
+        *,
+        drafters: Mapping[str, Drafter] | None = None,
+        windows: Sequence[int] = (2, 4, 6, 8),
+        repeats: int = 5,
+        warmup: int = 1,
+        batch_size: int = 1,
+        **changes: Any,
+    ) -> Iterator[Comparison]:
+        """Measure every drafter with every window, each beside standard decoding; gives each as it is measured.
+
+        Args:
+            prompts: those that belong to the pair when None.
+            drafters: by name; all `candidates` when None.
+            windows: draft tokens per round.
+            repeats, warmup, batch_size: as of `benchmark`.
+        """
+        from lightning_specdec.bench.measure import sweep
+
+        ready = self._all_drafters(drafters, self.fuse_draft)
+        options: dict[str, Any] = {"windows": windows, "repeats": repeats, "warmup": warmup, "batch_size": batch_size}
+        return sweep(self.ready()[0], ready, self._tokens(prompts), self.config(config, **changes), **options)
+
+    def audit(
+        self,
+        prompts: TextPrompts | None = None,
+        config: Config = None,
+        *,
+        rules: Mapping[str, AcceptanceRule],
+        samplings: Mapping[str, Sampling],
+        drafts: Mapping[str, Drafter] | None = None,
+        num_decodes: int | None = None,
+        num_places: int | None = None,
+        **changes: Any,
+    ) -> Auditor:
+        """Finds out whether every draft's output is the target's, as both decode here: see `Auditor`.
+
+        Args:
+            prompts: those that belong to the pair when None.
+            drafts: by name; all `candidates` when None.
+        """
+        from lightning_specdec.audit.auditor import Auditor
+
+        config = self.config(config, **changes)
+        return Auditor(
+            self.ready()[0],
+            self._all_drafters(drafts, self.fuse_draft),
+            self._tokens(prompts),
+            config,
+            rules=rules,
+            samplings=samplings,
+            num_decodes=num_decodes,
+            num_places=num_places,
+        )
+
+    def _all_drafters(self, drafts: Mapping[str, Drafter] | None, fuse: bool) -> dict[str, Drafter]:
+        """The drafters by name, ready to decode; all `candidates` when None."""
+        from lightning_specdec.bench.candidates import candidates
+
+        given = drafts if drafts is not None else {name: each.drafter for name, each in candidates(self).items()}
+        return {name: drafter.eval().fused() if fuse else drafter.eval() for name, drafter in given.items()}
+
+    def compile(self) -> float:
+        """Compile the layers of transformers models, target and draft alike; gives the seconds that it took.
+
+        Raises:
+            CompilerMissing: no C++ compiler is there; decoding goes on as before.
+            ValueError: neither is a transformers model.
         """
         target, drafter = self.ready()
         both: list[Any] = [target, getattr(drafter, "model", None)]
-        models = [model for model in both if _is_of_transformers(model)]
+        # Found out without importing transformers.
+        models = [each for each in both if type(each).__module__ == "lightning_specdec.models.huggingface"]
         if not models:
-            return self.compile_draft(num_draft_tokens=num_draft_tokens, **sampling)
+            raise ValueError("only the layers of transformers models are compiled, and this pair has none")
         from lightning_specdec.models.compiled import compile_layers
 
         return sum((compile_layers(model) for model in models), start=0.0)
 
-    def compile_draft(self, *, num_draft_tokens: int | None = None, **sampling: Unpack[SamplingOptions]) -> float:
-        """Decode with the draft's roll-out compiled for these settings from now on.
-
-        Args:
-            num_draft_tokens: the largest window; the decoder's own when None.
-            sampling: as of `decode`.
-
-        Returns:
-            the seconds that it took: some twenty for the first time on a machine, next to none after.
-
-        Raises:
-            CompilerMissing: no C++ compiler is there; decoding goes on with the fused draft.
-            ValueError: this draft cannot be compiled.
-        """
-        from lightning_specdec.drafters.compiled import CompiledDrafter
-
-        drafter, drawn = self.drafter, Sampling(**sampling)
-        largest = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
-        if not isinstance(drafter, ModelDrafter):
-            raise ValueError(f"only a ModelDrafter can be compiled, this is a {type(drafter).__name__}")
-        if not isinstance(largest, int):
-            raise ValueError("a draft is compiled for a fixed window: give num_draft_tokens as an integer")
-
-        def compiled() -> Drafter:
-            return CompiledDrafter(drafter, num_draft_tokens=largest, sampling=drawn)
-
-        started, before = time.perf_counter(), self._make_ready
-        self._make_ready, self._ready = compiled, None
-        try:
-            self.ready_drafter()
-        except BaseException:
-            self._make_ready = before
-            raise
-        return time.perf_counter() - started
-
     def train(self, datamodule: TokenData, *, max_epochs: int = 100) -> dict[str, float]:
-        """Train target and draft on the data, both in one run, with Lightning's Trainer.
-
-        Theory: each learns the next token by cross-entropy. The better the draft imitates the target, the more is kept.
-
-        Returns:
-            the last losses and metrics by name.
-        """
+        """Train target and draft on the data, both in one run; gives the last losses and metrics by name."""
         from lightning.pytorch import Trainer
 
         from lightning_specdec.training import PairTraining
@@ -243,8 +454,3 @@ class SpeculativeDecoder(Measuring):
             self.read_text(named_tokenizer(datamodule.tokenizer))
         self._ready = None  # torch does not count what a fused optimizer writes as a change
         return {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-
-def _is_of_transformers(model: object) -> bool:
-    """Whether this is a `HuggingFaceLM`, found out without importing transformers."""
-    return type(model).__module__ == "lightning_specdec.models.huggingface"

@@ -13,18 +13,18 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lightning_specdec.drafters import Context, Draft, DraftState, ModelDrafter
-from lightning_specdec.inference import Session
-from lightning_specdec.inference.batch import Batch
-from lightning_specdec.models import ModelOutput
-from lightning_specdec.rules import Sampling
+from lightning_specdec.decoding.batch import Batch
+from lightning_specdec.decoding.rows import Row
+from lightning_specdec.decoding.verification import Verification
+from lightning_specdec.drafters import Draft, DraftRequest, DraftState, ModelDrafter
+from lightning_specdec.rules import RejectionSampling, Sampling
 
 
 class HotterThanReported(ModelDrafter):
     """Reports its probabilities at another temperature than it draws at."""
 
-    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
-        draft = super().propose(state, replace(context, wants_logits=True), windows, sampling)
+    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+        draft = super().propose(state, replace(request, wants_logits=True), windows, sampling)
         assert draft.logits is not None
         told = replace(sampling, temperature=0.7 * sampling.temperature)
         return replace(draft, probs=told.probs(draft.logits))
@@ -33,8 +33,8 @@ class HotterThanReported(ModelDrafter):
 class ArgmaxReportedSoft(ModelDrafter):
     """Proposes its argmax and reports its softmax, as a well-known library did."""
 
-    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
-        draft = super().propose(state, replace(context, wants_logits=True), windows, Sampling(0.0))
+    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+        draft = super().propose(state, replace(request, wants_logits=True), windows, Sampling(0.0))
         assert draft.logits is not None
         return Draft(draft.tokens, draft.lengths, sampling.probs(draft.logits))
 
@@ -42,8 +42,8 @@ class ArgmaxReportedSoft(ModelDrafter):
 class ReportsTheFirstAgain(ModelDrafter):
     """Reports the first guess's distribution for all of them."""
 
-    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
-        draft = super().propose(state, context, windows, sampling)
+    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+        draft = super().propose(state, request, windows, sampling)
         assert draft.probs is not None
         return replace(draft, probs=draft.probs[:, :1].expand_as(draft.probs))
 
@@ -51,10 +51,10 @@ class ReportsTheFirstAgain(ModelDrafter):
 class OneNumberForAll(ModelDrafter):
     """Draws all guesses of a round with the first one's number."""
 
-    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
-        assert context.uniform is not None
-        context = replace(context, uniform=context.uniform[:, :1].expand_as(context.uniform))
-        return super().propose(state, context, windows, sampling)
+    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+        assert request.uniform is not None
+        request = replace(request, uniform=request.uniform[:, :1].expand_as(request.uniform))
+        return super().propose(state, request, windows, sampling)
 
 
 class NumbersOfItsOwn(ModelDrafter):
@@ -66,10 +66,10 @@ class NumbersOfItsOwn(ModelDrafter):
         """What it draws with in the place of those that it was given."""
         return torch.rand(uniform.shape, generator=self.own)
 
-    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
-        if context.uniform is not None:
-            context = replace(context, uniform=self.numbers(context.uniform))
-        return super().propose(state, context, windows, sampling)
+    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+        if request.uniform is not None:
+            request = replace(request, uniform=self.numbers(request.uniform))
+        return super().propose(state, request, windows, sampling)
 
 
 class SeedOfItsOwn(NumbersOfItsOwn):
@@ -104,14 +104,31 @@ MORE_DRAFTERS: dict[str, type[ModelDrafter]] = {
 }
 
 
-def _logits_of_the_place_before(self: Session, *arguments: Any) -> ModelOutput:
-    output = _VERIFY(self, *arguments)
-    return replace(output, logits=torch.cat((output.logits[:, :1], output.logits[:, :-1]), dim=1))
+def _logits_of_the_place_before(self: Verification, rows: Any, draft: Draft, logits: Tensor, *rest: Any) -> Tensor:
+    return _OUTCOME(self, rows, draft, torch.cat((logits[:, :1], logits[:, :-1]), dim=1), *rest)
 
 
-def _logits_of_another_row(self: Session, *arguments: Any) -> ModelOutput:
-    output = _VERIFY(self, *arguments)
-    return replace(output, logits=output.logits.roll(1, dims=0))
+def _logits_of_another_row(self: Verification, rows: Any, draft: Draft, logits: Tensor, *rest: Any) -> Tensor:
+    return _OUTCOME(self, rows, draft, logits.roll(1, dims=0), *rest)
+
+
+def _lengths_forgotten(self: RejectionSampling, draft: Draft, *rest: Any) -> Any:
+    return _JUDGE(self, replace(draft, lengths=None), *rest)
+
+
+def _eos_not_seen(self: Row, *arguments: Any, **rest: Any) -> list[int]:
+    eos, self.eos = self.eos, frozenset()
+    try:
+        return _COMMIT(self, *arguments, **rest)
+    finally:
+        self.eos = eos
+
+
+def _eos_not_seen_at_the_end(self: Row, drafted: list[int], num_accepted: int, *rest: Any, **more: Any) -> Any:
+    """A correction or bonus token that is EOS does not end its row."""
+    if any(token in self.eos for token in drafted[:num_accepted]):
+        return _COMMIT(self, drafted, num_accepted, *rest, **more)
+    return _eos_not_seen(self, drafted, num_accepted, *rest, **more)
 
 
 def _noise_of_the_place_before(self: Batch, num_positions: int, upload: Any = None) -> Tensor | None:
@@ -129,12 +146,21 @@ def _forgets_to_go_back(self: Batch, upload: Any = None) -> list[list[int]]:
     return _REWIND(self)
 
 
-_VERIFY, _NOISE, _REWIND = Session._verify, Batch.round_noise, Batch.rewind
+_OUTCOME, _JUDGE, _COMMIT = Verification.outcome, RejectionSampling.judge, Row.commit
+_NOISE, _REWIND = Batch.round_noise, Batch.rewind
 LOOPS: dict[str, Callable[[], Any]] = {
-    "logits of the place before": lambda: mock.patch.object(Session, "_verify", _logits_of_the_place_before),
-    "logits of another row": lambda: mock.patch.object(Session, "_verify", _logits_of_another_row),
+    "logits of the place before": lambda: mock.patch.object(Verification, "outcome", _logits_of_the_place_before),
+    "logits of another row": lambda: mock.patch.object(Verification, "outcome", _logits_of_another_row),
     "one round's numbers for all its places": lambda: mock.patch.object(
         Batch, "round_noise", _noise_of_the_place_before
     ),
     "the target's state does not go back": lambda: mock.patch.object(Batch, "rewind", _forgets_to_go_back),
 }
+ENDS: dict[str, Callable[[], Any]] = {
+    "EOS is not seen": lambda: mock.patch.object(Row, "commit", _eos_not_seen),
+    "EOS is not seen where it ends a round": lambda: mock.patch.object(Row, "commit", _eos_not_seen_at_the_end),
+    "lengths of unequal drafts are forgotten": lambda: mock.patch.object(
+        RejectionSampling, "judge", _lengths_forgotten
+    ),
+}
+"""What an audit of `RejectionSampling` must find out at its default settings."""

@@ -19,20 +19,19 @@ from tiny_transformer import TinyTransformer
 from tiny_vocabularies import cross
 from torch import nn
 
+from lightning_specdec.decoding import DecodeResult, autoregressive_decode
 from lightning_specdec.drafters import (
-    Context,
     Draft,
     Drafter,
+    DraftRequest,
     DraftState,
     EarlyExitDrafter,
-    Host,
-    LookupFirstDrafter,
     ModelDrafter,
     NGramDrafter,
+    NGramWithFallback,
     StagedDrafter,
 )
-from lightning_specdec.inference import DecodeResult, autoregressive_decode
-from lightning_specdec.models import RNN, LanguageModel
+from lightning_specdec.models import RNN, DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.rules import RULES as REGISTERED_RULES
 from lightning_specdec.rules import AcceptanceRule, Sampling
@@ -68,27 +67,25 @@ def near(model: Network, *, noise: float = 0.2, seed: int = 5) -> Network:
     return other
 
 
-class Stateless(DraftState):
-    """Remembers nothing."""
+class Wrapped(LanguageModel):
+    """A model whose calls tests change."""
 
-    def select(self, rows: Sequence[int]) -> None:
-        pass
+    def __init__(self, model: LanguageModel, max_positions: int | None = None) -> None:
+        super().__init__()
+        self.model, self.vocab_size, self.max_positions = model, model.vocab_size, max_positions
 
-    def clear(self, rows: Sequence[int]) -> None:
-        pass
+    def init_state(self, batch_size: int, max_length: int) -> DecodeState:
+        return self.model.init_state(batch_size, max_length)
+
+    def forward(self, tokens: torch.Tensor, state: DecodeState | None = None, **options: Any) -> ModelOutput:
+        return self.model(tokens, state, **options)
+
+    def arguments(self) -> dict[str, Any]:
+        return {}
 
 
 class ScriptedDrafter(Drafter):
     """A drafter without networks; those below say what it guesses."""
-
-    def check_target(self, target: LanguageModel) -> None:
-        pass
-
-    def init_state(self, batch_size: int, max_length: int, host: Host | None = None) -> DraftState:
-        return Stateless()
-
-    def arguments(self) -> dict[str, Any]:
-        return {}
 
 
 class AlwaysWrong(ScriptedDrafter):
@@ -101,9 +98,9 @@ class AlwaysWrong(ScriptedDrafter):
         super().__init__()
         self.target = target
 
-    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
-        logits = torch.cat([self.target(torch.tensor([text])).logits[:, -1] for text in context.texts])
-        right = sampling.sample(logits, None if context.uniform is None else context.uniform[:, 0])
+    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+        logits = torch.cat([self.target(torch.tensor([text])).logits[:, -1] for text in request.texts])
+        right = sampling.sample(logits, None if request.uniform is None else request.uniform[:, 0])
         guesses = ((right + 1) % self.target.vocab_size)[:, None].expand(-1, max(windows))
         return Draft(guesses, None if min(windows) == max(windows) else torch.tensor(windows))
 
@@ -111,8 +108,8 @@ class AlwaysWrong(ScriptedDrafter):
 class Repeater(ScriptedDrafter):
     """Guesses that the last token goes on: certain guesses, no probabilities, no logits."""
 
-    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
-        return Draft(context.tail[:, 1:].expand(-1, max(windows)), torch.tensor(windows))
+    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+        return Draft(request.tail[:, 1:].expand(-1, max(windows)), torch.tensor(windows))
 
 
 class Ragged(ModelDrafter):
@@ -121,9 +118,9 @@ class Ragged(ModelDrafter):
     How many depends on the length of the text alone. What lies behind a row's guesses is garbage.
     """
 
-    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
-        draft = super().propose(state, context, windows, sampling)
-        wanted = [min(window, len(text) % 4) for window, text in zip(windows, context.texts, strict=True)]
+    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+        draft = super().propose(state, request, windows, sampling)
+        wanted = [min(window, len(text) % 4) for window, text in zip(windows, request.texts, strict=True)]
         width, lengths = max(wanted), torch.tensor(wanted)
         garbage = torch.arange(width) >= lengths[:, None]
         tokens = draft.tokens[:, :width].masked_fill(garbage, 1)
@@ -174,10 +171,10 @@ DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
     "staged_three": lambda target: StagedDrafter(
         [NGramDrafter(), small(target), ModelDrafter(related(target), sampling=Sampling(1.5, top_k=3))]
     ),
-    "lookup_first": lambda target: LookupFirstDrafter(LONG_MATCHES, ModelDrafter(related(target))),
-    "lookup_heads": lambda target: LookupFirstDrafter(LONG_MATCHES, heads(target)),
-    "lookup_exit": lambda target: LookupFirstDrafter(LONG_MATCHES, EarlyExitDrafter(1)),
-    "lookup_eagle": lambda target: LookupFirstDrafter(LONG_MATCHES, fitted_eagle(target)),
+    "lookup_first": lambda target: NGramWithFallback(LONG_MATCHES, ModelDrafter(related(target))),
+    "lookup_heads": lambda target: NGramWithFallback(LONG_MATCHES, heads(target)),
+    "lookup_exit": lambda target: NGramWithFallback(LONG_MATCHES, EarlyExitDrafter(1)),
+    "lookup_eagle": lambda target: NGramWithFallback(LONG_MATCHES, fitted_eagle(target)),
     "staged_exit": lambda target: StagedDrafter([small(target), EarlyExitDrafter(1)], stage_windows=3),
 }
 """By the target that they are for; the laws go through those that take it, see `COMBINATIONS`."""

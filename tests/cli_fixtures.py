@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 from training_fixtures import EPOCHS, RNN_CONFIG, TrainedRun, shipped_run
 
-from lightning_specdec.cli import main
+from lightning_specdec.cli.main import main
 
 SCRIPT = str(Path(sys.executable).parent / "lightning_specdec")
 

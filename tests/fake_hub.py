@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from local_server import Handler, serving
@@ -21,7 +22,7 @@ REFUSALS = {
     "lab/broken": (500, 500, ""),
     "lab/plain404": (404, 404, ""),
 }
-"""Of models that cannot be had: what the hub says when asked about the model, when asked for a file, and its code."""
+"""Of models that cannot be had: the status of answers about the model, that of its files, and the error's code."""
 
 
 @contextmanager
@@ -42,26 +43,26 @@ def serve(models: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
             about = path.startswith("/api/models/")
             parts = path.removeprefix("/api/models/").strip("/").split("/")
             name, rest = "/".join(parts[:2]), parts[2:]
+            sizes = {"config.json": 2}
+            if name in models:
+                sizes = {file.name: file.stat().st_size for file in models[name].iterdir()}
             if name in REFUSALS and (status := REFUSALS[name][not about]) != 200:
                 self.send(int(status), b"no", {"X-Error-Code": REFUSALS[name][2]}, body)
-            elif name in REFUSALS:
-                self.send_info(name, {"config.json": 2}, body)
-            elif name not in models:
+            elif name not in {*models, *REFUSALS}:
                 self.send(404, b"no", {"X-Error-Code": "RepoNotFound"}, body)
+            elif about and rest[:1] == ["revision"] and rest[1] not in ("main", COMMIT):
+                self.send(404, b"no", {"X-Error-Code": "RevisionNotFound"}, body)
+            elif about and rest[:1] == ["tree"]:
+                files = [{"type": "file", "path": file, "size": size, "oid": "0"} for file, size in sizes.items()]
+                self.send_json(files, body)
             elif about:
-                revision = rest[1] if rest[:1] == ["revision"] else "main"
-                if revision not in ("main", COMMIT):
-                    self.send(404, b"no", {"X-Error-Code": "RevisionNotFound"}, body)
-                else:
-                    self.send_info(name, {file.name: file.stat().st_size for file in models[name].iterdir()}, body)
+                self.send_json({"id": name, "modelId": name, "sha": COMMIT, "siblings": [], "tags": []}, body)
             else:
                 content = (models[name] / rest[-1]).read_bytes()
                 tag = hashlib.sha256(content).hexdigest()
                 self.send(200, content, {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT}, body)
 
-        def send_info(self, name: str, sizes: dict[str, int], body: bool) -> None:
-            files = [{"rfilename": file, "size": size} for file, size in sizes.items()]
-            content = {"id": name, "modelId": name, "sha": COMMIT, "siblings": files, "tags": [], "downloads": 0}
+        def send_json(self, content: Any, body: bool) -> None:
             self.send(200, json.dumps(content).encode(), {"Content-Type": "application/json"}, body)
 
         def send(self, status: int, content: bytes, headers: dict[str, str], body: bool) -> None:

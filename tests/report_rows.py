@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from lightning_specdec.bench.results import Results
+from lightning_specdec.bench.rows import Comparison, ResultRow, comparisons
+from lightning_specdec.report.report import Report
+
 Row = dict[str, Any]
 Rounds = list[tuple[int, int]]
-"""Of each round how many tokens were guessed and how many of them were kept."""
+"""Of each round how many draft tokens were proposed and how many accepted."""
 NUM_NEW_TOKENS = 48
-FIGURES = (
-    *(
-        "window",
-        "setting",
-        "commit",
-        "versions",
-        "date",
-        "seconds",
-        "num_prompts",
-        "num_new_tokens",
-        "phase_seconds",
-        "num_target_calls",
-        "num_draft_calls",
-    ),
-    *("num_proposed", "num_tested", "num_accepted", "histogram", "tested_at", "accepted_at", "num_row_rounds"),
-    *("prompt_ids", "prompt_seconds", "prompt_new_tokens", "token_seconds", "time_to_first_token"),
-    *("peak_memory_bytes", "gpu_utilization", "same_tokens", "tokens_sha256", "num_changed"),
-)
 
 
 @dataclass(frozen=True)
@@ -70,24 +55,16 @@ def rounds_of(window: int, keep: Callable[[int], bool]) -> Rounds:
 
 
 def row(**values: Any) -> Row:
-    """A row without its figures; its cell is a hash of its settings."""
-    settings: Row = {
-        "pair": "pair",
-        "way": "speculative",
-        "draft": "draft",
-        "draft_kind": "ModelDrafter",
-        "domain": "code",
-    }
-    settings |= {"num_draft_tokens": 4, "temperature": 0.0, "batch_size": 1, "rule": "ExactMatch", "lossless": True}
-    whole: Row = {**settings, "repeat": 0, "seed": 0, "max_new_tokens": NUM_NEW_TOKENS, "error": None, **values}
-    if whole["way"] != "speculative":
+    """A row without its figures, as a line of a file."""
+    settings: Row = {"pair": "pair", "method": "speculative", "draft": "draft", "draft_kind": "ModelDrafter"}
+    settings |= {"domain": "code", "num_draft_tokens": 4, "temperature": 0.0, "batch_size": 1, "rule": "ExactMatch"}
+    settings |= {"lossless": True, "repeat": 0, "seed": 0, "max_new_tokens": NUM_NEW_TOKENS, "error": None, "cell": ""}
+    whole = settings | values
+    if whole["method"] != "speculative":
         whole |= {"num_draft_tokens": None, "rule": None, "lossless": None}
-    if whole["way"] == "standard":
+    if whole["method"] == "standard":
         whole |= {"draft": None, "draft_kind": None}
-    if "cell" not in whole:
-        named = json.dumps({name: whole[name] for name in (*settings, "max_new_tokens")})
-        whole["cell"] = hashlib.sha256(named.encode()).hexdigest()[:16]
-    return {"format": 1, **dict.fromkeys(FIGURES), **whole}
+    return {"format": 2, **dict.fromkeys(each.name for each in fields(ResultRow)), **whole}
 
 
 def standard(machine: Machine = MACHINE, *, prompts: int = 6, drift: float = 1.0, **values: Any) -> Row:
@@ -97,9 +74,8 @@ def standard(machine: Machine = MACHINE, *, prompts: int = 6, drift: float = 1.0
     number = prompts * NUM_NEW_TOKENS
     phases = {"draft": 0.0, "verify": number * drift * machine.one + prompts * drift * machine.reading, "accept": 0.0}
     figures = {"num_target_calls": number, "num_row_rounds": number, "same_tokens": True}
-    return row(
-        way="standard", **{**values, **_timed(times, phases | {"rest": number * drift * machine.overhead}), **figures}
-    )
+    phases["rest"] = number * drift * machine.overhead
+    return row(method="standard", **{**values, **_timed(times, phases), **figures})
 
 
 def speculative(
@@ -150,7 +126,7 @@ def _timed(times: list[list[float]], phases: Mapping[str, float]) -> Row:
         "prompt_new_tokens": [len(each) for each in times],
         "token_seconds": times,
         "time_to_first_token": [each[0] for each in times],
-        "peak_memory_bytes": {"verify": 2_000_000},
+        "peak_memory_bytes": 2_000_000,
         "tokens_sha256": "0" * 64,
     }
 
@@ -177,25 +153,34 @@ def manifest_of(
     }
     prompts = {domain: {f"prompt-{i}": [1] * 10 for i in range(6)} for domain in domains}
     facts = {"draft_parameters": dict.fromkeys(drafts, 12_352), "target": "Target", "target_parameters": 10**6}
-    return {
-        **{
-            "format": 1,
-            "name": "made",
-            "device": "cpu",
-            "processor": "none",
-            "threads": 1,
-            "torch": "2",
-            "commit": "0",
-        },
-        **{"date": "2020-01-01", "pairs": {pair: facts}, "calls": {pair: calls}, "alpha_at": {pair: found}},
-        **{"prompts": {pair: prompts}, "config": {}},
-        **values,
+    made = {
+        "format": 2,
+        "name": "made",
+        "device": "cpu",
+        "processor": "none",
+        "threads": 1,
+        "torch": "2",
+        "commit": "0",
     }
+    made |= {"date": "2020-01-01", "pairs": {pair: facts}, "calls": {pair: calls}, "alpha_at": {pair: found}}
+    return {**made, "prompts": {pair: prompts}, "config": {}, **values}
+
+
+def cells_of(rows: Sequence[Row]) -> list[Comparison]:
+    """The cells of rows."""
+    return comparisons(map(ResultRow.from_dict, rows))
+
+
+def report_of(rows: Sequence[Row], **manifest: Any) -> Report:
+    """The report of rows."""
+    return Report.of(Results(Path("made"), {"name": "made", **manifest}, list(map(ResultRow.from_dict, rows))))
 
 
 def write_results(directory: Path, manifest: Mapping[str, Any], rows: Sequence[Row]) -> Path:
     """A results directory."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "manifest.json").write_text(json.dumps(manifest))
-    (directory / "rows.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in rows))
+    (directory / "rows.jsonl").write_text(
+        "".join(f"{json.dumps(each | {'cell': str(i)})}\n" for i, each in enumerate(rows))
+    )
     return directory

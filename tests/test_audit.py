@@ -19,11 +19,12 @@ import jaxtyping
 import pytest
 import torch
 
-from lightning_specdec.bench.audit import auditor as auditor_module
-from lightning_specdec.bench.audit.auditor import Auditor
-from lightning_specdec.bench.audit.controls import CorrectsFromTarget, KeepsEverything
-from lightning_specdec.bench.audit.exact_round import RoundLaw, measure_round
-from lightning_specdec.bench.audit.findings import Audit
+from lightning_specdec.audit import auditor as auditor_module
+from lightning_specdec.audit.auditor import Auditor
+from lightning_specdec.audit.controls import CorrectsFromTarget, KeepsEverything
+from lightning_specdec.audit.exact_round import RoundLaw, measure_round
+from lightning_specdec.audit.findings import Audit
+from lightning_specdec.decoding import Session, autoregressive_decode
 from lightning_specdec.drafters import Drafter, ModelDrafter, NGramDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import RULES, AcceptanceRule, ExactMatch, RejectionSampling, Sampling
@@ -145,6 +146,43 @@ def test_a_loop_that_gives_a_right_rule_the_wrong_numbers_is_found_out(loop: str
         assert not law.is_the_targets
 
 
+@pytest.mark.usefixtures("_unchecked")
+@pytest.mark.parametrize("name", mutant_pairs.ENDS)
+def test_rejection_sampling_with_a_wrong_end_of_rows_fails_at_default_settings(name: str) -> None:
+    settings: dict[str, Any] = {"rules": {"right": RejectionSampling()}, "max_new_tokens": 32, "num_decodes": None}
+    settings["samplings"] = {"greedy": Sampling(), "drawn": Sampling(1.0), "top_p": Sampling(0.7, top_p=0.9)}
+    with mutant_pairs.ENDS[name]():
+        audit = small_auditor(**settings).run()
+    assert audit.failures
+    assert any(finding.cell.sampling != "greedy" for finding in audit.failures)
+
+
+class WrongAtLast(ModelDrafter):
+    """Drafts the target's own tokens, but for the last one of a round."""
+
+    def propose(self, *arguments: Any) -> Any:
+        draft = super().propose(*arguments)
+        draft.tokens[:, -1] = (draft.tokens[:, -1] + 1) % self.model.vocab_size
+        return draft
+
+
+def test_draft_tokens_behind_a_stop_are_not_learnt_from() -> None:
+    """Also where the stop is the last token that was accepted, so that nothing follows it."""
+    target = cases.MODELS["rnn"](1)
+    tokens = autoregressive_decode(target, [PROMPT], max_new_tokens=9).tokens[0]
+    for eos in tokens:
+        cut = tokens.index(eos) + 1
+        session = Session(target, WrongAtLast(target), max_length=32, num_draft_tokens=3, eos=eos)
+        row, learnt = session.add(PROMPT, max_new_tokens=24), []
+        with mock.patch.object(type(session._plan), "learn", lambda plan, outcomes: learnt.extend(outcomes)):  # noqa: B023
+            while session.step():
+                pass
+        assert row.text[len(PROMPT) :] == tokens[:cut]
+        last = learnt[-1]
+        accepted = cut % 3 or 2  # of three draft tokens two are accepted, and a correction follows
+        assert last.num_accepted == accepted and (last.window == last.num_made == accepted or cut % 3 == 0)
+
+
 def test_an_exact_round_is_far_more_exact_than_it_must_be() -> None:
     target, draft = tiny_pair(0)
     law = measure_round(target, ModelDrafter(draft), PROMPT, rule=RejectionSampling(), sampling=FEW)
@@ -192,10 +230,8 @@ def test_perplexity_is_that_of_the_target() -> None:
     auditor = small_auditor(rules={"EpsilonThreshold": RULES["EpsilonThreshold"]()}, samplings={"drawn": Sampling(0.9)})
     (finding,) = auditor.run().findings
     total, number = 0.0, 0
-    for row in auditor.pair.decode_standard(Sampling(0.9)).rows:
-        logits = (
-            auditor.pair.target(torch.tensor([row.prompt + row.tokens])).logits[0, len(row.prompt) - 1 : -1].detach()
-        )
+    for row in auditor.decode(None, None, Sampling(0.9), ()).rows:
+        logits = auditor.target(torch.tensor([row.prompt + row.tokens])).logits[0, len(row.prompt) - 1 : -1].detach()
         total += float(logits.log_softmax(-1).gather(1, torch.tensor(row.tokens)[:, None]).sum())
         number += len(row.tokens)
     assert finding.figures["standard_perplexity"] == pytest.approx(math.exp(-total / number), rel=1e-4)
@@ -233,14 +269,14 @@ def test_a_draft_that_guesses_nothing_is_idle() -> None:
 
 
 def test_the_samples_of_both_ways_are_drawn_with_numbers_of_their_own() -> None:
-    pair, sampling = small_auditor(num_decodes=16).pair, Sampling(0.9)
-    assert pair.sample("draft", ExactMatch(), sampling) != pair.sample_standard(sampling)
+    pair, sampling = small_auditor(num_decodes=16), Sampling(0.9)
+    assert pair.sample("draft", ExactMatch(), sampling) != pair.sample(None, None, sampling)
 
 
 @pytest.mark.parametrize("number", [1, 7])
 def test_a_sample_has_as_many_rows_as_are_asked_for(number: int) -> None:
-    pair = small_auditor(num_decodes=number).pair
-    for rows in (pair.sample("draft", ExactMatch(), Sampling(0.9)), pair.sample_standard(Sampling(0.9))):
+    pair = small_auditor(num_decodes=number)
+    for rows in (pair.sample("draft", ExactMatch(), Sampling(0.9)), pair.sample(None, None, Sampling(0.9))):
         assert sum(map(len, rows)) == number
 
 
@@ -264,6 +300,6 @@ def test_a_large_target_is_audited_with_less_unless_more_is_asked_for() -> None:
     small = small_auditor(num_decodes=None)
     with mock.patch.object(auditor_module, "LARGE", 10):
         large, asked = small_auditor(num_decodes=None), small_auditor(num_decodes=100, num_places=2)
-    assert (small.pair.num_decodes, small.num_places) == (512, 3)
-    assert (large.pair.num_decodes, large.num_places) == (64, 1)
-    assert (asked.pair.num_decodes, asked.num_places) == (100, 2)
+    assert (small.num_decodes, small.num_places) == (512, 3)
+    assert (large.num_decodes, large.num_places) == (64, 1)
+    assert (asked.num_decodes, asked.num_places) == (100, 2)

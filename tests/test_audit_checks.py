@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_specdec.bench.audit import divergence as divergence_module
-from lightning_specdec.bench.audit.divergence import Divergence, find_divergence
-from lightning_specdec.bench.audit.intervals import STEPS, NoFunction, find_steps
-from lightning_specdec.bench.audit.two_sample import holm, permutation_test
-from lightning_specdec.inference import autoregressive_decode
+from lightning_specdec.audit import identity
+from lightning_specdec.audit.findings import holm, permutation_test
+from lightning_specdec.audit.identity import Divergence, find_divergence
+from lightning_specdec.audit.intervals import STEPS, NoFunction, find_steps
+from lightning_specdec.decoding import autoregressive_decode
 from lightning_specdec.models import RNN, LanguageModel
 from lightning_specdec.rules import Sampling
 
@@ -35,7 +35,7 @@ def test_steps_are_found_where_they_are() -> None:
     for hints in (None, [[], [7], [end - 1 for end in ends[2]]]):
         found = find_steps(ask, 3, name="a table", hints=hints)
         assert [steps.ends for steps in found] == ends and found[2].values == [*range(6)]
-        assert sum(size for _, size in found[2].sizes) == 1 and found[1].value(found[1].middles[1]) == 1
+        assert sum(size for _, size, _ in found[2].parts) == 1 and found[1].value(found[1].parts[1][2]) == 1
 
 
 def test_the_search_for_steps_ends_where_there_is_no_function() -> None:
@@ -112,5 +112,5 @@ def test_a_divergence_of_draws_beside_the_end_of_an_interval_is_a_tie(apart: flo
     target, sampling = cases.MODELS["rnn"](4, sharpness=1.5), Sampling(1.0)
     ends = sampling.probs(target(torch.tensor([PROMPT])).logits[0, -1].detach()).cumsum(0)
     table = torch.full((1, 3), float(ends[3]) - apart)
-    with mock.patch.object(divergence_module, "noise_table", lambda *keys: table):
+    with mock.patch.object(identity, "noise_table", lambda *keys: table):
         assert part(target, [3], [4], sampling).verdict == ("tie" if apart < 1e-5 else "bug")

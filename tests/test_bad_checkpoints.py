@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from cli_fixtures import OF_A_CHECKPOINT, Bomb, call, ckpt, here, refused, shipped_run
+from cli_fixtures import OF_A_CHECKPOINT, Bomb, call, ckpt, here, refused, shipped_run, succeed
 
-from lightning_specdec import checkpoint
+from lightning_specdec.checkpoints import checkpoint
 
 __all__ = ["ckpt", "here", "shipped_run"]
 pytestmark = pytest.mark.usefixtures("here")
@@ -65,7 +65,7 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "prompts outside the vocabulary": changed(prompts=[[1, 50]]),
     "prompts that are none": changed(prompts=["abc"]),
     "recipe with a tensor": changed(recipe={"seed": torch.ones(2)}),
-    "format of the future": changed(format=2),
+    "format of the future": changed(format=3),
     "format that is a tensor": changed(format=torch.tensor([1, 1])),
     "no weights": lambda content: content.pop("state_dict"),
     "missing weight": lambda content: content["state_dict"].pop("target.output.weight"),
@@ -178,7 +178,6 @@ def test_a_file_that_is_no_checkpoint_is_refused_by_every_verb(ckpt: str, verb: 
 RUN_DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "huge layer": DAMAGES["huge layer"],
     "foreign class": DAMAGES["foreign class"],
-    "hyperparameters": lambda content: content.update(hyper_parameters={"class_path": "os.system"}),
     "no loops": lambda content: content.update(loops={}),
     "loops of another kind": lambda content: content.update(loops={"fit_loop": 5}),
     "negative count": lambda content: content["loops"]["fit_loop"]["epoch_progress"]["total"].update(ready=-1),
@@ -189,7 +188,6 @@ RUN_DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "count that is a list": optimizer("step", [1]),
     "rate that is text": lambda content: content["optimizer_states"][0]["param_groups"][0].update(lr="1"),
     "callbacks that are none": lambda content: content.update(callbacks="all"),
-    "version that is none": lambda content: content.update({"pytorch-lightning_version": "newest"}),
 }
 
 
@@ -199,6 +197,13 @@ def test_a_run_that_cannot_be_resumed_is_refused_before_it_begins(ckpt: str, dam
     RUN_DAMAGES[damage](content)
     torch.save(content, "bad.ckpt")
     refused(*OF_A_CHECKPOINT["fit"]("bad.ckpt"), told="bad.ckpt")
+
+
+def test_what_a_run_says_of_lightning_and_its_hyperparameters_is_not_read(ckpt: str) -> None:
+    content = torch.load(ckpt, weights_only=True)
+    content |= {"hyper_parameters": {"class_path": "os.system"}, "pytorch-lightning_version": "newest"}
+    torch.save(content, "odd.ckpt")
+    succeed(*OF_A_CHECKPOINT["fit"]("odd.ckpt"))
 
 
 def mutated(data: bytes, seed: int) -> bytes:

@@ -16,17 +16,19 @@ from cli_fixtures import SCRIPT, call, ckpt, refused, shipped_run, succeed
 from tiny_models import cut, write, write_drafts, write_text_model
 from tiny_tokenizers import sentencepiece
 
-from lightning_specdec import SpeculativeDecoder, cli_pairs, cli_prompts, cli_report
-from lightning_specdec.cli_prose import decoded_prose
-from lightning_specdec.inference import Counts, DecodeResult, Round, RowResult
+from lightning_specdec import SpeculativeDecoder
+from lightning_specdec.cli import pairs as cli_pairs
+from lightning_specdec.cli.common import OWN_PROMPTS
+from lightning_specdec.cli.shown import outputs
+from lightning_specdec.config.pairs import shipped_directory
+from lightning_specdec.config.terminal import visible
+from lightning_specdec.decoding import Counts, DecodeResult, Round, RowResult
 from lightning_specdec.models.loading import load_model
-from lightning_specdec.pairs import shipped_directory
-from lightning_specdec.terminal import visible
 
 __all__ = ["ckpt", "shipped_run"]
 BRIEF = ("--repeats", "1", "--max_new_tokens", "8", "--output", "json")
 SHOWN = ("--repeats", "1", "--max_new_tokens", "8")
-EXIT = ("--target", "target", "--drafter", "EarlyExitDrafter", "--exit_layer")
+EXIT = ("--target", "target", "--drafter", "EarlyExitDrafter", "--drafter.exit_layer")
 
 
 @pytest.fixture(scope="module")
@@ -65,16 +67,16 @@ def tokens_of(document: Any) -> list[list[int]]:
 
 
 GUESSING: dict[str, tuple[str, ...]] = {
-    "look-up": (),
-    "look-up by name": ("--drafter", "NGramDrafter", "--drafter.max_ngram", "4", "--drafter.min_ngram", "2"),
+    "lookup": (),
+    "lookup by name": ("--drafter", "NGramDrafter", "--drafter.max_ngram", "4", "--drafter.min_ngram", "2"),
     "draft": ("--draft", "draft"),
     "draft of another vocabulary": ("--draft", "foreign", "--num_draft_tokens", "4"),
     "int8 copy": ("--draft_quantization", "int8"),
     "adaptive": ("--draft", "draft", "--num_draft_tokens", "auto"),
     "sampled": ("--draft", "draft", "--temperature", "1", "--seed", "3"),
-    "early exit": ("--drafter", "EarlyExitDrafter", "--exit_layer", "2"),
+    "early exit": ("--drafter", "EarlyExitDrafter", "--drafter.exit-layer", "2"),
     "early exit, sampled": ("--drafter", "EarlyExitDrafter", "--drafter.exit_layer", "1", "--temperature", "1"),
-    "early exit, int8": ("--drafter", "EarlyExitDrafter", "--exit_layer", "1", "--quantization", "int8"),
+    "early exit, int8": ("--drafter", "EarlyExitDrafter", "--drafter.exit_layer=1", "--quantization", "int8"),
 }
 
 
@@ -84,9 +86,8 @@ def test_whatever_guesses_both_ways_give_the_same_text(name: str) -> None:
     measuring = "INFO: measuring what draft and target cost, once for this machine: some seconds\n"
     assert outcome.err == (measuring if name == "adaptive" else "")
     tokens_of(outcome.json)
-    summary, options = outcome.json["summary"], outcome.json["manifest"]["options"]
-    assert summary["standard"]["num_new_tokens"] <= 8 and summary["equal_treatment_speedup"] is None
-    assert options["target"] == "target"
+    options = outcome.json["manifest"]["options"]
+    assert outcome.json["summary"]["standard"]["num_new_tokens"] <= 8 and options["target"] == "target"
     wanted = {"draft of another vocabulary": 4, "adaptive": "auto"}
     assert options["num_draft_tokens"] == wanted.get(name, 3)
 
@@ -107,7 +108,7 @@ def test_a_chat_template_is_used_where_there_is_one_unless_text_shall_stay_raw(h
         return each["prompt"]
 
     chat = tokenizer.encode_chat([{"role": "user", "content": "the cat"}])
-    assert prompt("--target", "target") == prompt("--target", "target", "--chat_template") == chat
+    assert prompt("--target", "target") == prompt("target") == chat
     assert prompt("--target", "target", "--raw") == prompt("--target", "draft") == tokenizer.encode("the cat")
 
 
@@ -123,7 +124,7 @@ def test_prompts_come_from_files_and_stdin_as_text_or_json(tmp_path: Path) -> No
     assert texts("--prompts_file", str(path)) == lines
     assert texts("--prompts_file", "-", stdin=path.read_text()) == lines
     assert texts("--prompt", "a\nb", "--prompt", '{"prompt": 1}') == ["a\nb", '{"prompt": 1}']
-    assert texts() == list(cli_prompts.OWN) and len(cli_prompts.OWN) == 3
+    assert texts() == list(OWN_PROMPTS)
 
 
 def test_stop_text_and_eos_end_a_row(home: Path) -> None:
@@ -139,67 +140,27 @@ def test_stop_text_and_eos_end_a_row(home: Path) -> None:
     assert ended["speculative"]["tokens"] == tokens[: tokens.index(tokens[3]) + 1]
 
 
-def test_without_colours_the_text_stands_with_its_control_characters_visible() -> None:
+def test_the_text_stands_clean_with_its_control_characters_visible_and_then_marked() -> None:
     document = succeed("decode", "--target", "target", *BRIEF, "--prompt", "the cat").json
-    shown = succeed("decode", "--target", "target", *SHOWN, "--prompt", "the cat").out
+    printed = succeed("decode", "--target", "target", *SHOWN, "--prompt", "the cat").out
     text = document["prompts"][0]["speculative"]["text"]
-    assert "\x1b" not in shown and "prompt 0: the cat" in shown and "  standard, the same\n" in shown
-    first = visible(text.strip("\n").split("\n")[0])
-    assert f"    {first}" in shown and "ExactMatch is lossless: all 8 new tokens equal" in shown
-    assert "walltime_speedup" in shown
+    assert "\x1b" not in printed and "prompt 0: the cat" in printed and "output identical\n\n" in printed
+    assert f"\n    {visible(text.strip(chr(10)).split(chr(10))[0])}" in printed and "\n  by round\n" in printed
 
 
-def test_colours_show_the_fate_of_each_piece_and_add_nothing(home: Path) -> None:
+@pytest.mark.parametrize("colour", [True, False])
+def test_marks_show_the_fate_of_each_piece_and_add_nothing(home: Path, colour: bool) -> None:
     decoder = SpeculativeDecoder.from_pretrained("target", "draft")
     tokenizer = decoder.tokenizer
     assert tokenizer is not None
     result = decoder.decode("the cat sat", max_new_tokens=24, eos=())
-    shown = decoded_prose(None, result, tokenizer, ["the cat sat"], colour=True)
-    body = shown.split("  speculative\n")[1].split("\n  (")[0]
-    assert "\x1b[31;9m" in body and "\x1b[33;1m" in body
-    without_rejected = re.sub(r"\x1b\[31;9m.*?\x1b\[0m", "", body, flags=re.DOTALL)
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", without_rejected)
-    assert result.rows[0].text is not None
-    assert "".join(plain.split()) == "".join(visible(result.rows[0].text).split())
-
-
-def test_where_only_rounding_differs_the_report_says_so() -> None:
-    def result(tokens: list[int], rule: str | None) -> DecodeResult:
-        row = RowResult(0, [1], tokens, "length", 2, [0.1, 0.2])
-        return DecodeResult([row], 1.0, {}, 2, 0, rule=rule)
-
-    standard, speculative = result([1, 2], None), result([1, 3], "ExactMatch")
-    told = cli_report.comparison(standard, speculative, "bfloat16")
-    assert told == (
-        "ExactMatch is lossless: the outputs part in 1 of 1 prompt (at token 2), as rounding in bfloat16 lets them: "
-        "--dtype float32 shows the same tokens"
-    )
-    assert cli_report.comparison(standard, speculative, "float64").endswith("as rounding in float64 lets them")
-    assert "as two draws may" in cli_report.comparison(standard, speculative, None)
-
-
-def test_the_prompts_whose_outputs_part_are_counted_and_not_the_tokens_behind() -> None:
-    def result(rows: list[list[int]], rule: str | None) -> DecodeResult:
-        found = [RowResult(i, [1], row, "length", 2, [0.1] * len(row)) for i, row in enumerate(rows)]
-        return DecodeResult(found, 1.0, {}, 2, 0, rule=rule)
-
-    standard = result([[1, 2, 3, 4], [1, 2, 3], [5, 6]], None)
-    speculative = result([[1, 2, 9, 9], [1, 2, 3], [5]], "ExactMatch")
-    told = cli_report.comparison(standard, speculative, "float32")
-    assert "part in 2 of 3 prompts (first at token 2), as rounding in float32 lets them: --dtype float64" in told
-
-
-def test_an_adaptive_window_says_what_it_chose() -> None:
-    def result(numbers: list[int], kind: str) -> DecodeResult:
-        rounds = [Round([7] * number, 0, 1) for number in numbers]
-        row = RowResult(0, [1], [1] * len(numbers), "length", len(numbers), [0.1] * len(numbers), Counts(), rounds)
-        return DecodeResult([row], 1.0, {}, 2, 0, rule="ExactMatch", window={"kind": kind})
-
-    assert cli_report.remarks(None, result([0, 8, 1], "AdaptiveWindow"), None) == [
-        "auto: 0 to 8 guesses per round, 3.0 on average"
-    ]
-    assert cli_report.remarks(None, result([0, 0], "AdaptiveWindow"), None)[0].startswith("auto: guessed nothing")
-    assert cli_report.remarks(None, result([3], "FixedWindow"), None) == []
+    printed = outputs(tokenizer, None, result, ["the cat sat"], colour=colour)
+    clean, marked = printed.split("\n  by round\n")
+    text = "".join(visible(result.rows[0].text or "").split())
+    assert text in "".join(clean.split()) and ("\x1b[31;9m" in marked) == colour
+    if colour:
+        body = re.sub(r"\x1b\[31;9m.*?\x1b\[0m", "", marked.rsplit("\n", 1)[0], flags=re.DOTALL)
+        assert "".join(re.sub(r"\x1b\[[0-9;]*m", "", body).split()) == text
 
 
 def test_special_tokens_are_shown_by_their_text_whatever_became_of_them(home: Path) -> None:
@@ -209,8 +170,8 @@ def test_special_tokens_are_shown_by_their_text_whatever_became_of_them(home: Pa
     (letter,) = tokenizer.encode_plain("a")[:1]
     rounds = [Round([token, token], 1, letter), Round([letter], 1, token)]
     row = RowResult(0, [1], [token, letter, letter, token], "eos", 2, [0.1] * 4, Counts(), rounds, text="aa")
-    shown = decoded_prose(None, DecodeResult([row], 1.0, {}, 2, 0, rule="ExactMatch"), tokenizer, ["x"], colour=True)
-    assert f"\x1b[32m{text}\x1b[0m\x1b[31;9m{text}\x1b[0m\x1b[33;1m" in shown and f"\x1b[36;1m{text}\x1b[0m" in shown
+    result = DecodeResult([row], 1.0, {}, 2, 0, rule="ExactMatch")
+    assert f"[{text}]-{text}-a[a]{text}" in outputs(tokenizer, None, result, ["x"], colour=False)
 
 
 def test_look_up_serves_the_recurrent_pair_too(ckpt: str) -> None:
@@ -227,12 +188,16 @@ def test_look_up_serves_the_recurrent_pair_too(ckpt: str) -> None:
     ("arguments", "kind", "layer"),
     [
         (["drafts.ckpt"], "EarlyExitDrafter", 1),
-        (["drafts.ckpt", "--exit_layer", "2"], "EarlyExitDrafter", 2),
-        (["drafts.ckpt", "--drafter", "EarlyExitDrafter", "--exit_layer", "2"], "EarlyExitDrafter", 2),
+        (["drafts.ckpt", "--drafter", "EarlyExitDrafter"], "EarlyExitDrafter", 1),
+        (["drafts.ckpt", "--drafter", "EarlyExitDrafter", "--drafter.exit_layer", "2"], "EarlyExitDrafter", 2),
         (["drafts.ckpt", "--draft", "small"], "ModelDrafter", None),
         (["sizes.ckpt"], "ModelDrafter", None),
-        (["sizes.ckpt", "--draft", "exit", "--exit_layer", "2"], "EarlyExitDrafter", 2),
-        (["sizes.ckpt", "--drafter", "EarlyExitDrafter", "--exit_layer", "2"], "EarlyExitDrafter", 2),
+        (
+            ["sizes.ckpt", "--draft", "exit", "--drafter", "EarlyExitDrafter", "--drafter.exit_layer", "2"],
+            "EarlyExitDrafter",
+            2,
+        ),
+        (["sizes.ckpt", "--drafter", "EarlyExitDrafter", "--drafter.exit_layer", "2"], "EarlyExitDrafter", 2),
         (["drafts.ckpt", "--drafter", "NGramDrafter"], "NGramDrafter", None),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -267,7 +232,7 @@ def test_a_target_without_a_tokenizer_is_decoded_by_tokens() -> None:
         (["--target", "./nowhere"], "there is no directory ./nowhere: check the path"),
         (["--target", "configs/nowhere"], "there is no directory configs/nowhere"),
         (["--target", "target", "--draft", "configs/nowhere"], "there is no directory configs/nowhere"),
-        (["--target", "configs"], "configs is no model's directory: it has no config.json"),
+        (["--target", "configs"], "configs is not a model directory: it has no config.json"),
         (["--target", "broken"], "broken/model.safetensors is truncated or damaged"),
         (
             ["--target", "tokens", "--draft", "other", "--prompt", "1"],
@@ -283,36 +248,37 @@ def test_a_target_without_a_tokenizer_is_decoded_by_tokens() -> None:
         (["--target", "target", "--quantization", "int4"], "int4 weights have a kernel on a CUDA GPU only"),
         (["--target", "target", "--pair", "mine"], "got --pair and --target"),
         (["--pair", "mime"], "there is no pair 'mime': did you mean mine?"),
-        (["--target", "target", "--drafter", "Ngram"], "invalid choice: 'Ngram'"),
-        (["--target", "target", "--drafter.max_ngram", "3"], "--drafter.max_ngram needs the drafter's name"),
+        (["--target", "target", "--drafter", "Ngram"], "there is no drafter 'Ngram'"),
+        (
+            ["--target", "target", "--drafter.max_ngram", "3"],
+            "max_ngram needs the drafter's name",
+        ),
         (["--target", "target", "--drafter", "NGramDrafter", "--drafter.max_ngram", "0"], "max_ngram must be"),
-        (["--target", "target", "--drafter", "NGramDrafter", "--drafter.min_share", "1"], "takes no min_share"),
-        (["--target", "target", "--drafter", "NGramDrafter", "--draft", "draft"], "guesses without a model"),
-        (["--target", "target", "--drafter", "EarlyExitDrafter"], "EarlyExitDrafter needs --exit_layer"),
-        (["--target", "target", "--exit_layer", "1"], "--exit_layer needs the drafter's name"),
-        (["--target", "target", "--drafter", "MultiTokenDrafter"], "a MultiTokenDrafter is trained beside its target"),
-        (["--target", "target", "--drafter", "NGramDrafter", "--exit_layer", "1"], "NGramDrafter takes no exit_layer"),
+        (["--target", "target", "--drafter", "NGramDrafter", "--drafter.min_share", "1"], "min_share"),
+        (["--target", "target", "--drafter", "NGramDrafter", "--draft", "draft"], "takes no draft model"),
+        (["--target", "target", "--drafter", "EarlyExitDrafter"], "exit_layer"),
+        (["--target", "target", "--drafter", "MultiTokenDrafter"], "MultiTokenDrafter"),
         ([*EXIT, "0"], "exit_layer must be at least 1, got 0"),
         ([*EXIT, "3"], "exit_layer must be from 1 to 2, got 3"),
-        ([*EXIT, "1", "--draft", "draft"], "EarlyExitDrafter guesses without a model: drop the draft"),
-        (["--target", "layered", "--drafter", "EarlyExitDrafter", "--exit_layer", "1"], "cannot be taken apart"),
-        (["--ckpt", "drafts.ckpt", "--exit_layer", "3"], "exit_layer must be from 1 to 2"),
-        (["--ckpt", "sizes.ckpt", "--exit_layer", "1"], "this checkpoint's draft is a ModelDrafter"),
-        (["--ckpt", "sizes.ckpt", "--drafter", "EarlyExitDrafter"], "EarlyExitDrafter needs --exit_layer"),
+        ([*EXIT, "1", "--draft", "draft"], "takes no draft model"),
+        (["--target", "layered", "--drafter", "EarlyExitDrafter", "--drafter.exit_layer=1"], "cannot be taken"),
+        (
+            ["drafts.ckpt", "--drafter", "EarlyExitDrafter", "--drafter.exit_layer", "3"],
+            "exit_layer must be from 1 to 2",
+        ),
+        (["sizes.ckpt", "--drafter", "EarlyExitDrafter"], "exit_layer"),
         (["--ckpt", "sizes.ckpt", "--draft", "smal"], "the checkpoint has no draft 'smal': it has small, exit"),
         (["--target", "target", "--prompt", " "], "--prompt 1: the prompt is empty"),
         (["--target", "target", "--prompts_file", "-"], "there is no prompt"),
         (["--target", "target", "--stop", ""], "a stop string is empty"),
-        (["--target", "target", "--raw", "--chat_template"], "--raw and --chat_template exclude each other"),
         (["--target", "target", "--ignore_eos", "--eos", "3"], "--ignore_eos and --eos exclude each other"),
-        (["--target", "draft", "--chat_template"], "has no chat template"),
         (["--target", "tokens"], "the target keeps no prompts of its own"),
         (["--target", "tokens", "--prompt", "text"], "--prompt 1: 'text' is no token"),
         (["--target", "tokens", "--prompt", "1 99"], "--prompt 1 holds 99: tokens of this model are"),
         (["--target", "tokens", "--prompt", "1", "--stop", "x"], "--stop needs a tokenizer"),
         (["--ckpt", "x.ckpt", "--draft_dtype", "float32"], "--draft_dtype is for pretrained models"),
-        (["--ckpt", "x.ckpt", "--draft", "d", "--drafter", "NGramDrafter"], "give --draft or --drafter, not both"),
-        (["--ckpt", "x.ckpt", "--drafter", "CrossVocabulary"], "a checkpoint holds no model for a CrossVocabulary"),
+        (["sizes.ckpt", "--draft", "small", "--drafter", "NGramDrafter"], "the draft is a ModelDrafter already"),
+        (["sizes.ckpt", "--drafter", "CrossVocabulary"], "CrossVocabulary needs a"),
     ],
     ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else "",
 )
@@ -323,24 +289,24 @@ def test_what_cannot_be_decoded_is_one_line_and_exit_code_2(arguments: list[str]
 def test_an_unreachable_hub_is_one_line_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     refused("decode", "--target", "lab/model", told="the hub cannot be reached at http://127.0.0.1:9")
-    refused("check", "lab/model", told="the hub cannot be reached at http://127.0.0.1:9")
+    refused("info", "lab/model", told="the hub cannot be reached at http://127.0.0.1:9")
 
 
 def test_a_pair_whose_local_copy_is_missing_says_how_to_make_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    refused("decode", "--pair", "smollm2", told="check the network; or make checkpoints/smollm2: `make smollm2`")
+    refused("decode", "--pair", "smollm2", told="; or make checkpoints/smollm2: `make smollm2`")
 
 
 def test_models_that_cannot_be_there_are_refused_without_torch() -> None:
     program = (
-        "import sys; from lightning_specdec.cli import main\n"
+        "import sys; from lightning_specdec.cli.main import main\n"
         "try: main()\nexcept SystemExit as stop: sys.exit('torch' in sys.modules or stop.code != 2)"
     )
     for arguments in (
         ["decode"],
         ["decode", "--pair", "mime"],
         ["chat", "--target", "configs"],
-        ["check", "./nowhere"],
+        ["info", "./nowhere"],
         ["decode", "--target", "target", "--draft", "configs/nowhere"],
     ):
         done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
@@ -355,56 +321,40 @@ def test_a_process_of_its_own_writes_nothing_else(home: Path) -> None:
     tokens_of(json.loads(done.stdout))
 
 
-def test_check_loads_one_model_and_shows_it_at_work(home: Path) -> None:
-    document = succeed("check", "target", "--dtype", "bfloat16", "--output", "json").json
-    model = load_model(home / "target", dtype="bfloat16").pack()
-    assert document["parameters"] == model.num_parameters and document["memory_bytes"] == model.memory_bytes
-    assert (document["dtype"], document["context"], len(document["tokens"])) == ("bfloat16", 512, 10)
-    assert document["tokens_per_second"] > 0 and isinstance(document["text"], str)
-    shown = succeed("check", "tokens", "--quantization", "int8", "--max_new_tokens", "3").out
-    assert "LlamaForCausalLM" in shown and "weights in int8" in shown and "(3 tokens, standard decoding)" in shown
-    refused("check", "broken", told="truncated or damaged")
-    refused("check", told="the following arguments are required: MODEL")
-    refused("check", "target", "--quantization", "int4", told="CUDA GPU only")
-
-
 def test_pairs_lists_all_with_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_pairs, "available_bytes", lambda: 6 * 10**9)
     shown = succeed("pairs").out
     lines = {line.split()[0]: line for line in shown.splitlines() if line.strip()}
     assert {"mine", "gpt2", "pythia", "smollm2", "llama3_self"} <= lines.keys()
-    assert shown.startswith("memory: weights and caches of 2,048 tokens")
+    assert "memory: weights and caches of 2,048 tokens" in shown
     assert lines["pythia"].endswith("fits") and lines["phi3_llama3"].endswith("does not fit")
     assert lines["llama3_self"].endswith("needs a GPU") and "NGramDrafter" in lines["smollm2"]
     document = succeed("pairs", "--output", "json", "--context", "100").json
     found = {pair["name"]: pair for pair in document["pairs"]}
     assert document["available_bytes"] == 6 * 10**9 and found["gpt2"]["num_draft_tokens"] == 9
-    assert found["gpt2"]["target"]["parameters"] == 774_030_080 and found["smollm2"]["draft"] is None
+    assert found["gpt2"]["models"][0]["parameters"] == 774_030_080 and len(found["smollm2"]["models"]) == 1
 
 
-def test_a_check_says_whether_a_pair_fits_by_text_and_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_fits_or_not_by_text_and_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_pairs, "available_bytes", lambda: 6 * 10**9)
-    assert succeed("pairs", "--check").out.count("together") == 8
-    assert (
-        "free on cpu: 6.0 GB; caches for a text of 1,024 tokens" in succeed("pairs", "--check", "--context", "1024").out
-    )
-    assert succeed("pairs", "--check", "gpt2").out.endswith("fits\n")
-    outcome = call("pairs", "--check", "gpt2_dev")
+    printed = succeed("pairs", "gpt2", "--context", "1024").out
+    assert "free on cpu: 6.0 GB\nmemory: weights and caches of 1,024 tokens" in printed and printed.endswith(" fits\n")
+    outcome = call("pairs", "gpt2_dev")
     assert outcome.code == 1 and "does not fit" in outcome.out
     sums = {
-        context: succeed("pairs", "--check", "gpt2", "--context", context, "--output", "json").json["pairs"][0]
+        context: succeed("pairs", "gpt2", "--context", context, "--output", "json").json["pairs"][0]
         for context in ("1024", "4096")
     }
     assert sums["1024"]["cache_bytes"] == sums["4096"]["cache_bytes"], "GPT-2 reads 1,024 tokens"
-    refused("pairs", "--check", "gpt3", told="there is no pair 'gpt3'")
-    refused("pairs", "--check", "gpt2", "--context", "0", told="context must be from 1")
+    refused("pairs", "gpt3", told="there is no pair 'gpt3'")
+    refused("pairs", "gpt2", "--context", "0", told="context must be from 1")
     monkeypatch.setattr(cli_pairs, "available_bytes", lambda: None)
-    assert call("pairs", "--check", "gpt2").code == 0
+    assert call("pairs", "gpt2").code == 0
 
 
 def test_the_registry_is_shown_without_torch() -> None:
     program = (
-        "import sys; from lightning_specdec.cli import main\nsys.argv[1:] = ['pairs', '--check']\n"
+        "import sys; from lightning_specdec.cli.main import main\nsys.argv[1:] = ['pairs', 'gpt2']\n"
         "try: main()\nexcept SystemExit: pass\nsys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0

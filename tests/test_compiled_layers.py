@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 from families import tiny
 
-from lightning_specdec.compiler import CompilerMissing
 from lightning_specdec.models import compiled
+from lightning_specdec.models.compiled import CompilerMissing
 from lightning_specdec.models.huggingface import HuggingFaceLM
 
 PROGRAM = """
 from families import tiny
 from torch._dynamo.utils import counters
 from lightning_specdec.drafters import EarlyExitDrafter, ModelDrafter, MultiTokenDrafter, NGramDrafter, StagedDrafter
-from lightning_specdec.inference import autoregressive_decode, speculative_decode
+from lightning_specdec.decoding import autoregressive_decode, speculative_decode
 from lightning_specdec.models import compiled
 from lightning_specdec.models.huggingface import HuggingFaceLM
 

@@ -11,10 +11,10 @@ import cases
 import pytest
 import torch
 
-from lightning_specdec.inference import Row, Session, autoregressive_decode, run, speculative_decode
-from lightning_specdec.inference import conversation as module
-from lightning_specdec.inference.conversation import Conversation
-from lightning_specdec.inference.stopping import StopStrings
+from lightning_specdec.decoding import Row, Session, autoregressive_decode, run, speculative_decode
+from lightning_specdec.decoding import conversation as module
+from lightning_specdec.decoding.conversation import Conversation
+from lightning_specdec.decoding.stopping import StopStrings
 from lightning_specdec.rules import Sampling
 
 TURNS = [[3, 1, 4], [7], [2, 7, 1, 8, 2, 8], [10, 0, 10], [6]]
@@ -162,7 +162,7 @@ def test_a_row_is_resumed_once_and_the_newest_goes_back_as_far_as_it_likes() -> 
         session.resume(first, [*first.text, 3], max_new_tokens=50)
     second = session.resume(first, [*first.text, 3], max_new_tokens=4)  # a prompt that was refused has drawn nothing
     for _ in range(2):
-        with pytest.raises(ValueError, match="has been resumed before.*: resume the newest turn instead"):
+        with pytest.raises(ValueError, match="resumed before.*: resume the newest turn instead"):
             session.resume(first, [1, 2, 3], max_new_tokens=5)
         run(session)
     third = session.resume(second, [1, 2, 3], max_new_tokens=5)

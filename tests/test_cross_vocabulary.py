@@ -17,10 +17,9 @@ from test_states import assert_close
 from tiny_vocabularies import PAIRS, Renamed, letters, other_letters
 from torch import Tensor
 
-from lightning_specdec.drafters import Context, Draft, DraftState
-from lightning_specdec.drafters.cross_state import CrossDraftState
-from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary
-from lightning_specdec.inference import Session, autoregressive_decode, open_session, run, speculative_decode
+from lightning_specdec.decoding import Session, autoregressive_decode, open_session, run, speculative_decode
+from lightning_specdec.drafters import Draft, DraftRequest, DraftState
+from lightning_specdec.drafters.cross_vocabulary import CrossDraftState, CrossVocabulary
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import EpsilonThreshold, ExactMatch, RejectionSampling, Sampling
 from lightning_specdec.text.vocabulary import Vocabulary
@@ -31,12 +30,12 @@ class Watched(CrossVocabulary):
 
     num_watched, largest = 0, 0
 
-    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
-        draft = super().propose(state, replace(context, wants_logits=True), windows, sampling)
+    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+        draft = super().propose(state, replace(request, wants_logits=True), windows, sampling)
         assert isinstance(state, CrossDraftState) and draft.logits is not None
-        for i, (row, text) in enumerate(zip(state.rows, context.texts, strict=True)):
+        for i, (row, text) in enumerate(zip(state.rows, request.texts, strict=True)):
             tokens = row.behind(row.first)
-            fresh = self.to_target(self.model(torch.tensor([tokens])).logits[:, -1], context)[0]
+            fresh = self.to_target(self.model(torch.tensor([tokens])).logits[:, -1], request)[0]
             said = fresh.isfinite()
             assert_close(draft.logits[i, 0][said], fresh[said])
             assert row.text.num_covered == len(text)
@@ -148,10 +147,10 @@ def small_pair() -> tuple[LanguageModel, CrossVocabulary]:
 def round_of(drafter: CrossVocabulary, uniform: Tensor, sampling: Sampling) -> Draft:
     """The guesses after one prompt in every row, drawn with these numbers."""
     prompts = [[2, 0, 1]] * len(uniform)
-    context = Context(prompts, torch.tensor([[0, 1]] * len(uniform)), uniform, vocab_size=exact.VOCAB)
+    request = DraftRequest(prompts, torch.tensor([[0, 1]] * len(uniform)), uniform, vocab_size=exact.VOCAB)
     state = drafter.init_state(len(uniform), 8)
     with torch.inference_mode():
-        return drafter.propose(state, context, [exact.WINDOW] * len(uniform), sampling)
+        return drafter.propose(state, request, [exact.WINDOW] * len(uniform), sampling)
 
 
 @pytest.mark.parametrize("sampling", ["t1", "cold", "top_k", "top_p"])
@@ -182,17 +181,9 @@ def test_a_round_through_the_intersection_has_exactly_the_targets_distribution(s
     measured = exact.Measured(RejectionSampling(), logits, draft.probs.log(), own, reported, exact.WINDOW)
     law = measured.law(chances)
     assert sum(law.values()) == pytest.approx(1, abs=exact.TOLERANCE)
-    probs = {draft[:i]: own.probs(logits[n, i]).double() for n, draft in enumerate(exact.DRAFTS) for i in range(3)}
-    for block in exact.BLOCKS:
-        expected, total = 1.0, 0.0
-        for i, token in enumerate(block):
-            expected *= float(probs[block[:i]][token])
-        for n in range(1, exact.WINDOW + 2):
-            rest = law[block[:n]]
-            for i in range(n, exact.WINDOW + 1):
-                rest *= float(probs[block[:i]][block[i]])
-            total += rest
-        assert total == pytest.approx(expected, abs=exact.TOLERANCE)
+    table = {draft[:i]: logits[n, i] for n, draft in enumerate(exact.DRAFTS) for i in range(3)}
+    probs = {prefix: own.probs(each).double() for prefix, each in table.items()}
+    assert exact.error_of(law, probs, exact.block_probs(table, own)) < exact.TOLERANCE
 
 
 LACKING = [token for token in range(cases.VOCAB) if (ord("a") + token) % 4 == 0]
@@ -232,10 +223,10 @@ def test_logits_processors_may_choose_what_the_draft_lacks(kind: str, processor:
 def test_a_guess_that_the_draft_lacks_is_drawn_from_the_distribution_that_is_reported() -> None:
     drafter, num_rows = cases.drafter("cross", "rnn"), 500
     uniform = ((torch.arange(num_rows) + 0.5) / num_rows)[:, None].expand(-1, 2)
-    context = Context([[2, 5, 1]] * num_rows, torch.tensor([[5, 1]] * num_rows), uniform, vocab_size=cases.VOCAB)
+    request = DraftRequest([[2, 5, 1]] * num_rows, torch.tensor([[5, 1]] * num_rows), uniform, vocab_size=cases.VOCAB)
     with torch.inference_mode():
         state, sampling = drafter.init_state(num_rows, 8), Sampling(1.0, processors=[raised])
-        draft = drafter.propose(state, context, [2] * num_rows, sampling)
+        draft = drafter.propose(state, request, [2] * num_rows, sampling)
     assert draft.probs is not None
     shares = torch.bincount(draft.tokens[:, 0], minlength=cases.VOCAB) / num_rows
     assert shares.tolist() == pytest.approx(draft.probs[0, 0].tolist(), abs=1.01 / num_rows)
@@ -308,14 +299,3 @@ def test_a_row_that_goes_on_with_another_turn_is_read_on_from_where_the_texts_pa
         expected = autoregressive_decode(target, prompt, max_new_tokens=9, eos=cases.EOS).tokens[0]
         assert row.text[len(prompt) :] == expected
     assert drafter.num_watched > 10
-
-
-def test_the_fused_draft_guesses_the_same() -> None:
-    draft = cases.MODELS["rnn"](1)
-    draft.vocabulary = vocabulary(*(piece for piece in letters(11).token_bytes[::-1] if piece))
-    drafter, target = CrossVocabulary(draft, letters(11)), cases.target("rnn")
-    assert drafter.fused().fused() is not drafter and drafter.fused().model is not draft
-    same = [
-        speculative_decode(target, each, cases.PROMPTS, max_new_tokens=10).counts for each in (drafter, drafter.fused())
-    ]
-    assert same[0] == same[1]

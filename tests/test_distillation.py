@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 import warnings
@@ -12,29 +11,28 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from tiny_distillation import (
+    VOCAB,
+    check_that_counts_are_decodings,
+    check_that_it_learns,
+    own_texts,
+    target,
+    texts,
+)
 from tiny_eagle import fitted_eagle
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_specdec.data import ArithmeticProgressions, Batch
 from lightning_specdec.drafters import EagleDrafter
-from lightning_specdec.inference import autoregressive_decode, speculative_decode
-from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.training import EagleTraining, ExitHeadTraining, OnTheFly
+from lightning_specdec.training import EagleTraining, ExitHeadTraining, OnlineFeatures
 from lightning_specdec.training.draft_losses import CrossEntropy, TotalVariation
 from lightning_specdec.training.eagle import low_middle_high
-from lightning_specdec.training.guessed import token_counts
-from lightning_specdec.training.schedule import warmup_cosine
+from lightning_specdec.training.optimizers import MuonAdamW, warmup_cosine
+from lightning_specdec.training.target_outputs import token_counts
 
-VOCAB = 11
-
-
-@functools.cache
-def target() -> HuggingFaceLM:
-    """A random model; read it, do not write to it."""
-    return HuggingFaceLM(tiny("llama", vocab_size=VOCAB, sharpness=14.0))
+QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
 def batch_of(rows: list[list[int]], prompt_length: int = 3) -> Batch:
@@ -45,19 +43,12 @@ def progressions(**arguments: Any) -> ArithmeticProgressions:
     return ArithmeticProgressions(vocab_size=VOCAB, modulo=True, num_train=40, num_val=8, num_test=3, **arguments)
 
 
-def texts(num_rows: int = 6, prompt_length: int = 3) -> list[list[int]]:
-    """What the target writes behind random prompts."""
-    prompts = torch.randint(VOCAB, (num_rows, prompt_length), generator=torch.Generator().manual_seed(0)).tolist()
-    tokens = autoregressive_decode(target(), prompts, max_new_tokens=19).tokens
-    return [prompt + new for prompt, new in zip(prompts, tokens, strict=True)]
-
-
 def training(drafter: EagleDrafter | None = None, **options: Any) -> EagleTraining:
     """A training for that target, with its drafter's weights if one is given."""
     if drafter is not None and drafter.draft_vocabulary is not None:
         options["draft_vocabulary"] = len(drafter.draft_vocabulary)
     if drafter is not None:
-        options["attention_window"] = drafter.attention_window
+        options["attention_window"] = drafter.settings.attention_window
     sizes: dict[str, Any] = {"num_heads": 2, "num_key_heads": 1, "intermediate_size": 16}
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -78,32 +69,19 @@ def test_rounds_counted_on_the_targets_own_texts_are_those_of_decoding(
     reduced: bool, prompt_length: int, attention_window: int | None
 ) -> None:
     drafter = fitted_eagle(target(), reduced=reduced, attention_window=attention_window, num_steps=60)
-    module = training(drafter).eval()
-    rows = texts(6, prompt_length)
-    prompts = [row[:prompt_length] for row in rows]
-    result = speculative_decode(target(), module.drafter, prompts, max_new_tokens=19, num_draft_tokens=3)
-    metrics = module.new_metrics()
-    with torch.no_grad():
-        module.measure(metrics, batch_of(rows, prompt_length), "val")
-    counts, counted, values = result.counts, metrics.greedy.compute(), metrics.compute()
-    assert counts is not None and [row.tokens for row in result.rows] == [row[prompt_length:] for row in rows]
-    assert counted.num_rounds == sum(row.num_rounds for row in result.rows)
-    assert counted.accepted_per_round.tolist() == counts.histogram + [0] * (4 - len(counts.histogram))
-    assert counted.num_tested == counts.num_tested and counted.acceptance_sum == counts.num_accepted
-    assert 10 < counts.num_accepted < counts.num_tested, "the law says little of a draft that is never right, or always"
-    assert values["block_efficiency"] == pytest.approx(result.block_efficiency)
+    check_that_counts_are_decodings(training(drafter), prompt_length)
 
 
 def test_the_chance_of_each_position_is_the_overlap_of_both_distributions_there() -> None:
     drafter = fitted_eagle(target(), reduced=True)
-    module, rows = training(drafter).eval(), texts(2)
+    module, rows = training(drafter).eval(), texts(2, 3)
     metrics = module.new_metrics()
     with torch.no_grad():
         batch = batch_of(rows)
         module.measure(metrics, batch, "val")
-        reading = module.read(batch, "val")
+        outputs = module.read(batch, "val")
         target_probs = target()(batch.tokens).logits.softmax(-1)
-        guesses = module.guesses(batch, reading)
+        guesses = module.draft_steps(batch, outputs)
         for i, guess in enumerate(guesses):
             draft_probs = module.drafter.logits(guess.hidden).softmax(-1)
             overlaps: list[Tensor] = []
@@ -117,30 +95,14 @@ def test_the_chance_of_each_position_is_the_overlap_of_both_distributions_there(
 
 @pytest.mark.parametrize("loss", [None, CrossEntropy(), TotalVariation()])
 def test_a_few_steps_lower_the_loss_and_leave_the_target_as_it_is(loss: Any) -> None:
-    module = training(loss=loss, draft_vocabulary=9, learning_rate=0.01)
-    data = progressions()
-    module.check_data(data)
-    before = deepcopy(module.target.state_dict())
-    batch, optimizer = batch_of(texts()), module.configure_optimizers()
-    module.log_losses = lambda *args, **options: None  # type: ignore[method-assign]
-    module.trainer = Trainer(logger=False, enable_checkpointing=False, barebones=True)
-    losses = []
-    for step in range(12):
-        optimizer.zero_grad()
-        value = module.training_step(batch, step)
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    assert losses[-1] < 0.9 * losses[0]
-    assert all(torch.equal(weight, before[name]) for name, weight in module.target.state_dict().items())
-    assert not module.train().target.training and module.drafter.training
+    check_that_it_learns(training(loss=loss, draft_vocabulary=9, learning_rate=0.01), 25)
 
 
 def test_prompts_are_learned_from_only_when_asked() -> None:
     for learn, first in ((False, 3), (True, 2)):
         module = training(learn_from_prompts=learn)
         batch = batch_of([[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5]])
-        guesses = module.guesses(batch, module.read(batch, "train"))
+        guesses = module.draft_steps(batch, module.read(batch, "train"))
         for guess in guesses:
             chosen = guess.learned(batch, prompts=learn)
             tokens = [[guess.first + place for place in row.nonzero()[:, 0].tolist()] for row in chosen]
@@ -165,33 +127,47 @@ def test_the_draft_says_what_the_training_texts_say_most_and_begins_with_the_tar
     assert not module.drafter.network.output.weight.any()
 
 
-def test_a_reading_is_the_targets_whole_distribution_at_the_drafts_tokens() -> None:
-    batch, tokens = batch_of(texts(3)), torch.tensor([2, 5, 7])
-    reading = OnTheFly().read(target(), batch, "train", layers=[0, 2], tokens=tokens)
+def test_outputs_are_the_targets_whole_distribution_at_the_drafts_tokens() -> None:
+    batch, tokens = own_texts(3), torch.tensor([2, 5, 7])
+    outputs = OnlineFeatures().read(target(), batch, "train", layers=[0, 2], tokens=tokens)
     output = target()(batch.tokens, features=(0, 2))
-    torch.testing.assert_close(reading.log_probs, output.logits.log_softmax(-1)[..., tokens])
-    assert torch.equal(reading.choices, output.logits.argmax(-1))
-    assert all(torch.equal(reading.features[layer], output.features[layer]) for layer in (0, 2))
+    torch.testing.assert_close(outputs.log_probs, output.logits.log_softmax(-1)[..., tokens])
+    assert torch.equal(outputs.choices, output.logits.argmax(-1))
+    assert all(torch.equal(outputs.features[layer], output.features[layer]) for layer in (0, 2))
 
 
-def test_a_reading_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = batch_of(texts(5))
-    whole = OnTheFly().read(target(), batch, "train", layers=[1], tokens=None)
-    monkeypatch.setattr("lightning_specdec.training.target_reading._MOST_BYTES", 2 * 4 * batch.tokens.shape[1] * VOCAB)
-    pieces = OnTheFly().read(target(), batch, "train", layers=[1], tokens=None)
+def test_outputs_computed_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = own_texts(5)
+    whole = OnlineFeatures().read(target(), batch, "train", layers=[1], tokens=None)
+    monkeypatch.setattr("lightning_specdec.training.target_outputs.LOGIT_BYTES", 2 * 4 * batch.tokens.shape[1] * VOCAB)
+    pieces = OnlineFeatures().read(target(), batch, "train", layers=[1], tokens=None)
     torch.testing.assert_close(pieces.log_probs, whole.log_probs)
     torch.testing.assert_close(pieces.features[1], whole.features[1])
 
 
 def test_the_learning_rate_rises_then_falls_by_half_a_cosine() -> None:
     rates = [warmup_cosine(step, 110, warmup_steps=10, final=0.1) for step in range(111)]
-    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0) and rates[10] == pytest.approx(1.0)
-    assert rates[60] == pytest.approx(0.55) and rates[110] == pytest.approx(0.1)
+    assert [rates[i] for i in (0, 9, 10, 60, 110)] == pytest.approx([0.1, 1.0, 1.0, 0.55, 0.1])
     assert warmup_cosine(500, math.inf, warmup_steps=10, final=0.1) == 1.0
+    assert low_middle_high(3) == [0, 1, 2] and low_middle_high(30) == [2, 15, 27]
 
 
-def test_low_middle_and_high_layers_are_layers_of_the_target() -> None:
-    assert low_middle_high(target()) == [0, 1, 2]
+def run(
+    directory: Path, settings: dict[str, Any], keep: dict[str, Any], **options: Any
+) -> tuple[EagleTraining, Trainer]:
+    """Two epochs of eight steps, with checkpoints."""
+    module = training(draft_vocabulary=9, warmup_steps=3, learning_rate=0.01, **settings)
+    callback = ModelCheckpoint(directory, enable_version_counter=False, **keep)
+    trainer = Trainer(max_epochs=2, accelerator="cpu", callbacks=[callback], **QUIET)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*not resumable.*")
+        trainer.fit(module, datamodule=progressions(), **options)
+    return module, trainer
+
+
+def same_weights(one: EagleTraining, other: EagleTraining) -> bool:
+    weights = other.drafter.state_dict()
+    return all(torch.equal(weight, weights[name]) for name, weight in one.drafter.state_dict().items())
 
 
 @pytest.mark.parametrize("stops", [3, 12])
@@ -209,42 +185,29 @@ def test_a_run_that_was_stopped_in_an_epoch_goes_on_in_it(
             return super().training_step(batch, batch_idx)
 
     monkeypatch.setattr(sys.modules[__name__], "EagleTraining", Watched)
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-
-    def run(**options: Any) -> EagleTraining:
-        module = training(draft_vocabulary=9, warmup_steps=3, learning_rate=0.01)
-        keep = ModelCheckpoint(tmp_path, filename="last", save_on_exception=True, enable_version_counter=False)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message=".*not resumable.*")
-            Trainer(max_epochs=2, accelerator="cpu", callbacks=[keep], **quiet).fit(
-                module, datamodule=progressions(), **options
-            )
-        return module
-
-    stop = 0
-    whole = run()
+    keep, stop = {"filename": "last", "save_on_exception": True}, 0
+    whole, _ = run(tmp_path, {}, keep)
     order = list(seen)
-    assert len(order) == 2 * 8
     seen.clear()
     stop = stops
     with pytest.raises(RuntimeError, match="stopped"):
-        run()
+        run(tmp_path, {}, keep)
     before, stop = list(seen), 0
     seen.clear()
-    resumed = run(ckpt_path=str(tmp_path / "last.ckpt"), weights_only=True)
-    assert before[:-1] + seen == order
-    weights = resumed.drafter.state_dict()
-    assert all(torch.equal(weight, weights[name]) for name, weight in whole.drafter.state_dict().items())
+    resumed, _ = run(tmp_path, {}, keep, ckpt_path=str(tmp_path / "last.ckpt"), weights_only=True)
+    assert len(order) == 2 * 8 and before[:-1] + seen == order and same_weights(whole, resumed)
 
 
 def test_rollouts_of_random_lengths_have_the_whole_ones_loss_on_average() -> None:
     whole, random = (training(position_decay=0.5, random_lengths=each) for each in (False, True))
-    lengths = [random.steps_of(number) for number in range(4000)]
+    lengths = [random.rollout_length(number) for number in range(4000)]
     for guess, share in enumerate((1.0, 0.5, 0.25)):
         assert abs(sum(length > guess for length in lengths) / len(lengths) - share) < 0.04
         counted = [random.loss_weights(length)[guess] if length > guess else 0.0 for length in lengths]
         assert sum(counted) / len(counted) == pytest.approx(whole.loss_weights(3)[guess], abs=0.03)
-    assert {whole.steps_of(number) for number in range(9)} == {random.eval().steps_of(0)} == {3}, "measured whole"
+    assert {whole.rollout_length(number) for number in range(9)} == {random.eval().rollout_length(0)} == {3}, (
+        "measured whole"
+    )
 
 
 def test_muon_steps_the_matrices_of_hidden_layers() -> None:
@@ -262,13 +225,12 @@ def test_muon_steps_the_matrices_of_hidden_layers() -> None:
 
 
 def test_a_round_longer_than_the_rollouts_is_refused() -> None:
-    with pytest.raises(ValueError, match="a round of 3 guesses is measured on rollouts of 2"):
+    with pytest.raises(ValueError, match="a round of 3 draft tokens is measured on rollouts of 2"):
         training(num_steps=2)
 
 
 def test_weights_that_were_trained_under_another_attention_are_refused(tmp_path: Path) -> None:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(max_steps=1, accelerator="cpu", enable_checkpointing=False, **quiet)  # type: ignore[arg-type]
+    trainer = Trainer(max_steps=1, accelerator="cpu", enable_checkpointing=False, **QUIET)
     trainer.fit(training(draft_vocabulary=9, attention_window=4), datamodule=progressions())
     trainer.save_checkpoint(path := str(tmp_path / "four.ckpt"))
     for verb in (trainer.fit, trainer.validate):
@@ -278,26 +240,65 @@ def test_weights_that_were_trained_under_another_attention_are_refused(tmp_path:
 
 @pytest.mark.parametrize("settings", [{}, {"random_lengths": True, "optimizer": "muon", "attention_window": 4}])
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path: Path, settings: dict[str, Any]) -> None:
-    def run(**options: Any) -> tuple[EagleTraining, Trainer]:
-        module = training(draft_vocabulary=9, warmup_steps=3, learning_rate=0.01, **settings)
-        keep = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        trainer = Trainer(max_epochs=2, accelerator="cpu", callbacks=[keep], **quiet)  # type: ignore[arg-type]
-        trainer.fit(module, datamodule=progressions(), **options)
-        return module, trainer
-
-    whole, _ = run()
-    resumed, trainer = run(ckpt_path=str(tmp_path / "epoch=0.ckpt"), weights_only=True)
-    assert trainer.global_step == 2 * 8 and resumed.effort.num_tokens == whole.effort.num_tokens == 2 * 40 * 10
-    assert resumed.draft_vocabulary is not None and whole.draft_vocabulary is not None
-    assert resumed.draft_vocabulary.arguments() == whole.draft_vocabulary.arguments()
+    keep: dict[str, Any] = {"filename": "{epoch}", "save_top_k": -1}
+    path = str(tmp_path / "epoch=0.ckpt")
+    whole, _ = run(tmp_path, settings, keep)
+    resumed, trainer = run(tmp_path, settings, keep, ckpt_path=path, weights_only=True)
+    assert trainer.global_step == 2 * 8
+    assert same_weights(whole, resumed)
     others = training(draft_vocabulary=9, **settings)
-    trainer.test(others, datamodule=progressions(seed=5), ckpt_path=str(tmp_path / "epoch=0.ckpt"), verbose=False)
-    assert others.draft_vocabulary is not None and others.draft_vocabulary.arguments() == [
-        *whole.draft_vocabulary.arguments()
-    ], "the weights are for the tokens that they were trained for, whatever the data"
+    trainer.test(others, datamodule=progressions(seed=5), ckpt_path=path, verbose=False)
+    vocabularies = [each.draft_vocabulary.arguments() for each in (whole, resumed, others) if each.draft_vocabulary]
+    assert len(vocabularies) == 3 and vocabularies[0] == vocabularies[1] == vocabularies[2], "whatever the data"
     trained = others.drafter.network.output.weight.clone()
     others.check_data(progressions(seed=6))
     assert torch.equal(others.drafter.network.output.weight, trained), "other data begin nothing anew"
-    weights = resumed.drafter.state_dict()
-    assert all(torch.equal(weight, weights[name]) for name, weight in whole.drafter.state_dict().items())
+
+
+# --- Muon with AdamW ---
+
+
+def network() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.RMSNorm(6), nn.Linear(6, 3))
+
+
+def joined(model: nn.Sequential) -> MuonAdamW:
+    parameters = list(model.parameters())
+    return MuonAdamW(
+        [each for each in parameters if each.ndim == 2], [each for each in parameters if each.ndim != 2], lr=0.01
+    )
+
+
+def step(model: nn.Sequential, *optimizers: torch.optim.Optimizer, numbers: range = range(5)) -> None:
+    for number in numbers:
+        inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+        model(inputs).square().mean().backward()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 / (1 + number)
+            optimizer.step()
+        model.zero_grad()
+
+
+def test_matrices_are_stepped_by_muon_and_the_rest_by_adamw() -> None:
+    one, other = network(), network()
+    step(one, joined(one))
+    matrices, rest = ([each for each in other.parameters() if (each.ndim == 2) == two] for two in (True, False))
+    muon = torch.optim.Muon(matrices, lr=0.01, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    step(other, muon, torch.optim.AdamW(rest, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0))
+    for found, wanted, begin in zip(one.parameters(), other.parameters(), network().parameters(), strict=True):
+        assert torch.equal(found, wanted) and not torch.equal(found, begin)
+
+
+def test_a_restored_optimizer_goes_on_as_if_nothing_had_been() -> None:
+    whole, stopped = network(), network()
+    step(whole, joined(whole))
+    before = joined(stopped)
+    step(stopped, before, numbers=range(2))
+    after = joined(stopped)
+    after.load_state_dict(deepcopy(before.state_dict()))
+    step(stopped, after, numbers=range(2, 5))
+    assert all(map(torch.equal, stopped.parameters(), whole.parameters()))
+    assert joined(whole).step(lambda: torch.tensor(3.0)) == 3.0

@@ -174,11 +174,16 @@ def largest_error(
     law = measured.law(guess_probs(proposal.drawn, along(draft, WINDOW)))
     assert sum(law.values()) == pytest.approx(1, abs=TOLERANCE)
     expected, probs = block_probs(target, sampling), {p: sampling.probs(x).double() for p, x in target.items()}
+    return error_of(law, probs, expected)
+
+
+def error_of(law: dict[Prefix, float], probs: dict[Prefix, Tensor], expected: dict[Prefix, float]) -> float:
+    """The same for a round's measured law and the target's distribution after every prefix."""
     largest = 0.0
     for block in BLOCKS:
         total = 0.0
-        for n in range(1, length + 2):
-            rest = law[block[:n]]
+        for n in range(1, WINDOW + 2):
+            rest = law.get(block[:n], 0.0)
             for i in range(n, WINDOW + 1):
                 rest *= float(probs[block[:i]][block[i]])
             total += rest

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from lightning_specdec import SpeculativeDecoder, cli_options
+from lightning_specdec import SpeculativeDecoder
+from lightning_specdec.cli.main import make_parser
 
 ROOT = Path(__file__).parent.parent
 GUIDE = (ROOT / "docs" / "does_it_pay.md").read_text(encoding="utf-8")
@@ -55,5 +56,4 @@ def test_every_command_of_the_guide_has_its_verb_and_options() -> None:
     calls = [shlex.split(told or named, comments=True) for told, named in COMMANDS]
     assert len(calls) > 5
     for verb, *words in calls:
-        known = {f"--{option.name}" for option in cli_options.VERBS[verb].options}
-        assert {word for word in words if word.startswith("--")} <= known, verb
+        make_parser(verb).read(words)

@@ -1,4 +1,4 @@
-"""Laws of training several drafts at once, from a YAML to the command line, and of runs that go on otherwise."""
+"""Laws of training several drafts at once, in stages too, from a YAML to the command line, and of resumed runs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ import torch
 from cli_fixtures import Outcome, call, refused
 from training_fixtures import CONFIGS, shrunk
 
-from lightning_specdec import checkpoint
+from lightning_specdec.checkpoints import checkpoint
 from lightning_specdec.data import ArithmeticProgressions
-from lightning_specdec.drafters import ModelDrafter
-from lightning_specdec.models import RNN
+from lightning_specdec.drafters import ModelDrafter, StagedDrafter
+from lightning_specdec.models import RNN, LanguageModel
 from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.training import DraftSizesTraining, PairMetrics
-from lightning_specdec.training.draft_sizes import DraftSizesMetrics
+from lightning_specdec.training import DraftSizesTraining, PairMetrics, StagedTraining
+from lightning_specdec.training.pair import DraftSizesMetrics
 
 
-def models() -> dict[str, RNN]:
+def models() -> dict[str, LanguageModel]:
     torch.manual_seed(0)
     return {name: RNN(30, hidden_size=size, num_layers=1) for name, size in (("tiny", 4), ("small", 8), ("medium", 16))}
+
+
+def stages() -> tuple[RNN, dict[str, LanguageModel]]:
+    drafts = models()
+    return RNN(30, hidden_size=24), {name: drafts[name] for name in ("small", "medium")}
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +47,20 @@ def test_one_run_trains_all_drafts_and_decodes_with_each(
 ) -> None:
     directory, outcome = trained
     monkeypatch.chdir(directory)
-    loaded = checkpoint.load("checkpoints/draft_sizes/last.ckpt")
-    assert list(loaded.drafters) == ["small", "tiny", "medium"] and loaded.name == "small"
+    loaded = checkpoint.load("checkpoints/draft_sizes")
+    assert list(loaded.drafts) == ["small", "tiny", "medium"]
     assert isinstance(loaded.target, HuggingFaceLM) and loaded.target.vocab_size == 24
-    for name in loaded.drafters:
+    for name in loaded.drafts:
         assert f"val/{name}/acceptance_rate" in outcome.out and f"val/{name}/block_efficiency" in outcome.out
         assert f"train/{name}/draft_loss" in outcome.out
-        shown = call("decode", "--ckpt", "checkpoints/draft_sizes/last.ckpt", "--draft", name, "--repeats", "0")
-        assert shown.code == 0 and "lossless" in shown.out
+        shown = call("decode", "--ckpt", "checkpoints/draft_sizes", "--draft", name, "--repeats", "0")
+        assert shown.code == 0 and "output identical" in shown.out
 
 
 def test_the_metrics_of_each_draft_are_those_of_its_pair() -> None:
     drafts = models()
     target = RNN(30, hidden_size=12)
-    module = DraftSizesTraining(target, drafts, main="small")  # type: ignore[arg-type]
+    module = DraftSizesTraining(target, drafts, main="small")
     batch = ArithmeticProgressions(30, num_train=40).collate([(0, [1, 2, 3, 4, 5, 6, 7]), (1, [2, 4, 6, 8])])
     with torch.no_grad():
         module.measure(module.val_metrics, batch, "val")
@@ -74,20 +79,33 @@ def test_the_metrics_of_each_draft_are_those_of_its_pair() -> None:
     torch.testing.assert_close(found["loss"], total)
     module.val_metrics.reset()
     assert isinstance(module.val_metrics, DraftSizesMetrics)
-    assert module.val_metrics.of("small").draft.num_tokens == module.val_metrics.of("tiny").draft.num_tokens == 0
+    assert module.val_metrics.draft.num_tokens == module.val_metrics.rest["tiny"].draft.num_tokens == 0  # type: ignore[union-attr]
 
 
 def test_the_main_draft_is_the_first_or_the_one_that_is_named() -> None:
     target = RNN(30)
-    assert DraftSizesTraining(target, models()).draft_name == "tiny"  # type: ignore[arg-type]
-    module = DraftSizesTraining(target, models(), main="medium")  # type: ignore[arg-type]
+    assert DraftSizesTraining(target, models()).draft_name == "tiny"
+    module = DraftSizesTraining(target, models(), main="medium")
     assert list(module.drafters) == ["medium", "tiny", "small"] and isinstance(module.drafter, ModelDrafter)
-    with pytest.raises(ValueError, match="main must be one of the drafts"):
-        DraftSizesTraining(target, models(), main="huge")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="each with a word for a name"):
-        DraftSizesTraining(target, {"a.b": RNN(30)})
-    with pytest.raises(ValueError, match="vocabulary"):
-        DraftSizesTraining(target, {"a": RNN(31)})
+
+
+REFUSED: dict[str, tuple[type[DraftSizesTraining], list[str], str]] = {
+    "main must be one of the drafts": (DraftSizesTraining, ["tiny"], "huge"),
+    "whose names are identifiers": (DraftSizesTraining, ["a.b"], ""),
+    "vocabulary": (DraftSizesTraining, ["other"], ""),
+    "two drafters or more": (StagedTraining, ["small"], ""),
+    "smallest first|larger": (StagedTraining, ["medium", "small"], ""),
+    "no draft may be called 'staged'": (StagedTraining, ["staged", "medium"], ""),
+    "drafts must be models": (StagedTraining, [], ""),
+}
+
+
+@pytest.mark.parametrize("told", REFUSED)
+def test_drafts_that_do_not_fit_are_refused(told: str) -> None:
+    kind, names, main = REFUSED[told]
+    known: dict[str, LanguageModel] = {**models(), "other": RNN(31), "a.b": RNN(30), "staged": RNN(30, hidden_size=4)}
+    with pytest.raises(ValueError, match=told):
+        kind(RNN(30), {name: known[name] for name in names}, **({"main": main} if main else {}))
 
 
 def test_the_pair_of_transformers_trains_and_its_checkpoint_decodes_alone(
@@ -101,21 +119,21 @@ def test_the_pair_of_transformers_trains_and_its_checkpoint_decodes_alone(
     for verb in ("validate", "test", "predict"):
         assert call(verb, "--config", str(config)).code == 0
     config.unlink()
-    shown = call("decode", "--ckpt", "checkpoints/transformer/last.ckpt", "--repeats", "0")
-    assert shown.code == 0 and "lossless" in shown.out
+    shown = call("decode", "--ckpt", "checkpoints/transformer", "--repeats", "0")
+    assert shown.code == 0 and "output identical" in shown.out
 
 
 CHANGES: dict[str, tuple[list[str], str]] = {
-    "learning rate": (["--model.learning_rate", "0.01"], "learning_rate was 0.001 and is 0.01 now"),
-    "window": (["--model.num_draft_tokens", "2"], "num_draft_tokens was 4 and is 2 now"),
-    "main": (["--model.main", "tiny"], "main was small and is tiny now"),
-    "data": (["--data.num_train", "40"], "data_arguments.num_train was 32 and is 40 now"),
+    "learning rate": (["--model.learning_rate", "0.01"], "learning_rate changed from 0.001 to 0.01"),
+    "window": (["--model.num_draft_tokens", "2"], "num_draft_tokens changed from 4 to 2"),
+    "main": (["--model.main", "tiny"], "main changed from small to tiny"),
+    "data": (["--data.num_train", "40"], "data_arguments.num_train changed from 32 to 40"),
     "other data": (
         ["--data", "ArithmeticProgressions", "--data.modulo", "true"],
-        "data was QuadraticProgressions and is ArithmeticProgressions",
+        "data changed from QuadraticProgressions to ArithmeticProgressions",
     ),
-    "vocabulary": (["--data.vocab_size", "25"], "data_arguments.vocab_size was 24 and is 25 now"),
-    "network": (["--model.target.model.rms_norm_eps", "0.1"], "target.rms_norm_eps was 1e-06 and is 0.1 now"),
+    "vocabulary": (["--data.vocab_size", "25"], "data_arguments.vocab_size changed from 24 to 25"),
+    "network": (["--model.target.model.rms_norm_eps", "0.1"], "target.rms_norm_eps changed from 1e-06 to 0.1"),
 }
 
 
@@ -135,11 +153,11 @@ def test_a_run_goes_on_with_the_same_settings(
 ) -> None:
     directory, _ = trained
     monkeypatch.chdir(tmp_path)
-    last = directory / "checkpoints" / "draft_sizes" / "last.ckpt"
+    last = directory / "checkpoints" / "draft_sizes"
     config = str(directory / "draft_sizes.yaml")
     outcome = call("fit", "--config", config, "--trainer.max_epochs", "2", "--ckpt_path", str(last))
     assert outcome.code == 0, outcome.err
-    assert checkpoint.load("checkpoints/draft_sizes/last.ckpt").training == {"epoch": 1, "global_step": 4}
+    assert checkpoint.load("checkpoints/draft_sizes").training == {"epoch": 1, "global_step": 4}
 
 
 def test_a_checkpoint_of_another_kind_of_training_is_one_line(
@@ -147,9 +165,9 @@ def test_a_checkpoint_of_another_kind_of_training_is_one_line(
 ) -> None:
     directory, _ = trained
     monkeypatch.chdir(tmp_path)
-    last = str(directory / "checkpoints" / "draft_sizes" / "last.ckpt")
+    last = str(directory / "checkpoints" / "draft_sizes")
     config = str(shrunk("transformer", tmp_path))
-    refused("fit", "--config", config, "--ckpt_path", last, told="training was DraftSizesTraining and is PairTraining")
+    refused("fit", "--config", config, "--ckpt_path", last, told="training changed from DraftSizes")
     for verb in ("validate", "test", "predict"):
         refused(verb, "--config", config, "--ckpt_path", last, told="is of other networks (others.")
 
@@ -160,7 +178,7 @@ def test_typing_errors_in_a_models_config_are_told(tmp_path: Path, monkeypatch: 
     for old, new, told in (
         ("intermediate_size", "intermediat_size", "'intermediat_size': did you mean intermediate_size"),
         ("model_type: llama", "model_type: lama", "did you mean llama"),
-        ("HuggingFaceLM", "HugingFaceLM", "there is no class HugingFaceLM"),
+        ("HuggingFaceLM", "HugingFaceLM", "HugingFaceLM"),
     ):
         Path("wrong.yaml").write_text(config.read_text().replace(old, new))
         refused("fit", "--config", "wrong.yaml", told=told)
@@ -170,7 +188,7 @@ def test_transformers_are_imported_for_the_configs_that_name_them() -> None:
     """The process ends where their import begins: nothing more would be seen of it than how long it takes."""
     program = f"""
 import sys
-from lightning_specdec.training.cli import import_named
+from lightning_specdec.training.cli import prepare
 
 class Asked:
     def find_spec(self, name, path=None, target=None):
@@ -179,9 +197,36 @@ class Asked:
             sys.exit()
 
 sys.meta_path.insert(0, Asked())
-import_named(["--config", {str(CONFIGS / "rnn.yaml")!r}])
+prepare(["--config", {str(CONFIGS / "rnn.yaml")!r}])
 print("not")
-import_named(["--config", {str(CONFIGS / "transformer.yaml")!r}])
+prepare(["--config", {str(CONFIGS / "transformer.yaml")!r}])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == ["not", "imported"]
+
+
+def test_stages_are_measured_as_their_largest_draft_which_they_guess_as() -> None:
+    target, drafts = stages()
+    staged, alone = StagedTraining(target, drafts), DraftSizesTraining(target, drafts, main="medium")
+    batch = ArithmeticProgressions(30, num_train=40).collate([(0, [1, 2, 3, 4, 5, 6, 7]), (1, [2, 4, 6, 8])])
+    found = []
+    for module in (staged, alone):
+        with torch.no_grad():
+            module.measure(module.val_metrics, batch, "val")
+        found.append(module.val_metrics.compute())
+    assert found[0] == found[1] and "small/acceptance_rate" in found[0]
+    assert isinstance(staged.drafter, StagedDrafter) and list(staged.others) == ["medium", "small"]
+    assert len(list(staged.parameters())) == len(list(alone.parameters())), "no weight is trained twice"
+
+
+def test_one_run_decodes_in_stages_and_with_each_draft_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = call("fit", "--config", str(shrunk("staged", tmp_path)), "--data.batch_size", "16")
+    assert outcome.code == 0 and "Warning" not in outcome.err, outcome.err
+    made = checkpoint.load("checkpoints/staged")
+    assert next(iter(made.drafts)) == "staged" and isinstance(made.drafter, StagedDrafter)
+    assert list(made.drafts) == ["staged", "medium", "small"]
+    assert isinstance(made.drafts["small"], ModelDrafter) and made.drafter.stage_windows == [4]
+    for name in made.drafts:
+        shown = call("decode", "--ckpt", "checkpoints/staged", "--draft", name, "--repeats", "0")
+        assert shown.code == 0 and "output identical" in shown.out, shown.err

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from test_theory import WORKED, agrees
 
-from lightning_specdec import cli_options
 from lightning_specdec.bench.theory import best_window, expected_tokens, speedup_with_cost_ratio
 
 ROOT = Path(__file__).parent.parent
@@ -63,10 +61,3 @@ def test_a_staged_drafts_guess_costs_its_share_of_a_call() -> None:
         found = best(0.85, exact)
         assert agrees(cost, exact) and found[0] == int(window) and agrees(speedup, found[1])
         assert exact < 0.3 and expected_tokens(float(alpha), int(width)) > 1 + int(width) * 0.03 / 0.3
-
-
-@pytest.mark.parametrize("verb", ["decode", "sweep"])
-def test_the_options_that_the_guide_names_are_there(verb: str) -> None:
-    known = {f"--{option.name}" for option in cli_options.VERBS[verb].options}
-    lines = [line for line in GUIDE.splitlines() if line.startswith(f"lightning_specdec {verb} ")]
-    assert lines and {word for line in lines for word in line.split() if word.startswith("--")} <= known

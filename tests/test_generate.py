@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import inspect
 import json
 import multiprocessing
 import os
@@ -16,14 +15,13 @@ import pytest
 from cli_fixtures import call, refused, succeed
 from generated import PROMPTS, contents, corpus, generate, prompt_file, target
 
-from lightning_specdec import cli_groups, data
-from lightning_specdec.data import ArithmeticProgressions, PromptFiles, PromptSource
+from lightning_specdec.data import PromptFiles
 from lightning_specdec.data import corpus as corpus_files
-from lightning_specdec.inference import Row, Session, autoregressive_decode
+from lightning_specdec.decoding import Row, Session, autoregressive_decode
 from lightning_specdec.models.loading import load_model
 from lightning_specdec.rules import Sampling
-from lightning_specdec.training import GenerateText, GenerationBar, refill
-from lightning_specdec.training.generate import NoGuesses
+from lightning_specdec.training import GenerateText
+from lightning_specdec.training import generate as generation
 
 __all__ = ["corpus", "target"]
 
@@ -120,7 +118,7 @@ def test_the_command_line_writes_the_same_and_says_where(
     prompt_file(tmp_path)
     outcome = succeed(*command(target))
     totals = corpus_files.read_manifest(corpus)["totals"]
-    assert outcome.out == f"22 rows, {totals['num_new_tokens']} new tokens: text\n" and "rows 22/22" in outcome.err
+    assert outcome.out == f"22 rows, {totals['num_new_tokens']} new tokens: text\n" and "22/22 row" in outcome.err
     # The source's path is among the arguments, and no other difference.
     assert contents(tmp_path / "text") == contents(corpus)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.txt", "text"]
@@ -156,14 +154,15 @@ def test_a_signal_ends_the_run_at_once_and_keeps_what_is_finished(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     prompt_file(tmp_path)
-    ended = []
+    ended, after_round = [0], GenerateText._after_round
 
-    def watch(bar: GenerationBar, num_tokens: int, num_ended: int) -> None:
-        ended.append(num_ended)
-        if sum(ended) - num_ended <= 8 < sum(ended):  # the first of the second shard's eight rows
+    def watched(module: GenerateText, num_tokens: int, num_ended: int) -> None:
+        if ended[-1] <= 8 < ended[-1] + num_ended:  # the first of the second shard's eight rows
             os.kill(os.getpid(), number)
+        ended.append(ended[-1] + num_ended)
+        after_round(module, num_tokens, num_ended)
 
-    monkeypatch.setattr(GenerationBar, "_watch", watch)
+    monkeypatch.setattr(GenerateText, "_after_round", watched)
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         outcome = call(*command(target))
@@ -183,8 +182,8 @@ def test_a_signal_ends_the_run_at_once_and_keeps_what_is_finished(
         (("--data.num_prompts", "5"), "(data.num_prompts was null there and is 5 now)"),
         (("--model.dtype", "bfloat16"), '(target.dtype was "float32" there and is "bfloat16" now)'),
         (("--model.temperatures", "[1,1]"), "temperatures must be one or more, all different"),
-        (("--model.num_draft_tokens", "many"), "num_draft_tokens must be an integer or auto, got 'many'"),
-        (("--model.max_new_tokens", "600"), "the target's context holds 512"),
+        (("--model.num_draft_tokens", "many"), "many"),
+        (("--model.max_new_tokens", "600"), "the target's context of 512"),
         (("--model.target", "nowhere"), "nowhere"),
         (("--data.paths", "nowhere.txt"), "nowhere.txt does not exist"),
         (("--data", "ArithmeticProgressions"), "GenerateText needs a PromptSource as its data"),
@@ -220,20 +219,6 @@ def test_a_model_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.
     networks = ("--model.target", "RNN", "--model.draft", "RNN", "--data", "ArithmeticProgressions")
     told = "generate needs GenerateText as its model, got PairTraining"
     refused("generate", "--model", "PairTraining", *networks, "--data.vocab_size", "50", told=told)
-    assert ArithmeticProgressions is data.ArithmeticProgressions
-
-
-def test_measured_windows_are_kept_for_the_runs_that_go_on(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    source, output = prompt_file(tmp_path), tmp_path / "text"
-    generate(target, output, PromptFiles(source), limit=1, num_draft_tokens="auto", temperatures=[0.0])
-    windows = corpus_files.read_manifest(output)["windows"]
-    assert [window["kind"] for window in windows] == ["AdaptiveWindow"]
-    monkeypatch.setattr("lightning_specdec.bench.remembered.load_or_measure", lambda *_, **__: pytest.fail("measured"))
-    generate(target, output, PromptFiles(source), num_draft_tokens="auto", temperatures=[0.0])
-    assert corpus_files.read_manifest(output)["windows"] == windows and len(contents(output)) == 3
 
 
 def test_rows_join_as_others_end_and_change_nothing(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,12 +229,12 @@ def test_rows_join_as_others_end_and_change_nothing(target: str, monkeypatch: py
 
     def rounds(batch_size: int, **more: Any) -> tuple[dict[int, list[int]], int]:
         seen: list[tuple[int, int]] = []
-        made = refill.continue_all(
+        made = generation.continue_all(
             model,
             prompts,
             max_new_tokens=24,
             batch_size=batch_size,
-            window=NoGuesses(),
+            num_draft_tokens=0,
             sampling=Sampling(1.0),
             eos=eos,
             seed=1,
@@ -266,25 +251,10 @@ def test_rows_join_as_others_end_and_change_nothing(target: str, monkeypatch: py
             joined.append(len([row for row in self.live if row.num_new]))
             return super().add(*given, **more)
 
-    monkeypatch.setattr(refill, "Session", Watched)
+    monkeypatch.setattr(generation, "Session", Watched)
     (alone, num_alone), (together, num_together) = rounds(1), rounds(4)
     assert set(joined) == {0, 1, 2}, "rows join when half the batch has ended"
     assert together == alone and num_alone == sum(map(len, alone.values()))
     lengths = [len(alone[number]) for number in sorted(alone, key=lambda number: (len(prompts[number]), number))]
     waiting_for_the_last = sum(max(lengths[i : i + 4]) for i in range(0, len(lengths), 4))
     assert num_together < 0.9 * waiting_for_the_last
-
-
-def test_the_help_is_the_constructors() -> None:
-    shown = {option.name.partition(".")[2]: option for option in cli_groups.GENERATION if "." in option.name}
-    arguments = inspect.signature(GenerateText).parameters
-    assert list(shown) == list(arguments)
-    for name, argument in arguments.items():
-        default = None if argument.default is inspect.Parameter.empty else argument.default
-        assert shown[name].default == default, name
-    sources = {
-        name
-        for name in data.__all__
-        if isinstance(kind := getattr(data, name), type) and issubclass(kind, PromptSource)
-    } - {"PromptSource"}
-    assert set(cli_groups.PROMPT_SOURCES) == sources

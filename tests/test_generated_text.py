@@ -93,7 +93,7 @@ def test_bytes_per_token_are_those_of_the_text(target: str, corpus: Path) -> Non
 def test_the_seed_deals_and_the_record_says_how(corpus: Path) -> None:
     one, same, other = (GeneratedText(str(corpus), VOCABULARY, **SMALL, seed=seed) for seed in (0, 0, 1))
     assert dealt(one) == dealt(same) and one.prompts() != other.prompts()
-    again = GeneratedText(**one.arguments())  # type: ignore[arg-type]
+    again = GeneratedText(**one.arguments())
     assert dealt(again) == dealt(one)
 
 
@@ -146,7 +146,7 @@ def test_two_corpora_of_two_tokenizers_are_refused(corpus: Path, tmp_path: Path)
     shutil.copytree(corpus, tmp_path / "other")
     manifest = read_manifest(corpus)
     write_manifest(tmp_path / "other", manifest | {"tokenizer": {"name": "theirs", "fingerprint": "another"}})
-    with pytest.raises(ValueError, match="is text of the tokenizer theirs, .* of another: give one of them"):
+    with pytest.raises(ValueError, match="is text of the tokenizer theirs, not of"):
         GeneratedText([str(corpus), str(tmp_path / "other")], VOCABULARY).setup("fit")
 
 

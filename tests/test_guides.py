@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_specdec.cli_options import TRAINER_VERBS, VERBS, make_parser
+from lightning_specdec.cli.main import TRAINER_VERBS, VERBS, make_parser
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "checkpoints" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -32,8 +32,8 @@ def test_every_command_of_a_page_is_understood(path: Path) -> None:
         assert verb in VERBS
         configs = [word for before, word in zip(rest, rest[1:], strict=False) if before == "--config"]
         assert [word for word in configs if word.startswith("configs/") and not (ROOT / word).exists()] == []
-        if verb not in TRAINER_VERBS:
-            make_parser(verb).parse_args(rest)
+        if verb not in TRAINER_VERBS and not any(word.endswith(".help") for word in rest):
+            make_parser(verb).read(rest)
 
 
 def test_there_are_commands_to_look_at() -> None:

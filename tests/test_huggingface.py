@@ -13,10 +13,10 @@ from families import FAMILIES, MORE, tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_specdec.decoder import SpeculativeDecoder
+from lightning_specdec.decoding import Session, autoregressive_decode, speculative_decode
 from lightning_specdec.drafters import ModelDrafter, NGramDrafter
-from lightning_specdec.inference import Session, autoregressive_decode, speculative_decode
 from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.models.quantization import Int8Linear, quantize
+from lightning_specdec.models.packed import Int8Linear, quantize
 from lightning_specdec.rules import RejectionSampling, Sampling
 
 PROMPTS = [[3], [1, 2, 3, 4, 5], [7, 7], [10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 60, 66]]

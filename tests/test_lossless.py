@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import cases
 import pytest
 import torch
 
-from lightning_specdec.drafters import DRAFTERS, ModelDrafter
-from lightning_specdec.inference import autoregressive_decode, speculative_decode
-from lightning_specdec.rules import RULES, Purpose, Sampling
+from lightning_specdec.checkpoints.checkpoint import load, save
+from lightning_specdec.config.kinds import DRAFTERS
+from lightning_specdec.decoding import autoregressive_decode, speculative_decode
+from lightning_specdec.drafters import ModelDrafter
+from lightning_specdec.rules import Purpose, Sampling
 
 GREEDY = Sampling()
 SAMPLINGS = {
@@ -28,7 +33,7 @@ SURELY_WRONG = [
 
 def test_every_registered_drafter_is_among_the_cases() -> None:
     named = {type(cases.drafter(name, target)) for target, name in cases.COMBINATIONS}
-    assert set(DRAFTERS.values()) <= named
+    assert {DRAFTERS.load(name) for name in DRAFTERS} <= named
 
 
 def test_only_drafters_that_work_inside_a_target_are_particular_about_it() -> None:
@@ -37,10 +42,6 @@ def test_only_drafters_that_work_inside_a_target_are_particular_about_it() -> No
             assert (target, name) in cases.COMBINATIONS or cases.DRAFTERS[name](cases.target(target)).inside_target
     assert {target for target, _ in cases.COMBINATIONS} == set(cases.MODELS)
     assert {name for _, name in cases.COMBINATIONS} == set(cases.DRAFTERS)
-
-
-def test_every_rule_is_among_the_cases() -> None:
-    assert set(RULES) == set(cases.RULES) and len(cases.LOSSLESS) >= 2
 
 
 @pytest.mark.parametrize(
@@ -192,3 +193,86 @@ def test_seven_tokens_from_a_good_draft_with_a_window_of_three_cost_two_target_c
     result = speculative_decode(target, ModelDrafter(target), [[1, 2, 3]], max_new_tokens=7, num_draft_tokens=3)
     assert result.num_target_calls == 2
     assert autoregressive_decode(target, [[1, 2, 3]], max_new_tokens=7).num_target_calls == 7
+
+
+UNSAVED = ("ragged", "repeater", "wrong", "cross", "certain", "staged_three")
+SAVED = [name for name in cases.DRAFTERS if name not in UNSAVED and "hotter" not in name]
+
+
+@pytest.mark.parametrize("name", [*SAVED, "cross", "staged_three"])
+def test_the_form_that_decodes_fastest_drafts_the_same_and_leaves_the_original_alone(name: str) -> None:
+    target_name = cases.target_of(name)
+    drafter, target = cases.drafter(name, target_name), cases.target(target_name)
+    before = {key: weight.clone() for key, weight in drafter.state_dict().items()}
+    fused = drafter.fused()
+    assert fused.fused() is fused or type(fused.fused()) is type(fused)
+    results = [speculative_decode(target, each, cases.PROMPTS, max_new_tokens=12) for each in (drafter, fused)]
+    assert [row.rounds for row in results[0].rows] == [row.rounds for row in results[1].rows]
+    assert all(torch.equal(weight, before[key]) for key, weight in drafter.state_dict().items())
+
+
+@pytest.mark.parametrize("name", [name for name in SAVED if name not in ("fused", "transformer")])
+def test_a_file_keeps_a_drafter_with_all_its_parts(name: str, tmp_path: Path) -> None:
+    target_name = "llama" if "exit" in name or "eagle" in name else "rnn"
+    target = cases.target(target_name)
+    drafter = cases.drafter(name, target_name)
+    save(tmp_path / "pair.safetensors", target, drafter)
+    loaded = load(tmp_path / "pair.safetensors")
+    assert type(loaded.drafter) is type(drafter)
+    drafters = drafter, loaded.drafter
+    results = [speculative_decode(loaded.target, each, cases.PROMPTS, max_new_tokens=9) for each in drafters]
+    assert [row.rounds for row in results[0].rows] == [row.rounds for row in results[1].rows]
+
+
+@pytest.mark.parametrize("name", ["hotter", "certain", "early_exit_hotter", "cross", "staged_three"])
+def test_what_a_file_cannot_keep_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="a checkpoint keeps no"):
+        cases.drafter(name, cases.target_of(name)).arguments()
+
+
+SIZES: dict[str, Any] = {"hidden_size": 16, "vocab_size": 11, "num_heads": 2}
+EAGLE = {"feature_layers": [0], **SIZES, "num_key_heads": 1, "intermediate_size": 16}
+WRONG: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    *(("NGramDrafter", {}, {"max_ngram": value}, "max_ngram must be from 1 to 32") for value in (0, 33)),
+    ("NGramDrafter", {}, {"max_ngram": 2, "min_ngram": 3}, "min_ngram must be at most"),
+    ("NGramDrafter", {}, {"min_ngram": 0}, "min_ngram must be"),
+    ("NGramDrafter", {}, {"tokens_per_match": 0}, "tokens_per_match must be from 1"),
+    *(("EarlyExitDrafter", {}, {"exit_layer": value}, "exit_layer must be") for value in (0, -1)),
+    ("EarlyExitDrafter", {"exit_layer": 1}, {"head_layers": [1], "hidden_size": 32}, "hidden_size and vocab_size"),
+    ("EarlyExitDrafter", {"exit_layer": 1}, {"head_layers": [1], "vocab_size": 67}, "hidden_size and vocab_size"),
+    ("MultiTokenDrafter", SIZES, {"num_heads": 0}, "num_heads must be from 1 to 64"),
+    ("MultiTokenDrafter", SIZES, {"num_blocks": 0}, "num_blocks must be from 1 to 16"),
+    ("MultiTokenDrafter", SIZES, {"hidden_size": 0}, "hidden_size must be from 1"),
+    ("MultiTokenDrafter", SIZES, {"vocab_size": 1}, "vocab_size must be from 2"),
+    ("MultiTokenDrafter", SIZES, {"shared_output": True, "draft_vocabulary": 3}, "shared_output"),
+    ("EagleDrafter", EAGLE, {"feature_layers": []}, "feature_layers must be one layer"),
+    ("EagleDrafter", EAGLE, {"feature_layers": [1, 1]}, "feature_layers must be one layer"),
+    ("EagleDrafter", EAGLE, {"attention_window": 0}, "attention_window must be"),
+    ("EagleDrafter", EAGLE, {"num_heads": 3}, "do not divide a hidden size of 16"),
+    ("EagleDrafter", EAGLE, {"draft_vocabulary": [3, 2]}, "draft_vocabulary must ascend"),
+    ("EagleDrafter", EAGLE, {"draft_vocabulary": [3, 11]}, "draft_vocabulary must be from 0 to 10"),
+    ("EagleDrafter", EAGLE, {"draft_vocabulary": 12}, "draft_vocabulary must be from 2 to 11"),
+]
+
+
+@pytest.mark.parametrize(("kind", "sizes", "wrong", "message"), WRONG, ids=str)
+def test_settings_that_make_no_sense_are_refused(
+    kind: str, sizes: dict[str, Any], wrong: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        DRAFTERS.load(kind)(**{**sizes, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("target", "settings", "message"),
+    [
+        ("llama", {"exit_layer": 3}, "exit_layer must be from 1 to 2, got 3"),
+        ("llama", {"exit_layer": 1, "head_layers": [1], "hidden_size": 32, "vocab_size": 66}, "a vocabulary of 66"),
+        ("llama", {"exit_layer": 1, "head_layers": [1], "hidden_size": 31, "vocab_size": 11}, "a hidden size of 31"),
+        ("rnn", {"exit_layer": 1}, "has no layers to exit from"),
+        ("transformer", {"exit_layer": 1}, "has no layers to exit from"),
+    ],
+)
+def test_an_exit_that_the_target_does_not_have_is_refused(target: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DRAFTERS.load("EarlyExitDrafter").for_target(cases.target(target), **settings)

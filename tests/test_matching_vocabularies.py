@@ -10,9 +10,9 @@ import torch
 from test_states import assert_close
 from tiny_vocabularies import cross, letters
 
-from lightning_specdec.drafters import Context, ModelDrafter
-from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary, make_drafter
-from lightning_specdec.inference import autoregressive_decode, speculative_decode
+from lightning_specdec.decoding import autoregressive_decode, speculative_decode
+from lightning_specdec.drafters import DraftRequest, ModelDrafter
+from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import RULES, EpsilonThreshold, RejectionSampling, Sampling
 from lightning_specdec.text.vocabulary import Vocabulary
@@ -46,6 +46,7 @@ def test_models_of_one_vocabulary_and_padded_outputs_fit(
     options: dict[str, Any] = {"max_new_tokens": 14, "sampling": sampling}
     result = speculative_decode(target, ModelDrafter(draft), PROMPTS, rule=RULES[rule](), **options)
     standard = autoregressive_decode(target, PROMPTS, **options)
+    assert target_size < 11 or sampling.greedy or max(token for row in standard.tokens for token in row) >= 9
     if rule == "ExactMatch" or (RULES[rule].lossless and sampling.greedy):
         assert result.tokens == standard.tokens
     assert all(len(row) == 14 for row in result.tokens)
@@ -66,18 +67,13 @@ def test_logits_processors_may_choose_a_row_that_the_draft_does_not_have(tempera
         assert any(11 in each.drafted for row in result.rows for each in row.rounds or [])
 
 
-def test_a_padded_target_does_say_what_the_draft_has_no_row_for() -> None:
-    said = autoregressive_decode(model(12, TOKENS), PROMPTS, max_new_tokens=14).tokens
-    assert max(token for row in said for token in row) > 9
-
-
 @pytest.mark.parametrize(("draft_size", "target_size"), SIZES)
 def test_a_guess_is_drawn_from_the_distribution_over_the_targets_rows(draft_size: int, target_size: int) -> None:
     drafter, num_rows = ModelDrafter(model(draft_size, TOKENS, seed=3)), 500
     grid = ((torch.arange(num_rows) + 0.5) / num_rows)[:, None]
-    context = Context([[1, 2]] * num_rows, torch.tensor([[1, 2]] * num_rows), grid, vocab_size=target_size)
+    request = DraftRequest([[1, 2]] * num_rows, torch.tensor([[1, 2]] * num_rows), grid, vocab_size=target_size)
     with torch.inference_mode():
-        draft = drafter.propose(drafter.init_state(num_rows, 4), context, [1] * num_rows, Sampling(1.0))
+        draft = drafter.propose(drafter.init_state(num_rows, 4), request, [1] * num_rows, Sampling(1.0))
     assert draft.probs is not None and draft.probs.shape == (num_rows, 1, target_size)
     assert_close(draft.probs.sum(-1), torch.ones(num_rows, 1))
     shares = torch.bincount(draft.tokens[:, 0], minlength=target_size) / num_rows
@@ -97,7 +93,7 @@ def test_a_padded_copy_of_the_target_accepts_everything() -> None:
 
 def test_other_tokens_are_refused_though_as_many_and_the_first_is_named() -> None:
     names = vocabulary(b"a", b"b", b"x", *(piece for piece in TOKENS.token_bytes[3:] if piece))
-    with pytest.raises(ValueError, match="token 2 is b'x' in the first and b'c' in the second.*with CrossVocabulary"):
+    with pytest.raises(ValueError, match="token 2 is b'x' in the first and b'c' in the second.*CrossVocabulary"):
         ModelDrafter(model(9, names)).check_target(model(9, TOKENS))
 
 
@@ -108,12 +104,6 @@ def test_where_one_vocabulary_is_not_known_the_sizes_must_be_equal(
     ModelDrafter(model(9, own)).check_target(model(9, others))
     with pytest.raises(ValueError, match="a vocabulary of 10 tokens, the target one of 9"):
         ModelDrafter(model(10, own)).check_target(model(9, others))
-
-
-def test_a_fused_draft_keeps_its_vocabulary() -> None:
-    drafter = ModelDrafter(model(9, TOKENS)).fused()
-    assert drafter.model.vocabulary == TOKENS
-    drafter.check_target(model(12, TOKENS))
 
 
 class Reader:
@@ -128,19 +118,19 @@ class Reader:
 
 def test_the_drafter_for_a_model_is_chosen_by_what_its_tokens_mean() -> None:
     target = model(12, TOKENS)
-    assert type(make_drafter(target, model(9, letters(9)))) is ModelDrafter
-    assert type(make_drafter(target, model(12))) is ModelDrafter
+    assert type(CrossVocabulary.for_target(target, model(9, letters(9)))) is ModelDrafter
+    assert type(CrossVocabulary.for_target(target, model(12))) is ModelDrafter
     names = vocabulary(*(piece for piece in letters(9).token_bytes[::-1] if piece))
     draft = model(9, names)
-    with pytest.raises(ValueError, match="it has none: load the draft with its tokenizer"):
-        make_drafter(target, draft)
+    with pytest.raises(ValueError, match="load the draft with its tokenizer"):
+        CrossVocabulary.for_target(target, draft)
     draft.tokenizer = Reader(names)  # type: ignore[assignment]
-    drafter = make_drafter(target, draft, sampling=Sampling(0.5))
+    drafter = CrossVocabulary.for_target(target, draft, sampling=Sampling(0.5))
     assert isinstance(drafter, CrossVocabulary) and drafter.sampling == Sampling(0.5)
     result = speculative_decode(target, drafter, PROMPTS, max_new_tokens=10)
     assert result.tokens == autoregressive_decode(target, PROMPTS, max_new_tokens=10).tokens
     with pytest.raises(ValueError, match="the target one of 12"):
-        make_drafter(target, model(10))
+        CrossVocabulary.for_target(target, model(10))
 
 
 @pytest.mark.parametrize("target_first", [True, False])
@@ -159,7 +149,7 @@ def test_transformers_models_with_tokenizers_of_their_own_are_paired(target_firs
         llama = HuggingFaceLM(LlamaConfig(vocab_size=352, intermediate_size=32, **sizes), tokenizer=pieces)
         gpt2 = HuggingFaceLM(GPT2Config(vocab_size=len(words.vocabulary), n_positions=48, **sizes), tokenizer=words)
     target, draft = (llama.eval(), gpt2.eval()) if target_first else (gpt2.eval(), llama.eval())
-    drafter = make_drafter(target, draft)
+    drafter = CrossVocabulary.for_target(target, draft)
     assert isinstance(drafter, CrossVocabulary)
     assert target.tokenizer is not None
     prompts = [target.tokenizer.encode(text) for text in ("where the cat sat, 12 \u20ac", "a guess")]

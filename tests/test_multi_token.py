@@ -13,11 +13,11 @@ import torch
 from tiny_heads import OPEN, Chain, family, heads, perfect
 from torch import Tensor, nn
 
-from lightning_specdec.drafters import Context, Draft, DraftState, Host, MultiTokenDrafter, last_two
+from lightning_specdec.decoding import Row, Session, autoregressive_decode, speculative_decode
+from lightning_specdec.decoding.conversation import Conversation
+from lightning_specdec.decoding.windows import Plan, Window
+from lightning_specdec.drafters import Draft, DraftRequest, DraftState, MultiTokenDrafter, TargetContext, last_two
 from lightning_specdec.drafters.multi_token import MultiTokenState
-from lightning_specdec.inference import Row, Session, autoregressive_decode, speculative_decode
-from lightning_specdec.inference.conversation import Conversation
-from lightning_specdec.inference.windows import Plan, Window
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import RejectionSampling, Sampling
 
@@ -33,19 +33,23 @@ class Checked(MultiTokenDrafter):
         self.heads, self.target = drafter.heads, [target]  # in a list: no module of this one
         self.made: list[tuple[list[int], int]] = []
 
-    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
-        draft, (target,) = super().propose(state, context, windows, sampling), self.target
+    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+        draft, (target,) = super().propose(state, request, windows, sampling), self.target
         lengths = [draft.tokens.shape[1]] * len(windows) if draft.lengths is None else draft.lengths.tolist()
-        for row, (text, length, window) in enumerate(zip(context.texts, lengths, windows, strict=True)):
+        for row, (text, length, window) in enumerate(zip(request.texts, lengths, windows, strict=True)):
             if not window:
                 continue
             self.made.append((list(text), length))
-            assert length in (0, min(window, self.num_heads))
+            assert length in (0, min(window, self.settings.num_heads))
             if length:
                 (layer,) = self.features(target)
                 hidden = target(torch.tensor([text[:-1]]), features=(layer,)).features[layer][:, -1:]
                 expected = sampling.probs(self.logits(hidden, target, length)[:, 0, 0])
-                probs = nn.functional.one_hot(draft.tokens, self.vocab_size) if draft.probs is None else draft.probs
+                probs = (
+                    nn.functional.one_hot(draft.tokens, self.settings.vocab_size)
+                    if draft.probs is None
+                    else draft.probs
+                )
                 torch.testing.assert_close(probs[row, :length].float(), expected, atol=2e-4, rtol=2e-3)
         return draft
 
@@ -182,12 +186,12 @@ def test_processors_see_the_guesses_before_and_the_report_is_what_was_drawn_from
     target, sampling = cases.target("transformer"), Sampling(1.0, top_k=5, processors=[Bigram()])
     drafter = deepcopy(heads(target))
     drafter.sampling = sampling if own else None
-    state = drafter.init_state(2, 20, Host(target, target.init_state(2, 20)))
+    state = drafter.init_state(2, 20, TargetContext(target, target.init_state(2, 20)))
     texts = [[1, 2, 3, 4], [5, 6, 7]]
     state._hidden, state.lengths = torch.randn(2, 16, generator=torch.Generator().manual_seed(0)), [4, 2]
     uniform = torch.rand(2, 3, generator=torch.Generator().manual_seed(1))
-    context = Context(texts, last_two(texts, target.device), uniform, wants_logits=True)
-    draft = drafter.propose(state, context, [3, 3], Sampling() if own else sampling)
+    request = DraftRequest(texts, last_two(texts, target.device), uniform, wants_logits=True)
+    draft = drafter.propose(state, request, [3, 3], Sampling() if own else sampling)
     assert draft.lengths is not None and draft.lengths.tolist() == [3, 0], "the second row's state is of another text"
     assert draft.probs is not None and draft.logits is not None
     text = list(texts[0])
@@ -217,7 +221,7 @@ def test_a_turn_begins_without_a_guess_and_answers_as_if_read_from_scratch(name:
 
 def test_what_is_remembered_moves_with_its_row() -> None:
     target = cases.target("rnn")
-    state = heads(target).init_state(3, 9, Host(target, target.init_state(3, 9)))
+    state = heads(target).init_state(3, 9, TargetContext(target, target.init_state(3, 9)))
     assert isinstance(state, MultiTokenState)
     state.select([0, 2])
     state._hidden, state.lengths = torch.arange(8.0).view(2, 4), [5, 7]

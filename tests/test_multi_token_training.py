@@ -17,13 +17,13 @@ from tiny_heads import heads
 from torch import Tensor
 from training_fixtures import shrunk
 
-from lightning_specdec import checkpoint
+from lightning_specdec.checkpoints import checkpoint
 from lightning_specdec.data import ArithmeticProgressions, Batch
+from lightning_specdec.decoding import autoregressive_decode, speculative_decode
 from lightning_specdec.drafters import MultiTokenDrafter
-from lightning_specdec.inference import autoregressive_decode, speculative_decode
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.training import MultiTokenTraining, next_token_loss
-from lightning_specdec.training.multi_token import as_guesses, head_losses, labels_ahead
+from lightning_specdec.training.multi_token import as_drafts, head_losses, labels_ahead
 
 VOCAB = 11
 LOGGED = ["--trainer.logger", "TensorBoardLogger", "--trainer.logger.save_dir", "logs"]
@@ -64,7 +64,7 @@ def test_head_i_is_judged_by_the_token_two_and_i_places_on_and_never_behind_the_
 
 def test_a_round_behind_token_t_guesses_with_what_the_heads_made_of_the_token_before() -> None:
     logits = torch.randn(4, 2, 5, VOCAB)
-    guesses = as_guesses(logits)
+    guesses = as_drafts(logits)
     assert guesses.shape == (2, 5, 4, VOCAB)
     for place in range(1, 5):
         for i in range(4):
@@ -151,7 +151,7 @@ def test_metrics_show_every_head_and_the_loss_that_is_minimized() -> None:
     ("arguments", "told"),
     [
         ({"num_heads": 0}, "num_heads must be from 1 to 64, got 0"),
-        ({"num_heads": 2}, "a round cannot have 3 guesses of 2 heads"),
+        ({"num_heads": 2}, "a round cannot have 3 draft tokens of 2 heads"),
         ({"head_weights": [1.0]}, "head_weights must be 4 numbers, one for each head, got 1"),
         ({"head_weights": [1.0, 1.0, -1.0, 1.0]}, r"head_weights must be in \[0, inf\), got -1"),
         ({"target_checkpoint": "other.ckpt"}, "heads need one target, got both"),
@@ -170,11 +170,11 @@ def test_two_steps_of_the_shipped_config_write_a_checkpoint_that_decodes_alone(
     config = ["--config", str(shrunk("multi_token", tmp_path)), "--data.batch_size", "16"]
     outcome = call("fit", *config, *LOGGED)
     assert outcome.code == 0 and "Warning" not in outcome.err, outcome.err
-    path = tmp_path / "checkpoints" / "multi_token" / "last.ckpt"
+    path = tmp_path / "checkpoints" / "multi_token" / "version_0" / "last.ckpt"
     made = checkpoint.load(path)
     assert made.training["global_step"] == 2 and made.recipe["num_heads"] >= 4
     shown = call("decode", "--ckpt", str(path), "--repeats", "0")
-    assert shown.code == 0 and "lossless" in shown.out
+    assert shown.code == 0 and "output identical" in shown.out
     accumulator = EventAccumulator(str(next(tmp_path.rglob("events.out*")).parent))
     accumulator.Reload()
     tags = set(accumulator.Tags()["scalars"])
@@ -186,7 +186,7 @@ def test_two_steps_of_the_shipped_config_write_a_checkpoint_that_decodes_alone(
     given = ["--model.target", "null", "--model.target_checkpoint", str(path), "--model.freeze_target", "true"]
     outcome = call("fit", *config, *given)
     assert outcome.code == 0 and "Warning" not in outcome.err, outcome.err
-    frozen = checkpoint.load("checkpoints/multi_token/last.ckpt")
+    frozen = checkpoint.load("checkpoints/multi_token")
     assert frozen.recipe["target_checkpoint"] == str(path)
     for name, weight in frozen.target.state_dict().items():
         assert torch.equal(weight, made.target.state_dict()[name]), name
@@ -195,7 +195,7 @@ def test_two_steps_of_the_shipped_config_write_a_checkpoint_that_decodes_alone(
 def test_the_target_may_be_a_directory_of_transformers(tmp_path: Path) -> None:
     path = tiny_models.write(tmp_path, "gpt2")
     training = MultiTokenTraining(target_checkpoint=path, freeze_target=True)
-    assert isinstance(training.target, HuggingFaceLM) and training.drafter.hidden_size == 32
+    assert isinstance(training.target, HuggingFaceLM) and training.drafter.settings.hidden_size == 32
     assert MultiTokenTraining(target_checkpoint=path).target.training, "what learns is in training mode"
     with pytest.raises(FileNotFoundError):
         MultiTokenTraining(target_checkpoint=str(tmp_path / "nowhere.ckpt"))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import cases
 import pytest
 import torch
@@ -12,15 +9,12 @@ from families import tiny
 from tiny_heads import OPEN, Chain, family, heads, small
 from torch import nn
 
-from lightning_specdec import checkpoint
-from lightning_specdec.drafters import MultiTokenDrafter
+from lightning_specdec.decoding import speculative_decode
 from lightning_specdec.drafters.heads import MOST_STACKED
 from lightning_specdec.drafters.multi_token import from_medusa, to_medusa
-from lightning_specdec.inference import speculative_decode
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.models.quantization import quantize
-from lightning_specdec.rules import RejectionSampling, Sampling
+from lightning_specdec.models.packed import quantize
 
 BOTH = pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 
@@ -68,7 +62,7 @@ def test_heads_are_as_wide_as_what_the_targets_output_head_reads() -> None:
     for logits in drafter.logits(output.features[layer], target):
         torch.testing.assert_close(logits, output.logits, atol=1e-4, rtol=1e-4)
     assert speculative_decode(target, drafter, cases.PROMPTS, max_new_tokens=5).num_draft_calls
-    with pytest.raises(ValueError, match="a hidden size of 32, the target has one of 16"):
+    with pytest.raises(ValueError, match="a hidden size of 32 .*the target has 16"):
         small(hidden_size=32, vocab_size=cases.VOCAB).check_target(target)
 
 
@@ -142,40 +136,11 @@ def test_a_file_of_something_else_is_refused(names: list[str]) -> None:
         from_medusa({name: torch.zeros(1) for name in names})
 
 
-@BOTH
-def test_a_checkpoint_keeps_heads_and_decodes_alike(shared: bool, tmp_path: Path) -> None:
-    target = cases.target("rnn")
-    drafter, path = heads(target, shared_output=shared), tmp_path / "heads.ckpt"
-    checkpoint.save(path, target, drafter, prompts=[[1, 2, 3]], recipe={})
-    loaded = checkpoint.load(path)
-    assert isinstance(loaded.drafter, MultiTokenDrafter) and loaded.drafter.arguments() == drafter.arguments()
-    options: dict[str, Any] = {"max_new_tokens": 12, "sampling": Sampling(1.0), "rule": RejectionSampling()}
-    expected = speculative_decode(target, drafter, cases.PROMPTS, **options)
-    result = speculative_decode(loaded.target, loaded.drafter, cases.PROMPTS, **options)
-    assert [row.rounds for row in result.rows] == [row.rounds for row in expected.rows]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_heads": 0}, "num_heads must be from 1 to 64, got 0"),
-        ({"num_heads": True}, "num_heads must be an integer from 1 to 64, got True"),
-        ({"num_blocks": 0}, "num_blocks must be from 1 to 16, got 0"),
-        ({"hidden_size": 0}, "hidden_size must be from 1"),
-        ({"vocab_size": 1}, "vocab_size must be from 2"),
-    ],
-    ids=str,
-)
-def test_bad_sizes_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        small(**arguments)
-
-
 def test_a_target_of_another_kind_is_refused_by_name() -> None:
     rnn = cases.target("rnn")
-    with pytest.raises(ValueError, match="for a hidden size of 4, the target has one of 16: use the target that it"):
+    with pytest.raises(ValueError, match="for a hidden size of 4 .*the target has 16"):
         small(vocab_size=cases.VOCAB).check_target(rnn)
-    with pytest.raises(ValueError, match="for a vocabulary of 7, the target has one of 11"):
+    with pytest.raises(ValueError, match="a vocabulary of 7, the target has 16 and 11"):
         small(hidden_size=16).check_target(rnn)
     with pytest.raises(ValueError, match="Gemma3ForCausalLM cannot be taken apart"):
         small(hidden_size=32, vocab_size=cases.VOCAB, shared_output=True).check_target(cases.target("gemma3"))
@@ -183,11 +148,5 @@ def test_a_target_of_another_kind_is_refused_by_name() -> None:
     closed.num_layers = None
     with pytest.raises(ValueError, match="Chain gives no hidden states"):
         small(hidden_size=11, vocab_size=11).check_target(closed)
-    with pytest.raises(ValueError, match="Chain does not let its output head be shared: use heads with their own"):
+    with pytest.raises(ValueError, match="Chain .* output head"):
         LanguageModel.check_output_head(Chain())
-
-
-def test_sampling_of_their_own_is_not_saved() -> None:
-    with pytest.raises(ValueError, match="keeps no sampling of the draft's own"):
-        small(sampling=Sampling(1.0)).arguments()
-    assert not small(sampling=Sampling(0.0)).needs_noise(Sampling(1.0)) and small().needs_noise(Sampling(1.0))

@@ -15,7 +15,7 @@ from tiny_models import CHAT
 
 from lightning_specdec.data import GeneratedPrompts, OpeningTurns, Passages, PromptFiles, PromptMix, PromptSource
 from lightning_specdec.data.corpus import open_corpus, read_manifest, write_manifest
-from lightning_specdec.data.passages import TEMPLATES
+from lightning_specdec.data.prompt_sources import TEMPLATES
 from lightning_specdec.text.tokenizer import TextTokenizer
 
 __all__ = ["corpus", "target"]
@@ -105,10 +105,10 @@ FAULTS: dict[str, tuple[Callable[[Path], PromptSource], TextTokenizer, str]] = {
     "no field": (
         lambda path: PromptFiles(str(path / "field.jsonl")),
         TALKING,
-        "field.jsonl, line 1: there is no text called 'prompt'",
+        "field.jsonl, line 1: a row needs a prompt",
     ),
     "no template": (lambda path: PromptFiles(str(path / "a.txt")), PLAIN, "no chat template: set data.chat to false"),
-    "no opening": (lambda path: OpeningTurns(2), PLAIN, "no chat template, so no user's turn can be opened"),
+    "no opening": (lambda path: OpeningTurns(2), PLAIN, "no chat template that opens"),
     "a space behind": (lambda path: OpeningTurns(2, beginnings=["Add: "]), TALKING, "none that ends with a space"),
     "all too long": (
         lambda path: PromptFiles(str(path / "a.txt"), max_prompt_tokens=3),
@@ -116,7 +116,7 @@ FAULTS: dict[str, tuple[Callable[[Path], PromptSource], TextTokenizer, str]] = {
         "gives no prompt .1 over max_prompt_tokens.",
     ),
     "too few": (lambda path: Passages(str(path / "a.txt")), TALKING, "has 0 passages of up to 600 characters"),
-    "no passage": (lambda path: Passages(templates=["Explain"]), TALKING, "'Explain' has no {passage}"),
+    "no passage": (lambda path: Passages(templates=["Explain"]), TALKING, "{passage} in them"),
     "no sources": (lambda path: PromptMix([]), TALKING, "sources is an empty list"),
     "no corpus": (lambda path: GeneratedPrompts(str(path)), TALKING, "holds no generated text"),
 }
@@ -145,20 +145,15 @@ def test_turns_of_another_tokenizer_or_of_half_a_run_are_refused(target: str, co
         GeneratedPrompts(str(half)).prompts(TextTokenizer.load(target))
 
 
-def test_two_runs_make_turns_and_answers(target: str, tmp_path: Path) -> None:
-    turns = generate(target, tmp_path / "turns", OpeningTurns(12), temperatures=[1.0])
-    answers = generate(target, tmp_path / "answers", GeneratedPrompts(str(turns)))
-    asked = GeneratedPrompts(str(turns)).prompts(TextTokenizer.load(target))
-    assert len(asked) > 1 and read_manifest(answers)["num_prompts"] == len(asked)
-
-
 def test_a_turn_that_was_begun_is_asked_with_its_beginning(target: str, tmp_path: Path) -> None:
     tokenizer, begun = TextTokenizer.load(target), ["Add:", "Say"]
     turns = generate(target, tmp_path / "turns", OpeningTurns(16, beginnings=begun), temperatures=[1.0])
     asked = texts(GeneratedPrompts(str(turns)), tokenizer)
     starts = [next(words for words in begun if text.startswith(f"<user> {words}")) for text in asked]
     assert set(starts) == set(begun)
+    answers = generate(target, tmp_path / "answers", GeneratedPrompts(str(turns)))
+    assert read_manifest(answers)["num_prompts"] == len(asked) > 1
     mix = PromptMix([OpeningTurns(2), OpeningTurns(2, beginnings=begun)])
     mixed = generate(target, tmp_path / "mixed", mix, temperatures=[1.0])
-    with pytest.raises(ValueError, match="mixed mixes turns that were begun with others"):
+    with pytest.raises(ValueError, match="mixed mixes turns with beginnings"):
         GeneratedPrompts(str(mixed)).prompts(tokenizer)

@@ -42,7 +42,7 @@ def test_every_make_target_of_the_readme_is_there(arguments: list[str]) -> None:
 
 def is_of_the_chain(arguments: list[str]) -> bool:
     """Whether a call is one of those that train a draft for a pretrained target, each of which needs the one before."""
-    return any("smollm2_" in word or word.endswith(".safetensors") for word in arguments)
+    return any("smollm2_" in word or word == "eagle.safetensors" for word in arguments)
 
 
 def measures(arguments: list[str]) -> bool:
@@ -58,12 +58,10 @@ def measures(arguments: list[str]) -> bool:
 def test_every_call_of_the_readme_works(
     arguments: list[str], shipped_run: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("CXX", "PATH"):  # without a compiler --compile says so and goes on, which takes no 15 seconds
-        monkeypatch.setenv(name, "nowhere")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     shutil.copytree(shipped_run.directory / "checkpoints", tmp_path / "checkpoints")
-    for path in (ROOT / "checkpoints").glob("*.ckpt"):
+    for path in (ROOT / "checkpoints").glob("*.safetensors"):
         shutil.copy(path, tmp_path / "checkpoints" / path.name)
     rows = (",".join(str(start + i) for i in range(3 + start % 4)) for start in range(40))
     (tmp_path / "mine.csv").write_text("\n".join(rows))
@@ -117,7 +115,7 @@ def test_the_calls_that_train_a_draft_work_one_after_the_other(tmp_path: Path, m
         path.write_text(text)
     outcomes = [succeed(*call, *(["--trainer.accelerator", "cpu"] if call[0] == "fit" else [])) for call in calls]
     assert "val/block_efficiency" in outcomes[2].out
-    assert "lossless" in outcomes[-1].out
+    assert "output " in outcomes[-1].out.splitlines()[0]
 
 
 def test_the_calls_that_measure_and_prove_work_one_after_the_other(
@@ -128,7 +126,7 @@ def test_the_calls_that_measure_and_prove_work_one_after_the_other(
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "configs" / "bench", tmp_path / "configs" / "bench")
     (tmp_path / "checkpoints").mkdir()
-    shutil.copy(ROOT / "checkpoints" / "rnn.ckpt", tmp_path / "checkpoints" / "rnn.ckpt")
+    shutil.copy(ROOT / "checkpoints" / "rnn.safetensors", tmp_path / "checkpoints" / "rnn.safetensors")
     config = tmp_path / calls[0][calls[0].index("--config") + 1]
     text = config.read_text()
     fewer = {"num_prompts: 9": "num_prompts: 2", "repeats: 20": "repeats: 1", "[1, 2, 4, 8, auto]": "[2]"}
@@ -152,7 +150,7 @@ def test_every_block_of_python_runs(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_models.write_text_model(tmp_path / "checkpoints" / "smollm2", chat=True)
-    for path in (ROOT / "checkpoints").glob("*.ckpt"):
+    for path in (ROOT / "checkpoints").glob("*.safetensors"):
         shutil.copy(path, tmp_path / "checkpoints" / path.name)
     monkeypatch.chdir(tmp_path)
     program = [text for language, text in BLOCKS if language == "python"][number]

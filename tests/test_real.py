@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightning_specdec.draft_file import load_draft
+from lightning_specdec import checkpoints
+from lightning_specdec.checkpoints.target_reference import dtype_of
+from lightning_specdec.decoding import autoregressive_decode, speculative_decode
 from lightning_specdec.drafters import Drafter, ModelDrafter, NGramDrafter
-from lightning_specdec.inference import autoregressive_decode, speculative_decode
 from lightning_specdec.models import compiled
 from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.models.quantization import quantize
+from lightning_specdec.models.packed import quantize
 from lightning_specdec.rules import ExactMatch, RejectionSampling, Sampling
 from lightning_specdec.text.tokenizer import TextTokenizer
 
@@ -66,7 +67,11 @@ def int8_self() -> Drafter:
 
 @functools.cache
 def shipped_head() -> Drafter:
-    return load_draft(SMOLLM2.parent / "smollm2_eagle.safetensors", target())[0].fused()
+    return (
+        checkpoints.load(SMOLLM2.parent / "smollm2_eagle.safetensors", target=target())
+        .drafter.to(dtype_of(target()))
+        .fused()
+    )
 
 
 def eos() -> list[int]:
@@ -82,7 +87,7 @@ def test_standard_decoding_equals_generate_alone_and_in_a_ragged_batch() -> None
 
 
 @pytest.mark.parametrize("window", [3, 8])
-@pytest.mark.parametrize("make", [NGramDrafter, int8_self, shipped_head], ids=["look-up", "int8 self", "head"])
+@pytest.mark.parametrize("make", [NGramDrafter, int8_self, shipped_head], ids=["lookup", "int8 self", "head"])
 def test_speculative_decoding_equals_generate(make: Any, window: int) -> None:
     drafter = make()
     for batch, expected in ((prompts(), generated()), (prompts()[:1], generated()[:1])):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 
 import cases
 import pytest
 import torch
 
 from lightning_specdec import SpeculativeDecoder
-from lightning_specdec.inference import (
+from lightning_specdec.decoding import (
     PHASES,
     Counts,
     DecodeResult,
@@ -31,7 +30,7 @@ def new_row(*, max_new_tokens: int = 10, eos: tuple[int, ...] = (9,)) -> Row:
 
 
 def settle(row: Row, drafted: list[int], num_accepted: int, next_token: int) -> list[int]:
-    return row.settle(drafted, num_accepted, next_token, seconds=0.0)
+    return row.commit(drafted, num_accepted, next_token, seconds=0.0)
 
 
 @pytest.mark.parametrize(
@@ -95,24 +94,9 @@ def test_the_end_of_a_prompt_is_no_stop() -> None:
 
 def test_changed_tokens_are_counted_only_where_they_are_kept() -> None:
     row = new_row()
-    row.settle([3, 4, 5], 2, 6, seconds=0.0, changed=[1, 0, 1])
-    row.settle([3, 9, 5], 3, 6, seconds=0.0, changed=[1, 1, 1])
+    row.commit([3, 4, 5], 2, 6, seconds=0.0, changed=[1, 0, 1])
+    row.commit([3, 9, 5], 3, 6, seconds=0.0, changed=[1, 1, 1])
     assert row.counts is not None and row.counts.num_changed == 1 + 2
-
-
-def test_an_acceptance_of_four_fifths_with_a_window_of_four_gives_the_rates_of_the_papers() -> None:
-    """accepted / tested 0.80, accepted / proposed 0.59, block efficiency 3.36: three rates, not one."""
-    generator, total, tokens = random.Random(0), Counts(), 0
-    num_rounds = 100_000
-    for _ in range(num_rounds):
-        accepted = next((i for i in range(4) if generator.random() >= 0.8), 4)
-        total.record(4, min(accepted + 1, 4), accepted)
-        tokens += accepted + 1
-    assert total.acceptance_rate == pytest.approx(0.80, abs=0.005)
-    assert total.draft_utilization == pytest.approx(0.59, abs=0.005)
-    assert tokens / num_rounds == pytest.approx(3.36, abs=0.02)
-    assert sum(total.histogram) == num_rounds
-    assert sum(i * count for i, count in enumerate(total.histogram)) == total.num_accepted
 
 
 def test_counts_of_rows_add_up() -> None:
@@ -172,10 +156,9 @@ def test_a_result_survives_json(logprobs: bool) -> None:
     )
     standard = autoregressive_decode(target, cases.PROMPTS, max_new_tokens=7, logprobs=logprobs)
     for result in (speculative, standard):
-        again = DecodeResult.from_json(result.to_json())
+        again = DecodeResult.from_dict(json.loads(json.dumps(result.to_dict())))
         assert again == result
         assert again.block_efficiency == result.block_efficiency and again.counts == result.counts
-        assert json.loads(result.to_json()) == result.to_dict()
 
 
 def test_standard_decoding_has_none_for_what_belongs_to_speculation() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_specdec.inference import (
+from lightning_specdec.decoding import (
     DecodeInterrupted,
     Session,
     autoregressive_decode,
@@ -21,24 +21,18 @@ from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.rules import Sampling
 
 
-class Interrupted(LanguageModel):
+class Interrupted(cases.Wrapped):
     """A model at whose n-th call somebody presses Ctrl-C."""
 
     def __init__(self, model: LanguageModel, at_call: int) -> None:
-        super().__init__()
-        self.model, self.vocab_size, self.calls_left = model, model.vocab_size, at_call
-
-    def init_state(self, batch_size: int, max_length: int) -> DecodeState:
-        return self.model.init_state(batch_size, max_length)
+        super().__init__(model)
+        self.calls_left = at_call
 
     def forward(self, tokens: Tensor, state: DecodeState | None = None, **options: Any) -> ModelOutput:
         self.calls_left -= 1
         if self.calls_left == 0:
             raise KeyboardInterrupt
-        return self.model(tokens, state, **options)
-
-    def arguments(self) -> dict[str, Any]:
-        return self.model.arguments()
+        return super().forward(tokens, state, **options)
 
 
 @pytest.mark.parametrize("speculative", [True, False])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_specdec.inference import Session, speculative_decode
+from lightning_specdec.decoding import Session, speculative_decode
 from lightning_specdec.rules import (
     AcceptanceRule,
     Draft,
@@ -198,7 +198,3 @@ def test_a_lossy_rule_counts_the_tokens_that_it_changed(rule: AcceptanceRule) ->
 def test_a_drafter_without_logits_is_refused_by_name_where_logits_are_compared() -> None:
     with pytest.raises(ValueError, match="EpsilonThreshold compares the draft's logits, and Repeater has none"):
         Session(cases.target("rnn"), cases.Repeater(), max_length=9, rule=EpsilonThreshold())
-
-
-def test_which_rules_are_lossless_is_part_of_their_name() -> None:
-    assert cases.LOSSLESS == ["ExactMatch", "RejectionSampling"]

@@ -14,7 +14,7 @@ import cases
 import pytest
 import torch
 
-from lightning_specdec.inference import (
+from lightning_specdec.decoding import (
     FixedWindow,
     Row,
     Session,
@@ -23,8 +23,8 @@ from lightning_specdec.inference import (
     speculative_decode,
     stream,
 )
-from lightning_specdec.inference.rows import power_of_two
-from lightning_specdec.inference.windows import Outcome, Plan
+from lightning_specdec.decoding.rows import power_of_two
+from lightning_specdec.decoding.windows import Outcome, Plan
 from lightning_specdec.rules import Sampling
 
 COMING_AND_GOING = [

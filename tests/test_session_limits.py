@@ -7,30 +7,14 @@ from typing import Any
 import cases
 import pytest
 import torch
+from cases import Wrapped
 from torch import Tensor
 
+from lightning_specdec.decoding import AdaptiveWindow, Calibration, Costs, Session, autoregressive_decode, open_session
+from lightning_specdec.decoding import speculative_decode as decode
 from lightning_specdec.drafters import ModelDrafter
-from lightning_specdec.inference import AdaptiveWindow, Calibration, Costs, Session, autoregressive_decode, open_session
-from lightning_specdec.inference import speculative_decode as decode
 from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
-from lightning_specdec.rules import RejectionSampling, Sampling
-
-
-class Wrapped(LanguageModel):
-    """A model that others change."""
-
-    def __init__(self, model: LanguageModel, max_positions: int | None = None) -> None:
-        super().__init__()
-        self.model, self.vocab_size, self.max_positions = model, model.vocab_size, max_positions
-
-    def init_state(self, batch_size: int, max_length: int) -> DecodeState:
-        return self.model.init_state(batch_size, max_length)
-
-    def forward(self, tokens: Tensor, state: DecodeState | None = None, **options: Any) -> ModelOutput:
-        return self.model(tokens, state, **options)
-
-    def arguments(self) -> dict[str, Any]:
-        return {}
+from lightning_specdec.rules import Sampling
 
 
 class Broken(Wrapped):
@@ -51,19 +35,58 @@ class Broken(Wrapped):
 @pytest.mark.parametrize("logprobs", [False, True])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("way", ["standard", "ExactMatch", "RejectionSampling", "plain rounds"])
-def test_logits_that_are_no_numbers_are_an_error_at_every_temperature(
-    way: str, temperature: float, value: float, logprobs: bool
+@pytest.mark.parametrize("method", ["standard", "ExactMatch", "RejectionSampling", "plain rounds"])
+def test_a_row_whose_logits_are_no_numbers_ends_alone(
+    method: str, temperature: float, value: float, logprobs: bool
 ) -> None:
-    model, sampling = Broken(cases.target("rnn"), value), Sampling(temperature)
-    options: dict[str, Any] = {"max_new_tokens": 30, "sampling": sampling, "logprobs": logprobs}
-    with pytest.raises(ValueError, match="the target's logits are not finite"):
-        if way == "standard":
-            autoregressive_decode(model, cases.PROMPTS, **options)
-        else:
-            window = 2 if way != "plain rounds" else never()
-            rule = RejectionSampling() if way == "RejectionSampling" else None
-            decode(model, cases.drafter("itself", "rnn"), cases.PROMPTS, num_draft_tokens=window, rule=rule, **options)
+    whole = cases.standard("rnn", Sampling(temperature), 30, None).tokens
+    model = Broken(cases.target("rnn"), value)
+    options: dict[str, Any] = {"max_new_tokens": 30, "temperature": temperature, "logprobs": logprobs}
+    if method == "standard":
+        result = autoregressive_decode(model, cases.PROMPTS, **options)
+    else:
+        window = 2 if method != "plain rounds" else never()
+        rule = "RejectionSampling" if method == "RejectionSampling" else None
+        drafter = cases.drafter("itself", "rnn")
+        result = decode(model, drafter, cases.PROMPTS, num_draft_tokens=window, rule=rule, **options)
+    *others, failed = result.rows
+    assert [row.stop_reason for row in result.rows] == ["length"] * 3 + ["failed"]
+    assert failed.index == 3 and 2 <= len(failed.tokens) < 30
+    assert failed.logprobs is None or len(failed.logprobs) == len(failed.tokens)
+    if method != "RejectionSampling" or not temperature:
+        assert [row.tokens for row in others] == whole[:3] and failed.tokens == whole[3][: len(failed.tokens)]
+
+
+@pytest.mark.parametrize("target", ["rnn", "transformer", "llama"])
+def test_nothing_of_a_failed_row_is_left_to_the_next_in_its_place(target: str) -> None:
+    model = Poisoned(cases.target(target))
+    session = Session(model, cases.drafter("near", target), max_length=30)
+    row = session.add([1, 2, 3], max_new_tokens=9)
+    session.step()
+    assert row.stop_reason == "failed" and row.num_new == 0
+    for begin in (lambda: session.add([3, 1], max_new_tokens=9), lambda: session.resume(row, [3, 1], max_new_tokens=9)):
+        model.armed = False
+        other = begin()
+        while other.live:
+            session.step()
+        expected = autoregressive_decode(cases.target(target), [3, 1], max_new_tokens=9).tokens[0]
+        assert other.result().tokens == expected
+
+
+class Poisoned(Wrapped):
+    """Its state and its logits are full of NaN after a call while `armed`."""
+
+    armed = True
+
+    def forward(self, tokens: Tensor, state: DecodeState | None = None, **options: Any) -> ModelOutput:
+        output = super().forward(tokens, state, **options)
+        if self.armed:
+            output.logits.fill_(torch.nan)
+            for held in vars(state).values():
+                for part in held if isinstance(held, list | tuple) else [held]:
+                    if isinstance(part, Tensor) and part.is_floating_point():
+                        part.fill_(torch.nan)
+        return output
 
 
 @pytest.mark.parametrize("rule", cases.LOSSLESS)
@@ -116,7 +139,7 @@ def test_a_row_that_was_released_is_gone_and_the_others_are_not() -> None:
     model, drafter = cases.target("rnn"), cases.drafter("near", "rnn")
     session = Session(model, drafter, max_length=30, batch_size=2)
     rows = [session.add(prompt, max_new_tokens=6) for prompt in cases.PROMPTS[:2]]
-    with pytest.raises(ValueError, match="still being decoded: cancel it"):
+    with pytest.raises(ValueError, match="still being decoded"):
         session.release(rows[0])
     while session.live:
         session.step()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Sequence
+from copy import copy
+from types import SimpleNamespace
 from typing import Any
 
 import cases
 import pytest
 
-from lightning_specdec.inference import DecodeResult, autoregressive_decode, open_session, run, speculative_decode
-from lightning_specdec.inference.stopping import StopStrings
+from lightning_specdec.decoding import DecodeResult, autoregressive_decode, open_session, run, speculative_decode
+from lightning_specdec.decoding.stopping import StopStrings
+from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import Sampling
 
 PIECES: tuple[bytes | None, ...] = (
@@ -90,19 +94,26 @@ def test_what_is_held_is_the_longest_end_that_may_become_a_stop_string(strings: 
             assert search.num_held == max(beginnings)
 
 
+def spelling(model: LanguageModel, pieces: Sequence[bytes | None]) -> LanguageModel:
+    """The model, its tokens having this text."""
+    other = copy(model)
+    other.vocabulary = SimpleNamespace(token_bytes=pieces)  # type: ignore[assignment]
+    return other
+
+
 def options(name: str, sampling: Sampling) -> dict[str, Any]:
-    return {"max_new_tokens": 14, "sampling": sampling, "eos": 9, "stop": StopStrings(STRINGS[name], PIECES)}
+    return {"max_new_tokens": 14, "sampling": sampling, "eos": 9, "stop": STRINGS[name]}
 
 
 @functools.cache
 def standard(target: str, name: str, sampling: Sampling) -> DecodeResult:
     """Standard decoding up to strings of that name: the oracle of all drafters and windows."""
-    return autoregressive_decode(cases.target(target), cases.PROMPTS, **options(name, sampling))
+    return autoregressive_decode(spelling(cases.target(target), PIECES), cases.PROMPTS, **options(name, sampling))
 
 
 def speculate(target: str, drafter: str, name: str, window: int, sampling: Sampling) -> DecodeResult:
     return speculative_decode(
-        cases.target(target),
+        spelling(cases.target(target), PIECES),
         cases.drafter(drafter, target),
         cases.PROMPTS,
         num_draft_tokens=window,
@@ -165,7 +176,7 @@ def test_the_prompt_does_not_count() -> None:
     strings = ["aba"]  # the prompt's own text, and begun at its end
     pieces = [b"z"] * cases.VOCAB
     pieces[:3], pieces[first] = [b"a", b"b", b"ab"], b"a"
-    result = autoregressive_decode(target, [[0, 1, 2]], max_new_tokens=1, stop=StopStrings(strings, pieces))
+    result = autoregressive_decode(spelling(target, pieces), [[0, 1, 2]], max_new_tokens=1, stop=strings)
     assert result.rows[0].stop_reason == "length"
 
 
@@ -174,21 +185,25 @@ def test_a_stop_string_wins_over_eos_in_the_same_token_and_eos_over_one_behind_i
     tokens = autoregressive_decode(target, [[3]], max_new_tokens=8).tokens[0]
     pieces = [b"a"] * cases.VOCAB
     for num_before, reason in ((0, "stop"), (1, "eos")):
-        stop = StopStrings(["a" * (1 + num_before)], pieces)
+        stop = "a" * (1 + num_before)
         for window in (1, 4):
             row = speculative_decode(
-                target, cases.drafter("itself", "rnn"), [[3]], max_new_tokens=8, num_draft_tokens=window,
-                eos=tokens[0], stop=stop,
-            ).rows[0]  # fmt: skip
+                spelling(target, pieces),
+                cases.drafter("itself", "rnn"),
+                [[3]],
+                max_new_tokens=8,
+                num_draft_tokens=window,
+                eos=tokens[0],
+                stop=stop,
+            ).rows[0]
             assert (row.tokens, row.stop_reason) == (tokens[:1], reason)
 
 
 def test_a_row_says_how_much_of_its_text_is_not_to_be_shown() -> None:
     strings = ["ba", "cab ab"]
     stop = StopStrings(strings, PIECES)
-    session = open_session(
-        cases.target("rnn"), cases.drafter("near", "rnn"), cases.PROMPTS, max_new_tokens=14, stop=stop
-    )
+    target = spelling(cases.target("rnn"), PIECES)
+    session = open_session(target, cases.drafter("near", "rnn"), cases.PROMPTS, max_new_tokens=14, stop=strings)
     rows = session.live
     while session.step():
         for row in rows:

@@ -13,7 +13,8 @@ import torch
 from cli_fixtures import Outcome, call, refused, succeed
 from tiny_models import write_text_model
 
-from lightning_specdec import SpeculativeDecoder, checkpoint
+from lightning_specdec import SpeculativeDecoder
+from lightning_specdec.checkpoints import checkpoint
 from lightning_specdec.models.loading import load_model
 from lightning_specdec.training import MultiTokenTraining
 
@@ -69,40 +70,46 @@ def _copy(path: Path, place: Path) -> None:
 
 
 def test_a_frozen_target_of_a_directory_is_named_and_not_stored() -> None:
-    content = checkpoint.read("run/best.ckpt")
+    content = checkpoint.read("run/version_0/best.ckpt")
     target, described = load_model("target"), content[checkpoint.KEY]["target"]
     assert target.origin is not None
     assert (described["source"], described["sha256"]) == ("target", target.origin.sha256)
     assert {name.split(".")[0] for name in content["state_dict"]} == {"drafter"}
-    assert Path("run/best.ckpt").stat().st_size < target.memory_bytes * 4
-    loaded = checkpoint.load("run/best.ckpt").target.state_dict()
+    assert Path("run/version_0/best.ckpt").stat().st_size < target.memory_bytes * 4
+    loaded = checkpoint.load("run/version_0/best.ckpt").target.state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in target.state_dict().items())
 
 
 def test_decode_finds_the_target_or_is_given_it_anew(tmp_path: Path) -> None:
-    (both,) = succeed("decode", "--ckpt", "run/best.ckpt", *BRIEF).json["prompts"]
+    (both,) = succeed("decode", "--ckpt", "run/version_0/best.ckpt", *BRIEF).json["prompts"]
     assert both["standard"]["tokens"] == both["speculative"]["tokens"]
     Path("target").rename("moved")
-    refused("decode", "--ckpt", "run/best.ckpt", *BRIEF, told="which is not here: give its directory with --target")
-    (moved,) = succeed("decode", "--ckpt", "run/best.ckpt", "--target", "moved", *BRIEF).json["prompts"]
+    refused(
+        "decode",
+        "--ckpt",
+        "run/version_0/best.ckpt",
+        *BRIEF,
+        told="which is not here: give its directory with --target",
+    )
+    (moved,) = succeed("decode", "--ckpt", "run/version_0/best.ckpt", "--target", "moved", *BRIEF).json["prompts"]
     assert moved["speculative"]["tokens"] == both["speculative"]["tokens"]
-    own = SpeculativeDecoder.from_checkpoint("run/best.ckpt", target=load_model("moved"))
+    own = SpeculativeDecoder.from_checkpoint("run/version_0/best.ckpt", target=load_model("moved"))
     assert own.decode([[1, 2, 3]], max_new_tokens=6, eos=()).tokens == [both["speculative"]["tokens"]]
-    shown = succeed("info", "run/best.ckpt").out
+    shown = succeed("info", "run/version_0/best.ckpt").out
     assert "target      target (sha256 " in shown and "not in this file" in shown and "MultiTokenDrafter(" in shown
 
 
 def test_another_target_is_refused_by_name() -> None:
-    given = ("decode", "--ckpt", "run/best.ckpt", *BRIEF)
-    refused(*given, "--target", "other", told="run/best.ckpt was trained for target (sha256 ")
+    given = ("decode", "--ckpt", "run/version_0/best.ckpt", *BRIEF)
+    refused(*given, "--target", "other", told="run/version_0/best.ckpt was trained for target (sha256 ")
     shutil.rmtree("target")
     Path("other").rename("target")
     refused(*given, told="what is there now is another (sha256 ")
-    refused("decode", "--ckpt", "run/best.ckpt", "--pair", "smollm2", told="name the models by one of")
+    refused("decode", "--ckpt", "run/version_0/best.ckpt", "--pair", "smollm2", told="name the models by one of")
 
 
 def test_a_checkpoint_that_holds_its_target_decodes_with_no_other() -> None:
-    decoder = SpeculativeDecoder.from_checkpoint("run/best.ckpt")
+    decoder = SpeculativeDecoder.from_checkpoint("run/version_0/best.ckpt")
     decoder.save("whole.ckpt")
     shutil.rmtree("target")
     assert SpeculativeDecoder.from_checkpoint("whole.ckpt").decode([[1, 2]], max_new_tokens=3).tokens
@@ -110,46 +117,47 @@ def test_a_checkpoint_that_holds_its_target_decodes_with_no_other() -> None:
 
 
 def test_the_draft_is_exported_alone_and_needs_no_target_for_that() -> None:
-    window = checkpoint.load("run/best.ckpt").recipe["num_draft_tokens"]
+    window = checkpoint.load("run/version_0/best.ckpt").recipe["num_draft_tokens"]
     Path("target").rename("moved")
-    succeed("export", "--ckpt", "run/best.ckpt", "--output", "draft.safetensors", "--dtype", "bfloat16")
-    succeed("export", "--ckpt", "run/best.ckpt", "--output", "draft.safetensors")  # over a draft file
-    succeed("export", "--ckpt", "run/best.ckpt", "--output", "small.ckpt", "--dtype", "bfloat16")
+    succeed("export", "--ckpt", "run/version_0/best.ckpt", "--output", "draft.safetensors", "--dtype", "bfloat16")
+    succeed("export", "--ckpt", "run/version_0/best.ckpt", "--output", "draft.safetensors")  # over a draft file
+    succeed("export", "--ckpt", "run/version_0/best.ckpt", "--output", "small.ckpt", "--dtype", "bfloat16")
     Path("moved").rename("target")
     alone = succeed("decode", "--target", "target", "--draft", "draft.safetensors", *BRIEF).json
     assert alone["manifest"]["options"]["num_draft_tokens"] == window == 2
-    (both,) = succeed("decode", "--ckpt", "run/best.ckpt", *BRIEF).json["prompts"]
+    (both,) = succeed("decode", "--ckpt", "run/version_0/best.ckpt", *BRIEF).json["prompts"]
     assert alone["prompts"][0]["speculative"]["tokens"] == both["speculative"]["tokens"]
-    assert checkpoint.load("small.ckpt").reference == checkpoint.load("run/best.ckpt").reference
+    assert checkpoint.load("small.ckpt").reference == checkpoint.load("run/version_0/best.ckpt").reference
     succeed("decode", "--ckpt", "small.ckpt", *BRIEF)
 
 
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
 def test_the_trainer_uses_such_a_checkpoint(verb: str) -> None:
-    outcome = train(verb, "--ckpt_path", "run/best.ckpt")
+    outcome = train(verb, "--ckpt_path", "run/version_0/best.ckpt")
     assert outcome.code == 0, outcome.err
 
 
 def test_a_run_is_resumed_where_its_target_is_now_and_on_no_other() -> None:
     Path("target").rename("moved")
-    more = ("--ckpt_path", "run/last.ckpt", "--trainer.max_epochs", "2")
+    more = ("--ckpt_path", "run/version_0/last.ckpt", "--trainer.max_epochs", "2")
     outcome = train("fit", *more, target="moved")
     assert outcome.code == 0, outcome.err
-    made = checkpoint.load("run/last.ckpt")
+    made = checkpoint.load("run/version_1/last.ckpt")
     assert made.training["epoch"] == 1 and made.reference is not None and made.reference.source == "moved"
-    outcome = train("fit", *more, "--trainer.max_epochs", "3", target="other")
-    assert outcome.code == 2 and "run/last.ckpt was trained for moved (sha256 " in outcome.err, outcome.err
+    more = ("--ckpt_path", "run/version_1/last.ckpt", "--trainer.max_epochs", "3")
+    outcome = train("fit", *more, target="other")
+    assert outcome.code == 2 and "run/version_1/last.ckpt was trained for moved (sha256 " in outcome.err, outcome.err
     assert outcome.err.count("\n") == 1
-    outcome = train("fit", *more, "--trainer.max_epochs", "3", target="moved", freeze="false")
+    outcome = train("fit", *more, target="moved", freeze="false")
     assert outcome.code == 2 and outcome.err.count("\n") == 1, outcome.err
 
 
 def test_a_target_that_is_trained_is_stored_whole() -> None:
     model = MultiTokenTraining(target_checkpoint="target")
     assert model.describe()["target"]["class"] == "HuggingFaceLM"
-    again = MultiTokenTraining(target_checkpoint="run/best.ckpt", freeze_target=True)
+    again = MultiTokenTraining(target_checkpoint="run/version_0/best.ckpt", freeze_target=True)
     assert again.describe()["target"]["source"] == "target", "heads on the target of heads mean the same target"
-    learns = MultiTokenTraining(target_checkpoint="run/best.ckpt")
+    learns = MultiTokenTraining(target_checkpoint="run/version_0/best.ckpt")
     assert learns.describe()["target"]["class"] == "HuggingFaceLM"
 
 
@@ -160,13 +168,16 @@ def test_weights_that_come_from_a_checkpoint_are_no_longer_those_of_the_files() 
 
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "no digest": (lambda it: it[checkpoint.KEY]["target"].update(sha256=None), "does not say which one it means"),
-    "no source": (lambda it: it[checkpoint.KEY]["target"].update(source=None), "does not say which one it means"),
+    "no digest": (lambda it: it[checkpoint.KEY]["target"].update(sha256=None), "which is not here"),
+    "no source": (lambda it: it[checkpoint.KEY]["target"].update(source=None), "which is not here"),
     "a number for a source": (lambda it: it[checkpoint.KEY]["target"].update(source=3), "nothing usable of its target"),
     "more than it may say": (lambda it: it[checkpoint.KEY]["target"].update(code="x"), "nothing usable of its target"),
     "a model of the hub": (lambda it: it[checkpoint.KEY]["target"].update(source="a/b"), "which is not here"),
     "no name of one": (lambda it: it[checkpoint.KEY]["target"].update(source="a//\n../b"), "which is not here"),
-    "a place of other files": (lambda it: it[checkpoint.KEY]["target"].update(source="run"), "holds no weights"),
+    "a place of other files": (
+        lambda it: it[checkpoint.KEY]["target"].update(source="run/version_0"),
+        "holds no weights",
+    ),
     "weights after all": (
         lambda it: it["state_dict"].update({"target.x": torch.ones(1)}),
         "'target.x', and its target lies elsewhere",
@@ -178,7 +189,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 @pytest.mark.parametrize("name", DAMAGES)
 def test_whatever_a_strangers_file_says_of_its_target_is_one_line(name: str) -> None:
     damage, told = DAMAGES[name]
-    content = copy.deepcopy(checkpoint.read("run/best.ckpt"))
+    content = copy.deepcopy(checkpoint.read("run/version_0/best.ckpt"))
     damage(content)
     torch.save(content, "bad.ckpt")
     refused("decode", "--ckpt", "bad.ckpt", *BRIEF, told=told)
@@ -190,5 +201,5 @@ def test_code_beside_a_target_is_never_run() -> None:
         config.read_text().replace('"llama"', '"own"').replace("{", '{"auto_map": {"AutoConfig": "c.C"},', 1)
     )
     Path("target/c.py").write_text("import os; os.mkdir('exploded')")
-    refused("decode", "--ckpt", "run/best.ckpt", *BRIEF, told="Python code of its own")
+    refused("decode", "--ckpt", "run/version_0/best.ckpt", *BRIEF, told="its own Python code")
     assert not Path("exploded").exists()

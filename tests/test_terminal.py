@@ -9,17 +9,16 @@ import torch
 from cli_fixtures import call, here, succeed
 from test_borders import FILES, PACKAGE
 
-from lightning_specdec import checkpoint
+from lightning_specdec.checkpoints import checkpoint
 from lightning_specdec.drafters import NGramDrafter
 from lightning_specdec.models import RNN
-from lightning_specdec.text.bytes import NAME
 
 __all__ = ["here"]
 HOSTILE = "\x1b]52;c;aGk=\x07 \x1b[2J \x9b2J \x7f \r."
 CONTROLS = {chr(code) for code in [*range(32), *range(127, 160)]} - {"\t", "\n"}
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file != "terminal.py"])
+@pytest.mark.parametrize("file", [file for file in FILES if file != "config/terminal.py"])
 def test_all_text_is_printed_by_the_function_that_makes_it_visible(file: str) -> None:
     calls = [node.func for node in ast.walk(ast.parse((PACKAGE / file).read_text())) if isinstance(node, ast.Call)]
     assert not any(isinstance(function, ast.Name) and function.id == "print" for function in calls)
@@ -30,10 +29,15 @@ def test_a_terminal_gets_no_control_characters_from_a_checkpoint_its_output_or_a
     torch.manual_seed(0)
     prompt = list(HOSTILE.encode())
     checkpoint.save(
-        "hostile.ckpt", RNN(256), NGramDrafter(), prompts=[prompt], tokenizer=NAME, recipe={HOSTILE: HOSTILE}
+        "hostile.ckpt",
+        RNN(256),
+        NGramDrafter(),
+        prompts=[prompt],
+        tokenizer="bytes",
+        recipe={HOSTILE: HOSTILE},
     )
     decoded = succeed("decode", "--ckpt", "hostile.ckpt", "--repeats", "0", "--max_new_tokens", "40")
-    shown = succeed("info", "--ckpt", "hostile.ckpt")
+    shown = succeed("info", "hostile.ckpt")
     refused = call("info", "--ckpt", f"{HOSTILE}.ckpt")
     for text in (*decoded, *shown, *refused):
         assert not CONTROLS & set(str(text)), text

@@ -264,42 +264,32 @@ predict = partial(theory.predicted_speedup, draft_step_seconds=0.1, target_secon
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "name"),
     [
-        (lambda: theory.expected_tokens(1.1, 4), r"alpha must lie in \[0, 1\], got 1.1: give"),
-        (lambda: theory.expected_tokens(math.nan, 4), "alpha .* got nan"),
-        (lambda: theory.accepted_distribution(-0.1, 4), "alpha .* got -0.1"),
-        (lambda: theory.accepted_distribution(0.5, -1), "num_draft_tokens .* got -1: give 0 or more"),
-        (lambda: theory.expected_rounds(80.0, 4, num_new_tokens=7), "alpha .* got 80.0: give .* 0.8 for 80%"),
-        (lambda: theory.expected_rounds(0.8, 4, num_new_tokens=0), "num_new_tokens .* got 0: give 1 or more"),
-        (lambda: theory.expected_draft_steps(0.8, -2, num_new_tokens=7), "num_draft_tokens .* got -2"),
-        (lambda: theory.block_efficiency_finite(0.8, 4, num_new_tokens=-7), "num_new_tokens .* got -7"),
-        (lambda: predict(2.0, 4), "alpha .* got 2.0"),
-        (lambda: predict(0.8, 4, num_new_tokens=0), "num_new_tokens .* got 0"),
-        (lambda: predict(0.8, 4, target_seconds=0.0), "target_seconds .* got 0.0"),
+        (lambda: theory.expected_tokens(1.1, 4), "alpha .* 1.1"),
+        (lambda: theory.expected_tokens(math.nan, 4), "alpha .* nan"),
+        (lambda: theory.expected_tokens(2.0, 0), "alpha .* 2.0"),
+        (lambda: theory.expected_tokens([0.5, 1.5], 2), "alpha .* 1.5"),
+        (lambda: theory.expected_tokens([0.5, 0.5], 3), "a window of 3 needs as many rates, got 2"),
+        (lambda: theory.accepted_distribution(0.5, -1), "num_draft_tokens .* -1"),
+        (lambda: theory.expected_rounds(0.8, 4, num_new_tokens=0), "num_new_tokens .* 0"),
+        (lambda: predict(0.8, 4, num_new_tokens=0), "num_new_tokens .* 0"),
+        (lambda: predict(0.8, 4, target_seconds=0.0), "target_seconds .* 0.0"),
         (lambda: predict(0.8, 4, verify_seconds=math.inf), "verify_seconds .* inf"),
         (lambda: predict(0.8, 4, draft_step_seconds=-1.0), "draft_step_seconds .* -1"),
-        (
-            lambda: predict(0.8, 4, round_overhead_seconds=-1.0),
-            "round_overhead_seconds .* -1",
-        ),
-        (lambda: predict(0.8, 4, step_overhead_seconds=math.nan), "step_overhead.* got nan"),
-        (lambda: theory.speedup_with_cost_ratio(0.8, 4, cost_ratio=-0.1), "cost_ratio .* got -0.1: give"),
-        (lambda: theory.best_window(0.8, math.inf), "cost_ratio .* got inf"),
-        (lambda: theory.best_window(0.8, 0.1, max_window=-1), "max_window .* got -1: give 0 or more"),
-        (lambda: theory.break_even_alpha(0, 0.1), "num_draft_tokens .* got 0: give 1 or more"),
-        (lambda: theory.break_even_alpha(4, math.nan), "cost_ratio .* got nan"),
-        (lambda: theory.break_even_alpha(4, 0.1, call_ratio=0.0), "call_ratio .* got 0.0: give"),
-        (lambda: theory.expected_tokens([0.5, 0.5], 3), "a window of 3 needs as many rates, got 2"),
-        (lambda: theory.expected_tokens([0.5, 1.5], 2), "alpha .* got 1.5"),
-        (lambda: theory.call_ratio({2: 1.0}, 2), "include those of the call on 1 token"),
-        (lambda: theory.call_ratio({1: 1.0, 2: math.nan}, 2), "seconds .* got .*nan"),
+        (lambda: predict(0.8, 4, step_overhead_seconds=math.nan), "step_overhead_seconds .* nan"),
+        (lambda: theory.speedup_with_cost_ratio(0.8, 4, cost_ratio=-0.1), "cost_ratio .* -0.1"),
+        (lambda: theory.best_window(0.8, 0.1, max_window=-1), "max_window .* -1"),
+        (lambda: theory.break_even_alpha(0, 0.1), "num_draft_tokens .* 0"),
+        (lambda: theory.break_even_alpha(4, 0.1, call_ratio=0.0), "call_ratio .* 0.0"),
+        (lambda: theory.call_ratio({2: 1.0}, 2), "the call on 1 token"),
+        (lambda: theory.call_ratio({1: 1.0, 2: math.nan}, 2), "seconds .*nan"),
         (lambda: theory.between({}, 2), "seconds must be some"),
-        (lambda: theory.call_ratio({1: 1.0}, 0), "num_tokens .* got 0: give 1 or more"),
+        (lambda: theory.call_ratio({1: 1.0}, 0), "num_tokens .* 0"),
     ],
 )
-def test_an_argument_out_of_range_is_refused_by_name_value_and_remedy(call: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_an_argument_out_of_range_is_refused_by_name_and_value(call: Callable[[], Any], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
         call()
 
 

@@ -29,7 +29,7 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 def quality(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("transformer_quality")
+    return importlib.import_module("transformer_speed")
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -146,7 +147,7 @@ def test_another_prompt_is_encoded_as_a_whole_whatever_was_read_before() -> None
 
 def test_a_copy_goes_on_by_itself() -> None:
     text = translated([2], [4])
-    other = text.copy()
+    other = deepcopy(text)
     other.extend([5, 0])
     assert (text.tokens, other.tokens) == ([1], [1, 3, 2])
     text.extend([5])

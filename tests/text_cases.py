@@ -116,17 +116,6 @@ def _word_pieces(*, cleanup: bool) -> PreTrainedTokenizerFast:
     return _wrapped(_trained(tokenizer, trainer))
 
 
-def suffixed() -> PreTrainedTokenizerFast:
-    """As the first GPT: a mark at the end of words."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.decoder = decoders.BPEDecoder()
-    trainer = trainers.BpeTrainer(
-        vocab_size=200, special_tokens=SPECIAL, end_of_word_suffix="</w>", show_progress=False
-    )
-    return _wrapped(_trained(tokenizer, trainer))
-
-
 TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     "byte_level": byte_level,
     "sentencepiece": sentencepiece,
@@ -135,7 +124,6 @@ TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     "words": words,
     "word_pieces": lambda: _word_pieces(cleanup=False),
     "tidy_word_pieces": lambda: _word_pieces(cleanup=True),
-    "suffixed": suffixed,
 }
 BY_BYTES = ["byte_level", "sentencepiece", "gemma", "metaspace"]
 """Those that can write any text."""

@@ -40,7 +40,7 @@ def make(corpus: Path, tmp_path: Path) -> Callable[..., TextFiles]:
 
 
 def text_of(data: TextFiles, split: str) -> str:
-    return bytes(data.texts()[split].tokens.tolist()).decode()
+    return bytes(data.texts[split].tokens.tolist()).decode()
 
 
 def files_in(text: str) -> set[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,12 @@ import cases
 import torch
 
 from lightning_specdec.bench.config import BenchConfig
-from lightning_specdec.bench.prompts import Prompt
+from lightning_specdec.bench.manifest import manifest
+from lightning_specdec.bench.pairs import BenchPair
 from lightning_specdec.bench.results import Results
 from lightning_specdec.bench.run import open_results, run
-from lightning_specdec.bench.subject import DRAFT_FACTS, Subject
+from lightning_specdec.data.prompts import Prompt
 from lightning_specdec.drafters import Drafter, ModelDrafter, NGramDrafter
-from lightning_specdec.manifest import manifest
 from lightning_specdec.models import LanguageModel
 
 PROMPTS = {"sequences": [Prompt(f"p{i}", "sequences", tuple(text)) for i, text in enumerate(cases.PROMPTS[:2])]}
@@ -33,17 +32,18 @@ def plain(drafts: Mapping[str, Any] | None = None, **more: Any) -> dict[str, Any
 
 
 def config(drafts: Mapping[str, Any] | None = None, **more: Any) -> BenchConfig:
-    """A config of one group: standard decoding, a model that guesses, and look-up."""
+    """A config of one group: standard decoding, a draft model, and lookup."""
     return BenchConfig.from_dict(plain(drafts, **more))
 
 
-def subject(
+def pair(
     target: LanguageModel | None = None, drafts: Mapping[str, Drafter | str] | None = None, **more: Any
-) -> Subject:
+) -> BenchPair:
     """The pair that the config speaks of."""
     target = target or cases.MODELS["rnn"]()
     drafts = drafts or {"model": ModelDrafter(cases.near(target)), "ngram": NGramDrafter()}
-    return Subject.of("tiny", target, drafts, **{"prompts": PROMPTS, "others": OTHERS, **more})
+    more = {"prompts": PROMPTS, "others": OTHERS, **more}
+    return BenchPair.of("tiny", target, drafts, **more)
 
 
 @functools.cache
@@ -52,15 +52,9 @@ def made() -> dict[str, Any]:
     return manifest(options={}, device=torch.device("cpu"))
 
 
-def without(given: Subject, failed: Mapping[str, str]) -> Subject:
-    """The pair as it is loaded where some of its drafts are not."""
-    facts = {name: {**given.facts[name], **dict.fromkeys(failed)} for name in DRAFT_FACTS}
-    return replace(given, drafts={**given.drafts, **failed}, facts={**given.facts, **facts})
-
-
-def measured(directory: Path, chosen: BenchConfig, given: Subject | None = None) -> Results:
+def measured(directory: Path, chosen: BenchConfig, given: BenchPair | None = None) -> Results:
     """Run what is missing."""
-    given = given or subject()
+    given = given or pair()
     with open_results(directory, chosen, made()) as results:
-        run(chosen, results, lambda name, failed: without(given, failed))
-    return results.results
+        run(chosen, results, lambda name: given)
+    return results

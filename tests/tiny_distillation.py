@@ -14,9 +14,9 @@ from cli_fixtures import succeed
 from families import tiny
 from training_fixtures import CONFIGS
 
-from lightning_specdec import checkpoint
+from lightning_specdec.checkpoints import checkpoint
 from lightning_specdec.data import ArithmeticProgressions, Batch
-from lightning_specdec.inference import autoregressive_decode, speculative_decode
+from lightning_specdec.decoding import autoregressive_decode, speculative_decode
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.loading import load_model
 from lightning_specdec.training import DistillationTraining
@@ -47,7 +47,7 @@ def own_texts(num_rows: int = 24, prompt_length: int = 3) -> Batch:
 def begun(module: DistillationTraining) -> DistillationTraining:
     """The module as it is when its first step begins."""
     module.check_data(ArithmeticProgressions(vocab_size=VOCAB, modulo=True, num_train=40, num_val=8, num_test=3))
-    module.trainer = type("NoTrainer", (), {"world_size": 1})()
+    module.trainer = type("NoTrainer", (), {"world_size": 1, "global_step": 0})()
     module.log_losses = lambda *args, **options: None  # type: ignore[method-assign]
     return module
 
@@ -94,7 +94,7 @@ def check_that_counts_are_decodings(module: DistillationTraining, prompt_length:
 
 def fit_shipped(
     name: str, corpus: Path, target_directory: str, tmp_path: Path, patch: pytest.MonkeyPatch, **arguments: Any
-) -> checkpoint.Checkpoint:
+) -> checkpoint.LoadedPair:
     """An epoch of a shipped config on a tiny target and its text: the checkpoint, which decodes.
 
     Args:
@@ -117,12 +117,12 @@ def fit_shipped(
     assert "val/block_efficiency" in outcome.out and "Warning" not in outcome.err
     resumed = succeed("fit", "--config", "small.yaml", "--ckpt_path", "last", "--trainer.max_epochs", "2")
     assert "val/block_efficiency" in resumed.out
-    path = f"checkpoints/{name}/best.ckpt"
+    path = f"checkpoints/{name}/version_0/best.ckpt"
     made = checkpoint.load(path)
     assert not any(key.startswith("target.") for key in checkpoint.read(path)["state_dict"])
     vocabulary: Any = getattr(made.drafter, "draft_vocabulary", None)
     if vocabulary is not None:
         assert model.tokenizer is not None
         vocabulary.check_has(model.tokenizer.eos, "the tokens that end a text")
-    assert "lossless" in succeed("decode", "--ckpt", path, "--repeats", "0", "--max_new_tokens", "6").out
+    succeed("decode", "--ckpt", path, "--repeats", "0", "--max_new_tokens", "6")
     return made

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_specdec.drafters import EagleDrafter
 from lightning_specdec.models import LanguageModel
-from lightning_specdec.training.eagle_rollout import rollouts
+from lightning_specdec.training.eagle import rollouts
 
 
 def eagle(
@@ -54,13 +54,13 @@ def fitted_eagle(
     texts, _ = examples(target)
     tokens = texts.clamp(min=0)
     with torch.no_grad():
-        found = target(tokens, features=tuple(drafter.feature_layers)).features
+        found = target(tokens, features=tuple(drafter.settings.feature_layers)).features
         embedded = target.embeddings(tokens[:, 1:])
     labels = texts if drafter.draft_vocabulary is None else drafter.draft_vocabulary.to_draft(texts, -1)
     weights = list(drafter.network.parameters())
     optimizer = torch.optim.Adam(weights, lr=0.02)
     for _ in range(num_steps):
-        features = drafter.network.features([found[layer][:, :-1] for layer in drafter.feature_layers])
+        features = drafter.network.features([found[layer][:, :-1] for layer in drafter.settings.feature_layers])
         steps: list[Tensor] = rollouts(drafter.network, embedded, features, 3)
         losses = [
             nn.functional.cross_entropy(

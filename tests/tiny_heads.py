@@ -11,8 +11,8 @@ import torch
 from families import tiny
 from torch import Tensor, nn
 
+from lightning_specdec.decoding import autoregressive_decode
 from lightning_specdec.drafters import MultiTokenDrafter
-from lightning_specdec.inference import autoregressive_decode
 from lightning_specdec.models import DecodeState, KVState, LanguageModel, ModelOutput
 from lightning_specdec.models.base import Plain, select
 from lightning_specdec.models.huggingface import HuggingFaceLM
@@ -135,7 +135,6 @@ class Chain(LanguageModel):
         valid_lengths: Sequence[int] | Tensor | None = None,
         logits_for: Tensor | slice | None = None,
         features: Sequence[int] = (),
-        parents: Tensor | None = None,
     ) -> ModelOutput:
         if state is not None:
             state.advance(tokens.shape[1], valid_lengths)

@@ -15,7 +15,7 @@ from tiny_tokenizers import byte_level
 
 from lightning_specdec import ModelDrafter, SpeculativeDecoder
 from lightning_specdec.drafters import EarlyExitDrafter
-from lightning_specdec.models.loading import quiet
+from lightning_specdec.models.model_config import quiet
 
 CHAT = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant>"
 

@@ -62,7 +62,7 @@ def sentencepiece(lines: Sequence[str] = PROSE, *, vocab_size: int = 340) -> Pre
     )
     tokenizer.train_from_iterator(lines, trainer)
     # The bytes were special in training alone.
-    rebuilt = Tokenizer.from_str(_without_added(tokenizer.to_str()))
+    rebuilt = Tokenizer.from_str(json.dumps(json.loads(tokenizer.to_str()) | {"added_tokens": []}))
     return wrap(rebuilt, unk_token="<unk>", pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
@@ -75,22 +75,6 @@ def metaspace() -> PreTrainedTokenizerFast:
     return wrap(tokenizer, unk_token="<unk>", eos_token="</s>")
 
 
-def words() -> PreTrainedTokenizerFast:
-    """Whole words; the last numbers are the special ones."""
-    names = sorted({word for line in ENGLISH for word in line.split()})
-    table = {name: number for number, name in enumerate([*names, "[UNK]", "[EOS]"])}
-    tokenizer = Tokenizer(models.WordLevel(table, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return wrap(tokenizer, unk_token="[UNK]", eos_token="[EOS]")
-
-
-def word_pieces() -> PreTrainedTokenizerFast:
-    """Words and the ends of words."""
-    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1, "gu": 2, "##ess": 3, "##ed": 4}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(cleanup=False)
-    return wrap(tokenizer, unk_token="[UNK]")
-
-
 def wrap(tokenizer: Tokenizer, **options: Any) -> PreTrainedTokenizerFast:
     """As transformers gives it."""
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
@@ -101,17 +85,9 @@ def begin_with(text: str, token: int) -> Any:
     return processors.TemplateProcessing(single=f"{text} $A", special_tokens=[(text, token)])
 
 
-def _without_added(text: str) -> str:
-    spec = json.loads(text)
-    spec["added_tokens"] = []
-    return json.dumps(spec)
-
-
 KINDS = {
     "byte_level": byte_level,
     "nested_byte_level": nested_byte_level,
     "sentencepiece": sentencepiece,
     "metaspace": metaspace,
-    "words": words,
-    "word_pieces": word_pieces,
 }

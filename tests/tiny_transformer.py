@@ -43,7 +43,7 @@ class Block(nn.Module):
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         if state is not None:
             assert slots is not None
-            keys, values = state.update(layer, slots, keys, values)
+            keys, values = state.storage.update(layer, slots, keys, values)
         scores = torch.einsum("bthe,bhse->bhts", queries, keys) / self.head_size**0.5
         weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1)
         hidden = hidden + self.out(torch.einsum("bhts,bhse->bthe", weights, values).flatten(2))
@@ -82,16 +82,15 @@ class TinyTransformer(LanguageModel):
         valid_lengths: Lengths | None = None,
         logits_for: Int[Tensor, "B N"] | slice | None = None,
         features: Sequence[int] = (),
-        parents: Int[Tensor, "B T"] | None = None,
     ) -> ModelOutput:
-        assert parents is None and (state is None or isinstance(state, KVState))
+        assert state is None or isinstance(state, KVState)
         num_tokens = tokens.shape[1]
         if state is None:
             slots, positions = None, torch.arange(num_tokens, device=tokens.device).expand_as(tokens)
             mask = positions[:, None] <= positions[:, :, None]
         else:
             slots = state.slots(num_tokens)
-            positions, mask = slots.positions, state.mask(slots)
+            positions, mask = slots.positions, state.storage.mask(slots)
         hidden, layers = self.embedding(tokens), {}
         for layer, block in enumerate(self.blocks):
             hidden = block(hidden, positions, mask, state, slots, layer)

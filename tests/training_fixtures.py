@@ -28,11 +28,11 @@ class TrainedRun(NamedTuple):
 
     @property
     def best(self) -> Path:
-        return self.directory / "checkpoints" / "rnn" / "best.ckpt"
+        return self.directory / "checkpoints" / "rnn" / "version_0" / "best.ckpt"
 
     @property
     def last(self) -> Path:
-        return self.directory / "checkpoints" / "rnn" / "last.ckpt"
+        return self.directory / "checkpoints" / "rnn" / "version_0" / "last.ckpt"
 
     @property
     def events(self) -> Path:
@@ -83,6 +83,8 @@ def shrunk(name: str, directory: Path, **sizes: int) -> Path:
     """
     values = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     arguments = values["model"]["init_args"]
+    if "exit_weights" in arguments:
+        sizes = {"num_hidden_layers": len(arguments["exit_weights"]), **sizes}
     for model in (arguments["target"], arguments.get("draft"), *arguments.get("drafts", {}).values()):
         if model is not None:
             model["init_args"]["model"] = {**model["init_args"]["model"], **TINY, **sizes}

@@ -1,125 +1,404 @@
-"""One run of one cell, as a row of the results."""
+"""The one way to measure decoding: cases are warmed up, take turns, and give rows."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
-import time
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
-from lightning_specdec.bench.config import BenchConfig
-from lightning_specdec.bench.config_entries import ROLLED, STANDARD
-from lightning_specdec.bench.failures import in_one_line
-from lightning_specdec.bench.matrix import Cell
-from lightning_specdec.bench.prompts import Prompt
-from lightning_specdec.bench.row import ResultRow
-from lightning_specdec.bench.subject import Subject
-from lightning_specdec.bench.usage import MemoryTimer, PeakMemory, gpu_utilization, whole
-from lightning_specdec.bench.ways import Prepared, decode, way_of
+from lightning_specdec.bench.rows import HUGGING_FACE, OURS, SPECULATIVE, STANDARD, Comparison, ResultRow, comparisons
+from lightning_specdec.config.checks import require_int
+from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
+from lightning_specdec.config.kinds import Choice
+from lightning_specdec.data.prompts import Prompt
+from lightning_specdec.decoding import (
+    AdaptiveWindow,
+    DecodeResult,
+    RowResult,
+    Window,
+    autoregressive_decode,
+    merge_results,
+    speculative_decode,
+)
+from lightning_specdec.decoding.calibration import load_or_measure
+from lightning_specdec.decoding.rows import check_batch, check_context, check_eos, num_shared
+from lightning_specdec.decoding.windows import DEFAULT_WINDOW
 from lightning_specdec.drafters import Drafter
-from lightning_specdec.inference import DecodeResult, Window
-from lightning_specdec.inference.results import RowResult
+from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.model_config import FOREIGN
+from lightning_specdec.rules import AcceptanceRule, Sampling, make_rule
 
-DIGITS = 7
-"""Of seconds behind the point: a tenth of a microsecond."""
-GPU_SECONDS = 1.5
-"""What a run is repeated for while a GPU is watched, which looks ten times a second."""
+if TYPE_CHECKING:
+    from lightning_specdec.bench.huggingface import HuggingFace
 
-
-def warm_up(cell: Cell, subject: Subject, config: BenchConfig, prepared: Prepared) -> Prepared:
-    """Run a cell as often as its config says before it is timed: what the timed runs are prepared with."""
-    for i in range(config.warmup):
-        if i == 0:
-            prepared = _watch(cell, subject, config, prepared)
-        else:
-            measure(cell, subject, config, prepared, repeat=i)
-    return prepared
+FAILURES = (ValueError, RuntimeError, MemoryError)
+"""What a case of ours may fail with; anything else is a fault of the program and is raised."""
+_FOREIGN = tuple(each for each in FOREIGN if each is not OSError)
+_DIGITS = 7
+"""Of stored seconds behind the point: a tenth of a microsecond."""
 
 
-def _watch(cell: Cell, subject: Subject, config: BenchConfig, prepared: Prepared) -> Prepared:
-    """Run a cell once with an eye on its memory, and on how busy a GPU is."""
-    device, prompts = subject.target.device, subject.prompts[cell.domain]
-    peaks: dict[str, int] = {}
-    way = way_of(cell, subject, config, prepared, seed=config.seed, timer=lambda: MemoryTimer(device, peaks))
-    memory = PeakMemory(device)
-    result = decode(way, prompts, cell.batch_size)
-    found: dict[str, int] | int = peaks or (memory.look() if memory.known else result.peak_memory_bytes)
-    with gpu_utilization(device) as shares:
-        began = time.perf_counter()
-        while device.type == "cuda" and time.perf_counter() - began < GPU_SECONDS:
-            decode(way_of(cell, subject, config, prepared, seed=config.seed), prompts, cell.batch_size)
-    busy = sum(shares) / len(shares) if shares else None
-    return Prepared(prepared.window, prepared.setting, found, busy)
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to decode some prompts.
+
+    Args:
+        method: one of `rows.OURS` and `rows.HUGGING_FACE`.
+        target: packed, as every method decodes with it.
+        prompts: all of one domain.
+        drafter: as it drafts (fused), or why it cannot; None where nothing of ours drafts.
+        draft: label of the drafter.
+        batch_size: prompts that are decoded together.
+        baseline: transformers' models, for Hugging Face's methods.
+        setting: arguments of `generate`, for them.
+        cell: hash under which its rows are kept.
+    """
+
+    method: str
+    target: LanguageModel = field(repr=False)
+    config: DecodingConfig
+    prompts: Sequence[Prompt] = field(repr=False)
+    drafter: Drafter | str | None = field(default=None, repr=False)
+    pair: str = ""
+    draft: str | None = None
+    domain: str = ""
+    batch_size: int = 1
+    baseline: HuggingFace | None = field(default=None, repr=False)
+    setting: Mapping[str, Any] | None = None
+    cell: str = ""
+
+    @property
+    def rule(self) -> AcceptanceRule | None:
+        """What accepts draft tokens; None for methods other than speculative decoding."""
+        return make_rule(self.config.rule) if self.method == SPECULATIVE else None
+
+    @property
+    def failures(self) -> tuple[type[Exception], ...]:
+        """What it may fail with while the others go on."""
+        return _FOREIGN if self.method in HUGGING_FACE else FAILURES
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether it must give standard decoding's tokens (Hugging Face's methods: up to rounding)."""
+        if self.rule is not None:
+            return self.rule.keeps_tokens(greedy=self.config.greedy)
+        return self.method == STANDARD or self.config.greedy
+
+    def prepared(self) -> Case:
+        """Ready to decode: an `auto` window goes by what calls cost, measured once for this machine.
+
+        Raises:
+            ValueError: it has no drafter.
+        """
+        if isinstance(self.drafter, str):
+            raise ValueError(self.drafter)
+        if self.method != SPECULATIVE or self.config.num_draft_tokens != "auto":
+            return self
+        assert self.drafter is not None
+        costs = load_or_measure(
+            self.target, self.drafter, batch_size=self.batch_size, rule=self.rule, sampling=Sampling.of(self.config)
+        )
+        return replace(self, config=self.config.changed(num_draft_tokens=AdaptiveWindow(costs)))
+
+    def decode(self, *, seed: int, prompts: Sequence[Prompt] | None = None) -> DecodeResult:
+        """Decode the prompts (its own when None), batch by batch, without garbage collection."""
+        prompts = self.prompts if prompts is None else prompts
+        results = []
+        with _no_collection():
+            for first in range(0, len(prompts), self.batch_size):
+                texts = [list(prompt.tokens) for prompt in prompts[first : first + self.batch_size]]
+                results.append(self._decode(texts, list(range(first, first + len(texts))), seed))
+        return merge_results(results)
+
+    def _decode(self, texts: list[list[int]], indices: list[int], seed: int) -> DecodeResult:
+        config = self.config.changed(seed=seed)
+        if self.method in HUGGING_FACE:
+            assert self.baseline is not None and self.setting is not None
+            return self.baseline.decode(self.method, texts, indices, config, setting=self.setting, draft=self.draft)
+        if self.method == STANDARD:
+            return autoregressive_decode(self.target, texts, config, indices=indices)
+        assert isinstance(self.drafter, Drafter)
+        return speculative_decode(self.target, self.drafter, texts, config, indices=indices)
+
+    def run(self, repeat: int) -> tuple[ResultRow, DecodeResult]:
+        """Decode once, with the seed of that repeat."""
+        result = self.decode(seed=self.config.seed + repeat)
+        return self.row(repeat, **_figures(self, result)), result
+
+    def row(self, repeat: int, **figures: Any) -> ResultRow:
+        """A row of this case with these figures."""
+        rule, window = self.rule, self.config.num_draft_tokens if self.method == SPECULATIVE else None
+        if isinstance(window, Window):
+            figures["window"] = window.to_dict()
+        return ResultRow(
+            cell=self.cell,
+            repeat=repeat,
+            pair=self.pair,
+            method=self.method,
+            draft=self.draft,
+            draft_kind=type(self.drafter).__name__ if isinstance(self.drafter, Drafter) else None,
+            domain=self.domain,
+            num_draft_tokens="auto" if isinstance(window, AdaptiveWindow) else getattr(window, "largest", window),
+            temperature=self.config.temperature,
+            batch_size=self.batch_size,
+            rule=None if rule is None else rule_label(self.config.rule),
+            lossless=None if rule is None else rule.lossless,
+            seed=self.config.seed + repeat,
+            max_new_tokens=self.config.max_new_tokens,
+            setting=None if self.setting is None else dict(self.setting),
+            **figures,
+        )
+
+    def failed(self, repeat: int, error: BaseException) -> ResultRow:
+        """The row of a run that failed."""
+        return self.row(repeat, error=in_one_line(error)[:1000])
 
 
-def measure(cell: Cell, subject: Subject, config: BenchConfig, prepared: Prepared, *, repeat: int) -> ResultRow:
-    """Run a cell, and give its row, in which `same_tokens` is not known yet.
+def measure(
+    cases: Sequence[Case],
+    *,
+    repeats: int = 5,
+    warmup: int = 1,
+    known: Mapping[tuple[str, int], ResultRow] | None = None,
+    prepare: Callable[[Case], Case] = Case.prepared,
+) -> Iterator[ResultRow]:
+    """Rows of cases that are compared with each other, each as it is measured.
+
+    All cases are warmed up, then take turns (A B A B), so that a machine that drifts is fair to all. Repeat i has the
+    seed of the config plus i. A case that fails gives one row with its error and is left out from then on. Ctrl-C
+    raises KeyboardInterrupt; the rows that were given are whole.
+
+    Args:
+        cases: standard decoding first, which tokens are compared with.
+        repeats: timed runs of each case.
+        warmup: runs before them.
+        known: rows of earlier runs by cell and repeat, which are not measured again.
+        prepare: makes a case ready, before its warm-up.
+    """
+    require_int("repeats", repeats, 1)
+    require_int("warmup", warmup, 0)
+    known = known or {}
+    failed = {cell for (cell, _), row in known.items() if row.error is not None}
+    ready: dict[int, Case] = {}
+    for number, case in enumerate(cases):
+        missing = [repeat for repeat in range(repeats) if (case.cell, repeat) not in known]
+        if not missing or case.cell in failed:
+            continue
+        try:
+            ready[number] = prepare(case)
+            for i in range(warmup):
+                ready[number].decode(seed=case.config.seed + i)
+        except case.failures as error:
+            ready.pop(number, None)
+            yield case.failed(missing[0], error)
+    for repeat in range(repeats):
+        expected: DecodeResult | ResultRow | None = known.get((cases[0].cell, repeat))
+        for number, case in list(ready.items()):
+            if (case.cell, repeat) in known:
+                continue
+            try:
+                row, result = case.run(repeat)
+            except case.failures as error:
+                del ready[number]
+                yield case.failed(repeat, error)
+                continue
+            if case.method == STANDARD:
+                expected = result
+            yield replace(row, **(_beside(result, expected) if case.keeps_tokens else {}))
+
+
+def benchmark(
+    target: LanguageModel,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    config: DecodingConfig,
+    *,
+    repeats: int = 10,
+    warmup: int = 3,
+    batch_size: int = 1,
+    mode: str = "both",
+) -> Comparison:
+    """Speculative decoding beside standard decoding.
+
+    Args:
+        target, drafter: as they decode: packed and fused.
+        batch_size: prompts that are decoded together.
+        mode: "both", or the only method to measure.
 
     Raises:
-        ValueError, RuntimeError, MemoryError, and whatever transformers raises: it cannot decode so.
+        ValueError: the pair cannot decode these prompts so.
+        KeyboardInterrupt: Ctrl-C before one repeat of both was over; later it gives the repeats that were.
     """
-    way = way_of(cell, subject, config, prepared, seed=config.seed + repeat)
-    prompts = subject.prompts[cell.domain]
-    result = decode(way, prompts, cell.batch_size)
-    return replace(_row(cell, subject, config, prepared, repeat), **_figures(result, prompts))
+    if mode not in ("both", *OURS):
+        raise ValueError(f"mode must be both, standard or speculative, got {mode!r}")
+    standard = _standard(target, prompts, config, batch_size)
+    comparison = _compared(standard, drafter, type(drafter).__name__, repeats, warmup, mode)
+    if comparison.error is not None and not comparison.rows:
+        raise ValueError(comparison.error)
+    return comparison
 
 
-def failure(
-    cell: Cell, subject: Subject, config: BenchConfig, prepared: Prepared, *, repeat: int, error: BaseException
-) -> ResultRow:
-    """The row of a run that failed: what it failed by, and no figures."""
-    return replace(_row(cell, subject, config, prepared, repeat), error=in_one_line(error)[:1000])
+def sweep(
+    target: LanguageModel,
+    drafters: Mapping[str, Drafter],
+    prompts: Sequence[Sequence[int]],
+    config: DecodingConfig,
+    *,
+    windows: Sequence[int] = (2, 4, 6, 8),
+    repeats: int = 5,
+    warmup: int = 1,
+    batch_size: int = 1,
+) -> Iterator[Comparison]:
+    """Every drafter with every window that it can fill, each beside standard decoding, as it is measured.
+
+    One that fails is given with its error. On Ctrl-C what both methods have finished is given, then KeyboardInterrupt
+    is raised.
+
+    Raises:
+        ValueError: before anything is measured, for what no case could do.
+    """
+    for name, given in (("drafter", drafters), ("window", windows)):
+        if not given:
+            raise ValueError(f"there is no {name} to measure: give at least one")
+    for window in windows:
+        require_int("num_draft_tokens", window, 1, MAX_TOKENS)
+    require_int("repeats", repeats, 1)
+    standard = _standard(target, prompts, config, batch_size)
+    for drafter in drafters.values():
+        drafter.check_target(target)
+
+    def compared() -> Iterator[Comparison]:
+        for name, drafter in drafters.items():
+            for window in windows_of(drafter.max_draft_tokens, windows):
+                case = replace(standard, config=config.changed(num_draft_tokens=window))
+                comparison = _compared(case, drafter, name, repeats, warmup)
+                yield comparison
+                if comparison.interrupted:
+                    raise KeyboardInterrupt
+
+    return compared()
 
 
-def _row(cell: Cell, subject: Subject, config: BenchConfig, prepared: Prepared, repeat: int) -> ResultRow:
-    """What is known of a row before it has run."""
-    drafter = subject.drafts.get(cell.draft or "")
-    window = prepared.window
-    return ResultRow(
-        cell=cell.hash,
-        repeat=repeat,
-        pair=cell.pair,
-        way=cell.way,
-        draft=cell.draft,
-        draft_kind=type(drafter).__name__ if isinstance(drafter, Drafter) else None,
-        domain=cell.domain,
-        num_draft_tokens=cell.num_draft_tokens,
-        temperature=cell.temperature,
-        batch_size=cell.batch_size,
-        rule=None if cell.rule is None else cell.rule.label,
-        lossless=None if cell.rule is None else cell.rule.make().lossless,
-        seed=config.seed + repeat,
-        max_new_tokens=config.max_new_tokens,
-        window=window.to_dict() if isinstance(window, Window) else None,
-        setting=None if prepared.setting is None else dict(prepared.setting),
-        peak_memory_bytes=prepared.memory,
-        gpu_utilization=prepared.utilization,
-    )
+def best(found: Sequence[Comparison]) -> Comparison | None:
+    """The one whose speedup is the surest: the highest lower end of the interval, of those with the tokens they should.
+
+    Those without an interval only count where none has one; then by the speedup alone.
+    """
+    right = [each for each in found if each.walltime_speedup is not None and each.same_tokens is not False]
+
+    def key(each: Comparison) -> tuple[float, float]:
+        assert each.walltime_speedup is not None
+        low = each.walltime_speedup.low
+        return low if math.isfinite(low) else 0.0, each.walltime_speedup.value
+
+    return max(right, key=key, default=None)
 
 
-def _figures(result: DecodeResult, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """What a run that failed has none of."""
-    counts = result.counts
-    tested, accepted = by_position(result.rows)
-    return {
+def windows_of(most: int | None, windows: Sequence[int]) -> list[int]:
+    """The windows that differ for a drafter that proposes at most so many tokens (None: any number) in a round."""
+    return list(dict.fromkeys(windows if most is None else [min(window, most) for window in windows]))
+
+
+def rule_label(rule: Any) -> str:
+    """Its name, with the settings that were given."""
+    return type(rule).__name__ if isinstance(rule, AcceptanceRule) else Choice.read(rule or "ExactMatch", "rule").label
+
+
+def in_one_line(error: BaseException) -> str:
+    """What something failed with."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _standard(target: LanguageModel, prompts: Sequence[Sequence[int]], config: DecodingConfig, batch_size: int) -> Case:
+    """Standard decoding of prompts that were checked."""
+    require_int("batch_size", batch_size, 1)
+    batch = check_batch(prompts, target.vocab_size, max_new_tokens=config.max_new_tokens, indices=None)
+    for _, text in batch:
+        check_context(len(text), config.max_new_tokens, target)
+    check_eos(config.eos, target.vocab_size)
+    several = [Prompt(str(number), "", tuple(text)) for number, text in batch]
+    return Case(method=STANDARD, target=target, config=config, prompts=several, batch_size=batch_size)
+
+
+def _compared(standard: Case, drafter: Drafter, name: str, repeats: int, warmup: int, mode: str = "both") -> Comparison:
+    """One comparison; on Ctrl-C of the repeats that are over."""
+    config = standard.config.changed(num_draft_tokens=standard.config.num_draft_tokens or DEFAULT_WINDOW)
+    both = standard, replace(standard, method=SPECULATIVE, drafter=drafter, draft=name, config=config)
+    cases = [case for case in both if mode in ("both", case.method)]
+    rows: list[ResultRow] = []
+    interrupted = False
+    try:
+        for row in measure(cases, repeats=repeats, warmup=warmup):
+            rows.append(row)
+    except KeyboardInterrupt:
+        interrupted = True
+        rows = [row for row in rows if sum(each.repeat == row.repeat for each in rows) == len(cases)]
+        if not rows:
+            raise
+    failed = next((row for row in rows if row.method == STANDARD and row.error is not None), None)
+    if failed is not None:
+        raise ValueError(failed.error)
+    return replace(comparisons(rows)[-1], interrupted=interrupted)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection meanwhile: it would fall on whichever case happens to run."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _beside(result: DecodeResult, expected: DecodeResult | ResultRow | None) -> dict[str, Any]:
+    """Whether the tokens are standard decoding's, of this run or of one that is known by its hash."""
+    if expected is None or (isinstance(expected, ResultRow) and expected.tokens_sha256 is None):
+        return {}
+    if isinstance(expected, ResultRow):
+        return {"same_tokens": expected.tokens_sha256 == tokens_sha256(result.tokens)}
+    for prompt, (one, other) in enumerate(zip(expected.tokens, result.tokens, strict=True)):
+        if one != other:
+            return {"same_tokens": False, "differs_at": [prompt, num_shared(one, other)]}
+    return {"same_tokens": True}
+
+
+def _figures(case: Case, result: DecodeResult) -> dict[str, Any]:
+    """The counts and seconds of a run."""
+    phases = dict(result.phase_seconds)
+    if phases:  # what no phase has seen belongs to the rest
+        phases["rest"] += result.seconds - sum(phases.values())
+    figures: dict[str, Any] = {
         "seconds": result.seconds,
-        "num_prompts": len(prompts),
+        "num_prompts": len(result.rows),
         "num_new_tokens": result.num_new_tokens,
-        "phase_seconds": whole(result.phase_seconds, result.seconds) if result.phase_seconds else None,
+        "phase_seconds": phases or None,
         "num_target_calls": result.num_target_calls,
         "num_draft_calls": result.num_draft_calls,
-        **({} if counts is None else {**vars(counts), "tested_at": tested, "accepted_at": accepted}),
         "num_row_rounds": sum(row.num_rounds for row in result.rows),
-        "prompt_ids": [prompt.id for prompt in prompts],
+        "prompt_ids": [prompt.id for prompt in case.prompts],
         "prompt_seconds": [_rounded(row.token_seconds[-1:])[0] for row in result.rows],
         "prompt_new_tokens": [len(row.tokens) for row in result.rows],
         "token_seconds": [_rounded(_steps(row.token_seconds)) for row in result.rows],
         "time_to_first_token": [_rounded(row.token_seconds[:1])[0] for row in result.rows],
+        "peak_memory_bytes": result.peak_memory_bytes,
         "tokens_sha256": tokens_sha256(result.tokens),
         "num_changed": result.num_changed,
     }
+    if result.counts is not None:
+        counts = {name: value for name, value in vars(result.counts).items() if name != "num_changed"}
+        tested, accepted = by_position(result.rows)
+        figures |= {**counts, "tested_at": tested, "accepted_at": accepted}
+        figures["num_draft_steps"] = num_draft_steps(result.rows, case.batch_size)
+    return figures
 
 
 def tokens_sha256(tokens: Sequence[Sequence[int]]) -> str:
@@ -127,35 +406,27 @@ def tokens_sha256(tokens: Sequence[Sequence[int]]) -> str:
     return hashlib.sha256(json.dumps([list(each) for each in tokens]).encode()).hexdigest()
 
 
+def num_draft_steps(rows: Sequence[RowResult], batch_size: int) -> int:
+    """Draft tokens one after the other: of every round of a batch, those of its longest draft."""
+    drafted = [[len(each.drafted) for each in row.rounds or []] for row in rows]
+    batches = [drafted[first : first + batch_size] for first in range(0, len(drafted), batch_size)]
+    return sum(max(step) for batch in batches for step in zip_longest(*batch, fillvalue=0))
+
+
 def by_position(rows: Sequence[RowResult]) -> tuple[list[int], list[int]]:
-    """How often the first, second, ... guess of a round was tested, and how often it was kept."""
-    tested: list[int] = []
-    accepted: list[int] = []
-    for row in rows:
-        for each in row.rounds or ():
-            for counts, number in (
-                (tested, min(each.num_accepted + 1, len(each.drafted))),
-                (accepted, each.num_accepted),
-            ):
-                counts += [0] * (number - len(counts))
-                for i in range(number):
-                    counts[i] += 1
-    return tested, accepted + [0] * (len(tested) - len(accepted))
-
-
-def should_be_same(cell: Cell) -> bool:
-    """Whether a cell must give standard decoding's tokens: ours under a lossless rule at temperature 0, and with
-    `ExactMatch` at every temperature; transformers' at temperature 0, up to rounding."""
-    if cell.way in (STANDARD, ROLLED):
-        return True
-    rule, greedy = cell.make_rule(), cell.temperature == 0
-    return greedy if rule is None else rule.keeps_tokens(greedy=greedy)
+    """How often the first, second, ... draft token of a round was tested, and how often it was accepted."""
+    rounds = [each for row in rows for each in row.rounds or ()]
+    tested = [min(each.num_accepted + 1, len(each.drafted)) for each in rounds]
+    positions = range(max(tested, default=0))
+    return (
+        [sum(number > i for number in tested) for i in positions],
+        [sum(each.num_accepted > i for each in rounds) for i in positions],
+    )
 
 
 def _steps(seconds: Sequence[float]) -> list[float]:
-    """What each token took since the last one."""
     return [now - before for before, now in zip((0.0, *seconds), seconds, strict=False)]
 
 
 def _rounded(seconds: Sequence[float]) -> list[float]:
-    return [round(each, DIGITS) for each in seconds]
+    return [round(each, _DIGITS) for each in seconds]

@@ -1,52 +1,32 @@
-"""A whole benchmark: each pair's facts first, then its cells in turn, each finished run on the disk before the next.
-
-Theory: a machine drifts, so the cells of a group take turns (A B A B), standard decoding among them: what they are
-compared by is paired by repeat. A run that was stopped, however it was, goes on with what is missing.
-"""
+"""A whole benchmark: the facts of each pair first, then its cases in turn; each finished row is on the disk before the
+next run. A run that was stopped, however it was, resumes with what is missing."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_specdec.bench.config import BenchConfig
-from lightning_specdec.bench.config_entries import OURS
-from lightning_specdec.bench.failures import FAILURES, OUTSIDE_FAILURES, in_one_line
-from lightning_specdec.bench.isolated import alphas, best_setting, by_draft, timed_calls
-from lightning_specdec.bench.matrix import Cell, cells, config_hash
-from lightning_specdec.bench.measure import failure, measure, should_be_same, warm_up
-from lightning_specdec.bench.results import ResultsWriter
-from lightning_specdec.bench.runner import no_collection
-from lightning_specdec.bench.subject import Subject
-from lightning_specdec.bench.ways import Prepared, window_of
+from lightning_specdec.bench.costs import alphas, timed_calls
+from lightning_specdec.bench.huggingface import best_setting, where
+from lightning_specdec.bench.measure import FAILURES, Case, in_one_line, measure
+from lightning_specdec.bench.pairs import BenchPair
+from lightning_specdec.bench.results import Results, ResultsWriter
+from lightning_specdec.bench.rows import HUGGING_FACE, SPECULATIVE, Comparison, ResultRow
+from lightning_specdec.decoding.windows import window_from_dict
 
 log = logging.getLogger(__name__)
-
 _FACTS = ("target_sha256", "draft_sha256", "dtype")
-_BY_PAIR = ("pairs", "prompts", "calls", "alpha", "alpha_at", "outside", "failed_pairs")
+_BY_PAIR = ("pairs", "prompts", "calls", "alpha_at", "huggingface", "failed_pairs")
 """What the manifest says of each pair, once it is known."""
+Load = Callable[[str], BenchPair]
 
 
-class Progress:
-    """Told how a benchmark goes; this one keeps it to itself."""
-
-    def plan(self, num_runs: int, *, pairs_left: int) -> None:
-        """So many runs of the next pair are to come, and so many pairs behind it."""
-
-    def say(self, text: str) -> None:
-        """What is being done now."""
-
-    def warn(self, text: str) -> None:
-        """What the user should know, and nothing that ends the run."""
-        log.warning("%s", text)
-
-    def advance(self, num_runs: int) -> None:
-        """So many runs have ended, or will not be tried."""
-
-
-def open_results(directory: Path, config: BenchConfig, manifest: dict[str, Any]) -> ResultsWriter:
+def open_results(directory: Path, config: BenchConfig, manifest: Mapping[str, Any]) -> ResultsWriter:
     """The results of a config, new or begun.
 
     Args:
@@ -55,187 +35,196 @@ def open_results(directory: Path, config: BenchConfig, manifest: dict[str, Any])
     Raises:
         ValueError: the directory holds those of another config, machine or format.
     """
-    whole = {"name": config.name, **manifest, "config": config.to_dict(), "config_hash": config_hash(config)}
-    return ResultsWriter.open(directory, {**whole, **{name: {} for name in _BY_PAIR}})
+    whole = {"name": config.name, **manifest, "config": config.to_dict(), **{name: {} for name in _BY_PAIR}}
+    return ResultsWriter.open(directory, whole)
 
 
-def run(
-    config: BenchConfig,
-    results: ResultsWriter,
-    load: Callable[[str, Mapping[str, str]], Subject],
-    progress: Progress | None = None,
-) -> None:
+def run(config: BenchConfig, results: ResultsWriter, load: Load, say: Callable[[str], None] = log.debug) -> None:
     """Run what is missing of a benchmark.
 
     Args:
-        load: gives a pair by its name; one is held at a time. Drafts that failed before come with the reason, which
-            takes their place: they are not loaded again.
+        load: gives a pair by its name; one is held at a time.
+        say: told what is being done.
 
     Raises:
         ValueError: the only pair cannot be loaded. One of several is left out, and the manifest keeps why.
         OSError: nothing more can be written; what was finished stays.
         KeyboardInterrupt: Ctrl-C; the same.
     """
-    told = progress or Progress()
-    for number, name in enumerate(config.pairs, start=1):
-        told.say(f"{name}: loading")
+    for name in config.pairs:
+        say(f"{name}: loading")
+        failed = dict(results.manifest["failed_pairs"])
+        failed.pop(name, None)
         try:
-            subject = load(name, results.failed_drafts(name))
+            pair = load(name)
         except FAILURES as error:
-            why = in_one_line(error)
             if len(config.pairs) == 1:
-                raise ValueError(why) from error
-            _note(results, name, why)
-            told.warn(f"failed: {name}: {why}")
+                raise
+            failed[name] = in_one_line(error)
+            log.warning("failed: %s: %s", name, failed[name])
+        if failed != results.manifest["failed_pairs"]:
+            results.update(failed_pairs=failed)
+        if name in failed:
             continue
-        _note(results, name, None)
-        if name in (known := results.results.manifest["pairs"]):
-            subject.recall(known[name])
-        groups = cells(config, subject)
-        missing = [cell for group in groups for cell in group if _missing(cell, config, results)]
-        if missing and (changed := results.resume()):
-            told.warn(changed)
-        _describe(subject, config, results, told, any_missing=bool(missing))
-        told.plan(sum(len(_missing(cell, config, results)) for cell in missing), pairs_left=len(config.pairs) - number)
+        groups = pair.cases(config)
+        num_missing = sum(len(_missing(case, config, results)) for group in groups for case in group)
+        if num_missing and (changed := results.resume()):
+            log.warning("%s", changed)
+        _describe(pair, config, results, say, measuring=num_missing > 0)
+        done, began = 0, time.monotonic()
+
+        def prepare(case: Case, pair: BenchPair = pair) -> Case:
+            say(f"making {place(case)} ready")
+            return _with_setting(case, pair, results)
+
         for group in groups:
-            with no_collection():
-                _run_group(group, subject, config, results, told)
-        del subject
+            missing = [case for case in group if _missing(case, config, results)]
+            options: dict[str, Any] = {"repeats": config.repeats, "warmup": config.warmup, "prepare": prepare}
+            for row in measure(group, known=results.known, **options) if missing else ():
+                results.append(row)
+                done += 1
+                left = (time.monotonic() - began) / done * (num_missing - done)
+                say(f"{name}: {done} of {num_missing} runs, {left:.0f} s left")
+        del pair
 
 
-def _note(results: ResultsWriter, pair: str, why: str | None) -> None:
-    """Keep why a pair cannot be loaded, or that it can."""
-    known = results.results.manifest.get("failed_pairs", {})
-    now = {name: each for name, each in known.items() if name != pair} | ({} if why is None else {pair: why})
-    if now != known:
-        results.update(failed_pairs=now)
+def place(case: Case) -> str:
+    """What a case is and what it is compared within, in a few words."""
+    return f"{case.pair}, {case.domain}, {case.config.temperature:g}, batch {case.batch_size}: {case.row(0).label}"
 
 
-def _missing(cell: Cell, config: BenchConfig, results: ResultsWriter) -> list[int]:
-    """The repeats of a cell that are still to be run; none of one that has failed."""
-    if results.failed(cell.hash):
+def _missing(case: Case, config: BenchConfig, results: ResultsWriter) -> list[int]:
+    """The repeats of a case that are still to be run; none of one that has failed."""
+    if case.cell in results.failed:
         return []
-    return [repeat for repeat in range(config.repeats) if results.row(cell.hash, repeat) is None]
+    return [repeat for repeat in range(config.repeats) if (case.cell, repeat) not in results.known]
 
 
 def _describe(
-    subject: Subject, config: BenchConfig, results: ResultsWriter, told: Progress, *, any_missing: bool
+    pair: BenchPair, config: BenchConfig, results: ResultsWriter, say: Callable[[str], None], *, measuring: bool
 ) -> None:
-    """Say in the manifest what the pair is, what its calls take, and how often its drafts are right."""
-    known, name = results.results.manifest, subject.name
-    prompts = {
-        domain: {prompt.id: list(prompt.tokens) for prompt in several} for domain, several in subject.prompts.items()
-    }
+    """Say in the manifest what the pair is, what its calls take, and how often its drafts are accepted."""
+    known, name = results.manifest, pair.name
+    prompts = {domain: {each.id: list(each.tokens) for each in several} for domain, several in pair.prompts.items()}
     if name in known["pairs"]:
-        before = known["pairs"][name]
-        changed = [key for key in _FACTS if not _alike(before[key], subject.facts[key])]
+        changed = [fact for fact in _FACTS if not _alike(known["pairs"][name][fact], pair.facts[fact])]
         if changed or known["prompts"][name] != prompts:
             what = changed[0] if changed else "prompts"
             raise ValueError(
-                f"{results.results.directory} was measured with another {what} of {name}: give the config another name"
+                f"{results.directory} was measured with another {what} of {name}: give the config another name"
             )
-        if before != subject.facts:  # of a draft that could not be made ready before, and has lost its rows since
-            results.update(calls={key: each for key, each in known["calls"].items() if key != name})
-            _set(results, name, pairs=subject.facts)
     else:
-        _set(results, name, pairs=subject.facts, prompts=prompts)
-    if name in known["calls"] or not any_missing:
+        _set(results, name, pairs=pair.facts, prompts=prompts)
+    if name in known["calls"] or not measuring:
         return
-    told.say(f"{name}: timing single calls")
+    say(f"{name}: timing single calls")
     try:
-        calls = timed_calls(subject, config)
+        calls = timed_calls(pair, config)
     except FAILURES as error:  # a context too short for them, say: there will be no prediction, and it says why
         calls = {"draft_step_seconds": {}, "error": in_one_line(error)}
-    told.say(f"{name}: decoding other prompts")
-    found = alphas(subject, config)
-    _set(results, name, calls=calls, alpha=by_draft(found, config), alpha_at=found)
+    say(f"{name}: decoding other prompts")
+    _set(results, name, calls=calls, alpha_at=alphas(pair, config))
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two facts are the same, as far as both are known: a draft that could not be made ready has none."""
+    """Whether two facts are the same, as far as both are known: a draft that could not be loaded has none."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
     return one is None or other is None or bool(one == other)
 
 
 def _set(results: ResultsWriter, pair: str, **entries: Any) -> None:
-    known = results.results.manifest
-    results.update(**{name: {**known[name], pair: value} for name, value in entries.items()})
+    results.update(**{name: {**results.manifest[name], pair: value} for name, value in entries.items()})
 
 
-def _run_group(
-    group: Sequence[Cell], subject: Subject, config: BenchConfig, results: ResultsWriter, told: Progress
-) -> None:
-    """The missing runs of cells that are compared: all made ready, then each in its turn."""
-    standard = group[0]
-    prepared: dict[str, Prepared] = {}
-    for cell in group:
-        if not (missing := _missing(cell, config, results)):
-            continue
-        told.say(f"{place(cell)}: making {cell.label} ready")
-        try:
-            setting = None if cell.way in OURS else _setting(cell, subject, config, results)
-            prepared[cell.hash] = prepare(cell, subject, config, setting=setting)
-        except caught(cell) as error:
-            results.append(failure(cell, subject, config, Prepared(), repeat=missing[0], error=error))
-            told.advance(len(missing))
-    for repeat in range(config.repeats):
-        for cell in group:
-            missing = _missing(cell, config, results)
-            if repeat not in missing:
-                continue
-            told.say(f"{place(cell)}: {cell.label}")
-            ready = prepared[cell.hash]
-            try:
-                row = measure(cell, subject, config, ready, repeat=repeat)
-            except caught(cell) as error:
-                results.append(failure(cell, subject, config, ready, repeat=repeat, error=error))
-                told.advance(len(missing))
-                continue
-            if should_be_same(cell):
-                expected = vars(row) if cell is standard else results.row(standard.hash, repeat) or {}
-                known = expected.get("tokens_sha256")
-                row.same_tokens = None if known is None else known == row.tokens_sha256
-            results.append(row)
-            told.advance(1)
+def _with_setting(case: Case, pair: BenchPair, results: ResultsWriter | None = None) -> Case:
+    """A case that is ready; a method of Hugging Face with the setting that was found for it first."""
+    if case.method not in HUGGING_FACE:
+        return case.prepared()
+    known = [] if results is None else results.manifest["huggingface"].get(case.pair, [])
+    place = where(case)
+    for each in known:
+        if all(each[name] == value for name, value in place.items()):
+            return replace(case, setting=each["setting"])
+    found = best_setting(case, pair.others.get(case.domain, ()))
+    if results is not None:
+        _set(results, case.pair, huggingface=[*known, found])
+    return replace(case, setting=found["setting"])
 
 
-def place(cell: Cell) -> str:
-    """What a cell is compared within, in a few words."""
-    return f"{cell.pair}, {cell.domain}, {cell.temperature:g}, batch {cell.batch_size}"
-
-
-def caught(cell: Cell) -> tuple[type[BaseException], ...]:
-    """What a way may fail by, and the benchmark goes on."""
-    return FAILURES if cell.way in OURS else OUTSIDE_FAILURES
-
-
-def prepare(cell: Cell, subject: Subject, config: BenchConfig, *, setting: Mapping[str, Any] | None = None) -> Prepared:
-    """A cell that is ready to be timed: warm, with its window or its setting.
+def compare(config: BenchConfig, pair: BenchPair, names: Sequence[str]) -> Iterator[tuple[list[Case], list[ResultRow]]]:
+    """Two cases against each other in every group of the matrix, without keeping results: their rows, which are fewer
+    where one fails or Ctrl-C comes.
 
     Args:
-        setting: of one of transformers' ways; the best is found where it is None.
+        names: of the two: a method, a draft, or DRAFT:WINDOW; the first window and rule of the config otherwise.
 
     Raises:
-        ValueError, RuntimeError, MemoryError, and whatever transformers raises: it cannot decode so.
+        ValueError: nothing has that name.
+        KeyboardInterrupt: Ctrl-C, behind the rows of what was finished.
     """
-    if setting is None and cell.way not in OURS:
-        setting = best_setting(cell, subject, config)["setting"]
-    return warm_up(cell, subject, config, Prepared(window_of(cell, subject), setting))
+    chosen = [[_find(name, group, config, pair) for name in names] for group in pair.cases(config)]
+    for both in chosen:
+        if both[0] == both[1]:
+            raise ValueError(f"{names[0]!r} and {names[1]!r} are the same: compare two that differ")
+    for both in chosen:
+        rows: list[ResultRow] = []
+        try:
+            for row in measure(
+                both, repeats=config.repeats, warmup=config.warmup, prepare=lambda case: _with_setting(case, pair)
+            ):
+                rows.append(row)
+        except KeyboardInterrupt:
+            yield both, rows
+            raise
+        yield both, rows
 
 
-def _setting(cell: Cell, subject: Subject, config: BenchConfig, results: ResultsWriter) -> dict[str, Any]:
-    """The best setting of one of transformers' ways, as it was found when it was first wanted."""
-    known = results.results.manifest["outside"].get(cell.pair, [])
-    if (setting := recorded_setting(cell, known)) is not None:
-        return setting
-    found = best_setting(cell, subject, config)
-    _set(results, cell.pair, outside=[*known, found])
-    return dict(found["setting"])
+def ratio(first: Case, second: Case, rows: Sequence[ResultRow]) -> Comparison:
+    """How many times as fast the first case is: its comparison with the second in standard decoding's place."""
+    done = [[row for row in rows if row.cell == case.cell and row.error is None] for case in (first, second)]
+    both = {row.repeat: row.tokens_sha256 for row in done[1]}
+    one = [replace(row, same_tokens=row.tokens_sha256 == both[row.repeat]) for row in done[0] if row.repeat in both]
+    failed = next((f"{row.label}: {row.error}" for row in rows if row.error is not None), None)
+    case = replace(first.row(0), method=SPECULATIVE, draft=first.draft or first.method)
+    return Comparison(case, tuple(one), tuple(done[1]), failed)
 
 
-def recorded_setting(cell: Cell, known: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """What was found for a cell, among what the manifest says of its pair; None where nothing was."""
-    names = ("way", "draft", "domain", "temperature", "batch_size")
-    found = (each["setting"] for each in known if all(each[name] == getattr(cell, name) for name in names))
-    return next(map(dict, found), None)
+def _find(name: str, group: Sequence[Case], config: BenchConfig, pair: BenchPair) -> Case:
+    wanted, _, window = name.partition(":")
+    number: int | str = int(window) if window.isdecimal() else window or config.num_draft_tokens[0]
+    for case in group:
+        settings = (case.draft, case.config.num_draft_tokens, case.config.rule)
+        if case.method == SPECULATIVE and settings == (wanted, number, config.rules[0]):
+            return case
+        if case.method == wanted != SPECULATIVE and not window:
+            return case
+    methods = dict.fromkeys(case.method for case in group if case.method != SPECULATIVE)
+    raise ValueError(
+        f"{name!r} is nothing that this config measures: give one of {', '.join(pair.drafts)}, with a window of "
+        f"{', '.join(map(str, config.num_draft_tokens))} as NAME:WINDOW, or one of {', '.join(methods)}"
+    )
+
+
+def again(results: Results, row: ResultRow, config: BenchConfig, pair: BenchPair) -> ResultRow:
+    """A stored row measured again, with the window and the setting that it was measured with.
+
+    Raises:
+        ValueError: the models, the prompts or the config are not what they were.
+    """
+    case = next((each for group in pair.cases(config) for each in group if each.cell == row.cell), None)
+    if case is None:
+        facts = results.manifest["pairs"].get(row.pair, {})
+        changed = [fact for fact in _FACTS if facts.get(fact) != pair.facts[fact]]
+        what = " and ".join(changed) or "what it names"
+        raise ValueError(f"the row cannot be repeated: {what} is not what it was")
+    try:
+        if row.setting is not None:
+            case = replace(case, setting=row.setting)
+        elif row.window is not None:
+            case = replace(case, config=case.config.changed(num_draft_tokens=window_from_dict(row.window)))
+        else:
+            case = _with_setting(case, pair)
+        return case.run(row.repeat)[0]
+    except case.failures as error:
+        return case.failed(row.repeat, error)

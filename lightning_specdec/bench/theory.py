@@ -1,15 +1,8 @@
-"""Closed forms of speculative decoding: tokens a round, rounds for a text, speedup from measured costs.
+"""Closed forms of speculative decoding: tokens per round, rounds for a text, speedup from measured costs.
 
-Given one `alpha` (the acceptance rate), every function assumes what Leviathan et al. assume: each tested token is kept
-with that probability, whatever happened to the others. Real texts have easy and hard stretches, so a measured block
-efficiency may differ from the one computed from the average acceptance rate. Where `alpha` may be a sequence, its
-entry i is the rate of the guess behind i kept ones, and that assumption is dropped. EOS is not modelled either.
-
-Sources:
-    Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via Speculative Decoding"
-        (alpha; gamma is `num_draft_tokens` here; c is `cost_ratio`).
-    Chen, Borgeaud, Irving, Lespiau, Sifre, Jumper 2023, "Accelerating Large Language Model Decoding with
-        Speculative Sampling" (K is `num_draft_tokens` here).
+`alpha` is the acceptance rate: each tested token is accepted with that probability, independently (Leviathan et al.
+2023, whose gamma is `num_draft_tokens` here and whose c is `cost_ratio`). Where it is a sequence, entry i is the rate
+of the draft token behind i accepted ones. EOS is not modelled. See docs/theory.md, section 8.
 """
 
 import itertools
@@ -18,71 +11,41 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 Rates = float | Sequence[float]
-"""One acceptance rate for all positions of a window, or one for each, given that all before it were kept."""
-EQUAL = 1.0
-"""The `call_ratio` of a target whose call on k + 1 tokens takes as long as one on a single token."""
+"""One acceptance rate for all positions of a window, or one for each."""
 
 
 def accepted_distribution(alpha: Rates, num_draft_tokens: int) -> list[float]:
-    """The probabilities that a round keeps 0, 1, ..., num_draft_tokens of its drafted tokens.
+    """The probabilities that a round accepts 0, 1, ..., k draft tokens.
 
-    Formula: (1 - alpha) * alpha^i for i < k (the token behind the i kept ones is rejected), alpha^k for i = k: a
-    geometric distribution, capped. Source: Leviathan et al. 2023, section 3.1, the step before equation (1).
-
-    Raises:
-        ValueError: alpha outside [0, 1], fewer rates than num_draft_tokens, or a negative num_draft_tokens.
+    (1 - alpha) alpha^i for i < k, alpha^k for i = k (Leviathan et al. 2023, before equation 1).
     """
-    rates = _rates(alpha, num_draft_tokens)
-    reached = _reached(rates)
-    return [here * (1 - rate) for here, rate in zip(reached, rates, strict=False)] + [reached[-1]]
+    reached = _reached(alpha, num_draft_tokens)
+    return [here - there for here, there in itertools.pairwise(reached)] + [reached[-1]]
 
 
 def expected_tokens(alpha: Rates, num_draft_tokens: int) -> float:
-    """The block efficiency of an endless text: new tokens a round, the correction or bonus token included.
+    """The block efficiency of an endless text: (1 - alpha^(k+1)) / (1 - alpha) (Leviathan et al. 2023, equation 1).
 
-    Formula: (1 - alpha^(k+1)) / (1 - alpha), which is k + 1 at alpha = 1. It is summed here as
-    1 + alpha + ... + alpha^k, which needs no special case and loses no digits near 1.
-    With a rate for each position it is 1 + a1 + a1 a2 + ... + a1 ... ak.
-    Source: Leviathan et al. 2023, equation (1).
-
-    Raises:
-        ValueError: alpha outside [0, 1], fewer rates than num_draft_tokens, or a negative num_draft_tokens.
+    Summed as 1 + alpha + ... + alpha^k, which is exact near 1 and holds for a rate per position too.
     """
-    return math.fsum(_reached(_rates(alpha, num_draft_tokens)))
+    return math.fsum(_reached(alpha, num_draft_tokens))
 
 
 def expected_rounds(alpha: Rates, num_draft_tokens: int, *, num_new_tokens: int) -> float:
-    """The exact expected number of rounds until num_new_tokens are there, none too many.
+    """The expected number of rounds until `num_new_tokens` are there.
 
-    Formula, with m tokens still wanted and a window of w = min(k, m - 1) (the target adds one token itself):
-    rounds(0) = 0; rounds(m) = 1 + sum over i = 0..w of P(i of w kept) * rounds(m - i - 1), P as in
-    `accepted_distribution`. The last rounds have a shorter window, so `num_new_tokens / expected_tokens` is too few.
-
-    Raises:
-        ValueError: alpha outside [0, 1], a negative num_draft_tokens, or num_new_tokens below 1.
+    rounds(0) = 0; rounds(m) = 1 + sum over i = 0..w of P(i of w accepted) rounds(m - i - 1), with w = min(k, m - 1).
     """
-    return _expected_rounds_and_draft_steps(alpha, num_draft_tokens, num_new_tokens=num_new_tokens)[0]
+    return _rounds_and_steps(alpha, num_draft_tokens, num_new_tokens)[0]
 
 
 def expected_draft_steps(alpha: Rates, num_draft_tokens: int, *, num_new_tokens: int) -> float:
-    """The exact expected number of drafted tokens until num_new_tokens are there: the windows of all rounds, summed.
-
-    Formula: as `expected_rounds`, where each round costs its window instead of 1.
-
-    Raises:
-        ValueError: alpha outside [0, 1], a negative num_draft_tokens, or num_new_tokens below 1.
-    """
-    return _expected_rounds_and_draft_steps(alpha, num_draft_tokens, num_new_tokens=num_new_tokens)[1]
+    """The expected number of draft tokens until `num_new_tokens` are there: the windows of all rounds, summed."""
+    return _rounds_and_steps(alpha, num_draft_tokens, num_new_tokens)[1]
 
 
 def block_efficiency_finite(alpha: Rates, num_draft_tokens: int, *, num_new_tokens: int) -> float:
-    """The block efficiency of a text of num_new_tokens: num_new_tokens / expected_rounds.
-
-    It is at most `expected_tokens`, and comes close to it as the text grows.
-
-    Raises:
-        ValueError: alpha outside [0, 1], a negative num_draft_tokens, or num_new_tokens below 1.
-    """
+    """The block efficiency of a text of that length: num_new_tokens / expected_rounds."""
     return num_new_tokens / expected_rounds(alpha, num_draft_tokens, num_new_tokens=num_new_tokens)
 
 
@@ -98,100 +61,60 @@ def predicted_speedup(
     prompt_seconds: float = 0.0,
     num_new_tokens: int | None = None,
 ) -> float:
-    """The walltime speedup that measured costs promise: seconds of standard decoding / seconds of speculation.
+    """The walltime speedup that measured costs promise: seconds of standard decoding / of speculative decoding.
 
-    Formula, for an endless text, E = `expected_tokens`:
-    E * (target_seconds + step_overhead_seconds) / (k * draft_step_seconds + verify_seconds + round_overhead_seconds).
-    With num_new_tokens = n it is n * (target_seconds + step_overhead_seconds) / (`expected_draft_steps` *
-    draft_step_seconds + `expected_rounds` * (verify_seconds + round_overhead_seconds)): a round near the end drafts
-    fewer tokens, but its target call has the same shape and is charged in full. Then prompt_seconds is added on both
-    sides; in an endless text it vanishes.
-    Source: Leviathan et al. 2023, Theorem 3.8, without its assumption that a target call on k + 1 tokens takes as long
-    as one on a single token.
+    tokens (target + step overhead) / (draft steps draft_step + rounds (verify + round overhead)), `prompt_seconds`
+    added on both sides (Leviathan et al. 2023, Theorem 3.8, with measured costs).
 
     Args:
-        alpha: the acceptance rate, or one for each position.
-        num_draft_tokens: the window k.
-        draft_step_seconds: one drafted token.
-        target_seconds: one target call on one token, as standard decoding makes it.
-        verify_seconds: one target call on k + 1 tokens.
-        round_overhead_seconds: what a round costs besides (verdict, bookkeeping, going back).
-        step_overhead_seconds: what standard decoding costs for each token besides its target call.
+        draft_step_seconds: one draft token.
+        target_seconds, verify_seconds: one target call on one token, and on k + 1.
+        round_overhead_seconds, step_overhead_seconds: what a round, or a token of standard decoding, takes besides.
         prompt_seconds: what reading the prompt adds to the first call.
-        num_new_tokens: the length of the text; None for an endless one.
-
-    Raises:
-        ValueError: alpha outside [0, 1], a negative num_draft_tokens, num_new_tokens below 1, a negative or infinite
-            time, or no time at all for a target call.
+        num_new_tokens: length of the text; None for an endless one, where the prompt vanishes.
     """
-    for name, seconds in (("target_seconds", target_seconds), ("verify_seconds", verify_seconds)):
-        if not 0 < seconds < math.inf:
-            raise ValueError(f"{name} must be positive and finite, got {seconds}: give the seconds of one call")
-    for name, seconds in (
-        ("draft_step_seconds", draft_step_seconds),
-        ("round_overhead_seconds", round_overhead_seconds),
-        ("step_overhead_seconds", step_overhead_seconds),
-        ("prompt_seconds", prompt_seconds),
-    ):
-        if not 0 <= seconds < math.inf:
-            raise ValueError(f"{name} must be 0 or more and finite, got {seconds}: give seconds, 0.0 for no cost")
+    positive = {"target_seconds": target_seconds, "verify_seconds": verify_seconds}
+    others = {"draft_step_seconds": draft_step_seconds, "round_overhead_seconds": round_overhead_seconds}
+    others |= {"step_overhead_seconds": step_overhead_seconds, "prompt_seconds": prompt_seconds}
+    for name, seconds in (positive | others).items():
+        _check(name, seconds, 0, math.inf, low_open=name in positive)
+    tokens, rounds, steps = expected_tokens(alpha, num_draft_tokens), 1.0, float(num_draft_tokens)
     if num_new_tokens is None:
-        tokens, rounds, draft_steps = expected_tokens(alpha, num_draft_tokens), 1.0, float(num_draft_tokens)
         prompt_seconds = 0.0
     else:
-        tokens = float(num_new_tokens)
-        rounds, draft_steps = _expected_rounds_and_draft_steps(alpha, num_draft_tokens, num_new_tokens=num_new_tokens)
-    standard_seconds = tokens * (target_seconds + step_overhead_seconds)
-    speculative_seconds = draft_steps * draft_step_seconds + rounds * (verify_seconds + round_overhead_seconds)
-    return (prompt_seconds + standard_seconds) / (prompt_seconds + speculative_seconds)
+        tokens, (rounds, steps) = num_new_tokens, _rounds_and_steps(alpha, num_draft_tokens, num_new_tokens)
+    standard = tokens * (target_seconds + step_overhead_seconds)
+    speculative = steps * draft_step_seconds + rounds * (verify_seconds + round_overhead_seconds)
+    return (prompt_seconds + standard) / (prompt_seconds + speculative)
 
 
 def speedup_with_cost_ratio(
-    alpha: Rates, num_draft_tokens: int, *, cost_ratio: float, call_ratio: float = EQUAL
+    alpha: Rates, num_draft_tokens: int, *, cost_ratio: float, call_ratio: float = 1.0
 ) -> float:
-    """The walltime speedup of an endless text, from what calls cost beside a target call on a single token.
+    """The walltime speedup of an endless text: expected_tokens / (k cost_ratio + call_ratio).
 
-    Formula: (1 - alpha^(k+1)) / ((1 - alpha) * (k * cost_ratio + call_ratio)). Source: Leviathan et al. 2023,
-    Theorem 3.8, where call_ratio is 1.
+    Leviathan et al. 2023, Theorem 3.8, where `call_ratio` is 1.
 
     Args:
         cost_ratio: seconds of one draft step / of a target call on one token.
         call_ratio: seconds of the target call on k + 1 tokens / of one on one token.
-
-    Raises:
-        ValueError: alpha outside [0, 1], a negative num_draft_tokens, a negative or infinite cost_ratio, or a
-            call_ratio that is not positive and finite.
     """
-    _check_cost_ratio(cost_ratio)
-    if not 0 < call_ratio < math.inf:
-        raise ValueError(f"call_ratio must be positive and finite, got {call_ratio}: give 1.2 for 20% more")
+    _check("cost_ratio", cost_ratio, 0, math.inf)
+    _check("call_ratio", call_ratio, 0, math.inf, low_open=True)
     return expected_tokens(alpha, num_draft_tokens) / (num_draft_tokens * cost_ratio + call_ratio)
 
 
 def call_ratio(seconds: Mapping[int, float], num_tokens: int) -> float:
-    """Seconds of the target call on num_tokens / of the call on one, as `between` gives them.
-
-    Args:
-        seconds: of the target's calls, by the number of tokens; the call on one token among them.
-
-    Raises:
-        ValueError: a time that is negative or infinite, no time for the call on one token, or num_tokens below 1.
-    """
+    """Seconds of the target call on `num_tokens` / of the call on one, which must be among `seconds`."""
     if not seconds.get(1, 0.0) > 0:
         raise ValueError(f"seconds must include those of the call on 1 token, got {dict(seconds)}: measure it")
     return between(seconds, num_tokens) / seconds[1]
 
 
 def between(seconds: Mapping[int, float], num_tokens: int) -> float:
-    """Seconds for num_tokens, straight lines drawn between measured numbers of tokens.
-
-    Beyond the largest number the last line goes on, unless it falls; where one number alone was measured, all cost as
-    much.
-
-    Raises:
-        ValueError: nothing measured, a time that is negative or infinite, or num_tokens below 1.
-    """
-    _check_count("num_tokens", num_tokens, at_least=1)
+    """Seconds for `num_tokens`, on straight lines between measured widths. Beyond the largest one the last line goes
+    on, unless it falls."""
+    _check("num_tokens", num_tokens, 1)
     if not seconds or not all(0 <= each < math.inf for each in seconds.values()):
         raise ValueError(f"seconds must be some, 0 or more and finite, got {dict(seconds)}: measure them")
     widths = sorted(seconds)
@@ -208,38 +131,26 @@ def between(seconds: Mapping[int, float], num_tokens: int) -> float:
 def best_window(
     alpha: float, cost_ratio: float, *, max_window: int = 32, call_seconds: Mapping[int, float] | None = None
 ) -> int:
-    """The window from 0 to max_window with the largest `speedup_with_cost_ratio`; 0 when no window beats 1.
+    """The smallest window from 0 to `max_window` with the largest `speedup_with_cost_ratio`; 0 when none beats 1.
 
-    The smallest one wins a tie. Where a wide call costs as much as a narrow one, a window pays only if alpha >
-    cost_ratio (Leviathan et al. 2023, Corollary 3.9).
+    Where calls of all widths cost the same, a window pays only if alpha > cost_ratio (Leviathan et al. 2023, Corollary
+    3.9).
 
     Args:
-        call_seconds: of the target's calls, as in `call_ratio`; None where a wide call costs as much as a narrow one.
-
-    Raises:
-        ValueError: alpha outside [0, 1], a negative or infinite cost_ratio, a negative max_window, or call_seconds that
-            `call_ratio` refuses.
+        call_seconds: of the target's calls by width; None where all cost the same.
     """
-    _check_count("max_window", max_window, at_least=0)
+    _check("max_window", max_window, 0)
 
     def speedup(window: int) -> float:
-        wide = EQUAL if call_seconds is None else call_ratio(call_seconds, window + 1)
+        wide = 1.0 if call_seconds is None else call_ratio(call_seconds, window + 1)
         return speedup_with_cost_ratio(alpha, window, cost_ratio=cost_ratio, call_ratio=wide)
 
     return max(range(max_window + 1), key=speedup)
 
 
-def break_even_alpha(num_draft_tokens: int, cost_ratio: float, *, call_ratio: float = EQUAL) -> float | None:
-    """The acceptance rate at which `speedup_with_cost_ratio` is exactly 1; None when it stays below 1 at any rate.
-
-    Found by bisection: the speedup grows with alpha. For a window of 1 and calls that cost the same it is the cost
-    ratio itself.
-
-    Raises:
-        ValueError: num_draft_tokens below 1, a negative or infinite cost_ratio, or a call_ratio that is not positive
-            and finite.
-    """
-    _check_count("num_draft_tokens", num_draft_tokens, at_least=1)
+def break_even_alpha(num_draft_tokens: int, cost_ratio: float, *, call_ratio: float = 1.0) -> float | None:
+    """The acceptance rate at which `speedup_with_cost_ratio` is 1, by bisection; None when it stays below 1."""
+    _check("num_draft_tokens", num_draft_tokens, 1)
 
     def speedup(alpha: float) -> float:
         return speedup_with_cost_ratio(alpha, num_draft_tokens, cost_ratio=cost_ratio, call_ratio=call_ratio)
@@ -248,61 +159,37 @@ def break_even_alpha(num_draft_tokens: int, cost_ratio: float, *, call_ratio: fl
         return None
     low, high = 0.0, 1.0
     while low < (middle := (low + high) / 2) < high:
-        if speedup(middle) < 1:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if speedup(middle) < 1 else (low, middle)
     return high
 
 
-def _expected_rounds_and_draft_steps(
-    alpha: Rates, num_draft_tokens: int, *, num_new_tokens: int
-) -> tuple[float, float]:
-    """The two recursions over the tokens still wanted, side by side: they share their probabilities."""
-    rates = _rates(alpha, num_draft_tokens)
-    _check_count("num_new_tokens", num_new_tokens, at_least=1)
-    rounds, draft_steps = [0.0], [0.0]
+def _rounds_and_steps(alpha: Rates, num_draft_tokens: int, num_new_tokens: int) -> tuple[float, float]:
+    """Expected rounds and draft steps: two recursions over the tokens still wanted."""
+    _reached(alpha, num_draft_tokens)
+    _check("num_new_tokens", num_new_tokens, 1)
+    rounds, steps = [0.0], [0.0]
     for wanted in range(1, num_new_tokens + 1):
         window = min(num_draft_tokens, wanted - 1)
-        outcomes = list(enumerate(accepted_distribution(rates, window), start=1))  # (tokens gained, probability)
+        outcomes = list(enumerate(accepted_distribution(alpha, window), start=1))  # (tokens gained, probability)
         rounds.append(1 + math.fsum(prob * rounds[wanted - gained] for gained, prob in outcomes))
-        draft_steps.append(window + math.fsum(prob * draft_steps[wanted - gained] for gained, prob in outcomes))
-    return rounds[-1], draft_steps[-1]
+        steps.append(window + math.fsum(prob * steps[wanted - gained] for gained, prob in outcomes))
+    return rounds[-1], steps[-1]
 
 
-def _rates(alpha: Rates, num_draft_tokens: int) -> list[float]:
-    """The rate of each position of the window."""
-    _check_count("num_draft_tokens", num_draft_tokens, at_least=0)
-    if isinstance(alpha, Sequence):
-        if len(alpha) < num_draft_tokens:
-            raise ValueError(f"a window of {num_draft_tokens} needs as many rates, got {len(alpha)}: give one for each")
-        rates = list(alpha[:num_draft_tokens])
-    else:
-        _check_alpha(alpha)
-        rates = [alpha] * num_draft_tokens
-    for rate in rates:
-        _check_alpha(rate)
-    return rates
-
-
-def _reached(rates: Sequence[float]) -> list[float]:
-    """The probabilities that at least 0, 1, ..., k guesses are kept."""
+def _reached(alpha: Rates, num_draft_tokens: int) -> list[float]:
+    """The probabilities that at least 0, 1, ..., k draft tokens are accepted."""
+    _check("num_draft_tokens", num_draft_tokens, 0)
+    rates = alpha[:num_draft_tokens] if isinstance(alpha, Sequence) else [alpha] * num_draft_tokens
+    if len(rates) < num_draft_tokens:
+        raise ValueError(f"a window of {num_draft_tokens} needs as many rates, got {len(rates)}: give one for each")
+    for rate in rates if isinstance(alpha, Sequence) else [alpha]:
+        _check("alpha", rate, 0, 1)
     return list(itertools.accumulate(rates, lambda kept, rate: kept * rate, initial=1.0))
 
 
-def _check_alpha(alpha: float) -> None:
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha must lie in [0, 1], got {alpha}: give num_accepted / num_tested, 0.8 for 80%")
-
-
-def _check_cost_ratio(cost_ratio: float) -> None:
-    if not 0 <= cost_ratio < math.inf:
-        raise ValueError(
-            f"cost_ratio must be 0 or more and finite, got {cost_ratio}: "
-            "give seconds of one draft step / seconds of one target call"
-        )
-
-
-def _check_count(name: str, count: int, *, at_least: int) -> None:
-    if count < at_least:
-        raise ValueError(f"{name} is too small, got {count}: give {at_least} or more")
+def _check(name: str, value: float, low: float, high: float = math.inf, *, low_open: bool = False) -> None:
+    """Raise ValueError unless low <= value <= high, and the value is finite."""
+    if not low <= value <= high or math.isinf(value) or (low_open and value == low):
+        above = "more than" if low_open else "at least"
+        limit = "finite" if math.isinf(high) else f"at most {high:g}"
+        raise ValueError(f"{name} must be {above} {low:g} and {limit}, got {value}")

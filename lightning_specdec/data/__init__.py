@@ -1,16 +1,17 @@
-"""What to train on and what to ask, as Lightning data modules: integers, text, a target's own text; prompts."""
+"""Data to train on and prompts to continue, as Lightning data modules."""
 
 from lightning_specdec.data.base import IGNORED, Batch, EpochSampler, TokenData
 from lightning_specdec.data.generated_text import GeneratedText
-from lightning_specdec.data.own_prompts import GeneratedPrompts, OpeningTurns
-from lightning_specdec.data.passages import Passages
-from lightning_specdec.data.progressions import ArithmeticProgressions
-from lightning_specdec.data.prompt_sources import PromptFiles, PromptMix, PromptShard, PromptSource
-from lightning_specdec.data.quadratic import QuadraticProgressions
-from lightning_specdec.data.sequence_file import SequenceFile
-from lightning_specdec.data.sequences import SequenceData, Splits
-from lightning_specdec.data.text_files import TextFiles
-from lightning_specdec.data.windows import WindowSampler
+from lightning_specdec.data.prompt_sources import (
+    GeneratedPrompts,
+    OpeningTurns,
+    Passages,
+    PromptFiles,
+    PromptMix,
+    PromptSource,
+)
+from lightning_specdec.data.sequences import ArithmeticProgressions, QuadraticProgressions, SequenceData, SequenceFile
+from lightning_specdec.data.text import TextFiles
 
 __all__ = [
     "IGNORED",
@@ -23,13 +24,10 @@ __all__ = [
     "Passages",
     "PromptFiles",
     "PromptMix",
-    "PromptShard",
     "PromptSource",
     "QuadraticProgressions",
     "SequenceData",
     "SequenceFile",
-    "Splits",
     "TextFiles",
     "TokenData",
-    "WindowSampler",
 ]

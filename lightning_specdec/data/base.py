@@ -1,21 +1,25 @@
-"""What training may ask of any data: three splits of token sequences, in batches, and prompts to try a draft on.
+"""Token sequences in three splits, as Lightning data.
 
 Shapes: B rows, T tokens, N = T - 1 labels.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from lightning_specdec.checks import require_int
-from lightning_specdec.data.resumable import ResumableLoader
+from lightning_specdec.config.checks import require_int
+from lightning_specdec.config.terminal import say
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -25,21 +29,54 @@ IGNORED = -100
 
 SPLITS = ("train", "val", "test")
 
+PlainValues = dict[str, Any]
+"""Constructor arguments by name: numbers, strings, lists of them."""
+
+Row = tuple[int, Any]
+"""A sequence's number within its split, and what `TokenData.collate` makes its tokens from."""
+
+Rows = Any
+"""The rows of a split: has `len`, and makes a `Row` when it is asked for one by number."""
+
 
 class Batch(NamedTuple):
     """Some sequences as one right-padded tensor.
 
     Args:
         tokens: `[B, T]`, zeros behind a row's end.
-        lengths: `[B]`, how many of a row's tokens are real.
-        prompt_lengths: `[B]`, how many of them are given when the row is continued by decoding.
-        indices: `[B]`, each row's number within its split.
+        lengths: `[B]`, number of real tokens of each row.
+        prompt_lengths: `[B]`, number of tokens that are given when the row is continued by decoding.
+        indices: `[B]`, each row's number within its split; -1 where the data do not say.
     """
 
     tokens: Tensor
     lengths: Tensor
     prompt_lengths: Tensor
     indices: Tensor
+
+    @classmethod
+    def of(cls, batch: Any) -> Batch:
+        """A batch of any data module: a tensor of tokens, or a mapping or object with `tokens` and maybe `lengths`.
+
+        Where there are no `prompt_lengths`, the first half of each row is its prompt.
+
+        Raises:
+            ValueError: it is none of these.
+        """
+        if isinstance(batch, Batch):
+            return batch
+        values = batch if isinstance(batch, Mapping) else {name: getattr(batch, name, None) for name in cls._fields}
+        tokens = batch if isinstance(batch, Tensor) else values.get("tokens")
+        lengths, prompt_lengths, indices = map(values.get, cls._fields[1:])
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+            raise ValueError(
+                "a batch must be a [B, T] tensor of tokens or hold one as `tokens`: change the data module"
+            )
+        if lengths is None:
+            lengths = tokens.new_full((len(tokens),), tokens.shape[1])
+        if prompt_lengths is None:
+            prompt_lengths = (lengths // 2).clamp(min=1)
+        return cls(tokens, lengths, prompt_lengths, torch.full_like(lengths, -1) if indices is None else indices)
 
     def next_tokens(self) -> Int[Tensor, "B N"]:
         """The label of every position but the last: the token after it, `IGNORED` where that is padding."""
@@ -53,28 +90,17 @@ class Batch(NamedTuple):
         return [row[:length] for row, length in zip(self.tokens.tolist(), lengths, strict=True)]
 
 
-PlainValues = dict[str, int | float | str | bool | list[str] | None]
-"""Arguments of a constructor by name."""
-
-Row = tuple[int, Any]
-"""A sequence's number within its split, and what `TokenData.collate` makes its tokens from."""
-
-
-@runtime_checkable
-class Rows(Protocol):
-    """The rows of a split, each made when it is asked for."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int, /) -> Row: ...
+def pad_rows(rows: Sequence[Any], prompt_lengths: Sequence[int], indices: Sequence[int]) -> Batch:
+    """A batch of rows of different lengths."""
+    lengths = torch.tensor([len(row) for row in rows])
+    tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
+    for line, row in zip(tokens, rows, strict=True):
+        line[: len(row)] = torch.as_tensor(row)
+    return Batch(tokens, lengths, torch.tensor(prompt_lengths), torch.tensor(indices))
 
 
 class EpochSampler(Sampler[int]):
-    """A new order each epoch, which depends on the seed and the epoch's number alone.
-
-    Theory: stochastic gradient descent wants its examples shuffled. A stream of random numbers would start anew when a
-    run is resumed; a key of seed and epoch gives the resumed run the very order that the uninterrupted one would have.
-    """
+    """A new order each epoch, which depends on the seed and the epoch's number alone, so that a run can resume."""
 
     def __init__(self, num_sequences: int, seed: int) -> None:
         self.num_sequences = num_sequences
@@ -92,15 +118,36 @@ class EpochSampler(Sampler[int]):
         yield from torch.randperm(self.num_sequences, generator=self.generator()).tolist()
 
     def generator(self) -> torch.Generator:
-        """This epoch's noise, from its beginning."""
+        """This epoch's random numbers, from the first one."""
         return torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
 
 
-class TokenData(LightningDataModule, ABC):
-    """Token sequences in three splits that share nothing: to train on, to choose the best checkpoint by, for the end.
+class ResumableLoader(DataLoader[Any]):
+    """A `DataLoader` that continues in the middle of an epoch once Lightning has restored its state.
 
-    Theory: a model must be judged on what it did not learn from. Training asks for nothing but this class, so that
-    integers, sequences made by a rule and real text are learned from in the same way.
+    Args:
+        num_done: returns how many batches of this epoch have been learned from.
+        options: those of `DataLoader`.
+    """
+
+    def __init__(self, *args: Any, num_done: Callable[[], int], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.num_done, self._first = num_done, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_batches": self.num_done()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        done = int(state["num_batches"])
+        self._first = done if done < len(self) else 0  # else the epoch was over
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        first, self._first = self._first, 0
+        return islice(super().__iter__(), first, None)
+
+
+class TokenData(LightningDataModule, ABC):
+    """Token sequences in three splits that share nothing.
 
     Args:
         vocab_size: tokens are integers from 0 to `vocab_size` - 1.
@@ -124,12 +171,12 @@ class TokenData(LightningDataModule, ABC):
         self,
         vocab_size: int,
         *,
-        num_train: int | None,
-        num_val: int,
-        num_test: int,
-        batch_size: int,
-        seed: int,
-        prompt_length: int,
+        num_train: int | None = None,
+        num_val: int = 64,
+        num_test: int = 16,
+        batch_size: int = 16,
+        seed: int = 0,
+        prompt_length: int = 8,
     ) -> None:
         super().__init__()
         self.vocab_size = require_int("vocab_size", vocab_size, 2, 2**20)
@@ -162,42 +209,36 @@ class TokenData(LightningDataModule, ABC):
         return EpochSampler(len(self.rows("train")), self.seed)
 
     def bytes_per_token(self, *splits: str) -> float | None:
-        """How many bytes of text a token of these splits stands for, on average; None where the tokens are no text.
-
-        A loss in nats is loss / ln 2 / bytes_per_token bits per byte, which compares models of different tokenizers.
-        """
+        """How many bytes of text a token of these splits stands for, on average; None where the tokens are no text."""
         return None
 
     def arguments(self) -> PlainValues:
-        """The constructor's arguments as plain values, for the record of how a checkpoint was made."""
-        names = ("vocab_size", "num_train", "num_val", "num_test", "batch_size", "seed", "prompt_length")
-        return {name: getattr(self, name) for name in names}
+        """The constructor's arguments, for the record of how a checkpoint was made."""
+        return plain_arguments(self)
 
     def prompts(self) -> list[list[int]]:
-        """The first tokens of the test sequences, `prompt_length` of them where there are so many."""
-        rows = self.rows("test")
-        return self.collate([rows[i] for i in range(len(rows))]).prompts()
+        """The first tokens of the test sequences."""
+        return self.first_rows("test").prompts()
+
+    def first_rows(self, split: str, number: int | None = None) -> Batch:
+        """The first rows of a split, all when `number` is None."""
+        rows = self.rows(split)
+        return self.collate([rows[i] for i in range(len(rows) if number is None else min(number, len(rows)))])
 
     def setup(self, stage: str) -> None:
-        """Make the splits, so that whatever is wrong with them is said before anything starts."""
+        """Make the splits, so that whatever is wrong with them is reported before anything starts."""
         for split in SPLITS:
             self.rows(split)
 
     def train_dataloader(self) -> DataLoader[Row]:
-        return ResumableLoader(
-            cast(Any, self.rows("train")),
-            batch_size=self.batch_size,
-            sampler=self.train_sampler(),
-            collate_fn=self.collate,
-            num_done=self._num_done,
-        )
+        def num_done() -> int:  # batches of the epoch in progress that the Trainer has made a step of
+            trainer: Any = self.trainer
+            return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
 
-    def _num_done(self) -> int:
-        """How many batches of the epoch in progress the Trainer has made a step of."""
-        assert self.trainer is not None, "asked by a Trainer"
-        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
-        done: int = progress.processed
-        return done
+        rows, sampler = self.rows("train"), self.train_sampler()
+        return ResumableLoader(
+            rows, batch_size=self.batch_size, sampler=sampler, collate_fn=self.collate, num_done=num_done
+        )
 
     def val_dataloader(self) -> DataLoader[Row]:
         return self._dataloader("val")
@@ -209,9 +250,9 @@ class TokenData(LightningDataModule, ABC):
         return self._dataloader("test")
 
     def _dataloader(self, split: str) -> DataLoader[Row]:
-        return DataLoader(cast(Any, self.rows(split)), batch_size=self.batch_size, collate_fn=self.collate)
+        return DataLoader(self.rows(split), batch_size=self.batch_size, collate_fn=self.collate)
 
-    def deal(self, num_sequences: int, counted: str, remedy: str) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, num_sequences: int, counted: str, remedy: str) -> tuple[Tensor, Tensor, Tensor]:
         """The numbers of the sequences of each split, in the order of `SPLITS`: a shuffle by the seed, cut in three.
 
         Args:
@@ -231,6 +272,24 @@ class TokenData(LightningDataModule, ABC):
                 f"train + {self.num_val} val + {self.num_test} test): lower these numbers, or {remedy}"
             )
         order = torch.randperm(num_sequences, generator=torch.Generator().manual_seed(self.seed))
-        stop = None if self.num_train is None else held_out + self.num_train
-        # Each a copy, which does not keep the whole shuffle.
+        stop = None if self.num_train is None else needed
+        # Copies, which do not keep the whole shuffle.
         return order[held_out:stop].clone(), order[self.num_test : held_out].clone(), order[: self.num_test].clone()
+
+
+def plain_arguments(made: object) -> PlainValues:
+    """The arguments of an object's constructors that it keeps under their names, if they are plain values."""
+    values: PlainValues = {}
+    for kind in type(made).__mro__:
+        if not kind.__module__.startswith("lightning.") and "__init__" in vars(kind):
+            for name in inspect.signature(kind.__init__).parameters:  # type: ignore[misc]
+                value = getattr(made, name, inspect)
+                if isinstance(value, int | float | str | list | None):
+                    values.setdefault(name, value)
+    return values
+
+
+@rank_zero_only
+def tell(line: str) -> None:
+    """Report progress on stderr, once for all processes."""
+    say(line, file=sys.stderr)

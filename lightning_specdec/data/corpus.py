@@ -1,22 +1,18 @@
-"""A directory of generated text: shards of rows, and a manifest that says what they are."""
+"""A directory of generated text: shards of rows, and a manifest that describes them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from lightning.pytorch.utilities import rank_zero_only
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from lightning_specdec.files import replaced
-from lightning_specdec.models.safetensors_file import read_header
-from lightning_specdec.terminal import say
+from lightning_specdec.config.files import replaced
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -24,7 +20,7 @@ FORMAT = 1
 _SAME = ("format", "vocab_size", "target", "tokenizer", "arguments", "data", "num_prompts", "prompts_sha256")
 """What two runs into one directory must have in common."""
 _MOVABLE = ("target.source", "tokenizer.name")
-"""Names of what is told apart by its content."""
+"""Names of what is compared by its content instead."""
 _TYPES: dict[str, type] = {"vocab_size": int, "target": dict, "tokenizer": dict, "num_shards": int}
 _ARRAYS = ("starts", "prompt_lengths", "prompt_numbers", "temperatures")
 
@@ -93,13 +89,10 @@ class Shard:
             raise FileNotFoundError(f"{path} is missing: run `lightning_specdec generate` again, which writes it")
         remedy = "delete it and run `lightning_specdec generate` again, which writes it anew"
         try:
-            read_header(path)
-            self._file = safe_open(path, "np")
-            self.starts, self.prompt_lengths, self.prompt_numbers, self.temperatures = map(
-                self._file.get_tensor, _ARRAYS
-            )
-            self._tokens = self._file.get_slice("tokens")
-            largest = int(self._file.get_tensor("tokens").max(initial=0))
+            file = safe_open(path, "np")
+            self.starts, self.prompt_lengths, self.prompt_numbers, self.temperatures = map(file.get_tensor, _ARRAYS)
+            self._tokens = file.get_slice("tokens")
+            largest = int(file.get_tensor("tokens").max(initial=0))
         except (ValueError, OSError, SafetensorError) as error:
             raise ValueError(f"the shard {path} is torn or damaged ({type(error).__name__}): {remedy}") from error
         sizes, prompts = np.diff(self.starts), self.prompt_lengths
@@ -116,15 +109,6 @@ class Shard:
         start, end = int(self.starts[number]), int(self.starts[number + 1])
         tokens: np.ndarray = self._tokens[start : end if size is None else min(end, start + size)]
         return tokens
-
-
-def is_whole(directory: Path, number: int, vocab_size: int) -> bool:
-    """Whether a shard is there and can be read."""
-    try:
-        Shard(shard_path(directory, number), vocab_size)
-    except (FileNotFoundError, ValueError):
-        return False
-    return True
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -151,18 +135,21 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def write_manifest(directory: Path, values: Mapping[str, Any]) -> None:
-    """Write what a directory says of its shards."""
+    """Write the manifest of a directory."""
     with replaced(directory / MANIFEST) as file:
         file.write((json.dumps(values, indent=1) + "\n").encode())
 
 
 def check_same(directory: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise ValueError, which names the first difference, unless a run may go on with what another one has begun."""
+    """Raise ValueError, which names the first difference, unless a run may continue what another one has begun."""
     had, has = _flat(found), _flat(json.loads(json.dumps(wanted)))
     for name in dict.fromkeys((*has, *had)):
         if name not in _MOVABLE and had.get(name) != has.get(name):
-            told = f"{name} was {_short(had.get(name))} there and is {_short(has.get(name))} now"
-            raise ValueError(f"{directory} holds another run's text ({told}): give the same, or another model.output")
+            before, now = (json.dumps(each.get(name))[:60] for each in (had, has))
+            raise ValueError(
+                f"{directory} holds another run's text ({name} was {before} there and is {now} now): give the same, "
+                "or another model.output"
+            )
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,11 +158,6 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
         value = values.get(name)
         flat |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
     return flat
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def open_corpus(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
@@ -196,9 +178,3 @@ def prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
     for prompt in prompts:
         digest.update(np.array([len(prompt), *prompt], np.int64).tobytes())
     return digest.hexdigest()
-
-
-@rank_zero_only
-def tell(line: str) -> None:
-    """Say on stderr what is being done, once for all processes."""
-    say(line, file=sys.stderr)

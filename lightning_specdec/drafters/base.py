@@ -1,15 +1,18 @@
-"""What a way to guess must do."""
+"""What a drafter implements, and what it is told."""
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from lightning_specdec.config.settings import NoSettings
+from lightning_specdec.config.settings import Settings as BaseSettings
 from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.models.graphs import GraphCache
 from lightning_specdec.rules import Draft, Sampling
@@ -19,20 +22,20 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Context:
+class DraftRequest:
     """What is known when a round begins.
 
     Args:
         texts: every row's tokens so far, prompt included, on the host. Rows that are not live have a text too.
         tail: the last two tokens of every row, on the device; a one-token text repeats its token.
-        uniform: `[B, K]`, numbers in [0, 1) for drawing the K guesses; None where nothing is drawn at random.
+        uniform: `[B, K]`, numbers in [0, 1) for drawing the K draft tokens; None where nothing is drawn at random.
         wants_logits: whether the rule compares the draft's logits.
-        vocab_size: rows of the target's output, which guesses and their distributions are over; as many as the draft's
-            own when None.
-        windows: guesses wanted of each row, which is all that logits processors are asked about; K of all when None.
-        settled: how many tokens of each text will stay, all of them when None. The others are guesses themselves, and
+        vocab_size: rows of the target's output, which draft tokens and their distributions are over; as many as the
+            draft's own when None.
+        windows: draft tokens wanted of each row, which is all that logits processors are asked about; K when None.
+        settled: how many tokens of each text are final, all of them when None. The others are draft tokens, and
             `go_back` takes them back; a state that cannot go back so far has to read the text again.
-        device: what recorded calls need of the round, on the device; None where calls are not recorded.
+        device: the round's numbers on the device; None where calls are not recorded.
     """
 
     texts: Sequence[Sequence[int]]
@@ -47,15 +50,15 @@ class Context:
 
 @dataclass
 class DeviceRound:
-    """A round's numbers on the device, in tensors that stay, for calls that are recorded.
+    """A round's numbers in tensors that stay where they are, for recorded calls.
 
     Args:
         graphs: the target's recorded calls.
         starts: the length of each text, less its last token.
         num_added: new tokens of each row's last round; 1 at least.
-        wanted: guesses wanted of each row.
+        wanted: draft tokens wanted of each row.
         windows: the same on the device.
-        width: guesses that a recorded call makes, at least as many as any row wants: few widths are few recordings.
+        width: draft tokens that a recorded call makes, at least as many as any row wants.
     """
 
     graphs: GraphCache
@@ -67,7 +70,7 @@ class DeviceRound:
 
 
 def last_two(texts: Sequence[Sequence[int]], device: torch.device) -> Int[Tensor, "B 2"]:
-    """The `tail` of a context: every text's last two tokens, a single one repeated."""
+    """The `tail` of a request: every text's last two tokens, a single one repeated."""
     return torch.tensor([tail_of(text) for text in texts], device=device)
 
 
@@ -77,60 +80,86 @@ def tail_of(text: Sequence[int]) -> list[int]:
 
 
 @dataclass
-class Host:
-    """The target that a session decodes, and its state, for drafters that work inside it.
-
-    Args:
-        model: the target, as it decodes.
-        state: its state; only the session moves its lengths.
-    """
+class TargetContext:
+    """The target that a session decodes and its state, whose lengths only the session moves."""
 
     model: LanguageModel
     state: DecodeState
 
 
-class DraftState(ABC):
-    """What a drafter remembers of a batch of rows: its own business, but for rows that move."""
+class DraftState:
+    """What a drafter remembers of a batch of rows: by default one value per row, made by `new_row`."""
 
-    @abstractmethod
+    def __init__(self, batch_size: int = 0, new_row: Callable[[], Any] = lambda: None) -> None:
+        self.new_row = new_row
+        self.rows: list[Any] = [new_row() for _ in range(batch_size)]
+
     def select(self, rows: Sequence[int]) -> None:
         """Row i becomes the former row `rows[i]`, or an empty one where that is -1."""
+        moved = [
+            self.new_row() if row < 0 else copy.deepcopy(self.rows[row]) if row in rows[:i] else self.rows[row]
+            for i, row in enumerate(rows)
+        ]
+        self.rows = moved
 
-    @abstractmethod
     def clear(self, rows: Sequence[int]) -> None:
         """Empty these rows for the next request."""
+        for row in rows:
+            self.rows[row] = self.new_row()
 
     def go_back(self, row: int, length: int) -> None:
-        """A row goes on after so many tokens of its text with others than were guessed: forget all behind them.
+        """A row goes on after `length` tokens of its text with others than were drafted: forget all behind them.
 
-        Whoever remembers nothing but settled text may ignore it; to forget the whole row is always right.
-        It may come between `propose` and `observe`, where others' guesses than the drafter's own went to the target.
+        Forgetting the whole row is always right. It may come between `propose` and `observe`, where other draft tokens
+        than the drafter's own went to the target.
         """
         self.clear([row])
 
     def resume(self, row: int, length: int) -> None:
-        """Another prompt follows in a row, which begins with so many tokens of its text: forget all behind them.
-
-        What is guessed then should be what a first reading of that prompt would lead to.
-        """
+        """Another prompt follows in a row, which begins with `length` tokens of its text: forget all behind them."""
         self.go_back(row, length)
 
 
 class Drafter(nn.Module, ABC):
-    """A cheap way to guess the next tokens.
+    """Proposes draft tokens cheaply. One file in `drafters/`, or a class of the user's own named by its import path.
 
-    Theory: the verdict makes the output right whatever is guessed, so a drafter is free to be wrong; it pays by how
-    much cheaper than the target it is and by how often it agrees with it. A drafter holds its networks and settings;
-    what it remembers of a text is in the state that it is handed, so one drafter serves any number of sessions.
+    A subclass declares its `Settings` and implements `propose`. It holds networks and settings; what it remembers of a
+    text is in the state that it is given, so one drafter serves any number of sessions.
 
     Attributes:
+        Settings: fields, limits and help of what the constructor takes.
         gives_logits: whether `propose` can give its logits, which some rules compare with the target's.
-        inside_target: whether it works on the target's own state. Then it sees whole texts, however long, since it
-            reads nothing that the target would not read.
+        inside_target: whether it works on the target's own state; then it always sees whole texts.
     """
 
+    Settings: ClassVar[type[BaseSettings]] = NoSettings
+    settings: Any
     gives_logits: ClassVar[bool] = False
     inside_target: ClassVar[bool] = False
+
+    def __init__(self, *values: Any, **settings: Any) -> None:
+        super().__init__()
+        self.settings = self.Settings.arguments(*values, **settings)
+
+    @classmethod
+    def for_target(cls, target: LanguageModel, draft: Any = None, **settings: Any) -> Drafter:
+        """Build one for a pretrained target.
+
+        Args:
+            draft: the draft model, for kinds that take one.
+
+        Raises:
+            ValueError: it takes no draft model, a setting is wrong, or it cannot draft for this target.
+        """
+        if draft is not None:
+            raise ValueError(f"{cls.__name__} takes no draft model: drop the draft")
+        drafter = cls(**settings)
+        drafter.check_target(target)
+        return drafter
+
+    def arguments(self) -> dict[str, Any]:
+        """What a checkpoint rebuilds it from: plain values, and models under their own names."""
+        return self.settings.to_dict()
 
     @property
     def max_positions(self) -> int | None:
@@ -140,59 +169,39 @@ class Drafter(nn.Module, ABC):
 
     @property
     def max_draft_tokens(self) -> int | None:
-        """Most tokens that it guesses in a round, however large the window; None where there is no limit."""
+        """Most tokens that it drafts in a round, however large the window; None where there is no limit."""
         return None
 
-    @abstractmethod
-    def check_target(self, target: LanguageModel) -> None:
-        """Raise ValueError if this drafter cannot guess for that target."""
+    def check_target(self, target: LanguageModel) -> None:  # noqa: B027
+        """Raise ValueError if this drafter cannot draft for that target."""
 
     def features(self, target: LanguageModel) -> Sequence[int]:
         """The layers of the target whose hidden states `observe` wants."""
         return ()
 
-    @abstractmethod
-    def init_state(self, batch_size: int, max_length: int, host: Host | None = None) -> DraftState:
-        """An empty state for rows whose texts and guesses together reach at most `max_length` tokens.
+    def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> DraftState:
+        """An empty state for rows whose texts and draft tokens together reach at most `max_length` tokens.
 
         Args:
-            host: the target and its state; given by every session.
+            context: the target and its state; given by every session.
         """
+        return DraftState(batch_size)
 
     @abstractmethod
-    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
-        """Guess at most `windows[b]` tokens for each row b, and at least one where the window is not 0, if it can."""
+    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+        """Draft at most `windows[b]` tokens for each row b, and at least one where the window is not 0, if it can."""
 
     def observe(self, state: DraftState, output: ModelOutput, num_accepted: Sequence[int]) -> None:  # noqa: B027
-        """Learn what the target said, and how many guesses of each row were kept. Nothing to learn by default.
+        """Learn from the target's output, and how many draft tokens of each row were kept.
 
-        What is learnt may depend on the settled text and on what the target said of it, and on nothing behind the first
-        rejection: the uniform numbers of those positions are used again by the next round, so a drafter that
-        remembered what it had drawn with them would bias the output.
+        It must learn nothing from behind the first rejection: the uniform numbers of those positions are used again,
+        so remembering what was drawn with them would bias the output.
         """
 
     def needs_noise(self, sampling: Sampling) -> bool:
-        """Whether guesses are drawn at random under the session's sampling."""
+        """Whether draft tokens are drawn at random under the session's sampling."""
         return not sampling.greedy
 
     def fused(self) -> Drafter:
         """The same drafter in the form that decodes fastest; itself when there is no other."""
         return self
-
-    @abstractmethod
-    def arguments(self) -> dict[str, Any]:
-        """What a checkpoint rebuilds it from: plain values, and models under their own names."""
-
-
-def check_states(target: LanguageModel, *, hidden_size: int, vocab_size: int) -> None:
-    """Raise ValueError unless the target gives hidden states of this width, and has a vocabulary of this size."""
-    if target.hidden_size is None or target.num_layers is None:
-        name = type(target).__name__
-        raise ValueError(f"{name} gives no hidden states, and this draft guesses from those: draft in another way")
-    sizes = ("a hidden size", hidden_size, target.hidden_size), ("a vocabulary", vocab_size, target.vocab_size)
-    for what, own, others in sizes:
-        if own != others:
-            raise ValueError(
-                f"the draft is for {what} of {own}, the target has one of {others}: use the target that it was "
-                "trained with"
-            )

@@ -1,51 +1,173 @@
-"""An independent language model with a vocabulary of its own as the draft: it guesses what both vocabularies have."""
+"""A language model with another vocabulary as the draft: it drafts the tokens that both vocabularies have."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lightning_specdec.checks import require_number
-from lightning_specdec.drafters.base import Context, Drafter, DraftState, Host
-from lightning_specdec.drafters.cross_state import CrossDraftState
+from lightning_specdec.config.settings import Settings, setting
+from lightning_specdec.drafters.base import Drafter, DraftRequest, DraftState, TargetContext
 from lightning_specdec.drafters.layout import pad
-from lightning_specdec.drafters.model import ModelDrafter, RollingDrafter, fit
+from lightning_specdec.drafters.model import ModelDrafter, RollingDrafter, fit, make_draft, require_model
 from lightning_specdec.models import LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
-from lightning_specdec.text.translation import Translation
+from lightning_specdec.text.translation import TranslatedText, Translation
 from lightning_specdec.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
+class _Row:
+    """One row's text in the draft's tokens, and how far the draft's state agrees with it.
+
+    Places are counted from the text's beginning, in the draft's tokens.
+    """
+
+    def __init__(self, text: TranslatedText) -> None:
+        self.text = text
+        self.waiting: list[int] = []
+        """Tokens behind the text's own that the state has read, and that the next tokens may change."""
+        self.num_kept = 0
+        """Draft tokens of the last round that were kept and that the state has read."""
+        self.num_right = 0
+        """Leading tokens that the state, if it has read so many, has read as they are now."""
+        self.first = 0
+        """Where the part begins that the draft looks at: further on, where a text outgrows the draft's context."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text so far."""
+        return len(self.text.tokens) + len(self.waiting)
+
+    def extend(self, text: Sequence[int]) -> None:
+        """Take in the target's text as it is now."""
+        known, new = len(self.text.tokens), text[self.text.num_covered :]
+        pairs = self.text.translation.pairs
+        read = [*self.waiting, *(pairs.get(token, -1) for token in new[: self.num_kept])]
+        if new:
+            self.text.extend(new)
+        self.waiting = self.text.waiting()
+        now = [*self.text.tokens[known:], *self.waiting]
+        same = (i for i, (before, after) in enumerate(zip(read, now, strict=False)) if before != after)
+        self.num_right = known + next(same, min(len(read), len(now)))
+        self.num_kept = 0
+
+    def behind(self, place: int) -> list[int]:
+        """The tokens from that place on."""
+        num_settled = len(self.text.tokens)
+        return [*self.text.tokens[place:], *self.waiting[max(0, place - num_settled) :]]
+
+
+class CrossDraftState(DraftState):
+    """The state of the draft's model, and every row's text in its tokens."""
+
+    def __init__(self, model: LanguageModel, translation: Translation, batch_size: int, capacity: int) -> None:
+        super().__init__(batch_size, lambda: _Row(TranslatedText(translation)))
+        self.model, self.capacity = model, capacity
+        self.model_state = model.init_state(batch_size, capacity)
+        self.num_fed: list[int] | None = None
+        """Each row's draft tokens that the state has read, until it is known how many of them were kept."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        self.model_state.select(rows)
+        self.num_fed = None
+
+    def clear(self, rows: Sequence[int]) -> None:
+        super().clear(rows)
+        self.model_state.clear(rows)
+        for row in rows:
+            self._drop(row)
+
+    def _drop(self, row: int) -> None:
+        """Forget the row's draft tokens."""
+        if self.num_fed is not None:
+            self.num_fed[row] = 0
+
+    def go_back(self, row: int, length: int) -> None:
+        own = self.rows[row]
+        own.text.go_back(length)
+        own.waiting, own.num_kept = [], 0  # the state may have read others in their place
+        self._drop(row)
+        if len(own.text.tokens) <= own.first:
+            self.clear([row])
+
+    def resume(self, row: int, length: int) -> None:
+        own = self.rows[row]
+        if own.first:  # what the draft has read begins further on
+            self.model_state.clear([row])
+        read = [*own.text.tokens, *own.waiting]
+        own.text.begin_prompt(length)
+        own.waiting, own.num_kept, own.first = read[len(own.text.tokens) :], 0, 0  # the prompt may read alike
+
+    def make_room(self, num_draft_tokens: int) -> None:
+        """Let every row's text and draft tokens fit, at the price of reading again what does not.
+
+        A text may have any number of tokens in another vocabulary, so the size of buffers can only be estimated. Where
+        the model's own context is too short, a row begins anew with its last half; that depends on the row alone.
+        """
+        limit = self.model.max_positions
+        if limit is not None:
+            outgrown = [i for i, row in enumerate(self.rows) if row.length - row.first > limit - limit // 4]
+            for i in outgrown:
+                self.rows[i].first = self.rows[i].length - limit // 2
+            if outgrown:
+                self.model_state.clear(outgrown)
+        needed = max(row.length - row.first for row in self.rows) + num_draft_tokens
+        if needed > self.capacity:
+            self.capacity = 2 * needed if limit is None else min(2 * needed, limit)
+            self.model_state = self.model.init_state(len(self.rows), self.capacity)
+
+    def unread(self) -> list[list[int]]:
+        """Go back to where the state agrees with the text, and give what it has not read: two tokens at the least,
+        where there are two, so that shapes seldom change. A state that cannot go back so far reads the text again."""
+        state, starts, settled = self.model_state, [], []
+        for i, row in enumerate(self.rows):
+            start = max(row.first, min(row.num_right, row.first + state.consumed[i], row.length - 2))
+            if start - row.first < state.committed[i]:
+                state.clear([i])
+                start = row.first
+            starts.append(start - row.first)
+            settled.append(max(0, min(start, len(row.text.tokens) - 2) - row.first))
+        state.truncate(starts)
+        state.commit([max(pair) for pair in zip(settled, state.committed, strict=True)])
+        return [row.behind(row.first + start) for row, start in zip(self.rows, starts, strict=True)]
+
+
+@dataclass(frozen=True)
+class CrossVocabularySettings(Settings):
+    """Settings of `CrossVocabulary`."""
+
+    min_share: float = setting(0.1, "least share of tokens in common, of the smaller vocabulary", minimum=0, maximum=1)
+
+
 class CrossVocabulary(RollingDrafter):
-    """Guesses with a language model whose vocabulary is not the target's, through the tokens that both have.
+    """Drafts with a language model of another vocabulary, by the tokens that both have.
 
-    Theory: the draft's logits are restricted to the intersection and renormalized by the sampling, under the target's
-    numbers, so a guess's reported distribution is the one that it was drawn from and every lossless rule stays
-    lossless; the rest of the draft's probability is lost as acceptance. What the draft reads is a function of the
-    settled text, and any such function will do: see `TranslatedText` for the one that is used.
-
-    Source: Timor et al. 2025, "Accelerating LLM inference with lossless speculative decoding algorithms for
-    heterogeneous vocabularies" (token-level intersection).
+    The draft's logits are restricted to the intersection and renormalized by the sampling, so every lossless rule stays
+    lossless (Timor et al. 2025, token-level intersection); see `TranslatedText` for what the draft reads.
 
     Args:
         model: the draft.
         target_vocabulary: what the target's tokens mean.
         vocabulary: what the draft's tokens mean; the model's own when None.
-        encode: the draft's tokenizer for plain text, without special tokens; where it is None, text is spelt
-            by the longest tokens that fit.
+        encode: the draft's tokenizer for plain text, without special tokens; when None, text is spelt by the longest
+            tokens that fit.
         start: a token that the draft's texts begin with: its BOS, if it was trained with one.
-        min_share: tokens that both have / tokens of the smaller vocabulary, at the least.
-        sampling: how it draws its guesses, if not as the session draws.
+        sampling: how it draws, if not as the session does.
 
     Raises:
         ValueError: the draft's tokens are not known, or too few are the target's too.
     """
+
+    Settings = CrossVocabularySettings
+    settings: CrossVocabularySettings
+    renames = True
 
     def __init__(
         self,
@@ -55,25 +177,24 @@ class CrossVocabulary(RollingDrafter):
         vocabulary: Vocabulary | None = None,
         encode: Callable[[str], Sequence[int]] | None = None,
         start: int | None = None,
-        min_share: float = 0.1,
         sampling: Sampling | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(sampling=sampling)
-        self.model = model
-        self.min_share = require_number("min_share", min_share, low=0, high=1)
+        super().__init__(sampling=sampling, **settings)
         own = model.vocabulary if vocabulary is None else vocabulary
         if own is None:
-            raise ValueError(
-                "what the draft's tokens mean is not known: give its vocabulary (Vocabulary.of(tokenizer))"
-            )
-        self.target_vocabulary, self.vocabulary, self.encode, self.start = target_vocabulary, own, encode, start
-        self.translation = Translation(target_vocabulary, _readable(own, model.vocab_size), encode=encode, start=start)
-        num_shared = len(self.translation.pairs)
-        if not num_shared or self.translation.share < self.min_share:
+            raise ValueError("the draft's tokens are not known: give its vocabulary (Vocabulary.of(tokenizer))")
+        self.model, self.target_vocabulary = model, target_vocabulary
+        self._options = {"vocabulary": own, "encode": encode, "start": start}
+        # A tokenizer may have tokens that the model has no rows for.
+        special = {name: token for name, token in own.special.items() if token < model.vocab_size}
+        readable = Vocabulary(own.token_bytes[: model.vocab_size], special)
+        self.translation = Translation(target_vocabulary, readable, encode=encode, start=start)
+        num_shared, least = len(self.translation.pairs), self.settings.min_share
+        if not num_shared or self.translation.share < least:
             raise ValueError(
                 f"the draft and the target have {num_shared} tokens in common, {self.translation.share:.1%} of the "
-                f"smaller vocabulary (min_share is {self.min_share:.1%}): use a draft whose tokens are more like the "
-                "target's"
+                f"smaller vocabulary (min_share is {least:.1%}): use a draft whose tokens are more like the target's"
             )
         targets, drafts = (torch.tensor(tokens) for tokens in zip(*sorted(self.translation.pairs.items()), strict=True))
         # Column W of the draft's padded logits is -inf: what the target has alone. A logits processor may choose that
@@ -85,7 +206,20 @@ class CrossVocabulary(RollingDrafter):
         self._sources: Tensor
         self._read_as: Tensor
 
-    renames = True
+    @classmethod
+    def for_target(cls, target: LanguageModel, draft: Any = None, **settings: Any) -> Drafter:
+        """As `Drafter.for_target`; where the vocabularies are the same, a `ModelDrafter`."""
+        model = require_model(cls, draft)
+        own, others, tokenizer = model.vocabulary, target.vocabulary, getattr(model, "tokenizer", None)
+        drafter: Drafter
+        if own is None or others is None or own == others:
+            drafter = ModelDrafter(model, sampling=settings.get("sampling"))
+        elif tokenizer is None:
+            raise ValueError("the draft's vocabulary is not the target's: load the draft with its tokenizer")
+        else:
+            drafter = cls(model, others, encode=tokenizer.encode_plain, start=tokenizer.start, **settings)
+        drafter.check_target(target)
+        return drafter
 
     @property
     def max_positions(self) -> None:
@@ -94,97 +228,48 @@ class CrossVocabulary(RollingDrafter):
     def check_target(self, target: LanguageModel) -> None:
         if target.vocabulary is None:
             if target.vocab_size != len(self.target_vocabulary):
-                raise ValueError(
-                    f"the drafter was made for a target of {len(self.target_vocabulary)} tokens, this one has "
-                    f"{target.vocab_size}: make it with this target's vocabulary"
-                )
+                made_for = len(self.target_vocabulary)
+                raise ValueError(f"it was made for a target of {made_for} tokens, this one has {target.vocab_size}")
         elif difference := self.target_vocabulary.difference(target.vocabulary):
-            raise ValueError(
-                f"the drafter was made for another target's vocabulary ({difference}): make it with this one's"
-            )
+            raise ValueError(f"it was made for another target's vocabulary ({difference}): make it with this one's")
 
     def arguments(self) -> dict[str, Any]:
         raise ValueError("a checkpoint keeps no tokenizer, which a CrossVocabulary needs: save the two models apart")
 
     def fused(self) -> CrossVocabulary:
-        model = self.model.fused()
+        model, options = self.model.fused(), {**self._options, **self.settings.to_dict()}
         if model is self.model:
             return self
-        return CrossVocabulary(
-            model,
-            self.target_vocabulary,
-            vocabulary=self.vocabulary,
-            encode=self.encode,
-            start=self.start,
-            min_share=self.min_share,
-            sampling=self.sampling,
-        )
+        return CrossVocabulary(model, self.target_vocabulary, sampling=self.sampling, **options)
 
-    def init_state(self, batch_size: int, max_length: int, host: Host | None = None) -> CrossDraftState:
+    def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> CrossDraftState:
         # The draft's tokens are shorter as a rule, so there are more of them.
         capacity, limit = max_length + max_length // 2, self.model.max_positions
         capacity = capacity if limit is None else min(capacity, limit)
         return CrossDraftState(self.model, self.translation, batch_size, capacity)
 
-    def to_target(self, logits: Float[Tensor, "B W"], context: Context) -> Float[Tensor, "B V"]:
+    def to_target(self, logits: Float[Tensor, "B W"], request: DraftRequest) -> Float[Tensor, "B V"]:
         padded = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)
-        return fit(padded.index_select(1, self._sources), context.vocab_size)
+        return fit(padded.index_select(1, self._sources), request.vocab_size)
 
-    def to_draft(self, tokens: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
+    def to_draft(self, tokens: Int[Tensor, "B"], model: LanguageModel) -> Int[Tensor, "B"]:
         return self._read_as.index_select(0, tokens.clamp(max=len(self._read_as) - 1))
 
-    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
-        assert isinstance(state, CrossDraftState)
-        limit = self.model.max_positions
-        num_guesses = max(windows) if limit is None else min(max(windows), max(1, limit // 4))
-        for row, text in zip(state.rows, context.texts, strict=True):
+    def propose(self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+        limit, num_draft_tokens = self.model.max_positions, max(windows)
+        if limit is not None:
+            num_draft_tokens = min(num_draft_tokens, max(1, limit // 4))
+        for row, text in zip(state.rows, request.texts, strict=True):
             row.extend(text)
-        state.make_room(num_guesses)
-        tokens, valid_lengths = pad(state.unread(), context.tail.device)
-        guesses, probs, logits = self.roll(
-            self.model, state.model_state, tokens, valid_lengths, num_guesses, context, sampling
-        )
-        state.num_fed = [num_guesses - 1] * len(windows)
-        lengths = [min(window, num_guesses) for window in windows]
-        even = min(lengths) == num_guesses
-        return Draft(
-            guesses,
-            None if even else torch.tensor(lengths, device=guesses.device),
-            probs,
-            logits,
-            num_calls=num_guesses,
-        )
+        state.make_room(num_draft_tokens)
+        tokens, valid_lengths = pad(state.unread(), request.tail.device)
+        outputs = self.roll(self.model, state.model_state, tokens, valid_lengths, num_draft_tokens, request, sampling)
+        state.num_fed = [num_draft_tokens - 1] * len(windows)
+        wanted = [min(window, num_draft_tokens) for window in windows]
+        return make_draft(outputs, wanted, request)
 
-    def observe(self, state: DraftState, output: ModelOutput, num_accepted: Sequence[int]) -> None:
-        assert isinstance(state, CrossDraftState)
-        state.observe(num_accepted)
-
-
-def make_drafter(target: LanguageModel, model: LanguageModel, *, sampling: Sampling | None = None) -> Drafter:
-    """The drafter that lets this model guess for that target: directly, or through what their vocabularies share.
-
-    Raises:
-        ValueError: they share too little.
-    """
-    own, others = model.vocabulary, target.vocabulary
-    drafter: Drafter
-    if own is None or others is None or own == others:
-        drafter = ModelDrafter(model, sampling=sampling)
-    else:
-        tokenizer = getattr(model, "tokenizer", None)
-        if tokenizer is None:
-            raise ValueError(
-                "the draft's vocabulary is not the target's, so its tokenizer must read the target's text, and it has "
-                "none: load the draft with its tokenizer"
-            )
-        drafter = CrossVocabulary(
-            model, others, encode=tokenizer.encode_plain, start=tokenizer.start, sampling=sampling
-        )
-    drafter.check_target(target)
-    return drafter
-
-
-def _readable(vocabulary: Vocabulary, num_rows: int) -> Vocabulary:
-    """The tokens that the model has rows for; a tokenizer may have been given more."""
-    special = {name: token for name, token in vocabulary.special.items() if token < num_rows}
-    return Vocabulary(vocabulary.token_bytes[:num_rows], special)
+    def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
+        if state.num_fed is not None:
+            for row, count, fed in zip(state.rows, num_accepted, state.num_fed, strict=True):
+                row.num_kept = min(count, fed)
+            state.num_fed = None

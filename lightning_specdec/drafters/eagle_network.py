@@ -1,8 +1,7 @@
 """The network of an autoregressive head: one decoder layer over tokens and a target's hidden states.
 
-Theory: entry j joins the target's hidden states at token j, which sum up the text so far, with the embedding of token
-j + 1, which tells what was drawn from them; what comes out scores token j + 2. Where the target has not been yet, the
-network's own output at entry j - 1 stands for the target's hidden states at token j, so it goes on from itself.
+Entry j joins the target's hidden states at token j with the embedding of token j + 1, and its output scores token
+j + 2. Where the target has not been yet, the network's output at entry j - 1 stands for its hidden states at token j.
 
 Shapes: B rows, T entries, S keys, D width of the target's hidden states, F how many of them are joined, H query heads,
 G key heads, E size of a head, W tokens of the draft.
@@ -11,13 +10,13 @@ G key heads, E size of a head, W tokens of the draft.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_specdec.checks import require_int
-from lightning_specdec.models.packed import pack_linears
+from lightning_specdec.config.settings import Settings, setting
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -27,60 +26,64 @@ if TYPE_CHECKING:
 ROTARY_BASE = 10_000.0
 
 
-class EagleNetwork(nn.Module):
-    """Joins features, runs one decoder layer, scores tokens.
+@dataclass(frozen=True)
+class EagleSettings(Settings):
+    """Settings of `EagleDrafter`; its sizes are those of its network."""
 
-    Sources: Li et al. 2025, "EAGLE-3", figure 5 (three layers' features joined by a linear layer; the layer's attention
-    reads embedding and feature side by side, its residual stream is the feature's; the output goes on as the next
-    feature). Norms are RMSNorm, positions rotary (Su et al. 2021), the inner network SwiGLU, as in Llama.
+    feature_layers: tuple[int, ...] = setting(
+        help="the target's layers whose hidden states are read, from 0", minimum=0, maximum=1000
+    )
+    hidden_size: int = setting(help="hidden size of the target", minimum=2, maximum=2**16)
+    vocab_size: int = setting(help="vocabulary of the target", minimum=2, maximum=2**20)
+    num_heads: int = setting(help="query heads", minimum=1)
+    num_key_heads: int = setting(help="key and value heads, a divisor of num_heads", minimum=1)
+    intermediate_size: int = setting(help="width of the inner network", minimum=1, maximum=2**20)
+    attention_window: int | None = setting(
+        None, "newest tokens that each token attends to; default: all", minimum=1, maximum=2**20
+    )
+    draft_vocabulary: int | tuple[int, ...] | None = setting(
+        None, "tokens that it scores, ascending, or how many to choose before training; default: all"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers = self.feature_layers
+        if not layers or len(set(layers)) < len(layers):
+            raise ValueError(f"feature_layers must be one layer or several different ones, got {list(layers)}")
+        if self.hidden_size % (2 * self.num_heads) or self.num_heads % self.num_key_heads:
+            raise ValueError(
+                f"{self.num_heads} heads of {self.num_key_heads} keys do not divide a hidden size of "
+                f"{self.hidden_size} into even parts: choose other numbers of heads"
+            )
+
+
+class EagleNetwork(nn.Module):
+    """Joins features, runs one decoder layer, scores tokens (Li et al. 2025, "EAGLE-3", figure 5).
+
+    The layer's attention reads embedding and feature side by side; its residual stream is the feature's. Norms are
+    RMSNorm, positions rotary (Su et al. 2021), the inner network SwiGLU, as in Llama.
 
     Args:
-        hidden_size: D.
-        num_features: F.
+        settings: sizes; the size of a head E is D / H.
         num_tokens: W.
-        num_heads: H; the size of a head is D / H.
-        num_key_heads: G, a divisor of H.
-        intermediate_size: width of the inner network.
-        attention_window: how many entries an entry looks at, itself included, the newest ones; all when None. What lies
-            further back the target has summed up in its hidden states, and distances that no training text had are
-            never met.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        *,
-        num_features: int,
-        num_tokens: int,
-        num_heads: int,
-        num_key_heads: int,
-        intermediate_size: int,
-        attention_window: int | None = None,
-    ) -> None:
+    def __init__(self, settings: EagleSettings, num_tokens: int) -> None:
         super().__init__()
-        self.hidden_size = require_int("hidden_size", hidden_size, 2, 2**16)
-        self.num_heads = require_int("num_heads", num_heads, 1, hidden_size)
-        self.num_key_heads = require_int("num_key_heads", num_key_heads, 1, num_heads)
-        require_int("intermediate_size", intermediate_size, 1, 2**20)
-        if hidden_size % (2 * num_heads) or num_heads % num_key_heads:
-            raise ValueError(
-                f"{num_heads} heads of {num_key_heads} keys do not divide a hidden size of {hidden_size} into even "
-                "parts: choose other numbers of heads"
-            )
-        if attention_window is not None:
-            require_int("attention_window", attention_window, 1, 2**20)
-        self.attention_window = attention_window
-        self.head_size = hidden_size // num_heads
-        width = (num_heads + 2 * num_key_heads) * self.head_size
+        hidden_size, inner_size = settings.hidden_size, settings.intermediate_size
+        self.num_heads, self.num_key_heads = settings.num_heads, settings.num_key_heads
+        self.attention_window, self.head_size = settings.attention_window, hidden_size // settings.num_heads
+        self.hidden_size = hidden_size
+        width = (self.num_heads + 2 * self.num_key_heads) * self.head_size
         # Layers differ a hundredfold in how large their states are, and so do the first token's from all others'.
-        self.layer_norms = nn.ModuleList(_norm(hidden_size) for _ in range(num_features))
-        self.join = nn.Linear(num_features * hidden_size, hidden_size, bias=False)
+        self.layer_norms = nn.ModuleList(_norm(hidden_size) for _ in settings.feature_layers)
+        self.join = nn.Linear(len(settings.feature_layers) * hidden_size, hidden_size, bias=False)
         self.token_norm, self.feature_norm = _norm(hidden_size), _norm(hidden_size)
         self.query_key_value = nn.Linear(2 * hidden_size, width, bias=False)
         self.attention_output = nn.Linear(hidden_size, hidden_size, bias=False)
         self.inner_norm = _norm(hidden_size)
-        self.gate_up = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
-        self.down = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_up = nn.Linear(hidden_size, 2 * inner_size, bias=False)
+        self.down = nn.Linear(inner_size, hidden_size, bias=False)
         self.output_norm = _norm(hidden_size)
         self.output = nn.Linear(hidden_size, num_tokens, bias=False)
 
@@ -89,14 +92,8 @@ class EagleNetwork(nn.Module):
         """What it computes in."""
         return self.output_norm.weight.dtype
 
-    def packed(self) -> EagleNetwork:
-        """The network laid out for this processor, in place: for decoding only, and for good."""
-        if self.output_norm.weight.device.type == "cpu":
-            pack_linears(self)
-        return self
-
     def features(self, hidden: Sequence[Float[Tensor, "B T D"]]) -> Float[Tensor, "B T D"]:
-        """The target's hidden states of F layers as one feature for each token."""
+        """One feature for each token from the hidden states of F layers."""
         normed = [norm(each.to(self.dtype)) for norm, each in zip(self.layer_norms, hidden, strict=True)]
         joined: Tensor = self.join(torch.cat(normed, dim=-1))
         return joined.to(self.dtype)  # which autocast may have left in another type
@@ -125,7 +122,7 @@ class EagleNetwork(nn.Module):
         return output
 
     def logits(self, hidden: Float[Tensor, "*B D"]) -> Float[Tensor, "*B W"]:
-        """What the layer's output says of the next token."""
+        """Scores of the next token from the layer's output."""
         scores: Tensor = self.output(self.output_norm(hidden))
         return scores
 

@@ -1,39 +1,130 @@
-"""The target's own first layers as the draft.
+"""The target's own first layers as the draft; their keys, values and outputs are used again in verification.
 
-Theory: a transformer often knows the next token before its last layer, above all one that was trained to (LayerSkip,
-Elhoushi et al. 2024). Its first layers with an output head are then a draft that needs no memory of its own: their keys
-and values are the target's, and what they made of a token need not be made again when it is verified. So per round the
-lower layers read each token once, the upper layers each tested token once. The last guess, which nobody fed to the
-draft, passes the lower layers during verification.
-
-Shapes: B rows, N places, D hidden size, W tokens that a head scores.
+Shapes: B rows, T tokens, N places, D hidden size, V vocabulary, W tokens that a head scores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
-from lightning_specdec.checks import require_int
-from lightning_specdec.drafters.base import Context, DraftState, Host
-from lightning_specdec.drafters.draft_vocabulary import DraftVocabulary
-from lightning_specdec.drafters.exit_model import ExitModel, LowerState
-from lightning_specdec.drafters.heads import Block
+from lightning_specdec.config.settings import Settings, setting
+from lightning_specdec.drafters.base import Drafter, DraftRequest, DraftState, TargetContext
+from lightning_specdec.drafters.heads import Block, DraftVocabulary
 from lightning_specdec.drafters.layout import pad
-from lightning_specdec.drafters.model import RollingDrafter, draft_lengths, refuse_sampling
-from lightning_specdec.models import DecodeState, ExitStates, KVState, LanguageModel
-from lightning_specdec.models.packed import PackedLinear, pack_linears
+from lightning_specdec.drafters.model import RollingDrafter, TrainedDrafter, make_draft
+from lightning_specdec.models import DecodeState, ExitStates, LanguageModel, ModelOutput
+from lightning_specdec.models.base import Plain, select
+from lightning_specdec.models.state import Lengths
 from lightning_specdec.rules import Draft, Sampling
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Bool, Float, Int
+
+
+class LowerState(DecodeState):
+    """How far the lower layers have read in one round: the target's state, and the outputs for the tokens ahead of it.
+
+    Args:
+        whole: the target's state; the lower half can be ahead of it, never behind.
+    """
+
+    def __init__(self, whole: DecodeState) -> None:
+        super().__init__(len(whole.consumed), whole.device)
+        self.whole, self._origin = whole, whole.consumed
+        self.consumed, self.committed = list(whole.consumed), list(whole.consumed)
+        self._chunks: list[Tensor] = []
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(chunk.nbytes for chunk in self._chunks)
+
+    def append(self, hidden: Float[Tensor, "B T D"], valid_lengths: Lengths | None) -> None:
+        """Keep the outputs for T more tokens, and count the valid ones as consumed."""
+        ahead = self.ahead
+        if min(ahead) == sum(chunk.shape[1] for chunk in self._chunks):
+            self._chunks.append(hidden)
+        else:
+            num_tokens, size = hidden.shape[1:]
+            places = torch.tensor(ahead, device=self.device)[:, None] + torch.arange(num_tokens, device=self.device)
+            room = nn.functional.pad(torch.cat(self._chunks, dim=1), (0, 0, 0, num_tokens))
+            self._chunks = [room.scatter_(1, places[..., None].expand(-1, -1, size), hidden)]
+        self.advance(hidden.shape[1], valid_lengths)
+
+    @property
+    def ahead(self) -> list[int]:
+        """How many more tokens of each row it has read than the target."""
+        return [length - origin for length, origin in zip(self.consumed, self._origin, strict=True)]
+
+    def exit_states(self, num_layers: int) -> ExitStates:
+        """What the upper layers continue from."""
+        return ExitStates(num_layers, torch.cat(self._chunks, dim=1), self.ahead)
+
+    def _select(self, rows: Sequence[int], source: Int[Tensor, "N"], empty: Bool[Tensor, "N"]) -> None:
+        raise AssertionError("the rows are the target's: it selects them")
+
+
+class ExitModel(LanguageModel):
+    """The target's lower layers and an output head as a language model over a `LowerState`.
+
+    Args:
+        target: the whole model.
+        num_layers: how many lower layers.
+        head: turns their output to logits; the target's own final norm and head when None.
+        tokens: those that the head scores; others are -inf in the model's logits. All when None.
+    """
+
+    num_layers: int
+
+    def __init__(
+        self, target: LanguageModel, num_layers: int, head: nn.Module | None, tokens: DraftVocabulary | None = None
+    ) -> None:
+        super().__init__()
+        target.check_exit(num_layers)
+        self.target, self.num_layers, self.head, self.tokens = target, num_layers, head, tokens
+        self.vocab_size, self.vocabulary = target.vocab_size, target.vocabulary
+        self.max_positions = target.max_positions
+
+    def init_state(self, batch_size: int, max_length: int) -> LowerState:
+        return LowerState(self.target.init_state(batch_size, max_length))
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "B T"],
+        state: DecodeState | None = None,
+        *,
+        valid_lengths: Lengths | None = None,
+        logits_for: Int[Tensor, "B N"] | slice | None = None,
+        features: Sequence[int] = (),
+    ) -> ModelOutput:
+        if features:
+            raise ValueError("the lower layers read one path of tokens, and give no features")
+        if state is None:
+            layer = self.num_layers - 1
+            hidden = self.target(tokens, features=(layer,), logits_for=slice(0, 0)).features[layer]
+        else:
+            assert isinstance(state, LowerState)
+            hidden = self.target.lower(tokens, state.whole, state.consumed, self.num_layers)
+            state.append(hidden, valid_lengths)
+        return ModelOutput(self.logits(select(hidden, logits_for)), logits_for=logits_for)
+
+    def logits(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
+        """The logits from the lower layers' output."""
+        if self.head is None:
+            return self.target.exit_logits(hidden)
+        scores: Tensor = self.head(hidden)
+        return scores if self.tokens is None else self.tokens.to_target(scores)
+
+    def arguments(self) -> dict[str, Plain]:
+        raise ValueError("the lower layers belong to their target: save that")
 
 
 class ExitState(DraftState):
-    """What an `EarlyExitDrafter` remembers between rounds: nothing, for its memory is the target's.
+    """Nothing between rounds, since its memory is the target's.
 
     Args:
         model: the lower layers.
@@ -41,11 +132,8 @@ class ExitState(DraftState):
     """
 
     def __init__(self, model: ExitModel, whole: DecodeState) -> None:
+        super().__init__()
         self.model, self.whole = model, whole
-
-    def begin(self) -> LowerState:
-        """A round's state of the lower half, where the target is."""
-        return LowerState(self.whole)
 
     def select(self, rows: Sequence[int]) -> None:
         pass
@@ -55,10 +143,7 @@ class ExitState(DraftState):
 
 
 class ExitHead(nn.Module):
-    """An output head of an exit's own: blocks, a norm and a linear layer.
-
-    Theory: a layer in the middle says what the layers above it want to read. Blocks turn that towards what an output
-    head reads, where the layer itself stays as it is; they begin as if they were not there.
+    """An exit's own output head: blocks, a norm and a linear layer.
 
     Args:
         hidden_size: D.
@@ -78,52 +163,44 @@ class ExitHead(nn.Module):
         return logits
 
 
-class EarlyExitDrafter(RollingDrafter):
-    """Guesses with the target's first layers; keys, values and what they made of each token go to the verification.
+@dataclass(frozen=True)
+class EarlyExitSettings(Settings):
+    """Settings of `EarlyExitDrafter`."""
 
-    Source: Elhoushi et al. 2024, "LayerSkip", section 4.3 (self-speculative decoding with shared cache and exit query).
+    exit_layer: int = setting(help="how many of the target's layers draft", minimum=1)
+    head_layers: tuple[int, ...] = setting((), "exits with a trained output head; others use the target's", minimum=1)
+    hidden_size: int | None = setting(None, "hidden size of the target that these heads are for", minimum=1)
+    vocab_size: int | None = setting(None, "vocabulary of the target that these heads are for", minimum=2)
+    num_blocks: int = setting(0, "residual blocks of each head", minimum=0, maximum=16)
+    draft_vocabulary: int | tuple[int, ...] | None = setting(
+        None, "tokens that the heads score, ascending, or how many to choose before training; default: all"
+    )
 
-    Args:
-        exit_layer: how many of the target's layers guess; any number of them, whatever exits it was trained with.
-        head_layers: the exits that have an output head of their own; at the others the target's serves.
-        hidden_size, vocab_size: of the target that these heads are for.
-        num_blocks: residual blocks of each of them.
-        draft_vocabulary: the tokens that they can say, ascending; or how many, to be chosen before they are trained;
-            all of them when None.
-        sampling: how guesses are drawn, if not as the session draws.
-    """
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.head_layers and (self.num_blocks or self.draft_vocabulary is not None):
+            raise ValueError("num_blocks and draft_vocabulary need an exit with its own head: name it in head_layers")
+        if self.head_layers and (self.hidden_size is None or self.vocab_size is None):
+            raise ValueError("heads need hidden_size and vocab_size of their target: give both beside head_layers")
 
-    inside_target = True
 
-    def __init__(
-        self,
-        exit_layer: int,
-        *,
-        head_layers: Sequence[int] = (),
-        hidden_size: int | None = None,
-        vocab_size: int | None = None,
-        num_blocks: int = 0,
-        draft_vocabulary: int | Sequence[int] | None = None,
-        sampling: Sampling | None = None,
-    ) -> None:
-        super().__init__(sampling=sampling)
-        self.exit_layer = require_int("exit_layer", exit_layer, 1)
-        self.heads = nn.ModuleDict()
-        self.hidden_size, self.vocab_size = hidden_size, vocab_size
-        self.num_blocks = require_int("num_blocks", num_blocks, 0, 16)
-        self.draft_vocabulary: DraftVocabulary | None = None
-        if not head_layers and (num_blocks or draft_vocabulary is not None):
-            raise ValueError(
-                "num_blocks and draft_vocabulary are of an exit's own output head, and there is none: name its layer "
-                "in head_layers, or leave them out"
-            )
-        if draft_vocabulary is not None:
-            self.draft_vocabulary = DraftVocabulary(draft_vocabulary, require_int("vocab_size", vocab_size, 2))
-        for layer in head_layers:
-            require_int("head_layers", layer, 1)
-            size, rows = require_int("hidden_size", hidden_size, 1), require_int("vocab_size", vocab_size, 1)
-            num_tokens = rows if self.draft_vocabulary is None else len(self.draft_vocabulary)
-            self.heads[str(layer)] = ExitHead(size, num_tokens, num_blocks)
+class EarlyExitDrafter(RollingDrafter, TrainedDrafter):
+    """Drafts with the target's first layers (Elhoushi et al. 2024, "LayerSkip", section 4.3); needs no draft model."""
+
+    Settings = EarlyExitSettings
+    settings: EarlyExitSettings
+
+    def __init__(self, *values: Any, sampling: Sampling | None = None, **settings: Any) -> None:
+        super().__init__(*values, sampling=sampling, **settings)
+        own = self.settings
+        self.exit_layer, self.heads = own.exit_layer, nn.ModuleDict()
+        for layer in own.head_layers:
+            assert own.hidden_size is not None
+            self.heads[str(layer)] = ExitHead(own.hidden_size, self.num_tokens, own.num_blocks)
+
+    @classmethod
+    def for_target(cls, target: LanguageModel, draft: Any = None, **settings: Any) -> Drafter:
+        return super(TrainedDrafter, cls).for_target(target, draft, **settings)
 
     @property
     def head(self) -> ExitHead | None:
@@ -132,82 +209,48 @@ class EarlyExitDrafter(RollingDrafter):
 
     def head_of(self, exit_layer: int) -> ExitHead | None:
         """Another exit's own output head; None where the target's serves."""
-        head = self.heads[str(exit_layer)] if str(exit_layer) in self.heads else None
-        assert head is None or isinstance(head, ExitHead)
-        return head
+        heads: dict[str, Any] = dict(self.heads)
+        return heads.get(str(exit_layer))
 
     def check_target(self, target: LanguageModel) -> None:
         target.check_exit(self.exit_layer)
-        sizes = ("tokens", self.vocab_size, target.vocab_size), ("hidden units", self.hidden_size, target.hidden_size)
-        for what, own, others in sizes:
-            if self.heads and own != others:
-                raise ValueError(
-                    f"the exit's heads are for {own} {what}, the target has {others}: "
-                    "use the target that they were trained with"
-                )
+        if self.heads:
+            super().check_target(target)
 
     def at(self, exit_layer: int) -> EarlyExitDrafter:
         """The same drafter with another exit; the heads are shared."""
-        other = EarlyExitDrafter(exit_layer, hidden_size=self.hidden_size, vocab_size=self.vocab_size)
-        other.sampling, other.heads = self.sampling, self.heads
-        other.num_blocks, other.draft_vocabulary = self.num_blocks, self.draft_vocabulary
+        other = EarlyExitDrafter(exit_layer, sampling=self.sampling)
+        other.settings = self.settings.changed(exit_layer=exit_layer)
+        other.heads, other.draft_vocabulary = self.heads, self.draft_vocabulary
         return other
 
     def fused(self) -> EarlyExitDrafter:
-        linears = [layer for layer in self.heads.modules() if isinstance(layer, nn.Linear | PackedLinear)]
-        if not linears or isinstance(linears[0], PackedLinear) or linears[0].weight.device.type != "cpu":
-            return self
-        other = deepcopy(self)
-        pack_linears(other.heads)
-        return other.eval()
+        return self.packed("heads")
 
     def exit_model(self, target: LanguageModel) -> ExitModel:
-        """The language model that guesses, over the target's own state."""
+        """The language model that drafts, over the target's own state."""
         return ExitModel(target, self.exit_layer, self.head, None if self.head is None else self.draft_vocabulary)
 
     def arguments(self) -> dict[str, Any]:
-        refuse_sampling(self.sampling)
-        plain: dict[str, Any] = {"exit_layer": self.exit_layer}
-        if self.heads:
-            plain |= {"head_layers": [int(layer) for layer in self.heads]}
-            plain |= {"hidden_size": self.hidden_size, "vocab_size": self.vocab_size}
-        if self.num_blocks:
-            plain["num_blocks"] = self.num_blocks
-        if self.draft_vocabulary is not None:
-            plain["draft_vocabulary"] = self.draft_vocabulary.arguments()
-        return plain
+        plain, defaults = super().arguments(), EarlyExitSettings(self.exit_layer).to_dict()
+        return {key: value for key, value in plain.items() if key == "exit_layer" or value != defaults[key]}
 
-    def init_state(self, batch_size: int, max_length: int, host: Host | None = None) -> ExitState:
-        assert host is not None, "an early exit drafts inside its target, so a session must say which that is"
-        return ExitState(self.exit_model(host.model), host.state)
+    def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> ExitState:
+        assert context is not None, "an early exit drafts inside its target, so a session must say which that is"
+        return ExitState(self.exit_model(context.model), context.state)
 
-    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
-        assert isinstance(state, ExitState)
-        lower, num_guesses = state.begin(), max(windows)
-        unread = [text[length:] for text, length in zip(context.texts, lower.consumed, strict=True)]
-        tokens, valid_lengths = context.tail[:, 1:], None
-        if any(len(each) != 1 for each in unread):
-            tokens, valid_lengths = pad(unread, context.tail.device)
-        target, whole = state.model.target, state.whole
-        if valid_lengths is None and self.records(target, whole, tokens, 1, context, sampling):
-            assert isinstance(whole, KVState) and context.device is not None
-            num_guesses = context.device.width
-            model, storage, span = state.model, whole.storage, whole.recorded_span(num_guesses + 1)
-
-            def score(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-                hidden = target.read_at(storage, span, tokens, starts, self.exit_layer)
-                return model.logits(hidden[:, -1:])[:, -1], hidden
-
-            starts = context.device.starts
-            guesses, probs, logits, made = self.recorded_roll(
-                score, tokens, starts, num_guesses, context, sampling, (id(storage), span)
-            )
-            assert made is not None
-            exit_states = ExitStates(self.exit_layer, made, [num_guesses] * len(guesses))
+    def propose(self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+        whole = state.whole
+        unread = [text[length:] for text, length in zip(request.texts, whole.consumed, strict=True)]
+        tails = request.tail[:, 1:] if all(len(each) == 1 for each in unread) else None
+        target, layer, model = state.model.target, self.exit_layer, state.model
+        outputs = self.recorded_roll(target, whole, tails, request, sampling, num_layers=layer, head=model.logits)
+        if outputs is None:
+            lower = LowerState(whole)
+            tokens, lengths = pad(unread, request.tail.device) if tails is None else (tails, None)
+            outputs = self.roll(model, lower, tokens, lengths, max(windows), request, sampling)
+            states = lower.exit_states(layer)
         else:
-            guesses, probs, logits = self.roll(
-                state.model, lower, tokens, valid_lengths, num_guesses, context, sampling
-            )
-            exit_states = lower.exit_states(self.exit_layer)
-        lengths = draft_lengths(windows, num_guesses, context)
-        return Draft(guesses, lengths, probs, logits, num_calls=num_guesses, exit_states=exit_states)
+            assert outputs[3] is not None
+            states = ExitStates(layer, outputs[3], [outputs[3].shape[1]] * len(windows))
+        return make_draft(outputs, windows, request, states=states)

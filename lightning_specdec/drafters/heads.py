@@ -1,29 +1,133 @@
-"""Medusa's heads as a network, and their fused form for decoding.
+"""What trained drafts are made of: a draft vocabulary, residual blocks, and output heads with their fused form.
 
-Shapes: H heads, B rows, T tokens, D width of the hidden state, W tokens that they score; E is W, or D where no head has
-an output layer of its own.
+Shapes: H heads, B rows, T tokens, D width of the hidden state, V tokens of the target, W tokens of the draft; E is W,
+or D where no head has an output layer of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_specdec.config.checks import require_int
+from lightning_specdec.models.packed import PackedLinear, can_pack
+
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
 
 MOST_STACKED = 4096
 """Tokens up to which output layers are stacked; larger ones are packed one by one, where that works."""
 
 
-class Block(nn.Module):
-    """Medusa's residual block: the hidden state, and a linear layer's activation on top.
+class DraftVocabulary(nn.Module):
+    """W tokens of the target's V, in the target's order: the only ones that a draft proposes.
 
-    Its weights begin at zero, so that a new head says what its output layer makes of the target's own hidden state.
+    It makes the output head cheap (Zhao et al. 2025, "FR-Spec"). All other tokens have draft probability 0.
+
+    Args:
+        tokens: the target's numbers of the draft's tokens, ascending; or how many there will be, chosen later by
+            `choose` and until then the first ones.
+        vocab_size: V.
+
+    Raises:
+        ValueError: they are no ascending numbers of tokens.
     """
+
+    tokens: Tensor
+    places: Tensor
+
+    def __init__(self, tokens: int | Sequence[int], vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size = require_int("vocab_size", vocab_size, 2, 2**20)
+        if isinstance(tokens, int):
+            tokens = range(require_int("draft_vocabulary", tokens, 2, vocab_size))
+        numbers = torch.tensor(self._checked(tokens), device="cpu")
+        # Not stored with the weights: a setting has them.
+        self.register_buffer("tokens", numbers, persistent=False)
+        self.register_buffer("places", self._places(numbers), persistent=False)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def choose(self, counts: Int[Tensor, "V"], required: Iterable[int] = ()) -> None:
+        """Make it the most frequent tokens.
+
+        Args:
+            counts: how often each token occurs; of equally frequent ones the first goes first.
+            required: tokens that are taken whatever their counts, as those that end a text.
+
+        Raises:
+            ValueError: it has no room for these.
+        """
+        must = sorted(set(required))
+        if len(must) > len(self):
+            raise ValueError(f"a draft vocabulary of {len(self)} has no room for {len(must)} tokens that it must have")
+        ranked = counts.clone().double()
+        ranked[torch.tensor(must, dtype=torch.long)] = torch.inf
+        self._take(ranked.sort(descending=True, stable=True).indices[: len(self)].sort().values)
+
+    def become(self, tokens: Sequence[int]) -> None:
+        """Make it these tokens, as many as it has; ValueError if they are not."""
+        if len(tokens) != len(self):
+            raise ValueError(f"a draft vocabulary of {len(self)} tokens cannot become one of {len(tokens)}")
+        self._take(torch.tensor(self._checked(tokens)))
+
+    def _take(self, tokens: Int[Tensor, "W"]) -> None:
+        self.tokens.copy_(tokens)
+        self.places.copy_(self._places(tokens))
+
+    def _checked(self, tokens: Sequence[int]) -> list[int]:
+        numbers = [require_int("a token of draft_vocabulary", token, 0, self.vocab_size - 1) for token in tokens]
+        if len(numbers) < 2 or numbers != sorted(set(numbers)):
+            raise ValueError(f"draft_vocabulary must ascend and have two tokens at least, got {numbers[:8]}")
+        return numbers
+
+    def _places(self, tokens: Int[Tensor, "W"]) -> Int[Tensor, "V"]:
+        """The draft's number of each token of the target, -1 where it has none."""
+        places = torch.full((self.vocab_size,), -1, device=tokens.device)
+        places[tokens] = torch.arange(len(tokens), device=tokens.device)
+        return places
+
+    def arguments(self) -> list[int]:
+        """The target's numbers, as the constructor takes them."""
+        numbers: list[int] = self.tokens.tolist()
+        return numbers
+
+    def to_target(self, logits: Float[Tensor, "*B W"]) -> Float[Tensor, "*B V"]:
+        """Logits over the target's tokens: -inf for those that the draft does not have."""
+        room = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
+        return room.index_copy_(-1, self.tokens, logits)
+
+    def spread(self, probs: Float[Tensor, "*B W"]) -> Float[Tensor, "*B V"]:
+        """Probabilities over the target's tokens: 0 for those that the draft does not have."""
+        return probs.new_zeros(*probs.shape[:-1], self.vocab_size).index_copy_(-1, self.tokens, probs)
+
+    def restrict(self, values: Float[Tensor, "*B V"]) -> Float[Tensor, "*B W"]:
+        """The draft's tokens' part of values over the target's."""
+        return values.index_select(-1, self.tokens)
+
+    def to_draft(self, tokens: Int[Tensor, "*B"], missing: int) -> Int[Tensor, "*B"]:
+        """The draft's numbers of the target's tokens; `missing` for those it does not have, and for negative ones."""
+        found = self.places[tokens.clamp(min=0)]
+        return found.masked_fill((found < 0) | (tokens < 0), missing)
+
+    def check_has(self, tokens: Iterable[int], called: str) -> None:
+        """Raise ValueError, which calls the tokens that name, unless the draft has these."""
+        missing = sorted(token for token in tokens if int(self.places[token]) < 0)
+        if missing:
+            raise ValueError(f"the draft's vocabulary of {len(self)} tokens leaves out {called} ({str(missing)[1:-1]})")
+
+
+def rows_of(weight: Float[Tensor, "V D"], vocabulary: DraftVocabulary | None) -> Float[Tensor, "W D"]:
+    """The rows of an output head for a draft's tokens: all where it has no vocabulary of its own."""
+    return weight if vocabulary is None else weight[vocabulary.tokens]
+
+
+class Block(nn.Module):
+    """Medusa's residual block: the hidden state, and a linear layer's activation on top; zero to begin with."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -60,25 +164,16 @@ class Heads(nn.ModuleList):
         """What they compute in."""
         return next(self.parameters()).dtype
 
-    @torch.no_grad()
-    def copy_outputs(self, weight: Float[Tensor, "W D"]) -> None:
-        """Make each head's output layer a copy of this one."""
-        heads: list[Any] = list(self)
-        for head in heads:
-            head[-1].weight.copy_(weight)
-
     def forward(self, hidden: Float[Tensor, "B T D"], num_heads: int | None = None) -> Float[Tensor, "H B T E"]:
-        """What the first heads, or all, make of the hidden states."""
+        """The outputs of the first heads, or of all."""
         return torch.stack([head(hidden) for head in list(self)[:num_heads]])
 
 
 class FusedHeads(nn.Module):
     """`Heads` folded for decoding: the same function, all heads in one launch for each layer.
 
-    Theory: a round asks heads about one place of each row, so they spend their time on launches and on reading weights.
-    All heads' weights of a layer are one stack of matrices, and their products one batched product over it. The
-    matrices lie the other way round than in a linear layer, which a product with a single row reads faster on a CPU.
-    Output layers over large vocabularies are packed for the processor instead, as a target's own layers are.
+    All heads' weights of a layer are one stack of matrices, transposed, which a product with a single row reads faster
+    on a CPU. Output layers over large vocabularies are packed for the processor instead.
 
     Args:
         heads: what to fold, where it is and as it is: later changes or moves do not reach this copy.
@@ -87,21 +182,22 @@ class FusedHeads(nn.Module):
     def __init__(self, heads: Heads) -> None:
         super().__init__()
         self.dtype = heads.dtype
-
         each: list[Any] = list(heads)
         places = list(zip(*each, strict=True))
         # Plain attributes: a registered buffer is found through nn.Module.__getattr__, which costs as much as a launch.
         self._blocks = [
-            (stack(block.linear.weight.T for block in place), stack(block.linear.bias[None] for block in place))
+            (_stack(block.linear.weight.T for block in place), _stack(block.linear.bias[None] for block in place))
             for place in places[: heads.num_blocks]
         ]
         self._stacked: Tensor | None = None
         self._outputs: list[nn.Module] = []
         for layers in places[heads.num_blocks :]:  # one, or none
             if layers[0].out_features <= MOST_STACKED:
-                self._stacked = stack(layer.weight.T for layer in layers)
+                self._stacked = _stack(layer.weight.T for layer in layers)
             else:
-                self._outputs = [packed(layer) for layer in layers]
+                self._outputs = [
+                    PackedLinear(layer.weight, layer.bias) if can_pack(layer) else layer for layer in layers
+                ]
 
     def forward(self, hidden: Float[Tensor, "B T D"], num_heads: int | None = None) -> Float[Tensor, "H B T E"]:
         """See `Heads.forward`."""
@@ -116,15 +212,5 @@ class FusedHeads(nn.Module):
         return states.unflatten(1, hidden.shape[:2])
 
 
-def stack(weights: Iterable[Tensor]) -> Tensor:
-    """Tensors of one shape as one tensor."""
+def _stack(weights: Iterable[Tensor]) -> Tensor:
     return torch.stack([weight.detach() for weight in weights])
-
-
-def packed(layer: nn.Linear) -> nn.Module:
-    """The layer as this processor's kernels want it; itself where there is no such form."""
-    if layer.weight.device.type != "cpu":
-        return layer
-    from lightning_specdec.models.packed import PackedLinear, can_pack
-
-    return PackedLinear(layer.weight, layer.bias) if can_pack(layer) else layer

@@ -1,50 +1,300 @@
-"""An independent, smaller language model as the draft."""
+"""A smaller language model as the draft, and what all drafters share that draw from distributions."""
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import replace
 from operator import le
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_specdec.drafters.base import Context, Drafter, DraftState, Host
-from lightning_specdec.drafters.draft_vocabulary import DraftVocabulary
+from lightning_specdec.drafters.base import Drafter, DraftRequest, DraftState, TargetContext
+from lightning_specdec.drafters.heads import DraftVocabulary
 from lightning_specdec.drafters.layout import pad
-from lightning_specdec.models import DecodeState, KVState, LanguageModel, ModelOutput
+from lightning_specdec.models import DecodeState, ExitStates, KVState, LanguageModel, ModelOutput
 from lightning_specdec.models.graphs import Outputs
+from lightning_specdec.models.packed import can_pack, pack_linears
 from lightning_specdec.rules import Draft, Sampling
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
-@dataclass
+class Drawn:
+    """Draws draft tokens one after the other, and keeps what a draft must report of them.
+
+    Args:
+        windows: tokens wanted of each row, which is all that logits processors are asked about.
+        vocabulary: what the logits are over, where the draft has some tokens alone; the target's tokens when None.
+    """
+
+    def __init__(
+        self,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> None:
+        self.windows, self.sampling, self.wants_logits = windows, sampling, request.wants_logits
+        self.vocabulary = vocabulary
+        self._uniform = None if request.uniform is None else request.uniform.unbind(1)
+        self._texts = [list(text) for text in request.texts] if sampling.processors else []
+        self._tokens: list[Tensor] = []
+        self._probs: list[Tensor] = []
+        self._logits: list[Tensor] = []
+
+    def draw(self, logits: Float[Tensor, "B W"]) -> Int[Tensor, "B"]:
+        """The next token of every row, in the target's numbers."""
+        i, own = len(self._tokens), self.vocabulary
+        if own is not None and (self.sampling.processors or self.wants_logits):  # which are about the target's tokens
+            logits, own = own.to_target(logits), None
+        if self.sampling.processors:
+            wanted = [text if i < window else None for text, window in zip(self._texts, self.windows, strict=True)]
+            logits = self.sampling.process(logits[:, None], wanted)[:, 0]
+        token, probs = self.sampling.sample_with_probs(logits, None if self._uniform is None else self._uniform[i])
+        if self.sampling.processors:
+            for text, drawn in zip(self._texts, token.tolist(), strict=True):
+                text.append(drawn)
+        if probs is not None:
+            token = token.clamp(max=probs.shape[-1] - 1)  # a row of NaN draws no token, and something has to be read
+            self._probs.append(probs if own is None else own.spread(probs))
+        if own is not None:  # its tokens ascend, so the same number draws the same one of fewer
+            token = own.tokens[token]
+        if self.wants_logits:
+            self._logits.append(logits)
+        self._tokens.append(token)
+        return token
+
+    @property
+    def outputs(self) -> Outputs:
+        """Tokens, the distributions that they were drawn from (None where certain), and the logits if wanted."""
+        probs = torch.stack(self._probs, dim=1) if self._probs else None
+        logits = torch.stack(self._logits, dim=1) if self._logits else None
+        return torch.stack(self._tokens, dim=1), probs, logits
+
+
+class DrawingDrafter(Drafter, ABC):
+    """Draws its tokens from distributions that it computes.
+
+    Args:
+        sampling: how it draws, if not as the session does; any choice is lossless under a lossless rule.
+    """
+
+    gives_logits = True
+
+    def __init__(self, *values: Any, sampling: Sampling | None = None, **settings: Any) -> None:
+        super().__init__(*values, **settings)
+        self.sampling = sampling
+
+    def arguments(self) -> dict[str, Any]:
+        if self.sampling is not None:
+            raise ValueError("a checkpoint keeps no sampling of the draft's own: save without it, give it to decode")
+        return super().arguments()
+
+    def needs_noise(self, sampling: Sampling) -> bool:
+        return not (self.sampling or sampling).greedy
+
+    def recorded(
+        self,
+        request: DraftRequest,
+        num_draft_tokens: int,
+        sampling: Sampling,
+        key: Hashable,
+        call: Callable[..., Tensor | None],
+        *inputs: Tensor,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> Outputs:
+        """The outputs of `call(drawn, *inputs)`, which draws the tokens, and its result; as one recorded call.
+
+        Args:
+            key: distinguishes models, states and spans.
+        """
+        assert request.device is not None
+        num_rows, options = len(request.tail), (request.wants_logits, request.vocab_size)
+        blank = DraftRequest([[]] * num_rows, request.tail, None, *options)
+
+        def run(uniform: Tensor | None, *inputs: Tensor) -> Outputs:
+            windows = [num_draft_tokens] * num_rows
+            drawn = Drawn(replace(blank, uniform=uniform), windows, sampling, vocabulary)
+            made = call(drawn, *inputs)
+            return *drawn.outputs, made
+
+        full = id(self), num_draft_tokens, sampling, *options, key
+        return request.device.graphs.run(full, run, request.uniform, *inputs)
+
+
+def make_draft(
+    outputs: Outputs,
+    wanted: Sequence[int],
+    request: DraftRequest,
+    *,
+    num_calls: int | None = None,
+    states: ExitStates | None = None,
+) -> Draft:
+    """The draft of `Drawn.outputs`, of which each row wants so many tokens; by default, each took one call."""
+    tokens, probs, logits = outputs[:3]
+    assert tokens is not None
+    device, lengths = request.device, None
+    if min(wanted) < tokens.shape[1]:
+        uploaded = device is not None and list(wanted) == list(device.wanted)
+        lengths = device.windows if device and uploaded else torch.tensor(wanted, device=request.tail.device)
+    return Draft(tokens, lengths, probs, logits, num_calls or tokens.shape[1], states)
+
+
+def nothing(request: DraftRequest) -> Draft:
+    """No draft tokens for any row."""
+    return Draft(torch.empty(len(request.tail), 0, dtype=torch.long, device=request.tail.device))
+
+
+class TrainedDrafter(DrawingDrafter, ABC):
+    """Networks that were trained on their target's hidden states; its settings have their sizes.
+
+    Attributes:
+        draft_vocabulary: the tokens that it scores; None for all of the target's.
+        num_tokens: how many those are.
+    """
+
+    inside_target = True
+
+    def __init__(self, *values: Any, sampling: Sampling | None = None, **settings: Any) -> None:
+        super().__init__(*values, sampling=sampling, **settings)
+        tokens, vocab_size = self.settings.draft_vocabulary, self.settings.vocab_size
+        self.draft_vocabulary = None if tokens is None else DraftVocabulary(tokens, vocab_size)
+        self.num_tokens: Any = vocab_size if self.draft_vocabulary is None else len(self.draft_vocabulary)
+
+    @classmethod
+    def for_target(cls, target: LanguageModel, draft: Any = None, **settings: Any) -> Drafter:
+        raise ValueError(f"a {cls.__name__} is trained for its target: give its draft file or checkpoint")
+
+    def arguments(self) -> dict[str, Any]:
+        plain, own = super().arguments(), self.draft_vocabulary
+        plain.pop("draft_vocabulary", None)
+        return plain if own is None else {**plain, "draft_vocabulary": own.arguments()}
+
+    def check_target(self, target: LanguageModel) -> None:
+        if target.hidden_size is None or target.num_layers is None:
+            raise ValueError(f"{type(target).__name__} gives no hidden states, which this draft reads")
+        own = self.settings
+        if (own.hidden_size, own.vocab_size) != (target.hidden_size, target.vocab_size):
+            raise ValueError(
+                f"the draft is for a hidden size of {own.hidden_size} and a vocabulary of {own.vocab_size}, the target "
+                f"has {target.hidden_size} and {target.vocab_size}: use the target that it was trained with"
+            )
+
+    def packed(self, network: str) -> Any:
+        """A copy whose network of that name is packed for this processor; itself where nothing can be."""
+        if not any(can_pack(layer) for layer in getattr(self, network).modules()):
+            return self
+        other = deepcopy(self)
+        pack_linears(getattr(other, network))
+        return other.eval()
+
+
+class RollingDrafter(DrawingDrafter, ABC):
+    """Rolls out a language model, one token after the other.
+
+    Attributes:
+        renames: whether its model has other numbers for the target's tokens.
+    """
+
+    renames: ClassVar[bool] = False
+
+    def to_target(self, logits: Float[Tensor, "B W"], request: DraftRequest) -> Float[Tensor, "B V"]:
+        """Logits of the draft's W tokens as logits of the target's V; -inf for what the draft does not have."""
+        return fit(logits, request.vocab_size)
+
+    def to_draft(self, tokens: Int[Tensor, "B"], model: LanguageModel) -> Int[Tensor, "B"]:
+        """What the model reads for drawn tokens; a logits processor may choose what only pads the target's output."""
+        return tokens.clamp(max=model.vocab_size - 1)
+
+    def roll(
+        self,
+        model: LanguageModel,
+        state: DecodeState,
+        tokens: Int[Tensor, "B T"],
+        valid_lengths: Sequence[int] | None,
+        num_draft_tokens: int,
+        request: DraftRequest,
+        sampling: Sampling,
+    ) -> Outputs:
+        """Have a model read tokens and draft: `Drawn.outputs`."""
+        drawn = Drawn(request, request.windows or [num_draft_tokens] * len(tokens), self.sampling or sampling)
+        renames = self.renames or (request.vocab_size or 0) > model.vocab_size
+
+        def choose(logits: Float[Tensor, "B V"], i: int) -> Int[Tensor, "B"]:
+            token = drawn.draw(self.to_target(logits, request))
+            return self.to_draft(token, model) if renames else token
+
+        model.rollout(tokens, state, num_draft_tokens, choose, valid_lengths=valid_lengths)
+        return drawn.outputs
+
+    def recorded_roll(
+        self,
+        model: LanguageModel,
+        state: DecodeState,
+        tokens: Int[Tensor, "B T"] | None,
+        request: DraftRequest,
+        sampling: Sampling,
+        *,
+        num_layers: int | None = None,
+        head: Callable[[Tensor], Tensor] | None = None,
+    ) -> Outputs | None:
+        """As `roll`, in one recorded call for `DeviceRound.width` tokens; None where calls are not recorded.
+
+        Args:
+            tokens: the last ones of each text, whose places the device knows; None where rows read others.
+            num_layers: layers that draft, all when None; their outputs are the fourth one.
+            head: turns their output to logits; the model's own when None.
+        """
+        if tokens is None or request.device is None or (self.sampling or sampling).processors or self.renames:
+            return None
+        num_read, width = tokens.shape[1], request.device.width
+        if not isinstance(state, KVState) or not model.records(state, num_read):
+            return None
+        storage = state.storage
+        span, head = state.recorded_span(width + num_read), head or model.exit_logits
+        vocab_size = request.vocab_size
+
+        def call(drawn: Drawn, tokens: Tensor, starts: Tensor) -> Tensor | None:
+            made = []
+            for _ in range(width):
+                hidden = model.read_at(storage, span, tokens, starts, num_layers)
+                logits = head(hidden[:, -1:])[:, -1]
+                starts = starts + tokens.shape[1]
+                tokens = drawn.draw(fit(logits, vocab_size))[:, None].clamp(max=logits.shape[-1] - 1)
+                made.append(hidden)
+            return None if num_layers is None else torch.cat(made, dim=1)
+
+        starts, key = request.device.starts - (num_read - 1), (id(storage), span)
+        return self.recorded(request, width, self.sampling or sampling, key, call, tokens, starts)
+
+
 class ModelDraftState(DraftState):
     """The state of the draft's model."""
 
-    model_state: DecodeState
-    guessed_at: list[int] | None = None
-    """Lengths of the texts that were last guessed on, until it is known how many of the guesses were kept."""
+    def __init__(self, model_state: DecodeState) -> None:
+        self.model_state = model_state
+        self.drafted_at: list[int] | None = None
+        """Lengths of the texts that were last drafted on, until it is known how many draft tokens were kept."""
 
-    def settle(self, num_accepted: Sequence[int]) -> None:
-        """Forget the guesses that were not kept: texts may go on for rounds before the draft is asked again."""
-        if self.guessed_at is not None:
-            right = [length + count for length, count in zip(self.guessed_at, num_accepted, strict=True)]
+    def settle(self, num_accepted: Sequence[int] | None = None) -> None:
+        """Forget the draft tokens that were not kept, all when None."""
+        if self.drafted_at is not None:
+            counts = num_accepted or [0] * len(self.drafted_at)
+            right = [length + count for length, count in zip(self.drafted_at, counts, strict=True)]
             self.model_state.truncate([min(pair) for pair in zip(right, self.model_state.consumed, strict=True)])
-            self.guessed_at = None
-
-    def _drop_guesses(self) -> None:
-        self.settle([0] * len(self.model_state.consumed))
+            self.drafted_at = None
 
     def select(self, rows: Sequence[int]) -> None:
-        self._drop_guesses()
+        self.settle()
         self.model_state.select(rows)
 
     def clear(self, rows: Sequence[int]) -> None:
-        self._drop_guesses()
+        self.settle()
         self.model_state.clear(rows)
 
     def go_back(self, row: int, length: int) -> None:
@@ -56,197 +306,36 @@ class ModelDraftState(DraftState):
             self.model_state.truncate(lengths)
 
 
-class Guesses:
-    """Draws guesses one after the other, and keeps what a draft must report of them.
-
-    Args:
-        windows: guesses wanted of each row, which is all that logits processors are asked about.
-        sampling: how they are drawn.
-        vocabulary: what the logits are over, where the draft can say some tokens alone; the target's tokens when None.
-    """
-
-    def __init__(
-        self,
-        context: Context,
-        windows: Sequence[int],
-        sampling: Sampling,
-        vocabulary: DraftVocabulary | None = None,
-    ) -> None:
-        self.windows, self.sampling, self.wants_logits = windows, sampling, context.wants_logits
-        self.vocabulary = vocabulary
-        self._uniform = None if context.uniform is None else context.uniform.unbind(1)
-        self._texts = [list(text) for text in context.texts] if sampling.processors else []
-        self._tokens: list[Tensor] = []
-        self._probs: list[Tensor] = []
-        self._logits: list[Tensor] = []
-
-    def draw(self, logits: Float[Tensor, "B W"]) -> Int[Tensor, "B"]:
-        """The next guess of every row, by the target's number, from logits over the draft's tokens."""
-        i, own = len(self._tokens), self.vocabulary
-        if own is not None and (self.sampling.processors or self.wants_logits):  # which are about the target's tokens
-            logits, own = own.to_target(logits), None
-        if self.sampling.processors:
-            wanted = [text if i < window else None for text, window in zip(self._texts, self.windows, strict=True)]
-            logits = self.sampling.process(logits[:, None], wanted)[:, 0]
-        token, probs = self.sampling.sample_with_probs(logits, None if self._uniform is None else self._uniform[i])
-        if self.sampling.processors:  # its own guesses are a part of what the next one is judged by
-            for text, guess in zip(self._texts, token.tolist(), strict=True):
-                text.append(guess)
-        if probs is not None:
-            token = token.clamp(max=probs.shape[-1] - 1)  # none, where the logits are no numbers: it has to be read
-            self._probs.append(probs if own is None else own.spread(probs))
-        if own is not None:  # the tokens ascend, so the same number draws the same one of fewer
-            token = own.tokens[token]
-        if self.wants_logits:
-            self._logits.append(logits)
-        self._tokens.append(token)
-        return token
-
-    @property
-    def tokens(self) -> Int[Tensor, "B K"]:
-        """The guesses."""
-        return torch.stack(self._tokens, dim=1)
-
-    @property
-    def probs(self) -> Float[Tensor, "B K V"] | None:
-        """The distributions that they were drawn from; None where they were certain."""
-        return torch.stack(self._probs, dim=1) if self._probs else None
-
-    @property
-    def logits(self) -> Float[Tensor, "B K V"] | None:
-        """The logits, if they are wanted."""
-        return torch.stack(self._logits, dim=1) if self._logits else None
-
-
-class RollingDrafter(Drafter):
-    """Guesses with a language model, one token after the other; which one is open, and what it shares with the target.
-
-    Theory: a guess is drawn from a distribution over the target's tokens, and the verdict is right only if exactly that
-    distribution is reported. So the model's logits become logits over the target's tokens first, with -inf for
-    what the model cannot say, and only then a distribution.
-
-    Args:
-        sampling: how it draws its guesses, if not as the session draws; any choice is lossless under a lossless rule.
-
-    Attributes:
-        renames: whether its model has other numbers for what it guesses.
-    """
-
-    gives_logits = True
-    renames: ClassVar[bool] = False
-
-    def __init__(self, *, sampling: Sampling | None = None) -> None:
-        super().__init__()
-        self.sampling = sampling
-
-    def needs_noise(self, sampling: Sampling) -> bool:
-        return not (self.sampling or sampling).greedy
-
-    def to_target(self, logits: Float[Tensor, "B W"], context: Context) -> Float[Tensor, "B V"]:
-        """Logits of the draft's W tokens as logits of the target's V."""
-        return fit(logits, context.vocab_size)
-
-    def to_draft(self, tokens: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
-        """What the model reads for guesses that were drawn from those."""
-        return tokens
-
-    def roll(
-        self,
-        model: LanguageModel,
-        state: DecodeState,
-        tokens: Int[Tensor, "B T"],
-        valid_lengths: Sequence[int] | None,
-        num_guesses: int,
-        context: Context,
-        sampling: Sampling,
-    ) -> tuple[Int[Tensor, "B K"], Float[Tensor, "B K V"] | None, Float[Tensor, "B K V"] | None]:
-        """Have a model read tokens and guess: the guesses, the distributions over the target's tokens that they were
-        drawn from, and the logits if wanted."""
-        windows = context.windows or [num_guesses] * len(context.texts)
-        drawn = Guesses(context, windows, self.sampling or sampling)
-        # A logits processor may choose what only pads the target's output: no word, but something has to be read.
-        padded = not self.renames and (context.vocab_size or 0) > model.vocab_size
-
-        def choose(logits: Float[Tensor, "B V"], i: int) -> Int[Tensor, "B"]:
-            read = self.to_draft(drawn.draw(self.to_target(logits, context)))
-            return read.clamp(max=model.vocab_size - 1) if padded else read
-
-        read = model.rollout(tokens, state, num_guesses, choose, valid_lengths=valid_lengths)
-        return drawn.tokens if padded or self.renames else read, drawn.probs, drawn.logits
-
-    def records(
-        self,
-        model: LanguageModel,
-        state: DecodeState,
-        tokens: Int[Tensor, "B T"],
-        num_read: int,
-        context: Context,
-        sampling: Sampling,
-    ) -> bool:
-        """Whether a round's guesses are made in one recorded call: where each row reads its text's last `num_read`
-        tokens, which is all that the device knows the places of."""
-        if context.device is None or tokens.shape[1] != num_read or (self.sampling or sampling).processors:
-            return False
-        return not self.renames and model.records(state, num_read)
-
-    def recorded_roll(
-        self,
-        score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]],
-        tokens: Int[Tensor, "B T"],
-        starts: Int[Tensor, "B"],
-        num_guesses: int,
-        context: Context,
-        sampling: Sampling,
-        key: Hashable,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """As `roll`, in one recorded call, with what `score` made on the way as the fourth.
-
-        Args:
-            score: logits of the last of these tokens, the first of which stands at these positions; and its states.
-            key: tells models, states and spans apart.
-        """
-        assert context.device is not None
-        own, width = self.sampling or sampling, context.vocab_size
-        blank = Context([[]] * len(tokens), context.tail, None, context.wants_logits, width)
-
-        def roll(tokens: Tensor, starts: Tensor, uniform: Tensor | None) -> Outputs:
-            drawn, made = Guesses(replace(blank, uniform=uniform), [num_guesses] * len(tokens), own), list[Tensor]()
-            for _ in range(num_guesses):
-                logits, hidden = score(tokens, starts)
-                starts = starts + tokens.shape[1]
-                tokens = drawn.draw(self.to_target(logits, blank))[:, None].clamp(max=logits.shape[-1] - 1)
-                made += [] if hidden is None else [hidden]
-            return drawn.tokens, drawn.probs, drawn.logits, torch.cat(made, dim=1) if made else None
-
-        full = "roll", id(self), num_guesses, own, context.wants_logits, width, key
-        tokens_, probs, logits, made = context.device.graphs.run(full, roll, tokens, starts, context.uniform)
-        assert tokens_ is not None
-        return tokens_, probs, logits, made
-
-
 class ModelDrafter(RollingDrafter):
-    """Guesses with a smaller language model of the same vocabulary, one token after the other.
+    """Drafts with a smaller language model of the same vocabulary (Leviathan et al. 2023; Chen et al. 2023).
 
-    Theory: the classic draft of Leviathan et al. 2023 and Chen et al. 2023. After a verdict the model has not seen the
-    last one or two tokens of the text (the correction or bonus, and the last guess, which nobody fed). It always reads
-    the last two again: that costs no launch more than reading two ragged ones, and keeps every shape fixed.
+    After verification the model has not read one or two of the text's last tokens. It always reads the last two again,
+    which keeps shapes fixed.
 
     Args:
         model: the draft.
-        sampling: how it draws its guesses, if not as the session draws; any choice is lossless under a lossless rule.
+        sampling: how it draws, if not as the session does.
     """
 
     def __init__(self, model: LanguageModel, *, sampling: Sampling | None = None) -> None:
         super().__init__(sampling=sampling)
         self.model = model
 
+    @classmethod
+    def for_target(cls, target: LanguageModel, draft: Any = None, **settings: Any) -> Drafter:
+        drafter = cls(require_model(cls, draft), **settings)
+        drafter.check_target(target)
+        return drafter
+
+    def arguments(self) -> dict[str, Any]:
+        return {**super().arguments(), "model": self.model}
+
     def check_target(self, target: LanguageModel) -> None:
         own, others = self.model.vocabulary, target.vocabulary
         if own is not None and others is not None:
             if difference := own.difference(others):
                 raise ValueError(
-                    f"the draft's vocabulary is not the target's ({difference}): draft with CrossVocabulary, "
-                    "which guesses what both have"
+                    f"the draft's vocabulary is not the target's ({difference}): draft with CrossVocabulary"
                 )
         elif self.model.vocab_size != target.vocab_size:
             raise ValueError(
@@ -254,81 +343,55 @@ class ModelDrafter(RollingDrafter):
                 "train both with one vocabulary"
             )
 
-    def arguments(self) -> dict[str, Any]:
-        refuse_sampling(self.sampling)
-        return {"model": self.model}
-
     def fused(self) -> ModelDrafter:
         return ModelDrafter(self.model.fused(), sampling=self.sampling)
 
-    def init_state(self, batch_size: int, max_length: int, host: Host | None = None) -> ModelDraftState:
+    def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> ModelDraftState:
         return ModelDraftState(self.model.init_state(batch_size, max_length))
 
-    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
-        assert isinstance(state, ModelDraftState)
-        tokens, valid_lengths = self._unread(state.model_state, context)
-        if context.vocab_size is not None and context.vocab_size > self.model.vocab_size:
-            # The target may say what only pads its output: no word, but the draft has to read something.
-            tokens = tokens.clamp(max=self.model.vocab_size - 1)
-        num_guesses = max(windows)
-        state.guessed_at = [len(text) for text in context.texts]
+    def propose(self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
         own = state.model_state
-        if valid_lengths is None and self.records(self.model, own, tokens, 2, context, sampling):
-            assert isinstance(own, KVState) and context.device is not None
-            num_guesses = context.device.width
-            model, storage, span = self.model, own.storage, own.recorded_span(num_guesses + 2)
+        tokens, valid_lengths = self._unread(own, request)
+        if request.vocab_size is not None and request.vocab_size > self.model.vocab_size:
+            tokens = tokens.clamp(max=self.model.vocab_size - 1)  # as in `to_draft`
+        state.drafted_at = [len(text) for text in request.texts]
+        tails = tokens if valid_lengths is None and tokens.shape[1] == 2 else None
+        outputs = self.recorded_roll(self.model, own, tails, request, sampling)
+        if outputs is None:
+            outputs = self.roll(self.model, own, tokens, valid_lengths, max(windows), request, sampling)
+        elif request.device is not None:
+            own.advance(request.device.width + 1)
+        return make_draft(outputs, windows, request)
 
-            def score(tokens: Tensor, starts: Tensor) -> tuple[Tensor, None]:
-                hidden = model.read_at(storage, span, tokens, starts, None)
-                return model.exit_logits(hidden[:, -1:])[:, -1], None
-
-            starts, key = context.device.starts - 1, (id(storage), span)
-            guesses, probs, logits, _ = self.recorded_roll(score, tokens, starts, num_guesses, context, sampling, key)
-            own.advance(tokens.shape[1] + num_guesses - 1)
-        else:
-            guesses, probs, logits = self.roll(self.model, own, tokens, valid_lengths, num_guesses, context, sampling)
-        lengths = draft_lengths(windows, num_guesses, context)
-        return Draft(guesses, lengths, probs, logits, num_calls=num_guesses)
-
-    def observe(self, state: DraftState, output: ModelOutput, num_accepted: Sequence[int]) -> None:
-        assert isinstance(state, ModelDraftState)
+    def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
         state.settle(num_accepted)
 
-    def _unread(self, state: DecodeState, context: Context) -> tuple[Int[Tensor, "B T"], list[int] | None]:
-        """The tokens to read before guessing, right-padded, and how many of each row's are real (None: all)."""
-        tails = [len(text) - 2 for text in context.texts]
+    def _unread(self, state: DecodeState, request: DraftRequest) -> tuple[Int[Tensor, "B T"], list[int] | None]:
+        """The tokens to read before drafting, right-padded, and how many of each row's are real (None: all)."""
+        tails = [len(text) - 2 for text in request.texts]
         if min(tails) >= 0 and all(map(le, tails, state.consumed)):
             state.truncate(tails)
-            commit(state, tails, context)
-            return context.tail, None
+            commit(state, tails, request)
+            return request.tail, None
         starts = [min(length, max(tail, 0)) for length, tail in zip(state.consumed, tails, strict=True)]
         if starts != state.consumed:
             state.truncate(starts)
-        commit(state, starts, context)
-        unread = [text[start:] for start, text in zip(starts, context.texts, strict=True)]
-        return pad(unread, context.tail.device)
+        commit(state, starts, request)
+        return pad([text[start:] for start, text in zip(starts, request.texts, strict=True)], request.tail.device)
 
 
-def draft_lengths(wanted: Sequence[int], num_guesses: int, context: Context) -> Int[Tensor, "B"] | None:
-    """A draft's lengths: the guesses that are wanted of each row, None where all of them are."""
-    if min(wanted) == num_guesses:
-        return None
-    if context.device is not None and list(wanted) == list(context.device.wanted):
-        return context.device.windows
-    return torch.tensor(wanted, device=context.tail.device)
+def require_model(kind: type[Drafter], draft: Any) -> LanguageModel:
+    """The draft model that `for_target` was given."""
+    if not isinstance(draft, LanguageModel):
+        raise ValueError(f"{kind.__name__} needs a draft model, got {type(draft).__name__}: give one as the draft")
+    return draft
 
 
-def commit(state: DecodeState, lengths: Sequence[int], context: Context) -> None:
+def commit(state: DecodeState, lengths: Sequence[int], request: DraftRequest) -> None:
     """Forget the way back below these lengths, but not below a settled text's last two tokens."""
-    if context.settled is not None:
-        lengths = [min(length, max(0, settled - 2)) for length, settled in zip(lengths, context.settled, strict=True)]
+    if request.settled is not None:
+        lengths = [min(length, max(0, settled - 2)) for length, settled in zip(lengths, request.settled, strict=True)]
     state.commit(lengths)
-
-
-def refuse_sampling(sampling: Sampling | None) -> None:
-    """Raise ValueError for a draft with a sampling of its own, which is about to be saved."""
-    if sampling is not None:
-        raise ValueError("a checkpoint keeps no sampling of the draft's own: save without it, give it when decoding")
 
 
 def fit(logits: Float[Tensor, "*B W"], vocab_size: int | None) -> Float[Tensor, "*B V"]:

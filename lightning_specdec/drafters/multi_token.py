@@ -1,12 +1,4 @@
-"""Heads on the target's last hidden state as the draft: each guesses one token further ahead.
-
-Theory: the hidden state from which the target scores the next token often tells those after it too. So once a token is
-settled, the state that it was drawn from is at hand, and head i scores the token i + 1 places behind that one: all
-guesses come from one pass over one state, with no memory and no reading of their own. The price is that a head does not
-see what the heads before it guessed, so each is right less often than the one before.
-
-The hidden states are those that `features` gives of the last layer: of a transformers model behind the final norm, as
-its output head sees them; of other models as they give them.
+"""Heads on the target's last hidden state as the draft: each drafts one token further ahead, all in one pass.
 
 Shapes: B rows, T tokens, D width of the hidden state, V vocabulary, W tokens that the heads score, H heads.
 """
@@ -16,48 +8,37 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lightning_specdec.checks import require_int
-from lightning_specdec.drafters.base import Context, Drafter, DraftState, Host, check_states
-from lightning_specdec.drafters.draft_vocabulary import DraftVocabulary, rows_of
-from lightning_specdec.drafters.heads import FusedHeads, Heads
-from lightning_specdec.drafters.model import Guesses, draft_lengths, refuse_sampling
+from lightning_specdec.config.settings import Settings, setting
+from lightning_specdec.drafters.base import DraftRequest, DraftState, TargetContext
+from lightning_specdec.drafters.heads import FusedHeads, Heads, rows_of
+from lightning_specdec.drafters.model import Drawn, TrainedDrafter, make_draft, nothing
 from lightning_specdec.models import LanguageModel, ModelOutput
-from lightning_specdec.models.graphs import Outputs
 from lightning_specdec.rules import Draft, Sampling
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-_OWN = "heads."
-"""What the heads' weights are called here, ahead of the names that Medusa's files give them."""
-_NAMES = re.compile(r"\d+\.\d+\.(linear\.weight|linear\.bias|weight)")
-
 
 class MultiTokenState(DraftState):
     """For each row the hidden state that its text's last token was drawn from.
 
-    Theory: what is remembered is a function of the settled text without its last token, so it does not matter what was
-    guessed on the way. It serves that text alone, hence the lengths: a row that has just begun or goes on after other
-    tokens has none until the target has read it.
-
-    Args:
-        host: the target and its state.
-        layer: the target's last layer.
+    It serves one text alone, hence the lengths: a row that has just begun or goes on after other tokens has none until
+    the target has read it.
     """
 
-    def __init__(self, batch_size: int, host: Host, layer: int) -> None:
-        self.host, self.layer = host, layer
+    def __init__(self, batch_size: int, context: TargetContext, layer: int) -> None:
+        self.context, self.layer = context, layer
         self.lengths = [0] * batch_size
         """Tokens of the texts that the hidden states are for; 0 where there is none."""
         self._hidden: Float[Tensor, "B D"] | None = None
         self.scored: Float[Tensor, "B N D"] | None = None
-        """What the target made of its last call's places; None where the rows have moved since."""
+        """The target's hidden states at its last call's places; None where the rows have moved since."""
         self._num_accepted: Sequence[int] = ()
 
     @property
@@ -65,20 +46,15 @@ class MultiTokenState(DraftState):
         """The hidden states; those of rows whose length is 0 mean nothing."""
         if self._hidden is None:
             assert self.scored is not None, "the target has not been called yet"
-            if min(self._num_accepted) == max(self._num_accepted):
-                self._hidden = self.scored[:, self._num_accepted[0]]
-            else:
-                places = torch.tensor(self._num_accepted, device=self.scored.device)[:, None, None]
-                self._hidden = self.scored.gather(1, places.expand(-1, -1, self.scored.shape[-1])).squeeze(1)
+            self._hidden = _at(self.scored, torch.tensor(self._num_accepted, device=self.scored.device))
         return self._hidden
 
     def learn(self, scored: Float[Tensor, "B N D"], num_accepted: Sequence[int]) -> None:
-        """Keep what the next token came from, of what the target made of a text's last one and its N - 1 guesses."""
-        num_guesses = scored.shape[1] - 1
+        """Keep the state that the next token came from; N places are the text's last token and N - 1 draft tokens."""
         self.scored, self._num_accepted, self._hidden = scored, num_accepted, None
-        # The target has read the whole text and all guesses; the kept ones and one token more are text now.
-        reads = zip(self.host.state.consumed, num_accepted, strict=True)
-        self.lengths = [length - num_guesses + count + 1 for length, count in reads]
+        # The target has read the whole text and all draft tokens; the kept ones and one token more are text now.
+        reads = zip(self.context.state.consumed, num_accepted, strict=True)
+        self.lengths = [length - scored.shape[1] + count + 2 for length, count in reads]
 
     def select(self, rows: Sequence[int]) -> None:
         if self.scored is not None or self._hidden is not None:
@@ -97,97 +73,71 @@ class MultiTokenState(DraftState):
             self.clear([row])
 
 
-class MultiTokenDrafter(Drafter):
-    """Guesses with heads that look further ahead from the target's last hidden state, all in one pass.
+@dataclass(frozen=True)
+class MultiTokenSettings(Settings):
+    """Settings of `MultiTokenDrafter`."""
 
-    Sources: Cai et al. 2024, "Medusa", section 3.1 (blocks and an output layer for each head; here a single guess for
-    each place instead of a tree); Gloeckle et al. 2024, "Better & Faster Large Language Models via Multi-token
-    Prediction" (heads that share the target's output layer).
+    num_heads: int = setting(help="heads, which is the most tokens drafted in a round", minimum=1, maximum=64)
+    hidden_size: int = setting(help="hidden size of the target", minimum=1, maximum=2**16)
+    vocab_size: int = setting(help="vocabulary of the target", minimum=2, maximum=2**20)
+    num_blocks: int = setting(1, "residual blocks of each head", minimum=1, maximum=16)
+    shared_output: bool = setting(False, "end in the target's own output head")
+    draft_vocabulary: int | tuple[int, ...] | None = setting(
+        None, "tokens that the heads score, ascending, or how many to choose before training; default: all"
+    )
 
-    Args:
-        num_heads: H, at least 1: a round has at most so many guesses.
-        hidden_size: D, of the target.
-        vocab_size: V, of the target.
-        num_blocks: residual blocks of each head.
-        shared_output: whether the heads end in the target's own output head. That saves V * D weights for each head,
-            and the reading of them; the target must be one whose output head can be called by itself.
-        draft_vocabulary: the tokens that the heads can say, ascending; or how many, to be chosen before they are
-            trained; all of them when None.
-        sampling: how guesses are drawn, if not as the session draws; any choice is lossless under a lossless rule.
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shared_output and self.draft_vocabulary is not None:
+            raise ValueError("a shared output head scores all tokens: drop draft_vocabulary or shared_output")
+
+
+class MultiTokenDrafter(TrainedDrafter):
+    """Drafts with trained heads on the target's last hidden state, all in one pass.
+
+    Cai et al. 2024, "Medusa", section 3.1, with one token for each place instead of a tree; heads that share the
+    target's output layer are those of Gloeckle et al. 2024.
     """
 
-    gives_logits = True
-    inside_target = True
+    Settings = MultiTokenSettings
+    settings: MultiTokenSettings
 
-    def __init__(
-        self,
-        num_heads: int,
-        *,
-        hidden_size: int,
-        vocab_size: int,
-        num_blocks: int = 1,
-        shared_output: bool = False,
-        draft_vocabulary: int | Sequence[int] | None = None,
-        sampling: Sampling | None = None,
-    ) -> None:
-        super().__init__()
-        self.num_heads = require_int("num_heads", num_heads, 1, 64)
-        self.hidden_size = require_int("hidden_size", hidden_size, 1, 2**16)
-        self.vocab_size = require_int("vocab_size", vocab_size, 2, 2**20)
-        self.num_blocks = require_int("num_blocks", num_blocks, 1, 16)
-        self.shared_output, self.sampling = shared_output, sampling
-        if shared_output and draft_vocabulary is not None:
-            raise ValueError(
-                "shared_output is the target's own output head, which scores all tokens: leave draft_vocabulary out, "
-                "or give the heads outputs of their own"
-            )
-        self.draft_vocabulary = None if draft_vocabulary is None else DraftVocabulary(draft_vocabulary, vocab_size)
-        num_tokens = vocab_size if self.draft_vocabulary is None else len(self.draft_vocabulary)
+    def __init__(self, *values: Any, sampling: Sampling | None = None, **settings: Any) -> None:
+        super().__init__(*values, sampling=sampling, **settings)
+        own = self.settings
         self.heads: Heads | FusedHeads = Heads(
-            num_heads, hidden_size, None if shared_output else num_tokens, num_blocks
+            own.num_heads, own.hidden_size, None if own.shared_output else self.num_tokens, own.num_blocks
         )
 
     @property
     def max_draft_tokens(self) -> int:
-        return self.num_heads
-
-    def _sizes(self) -> dict[str, Any]:
-        names = ("num_heads", "hidden_size", "vocab_size", "num_blocks", "shared_output")
-        plain = {name: getattr(self, name) for name in names}
-        own = self.draft_vocabulary
-        return plain if own is None else {**plain, "draft_vocabulary": own.arguments()}
-
-    def arguments(self) -> dict[str, Any]:
-        refuse_sampling(self.sampling)
-        return self._sizes()
+        return self.settings.num_heads
 
     def fused(self) -> MultiTokenDrafter:
         if isinstance(self.heads, FusedHeads):
             return self
         with torch.device("meta"):  # its own heads are not used
-            other = MultiTokenDrafter(**self._sizes(), sampling=self.sampling)
+            other = MultiTokenDrafter(sampling=self.sampling, **self.settings.to_dict())
         other.heads, other.draft_vocabulary = FusedHeads(self.heads), deepcopy(self.draft_vocabulary)
         return other.eval()
 
     def check_target(self, target: LanguageModel) -> None:
-        check_states(target, hidden_size=self.hidden_size, vocab_size=self.vocab_size)
-        if self.shared_output:
+        super().check_target(target)
+        if self.settings.shared_output:
             target.check_output_head()
 
+    @torch.no_grad()
     def init_from(self, target: LanguageModel) -> MultiTokenDrafter:
-        """Make each head's own output layer a copy of the target's output head, as Medusa begins; a shared one is that.
+        """Make each head's own output layer a copy of the target's output head, as Medusa begins.
 
         Raises:
             ValueError: as `check_target`.
         """
         self.check_target(target)
-        assert isinstance(self.heads, Heads), "fused heads are for decoding: begin with those that they were made of"
-        if not self.shared_output:
-            self.heads.copy_outputs(rows_of(target.output_weight, self.draft_vocabulary))
+        heads: Any = self.heads
+        for head in () if self.settings.shared_output else heads:
+            head[-1].weight.copy_(rows_of(target.output_weight, self.draft_vocabulary))
         return self
-
-    def needs_noise(self, sampling: Sampling) -> bool:
-        return not (self.sampling or sampling).greedy
 
     def features(self, target: LanguageModel) -> Sequence[int]:
         assert target.num_layers is not None
@@ -196,7 +146,7 @@ class MultiTokenDrafter(Drafter):
     def logits(
         self, hidden: Float[Tensor, "B T D"], target: LanguageModel, num_heads: int | None = None
     ) -> Float[Tensor, "H B T V"]:
-        """What the first `num_heads` heads (all when None) make of the target's last hidden states.
+        """The logits of the first `num_heads` heads (all when None) from the target's last hidden states.
 
         Head i's logits at place t are of token t + 2 + i, when the target's own are of token t + 1.
         """
@@ -206,91 +156,69 @@ class MultiTokenDrafter(Drafter):
     def scores(
         self, hidden: Float[Tensor, "B T D"], target: LanguageModel, num_heads: int | None = None
     ) -> Float[Tensor, "H B T W"]:
-        """As `logits`, of the tokens that the heads can say."""
+        """As `logits`, of the draft's tokens."""
         outputs: Tensor = self.heads(hidden.to(self.heads.dtype), num_heads)
-        if not self.shared_output:
+        if not self.settings.shared_output:
             return outputs
         return target.output_logits(outputs.flatten(0, 1).to(hidden.dtype)).unflatten(0, outputs.shape[:2])
 
     def head_logits(self, number: int, hidden: Float[Tensor, "*N D"], target: LanguageModel) -> Float[Tensor, "*N W"]:
-        """What one head makes of the target's last hidden states, of the tokens that it scores: to be trained by."""
+        """One head's logits from the target's last hidden states, of the draft's tokens: for training."""
         assert isinstance(self.heads, Heads), "fused heads are for decoding: train those that they were made of"
         output: Tensor = self.heads[number](hidden.to(self.heads.dtype))
-        if not self.shared_output:
+        if not self.settings.shared_output:
             return output
         flat = output.to(hidden.dtype).flatten(end_dim=-2)
         return target.output_logits(flat[None])[0].unflatten(0, output.shape[:-1])
 
-    def init_state(self, batch_size: int, max_length: int, host: Host | None = None) -> MultiTokenState:
-        assert host is not None, "heads guess from their target's hidden states, so a session must say which that is"
-        return MultiTokenState(batch_size, host, self.features(host.model)[0])
+    def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> MultiTokenState:
+        assert context is not None, "heads read their target's hidden states, so a session must say which that is"
+        return MultiTokenState(batch_size, context, self.features(context.model)[0])
 
-    def propose(self, state: DraftState, context: Context, windows: Sequence[int], sampling: Sampling) -> Draft:
-        assert isinstance(state, MultiTokenState)
-        known = (len(text) == length for text, length in zip(context.texts, state.lengths, strict=True))
-        wanted = [min(window, self.num_heads) if each else 0 for window, each in zip(windows, known, strict=True)]
-        num_guesses, device = max(wanted), context.tail.device
-        if not num_guesses:
-            return Draft(torch.empty(len(wanted), 0, dtype=torch.long, device=device))
-        own, model = self.sampling or sampling, state.host.model
-        if state.scored is None or context.device is None or own.processors:
-            guesses = self._guess(state.hidden, context, wanted, own, model)
-        else:
-            num_guesses = min(context.device.width, self.num_heads)
-            blank = Context([[]] * len(wanted), context.tail, None, context.wants_logits, context.vocab_size)
+    def propose(self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+        known = (len(text) == length for text, length in zip(request.texts, state.lengths, strict=True))
+        wanted = [
+            min(window, self.max_draft_tokens) if each else 0 for window, each in zip(windows, known, strict=True)
+        ]
+        if not max(wanted):
+            return nothing(request)
+        own, model, vocabulary = self.sampling or sampling, state.context.model, self.draft_vocabulary
 
-            def guess(scored: Tensor, num_added: Tensor, uniform: Tensor | None) -> Outputs:
-                place = (num_added - 1).clamp(max=scored.shape[1] - 1)[:, None, None]
-                hidden = scored.gather(1, place.expand(-1, -1, scored.shape[-1])).squeeze(1)
-                drawn = self._guess(hidden, replace(blank, uniform=uniform), [num_guesses] * len(hidden), own, model)
-                return drawn.tokens, drawn.probs, drawn.logits
+        def draw(drawn: Drawn, hidden: Tensor, num_draft_tokens: int) -> None:
+            for scores in self.scores(hidden[:, None], model, num_draft_tokens)[:, :, 0]:
+                drawn.draw(scores)
 
-            key = "heads", id(self), num_guesses, own, context.wants_logits
-            tokens, probs, logits = context.device.graphs.run(
-                key, guess, state.scored, context.device.num_added, context.uniform
-            )
-            assert tokens is not None
-            lengths = draft_lengths(wanted, num_guesses, context)
-            return Draft(tokens, lengths, probs, logits, num_calls=1)
-        lengths = draft_lengths(wanted, num_guesses, context)
-        return Draft(guesses.tokens, lengths, guesses.probs, guesses.logits, num_calls=1)
+        if state.scored is None or request.device is None or own.processors:
+            drawn = Drawn(request, wanted, own, vocabulary)
+            draw(drawn, state.hidden, max(wanted))
+            return make_draft(drawn.outputs, wanted, request, num_calls=1)
+        width = min(request.device.width, self.max_draft_tokens)
 
-    def _guess(
-        self,
-        hidden: Float[Tensor, "B D"],
-        context: Context,
-        wanted: Sequence[int],
-        sampling: Sampling,
-        target: LanguageModel,
-    ) -> Guesses:
-        """What the heads draw from the hidden states of each row's last token but one."""
-        guesses = Guesses(context, wanted, sampling, self.draft_vocabulary)
-        for scores in self.scores(hidden[:, None], target, max(wanted))[:, :, 0]:
-            guesses.draw(scores)
-        return guesses
+        def call(drawn: Drawn, scored: Tensor, num_added: Tensor) -> None:
+            draw(drawn, _at(scored, (num_added - 1).clamp(max=scored.shape[1] - 1)), width)
 
-    def observe(self, state: DraftState, output: ModelOutput, num_accepted: Sequence[int]) -> None:
-        assert isinstance(state, MultiTokenState)
+        added = request.device.num_added
+        outputs = self.recorded(request, width, own, "heads", call, state.scored, added, vocabulary=vocabulary)
+        return make_draft(outputs, wanted, request, num_calls=1)
+
+    def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
         state.learn(output.scored(state.layer), num_accepted)
 
 
-def to_medusa(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A drafter's `state_dict` under the names of Medusa's published `medusa_lm_head` files.
+def _at(scored: Float[Tensor, "B N D"], places: Tensor) -> Float[Tensor, "B D"]:
+    """Each row's hidden state at its place."""
+    return scored.gather(1, places[:, None, None].expand(-1, -1, scored.shape[-1])).squeeze(1)
 
-    They are `{head}.{block}.linear.weight`, `{head}.{block}.linear.bias` and `{head}.{num_blocks}.weight`; the last is
-    missing where the target's output head is shared, as in Medusa's files of version 2.
-    """
-    return {name.removeprefix(_OWN): weight for name, weight in weights.items()}
+
+def to_medusa(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A drafter's `state_dict` under the names of Medusa's published `medusa_lm_head` files."""
+    return {name.removeprefix("heads."): weight for name, weight in weights.items()}
 
 
 def from_medusa(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `to_medusa`: what `load_state_dict` takes.
-
-    Raises:
-        ValueError: these are no weights of Medusa's heads.
-    """
-    foreign = next((name for name in weights if not _NAMES.fullmatch(name)), None)
-    if foreign is not None or not weights:
-        found = "it is empty" if foreign is None else f"it holds {foreign!r}"
-        raise ValueError(f"this is no file of Medusa's heads, whose weights are named like 0.0.linear.weight: {found}")
-    return {f"{_OWN}{name}": weight for name, weight in weights.items()}
+    """The inverse of `to_medusa`; ValueError if these are no weights of Medusa's heads."""
+    if not weights or not all(
+        re.fullmatch(r"\d+\.\d+\.(linear\.weight|linear\.bias|weight)", name) for name in weights
+    ):
+        raise ValueError("this is no file of Medusa's heads, whose weights are named like 0.0.linear.weight")
+    return {f"heads.{name}": weight for name, weight in weights.items()}

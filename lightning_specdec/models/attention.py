@@ -1,17 +1,45 @@
-"""Attention for transformers models that does not repeat the keys that several query heads share."""
+"""Attention of transformers models over a `KVState`: cache, masks, and grouped queries without copies."""
 
 from __future__ import annotations
 
+import inspect
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from lightning_specdec.models.state import KVStorage, Slots
 
 NAME = "lightning_specdec"
-"""What transformers calls it: the value of a config's `_attn_implementation`."""
+"""What transformers calls `grouped_attention`: the value of a config's `_attn_implementation`."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"}
+"""Families that see both ways; as decoders, some of them count positions from another number than 0."""
+_OWN_MASKS = ("doge", "gpt_neo")
+"""Families whose layers mask by themselves, besides the mask that they are given."""
+
+
+class StateCache(Cache):
+    """A cache of transformers whose layers write to and read from one call's slots of a storage."""
+
+    def __init__(self, storage: KVStorage, slots: Slots, *, longest: int = 0, recorded: bool = False) -> None:
+        super().__init__(layers=[])
+        self.storage, self.slots, self.longest, self.recorded = storage, slots, longest, recorded
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return self.storage.update(layer_idx, self.slots, key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.longest
 
 
 def grouped_attention(
@@ -27,15 +55,14 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention, as transformers' "sdpa" and with its arguments, over a mask `[B, 1, T, S]`.
 
-    Theory: with grouped queries (Ainslie et al. 2023) G query heads look at one key head. transformers copies that head
-    G times for each call over more than one token, which costs more than the attention itself once the text is long.
-    Here the G heads are laid one behind the other along the query axis, so a key head meets all its queries in one
-    product, and the mask is what is repeated: T rows of it.
+    With grouped queries (Ainslie et al. 2023) G query heads look at one key head, which transformers copies G times for
+    each call over several tokens: more work than the attention itself on a long text. Here the G heads are laid one
+    behind the other along the query axis, and only the mask's T rows are repeated.
     """
     batch, heads, num_tokens, size = query.shape
     groups = heads // key.shape[1]
     plain = attention_mask is None or attention_mask.shape[1] != 1 or attention_mask.dtype == torch.bool
-    if groups == 1 or plain or dropout or any(value is not None for value in (is_causal, options.get("position_bias"))):
+    if groups == 1 or plain or dropout or is_causal is not None or options.get("position_bias") is not None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **options
         )
@@ -52,3 +79,56 @@ def grouped_attention(
 
 AttentionInterface.register(NAME, grouped_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def attention_windows(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, int | None]:
+    """The kinds of attention layers that a model has, and how far back each looks (None: to the start).
+
+    Raises:
+        ValueError: it is no decoder, its state cannot go back, or it takes no positions.
+    """
+    name, implementation = type(model).__name__, model.config._attn_implementation
+    two_sided = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if kinds is None:
+        sliding = window is not None and getattr(config, "use_sliding_window", True) and _builds_windows(model)
+        kinds = [_SLIDING if sliding else _FULL]
+    foreign = sorted({kind for kind in kinds if kind not in (_FULL, _SLIDING)})
+    reason = None
+    if (
+        config.is_encoder_decoder
+        or config.model_type in _ENCODERS
+        or two_sided
+        or model.get_output_embeddings() is None
+    ):
+        reason = "is not a causal language model: use a decoder-only one"
+    elif getattr(config, "alibi", False) or config.model_type in _OWN_MASKS:
+        reason = "makes its own masks, so rows of different lengths cannot share a call: use another"
+    elif foreign or getattr(model, "_is_stateful", False):
+        layers = ", ".join(foreign) or "recurrent"
+        reason = f"has {layers} layers, and their state cannot go back: speculative decoding needs attention"
+    elif "position_ids" not in inspect.signature(model.forward).parameters:
+        reason = "takes no position_ids, so rows of different lengths cannot share a call: use another"
+    elif implementation not in ("eager", "sdpa", NAME):
+        reason = f'runs on {implementation}, which takes no mask of ours: load it with attn_implementation="sdpa"'
+    if reason is not None:
+        raise ValueError(f"{name} {reason}")
+    return {kind: window if kind == _SLIDING else None for kind in dict.fromkeys(kinds)}
+
+
+def _builds_windows(model: PreTrainedModel) -> bool:
+    """Whether the model's code masks by a sliding window: a config of transformers' own models may name one that no
+    layer heeds. Code from elsewhere is taken at its config's word."""
+    sources = {type(part).__module__ for part in model.modules() if isinstance(part, PreTrainedModel)}
+    builder = "create_sliding_window_causal_mask"
+    return any(not name.startswith("transformers.") or hasattr(sys.modules[name], builder) for name in sources)
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """Most tokens of a text. Rotary scalings that change with the text's length stay below the change."""
+    scaling = getattr(config, "rope_parameters", None) or {}
+    original = scaling.get("original_max_position_embeddings") if isinstance(scaling, Mapping) else None
+    if original is not None and scaling.get("rope_type") in ("longrope", "dynamic"):
+        return int(original)
+    limit = getattr(config, "max_position_embeddings", None)
+    return None if limit is None else int(limit)

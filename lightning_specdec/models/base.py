@@ -1,21 +1,26 @@
-"""What a network must do to take part: score tokens, and keep a state that can go back."""
+"""The interface of a language model: it scores tokens, and keeps a state that can go back.
+
+Shapes: B rows, T tokens, N scored positions, D hidden size, V vocabulary.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from lightning_specdec.config import settings
 from lightning_specdec.models.state import DecodeState, KVStorage, Lengths, as_list
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-    from lightning_specdec.text.base import Tokenizer
+    from lightning_specdec.models.safetensors_file import Origin
+    from lightning_specdec.text.tokenizer import Tokenizer
     from lightning_specdec.text.vocabulary import Vocabulary
 
 Plain = int | float | str | bool
@@ -23,13 +28,12 @@ Plain = int | float | str | bool
 
 @dataclass
 class ModelOutput:
-    """What one forward pass gives.
+    """The result of one forward pass.
 
     Args:
-        logits: `[B, T, V]`, or `[B, N, V]` where `logits_for` named N positions; `logits[:, i]` scores the token after
-            the i-th of them.
+        logits: `logits[:, i]` scores the token after the i-th of the N positions that `logits_for` named.
         features: hidden states `[B, T, D]` of the layers that were asked for, by layer.
-        logits_for: the positions that the logits are of, as they were asked for.
+        logits_for: the positions of the logits, as they were asked for.
     """
 
     logits: Float[Tensor, "B N V"]
@@ -37,13 +41,13 @@ class ModelOutput:
     logits_for: Int[Tensor, "B N"] | slice | None = None
 
     def scored(self, layer: int) -> Float[Tensor, "B N D"]:
-        """A layer's hidden states at the positions that the logits are of."""
+        """A layer's hidden states at the positions of the logits."""
         return select(self.features[layer], self.logits_for)
 
 
 @dataclass
 class ExitStates:
-    """What a model's lower layers have made of tokens that its upper layers have not seen.
+    """Output of a model's lower layers for tokens that its upper layers have not read.
 
     Args:
         num_layers: how many lower layers.
@@ -66,27 +70,27 @@ def select(hidden: Float[Tensor, "B T D"], places: Int[Tensor, "B N"] | slice | 
 
 
 class LanguageModel(nn.Module, ABC):
-    """A causal language model: it scores the next token, and its state can go back.
-
-    Theory: speculative decoding needs two things of a network. It must score several tokens in one call, which makes
-    verification cheaper than generation, and it must forget the tokens that the verdict rejected, which is what
-    `DecodeState.truncate` does. Everything else (sampling, drafting, stopping) is somebody else's work.
+    """A causal language model: it scores several next tokens in one call, and its state can go back.
 
     Attributes:
+        Settings: limits and defaults of the plain arguments that a checkpoint rebuilds it from.
         vocab_size: rows of the output head.
         hidden_size: width of its last layer's output, as its output head reads it; None where it gives no features.
         num_layers: how many layers; None where it gives no features.
         max_positions: most tokens of a text that it was made for; None where there is no limit.
-        vocabulary: what the tokens mean, where that is known.
+        vocabulary: the bytes of its tokens, where they are known.
         tokenizer: turns text to tokens, where the tokens are text.
+        origin: the files that its weights were read from; None where it was made or trained here.
     """
 
+    Settings: ClassVar[type[settings.Settings]] = settings.NoSettings
     vocab_size: int
     hidden_size: int | None = None
     num_layers: int | None = None
     max_positions: int | None = None
     vocabulary: Vocabulary | None = None
     tokenizer: Tokenizer | None = None
+    origin: Origin | None = None
 
     @abstractmethod
     def init_state(self, batch_size: int, max_length: int) -> DecodeState:
@@ -101,7 +105,6 @@ class LanguageModel(nn.Module, ABC):
         valid_lengths: Lengths | None = None,
         logits_for: Int[Tensor, "B N"] | slice | None = None,
         features: Sequence[int] = (),
-        parents: Int[Tensor, "B T"] | None = None,
     ) -> ModelOutput:
         """Score tokens, and with a state consume them.
 
@@ -111,25 +114,27 @@ class LanguageModel(nn.Module, ABC):
             valid_lengths: how many of each row's tokens are real; the rest is right padding. All of them when None.
             logits_for: indices into T whose logits are wanted, row by row or one slice for all; all of T when None.
             features: layers whose hidden states are wanted.
-            parents: the tree that the tokens form, for models that can read one.
         """
 
     @abstractmethod
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments as plain values: with the class's name, what a checkpoint rebuilds it from."""
 
+    def _lacks(self, what: str) -> NoReturn:
+        raise ValueError(f"{type(self).__name__} has no {what}: take a transformers model, or draft in another way")
+
     def check_exit(self, num_layers: int) -> None:
         """Raise ValueError if the model cannot be split behind that many layers."""
-        raise ValueError(f"{type(self).__name__} has no layers to exit from: an early exit takes a transformers model")
+        self._lacks("layers to exit from")
 
     def lower(
         self, tokens: Int[Tensor, "B T"], state: DecodeState, starts: Sequence[int], num_layers: int
     ) -> Float[Tensor, "B T D"]:
-        """What the first `num_layers` layers make of tokens, row b's first one at position `starts[b]`.
+        """The output of the first `num_layers` layers for tokens, row b's first one at position `starts[b]`.
 
         Their part of the state is written; the state's lengths, which are those of the whole model, stay.
         """
-        raise NotImplementedError(f"{type(self).__name__} cannot be taken apart")
+        self._lacks("layers to exit from")
 
     def finish(
         self,
@@ -143,11 +148,11 @@ class LanguageModel(nn.Module, ABC):
     ) -> ModelOutput:
         """As `forward`, where `lower` has made `exit_states` of the first of these tokens: the lower layers read the
         rest alone, the upper layers all of them."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be taken apart")
+        self._lacks("layers to exit from")
 
     def exit_logits(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
-        """What the final norm and the output head make of a lower layer's output."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be taken apart")
+        """Logits of the final norm and the output head for a lower layer's output."""
+        self._lacks("layers to exit from")
 
     def records(self, state: DecodeState, num_tokens: int) -> bool:
         """Whether a call on so many tokens of every row is recorded, and `read_at` may be called in a recorded one."""
@@ -156,34 +161,34 @@ class LanguageModel(nn.Module, ABC):
     def read_at(
         self, state: KVStorage, span: int, tokens: Int[Tensor, "B T"], starts: Int[Tensor, "B"], num_layers: int | None
     ) -> Float[Tensor, "B T D"]:
-        """What the first `num_layers` layers (all when None) make of tokens whose places only the device knows.
+        """The output of the first `num_layers` layers (all when None) for tokens whose places only the device knows.
 
         Args:
             span: how many slots the call looks at.
             starts: the position of each row's first token.
         """
-        raise NotImplementedError(f"{type(self).__name__} records no calls")
+        self._lacks("recorded calls")
 
     def check_output_head(self) -> None:
         """Raise ValueError if the output head cannot be called by itself."""
-        raise ValueError(f"{type(self).__name__} does not let its output head be shared: use heads with their own")
+        self._lacks("output head that can be shared")
 
     def output_logits(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
-        """What the model makes of its last layer's output, as `features` gives it."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be taken apart")
+        """Logits for the last layer's output, as `features` gives it."""
+        self._lacks("output head that can be shared")
 
     def embeddings(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
-        """What the table of input embeddings has for these tokens, as wide as the hidden states.
+        """The input embeddings of these tokens, as wide as the hidden states.
 
         Raises:
-            ValueError: the model has no such table.
+            ValueError: the model shows no such table.
         """
-        raise ValueError(f"{type(self).__name__} does not show its embeddings: draft in another way")
+        self._lacks("input embeddings that can be shared")
 
     @property
     def output_weight(self) -> Float[Tensor, "V D"]:
         """The output head's matrix."""
-        raise ValueError(f"{type(self).__name__} does not show its output head's weights")
+        self._lacks("output head that can be shared")
 
     @property
     def num_parameters(self) -> int:
@@ -226,16 +231,17 @@ class LanguageModel(nn.Module, ABC):
         last: Tensor | slice = slice(-1, None)
         if valid_lengths is not None:
             last = torch.tensor([[length - 1] for length in as_list(valid_lengths)], device=tokens.device)
-        output = self(tokens, state, valid_lengths=valid_lengths, logits_for=last)
-        chosen = [choose(output.logits[:, -1], 0)]
-        for i in range(1, num_tokens):
-            chosen.append(choose(self(chosen[-1][:, None], state).logits[:, -1], i))
+        chosen: list[Tensor] = []
+        for i in range(num_tokens):
+            output = self(tokens, state, valid_lengths=valid_lengths, logits_for=last)
+            # A copy, since the next recorded call overwrites its logits, which may be the choice's memory.
+            chosen.append(choose(output.logits[:, -1].clone(), i).clone())
+            tokens, valid_lengths, last = chosen[-1][:, None], None, slice(-1, None)
         return torch.stack(chosen, dim=1)
 
 
 def _held_bytes(tensor: Tensor) -> int:
-    """Bytes that a tensor holds: of a quantized one those of its parts, since it passes for a tensor of floats."""
+    """Bytes that a tensor holds; of a quantized one those of its parts, since it passes for a tensor of floats."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.nbytes
-    names, _ = tensor.__tensor_flatten__()
-    return sum(_held_bytes(getattr(tensor, name)) for name in names)
+    return sum(_held_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])

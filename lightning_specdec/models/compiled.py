@@ -1,33 +1,39 @@
-"""A transformers model whose layers run as compiled code, for decoding.
+"""Compile the layers of a transformers model for decoding.
 
-Theory: decoding a few tokens spends much of its time on launching small operations, which a compiler fuses. Compiling
-a whole model takes minutes, and a new start for each shape. But all layers of a model run the same code on other
-weights: so one layer is compiled, with the weights, the buffers of the state and all lengths as arguments, and the code
-serves every layer, every text and (from two tokens on) every width.
+All layers of a model run the same code on other weights, so one layer is compiled, with weights, buffers and lengths
+as arguments, and serves every layer, every text and (from two tokens on) every width.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._inductor.custom_graph_pass import CustomGraphPass
-from transformers.cache_utils import Cache
-
-from lightning_specdec.compiler import require_compiler
 
 if TYPE_CHECKING:
     from lightning_specdec.models.huggingface import HuggingFaceLM
 
 WIDTHS = (1, 4, 7)
 """Tokens of the warm-up's calls: one, and two widths for the code that serves all others."""
-
-
 MOST_COMPILATIONS = 128
-"""Of one layer class's code, over all models of the process; torch's own limit of 8 ends with silently plain layers."""
+"""Of one layer class's code, over all models of the process; beyond torch's limit of 8 layers silently run plain."""
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linear layers that families of transformers apply to the same input."""
+
+
+class CompilerMissing(RuntimeError):
+    """There is no C++ compiler on this machine; decoding works without one, more slowly."""
+
+
+def require_compiler() -> None:
+    """Raise CompilerMissing unless a C++ compiler is found where torch looks for it."""
+    if shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
+        raise CompilerMissing("no C++ compiler was found (g++, clang++ or $CXX): decoding goes on uncompiled")
 
 
 class _LayerCache:
@@ -46,8 +52,8 @@ class _LayerCache:
 class _JoinedLinear(nn.Module):
     """One of several linear layers over the same input, as a part of all of them joined.
 
-    Compiled, each computes the joined product and takes its own rows, and `_MergeEqual` leaves one product of the
-    several: fewer and larger kernels read the weights. Uncompiled, each reads its own rows alone.
+    Compiled, each computes the joined product and takes its own rows, and `_merge_equal` leaves one product: fewer and
+    larger kernels read the weights. Uncompiled, each reads its own rows alone.
     """
 
     def __init__(self, layer: nn.Linear, joined: Tensor, first: int) -> None:
@@ -61,35 +67,6 @@ class _JoinedLinear(nn.Module):
         if torch.compiler.is_compiling():
             return nn.functional.linear(inputs, self.joined)[..., self.first : self.last]
         return nn.functional.linear(inputs, self.weight)
-
-
-class _MergeEqual(CustomGraphPass):
-    """Compute once what a compiled graph computes several times: torch does so for training alone."""
-
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        seen: dict[str, torch.fx.Node] = {}
-        for node in list(graph.nodes):
-            if node.op != "call_function" or node.target not in _PURE:
-                continue
-            first = seen.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
-            if first is not node:
-                node.replace_all_uses_with(first)
-                graph.erase_node(node)
-
-    def uuid(self) -> str:
-        return "lightning_specdec.merge_equal.1"
-
-
-_PURE = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.permute.default,
-    torch.ops.aten.t.default,
-    torch.ops.aten.view.default,
-    torch.ops.aten.reshape.default,
-}
-"""What a linear layer becomes in a compiled graph."""
-_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Linear layers that families of transformers apply to the same input."""
 
 
 def join_linears(model: nn.Module) -> None:
@@ -106,28 +83,52 @@ def join_linears(model: nn.Module) -> None:
                 first += layer.out_features
 
 
-def compile_layers(model: HuggingFaceLM, *, backend: str = "inductor") -> float:
-    """Compile the layers of a model, in place, and warm up.
+def _merge_equal() -> Any:
+    """A compiler's pass that computes once what a graph computes several times; torch does so for training alone."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    The first call that fills a state, a prompt's, stays uncompiled: its width comes once.
+    aten = torch.ops.aten
+    pure = {each.default for each in (aten.mm, aten.permute, aten.t, aten.view, aten.reshape)}  # of a linear layer
+
+    class MergeEqual(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            seen: dict[str, torch.fx.Node] = {}
+            for node in list(graph.nodes):
+                if node.op == "call_function" and node.target in pure:
+                    first = seen.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+                    if first is not node:
+                        node.replace_all_uses_with(first)
+                        graph.erase_node(node)
+
+        def uuid(self) -> str:
+            return "lightning_specdec.merge_equal.1"
+
+    return MergeEqual()
+
+
+def compile_layers(model: HuggingFaceLM, *, backend: str = "inductor") -> float:
+    """Compile the layers of a model in place, and warm up; a prompt's first call stays uncompiled.
 
     Returns:
-        the seconds that it took: some ten to forty for the first time on a machine, a few after.
+        Seconds that it took: some ten to forty for the first time on a machine, a few after.
 
     Raises:
-        CompilerMissing: no C++ compiler is there.
+        CompilerMissing: there is no C++ compiler.
         ValueError: the model keeps its layers in no list.
     """
     require_compiler()
-    layers = _layers(model)
-    started = time.perf_counter()
-    if model.device.type == "cuda":
+    started, on_gpu, number = time.perf_counter(), model.device.type == "cuda", model.config.num_hidden_layers
+    lists = (module for module in model.model.modules() if isinstance(module, nn.ModuleList))
+    layers = next((each for each in lists if len(each) == number), None)
+    if layers is None:
+        raise ValueError(f"{type(model.model).__name__} keeps its layers in no list, so they cannot be compiled")
+    if on_gpu:
         join_linears(model)
         model.record()  # anew: what was recorded before runs uncompiled
     for i, layer in enumerate(layers):
         if not hasattr(layer, "forward_uncompiled"):
             layer.forward_uncompiled = layer.forward  # type: ignore[assignment]
-            layer.forward = _dispatch(i, layer.forward, backend, on_gpu=model.device.type == "cuda")
+            layer.forward = _dispatch(i, layer.forward, backend, on_gpu=on_gpu)
     with torch.inference_mode():
         state = model.init_state(1, 4 * sum(WIDTHS))
         for width in (2, *WIDTHS, *WIDTHS):
@@ -136,20 +137,18 @@ def compile_layers(model: HuggingFaceLM, *, backend: str = "inductor") -> float:
 
 
 def _dispatch(index: int, plain: Callable[..., Any], backend: str, *, on_gpu: bool) -> Callable[..., Any]:
-    """A layer's forward pass: compiled where it goes on with a state whose buffers are there."""
-    # On a GPU recorded calls alone are compiled: they come in few shapes, and code for one shape is faster.
-    options: dict[str, Any] = {"options": {"post_grad_custom_pre_pass": _MergeEqual()}} if on_gpu else {}
+    """A layer's forward pass: compiled where it continues a state whose buffers are there."""
+    # On a GPU only recorded calls are compiled: they come in few shapes, and code for one shape is faster.
+    options: dict[str, Any] = {"options": {"post_grad_custom_pre_pass": _merge_equal()}} if on_gpu else {}
     compiled = torch.compile(plain, dynamic=not on_gpu, backend=backend, **options)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
-        storage, slots = getattr(cache, "storage", None), getattr(cache, "slots", None)
-        if storage is None or slots is None or index not in storage.layers:
+        cache: Any = next((value for value in (*args, *kwargs.values()) if hasattr(value, "slots")), None)
+        if cache is None or index not in cache.storage.layers or (on_gpu and not cache.recorded):
             return plain(*args, **kwargs)
-        if on_gpu and not getattr(cache, "recorded", False):
-            return plain(*args, **kwargs)
-        keys, values = storage.layers[index]
+        storage, slots = cache.storage, cache.slots
         positions = slots.positions.clamp(max=storage.num_slots - 1)
+        keys, values = storage.layers[index]
         part = _LayerCache(keys, values, storage.rows, positions, slots.span)
         args = tuple(part if value is cache else value for value in args)
         kwargs = {name: part if value is cache else value for name, value in kwargs.items()}
@@ -159,11 +158,3 @@ def _dispatch(index: int, plain: Callable[..., Any], backend: str, *, on_gpu: bo
             return compiled(*args, **kwargs)
 
     return forward
-
-
-def _layers(model: HuggingFaceLM) -> nn.ModuleList:
-    """The list of the model's layers."""
-    for module in model.model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == model.config.num_hidden_layers:
-            return module
-    raise ValueError(f"{type(model.model).__name__} keeps its layers in no list, so they cannot be compiled one by one")

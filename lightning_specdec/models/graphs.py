@@ -1,4 +1,4 @@
-"""CUDA graphs: a call's kernels are recorded once, then launched together, reading and writing tensors that stay."""
+"""CUDA graphs: a call's kernels are recorded once, then launched together over tensors that stay in place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 Outputs = tuple[Tensor | None, ...]
-Call = Callable[..., Outputs]
 MOST_TOKENS = 32
 """Tokens of each row up to which a call is recorded; prompts are longer, and come in any length."""
 SPAN_STEP = 256
@@ -20,8 +19,8 @@ class GraphCache:
     """Recorded calls by key, and named buffers that outlive the sessions that use them.
 
     A call must be a pure function of its tensors: no read by the host, and the same result when it runs again. Its
-    outputs are overwritten by its next run. Off the GPU nothing is recorded: the call runs anew, over the same
-    tensors and into the same outputs, which is how its laws are tested.
+    outputs are overwritten by its next run. On a CPU the call runs anew, over the same tensors and into the same
+    outputs, which is how its laws are tested.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,11 +29,6 @@ class GraphCache:
         self._buffers: dict[Hashable, Tensor] = {}
         self._addresses: set[int] = set()
 
-    @property
-    def num_recordings(self) -> int:
-        """Calls recorded so far."""
-        return len(self._recordings)
-
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor that stays where it is, zero when it is made."""
         key = name, tuple(shape), dtype
@@ -42,7 +36,7 @@ class GraphCache:
             self._buffers[key] = self._keep(torch.zeros(*shape, dtype=dtype, device=self.device))
         return self._buffers[key]
 
-    def run(self, key: Hashable, call: Call, *inputs: Tensor | None) -> Outputs:
+    def run(self, key: Hashable, call: Callable[..., Outputs], *inputs: Tensor | None) -> Outputs:
         """The call's outputs for these inputs. Inputs that stay where they are get read there, others are copied."""
         described = tuple(map(self._describe, inputs))
         recording = self._recordings.get((key, described))
@@ -69,14 +63,13 @@ class GraphCache:
 class _Recording:
     """One call over tensors that stay."""
 
-    def __init__(self, call: Call, inputs: Sequence[Tensor | None], kept: Sequence[bool]) -> None:
+    def __init__(self, call: Callable[..., Outputs], inputs: Sequence[Tensor | None], kept: Sequence[bool]) -> None:
         self.inputs = [
             tensor if stays or tensor is None else tensor.clone(memory_format=torch.contiguous_format)
             for tensor, stays in zip(inputs, kept, strict=True)
         ]
         self._copied = [i for i, stays in enumerate(kept) if not stays and inputs[i] is not None]
-        self._call = call
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._call, self._graph = call, None
         device = next(tensor.device for tensor in inputs if tensor is not None)
         if device.type != "cuda":
             self.outputs = call(*self.inputs)
@@ -92,9 +85,7 @@ class _Recording:
 
     def replay(self, inputs: Sequence[Tensor | None]) -> Outputs:
         for i in self._copied:
-            kept, given = self.inputs[i], inputs[i]
-            assert kept is not None and given is not None
-            kept.copy_(given)
+            self.inputs[i].copy_(inputs[i])  # type: ignore[union-attr,arg-type]
         if self._graph is not None:
             self._graph.replay()
         else:

@@ -1,15 +1,12 @@
 """A transformers model taken apart: embedding, layers, final norm and output head, called one by one.
 
-Theory: early exits read the lower layers alone and hand what they made to the upper ones; heads and their training want
-the hidden states between layers. Both need the pass in pieces, over the same weights. The pieces of Llama-like models,
-of GPT-2 and of GPT-NeoX lie open, and the loop over them is short. Whether it is really this model's loop is not taken
-on trust: its outcome is compared with that of the model's own forward pass.
+Early exits and heads need the forward pass in pieces, over the same weights. That the pieces really make up the model
+is checked by comparing them with its own forward pass.
 """
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,36 +14,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from lightning_specdec.models.config_file import first_line
+from lightning_specdec.models.model_config import FOREIGN, first_line
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-_PARTS = {
-    "llama": ("embed_tokens", "layers", "norm"),
-    "gpt2": ("wte", "h", "ln_f"),
-    "gpt_neox": ("embed_in", "layers", "final_layer_norm"),
-}
-"""What families call their embedding, their list of layers and their final norm; llama's names serve most others."""
+Call = dict[str, Any]
+"""Arguments that all layers of one call share: positions, their rotation, the mask, the cache."""
+_PARTS = (
+    ("embed_tokens", "layers", "norm"),  # Llama and most others
+    ("wte", "h", "ln_f"),  # GPT-2
+    ("embed_in", "layers", "final_layer_norm"),  # GPT-NeoX
+)
 _PROBE = (3, 1, 2, 0)
 """Tokens of the comparison: as few as show a wrong position or mask."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""Of the largest number that reaches the head, by type. The same operations on the same tokens differ by rounding."""
-_COARSE = 0.05
-"""The same for coarser types."""
+"""Relative to the largest number that reaches the head; 0.05 for coarser types."""
 _LARGE = 100.0
 """Beyond what models cap their logits at."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """What all layers of one call share.
-
-    Args:
-        options: arguments of every layer: positions, their rotation, the mask, the cache.
-    """
-
-    options: dict[str, Any]
 
 
 class LayerStack:
@@ -54,27 +39,24 @@ class LayerStack:
 
     Args:
         model: the model; later changes to its modules are seen.
+        window: how far back the layers look; to the start when None.
 
     Raises:
-        ValueError: the model's parts do not lie open, or its own forward pass does more than call them in turn.
+        ValueError: the model's parts are not laid out as in Llama, GPT-2 or GPT-NeoX.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+    def __init__(self, model: PreTrainedModel, window: int | None = None) -> None:
+        self.model, self.window = model, window
         self.inner: Any = model.base_model
-        parts = next((names for names in _PARTS.values() if all(hasattr(self.inner, name) for name in names)), None)
+        parts = next((names for names in _PARTS if all(hasattr(self.inner, name) for name in names)), None)
         if parts is None or model.get_output_embeddings() is None:
-            raise ValueError(
-                f"{self.name} cannot be taken apart: its layers are not laid out as in Llama, GPT-2, GPT-NeoX"
-            )
+            raise self._error("its layers are not laid out as in Llama, GPT-2, GPT-NeoX")
         self._embedding, self._layers, self._norm = parts
         parameters = inspect.signature(self.layers[0].forward).parameters
         self._cache_name = "layer_past" if "layer_past" in parameters else "past_key_values"
-        self._rotates = hasattr(self.inner, "rotary_emb")
 
-    @property
-    def name(self) -> str:
-        return type(self.model).__name__
+    def _error(self, reason: str) -> ValueError:
+        return ValueError(f"{type(self.model).__name__} cannot be taken apart: {reason}")
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -86,7 +68,7 @@ class LayerStack:
         return len(self.layers)
 
     def embed(self, tokens: Int[Tensor, "B T"], positions: Int[Tensor, "#B T"]) -> Float[Tensor, "B T D"]:
-        """What the first layer reads."""
+        """The first layer's input."""
         hidden: Tensor = getattr(self.inner, self._embedding)(tokens)
         if hasattr(self.inner, "wpe"):
             hidden = hidden + self.inner.wpe(positions)
@@ -96,17 +78,17 @@ class LayerStack:
     def begin(
         self, hidden: Float[Tensor, "B T D"], positions: Int[Tensor, "#B T"], mask: Tensor | None, cache: Cache | None
     ) -> Call:
-        """What the layers of a call share; `hidden` gives the type and the place."""
-        options: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, "use_cache": cache is not None}
-        options[self._cache_name] = cache
-        if self._rotates:
-            options["position_embeddings"] = self.inner.rotary_emb(hidden, position_ids=positions)
-        return Call(options)
+        """The arguments of a call's layers; `hidden` gives the dtype and the device."""
+        call: Call = {"attention_mask": mask, "position_ids": positions, "use_cache": cache is not None}
+        call[self._cache_name] = cache
+        if hasattr(self.inner, "rotary_emb"):
+            call["position_embeddings"] = self.inner.rotary_emb(hidden, position_ids=positions)
+        return call
 
     def run(self, hidden: Float[Tensor, "B T D"], call: Call, first: int, last: int) -> Float[Tensor, "B T D"]:
-        """The output of layer `last - 1` for what layer `first` reads."""
+        """The output of layer `last - 1` for the input of layer `first`."""
         for layer in self.layers[first:last]:
-            hidden = layer(hidden, **call.options)
+            hidden = layer(hidden, **call)
         return hidden
 
     def norm(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
@@ -115,19 +97,16 @@ class LayerStack:
         return normed
 
     def head(self, normed: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
-        """The output head, for what the final norm gave."""
+        """The output head, for the final norm's output."""
         logits: Tensor = self.model.get_output_embeddings()(normed)
         return logits
 
     @torch.no_grad()
-    def check(self, window: int | None) -> None:
+    def check(self) -> None:
         """Compare with the model's own forward pass: what reaches the output head, and what becomes of its logits.
 
         The parts read the tokens in two pieces, as they do when decoding: a layer that takes its cache by another name
         would do without it.
-
-        Args:
-            window: how far back the layers look; to the start when None.
 
         Raises:
             ValueError: they differ.
@@ -137,23 +116,23 @@ class LayerStack:
         self.model.eval()
         try:
             wanted, untouched = self._reach_head(tokens)
-            got = self._in_pieces(tokens, window)
+            got = self._in_pieces(tokens)
             off = float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6))
-        except (TypeError, AttributeError, RuntimeError, LookupError, ValueError) as error:
-            raise ValueError(f"{self.name} cannot be taken apart: {first_line(error)}") from error
+        except FOREIGN as error:
+            raise self._error(first_line(error)) from error
         finally:
             for module in training:
                 module.training = True
         if not untouched:
-            raise ValueError(f"{self.name} cannot be taken apart: behind its output head it changes the logits")
-        if not off <= _TOLERANCE.get(wanted.dtype, _COARSE):
-            raise ValueError(f"{self.name} cannot be taken apart: between its layers it does more than pass them on")
+            raise self._error("behind its output head it changes the logits")
+        if not off <= _TOLERANCE.get(wanted.dtype, 0.05):
+            raise self._error("between its layers it does more than pass them on")
 
     def _reach_head(self, tokens: Int[Tensor, "1 T"]) -> tuple[Float[Tensor, "1 T D"], bool]:
-        """What the model's own forward pass gives its output head, and whether what the head gives is what comes out.
+        """What the model's own forward pass gives its output head, and whether the head's output comes out unchanged.
 
-        The head's place is taken by numbers as large as logits become: a cap is not seen in the small ones of a model
-        that has learnt nothing yet.
+        The head's output is replaced by numbers as large as logits become: a cap is not seen in the small ones of an
+        untrained model.
         """
         seen: list[Tensor] = []
 
@@ -169,28 +148,18 @@ class LayerStack:
         wanted, given = seen
         return wanted, torch.equal(logits.float(), given.float())
 
-    def _in_pieces(self, tokens: Int[Tensor, "1 T"], window: int | None) -> Float[Tensor, "1 T D"]:
+    def _in_pieces(self, tokens: Int[Tensor, "1 T"]) -> Float[Tensor, "1 T D"]:
         """The same by parts: all tokens but the last, then that one."""
         positions, cache, pieces = torch.arange(tokens.shape[1], device=tokens.device)[None], DynamicCache(), []
         for first, last in ((0, len(_PROBE) - 1), (len(_PROBE) - 1, len(_PROBE))):
             apart = positions[0, first:last, None] - positions[0, :last]
-            seen = (apart >= 0) & (apart < (window or len(_PROBE)))
+            seen = (apart >= 0) & (apart < (self.window or len(_PROBE)))
             hidden = self.embed(tokens[:, first:last], positions[:, first:last])
-            mask = torch.zeros_like(apart, dtype=hidden.dtype).masked_fill_(~seen, -torch.inf)[None, None]
-            call = self.begin(hidden, positions[:, first:last], mask, cache)
+            call = self.begin(hidden, positions[:, first:last], additive(seen[None], hidden.dtype), cache)
             pieces.append(self.run(hidden, call, 0, self.num_layers))
         return self.norm(torch.cat(pieces, dim=1))
 
 
-def take_apart(model: PreTrainedModel, window: int | None = None) -> LayerStack:
-    """The checked parts of a model.
-
-    Args:
-        window: how far back its layers look; to the start when None.
-
-    Raises:
-        ValueError: see `LayerStack`.
-    """
-    stack = LayerStack(model)
-    stack.check(window)
-    return stack
+def additive(seen: Tensor, dtype: torch.dtype) -> Float[Tensor, "B 1 T S"]:
+    """A mask for attention from where each query may look: 0 there, -inf elsewhere."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]

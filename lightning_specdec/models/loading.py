@@ -1,4 +1,4 @@
-"""A model's name or directory -> a `HuggingFaceLM`, or one line that says why not.
+"""Load a model of transformers by its directory or its name on the hub.
 
 No weight is read before the files are known to be whole and the memory to suffice.
 """
@@ -6,70 +6,49 @@ No weight is read before the files are known to be whole and the memory to suffi
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_specdec.memory import QUANTIZATIONS, ModelSize, available_bytes, measure, require_memory, without_memory
-from lightning_specdec.models import hub, safetensors_file
-from lightning_specdec.models.config_file import FOREIGN, first_line, read_config
-from lightning_specdec.models.identity import Origin
-from lightning_specdec.models.quantization import INSTALL
+from lightning_specdec.config import hub
+from lightning_specdec.config.memory import ModelSize, available_bytes, require_memory
+from lightning_specdec.config.models import DTYPES
+from lightning_specdec.models.model_config import FOREIGN, first_line, quiet, read_config
+from lightning_specdec.models.packed import check_quantization, quantize
+from lightning_specdec.models.safetensors_file import INDEX, Origin, read_headers, read_index
+from lightning_specdec.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from lightning_specdec.models.huggingface import HuggingFaceLM
-    from lightning_specdec.text.tokenizer import TextTokenizer
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
-"""What models may compute in."""
 _STORED = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-_CHATTY = ("huggingface_hub", "torchao", "torch.utils._pytree", "accelerate")
-"""Libraries below transformers that write to stderr while models are loaded."""
-
+_MOST_TENSORS = 1000
+"""Of a model in one file that is not here yet."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Examined:
-    """A model that is there and can be loaded, none of its weights read.
+    """A model that can be loaded, before any of its weights is read.
 
-    Args:
-        source: its name, as it was given.
-        found: where its files are.
-        config: transformers' own.
-        dtype: what it will compute in.
-        quantization: how its matrices will be stored: int8, int4, or None.
-        size: what decides its memory.
-        trust_remote_code: whether its own Python code may run.
+    `path` has everything but perhaps the weights; the other fields are as of `load_model`.
     """
 
     source: str
-    found: hub.Found
+    path: Path
     config: PreTrainedConfig
     dtype: str
     quantization: str | None
     size: ModelSize
     trust_remote_code: bool
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of its weights once they are loaded."""
-        return self.size.weight_bytes(self.dtype, self.quantization)
-
-    @property
-    def loading_bytes(self) -> int:
-        """Bytes while they are loaded: what is quantized is read as it is first."""
-        return self.size.weight_bytes(self.dtype)
 
 
 def load_model(
@@ -95,11 +74,10 @@ def load_model(
         ValueError: it is not there, is no causal language model, is damaged, or does not fit the memory.
     """
     check_quantization(quantization, device)
-    examined = examine(
-        source, dtype=dtype, quantization=quantization, revision=revision, trust_remote_code=trust_remote_code
-    )
-    available = available_bytes(str(device))
-    require_memory(examined.source, weights=examined.loading_bytes, device=str(device), available=available)
+    options: dict[str, Any] = {"quantization": quantization, "revision": revision}
+    examined = examine(source, dtype=dtype, trust_remote_code=trust_remote_code, **options)
+    needed = examined.size.weight_bytes(examined.dtype)  # what is quantized is read as it is first
+    require_memory(examined.source, weights=needed, device=str(device), available=available_bytes(str(device)))
     return load(examined, device=device)
 
 
@@ -119,51 +97,104 @@ def examine(
     with quiet():
         from lightning_specdec.models.huggingface import HuggingFaceLM
 
-        found = hub.find(source, revision=revision, code=trust_remote_code)
-        config = read_config(name, found.path, trust_remote_code)
-        stored = {} if found.hub_id else safetensors_file.read_headers(found.path)
-        if found.hub_id and not any(file.endswith(".safetensors") for file, _ in found.weights):
-            raise ValueError(f"{name} holds no weights in safetensors files: choose a model that has them")
+        path = hub.find(source, revision=revision, code=trust_remote_code)
+        config = read_config(name, path, trust_remote_code)
+        on_hub = not Path(source).expanduser().is_dir() and not any(path.glob("*.safetensors"))
+        stored = {} if on_hub else read_headers(path)
+        tensors, largest = len(stored), sum(math.prod(shape) for _, shape in stored.values())
+        if on_hub:
+            tensors, largest = len(read_index(path) or ()) if (path / INDEX).is_file() else _MOST_TENSORS, 2**50
         try:
-            empty = without_memory(config, trust_remote_code=trust_remote_code)
+            # Tied weights are built twice, fused ones may be stored apart, and four bits may be stored as bytes.
+            limits = 4 * tensors + 100, 8 * largest + 2**20
+            empty = without_memory(config, limits, trust_remote_code=trust_remote_code)
+            HuggingFaceLM(empty)  # refuses models that cannot take part
         except FOREIGN as error:
-            raise ValueError(f"{name} is no model that can be built: {first_line(error)}") from error
-        try:
-            HuggingFaceLM(empty)  # which refuses models that cannot take part
-        except ValueError as error:
             raise ValueError(f"{name} cannot be decoded here: {first_line(error)}") from error
-    return Examined(
-        source=name,
-        found=found,
-        config=config,
-        dtype=wanted or _stored_dtype(config, stored),
-        quantization=quantization,
-        size=measure(empty),
-        trust_remote_code=trust_remote_code,
+    dtype = wanted or _stored_dtype(config, stored)
+    return Examined(name, path, config, dtype, quantization, measure(empty), trust_remote_code)
+
+
+def without_memory(
+    config: PreTrainedConfig, limits: tuple[int, int] = (2**63, 2**63), *, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model that a configuration describes, on the meta device: all its shapes and no numbers.
+
+    Args:
+        limits: most tensors, and most numbers in them, to build.
+
+    Raises:
+        ValueError: as transformers does, for no causal language model; or it is far larger than its weights.
+    """
+    from transformers import AutoModelForCausalLM
+
+    built = [0, 0]
+
+    def count(module: torch.nn.Module, parameter: str, value: torch.nn.Parameter | None) -> None:
+        if value is not None:
+            built[:] = built[0] + 1, built[1] + value.numel()
+            if built[0] > limits[0] or built[1] > limits[1]:
+                raise ValueError("its config.json describes a model far larger than its weight files")
+
+    hook = torch.nn.modules.module.register_module_parameter_registration_hook(count)
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    finally:
+        hook.remove()
+    return model
+
+
+def measure(model: PreTrainedModel) -> ModelSize:
+    """The size of a model of transformers, with or without memory."""
+    from transformers.pytorch_utils import Conv1D
+
+    maps = [module for module in model.modules() if isinstance(module, torch.nn.Linear | Conv1D)]
+    # GPT-2's maps keep their matrix the other way round.
+    rows = [m.weight.shape[1] if isinstance(m, Conv1D) else m.weight.shape[0] for m in maps]
+    # An output head that shares the table's weight does not take it along when it is quantized.
+    shared = {id(table.weight) for table in model.modules() if isinstance(table, torch.nn.Embedding)}
+    alone = {id(module.weight): module.weight.numel() for module in maps if id(module.weight) not in shared}
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    text = model.config.get_text_config()
+    heads = text.num_attention_heads
+    return ModelSize(
+        parameters=parameters,
+        kept_parameters=parameters - sum(alone.values()),
+        matrix_parameters=sum(module.weight.numel() for module in maps),
+        matrix_rows=sum(rows),
+        layers=text.num_hidden_layers,
+        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        context=getattr(text, "max_position_embeddings", None),
     )
 
 
-def check_quantization(quantization: str | None, device: str | torch.device) -> None:
-    """Raise ValueError for weights that this device has no kernel for, before anything is read."""
-    if quantization is not None and quantization not in QUANTIZATIONS:
-        raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {quantization!r}")
-    if quantization is not None and find_spec("torchao") is None:
-        raise ValueError(f"quantized weights need torchao: {INSTALL}")
-    if quantization == "int4" and torch.device(device).type != "cuda":
-        raise ValueError(f"int4 weights have a kernel on a CUDA GPU only, not on {device}: use int8")
+def _stored_dtype(config: PreTrainedConfig, stored: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
+    """The dtype of the weights: as the config says, or as most of them are."""
+    named = str(getattr(config.get_text_config(), "dtype", None)).removeprefix("torch.")
+    if named in DTYPES:
+        return named
+    counts: Counter[str] = Counter()
+    for dtype, shape in stored.values():
+        if dtype in _STORED:
+            counts[_STORED[dtype]] += math.prod(shape)
+    return counts.most_common(1)[0][0] if counts else "float32"
 
 
 def load(examined: Examined, *, device: str | torch.device = "cpu") -> HuggingFaceLM:
-    """Read the weights of an examined model; nobody asks again whether they fit the memory."""
-    name, path = examined.source, examined.found.path
+    """Read the weights of an examined model, without another look at the memory."""
+    name, path = examined.source, examined.path
     with quiet():
         from transformers import AutoModelForCausalLM
 
         from lightning_specdec.models.huggingface import HuggingFaceLM
 
-        hub.download_weights(examined.found)
-        safetensors_file.read_headers(path)
-        tokenizer = _tokenizer(path, examined.trust_remote_code)
+        hub.download_weights(name, path)
+        read_headers(path)
+        tokenizer = None
+        if TextTokenizer.is_in(path):
+            tokenizer = TextTokenizer.load(path, trust_remote_code=examined.trust_remote_code)
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -183,69 +214,11 @@ def load(examined: Examined, *, device: str | torch.device = "cpu") -> HuggingFa
     if wrong := sorted(report["mismatched_keys"]):
         key, stored, wanted = wrong[0]
         shapes = f"{tuple(stored)}, its config says {tuple(wanted)}"
-        raise ValueError(
-            f"the weight {key} of {name} has the shape {shapes} ({len(wrong)} do not fit): download it again"
-        )
+        raise ValueError(f"the weight {key} of {name} has the shape {shapes}: download it again")
     if foreign := sorted(report["unexpected_keys"]):
         log.warning("%s holds %d weights that its config has no place for, as %s", name, len(foreign), foreign[0])
     built = HuggingFaceLM(model, tokenizer=tokenizer).to(device)
     built.origin = Origin(name, path)
     if examined.quantization is not None:
-        from lightning_specdec.models.quantization import quantize
-
         quantize(built.model, examined.quantization)
     return built.eval()
-
-
-def _tokenizer(path: Path, trust_remote_code: bool) -> TextTokenizer | None:
-    """The model's tokenizer; None where it has none, and is decoded by tokens alone."""
-    from lightning_specdec.text.tokenizer import TextTokenizer
-
-    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        return None
-    return TextTokenizer.load(path, trust_remote_code=trust_remote_code)
-
-
-def _stored_dtype(config: PreTrainedConfig, stored: dict[str, safetensors_file.StoredTensor]) -> str:
-    """What the weights are stored in: as the config says, or as most of them are."""
-    named = getattr(config.get_text_config(), "dtype", None)
-    if named is not None and (name := str(named).removeprefix("torch.")) in DTYPES:
-        return name
-    counts: Counter[str] = Counter()
-    for tensor in stored.values():
-        if tensor.dtype in _STORED:
-            counts[_STORED[tensor.dtype]] += tensor.numel
-    return counts.most_common(1)[0][0] if counts else "float32"
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers and the hub from writing to stderr while it lasts, unless debugging messages are wanted."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-    from transformers.utils import logging as messages
-
-    if logging.getLogger("lightning_specdec").isEnabledFor(logging.DEBUG):
-        yield
-        return
-    level, bars, hub_bars = (
-        messages.get_verbosity(),
-        messages.is_progress_bar_enabled(),
-        not are_progress_bars_disabled(),
-    )
-    loggers = [logging.getLogger(name) for name in _CHATTY]
-    levels = [logger.level for logger in loggers]
-    messages.set_verbosity(logging.CRITICAL)
-    messages.disable_progress_bar()
-    disable_progress_bars()
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        messages.set_verbosity(level)
-        for logger, before in zip(loggers, levels, strict=True):
-            logger.setLevel(before)
-        if bars:
-            messages.enable_progress_bar()
-        if hub_bars:
-            enable_progress_bars()

@@ -1,27 +1,40 @@
-"""Linear layers whose weights lie as this processor's matrix kernels want them, for decoding on a CPU."""
+"""Weights as a processor wants them: packed for a CPU's kernels, quantized to int8 or int4; and its threads."""
 
 from __future__ import annotations
+
+import logging
+import os
+import sys
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_specdec.models.quantization import unpack_int8
+from lightning_specdec.config.models import QUANTIZATIONS
 
 NUM_TOKENS = 8
-"""How many tokens a call is packed for: rounds verify about as many. The layout serves any number."""
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
+"""Tokens of a call that weights are packed for: rounds verify about as many. The layout serves any number."""
+MOST_ROWS = 4
+"""Tokens up to which the int8 kernel, which takes them one by one, beats converting the weight to floats."""
+SMALL_MODEL = 1_000_000
+"""Parameters below which a product is done before a second thread has woken up."""
 
 _PRODUCT = torch.ops.mkldnn._linear_pointwise.default
 
 
+def limit_threads(num_parameters: int) -> None:
+    """Use one CPU thread for a small network, unless OMP_NUM_THREADS is set: waiting for others costs more."""
+    if num_parameters < SMALL_MODEL and not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(1)
+
+
 def _packed_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    """The product with a packed weight."""
     output: Tensor = _PRODUCT(inputs, weight, bias, "none", [], "")
     return output
 
 
-# The compiler takes packed weights for constants of its own making; behind an operator of ours they can be arguments.
+# The compiler takes packed weights for its own constants; behind an operator of ours they can be arguments.
 _LIBRARY = torch.library.Library("lightning_specdec", "DEF")
 _LIBRARY.define("packed_linear(Tensor inputs, Tensor weight, Tensor? bias, int out_features) -> Tensor")
 _LIBRARY.impl("packed_linear", _packed_linear, "CPU")
@@ -33,9 +46,8 @@ _OPAQUE = torch.ops.lightning_specdec.packed_linear.default
 class PackedLinear(nn.Module):
     """A linear layer over a weight that was laid out once for oneDNN's kernels.
 
-    Theory: a product of a few tokens with a large matrix is bound by the reading of the matrix. On a CPU a plain
-    `nn.Linear` reads it in an order that suits training, or lays it out anew at each call; packed once, it streams
-    from memory. The product is the same up to the order of its sums.
+    A product of a few tokens with a large matrix is bound by reading the matrix, and a packed one streams from memory.
+    The product is the same up to the order of its sums.
 
     Args:
         weight: `[out, in]`, of float32, bfloat16 or float16.
@@ -66,38 +78,105 @@ class PackedLinear(nn.Module):
         packed: int = torch.ops.mkldnn._nbytes(self.weight_packed)
         return packed + (0 if self.bias_plain is None else self.bias_plain.nbytes)
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+class Int8Linear(nn.Module):
+    """A linear layer over int8 weights with a scale for each output, on a CPU; inputs stay as they are.
+
+    Args:
+        weight: `[out, in]`, int8.
+        scale: `[out]`, of the inputs' type.
+        bias: `[out]`, or None.
+    """
+
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
+        self.scale = nn.Parameter(scale.detach().contiguous(), requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        rows = inputs.reshape(-1, self.in_features)
+        if rows.shape[0] <= MOST_ROWS and inputs.dtype == torch.bfloat16:
+            output = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scale)
+        else:
+            output = (rows @ self.weight.to(inputs.dtype).t()) * self.scale
+        output = output.reshape(*inputs.shape[:-1], self.out_features)
+        return output if self.bias is None else output + self.bias
 
 
 def can_pack(layer: nn.Module) -> bool:
     """Whether a layer is a plain linear one, on a CPU, of a type that the kernels know."""
-    if type(layer) is not nn.Linear and type(layer).__name__ != "Conv1D":
+    weight = getattr(layer, "weight", None)
+    if (type(layer) is not nn.Linear and type(layer).__name__ != "Conv1D") or not torch.backends.mkldnn.is_available():
         return False
-    weight = layer.weight
     if not isinstance(weight, Tensor) or type(weight.data) is not Tensor or weight.device.type != "cpu":
         return False
-    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return False
-    if weight.dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
-        return False
-    return weight.dtype in _FLOATS and torch.backends.mkldnn.is_available()
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if weight.dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return weight.dtype == torch.float32
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Put a `PackedLinear` in the place of every linear layer below `module` that can be packed, and an `Int8Linear` in
-    the place of those whose weights are quantized to int8.
+    """Replace the linear layers below `module` in place: by `PackedLinear`, or `Int8Linear` where quantized to int8.
 
-    Each layer's own weight is let go as soon as its packed form is there, so no more than one layer is held twice; a
-    weight that something else uses too, as an output head tied to the embedding, stays beside its packed form.
+    Each layer's own weight is let go as soon as its packed form is there, so only one layer is held twice; a weight
+    that something else uses too, as an output head tied to the embedding, stays beside its packed form.
     """
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear) and (int8 := unpack_int8(child)) is not None:
-                setattr(parent, name, int8)
+            weight: Any = getattr(child, "weight", None)
+            int8 = getattr(weight, "qdata", None)
+            if isinstance(child, nn.Linear) and int8 is not None and int8.shape == weight.shape:
+                # torchao keeps its scales in float32; the kernel wants them in the inputs' type.
+                scale = weight.scale.reshape(-1).to(weight.dtype)
+                setattr(parent, name, Int8Linear(int8, scale, child.bias))
             elif can_pack(child):
+                # GPT-2's Conv1D is a linear layer with a transposed weight.
+                plain = weight if isinstance(child, nn.Linear) else weight.t()
+                setattr(parent, name, PackedLinear(plain, child.bias))  # type: ignore[arg-type]
+
+
+def check_quantization(kind: str | None, device: str | torch.device) -> None:
+    """Raise ValueError for a quantization that this device has no kernel for, or without torchao."""
+    if kind is None:
+        return
+    if kind not in QUANTIZATIONS:
+        raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {kind!r}")
+    if find_spec("torchao") is None:
+        raise ValueError(f"quantized weights need torchao: {sys.executable} -m pip install torchao==0.18.0")
+    if kind == "int4" and torch.device(device).type != "cuda":
+        raise ValueError(f"int4 weights have a kernel on a CUDA GPU only, not on {device}: use int8")
+
+
+def quantize(module: nn.Module, kind: str) -> None:
+    """Quantize the weights of every linear layer below `module` in place, by torchao.
+
+    Args:
+        kind: "int8": one scale for each output; "int4": a scale and a zero point for each 128 weights.
+
+    Raises:
+        ValueError: for another kind, where torchao is missing, or where this machine has no kernel for it.
+    """
+    check_quantization(kind, next(module.parameters()).device)
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it logs every GPU kernel that it could not load
+    from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__ == "Conv1D":  # which torchao does not know
                 weight, bias = child.weight, child.bias
                 assert isinstance(weight, Tensor)
-                # GPT-2's Conv1D is a linear layer that keeps its weight the other way round.
-                packed = PackedLinear(weight if isinstance(child, nn.Linear) else weight.t(), bias)  # type: ignore[arg-type]
-                setattr(parent, name, packed)
+                inputs, outputs = weight.shape
+                linear = nn.Linear(inputs, outputs, device="meta", dtype=weight.dtype)
+                linear.weight, linear.bias = nn.Parameter(weight.detach().t().contiguous()), bias  # type: ignore[assignment]
+                setattr(parent, name, linear)
+    try:
+        quantize_(module, Int8WeightOnlyConfig() if kind == "int8" else Int4WeightOnlyConfig(group_size=128))
+    except (ImportError, RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"this machine cannot hold {kind} weights: {reason}") from error
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)

@@ -1,5 +1,6 @@
-"""How logits become tokens, and which drafted tokens are kept."""
+"""How logits become tokens, and which draft tokens are kept."""
 
+from lightning_specdec.config.kinds import RULES as _KINDS
 from lightning_specdec.rules.acceptance import (
     AcceptanceRule,
     Draft,
@@ -8,14 +9,21 @@ from lightning_specdec.rules.acceptance import (
     RejectionSampling,
     TypicalAcceptance,
     Verdict,
+    make_rule,
 )
-from lightning_specdec.rules.processors import LogitsProcessor
-from lightning_specdec.rules.sampling import SOFTMAX, Purpose, Sampling, SamplingOptions, column, draw, noise_table
+from lightning_specdec.rules.sampling import (
+    SOFTMAX,
+    LogitsProcessor,
+    Purpose,
+    Sampling,
+    SamplingOptions,
+    column,
+    draw,
+    noise_table,
+)
 
-RULES: dict[str, type[AcceptanceRule]] = {
-    rule.__name__: rule for rule in (ExactMatch, RejectionSampling, EpsilonThreshold, TypicalAcceptance)
-}
-"""The rules that the command line offers, and that the law tests go through."""
+RULES: dict[str, type[AcceptanceRule]] = {name: _KINDS.load(name) for name in _KINDS}
+"""`config.kinds.RULES`, with the classes."""
 
 __all__ = [
     "RULES",
@@ -33,5 +41,6 @@ __all__ = [
     "Verdict",
     "column",
     "draw",
+    "make_rule",
     "noise_table",
 ]

@@ -1,6 +1,6 @@
-"""The verdict: how many of the drafted tokens are kept, and which token follows them.
+"""The verdict: how many of the draft tokens are kept, and which token follows them.
 
-Shapes: B rows, K draft tokens, V vocabulary. Position i of the target's K + 1 scores the i-th drafted token, and the
+Shapes: B rows, K draft tokens, V vocabulary. Position i of the target's K + 1 scores the i-th draft token, and the
 last one the bonus token.
 """
 
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_specdec.checks import require_number
+from lightning_specdec.config.kinds import RULES, Choice
+from lightning_specdec.config.settings import NoSettings, setting
+from lightning_specdec.config.settings import Settings as BaseSettings
 from lightning_specdec.models.base import ExitStates
 from lightning_specdec.rules.sampling import SOFTMAX, Purpose, Sampling, column, draw
 
@@ -27,15 +29,15 @@ _NO_MASS = 1e-30
 
 @dataclass
 class Draft:
-    """Guesses for the next tokens of every row.
+    """Draft tokens of every row.
 
     Args:
         tokens: `[B, K]`, all of the vocabulary, padding too: the target reads them.
-        lengths: how many of a row's K tokens are guesses; the rest is padding. All of them when None.
-        probs: `[B, K, V]`, exactly the distribution that each token was drawn from; None for a certain guess (one-hot).
+        lengths: how many of a row's K tokens are proposed; the rest is padding. All of them when None.
+        probs: `[B, K, V]`, exactly the distribution that each token was drawn from; None if certain (one-hot).
         logits: `[B, K, V]`, for the rules that compare the draft's own softmax; None where there are none.
-        num_calls: passes of the drafter's networks that the guesses took.
-        exit_states: what the target's own lower layers have made, while guessing, of the tokens that it reads next.
+        num_calls: passes of the drafter's networks.
+        exit_states: output of the target's own lower layers, computed while drafting, for tokens that it reads next.
     """
 
     tokens: Int[Tensor, "B K"]
@@ -48,13 +50,13 @@ class Draft:
 
 @dataclass
 class Verdict:
-    """What a rule decided at every position, so that whoever reads it on the host has only to find the first rejection.
+    """What a rule decided at every position.
 
     Args:
-        kept: `[B, K]`, whether a drafted token may stay, if all those before it do. False behind a row's guesses.
+        kept: `[B, K]`, whether a draft token may stay, if all those before it do. False behind a row's last one.
         endings: `[B, K + 1]`, the token that ends the round if it ends at that position: the correction of a rejected
-            guess, or the bonus behind the last one.
-        changed: `[B, K]`, for lossy rules: true where the target would have drawn another token than the drafted one.
+            token, or the bonus behind the last one.
+        changed: `[B, K]`, for lossy rules: whether the target would have drawn another token than the draft's.
     """
 
     kept: Bool[Tensor, "B K"]
@@ -73,19 +75,23 @@ class Verdict:
 
 
 class AcceptanceRule(ABC):
-    """Decides which drafted tokens stay.
+    """Decides which draft tokens stay. A subclass declares its `Settings`, which the constructor takes.
 
     Attributes:
         lossless: whether the output keeps exactly the target's distribution.
         needs_draft_logits: whether the drafter must give its logits.
         draft_purpose: the column of the noise that the drafter draws from.
-        ignores_windows: whether the output is the same at every temperature however many tokens are guessed.
+        ignores_windows: whether the output is the same at every temperature however many tokens are drafted.
     """
 
+    Settings: ClassVar[type[BaseSettings]] = NoSettings
     lossless: ClassVar[bool]
     ignores_windows: ClassVar[bool] = False
     needs_draft_logits: ClassVar[bool] = False
     draft_purpose: ClassVar[Purpose] = Purpose.DRAFT
+
+    def __init__(self, *values: Any, **settings: Any) -> None:
+        self.settings = self.Settings.arguments(*values, **settings)
 
     @abstractmethod
     def judge(
@@ -106,12 +112,10 @@ class AcceptanceRule(ABC):
 
 
 class ExactMatch(AcceptanceRule):
-    """Draw the target's token at every position, keep drafted tokens while they are equal.
+    """Draw the target's token at every position, keep draft tokens while they are equal.
 
-    Theory: the output is made of the target's own draws, so it is lossless whatever the draft does, and equal to
-    standard decoding token for token at every temperature, since both read the same uniform numbers. The drafter
-    draws with the target's numbers too: two like distributions then mostly pick the same token, so more is kept
-    than with independent numbers (a common-random-numbers coupling).
+    The output is that of standard decoding token for token, at every temperature. The drafter draws with the target's
+    uniform numbers, so that similar distributions mostly pick the same token.
     """
 
     lossless = True
@@ -130,13 +134,10 @@ class ExactMatch(AcceptanceRule):
 
 
 class RejectionSampling(AcceptanceRule):
-    """Keep a drafted token with probability min(1, target_prob / draft_prob), else draw from what the draft left out.
+    """Keep a draft token with probability min(1, target_prob / draft_prob), else draw from the residual.
 
-    Theory: a token is kept with min(draft, target) and corrected from max(0, target - draft), normalized; the two
-    parts add up to the target's distribution, so the output is lossless. The chance to keep a token,
-    sum(min(draft, target)), is the highest that any lossless rule can have.
-
-    Source: Leviathan et al. 2023, algorithm 1; Chen et al. 2023, theorem 1.
+    The residual is max(0, target - draft), normalized (Leviathan et al. 2023, algorithm 1; Chen et al. 2023,
+    theorem 1).
     """
 
     lossless = True
@@ -150,15 +151,15 @@ class RejectionSampling(AcceptanceRule):
     ) -> Verdict:
         target_probs = sampling.probs(target_logits)
         draft_probs = _one_hot(draft.tokens, target_probs) if draft.probs is None else draft.probs
-        if noise is None:  # nothing is left to chance, and any number decides alike
+        if noise is None:  # both sides are certain, and any number decides alike
             noise = target_probs.new_zeros(*target_probs.shape[:2], len(Purpose))
         kept = noise[:, :-1, Purpose.ACCEPT].double() * _prob_of(draft.tokens, draft_probs) < _prob_of(
             draft.tokens, target_probs[:, :-1]
         )
         if draft.lengths is not None:
-            guessed = _within(torch.ones_like(kept), draft.lengths)
-            kept, draft_probs = kept & guessed, draft_probs * guessed[..., None]
-        # Behind the last guess the draft left nothing out: the bonus comes from the target itself.
+            drafted = _within(torch.ones_like(kept), draft.lengths)
+            kept, draft_probs = kept & drafted, draft_probs * drafted[..., None]
+        # Behind the last draft token the draft left nothing out: the bonus comes from the target itself.
         residual = (target_probs - torch.nn.functional.pad(draft_probs, (0, 0, 0, 1))).clamp_(min=0)
         # Equal distributions leave no mass, and rounding alone can reject there: then the target itself is drawn.
         residual = torch.where(residual.sum(-1, keepdim=True) > _NO_MASS, residual, target_probs)
@@ -166,11 +167,7 @@ class RejectionSampling(AcceptanceRule):
 
 
 class _LossyRule(AcceptanceRule):
-    """A rule that keeps tokens by a criterion of its own, and counts which of them the target would not have drawn.
-
-    The target's draws are independent of the draft's, so that a correction is a draw from the target. Above temperature
-    0 two like models draw differently too, and the count includes that.
-    """
+    """A rule with a lossy criterion; it also counts the kept tokens that the target would not have drawn."""
 
     lossless = False
 
@@ -181,21 +178,22 @@ class _LossyRule(AcceptanceRule):
         return Verdict(_within(kept, draft.lengths), own, changed=draft.tokens != own[:, :-1])
 
 
+@dataclass(frozen=True)
+class EpsilonSettings(BaseSettings):
+    """Settings of `EpsilonThreshold`."""
+
+    epsilon: float = setting(0.1, "largest difference of probability that counts as agreement", above=0, maximum=1)
+
+
 class EpsilonThreshold(_LossyRule):
-    """Keep a drafted token while the two models give it nearly the same probability: |draft - target| < epsilon.
+    """Keep a draft token while |draft_prob - target_prob| < epsilon, both at temperature 1 whatever the sampling.
 
-    Theory: a plain agreement test, both softmaxes at temperature 1 whatever the sampling. It is lossy both ways: two
-    models that agree that a token is unlikely keep it, and a token that the target is surer of than the draft goes.
-    On rejection the target's own token follows, through the sampling.
-
-    Args:
-        epsilon: the largest difference of probability that still counts as agreement, in (0, 1].
+    Lossy both ways: a token that both find unlikely stays, one that the target is surer of than the draft goes.
     """
 
+    Settings = EpsilonSettings
+    settings: EpsilonSettings
     needs_draft_logits = True
-
-    def __init__(self, epsilon: float = 0.1) -> None:
-        self.epsilon = require_number("epsilon", epsilon, low=0, high=1, low_open=True)
 
     def judge(
         self,
@@ -207,27 +205,27 @@ class EpsilonThreshold(_LossyRule):
         assert draft.logits is not None, "the session refuses drafters without logits"
         target_prob = _prob_of(draft.tokens, SOFTMAX.probs(target_logits[:, :-1]))
         draft_prob = _prob_of(draft.tokens, SOFTMAX.probs(draft.logits))
-        kept = (draft_prob - target_prob).abs() < self.epsilon
+        kept = (draft_prob - target_prob).abs() < self.settings.epsilon
         return self._verdict(kept, draft, target_logits, sampling, noise)
 
 
+@dataclass(frozen=True)
+class TypicalSettings(BaseSettings):
+    """Settings of `TypicalAcceptance`."""
+
+    epsilon: float = setting(0.09, "probability that is always enough", above=0, maximum=1)
+    delta: float = setting(0.3, "scale of the threshold that depends on the entropy", above=0, maximum=1)
+
+
 class TypicalAcceptance(_LossyRule):
-    """Keep a drafted token while the target finds it typical: target_prob > min(epsilon, delta * exp(-entropy)).
+    """Keep a draft token while target_prob > min(epsilon, delta * exp(-entropy)); lossy.
 
-    Theory: where the target is sure (low entropy) a token needs a high probability to stay; where many continuations
-    would do, a lower one is enough. Lossy: it keeps plausible tokens, not the target's draws. The probabilities are
-    those of the sampling, or of temperature 1 when the temperature is 0.
-
-    Args:
-        epsilon: probability that is always enough, in (0, 1].
-        delta: scale of the threshold that depends on the entropy, in (0, 1].
-
-    Source: Cai et al. 2024 (Medusa), section 2.3.2, after the truncation sampling of Hewitt et al. 2022.
+    The probabilities are those of the sampling, or of temperature 1 when the temperature is 0 (Cai et al. 2024,
+    "Medusa", section 2.3.2).
     """
 
-    def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
-        self.epsilon = require_number("epsilon", epsilon, low=0, high=1, low_open=True)
-        self.delta = require_number("delta", delta, low=0, high=1, low_open=True)
+    Settings = TypicalSettings
+    settings: TypicalSettings
 
     def judge(
         self,
@@ -238,12 +236,25 @@ class TypicalAcceptance(_LossyRule):
     ) -> Verdict:
         target_probs = (SOFTMAX if sampling.greedy else sampling).probs(target_logits[:, :-1])
         entropy = torch.special.entr(target_probs).sum(-1)
-        threshold = (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
+        threshold = (self.settings.delta * (-entropy).exp()).clamp(max=self.settings.epsilon)
         return self._verdict(_prob_of(draft.tokens, target_probs) > threshold, draft, target_logits, sampling, noise)
 
 
+def make_rule(rule: str | Choice | AcceptanceRule | None) -> AcceptanceRule:
+    """The rule of that name or choice; `ExactMatch` for None.
+
+    Raises:
+        ValueError: there is no such rule, or its settings are wrong.
+    """
+    if isinstance(rule, AcceptanceRule):
+        return rule
+    choice = Choice("ExactMatch") if rule is None else Choice.read(rule, "rule")
+    made: AcceptanceRule = RULES.load(choice.name)(**choice.settings)
+    return made
+
+
 def _within(kept: Bool[Tensor, "B K"], lengths: Int[Tensor, "B"] | None) -> Bool[Tensor, "B K"]:
-    """`kept`, false behind each row's guesses."""
+    """`kept`, false behind each row's draft tokens."""
     return kept if lengths is None else kept & (torch.arange(kept.shape[1], device=kept.device) < lengths[:, None])
 
 

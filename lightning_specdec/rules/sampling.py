@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from lightning_specdec.checks import require_int, require_number
-from lightning_specdec.rules import processors
-from lightning_specdec.rules.processors import LogitsProcessor
+from lightning_specdec.config.decoding import SamplingSettings
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+"""Called with a prefix `[1, T]` and its float32 scores `[1, V]`; returns the scores `[1, V]` to draw from.
+
+It must be a function of these two alone, for any prefix: it is also called for draft tokens that are rejected, for
+other rows, and for the draft's scores, so one that remembers its calls breaks losslessness. Those of transformers that
+keep no state qualify.
+"""
+
 
 class SamplingOptions(TypedDict, total=False):
-    """The arguments of `Sampling`, for callers that pass them on."""
+    """The arguments of `Sampling`."""
 
     temperature: float
     top_k: int | None
@@ -31,79 +37,80 @@ class SamplingOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn from logits.
+class RepetitionPenalty:
+    """Divides positive scores of the prefix's tokens by `penalty`, multiplies negative ones (Keskar et al. 2019)."""
 
-    Theory: the distribution that speculative decoding must keep is the one after these settings, so draft and target
-    must turn logits into probabilities by the same code. These are float32, whatever the models compute in; tokens are
-    drawn from exactly them, in float64.
+    penalty: float
+
+    def __call__(self, prefix: Int[Tensor, "1 T"], scores: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
+        found = scores.gather(1, prefix)
+        return scores.scatter(1, prefix, torch.where(found < 0, found * self.penalty, found / self.penalty))
+
+
+@dataclass(frozen=True)
+class Sampling(SamplingSettings):
+    """How a token is drawn from logits, by target and draft alike.
+
+    Probabilities are float32 whatever the models compute in; tokens are drawn from exactly these, in float64.
 
     Args:
-        temperature: logits are divided by it; 0 puts all probability on the largest logit.
-        top_k: only the k likeliest tokens stay.
-        top_p: only the smallest set of likeliest tokens that holds this much probability stays (Holtzman et al. 2020).
-        min_p: only tokens at least this times as likely as the likeliest stay (Nguyen et al. 2024).
-        processors: change the logits by the text before them, ahead of all the rest; transformers' own will do. Each is
-            asked about one row's unpadded prefix at a time, drafted tokens included, so it must have an answer for any
-            prefix, and no memory.
-
-    The filters apply in this order, each to what the one before left.
+        processors: change the logits by the text before them, ahead of the temperature; see `LogitsProcessor`. The
+            repetition penalty is the first of them where it is set.
     """
 
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    processors: Sequence[LogitsProcessor] = field(default=(), hash=False)
-    _checked: set[tuple[int, str]] = field(default_factory=set, init=False, repr=False, compare=False)
+    processors: Sequence[Any] | tuple[Any, ...] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
-        require_number("temperature", self.temperature, low=0)
-        if 0 < self.temperature < 1e-6:  # logits divided by it would overflow
-            raise ValueError(f"temperature must be 0 or at least 1e-06, got {self.temperature:g}: use 0 for greedy")
-        if self.top_k is not None:
-            require_int("top_k", self.top_k, 1)
-        if self.top_p is not None:
-            require_number("top_p", self.top_p, low=0, high=1, low_open=True)
-        if self.min_p is not None:
-            require_number("min_p", self.min_p, low=0, high=1)
-        object.__setattr__(self, "processors", processors.flat(self.processors))
+        super().__post_init__()
+        for each in self.processors:
+            if not callable(each):
+                raise ValueError(f"processors must be callables (prefix, scores) -> scores, got {each!r}")
+        given = tuple(each for each in self.processors if not isinstance(each, RepetitionPenalty))
+        own = () if self.repetition_penalty is None else (RepetitionPenalty(self.repetition_penalty),)
+        object.__setattr__(self, "processors", own + given)
 
-    @property
-    def greedy(self) -> bool:
-        """Whether no randomness is left: temperature 0."""
-        return self.temperature == 0
+    @classmethod
+    def of(cls, config: SamplingSettings) -> Sampling:
+        """The sampling of a `DecodingConfig` or other `SamplingSettings`."""
+        return cls(**{each.name: getattr(config, each.name) for each in fields(cls) if hasattr(config, each.name)})
 
     def process(
         self,
         logits: Float[Tensor, "B N V"],
         texts: Sequence[Sequence[int] | None],
-        guesses: Sequence[Sequence[int]] | None = None,
+        draft_tokens: Sequence[Sequence[int]] | None = None,
         *,
         stop_at_impossible: bool = False,
     ) -> Float[Tensor, "B N V"]:
-        """The logits as the processors leave them, in float32; untouched where there are none.
+        """The logits after the processors, in float32; unchanged where there are none.
 
-        Position i of a row is that after its text and its first i guesses; positions behind a row's guesses stay as
-        they are. Every position costs a call of each processor.
+        Position i of a row follows its text and its first i draft tokens; later positions stay as they are.
 
         Args:
-            texts: each row's tokens so far; None for a row that nobody wants.
-            guesses: the drafted tokens of each row, at most N - 1.
-            stop_at_impossible: whether the rest of a row may stay as it is behind a guess that was given no chance.
-
-        Raises:
-            ValueError: for a processor with a memory.
+            texts: each row's tokens so far; None skips a row.
+            draft_tokens: at most N - 1 for each row.
+            stop_at_impossible: whether positions behind a draft token of score -inf may stay as they are.
         """
         if not self.processors:
             return logits
-        first = next((i for i, text in enumerate(texts) if text is not None), None)
-        kind = logits.shape[-1], str(logits.device)
-        if first is not None and kind not in self._checked:
-            for processor in self.processors:
-                processors.check_memory(processor, texts[first] or (), logits[first, :1].float())
-            self._checked.add(kind)
-        return processors.process(self.processors, logits, texts, guesses, stop_at_impossible=stop_at_impossible)
+        processed = logits.float().clone()
+        for row, text in enumerate(texts):
+            if text is None:
+                continue
+            drafted = draft_tokens[row] if draft_tokens is not None else ()
+            whole = torch.tensor([[*text, *drafted]], device=logits.device)
+            for i in range(len(drafted) + 1):
+                prefix, scores = whole[:, : len(text) + i], processed[row, i : i + 1].clone()
+                for processor in self.processors:
+                    answer = processor(prefix, scores)
+                    if not isinstance(answer, Tensor) or answer.shape != scores.shape:
+                        name = getattr(processor, "__qualname__", type(processor).__name__)
+                        raise ValueError(f"the logits processor {name} must return scores {tuple(scores.shape)}")
+                    scores = answer
+                processed[row, i] = scores[0]
+                if stop_at_impossible and i < len(drafted) and scores[0, drafted[i]] == -torch.inf:
+                    break
+        return processed
 
     def probs(self, logits: Float[Tensor, "*B V"]) -> Float[Tensor, "*B V"]:
         """The distribution that a token is drawn from, in float32."""
@@ -115,12 +122,12 @@ class Sampling:
             kept = torch.zeros_like(probs, dtype=torch.bool)
             probs = probs * kept.scatter_(-1, probs.topk(self.top_k).indices, True)
             probs = probs / probs.sum(-1, keepdim=True)
-        if self.top_p is not None and self.top_p < 1:
+        if self.top_p is not None and self.top_p < 1:  # Holtzman et al. 2020
             ordered, order = probs.sort(dim=-1, descending=True, stable=True)
             before = ordered.cumsum(-1) - ordered
             probs = probs * torch.zeros_like(probs).scatter_(-1, order, (before < self.top_p).float())
             probs = probs / probs.sum(-1, keepdim=True)
-        if self.min_p is not None and self.min_p > 0:
+        if self.min_p is not None and self.min_p > 0:  # Nguyen et al. 2024
             probs = probs * (probs >= self.min_p * probs.amax(-1, keepdim=True))
             probs = probs / probs.sum(-1, keepdim=True)
         return probs
@@ -154,10 +161,9 @@ _BLOCK, _LARGE = 256, 4096
 
 
 def largest(logits: Float[Tensor, "*B V"]) -> Int[Tensor, "*B"]:
-    """The first of the largest logits' tokens: what `argmax` gives, found by blocks in large vocabularies on a CPU.
+    """As `argmax`, the first of equals; faster for large vocabularies on a CPU.
 
-    Theory: torch finds a largest value eight lanes at a time, its place one number after the other. So the blocks'
-    largest values are compared first, and only the winning block is searched.
+    torch finds a maximum with vector instructions and its index without, so only the winning block is searched.
     """
     size = logits.shape[-1]
     if size < _LARGE or logits.device.type != "cpu":
@@ -177,13 +183,14 @@ def draw(weights: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"]) -> Int[Te
 
     Weights need no normalization, but a sum above 1e-30. A token of weight zero is never drawn: the comparison is
     strict, and uniform < 1. Sums are float64: in float32 those of a large vocabulary leave out its unlikely tokens.
+    Weights that are NaN give V, which is no token.
     """
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(cumulative, uniform[..., None] * cumulative[..., -1:], right=True).squeeze(-1)
 
 
 class Purpose(IntEnum):
-    """What a uniform number is used for; each purpose has a column of its own in the noise."""
+    """What a uniform number is used for; each purpose has its own column of the noise."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -198,9 +205,9 @@ def column(noise: Float[Tensor, "*B 3"] | None, purpose: Purpose) -> Float[Tenso
 def noise_table(seed: int, prompt_index: int, num_positions: int) -> Float[Tensor, "N 3"]:
     """Uniform numbers in [0, 1) for one row: by position of the new token, then by `Purpose`.
 
-    Theory: a row's numbers depend on the seed and the prompt's index alone, on all 64 bits of each; so its tokens do
-    not depend on the batch that it is decoded in, on rows that leave, or on the number of processes. More positions
-    extend a shorter table. Numbers have 53 bits: with float32's 24, tokens less likely than 2^-24 could not be drawn.
+    They depend on all 64 bits of seed and prompt index and on nothing else, so a row's tokens do not depend on its
+    batch. More positions extend a shorter table. With float32's 24 bits, tokens less likely than 2^-24 could not be
+    drawn; these have 53.
     """
     # A hash of any length: torch's generators on a CPU tell only 2^32 seeds apart.
     key = struct.pack("<QQ", seed, prompt_index % 2**64)

@@ -9,57 +9,48 @@ from lightning_specdec.text.tokenizer import Message, TextTokenizer
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A question that waits for its answer."""
-
-    messages: list[Message]
-    rendered: str
-    tokens: list[int]
-
-
-@dataclass(frozen=True)
-class _Answered:
-    """The chat as it stood when the last answer was taken down.
+class _Turn:
+    """The chat as it stands after a question, or after its answer.
 
     Args:
-        rendered: what the template made of all before the answer.
+        messages: all of it.
+        rendered: what the template made of all up to the question.
         tokens: of everything.
         text: of the answer.
         rest: the end of that text, if a stop string cut through a token: it has no tokens yet.
         ending: the EOS token that the answer ended with.
     """
 
+    messages: list[Message]
     rendered: str
     tokens: list[int]
-    text: str
-    rest: str
-    ending: int | None
+    text: str = ""
+    rest: str = ""
+    ending: int | None = None
 
 
 class Chat:
     """What was said, as messages and as tokens.
 
-    Theory: a chat template renders the whole chat anew for each turn, and a tokenizer may cut an answer into other
-    tokens than the model wrote. Rendering and encoding all again would therefore lose what the model has read.
-    But nearly every template only adds to its last rendering: the answer, its end, the new turn. So only what
-    stands behind the answer is encoded, and appended. Where a template rewrites what it rendered before,
-    the whole chat is encoded again.
+    A template renders the whole chat anew for each turn, and a tokenizer may cut an answer into other tokens than the
+    model wrote. But nearly every template only adds to its last rendering, so only what stands behind the answer is
+    encoded, and appended. Where a template rewrites what it rendered before, the whole chat is encoded again.
 
     Args:
         tokenizer: of the model, with a chat template.
-        system: what the model is told before all turns; what the template says by itself when None.
+        system: the system message; the template's own when None.
     """
 
     def __init__(self, tokenizer: TextTokenizer, *, system: str | None = None) -> None:
         self.tokenizer = tokenizer
         self.messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        self._asked: _Asked | None = None
-        self._answered: _Answered | None = None
+        self._asked: _Turn | None = None
+        self._answered: _Turn | None = None
 
     def ask(self, content: str) -> list[int]:
-        """Say something; gives the tokens of the whole chat up to where the answer begins.
+        """The tokens of the whole chat with this question, up to where the answer begins.
 
-        Nothing is taken down before the answer is: to ask again instead is to ask anew.
+        A question that is followed by another one instead of an answer is dropped.
 
         Raises:
             ValueError: the template does not take this chat.
@@ -69,37 +60,30 @@ class Chat:
         tokens = None if self._answered is None else self._appended(self._answered, rendered)
         if tokens is None:
             tokens = self.tokenizer.encode_rendered(rendered)
-        self._asked = _Asked(messages, rendered, tokens)
+        self._asked = _Turn(messages, rendered, tokens)
         return list(tokens)
 
     def answer(self, tokens: Sequence[int], *, num_cut: int = 0) -> str:
-        """Take down the model's answer, without the last `num_cut` bytes of its text; gives the text."""
+        """Add the model's answer, without the last `num_cut` bytes of its text; gives the text."""
         assert self._asked is not None, "an answer follows a question"
-        asked, (kept, rest) = self._asked, self._cut(tokens, num_cut)
+        asked, kept, rest, left = self._asked, list(tokens), "", num_cut
+        while left > 0 and kept:  # tokens that end before the text's last bytes
+            piece = self.tokenizer.vocabulary.join([kept.pop()])
+            rest = piece[:-left].decode(errors="ignore") if len(piece) > left else ""
+            left -= len(piece)
         stream = self.tokenizer.stream()
         text = stream.push(tokens, hold=num_cut) + stream.finish(drop=num_cut)
         ending = kept[-1] if kept and kept[-1] in self.tokenizer.eos else None
-        self._answered = _Answered(asked.rendered, [*asked.tokens, *kept], text, rest, ending)
         self.messages = [*asked.messages, {"role": "assistant", "content": text}]
+        self._answered = _Turn(self.messages, asked.rendered, [*asked.tokens, *kept], text, rest, ending)
         self._asked = None
         return text
 
-    def _cut(self, tokens: Sequence[int], num_bytes: int) -> tuple[list[int], str]:
-        """The tokens that end before the text's last bytes, and what the next token begins with before them."""
-        kept, table = list(tokens), self.tokenizer.vocabulary.token_bytes
-        while num_bytes > 0 and kept:
-            token = kept.pop()
-            piece = (table[token] if token < len(table) else None) or b""
-            if len(piece) > num_bytes:
-                return kept, piece[:-num_bytes].decode(errors="ignore")
-            num_bytes -= len(piece)
-        return kept, ""
-
-    def _appended(self, before: _Answered, rendered: str) -> list[int] | None:
+    def _appended(self, before: _Turn, rendered: str) -> list[int] | None:
         """The tokens so far and those of what the rendering has behind the answer; None where it rewrites it."""
+        behind, text = rendered.removeprefix(before.rendered), before.text.strip()
         if not rendered.startswith(before.rendered):
             return None
-        behind, text = rendered[len(before.rendered) :], before.text.strip()
         if behind.startswith(before.text):
             behind = behind[len(before.text) :]
         elif behind.lstrip().startswith(text):  # templates trim answers, or set them off by a space

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from lightning_specdec.text.vocabulary import Vocabulary
+from lightning_specdec.text.vocabulary import Vocabulary, decoder_steps
 
 _NOT_A_CHARACTER = "\ufffd".encode()
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 @dataclass(frozen=True)
@@ -16,44 +19,71 @@ class Joining:
     """What a tokenizer's decoder does besides putting the tokens' bytes side by side.
 
     Args:
-        first: what a token shows that begins the text, where that is not what it shows later on.
+        first: the text of a token that begins the text, where that differs from its text later on.
         num_stripped: so many spaces at the start of the text are not shown.
-        closing: not shown where the text ends with it.
         byte_tokens: tokens that stand for one byte each. A run of them that is no valid text shows one U+FFFD a byte.
-        special: what special tokens show; those that are missing here show nothing.
     """
 
     first: Callable[[int], str] | None = None
     num_stripped: int = 0
-    closing: bytes = b""
     byte_tokens: frozenset[int] = frozenset()
-    special: Mapping[int, bytes] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, tokenizer: Any) -> Joining:
+        """Read from the decoder of a tokenizer of transformers, a chain of steps.
 
-PLAIN = Joining()
-"""Bytes side by side, special tokens skipped: how byte-level tokenizers join."""
+        Steps that look at one token alone are in the vocabulary's bytes. The others look at the text's start
+        (SentencePiece's leading space, the first of several words), or at runs of byte tokens.
+
+        Raises:
+            ValueError: the decoder changes the joined text in a way that cannot be followed token by token.
+        """
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return cls()
+        byte_tokens: frozenset[int] = frozenset()
+        num_stripped, words = 0, backend.decoder is None
+        for step in [] if words else decoder_steps(backend.decoder):
+            match step:
+                case {"type": "ByteFallback"}:
+                    names = backend.get_vocab(with_added_tokens=True).items()
+                    byte_tokens = frozenset(number for name, number in names if _BYTE_TOKEN.fullmatch(name))
+                case {"type": "Strip", "content": " ", "start": int(start), "stop": 0}:
+                    num_stripped = start
+                case {"type": "ByteLevel" | "Fuse" | "Replace"} | {"type": "Metaspace", "prepend_scheme": "never"}:
+                    pass
+                case {"type": "WordPiece" | "Metaspace"}:
+                    words = True
+                case _:
+                    raise ValueError(
+                        f"the tokenizer's decoder changes the joined text by {step['type']}, which no stream can "
+                        "follow: decode the whole text instead"
+                    )
+
+        def first(token: int) -> str:
+            return str(backend.decode([token], skip_special_tokens=False))
+
+        return cls(first if words else None, num_stripped, byte_tokens)
 
 
 class TextStream:
     """One text that grows by tokens.
 
-    Theory: a character may be spread over tokens, and what a byte means may depend on those behind it. So bytes are
-    held back until they can no longer change: the start of a character until it is complete or broken, a run of byte
-    tokens until it ends. All pieces together are then exactly what decoding all tokens at once gives, and each
-    piece costs as much as its own tokens.
+    Bytes are held back until they can no longer change. All pieces together are exactly what decoding all tokens at
+    once gives, and each piece costs as much as its own tokens.
 
     Args:
         vocabulary: the tokens' bytes.
-        joining: how they are joined: see `TextTokenizer.stream`.
+        joining: how they are joined; bytes side by side, special tokens skipped, when None.
     """
 
-    def __init__(self, vocabulary: Vocabulary, joining: Joining = PLAIN) -> None:
-        self._token_bytes, self._joining = vocabulary.token_bytes, joining
+    def __init__(self, vocabulary: Vocabulary, joining: Joining | None = None) -> None:
+        self._token_bytes, self._joining = vocabulary.token_bytes, joining or Joining()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._begun = False
         self._run = bytearray()  # the byte tokens since the last other token
         self._ready = bytearray()  # what came before them and is not shown yet
-        self._num_to_strip = joining.num_stripped
+        self._num_to_strip = self._joining.num_stripped
 
     def push(self, tokens: Sequence[int], *, hold: int = 0) -> str:
         """The text that these tokens settle.
@@ -63,33 +93,23 @@ class TextStream:
             hold: so many bytes at the end are not shown yet, as they may be the beginning of a stop string.
         """
         for token in tokens:
+            piece = self._token_bytes[token] if token < len(self._token_bytes) else None
+            if piece is None:
+                continue
             if token in self._joining.byte_tokens:
-                self._begun = True
-                self._run += self._token_bytes[token] or b""
-            elif (piece := self._piece(token)) is not None:
+                self._run += piece
+            else:
+                if not self._begun and self._joining.first is not None:
+                    piece = self._joining.first(token).encode()
                 self._end_run()
-                self._begun = True
                 self._ready += piece
-        held = max(hold - len(self._run), 0)
-        if not self._run and self._ends_with_closing():
-            held = max(held, len(self._joining.closing))
-        return self._show(max(len(self._ready) - held, 0))
+            self._begun = True
+        return self._show(len(self._ready) - max(hold - len(self._run), 0))
 
     def finish(self, *, drop: int = 0) -> str:
         """The rest of the text, without its last `drop` bytes; nothing is pushed after it."""
         self._end_run()
-        if drop == 0 and self._ends_with_closing():
-            drop = len(self._joining.closing)
-        return self._show(max(len(self._ready) - drop, 0), final=True)
-
-    def _piece(self, token: int) -> bytes | None:
-        """What a token adds to the text; None when it is skipped."""
-        piece = self._token_bytes[token] if token < len(self._token_bytes) else None
-        if piece is None:
-            piece = self._joining.special.get(token)
-        if piece is None or self._begun or self._joining.first is None:
-            return piece
-        return self._joining.first(token).encode()
+        return self._show(len(self._ready) - drop, final=True)
 
     def _end_run(self) -> None:
         """Settle what the byte tokens stand for."""
@@ -101,10 +121,8 @@ class TextStream:
                 self._ready += _NOT_A_CHARACTER * len(self._run)
             self._run.clear()
 
-    def _ends_with_closing(self) -> bool:
-        return bool(self._joining.closing) and self._ready.endswith(self._joining.closing)
-
     def _show(self, num_bytes: int, *, final: bool = False) -> str:
+        num_bytes = max(num_bytes, 0)
         text = self._decoder.decode(bytes(self._ready[:num_bytes]), final)
         del self._ready[:num_bytes]
         while self._num_to_strip and text.startswith(" "):

@@ -1,20 +1,109 @@
-"""A tokenizer of transformers as decoding wants it: text and chats to tokens, tokens to text, what ends an answer."""
+"""Tokenizers: text and chats to tokens, tokens to text, what ends an answer."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from lightning_specdec.text.base import Message, Tokenizer
-from lightning_specdec.text.joining import joining_of
-from lightning_specdec.text.stream import TextStream
+from lightning_specdec.config.hub import find
+from lightning_specdec.text.stream import Joining, TextStream
 from lightning_specdec.text.vocabulary import Vocabulary
 
-_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
+Message = Mapping[str, str]
+"""One turn of a chat: its "role" ("system", "user" or "assistant") and its "content"."""
+MOST_TEMPLATE_LINES = 1_000_000
+"""Lines of a chat template's code that run before it is taken for one that never ends."""
+_NO_TEMPLATE = "the tokenizer has no chat template: take a model that was tuned for chats"
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 """What a directory with a tokenizer holds at least one of."""
+
+
+class Tokenizer(ABC):
+    """Text for one model.
+
+    Attributes:
+        eos: tokens that end an answer when the model writes them; in a prompt they mean nothing.
+        name: what `named_tokenizer` finds it by again; None where it has no name.
+    """
+
+    eos: frozenset[int] = frozenset()
+    name: str | None = None
+
+    @property
+    @abstractmethod
+    def vocabulary(self) -> Vocabulary:
+        """The bytes of every token.
+
+        Raises:
+            ValueError: they are not known for this kind of tokenizer.
+        """
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Changes whenever the tokens of some text may."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chats can be encoded."""
+        return False
+
+    @property
+    def start(self) -> int | None:
+        """BOS, where every prompt begins with it."""
+        return None
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a prompt, with the special ones that the model expects: BOS where the tokenizer adds it."""
+
+    @abstractmethod
+    def encode_plain(self, text: str) -> list[int]:
+        """The tokens of text in which nothing is special, whatever it spells; none are added."""
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens of a chat up to where the model's answer begins.
+
+        Raises:
+            ValueError: there is no chat template, or it does not take these messages.
+        """
+        raise ValueError(_NO_TEMPLATE)
+
+    @abstractmethod
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens, exactly: nothing is tidied up, and bytes that are no character become U+FFFD."""
+
+    @abstractmethod
+    def stream(self) -> TextStream:
+        """An empty text whose pieces add up to what `decode` gives."""
+
+
+class ByteTokenizer(Tokenizer):
+    """Each byte of a text's UTF-8 is a token: no file, no training, nothing special, and small models."""
+
+    name = "bytes"
+    vocabulary = Vocabulary(tuple(bytes([byte]) for byte in range(256)))
+    fingerprint = "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of a text; a lone surrogate, which has none, is written as "?"."""
+        return list(text.encode("utf-8", "replace"))
+
+    encode_plain = encode
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return self.vocabulary.join(tokens).decode("utf-8", "replace")
+
+    def stream(self) -> TextStream:
+        return TextStream(self.vocabulary)
 
 
 class TextTokenizer(Tokenizer):
@@ -32,52 +121,40 @@ class TextTokenizer(Tokenizer):
 
     @classmethod
     def load(
-        cls,
-        source: str | os.PathLike[str],
-        *,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        generation_config: Any = None,
+        cls, source: str | os.PathLike[str], *, revision: str | None = None, trust_remote_code: bool = False
     ) -> TextTokenizer:
-        """The tokenizer of a directory or of a model on the hub.
+        """The tokenizer of a directory that `save_pretrained` wrote, or of a model on the hub.
 
         Args:
-            source: a directory that `save_pretrained` wrote, or a hub id.
             revision: branch, tag or commit on the hub.
             trust_remote_code: whether the model's own Python code may run.
-            generation_config: the model's, where it is loaded already; read from the source when None.
 
         Raises:
             ValueError: there is no tokenizer, or it cannot be read.
         """
-        from lightning_specdec.models.hub import find
-
-        path = find(source, revision=revision, code=trust_remote_code).path
-        if not any((path / file).is_file() for file in _FILES):
-            raise ValueError(f"{os.fspath(source)} holds no tokenizer: `tokenizer.save_pretrained` writes one there")
+        name, path = os.fspath(source), find(source, revision=revision, code=trust_remote_code)
+        if not cls.is_in(path):
+            raise ValueError(f"{name} holds no tokenizer: `tokenizer.save_pretrained` writes one there")
         from transformers import AutoTokenizer, GenerationConfig  # seconds, so only where there is something to read
 
-        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+        generation_config = None
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, **options)
-        except Exception as error:  # transformers and tokenizers raise many kinds, `Exception` itself among them
-            raise ValueError(f"the tokenizer of {os.fspath(source)} cannot be read: {_one_line(error)}") from error
-        if generation_config is None and (path / "generation_config.json").is_file():
-            try:
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+            if (path / "generation_config.json").is_file():
                 generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
-            except (OSError, ValueError, TypeError) as error:
-                raise ValueError(f"{path / 'generation_config.json'} cannot be read: {_one_line(error)}") from error
+        except Exception as error:  # transformers and tokenizers raise many kinds, `Exception` itself among them
+            raise ValueError(f"the tokenizer of {name} cannot be read: {_one_line(error)}") from error
         loaded = cls(tokenizer, generation_config=generation_config)
-        loaded.name = os.fspath(source)
+        loaded.name = name
         return loaded
+
+    @staticmethod
+    def is_in(path: Path) -> bool:
+        """Whether a directory holds a tokenizer."""
+        return any((path / file).is_file() for file in _FILES)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The bytes of every token.
-
-        Raises:
-            ValueError: this kind of tokenizer has none that are known.
-        """
         return Vocabulary.of(self.tokenizer)
 
     @cached_property
@@ -88,38 +165,32 @@ class TextTokenizer(Tokenizer):
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether chats can be encoded."""
         return bool(self.tokenizer.chat_template)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt, with the special ones that the model expects: BOS where the tokenizer adds it."""
         return list(self.tokenizer(text, verbose=False)["input_ids"])
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a chat up to where the model's answer begins.
-
-        Raises:
-            ValueError: there is no chat template, or it does not take these messages.
-        """
         return self.encode_rendered(self.render_chat(messages))
 
     def render_chat(self, messages: Sequence[Message]) -> str:
         """The text of a chat up to where the model's answer begins; special tokens are spelt out in it.
 
         Raises:
-            ValueError: as for `encode_chat`.
+            ValueError: as for `encode_chat`; or the template does not end.
         """
         if not self.has_chat_template:
-            raise ValueError("the tokenizer has no chat template: take a model that was tuned for chats")
-        from jinja2 import TemplateError
+            raise ValueError(_NO_TEMPLATE)
+        from jinja2 import Environment, TemplateError
 
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
-                )
-            )
-        except TemplateError as error:
+            words = Environment().lex(str(self.tokenizer.chat_template))
+            if any(kind == "operator" and word == "**" for _, kind, word in words):
+                raise TemplateError("it computes powers, which may never end")
+            with _bounded_work(TemplateError("it does not end")):
+                options = {"add_generation_prompt": True, "tokenize": False}
+                return str(self.tokenizer.apply_chat_template([dict(each) for each in messages], **options))
+        except (TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError) as error:
             raise ValueError(f"the model's chat template does not take this chat: {_one_line(error)}") from error
 
     def encode_rendered(self, text: str) -> list[int]:
@@ -127,32 +198,55 @@ class TextTokenizer(Tokenizer):
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def encode_plain(self, text: str) -> list[int]:
-        """The tokens of text in which nothing is special, whatever it spells; none are added."""
         options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
         return list(self.tokenizer(text, **options)["input_ids"])
 
     @property
     def start(self) -> int | None:
-        """BOS, where every prompt begins with it."""
         tokens = self.encode("")
         return tokens[0] if tokens and tokens[0] == self.tokenizer.bos_token_id else None
 
     def decode(self, tokens: Iterable[int], *, show_special: bool = False) -> str:
-        """The text of tokens, exactly: nothing is tidied up, and bytes that are no character become U+FFFD."""
-        return str(
-            self.tokenizer.decode(
-                list(tokens), skip_special_tokens=not show_special, clean_up_tokenization_spaces=False
-            )
-        )
+        options = {"skip_special_tokens": not show_special, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(list(tokens), **options))
 
-    def stream(self, *, show_special: bool = False) -> TextStream:
-        """An empty text whose pieces add up to what `decode` gives."""
-        return TextStream(self.vocabulary, self._joinings[show_special])
+    def stream(self) -> TextStream:
+        return TextStream(self.vocabulary, self._joining)
 
     @cached_property
-    def _joinings(self) -> tuple[Any, Any]:
-        skipping, showing = (joining_of(self.tokenizer, self.vocabulary, show_special=shown) for shown in (False, True))
-        return skipping, showing
+    def _joining(self) -> Joining:
+        return Joining.of(self.tokenizer)
+
+
+def named_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of this name: "bytes", or the directory or hub id of one of transformers.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    return ByteTokenizer() if name == ByteTokenizer.name else TextTokenizer.load(name)
+
+
+@contextmanager
+def _bounded_work(error: Exception) -> Iterator[None]:
+    """Raise an error once a jinja template has run more than `MOST_TEMPLATE_LINES` lines of code."""
+    left = MOST_TEMPLATE_LINES
+
+    def count(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != "<template>":
+            return None
+        left -= 1
+        if left < 0:
+            raise error
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def _numbers(tokens: int | Sequence[int] | None) -> frozenset[int]:

@@ -1,12 +1,9 @@
 """Training: Lightning modules, their metrics, and what a run leaves behind."""
 
 from lightning_specdec.training.base import SpeculativeTraining
-from lightning_specdec.training.cached_features import CachedFeatures
 from lightning_specdec.training.callbacks import AcceptedPerRound, HyperparameterTable, JsonLinesWriter, RunProgressBar
-from lightning_specdec.training.checkpoint_io import SafeCheckpointIO
 from lightning_specdec.training.decode_callback import DecodeHeldOut
 from lightning_specdec.training.distillation import DistillationTraining
-from lightning_specdec.training.distilled_model import DistilledModelTraining
 from lightning_specdec.training.draft_losses import (
     CrossEntropy,
     DraftLoss,
@@ -15,27 +12,22 @@ from lightning_specdec.training.draft_losses import (
     ReverseKL,
     TotalVariation,
 )
-from lightning_specdec.training.draft_sizes import DraftSizesTraining
+from lightning_specdec.training.draft_recipes import DistilledModelTraining, ExitHeadTraining, MedusaTraining
 from lightning_specdec.training.eagle import EagleTraining
-from lightning_specdec.training.early_exit import EarlyExitTraining
-from lightning_specdec.training.exit_head import ExitHeadTraining
-from lightning_specdec.training.exit_losses import EveryExit, ExitCurriculum, GradualExits, RotatingExits
-from lightning_specdec.training.generate import GenerateText
-from lightning_specdec.training.generation_bar import GenerationBar
-from lightning_specdec.training.medusa import MedusaTraining
-from lightning_specdec.training.metrics import (
-    NextToken,
-    NextTokenCounts,
-    PairMetrics,
-    Speculation,
-    next_token_loss,
+from lightning_specdec.training.early_exit import (
+    EarlyExitTraining,
+    EveryExit,
+    ExitCurriculum,
+    GradualExits,
+    RotatingExits,
 )
+from lightning_specdec.training.generate import GenerateText
+from lightning_specdec.training.metrics import NextToken, PairMetrics, Rounds, Speculation, next_token_loss
 from lightning_specdec.training.multi_token import MultiTokenTraining
-from lightning_specdec.training.pair import PairTraining
-from lightning_specdec.training.round_metrics import Rounds, SpeculationCounts
-from lightning_specdec.training.rounds import expected_rounds
-from lightning_specdec.training.staged import StagedTraining
-from lightning_specdec.training.target_reading import OnTheFly, TargetFeatures
+from lightning_specdec.training.offline_features import CachedFeatures, OfflineFeatures
+from lightning_specdec.training.pair import DraftSizesTraining, PairTraining, StagedTraining
+from lightning_specdec.training.runs import RunLogger, SafeCheckpointIO
+from lightning_specdec.training.target_outputs import OnlineFeatures, OnTheFly
 
 __all__ = [
     "AcceptedPerRound",
@@ -53,7 +45,6 @@ __all__ = [
     "ExitHeadTraining",
     "ForwardKL",
     "GenerateText",
-    "GenerationBar",
     "GradualExits",
     "HyperparameterTable",
     "JsonLinesWriter",
@@ -61,21 +52,20 @@ __all__ = [
     "Mixture",
     "MultiTokenTraining",
     "NextToken",
-    "NextTokenCounts",
     "PairMetrics",
     "PairTraining",
+    "OfflineFeatures",
     "OnTheFly",
+    "OnlineFeatures",
     "ReverseKL",
     "RotatingExits",
     "Rounds",
+    "RunLogger",
     "RunProgressBar",
     "SafeCheckpointIO",
     "Speculation",
-    "SpeculationCounts",
     "StagedTraining",
-    "TargetFeatures",
     "TotalVariation",
     "SpeculativeTraining",
-    "expected_rounds",
     "next_token_loss",
 ]

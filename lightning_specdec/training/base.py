@@ -1,4 +1,4 @@
-"""What every training of a target and what guesses for it shares: data, optimizer, metrics, predictions, checkpoints.
+"""What every training of a target and its drafters shares: data, optimizer, metrics, predictions, checkpoints.
 
 Shapes: B rows, T tokens, K draft tokens, V vocabulary.
 """
@@ -15,38 +15,37 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_specdec import checkpoint as checkpoint_file
-from lightning_specdec.checks import require_int, require_number
+from lightning_specdec.checkpoints import checkpoint as checkpoint_file
+from lightning_specdec.checkpoints.target_reference import forget_origin
+from lightning_specdec.config.checks import require_int, require_number
 from lightning_specdec.data import Batch, TokenData
+from lightning_specdec.data.base import plain_arguments
+from lightning_specdec.decoding import speculative_decode
 from lightning_specdec.drafters import Drafter
-from lightning_specdec.inference import speculative_decode
 from lightning_specdec.models import LanguageModel
-from lightning_specdec.target_reference import forget_origin
-from lightning_specdec.training.given_target import stored_elsewhere
 from lightning_specdec.training.metrics import RoundMetrics
+from lightning_specdec.training.target_outputs import stored_elsewhere
 
 
 class SpeculativeTraining(LightningModule, ABC):
-    """Trains a target, what guesses for it, or both, and measures what they save together.
+    """Trains a target, its drafters, or both, and measures what they save together.
 
-    A kind of training is a subclass that makes its drafter and hands it on with `target`, and says what is measured of
-    a batch (`measure`) and what is minimized (`training_step`). One Adam takes all parameters that want gradients: it
-    treats every weight by itself, so one for several losses is as many as there are losses, at the cost of one.
+    A subclass builds its drafter, says what is measured of a batch (`measure`) and what is minimized
+    (`training_step`). The data are a `TokenData`, or any data module whose batches hold `tokens` and maybe `lengths`.
 
     Args:
         target: the model whose output is wanted.
-        drafters: what guesses for it; of several, by name, the first is the one that predicts.
+        drafters: drafters for it; of several, by name, the first is the one that predicts.
         learning_rate: of Adam.
-        num_draft_tokens: guesses of a round, for the metrics and for predictions.
+        num_draft_tokens: draft tokens of a round, for the metrics and for predictions.
         max_new_tokens: new tokens of each prediction.
 
     Attributes:
-        first_round: whether there are guesses before the target has read anything; without, the metrics count a first
-            round that guesses nothing.
+        first_round: whether there are draft tokens before the target has read anything.
         drafter: the one that predicts.
         others: the other drafters, by name.
-        measured: names of validation metrics that a callback measures by decoding. What is read off known texts then
-            goes under `val/teacher_forced_NAME`, and the callback's figures have the plain names.
+        measured: names of validation metrics that a callback measures by decoding. Their estimates from known texts
+            are logged as `val/teacher_forced_NAME`.
     """
 
     first_round: ClassVar[bool] = True
@@ -79,14 +78,6 @@ class SpeculativeTraining(LightningModule, ABC):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The loss of a batch; `log_losses` shows its parts."""
 
-    def settings(self) -> dict[str, Any]:
-        """The constructor's arguments that are plain values, for the record; a subclass adds its own."""
-        return {
-            "learning_rate": self.learning_rate,
-            "num_draft_tokens": self.num_draft_tokens,
-            "max_new_tokens": self.max_new_tokens,
-        }
-
     @abstractmethod
     def new_metrics(self) -> RoundMetrics:
         """What one split of the data is measured with; called when target and drafters are there."""
@@ -95,40 +86,53 @@ class SpeculativeTraining(LightningModule, ABC):
     def measure(self, metrics: RoundMetrics, batch: Batch, split: str) -> None:
         """Count one batch of a split of the data."""
 
+    def settings(self) -> dict[str, Any]:
+        """The constructor's arguments that are plain values, for the record."""
+        return {name: value for name, value in plain_arguments(self).items() if name != "main"}
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        """Log the newest loss, within the epoch."""
+        if isinstance(outputs, Mapping) and "loss" in outputs:  # divided by Lightning for accumulated gradients
+            loss = outputs["loss"].detach() * self.trainer.accumulate_grad_batches
+            self.log("train/loss", loss, on_step=True, on_epoch=False, prog_bar=True)
+
     def log_losses(self, losses: Mapping[str, Tensor], num_tokens: int | Tensor, *, prog_bar: bool = True) -> None:
-        """Show losses as `train/NAME`, each epoch's mean over tokens; those of the parts of a draft not in the bar."""
+        """Log losses as `train/NAME`: each epoch's mean over tokens."""
         named = {f"train/{name}": value for name, value in losses.items()}
         size = int(num_tokens)
         self.log_dict(named, on_step=False, on_epoch=True, prog_bar=prog_bar, sync_dist=True, batch_size=size)
 
     def setup(self, stage: str) -> None:
-        self.check_data(self._data())
+        data = self._data()
+        self.check_data(data)
+        if not isinstance(data, TokenData):  # take the batches of any data module
+            transferred = data.on_after_batch_transfer
+            data.on_after_batch_transfer = lambda batch, index: Batch.of(transferred(batch, index))
 
-    def check_data(self, data: TokenData) -> None:
+    def check_data(self, data: Any) -> None:
         """Raise ValueError for data that these networks cannot learn, or whose prompts they could not continue."""
+        if not isinstance(data, TokenData):
+            return
         if data.vocab_size > self.target.vocab_size:
             raise ValueError(
                 f"the data have a vocabulary of {data.vocab_size} tokens, the models one of {self.target.vocab_size}: "
                 "give both the same vocab_size"
             )
-        contexts = {"target": self.target.max_positions}
-        # The main one last: where it is made of the others, the message names the one at fault.
-        contexts |= {_called(name): drafter.max_positions for name, drafter in reversed(self.drafters.items())}
         longest = max(map(len, data.prompts()))
         total = longest + self.max_new_tokens
-        for name, context in contexts.items():
-            if context is not None and data.max_length > context:
+        # The main one last: where it is made of the others, the message names the one at fault.
+        names = {name: "draft" if name == checkpoint_file.MAIN else f"draft {name}" for name in self.drafters}
+        readers: dict[str, LanguageModel | Drafter] = {"target": self.target}
+        readers |= {names[name]: each for name, each in reversed(self.drafters.items())}
+        for name, reader in readers.items():
+            context = reader.max_positions
+            if context is not None and max(data.max_length, total) > context:
                 raise ValueError(
-                    f"the data have sequences of {data.max_length} tokens, the {name} reads {context}: "
-                    "shorten them, or raise its max_position_embeddings"
-                )
-            if context is not None and total > context:
-                raise ValueError(
-                    f"prompts of {longest} tokens and max_new_tokens {self.max_new_tokens} make {total}, the {name} "
-                    f"reads {context}: lower prompt_length or max_new_tokens, or raise its max_position_embeddings"
+                    f"sequences have {data.max_length} tokens, prompts with max_new_tokens {total}, and the {name} "
+                    f"reads {context}: shorten them, or raise its max_position_embeddings"
                 )
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> Any:
         # Fused: one launch for all weights, where the plain form takes about ten for each.
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return torch.optim.Adam(trained, lr=self.learning_rate, fused=True)
@@ -152,12 +156,11 @@ class SpeculativeTraining(LightningModule, ABC):
         self._log_all("test", self.test_metrics, frozenset())
 
     def _log_all(self, split: str, metrics: RoundMetrics, measured: frozenset[str]) -> None:
-        values = metrics.compute()
-        if size := self._data().bytes_per_token(split):
-            bits = {
-                name: loss / math.log(2) / size for name, loss in values.items() if name.endswith(("_loss", "/loss"))
-            }
-            values |= {f"{name.removesuffix('loss')}bits_per_byte": value for name, value in bits.items()}
+        values, data = metrics.compute(), self._data()
+        if isinstance(data, TokenData) and (size := data.bytes_per_token(split)):
+            for name, loss in list(values.items()):
+                if name.endswith(("_loss", "/loss")):
+                    values[f"{name.removesuffix('loss')}bits_per_byte"] = loss / math.log(2) / size
         named = {f"teacher_forced_{name}" if name in measured else name: value for name, value in values.items()}
         self.log_dict({f"{split}/{name}": value for name, value in named.items()}, sync_dist=True)
 
@@ -172,24 +175,26 @@ class SpeculativeTraining(LightningModule, ABC):
                 num_draft_tokens=self.num_draft_tokens,
             )
         rows = []
-        for index, row in zip(batch.indices.tolist(), result.rows, strict=True):
-            values = {"index": index, "prompt": row.prompt, "tokens": row.tokens, "num_rounds": row.num_rounds}
+        place = (batch_idx * self.trainer.world_size + self.trainer.global_rank) * len(result.rows)
+        for number, (index, row) in enumerate(zip(batch.indices.tolist(), result.rows, strict=True), place):
+            values = {"index": number if index < 0 else index, "prompt": row.prompt, "tokens": row.tokens}
+            values["num_rounds"] = row.num_rounds
             rows.append(values if row.counts is None else {**values, "num_accepted": row.counts.num_accepted})
         return rows
 
     def recipe(self) -> dict[str, Any]:
         """How this is being trained, in plain values: what it takes to do it again, and how far it has come."""
         data = self._data()
-        shown = {name: float(value) for name, value in self.trainer.callback_metrics.items() if name.endswith("loss")}
+        metrics = self.trainer.callback_metrics
         return {
             "training": type(self).__name__,
             **self.settings(),
             "data": type(data).__name__,
-            "data_arguments": data.arguments(),
+            "data_arguments": data.arguments() if isinstance(data, TokenData) else {},
             "seed": int(seed) if (seed := os.environ.get("PL_GLOBAL_SEED")) else None,
             "epochs": self.trainer.fit_loop.epoch_progress.current.processed,  # type: ignore[attr-defined]
             "steps": self.trainer.global_step,
-            "losses": shown,
+            "losses": {name: float(value) for name, value in metrics.items() if name.endswith("loss")},
         }
 
     @property
@@ -206,23 +211,15 @@ class SpeculativeTraining(LightningModule, ABC):
         tokenizer: str | None = None,
     ) -> dict[str, Any]:
         """What rebuilds the networks: see `checkpoint.describe`."""
-        others = {name: each for name, each in self.drafters.items() if name != self.draft_name}
-        return checkpoint_file.describe(
-            stored_elsewhere(self.target) or self.target,
-            self.drafter,
-            others=others,
-            name=self.draft_name,
-            prompts=prompts,
-            recipe=recipe or {},
-            tokenizer=tokenizer,
-        )
+        target = stored_elsewhere(self.target) or self.target
+        return checkpoint_file.describe(target, self.drafters, prompts=prompts, recipe=recipe, tokenizer=tokenizer)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what rebuilds the networks, so that the file is enough by itself for decoding, or names its target."""
-        data = self._data()
-        checkpoint[checkpoint_file.KEY] = self.describe(
-            prompts=data.prompts(), recipe=self.recipe(), tokenizer=data.tokenizer
-        )
+        data, given = self._data(), {}
+        if isinstance(data, TokenData):
+            given = {"prompts": data.prompts(), "tokenizer": data.tokenizer}
+        checkpoint[checkpoint_file.KEY] = self.describe(recipe=self.recipe(), **given)  # type: ignore[arg-type]
         if stored_elsewhere(self.target) is not None:
             weights = checkpoint["state_dict"].items()
             kept = {name: value for name, value in weights if not name.startswith(checkpoint_file.TARGET)}
@@ -238,13 +235,8 @@ class SpeculativeTraining(LightningModule, ABC):
         own = {checkpoint_file.TARGET + name: value for name, value in self.target.state_dict().items()}
         checkpoint["state_dict"] = {**checkpoint["state_dict"], **own}
 
-    def _data(self) -> TokenData:
+    def _data(self) -> Any:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(data, TokenData):
-            raise ValueError(f"{type(self).__name__} needs a TokenData as its data, got {type(data).__name__}")
+        if data is None:
+            raise ValueError(f"{type(self).__name__} needs a data module: give one as `data`, or as `datamodule`")
         return data
-
-
-def _called(name: str) -> str:
-    """A drafter's name as a message says it."""
-    return "draft" if name == checkpoint_file.MAIN else f"draft {name}"

@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: a progress bar, a histogram, a row of the HParams tab, a file of predictions."""
+"""What a run shows and leaves behind: a progress bar, TensorBoard's histograms and HParams, a file of predictions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,10 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_specdec.config.terminal import say
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import LanguageModel
-from lightning_specdec.terminal import say
 from lightning_specdec.training.base import SpeculativeTraining
-from lightning_specdec.training.round_metrics import SpeculationCounts
 
 
 def speculative(module: LightningModule) -> SpeculativeTraining:
@@ -32,10 +32,29 @@ def speculative(module: LightningModule) -> SpeculativeTraining:
     return module
 
 
-class RunProgressBar(ProgressBar):
-    """One bar for the whole run, with the newest losses beside it, on stderr.
+def tensorboards(trainer: Trainer) -> list[TensorBoardLogger]:
+    """The run's TensorBoard loggers."""
+    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
 
-    Where stderr is no terminal it prints a line's worth every ten seconds, so that logs stay short.
+
+def progress_bar(total: int | None, unit: str, *, initial: int = 0, shown: bool = True) -> Tqdm:
+    """A bar on stderr; where that is no terminal it prints a line every ten seconds."""
+    return Tqdm(
+        total=total,
+        initial=initial,
+        unit=unit,
+        disable=not shown,
+        dynamic_ncols=True,
+        file=sys.stderr,
+        mininterval=0.1 if sys.stderr.isatty() else 10,
+        bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit} {elapsed}<{remaining}{postfix}",
+    )
+
+
+class RunProgressBar(ProgressBar):
+    """One bar for the whole run of `fit` or `generate`, with the newest losses or the tokens per second beside it.
+
+    A module that reports its own progress, as `GenerateText`, has a method `progress` and an attribute `watch`.
     """
 
     def __init__(self) -> None:
@@ -51,16 +70,8 @@ class RunProgressBar(ProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         steps = trainer.estimated_stepping_batches
-        self._bar = Tqdm(
-            total=None if math.isinf(steps) else int(steps),
-            initial=trainer.global_step,
-            unit="step",
-            disable=not self._enabled,
-            dynamic_ncols=True,
-            file=sys.stderr,
-            mininterval=0.1 if sys.stderr.isatty() else 10,
-            bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
-        )
+        total = None if math.isinf(steps) else int(steps)
+        self._bar = progress_bar(total, "step", initial=trainer.global_step, shown=self._enabled)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._bar is not None:
@@ -71,13 +82,38 @@ class RunProgressBar(ProgressBar):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._bar is not None:
-            self._bar.update()
+            self._bar.update(trainer.global_step - self._bar.n)
+            # Reading a loss waits for the device.
+            if trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+                self._show_metrics(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._show_metrics(trainer, pl_module)
+
+    def _show_metrics(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._bar is not None:
             metrics = self.get_metrics(trainer, pl_module)
             metrics.pop("v_num", None)
             self._bar.set_postfix({name.partition("/")[2]: value for name, value in metrics.items()}, refresh=False)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        module: Any = pl_module
+        if not hasattr(module, "progress"):
+            return
+        num_done, total = module.progress() if self._enabled else (0, 0)
+        bar = self._bar = progress_bar(total, "row", initial=num_done, shown=self._enabled)
+        began, num_tokens = time.perf_counter(), 0
+
+        def watch(num_new_tokens: int, num_ended: int) -> None:
+            nonlocal num_tokens
+            num_tokens += num_new_tokens
+            bar.set_postfix_str(f"{num_tokens / (time.perf_counter() - began):,.0f} tokens/s", refresh=False)
+            bar.update(num_ended)
+
+        module.watch = watch
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close()  # before the run's last line
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()
@@ -92,48 +128,41 @@ class RunProgressBar(ProgressBar):
 
 
 class AcceptedPerRound(Callback):
-    """Shows in TensorBoard how many guesses the rounds keep, as histograms that move with the epochs.
+    """Shows in TensorBoard how many draft tokens the rounds accept, as histograms that move with the epochs.
 
-    Theory: a mean hides why a draft saves little. Mass at 0 means that it is often wrong at once; mass at
-    `num_draft_tokens` means that a longer window would save more. Under rejection sampling the counts are expected
-    values, so they need not be whole numbers. Tags: `val/accepted_per_round`, `val/sampling_accepted_per_round`.
+    Mass at 0: the draft is often wrong at once. Mass at `num_draft_tokens`: a longer window would save more. Tags:
+    `val/accepted_per_round`, `val/sampling_accepted_per_round` (expected counts, not whole numbers).
     """
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         metrics = speculative(pl_module).val_metrics
         # Every process takes part in the sum, one writes.
-        counts = {
-            "accepted_per_round": metrics.greedy.compute(),
-            "sampling_accepted_per_round": metrics.sampling.compute(),
-        }
+        counts = {"accepted_per_round": metrics.greedy.compute()}
+        counts["sampling_accepted_per_round"] = metrics.sampling.compute()
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                for name, each in counts.items():
-                    self._add(logger, f"val/{name}", each, trainer.global_step)
-
-    def _add(self, logger: TensorBoardLogger, tag: str, counts: SpeculationCounts, step: int) -> None:
-        rounds = counts.accepted_per_round.double().cpu()
-        kept = range(len(rounds))
-        logger.experiment.add_histogram_raw(
-            tag,
-            min=0,
-            max=len(rounds) - 1,
-            num=float(rounds.sum()),
-            sum=float(sum(n * rounds[n] for n in kept)),
-            sum_squares=float(sum(n * n * rounds[n] for n in kept)),
-            bucket_limits=[n + 0.5 for n in kept],
-            bucket_counts=rounds.tolist(),
-            global_step=step,
-        )
+        for name, each in counts.items():
+            rounds = each.accepted_per_round.double().cpu()
+            kept = range(len(rounds))
+            for logger in tensorboards(trainer):
+                logger.experiment.add_histogram_raw(
+                    f"val/{name}",
+                    min=0,
+                    max=len(rounds) - 1,
+                    num=float(rounds.sum()),
+                    sum=float(sum(n * rounds[n] for n in kept)),
+                    sum_squares=float(sum(n * n * rounds[n] for n in kept)),
+                    bucket_limits=[n + 0.5 for n in kept],
+                    bucket_counts=rounds.tolist(),
+                    global_step=trainer.global_step,
+                )
 
 
 class HyperparameterTable(Callback):
-    """Fills TensorBoard's HParams tab: one row for each run, what it was given and what it reached.
+    """Fills TensorBoard's HParams tab: one row for each run, with its arguments and the newest validation metrics.
 
-    Theory: the tab shows the metrics that were announced when the run began, each by the last value of its scalar. So
-    the scalars are announced as `hp/...` at the start and written after every validation.
+    The row is announced at the first validation and shows the `val/...` scalars themselves, so a run that was stopped
+    before has none, and nothing is shown that was not reached.
 
     Args:
         metrics: names of validation metrics, without `val/`.
@@ -143,30 +172,24 @@ class HyperparameterTable(Callback):
         self, metrics: Sequence[str] = ("draft_loss", "target_loss", "acceptance_rate", "block_efficiency")
     ) -> None:
         self.metrics = list(metrics)
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
-        module = speculative(pl_module)
-        recipe = module.recipe()
-        given = {**module.settings(), "data": recipe["data"]}
-        for name, values in (
-            ("data", recipe["data_arguments"]),
-            ("draft", module.drafter.arguments()),
-            ("target", module.target.arguments()),
-        ):
-            given |= _flat(name, values)
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.log_hyperparams(given, {f"hp/{name}": 0.0 for name in self.metrics})
+        self._announced = False
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+        if self._announced or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
-        reached = {f"hp/{name}": float(trainer.callback_metrics[f"val/{name}"]) for name in self.metrics}
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.log_metrics(reached, trainer.global_step)
+        from torch.utils.tensorboard.summary import hparams
+
+        self._announced = True
+        module = speculative(pl_module)
+        recipe = module.recipe()
+        given = {**module.settings(), "data": recipe["data"], **_flat("data", recipe["data_arguments"])}
+        given |= {**_flat("draft", module.drafter.arguments()), **_flat("target", module.target.arguments())}
+        plain = {name: value if isinstance(value, str | int | float) else str(value) for name, value in given.items()}
+        reached = {f"val/{name}": float(trainer.callback_metrics[f"val/{name}"]) for name in self.metrics}
+        for logger in tensorboards(trainer) if trainer.is_global_zero else ():
+            logger.hparams.update(plain)
+            for summary in hparams(plain, reached):
+                logger.experiment._get_file_writer().add_summary(summary)
 
 
 def _flat(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,18 +199,15 @@ def _flat(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
         inner = value.arguments() if isinstance(value, LanguageModel | Drafter) else value
         if isinstance(inner, Mapping):
             flat |= _flat(prefix if name == "model" else f"{prefix}/{name}", inner)
-        elif isinstance(inner, str | int | float):
-            flat[f"{prefix}/{name}"] = inner
         elif inner is not None:
-            flat[f"{prefix}/{name}"] = str(inner)
+            flat[f"{prefix}/{name}"] = inner
     return flat
 
 
 class JsonLinesWriter(BasePredictionWriter):
     """Writes predictions as JSON lines, one for each prompt, in the order of the prompts.
 
-    Theory: several processes share the prompts out between them. Each writes its own part; when all have arrived at the
-    barrier, the first merges the parts by index and puts the file in its place in one step.
+    Of several processes each writes its own part; the first merges them by index and replaces the file in one step.
 
     Args:
         path: the file; an older one is replaced.
@@ -204,21 +224,16 @@ class JsonLinesWriter(BasePredictionWriter):
         predictions: Sequence[Any],
         batch_indices: Sequence[Any],
     ) -> None:
-        self._part(trainer.global_rank).parent.mkdir(parents=True, exist_ok=True)
-        rows = [row for batch in predictions for row in batch]
-        self._write(self._part(trainer.global_rank), rows)
+        whole = Path(self.path)
+        parts = [whole.with_name(f".{whole.name}.{rank}") for rank in range(trainer.world_size)]
+        own = parts[trainer.global_rank]
+        own.parent.mkdir(parents=True, exist_ok=True)
+        own.write_text("".join(json.dumps(row) + "\n" for batch in predictions for row in batch))
         trainer.strategy.barrier("predictions are written")
         if trainer.is_global_zero:
-            parts = [self._part(rank) for rank in range(trainer.world_size)]
             merged = {row["index"]: row for part in parts for row in map(json.loads, part.read_text().splitlines())}
-            self._write(self._part(0), [merged[index] for index in sorted(merged)])
-            os.replace(self._part(0), self.path)
+            own.write_text("".join(json.dumps(merged[index]) + "\n" for index in sorted(merged)))
+            os.replace(own, whole)
             say(f"{len(merged)} predictions: {self.path}")
             for part in parts[1:]:
                 part.unlink()
-
-    def _part(self, rank: int) -> Path:
-        return Path(self.path).with_name(f".{Path(self.path).name}.{rank}")
-
-    def _write(self, path: Path, rows: Sequence[dict[str, Any]]) -> None:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))

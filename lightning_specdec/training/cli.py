@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import re
 import signal
 import sys
 import warnings
@@ -15,41 +15,33 @@ from jsonargparse import ArgumentError, set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from lightning_specdec import training as _training  # noqa: F401  # YAML can name a class once it is imported
-from lightning_specdec.data import TokenData
-from lightning_specdec.data.corpus import tell
-from lightning_specdec.models import MODELS
-from lightning_specdec.terminal import say
-from lightning_specdec.threads import limit_threads
+from lightning_specdec.config.kinds import MODELS
+from lightning_specdec.config.terminal import say
+from lightning_specdec.config.yaml_text import check_yaml
+from lightning_specdec.data.base import tell
+from lightning_specdec.models.packed import limit_threads
 from lightning_specdec.training.base import SpeculativeTraining
-from lightning_specdec.training.checkpoint_io import SafeCheckpointIO
+from lightning_specdec.training.callbacks import RunProgressBar
 from lightning_specdec.training.generate import GenerateText
-from lightning_specdec.training.generation_bar import GenerationBar
-from lightning_specdec.training.outputs import ReplacedCheckpoints, check_source, seen_from_here
-from lightning_specdec.training.parse_errors import one_line
-from lightning_specdec.training.resume import check_trainer_state
-from lightning_specdec.yaml_text import check_yaml
+from lightning_specdec.training.runs import RunFiles, RunLogger, SafeCheckpointIO, check_checkpoint, seen_from_here
 
 _UNUSED = ("trainer.logger", "trainer.enable_checkpointing", "trainer.enable_model_summary", "seed_everything")
-_GIVE = "take a config such as configs/smollm2_generate.yaml"
 _TAKES_YAML = ("--config", "--trainer", "--model", "--data")
-_PROMISES = ("acceptance_rate", "block_efficiency", "walltime_speedup")
+_SUMMARY = ("_loss", "acceptance_rate", "block_efficiency", "walltime_speedup")
 VERBS = ("fit", "validate", "test", "predict", "generate")
-ALLOWED_IMPORTS = (
-    "lightning_specdec",
-    "lightning.pytorch.accelerators",
-    "lightning.pytorch.callbacks",
-    "lightning.pytorch.loggers",
-    "lightning.pytorch.plugins",
-    "lightning.pytorch.profilers",
-    "lightning.pytorch.strategies",
+RENAMED = {"GenerationBar": "RunProgressBar"}
+"""Former names of classes that a YAML may hold."""
+_SCAFFOLD = re.compile(
+    r"Does not validate against any|Subtypes:|Errors:|Given value( type)?:|Problem with given class_path '[^']*':$"
+    r"|Expected a path but|Expected a <class 'NoneType'>|Parser key"
 )
-"""Where the classes that a config names may come from; a config from a stranger builds nothing else."""
 
 
-class ConfigWithTheRun(SaveConfigCallback):
+class SaveConfig(SaveConfigCallback):
     """Saves the resolved config beside the logs of a training run; the other verbs change nothing."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -66,13 +58,12 @@ class CliTrainer(Trainer):
 
 
 class TrainingCLI(LightningCLI):
-    """LightningCLI with its doors closed: no class but ours and Lightning's, no checkpoint that runs code.
+    """LightningCLI with versioned checkpoints that never run code.
 
-    Theory: the constructor of every class owns its defaults, YAML says what differs, options on the command line come
-    last. `sys.argv` stays as it is, because distributed runs start their other processes from it.
+    What the user gives (`--config`, options) may name classes of any module by their import paths. A checkpoint is
+    checked before anything starts, and its hyperparameters are never parsed.
 
-    - `--ckpt_path` takes a file, `last` (the run's newest state) or `best` (the default of all verbs but fit); the file
-      is checked before anything starts, and its hyperparameters are never parsed.
+    - `--ckpt_path` takes a file, a directory of runs, `last` or `best` (the newest run's; the default but for fit).
     - The vocabulary is stated once, by the data; target and drafts take it from there.
     """
 
@@ -81,7 +72,7 @@ class TrainingCLI(LightningCLI):
             parser.link_arguments("data.init_args.vocab_size", f"model.init_args.{model}.init_args.vocab_size")
 
     def before_instantiate_classes(self) -> None:
-        """Give drafts with names of their own the data's vocabulary, as links do for a target and a draft."""
+        """Give drafts by name the data's vocabulary, as links do for a target and a draft."""
         config = self.config[self.subcommand]
         drafts = config.get("model.init_args.drafts")
         for draft in (drafts or {}).values():
@@ -106,14 +97,19 @@ class TrainingCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         given = self._get(self.config_init, "trainer")
+        logger = given.get("logger")
+        if self.subcommand != "fit":
+            kwargs["logger"] = False  # only training runs have curves
+        elif type(logger) is TensorBoardLogger:
+            kwargs["logger"] = RunLogger(logger.save_dir, name=logger.name, default_hp_metric=False)
         plugins = given.get("plugins") or []
         plugins = plugins if isinstance(plugins, list) else [plugins]
-        shown = not given.get("callbacks") and given["enable_progress_bar"] is not False
-        if shown and isinstance(self.model, GenerateText):
-            kwargs["callbacks"] = [GenerationBar()]
+        if isinstance(self.model, GenerateText) and not given.get("callbacks"):
+            shown = given["enable_progress_bar"] is not False
+            kwargs["callbacks"] = [RunProgressBar()] if shown else []
         self.checkpoints = SafeCheckpointIO()
         trainer = super().instantiate_trainer(plugins=[*plugins, self.checkpoints], **kwargs)
-        trainer.callbacks.insert(0, ReplacedCheckpoints())  # type: ignore[attr-defined]  # speaks before a bar is drawn
+        self.files = RunFiles(trainer)
         return trainer
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
@@ -121,41 +117,46 @@ class TrainingCLI(LightningCLI):
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
         if subcommand == "generate":
             if not isinstance(self.model, GenerateText):
-                raise ValueError(f"generate needs GenerateText as its model, got {type(self.model).__name__}: {_GIVE}")
+                raise ValueError(
+                    f"generate needs GenerateText as its model, got {type(self.model).__name__}: take a config such as "
+                    "configs/smollm2_generate.yaml"
+                )
             return kwargs  # the target is not there yet: it is loaded and checked when the Trainer starts
         limit_threads(sum(parameter.numel() for parameter in self.model.parameters()))
-        if isinstance(self.datamodule, TokenData):
+        if isinstance(self.model, SpeculativeTraining):
             self.datamodule.setup(subcommand)
-            if isinstance(self.model, SpeculativeTraining):
-                self.model.check_data(self.datamodule)
-        source = getattr(self.model, "target_checkpoint", None)
-        if subcommand == "fit" and source is not None:
-            check_source(self.trainer, source)
-        if kwargs.get("ckpt_path"):
-            path = find_checkpoint(self.trainer, str(kwargs["ckpt_path"]))
-            check_trainer_state(path, self.trainer, self.model, self.datamodule, resume=subcommand == "fit")
-            kwargs["ckpt_path"] = path
+            self.model.check_data(self.datamodule)
+        files, name = self.files, kwargs.get("ckpt_path")
+        if name:
+            kwargs["ckpt_path"] = files.find(str(name))
+            check_checkpoint(kwargs["ckpt_path"], self.trainer, self.model, self.datamodule, resume=subcommand == "fit")
+        if subcommand == "fit":
+            files.claim(kwargs["ckpt_path"] if name == "last" else None)
         return {**kwargs, "weights_only": True}
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:
             super()._run_subcommand(subcommand)
-        except SystemExit as stop:
-            if subcommand == "fit" and isinstance(stop.__context__, KeyboardInterrupt):
-                with contextlib.suppress(ValueError, FileNotFoundError):
-                    last = find_checkpoint(self.trainer, "last")
-                    if Path(last).resolve() in self.checkpoints.written:
-                        tell(f"{seen_from_here(last)} is where it was: the same command with --ckpt_path last goes on")
+        except BaseException:
+            if subcommand == "fit":
+                for path in sorted(self.checkpoints.written):
+                    if path.name == "last.ckpt" and path.is_file():
+                        tell(f"{seen_from_here(path)} is where it was: the same command with --ckpt_path last goes on")
             raise
+        finally:
+            self.files.release()
 
     def after_fit(self) -> None:
-        """Say what was reached and where it lies."""
+        """Report what was reached and where it is."""
         if not self.trainer.is_global_zero:
             return
-        values = {name: float(value) for name, value in self.trainer.callback_metrics.items() if _is_told(name)}
+        values = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         lines: dict[str, list[str]] = {}
         for name in sorted(values, key=lambda name: (name.count("/"), not name.endswith("_loss"), name)):
-            lines.setdefault(name.rpartition("/")[0], []).append(f"{name} {values[name]:.3f}")
+            rate = name.rpartition("/")[2]
+            hidden = ("sampling_",) if "/exit_" in name else ("sampling_", "teacher_forced_")
+            if rate.endswith(_SUMMARY) and not rate.startswith(hidden):
+                lines.setdefault(name.rpartition("/")[0], []).append(f"{name} {values[name]:.3f}")
         for line in lines.values():
             say("  ".join(line))
         for callback in self.trainer.checkpoint_callbacks:
@@ -165,40 +166,12 @@ class TrainingCLI(LightningCLI):
             say(f"curves: tensorboard --logdir {seen_from_here(self.trainer.log_dir)}")
 
 
-def _is_told(name: str) -> bool:
-    """Whether a metric is told at a run's end: losses, and what greedy decoding comes to, estimated for the exits."""
-    rate = name.rpartition("/")[2]
-    hidden = ("sampling_",) if "/exit_" in name else ("sampling_", "teacher_forced_")
-    return rate.endswith(("_loss", *_PROMISES)) and not rate.startswith(hidden)
-
-
-def find_checkpoint(trainer: Trainer, name: str) -> str:
-    """The file behind `last`, `best` or a path.
+def prepare(arguments: list[str]) -> None:
+    """Check the YAML that a command line names, and import what it names by import paths or lazily known names.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint yet.
-        ValueError: the config does not say where checkpoints lie.
-    """
-    if name not in ("last", "best"):
-        return name
-    callback = trainer.checkpoint_callback
-    if not isinstance(callback, ModelCheckpoint) or callback.dirpath is None:
-        raise ValueError(f"--ckpt_path {name} needs a ModelCheckpoint with a dirpath in the config: give a file")
-    path = str(Path(callback.dirpath) / f"{name}{callback.FILE_EXTENSION}")
-    if not Path(path).is_file():
-        raise FileNotFoundError(
-            f"there is no {name} checkpoint ({seen_from_here(path)} does not exist): train one with "
-            "`lightning_specdec fit`, or give a file with --ckpt_path"
-        )
-    return path
-
-
-def import_named(arguments: list[str]) -> None:
-    """Import the models that wait to be asked for and that the command line or its configs name, so that the parser
-    finds them by their short names.
-
-    Raises:
-        ValueError: a config is nested so deeply or repeats so much that the parser could not take it.
+        ValueError: a config is nested so deeply or repeats so much that the parser could not take it, or names a class
+            by a former name.
     """
     texts = list(arguments)
     for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
@@ -212,9 +185,25 @@ def import_named(arguments: list[str]) -> None:
                 pass  # the parser says where it is wrong
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
-    for name, import_it in MODELS.waiting.items():
+    for former, now in RENAMED.items():
+        if any(re.search(rf"\b{former}\b", text) for text in texts):
+            raise ValueError(f"{former} is called {now} now: use that name in the config")
+    for name in MODELS:
         if any(name in text for text in texts):
-            import_it()
+            MODELS.load(name)
+    sys.path.append("")  # a user's own classes may lie in the current directory
+
+
+def one_line(report: str) -> str:
+    """The key and the reasons of a jsonargparse error, without the types and alternatives around them."""
+    keys = dict.fromkeys(re.findall(r'Parser key "([^"]+)"', report))
+    lines = [re.sub(r'^(- )?(Parser key "[^"]+":? ?)?', "", line.strip()) for line in report.splitlines()]
+    reasons = dict.fromkeys(line for line in lines if line and not _SCAFFOLD.match(line))
+    told = f"{'.'.join(keys)}: " if keys else ""
+    text = told + ("; ".join(reasons) or " ".join(report.split()))
+    if "arguments are required" in text:
+        text += ": give a config that has them, as --config configs/rnn.yaml"
+    return re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", text)
 
 
 def run() -> None:
@@ -226,12 +215,9 @@ def run() -> None:
         SystemExit: the run was interrupted; its last checkpoint is whole.
     """
     quiet_lightning()
-    set_parsing_settings(
-        import_path_denylist=["*"],
-        import_path_allowlist=list(ALLOWED_IMPORTS),
-        instantiate_subclass_spec_in_any=False,
-    )
-    import_named(sys.argv[1:])
+    # A model of transformers is described by plain values, which the parser would build itself.
+    set_parsing_settings(import_path_denylist=["transformers"], instantiate_subclass_spec_in_any=False)
+    prepare(sys.argv[1:])
     parser_kwargs: dict[str, Any] = {"allow_abbrev": False, "exit_on_error": False}
     try:
         TrainingCLI(
@@ -242,28 +228,21 @@ def run() -> None:
             subclass_mode_data=True,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
-            save_config_callback=ConfigWithTheRun,
+            save_config_callback=SaveConfig,
             save_config_kwargs={"overwrite": True},
             parser_kwargs={**parser_kwargs, **{verb: dict(parser_kwargs) for verb in VERBS}},
         )
-    except ArgumentError as error:
-        raise ValueError(one_line(str(error))) from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"a config is no text ({error.reason}): give a YAML file, as configs/rnn.yaml") from error
     except SIGTERMException:  # which is a SystemExit, of code 0
         raise SystemExit(128 + signal.SIGTERM) from None
     except SystemExit as stop:
         if isinstance(stop.__context__, KeyboardInterrupt):  # the Trainer ends with 1 then, like a failure
             raise SystemExit(128 + signal.SIGINT) from None
         raise
-    except MisconfigurationException as error:
-        raise ValueError(one_line(str(error))) from error
-    except ValueError as error:
-        if "\n" not in str(error):
-            raise
-        raise ValueError(one_line(str(error))) from error
-    except RuntimeError as error:
-        if not str(error).startswith("Early stopping conditioned on metric"):  # a fault of the config's
+    except UnicodeDecodeError as error:
+        raise ValueError(f"a config is no text ({error.reason}): give a YAML file, as configs/rnn.yaml") from error
+    except (ArgumentError, MisconfigurationException, ValueError, RuntimeError) as error:
+        is_config = not isinstance(error, RuntimeError) or str(error).startswith("Early stopping conditioned on metric")
+        if not is_config or (type(error) is ValueError and "\n" not in str(error)):
             raise
         raise ValueError(one_line(str(error))) from error
 
@@ -271,7 +250,9 @@ def run() -> None:
 def quiet_lightning() -> None:
     """Drop the tips and warnings that say nothing about the user's own run."""
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
-        logging.getLogger(name).addFilter(_is_worth_reading)
+        logging.getLogger(name).addFilter(
+            lambda record: record.levelno >= logging.WARNING or "Detected KeyboardInterrupt" in record.getMessage()
+        )
     for message in (
         ".*does not have many workers.*",
         "The dirpath has changed from.*",
@@ -283,7 +264,3 @@ def quiet_lightning() -> None:
         ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
     ):
         warnings.filterwarnings("ignore", message=message)
-
-
-def _is_worth_reading(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING or "Detected KeyboardInterrupt" in record.getMessage()

@@ -1,98 +1,147 @@
-"""Training a draft for a target that stays as it is, from the target's own distributions.
+"""Training a draft for a frozen target, from the target's own distributions.
 
-Shapes: B rows, T tokens, M places, N chosen ones, D width of what the output head reads, V tokens of the target,
-W of the draft.
+Shapes: B rows, T tokens, M positions, N chosen ones, K draft tokens, D width of what the output head reads, W tokens of
+the draft.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
+from torchmetrics import MeanMetric
 
-from lightning_specdec.checkpoint import KEY
-from lightning_specdec.checks import require_int, require_number
+from lightning_specdec.checkpoints.checkpoint import KEY
+from lightning_specdec.config.checks import require_int, require_number
 from lightning_specdec.data import IGNORED, Batch, TokenData
 from lightning_specdec.data.base import SPLITS
 from lightning_specdec.drafters import Drafter, DraftVocabulary
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.base import SpeculativeTraining
-from lightning_specdec.training.distillation_metrics import DistillationMetrics
-from lightning_specdec.training.draft_losses import DraftLoss, ForwardKL, masked_mean, position_weights
-from lightning_specdec.training.given_target import check_same_tokens
-from lightning_specdec.training.guessed import Guessed, token_counts
-from lightning_specdec.training.metrics import RoundMetrics
-from lightning_specdec.training.muon import MuonAdamW
-from lightning_specdec.training.schedule import Effort, warmup_cosine
-from lightning_specdec.training.target_reading import OnTheFly, Reading, TargetFeatures
+from lightning_specdec.training.draft_losses import DraftLoss, ForwardKL, position_weights
+from lightning_specdec.training.metrics import RoundMetrics, Rounds
+from lightning_specdec.training.optimizers import BETAS, MuonAdamW, warmup_cosine
+from lightning_specdec.training.target_outputs import (
+    DraftStep,
+    OnlineFeatures,
+    TargetOutputs,
+    check_same_tokens,
+    given_target,
+    token_counts,
+)
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Float, Int
 
-OPTIMIZERS = ("adamw", "muon")
-BETAS = (0.9, 0.95)
 _AT_ONCE = 2**25
-"""Numbers of logits that are measured at once."""
+"""Logits that are measured at once."""
+
+
+class DistillationMetrics(RoundMetrics):
+    """Teacher-forced metrics: losses, what rounds keep along known texts, and the acceptance rate by draft position.
+
+    Args:
+        weights: weight of each draft step's loss.
+        first_round: whether drafting is possible before the target has read anything.
+    """
+
+    def __init__(self, weights: list[float], num_draft_tokens: int, *, first_round: bool) -> None:
+        super().__init__(*(Rounds(num_draft_tokens, first_round=first_round) for _ in range(2)))
+        self.weights = weights
+        self.losses = _means(len(weights))
+        self.greedy_rates, self.sampling_rates = _means(num_draft_tokens), _means(num_draft_tokens)
+
+    def count(self, greedy: list[Float[Tensor, "B T"]], sampling: list[Float[Tensor, "B T"]], batch: Batch) -> None:
+        """Count a batch.
+
+        Args:
+            greedy, sampling: the probability that a draft of token t is accepted, for each draft step; the last one
+                stands for all that follow.
+        """
+        num_draft_tokens = len(self.greedy_rates)
+        num_new = batch.lengths - batch.prompt_lengths
+        offsets = torch.arange(int(num_new.max()), device=num_new.device)
+        starts = batch.prompt_lengths[:, None] + offsets
+        for rounds, rates, chances in (
+            (self.greedy, self.greedy_rates, greedy),
+            (self.sampling, self.sampling_rates, sampling),
+        ):
+            columns = []
+            for i in range(num_draft_tokens):
+                padded = functional.pad(chances[min(i, len(chances) - 1)], (0, num_draft_tokens))
+                columns.append(padded.gather(1, (starts + i).clamp(max=padded.shape[1] - 1)))
+                rates[i].update(columns[i][offsets + i < num_new[:, None]])  # type: ignore[operator]
+            rounds.update(torch.stack(columns, dim=-1), num_new)
+
+    def compute(self) -> dict[str, Tensor]:
+        values = self.rates()
+        losses = torch.stack([each.compute().nan_to_num() for each in self.losses])  # type: ignore[operator]
+        values["loss"] = (losses * losses.new_tensor(self.weights)).sum() / sum(self.weights)
+        for i, (greedy, sampling) in enumerate(zip(self.greedy_rates, self.sampling_rates, strict=True), start=1):
+            values[f"position_{i}/acceptance_rate"] = greedy.compute()  # type: ignore[operator]
+            values[f"position_{i}/sampling_acceptance_rate"] = sampling.compute()  # type: ignore[operator]
+        return values
+
+
+def _means(count: int) -> nn.ModuleList:
+    return nn.ModuleList(MeanMetric(nan_strategy="disable") for _ in range(count))
 
 
 class DistillationTraining(SpeculativeTraining):
-    """Trains a draft to say what a frozen target would say.
+    """Trains a draft to predict what a frozen target predicts.
 
-    Theory: a guess is kept with probability sum over the vocabulary of min(draft, target) (Leviathan et al. 2023), so
-    the draft needs the target's distribution, of which the text shows one draw. The text is best the target's own
-    (`lightning_specdec generate`), since that is what will be drafted. The i-th guess of a round is made where those
-    before it were kept, so it counts by `position_decay ** i`.
+    A draft token is accepted with probability sum(min(draft, target)) (Leviathan et al. 2023), so the draft learns the
+    target's distributions, best on the target's own texts (`lightning_specdec generate`). Draft token i of a round
+    matters only if those before it were accepted, so its loss counts `position_decay ** i`.
 
     Args:
-        target: the model whose output is wanted; it stays as it is, to the last bit.
-        drafter: what is trained.
-        source: where the target came from, for messages; None where it was handed in.
-        tokenizer: of the target, as a checkpoint names it.
-        loss: how far a guess is from what the target would say; `ForwardKL` when None.
-        position_decay: how much less each guess of a round counts than the one before it.
-        target_features: what the target made of the texts; `OnTheFly` when None.
-        learn_from_prompts: whether prompts are learned from too, which the target has not written.
-        warmup_steps: of the optimizer, while the learning rate rises.
-        final_learning_rate: what the learning rate falls to by a cosine, as a share of it.
-        max_gradient_norm: longer gradients are shortened to this.
-        optimizer: "adamw", or "muon" for the matrices of hidden layers (see `MuonAdamW`).
+        make_drafter: builds the drafter for the target.
+        target: the target; None where `target_checkpoint` names it.
+        target_checkpoint: a checkpoint that contains the target, or the directory of a transformers model.
+        target_dtype: dtype of a target from a directory; as stored when None.
+        loss: `ForwardKL` when None.
+        position_decay: weight of each draft token relative to the one before it.
+        target_features: where the target's outputs come from; `OnlineFeatures` when None.
+        learn_from_prompts: whether prompts, which the target did not write, are learned from too.
+        warmup_steps: steps over which the learning rate rises; it falls by a cosine afterwards.
+        final_learning_rate: learning rate at the end, relative to the highest.
+        optimizer: "adamw", or "muon" for the matrices of hidden layers.
         options: those of `SpeculativeTraining`.
     """
 
     def __init__(
         self,
-        target: LanguageModel,
-        drafter: Drafter,
+        make_drafter: Callable[[LanguageModel], Drafter],
+        target: LanguageModel | None = None,
         *,
-        source: str | None = None,
-        tokenizer: str | None = None,
+        target_checkpoint: str | None = None,
+        target_dtype: str | None = None,
         loss: DraftLoss | None = None,
         position_decay: float = 0.8,
-        target_features: TargetFeatures | None = None,
+        target_features: OnlineFeatures | None = None,
         learn_from_prompts: bool = False,
         warmup_steps: int = 100,
         final_learning_rate: float = 0.05,
-        max_gradient_norm: float = 1.0,
         optimizer: str = "adamw",
         **options: Any,
     ) -> None:
-        self.source, self.target_tokenizer = source, tokenizer
+        self.target_checkpoint = target_checkpoint
         self.loss = ForwardKL() if loss is None else loss
         self.position_decay = require_number("position_decay", position_decay, low=0.0, high=1.0, low_open=True)
-        self.target_features = OnTheFly() if target_features is None else target_features
+        self.target_features = OnlineFeatures() if target_features is None else target_features
         self.learn_from_prompts = learn_from_prompts
         self.warmup_steps = require_int("warmup_steps", warmup_steps, 0)
         self.final_learning_rate = require_number("final_learning_rate", final_learning_rate, low=0.0, high=1.0)
-        self.max_gradient_norm = require_number("max_gradient_norm", max_gradient_norm, low=0.0, low_open=True)
-        if optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer must be {' or '.join(OPTIMIZERS)}, got {optimizer!r}")
+        if optimizer not in ("adamw", "muon"):
+            raise ValueError(f"optimizer must be adamw or muon, got {optimizer!r}")
         self.optimizer = optimizer
-        self.effort = Effort()
-        self._begun = False
-        super().__init__(target, drafter, **options)
+        self._initialized = False
+        target, self.target_tokenizer = given_target(target, target_checkpoint, True, dtype=target_dtype)
+        super().__init__(target, make_drafter(target), **options)
         self.target.requires_grad_(False)
         self.train()
 
@@ -101,34 +150,30 @@ class DistillationTraining(SpeculativeTraining):
         """The target's layers whose hidden states are read."""
 
     @abstractmethod
-    def guesses(self, batch: Batch, reading: Reading) -> list[Guessed]:
-        """Of each guess of a round, in their order, what it is made of; a single one where all are made alike."""
+    def draft_steps(self, batch: Batch, outputs: TargetOutputs) -> list[DraftStep]:
+        """The draft steps of a round in order; a single one where all are alike."""
 
     @abstractmethod
-    def guess_logits(self, number: int, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N W"]:
-        """What the draft's output head, that of this guess, makes of hidden states."""
+    def step_logits(self, number: int, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N W"]:
+        """Logits of that draft step."""
 
-    def begin_from_target(self) -> None:  # noqa: B027
-        """Give the draft's weights their first values, once its vocabulary is known. As they are by default."""
-
-    @property
-    def draft_vocabulary(self) -> DraftVocabulary | None:
-        """The tokens that the draft can say; all when None."""
-        return None
+    def init_from_target(self) -> None:  # noqa: B027
+        """Initialize the draft's weights, once its vocabulary is known."""
 
     @property
     def num_losses(self) -> int:
-        """Guesses that are learned from, each with a loss of its own."""
-        return self.num_draft_tokens
+        """Draft steps with a loss of their own."""
+        return 1
 
     @property
-    def position_weights(self) -> list[float]:
-        """What each guess's loss counts."""
-        return position_weights(self.position_decay, self.num_losses)
+    def draft_vocabulary(self) -> DraftVocabulary | None:
+        """The reduced vocabulary of the draft; None where it has the target's."""
+        found: DraftVocabulary | None = getattr(self.drafter, "draft_vocabulary", None)
+        return found
 
-    def loss_weights(self, num_guesses: int) -> list[float]:
-        """What each guess of a step counts in its loss."""
-        weights = position_weights(self.position_decay, num_guesses)
+    def loss_weights(self, num_steps: int) -> list[float]:
+        """The weights of that many draft steps in a training step's loss."""
+        weights = position_weights(self.position_decay, num_steps)
         return [weight / sum(weights) for weight in weights]
 
     def train(self, mode: bool = True) -> DistillationTraining:
@@ -137,171 +182,129 @@ class DistillationTraining(SpeculativeTraining):
         return self
 
     def settings(self) -> dict[str, Any]:
-        plain = {name: getattr(self, name) for name in ("position_decay", "learn_from_prompts", "warmup_steps")}
-        plain |= {name: getattr(self, name) for name in ("final_learning_rate", "max_gradient_norm", "optimizer")}
-        plain |= {"target_checkpoint": self.source, "loss": _named(self.loss)}
-        return {**super().settings(), **plain}
+        return {**super().settings(), "loss": _named(self.loss)}
 
     def new_metrics(self) -> DistillationMetrics:
-        return DistillationMetrics(self.position_weights, self.num_draft_tokens, first_round=self.first_round)
+        weights = position_weights(self.position_decay, self.num_losses)
+        return DistillationMetrics(weights, self.num_draft_tokens, first_round=self.first_round)
 
     def check_data(self, data: TokenData) -> None:
-        """See `SpeculativeTraining.check_data`; the draft's vocabulary is chosen by these data, once."""
+        """See `SpeculativeTraining.check_data`; also chooses the draft's vocabulary by these data, once."""
         super().check_data(data)
-        name = None if self.target.tokenizer is None else self.target.tokenizer.name
-        check_same_tokens(self.source or "the target", self.target.vocab_size, self.target_tokenizer or name, data)
-        if self._begun:
+        own = self.target.tokenizer
+        name = self.target_tokenizer or (None if own is None else own.name)
+        check_same_tokens(self.target_checkpoint or "the target", self.target.vocab_size, name, data)
+        if self._initialized:
             return
-        if (own := self.draft_vocabulary) is not None:
-            own.choose(token_counts(data, self.target.vocab_size), self._endings())
-        self.begin_from_target()
-        self._begun = True
-
-    def _endings(self) -> frozenset[int]:
-        """The tokens that end a text."""
-        eos = () if self.target.tokenizer is None else self.target.tokenizer.eos
-        return frozenset(token for token in eos if token < self.target.vocab_size)
+        if (vocabulary := self.draft_vocabulary) is not None:
+            eos = () if own is None else [token for token in own.eos if token < self.target.vocab_size]
+            vocabulary.choose(token_counts(data, self.target.vocab_size), eos)
+        self.init_from_target()
+        self._initialized = True
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
         splits = {"fit": SPLITS[:2], "validate": SPLITS[1:2], "test": SPLITS[2:]}.get(stage, ())
-        self.target.to(self.trainer.strategy.root_device)  # where the Trainer moves it next: a GPU makes features there
+        self.target.to(self.trainer.strategy.root_device)  # where the Trainer moves it after setup
         self.target_features.prepare(self.target, self._data(), self.layers(), splits)
 
-    def read(self, batch: Batch, split: str) -> Reading:
-        """What the target makes of a batch."""
-        own = self.draft_vocabulary
-        tokens = None if own is None else own.tokens
+    def read(self, batch: Batch, split: str) -> TargetOutputs:
+        """The target's outputs for a batch."""
+        tokens = None if self.draft_vocabulary is None else self.draft_vocabulary.tokens
         return self.target_features.read(self.target, batch, split, layers=self.layers(), tokens=tokens)
 
+    def _chosen(
+        self, step: DraftStep, batch: Batch, outputs: TargetOutputs, *, prompts: bool
+    ) -> tuple[Tensor, tuple[Float[Tensor, "N D"], Float[Tensor, "N W"], Int[Tensor, "N"], Int[Tensor, "N"]]]:
+        """The mask of what a step learns from; the hidden states, log probabilities, labels and choices there."""
+        mask = step.learned(batch, prompts=prompts)
+        labels = batch.tokens[:, step.predicted][mask]
+        if self.draft_vocabulary is not None:
+            labels = self.draft_vocabulary.to_draft(labels, IGNORED)
+        log_probs, choices = outputs.log_probs[:, step.before][mask], outputs.choices[:, step.before][mask]
+        return mask, (step.hidden[mask], log_probs, labels, choices)
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        reading = self.read(batch, "train")
-        losses, num_places = [], 0
-        for number, guess in enumerate(self.guesses(batch, reading)):
-            chosen = guess.learned(batch, prompts=self.learn_from_prompts)
-            values = self._losses(number, guess, chosen, batch, reading)
-            losses.append(masked_mean(values, torch.ones_like(values, dtype=torch.bool)))
-            num_places += len(values)
-        weights = self.loss_weights(len(losses))
-        loss = torch.stack([weight * each for weight, each in zip(weights, losses, strict=True)]).sum()
-        self.log_losses({"loss": loss.detach()}, num_places)
-        self.effort.num_tokens += int(batch.lengths.sum()) * self.trainer.world_size
+        outputs = self.read(batch, "train")
+        losses, num_positions = [], 0
+        for number, step in enumerate(self.draft_steps(batch, outputs)):
+            _, (hidden, log_probs, labels, _) = self._chosen(step, batch, outputs, prompts=self.learn_from_prompts)
+            values = self.loss(self.step_logits(number, hidden), log_probs, labels)
+            losses.append(values.sum() / max(1, len(values)))
+            num_positions += len(values)
+        loss = (torch.stack(losses) * losses[0].new_tensor(self.loss_weights(len(losses)))).sum()
+        self.log_losses({"loss": loss.detach()}, num_positions)
         if len(losses) > 1:
             each = {f"position_{i}/loss": value.detach() for i, value in enumerate(losses, start=1)}
-            self.log_losses(each, num_places, prog_bar=False)
+            self.log_losses(each, num_positions, prog_bar=False)
         return loss
-
-    def _losses(
-        self, number: int, guess: Guessed, chosen: Bool[Tensor, "B M"], batch: Batch, reading: Reading
-    ) -> Float[Tensor, "N"]:
-        """The loss of each chosen place."""
-        own, said = self.draft_vocabulary, reading.log_probs[:, guess.before()][chosen]
-        labels = batch.tokens[:, guess.first : guess.first + guess.num_places][chosen]
-        logits = self.guess_logits(number, guess.hidden[chosen])
-        return self.loss(logits, said, labels if own is None else own.to_draft(labels, IGNORED))
 
     def measure(self, metrics: RoundMetrics, batch: Batch, split: str) -> None:
         assert isinstance(metrics, DistillationMetrics)
-        reading = self.read(batch, split)
-        greedy: list[Tensor] = []
-        sampling: list[Tensor] = []
-        for number, guess in enumerate(self.guesses(batch, reading)):
-            chosen = guess.learned(batch, prompts=False)  # no prompt is ever drafted
-            metrics.count_loss(number, self._losses(number, guess, chosen, batch, reading))
-            agreed, overlaps = self._chances(number, guess, chosen, reading)
-            for chances, values in ((greedy, agreed), (sampling, overlaps)):
-                of_tokens = values.new_zeros(batch.tokens.shape)
-                of_tokens[:, guess.first : guess.first + guess.num_places][chosen] = values
+        outputs = self.read(batch, split)
+        greedy, sampling = list[Tensor](), list[Tensor]()
+        for number, step in enumerate(self.draft_steps(batch, outputs)):
+            mask, values = self._chosen(step, batch, outputs, prompts=False)  # prompts are never drafted
+            pieces = zip(*(each.split(max(1, _AT_ONCE // values[1].shape[-1])) for each in values), strict=True)
+            losses, agreed, overlaps = map(
+                torch.cat, zip(*(self._judged(number, *each) for each in pieces), strict=True)
+            )
+            metrics.losses[number].update(losses)  # type: ignore[operator]
+            for chances, of_step in ((greedy, agreed), (sampling, overlaps)):
+                of_tokens = of_step.new_zeros(batch.tokens.shape)
+                of_tokens[:, step.predicted][mask] = of_step
                 chances.append(of_tokens)
-        metrics.count_rounds(greedy[: self.num_draft_tokens], sampling[: self.num_draft_tokens], batch)
+        metrics.count(greedy[: self.num_draft_tokens], sampling[: self.num_draft_tokens], batch)
 
-    def _chances(
-        self, number: int, guess: Guessed, chosen: Bool[Tensor, "B M"], reading: Reading
-    ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
-        """How likely a guess is kept at each chosen place: at temperature 0, and at temperature 1."""
-        own, before = self.draft_vocabulary, guess.before()
-        said, choices = reading.log_probs[:, before][chosen], reading.choices[:, before]
-        agreed, overlaps = [], []
-        size = max(1, _AT_ONCE // said.shape[-1])
-        pieces = zip(guess.hidden[chosen].split(size), said.split(size), choices[chosen].split(size), strict=True)
-        for hidden, log_target, choice in pieces:
-            log_draft = self.guess_logits(number, hidden).float().log_softmax(-1)
-            guessed = log_draft.argmax(-1)
-            agreed.append((guessed if own is None else own.tokens[guessed]) == choice)
-            overlaps.append(torch.minimum(log_draft, log_target).exp().sum(-1).clamp(max=1.0))
-        return torch.cat(agreed).float(), torch.cat(overlaps)
+    def _judged(
+        self, number: int, hidden: Tensor, log_probs: Tensor, labels: Tensor, choices: Tensor
+    ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"], Float[Tensor, "N"]]:
+        """The loss, and the probability of acceptance at temperature 0 and at temperature 1."""
+        logits = self.step_logits(number, hidden)
+        log_draft = logits.float().log_softmax(-1)
+        drafted = log_draft.argmax(-1)
+        if self.draft_vocabulary is not None:
+            drafted = self.draft_vocabulary.tokens[drafted]
+        overlaps = torch.minimum(log_draft, log_probs).exp().sum(-1).clamp(max=1.0)
+        return self.loss(logits, log_probs, labels), (drafted == choices).float(), overlaps
 
     def recipe(self) -> dict[str, Any]:
-        """See `SpeculativeTraining.recipe`; what it has cost and reached too."""
-        reached = {
-            name: float(value)
-            for name, value in self.trainer.callback_metrics.items()
-            if name.startswith("val/") and name.endswith(("_rate", "_efficiency", "_speedup"))
-        }
-        features = {"target_features": _named(self.target_features)}
-        return {**super().recipe(), **features, **self.effort.to_dict(), "reached": reached}
+        """See `SpeculativeTraining.recipe`; also what the training took and reached."""
+        values = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        own = {"target_features": _named(self.target_features)}
+        return {**super().recipe(), **own, "reached": {k: v for k, v in values.items() if k.startswith("val/")}}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        described = checkpoint[KEY]
-        self._check_arguments(described["drafter"]["arguments"])
-        self.effort.go_on_from(described["recipe"])
-        if (own := self.draft_vocabulary) is not None:  # the weights are for these tokens, whatever the data are now
-            own.become(described["drafter"]["arguments"]["draft_vocabulary"])
-
-    def _check_arguments(self, saved: Mapping[str, Any]) -> None:
-        """Raise ValueError where the checkpoint's weights were trained for another draft, which shapes may not tell."""
-        for name, own in self.drafter.arguments().items():
-            if name == "draft_vocabulary" or not isinstance(own, int | float | str | list | None):
-                continue
-            if saved.get(name) != own:
+        trained = checkpoint[KEY]["drafter"]["arguments"]
+        if (vocabulary := self.draft_vocabulary) is not None:  # the weights are for these tokens, whatever the data
+            vocabulary.become(trained["draft_vocabulary"])
+        for name, value in self.drafter.arguments().items():
+            if isinstance(value, int | float | str | list | None) and trained.get(name) != value:
                 raise ValueError(
-                    f"the checkpoint's draft was trained with {name}={saved.get(name)}, the config says {own}: give "
-                    "the config that it was trained with, or start anew"
+                    f"the checkpoint's draft was trained with {name}={trained.get(name)}, the config says {value}: "
+                    "give the config that it was trained with, or start anew"
                 )
-
-    def on_fit_start(self) -> None:
-        self.effort.begin()
-
-    def on_validation_epoch_end(self) -> None:
-        super().on_validation_epoch_end()
-        self.log("val/tokens_seen", float(self.effort.num_tokens), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         trained = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
         if self.optimizer == "adamw":
             return torch.optim.AdamW(trained, lr=self.learning_rate, betas=BETAS, weight_decay=0.0)
-        own = self.draft_vocabulary
-        tables = {self.target.vocab_size, self.target.vocab_size if own is None else len(own)}
-        matrices = [each for each in trained if each.ndim == 2 and each.shape[0] not in tables]
+        # Embeddings and output heads are no hidden layers: a step touches few of their rows.
+        sizes = {self.target.vocab_size, len(self.draft_vocabulary or range(self.target.vocab_size))}
+        matrices = {each: None for each in trained if each.ndim == 2 and each.shape[0] not in sizes}
         if not matrices:
             raise ValueError("muon steps the matrices of hidden layers, and this draft trains none: give adamw")
-        chosen = {id(each) for each in matrices}
-        others = [each for each in trained if id(each) not in chosen]
-        return MuonAdamW(matrices, others, lr=self.learning_rate, betas=BETAS)
-
-    def configure_gradient_clipping(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Shorten long gradients: to `max_gradient_norm`, or as the Trainer is told."""
-        self.clip_gradients(optimizer, gradient_clip_val or self.max_gradient_norm, gradient_clip_algorithm or "norm")
+        return MuonAdamW(matrices, (each for each in trained if each not in matrices), lr=self.learning_rate)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        """Set the learning rate of this step: a function of its number alone, so that a resumed run goes on with it."""
-        share = warmup_cosine(
-            self.global_step,
-            self.trainer.estimated_stepping_batches,
-            warmup_steps=self.warmup_steps,
-            final=self.final_learning_rate,
-        )
+        num_steps, warmup, final = self.trainer.estimated_stepping_batches, self.warmup_steps, self.final_learning_rate
+        rate = self.learning_rate * warmup_cosine(self.global_step, num_steps, warmup_steps=warmup, final=final)
         for optimizer in self.trainer.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = share * self.learning_rate
-        self.log("train/learning_rate", share * self.learning_rate, sync_dist=True)
+                group["lr"] = rate
+        self.log("train/learning_rate", rate, sync_dist=True)
 
 
-def _named(part: DraftLoss | TargetFeatures) -> dict[str, Any]:
+def _named(part: DraftLoss | OnlineFeatures) -> dict[str, Any]:
     return {"class": type(part).__name__, **part.arguments()}

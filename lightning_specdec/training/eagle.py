@@ -1,6 +1,7 @@
-"""Training an autoregressive head on a frozen target's hidden states, on rollouts of its own.
+"""Training an EAGLE head on its own rollouts.
 
-Shapes: B rows, T tokens, D width of the target's hidden states, N places, W tokens of the draft.
+Shapes: B rows, T entries, D width of the target's hidden states, N positions, W tokens of the draft, H attention heads
+that share G keys, E size of a head.
 """
 
 from __future__ import annotations
@@ -9,47 +10,43 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
-from lightning_specdec.checks import require_int
+from lightning_specdec.config.checks import require_int
 from lightning_specdec.data import Batch
-from lightning_specdec.drafters import DraftVocabulary, EagleDrafter
-from lightning_specdec.drafters.draft_vocabulary import rows_of
+from lightning_specdec.drafters import EagleDrafter
+from lightning_specdec.drafters.eagle_network import EagleNetwork, attention
+from lightning_specdec.drafters.heads import rows_of
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.distillation import DistillationTraining
-from lightning_specdec.training.eagle_rollout import rollouts
-from lightning_specdec.training.given_target import the_target
-from lightning_specdec.training.guessed import Guessed
-from lightning_specdec.training.multi_token import hidden_size_of
-from lightning_specdec.training.target_reading import Reading
+from lightning_specdec.training.draft_losses import position_weights
+from lightning_specdec.training.draft_recipes import hidden_size_of
+from lightning_specdec.training.target_outputs import DraftStep, TargetOutputs
 
 if TYPE_CHECKING:
     from jaxtyping import Float
-    from torch import Tensor
 
 HEAD_SIZE = 64
+_SCORES_AT_ONCE = 2**20
+"""Attention scores computed at once on a CPU: they fit its cache, which halves the time for texts of 400 tokens."""
 
 
 class EagleTraining(DistillationTraining):
-    """Trains an `EagleDrafter` for a frozen target.
-
-    Theory: see `EagleDrafter`, `rollouts` (the head is trained on what it makes of its own output) and
-    `DistillationTraining`.
+    """Trains an `EagleDrafter` by training-time test (Li et al. 2025, "EAGLE-3", section 3).
 
     Args:
-        target: the model whose output is wanted; None where `target_checkpoint` says it.
-        target_checkpoint: a checkpoint whose target is taken, or the directory of a transformers model.
-        target_dtype: what a directory's model computes in; as it is stored when None.
         feature_layers: the target's layers whose hidden states are read; a low, a middle and a high one when None.
-        num_heads: of the attention; as many as make each 64 wide when None.
-        num_key_heads: that they share; as many when None.
-        intermediate_size: of the inner network; four times the hidden size when None.
-        attention_window: how many of the newest entries the attention looks at; all when None. One that most training
-            texts are longer than lets the draft read texts of any length.
-        draft_vocabulary: how many tokens the draft can say, the most frequent of the training texts; all when None.
-        num_steps: guesses of the rollouts that are learned from; `num_draft_tokens` when None.
-        random_lengths: whether the rollouts of a step end early at random, each guess followed by another one with the
-            probability `position_decay`. All that are made count alike then, which is in expectation the same loss, at
-            half the work for a decay of 0.6.
+        num_heads: attention heads; as many as make each 64 wide when None.
+        num_key_heads: key heads that they share; as many when None.
+        intermediate_size: width of the inner network; four times the hidden size when None.
+        attention_window: newest entries that the attention sees; all when None. With a window shorter than most
+            training texts, the draft works at any length.
+        draft_vocabulary: size of the draft's vocabulary, the most frequent tokens of the training texts; the target's
+            vocabulary when None.
+        num_steps: draft tokens of a rollout; `num_draft_tokens` when None.
+        random_lengths: whether a step's rollouts end early at random, each draft token being followed by another with
+            probability `position_decay`. The expected loss is the same, at half the work for a decay of 0.6.
         options: those of `DistillationTraining`.
     """
 
@@ -60,8 +57,6 @@ class EagleTraining(DistillationTraining):
         self,
         target: LanguageModel | None = None,
         *,
-        target_checkpoint: str | None = None,
-        target_dtype: str | None = None,
         feature_layers: Sequence[int] | None = None,
         num_heads: int | None = None,
         num_key_heads: int | None = None,
@@ -72,25 +67,26 @@ class EagleTraining(DistillationTraining):
         random_lengths: bool = False,
         **options: Any,
     ) -> None:
-        target, tokenizer = the_target(target, target_checkpoint, True, dtype=target_dtype)
-        size = hidden_size_of(target)
-        heads = max(1, size // HEAD_SIZE) if num_heads is None else num_heads
-        drafter = EagleDrafter(
-            low_middle_high(target) if feature_layers is None else feature_layers,
-            hidden_size=size,
-            vocab_size=target.vocab_size,
-            num_heads=heads,
-            num_key_heads=heads if num_key_heads is None else num_key_heads,
-            intermediate_size=4 * size if intermediate_size is None else intermediate_size,
-            attention_window=attention_window,
-            draft_vocabulary=draft_vocabulary,
-        )
+        def make_drafter(target: LanguageModel) -> EagleDrafter:
+            size = hidden_size_of(target)
+            heads = num_heads or max(1, size // HEAD_SIZE)
+            return EagleDrafter(
+                low_middle_high(target.num_layers or 1) if feature_layers is None else feature_layers,
+                hidden_size=size,
+                vocab_size=target.vocab_size,
+                num_heads=heads,
+                num_key_heads=num_key_heads or heads,
+                intermediate_size=intermediate_size or 4 * size,
+                attention_window=attention_window,
+                draft_vocabulary=draft_vocabulary,
+            )
+
         self.num_steps = None if num_steps is None else require_int("num_steps", num_steps, 1, 64)
         self.random_lengths = random_lengths
-        super().__init__(target, drafter, source=target_checkpoint, tokenizer=tokenizer, **options)
+        super().__init__(make_drafter, target, **options)
         if self.num_losses < self.num_draft_tokens:
             raise ValueError(
-                f"a round of {self.num_draft_tokens} guesses is measured on rollouts of {self.num_losses}: lower "
+                f"a round of {self.num_draft_tokens} draft tokens is measured on rollouts of {self.num_losses}: lower "
                 "num_draft_tokens or raise num_steps"
             )
 
@@ -98,48 +94,122 @@ class EagleTraining(DistillationTraining):
     def num_losses(self) -> int:
         return self.num_draft_tokens if self.num_steps is None else self.num_steps
 
-    @property
-    def draft_vocabulary(self) -> DraftVocabulary | None:
-        return self.drafter.draft_vocabulary
-
-    def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "num_steps": self.num_losses, "random_lengths": self.random_lengths}
-
     def layers(self) -> Sequence[int]:
-        return self.drafter.feature_layers
+        return self.drafter.settings.feature_layers
 
     @torch.no_grad()
-    def begin_from_target(self) -> None:
-        """Let the output head be the target's."""
+    def init_from_target(self) -> None:
+        """Copy the target's output head."""
         self.drafter.network.output.weight.copy_(rows_of(self.target.output_weight, self.draft_vocabulary))
 
-    def loss_weights(self, num_guesses: int) -> list[float]:
+    def loss_weights(self, num_steps: int) -> list[float]:
         if not self.random_lengths:
-            return super().loss_weights(num_guesses)
-        return [1 / sum(self.position_weights)] * num_guesses
+            return super().loss_weights(num_steps)
+        return [1 / sum(position_weights(self.position_decay, self.num_losses))] * num_steps
 
-    def steps_of(self, number: int) -> int:
-        """How many guesses the rollouts of an optimizer's step make: a function of its number, so that a resumed run
-        goes on alike."""
+    def rollout_length(self, step: int) -> int:
+        """Draft tokens of the rollouts of an optimizer step: depends on its number alone, so that runs can resume."""
         if not (self.random_lengths and self.training):
             return self.num_losses
-        noise = torch.rand(self.num_losses - 1, generator=torch.Generator().manual_seed(number))
+        noise = torch.rand(self.num_losses - 1, generator=torch.Generator().manual_seed(step))
         return 1 + int((noise < self.position_decay).long().cumprod(0).sum())
 
-    def guesses(self, batch: Batch, reading: Reading) -> list[Guessed]:
+    def draft_steps(self, batch: Batch, outputs: TargetOutputs) -> list[DraftStep]:
         network = self.drafter.network
-        features = network.features([reading.features[layer][:, :-1].float() for layer in self.layers()])
+        features = network.features([outputs.features[layer][:, :-1].float() for layer in self.layers()])
         embedded = self.target.embeddings(batch.tokens[:, 1:])
-        steps = rollouts(network, embedded, features, self.steps_of(self.global_step))
-        # The last entry speaks of the token behind the text; entries before a step's number belong to no round.
-        return [Guessed(hidden[:, i:-1], 2 + i) for i, hidden in enumerate(steps)]
+        steps = rollouts(network, embedded, features, self.rollout_length(self.global_step))
+        # The last entry predicts the token behind the text; entries before a step's number belong to no round.
+        return [DraftStep(hidden[:, i:-1], 2 + i) for i, hidden in enumerate(steps)]
 
-    def guess_logits(self, number: int, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N W"]:
+    def step_logits(self, number: int, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N W"]:
         return self.drafter.network.logits(hidden)
 
 
-def low_middle_high(target: LanguageModel) -> list[int]:
-    """The layers that EAGLE-3 reads, of a target of any depth: the third, the middle one, the third last."""
-    assert target.num_layers is not None
-    last = target.num_layers - 1
-    return sorted({min(2, last), target.num_layers // 2, max(0, last - 2)})
+def low_middle_high(num_layers: int) -> list[int]:
+    """The layers that EAGLE-3 reads: the third, the middle one, the third last."""
+    last = num_layers - 1
+    return sorted({min(2, last), num_layers // 2, max(0, last - 2)})
+
+
+def rollouts(
+    network: EagleNetwork, embedded: Float[Tensor, "B T D"], features: Float[Tensor, "B T D"], num_steps: int
+) -> list[Float[Tensor, "B T D"]]:
+    """The network's output at every entry for each step of the rounds that start at every entry, computed together.
+
+    At step i, entry j belongs to the round that starts at entry j - i. It reads the output of step i - 1 at entry j - 1
+    instead of the target's features, and attends to that round's memory. Tokens are those of the text.
+
+    Args:
+        embedded: embedding of the token after each entry's token.
+        features: features of each entry's token, from `EagleNetwork.features`.
+        num_steps: draft tokens of a round.
+
+    Returns:
+        For step i, `[:, j]` predicts token j + 2 of a round that starts at entry j - i; entries before i are undefined.
+    """
+    positions = torch.arange(embedded.shape[1], device=embedded.device)[None]
+    all_keys, all_values, outputs = list[Tensor](), list[Tensor](), list[Tensor]()
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        all_keys.append(keys)
+        all_values.append(values)
+        return _attend_in_rounds(queries, all_keys, all_values, network.attention_window)
+
+    for _ in range(num_steps):
+        outputs.append(network.layer(embedded, features, positions, attend))
+        features = _shifted(outputs[-1], 1)
+    return outputs
+
+
+def _attend_in_rounds(
+    queries: Float[Tensor, "B H T E"],
+    all_keys: Sequence[Float[Tensor, "B G T E"]],
+    all_values: Sequence[Float[Tensor, "B G T E"]],
+    window: int | None,
+) -> Float[Tensor, "B H T E"]:
+    """Attention of a step's entries to their own rounds, given the keys and values of all steps up to it.
+
+    A round remembers its entries up to the first one as step 0 read them, then one entry of each later step; entries
+    see the last `window` of these.
+    """
+    num_heads, num_entries, step = queries.shape[1], queries.shape[2], len(all_keys) - 1
+    entries = torch.arange(num_entries, device=queries.device)
+    distances = entries[:, None] - entries
+    seen = (distances >= step) & (distances < (num_entries if window is None else window))
+    if step == 0:
+        return attention(queries, all_keys[0], all_values[0], seen[None])
+    oldest = 1 if window is None else max(1, step - window + 1)
+    later = range(oldest, step + 1)
+    keys = [all_keys[0], *(_shifted(all_keys[i], step - i) for i in later)]
+    values = [all_values[0], *(_shifted(all_values[i], step - i) for i in later)]
+    at_once = _SCORES_AT_ONCE if queries.device.type == "cpu" else 2**28
+    pieces = []
+    for rows in torch.arange(len(queries)).split(max(1, at_once // (num_heads * num_entries**2))):
+        part = slice(int(rows[0]), int(rows[-1]) + 1)
+        pieces.append(_attended(queries[part], [each[part] for each in keys], [each[part] for each in values], seen))
+    return torch.cat(pieces)
+
+
+def _attended(
+    queries: Float[Tensor, "B H T E"],
+    keys: Sequence[Float[Tensor, "B G T E"]],
+    values: Sequence[Float[Tensor, "B G T E"]],
+    seen: Tensor,
+) -> Float[Tensor, "B H T E"]:
+    """Attention to the first keys where `seen` says so, and to one entry of each later step at the same place."""
+    num_entries = queries.shape[2]
+    queries = queries.unflatten(1, (keys[0].shape[1], -1)) * queries.shape[3] ** -0.5
+    square = (queries.flatten(2, 3) @ keys[0].transpose(-1, -2)).unflatten(2, (-1, num_entries))
+    single = [(queries * each[:, :, None]).sum(-1, keepdim=True) for each in keys[1:]]
+    scores = torch.cat([square.masked_fill(~seen, -torch.inf), *single], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(values[0].dtype)
+    output = (weights[..., :num_entries].flatten(2, 3) @ values[0]).unflatten(2, (-1, num_entries))
+    for number, each in enumerate(values[1:], start=num_entries):
+        output = output + weights[..., number : number + 1] * each[:, :, None]
+    return output.flatten(1, 2)
+
+
+def _shifted(entries: Float[Tensor, "*B T D"], count: int) -> Float[Tensor, "*B T D"]:
+    """Entry j at j + `count`, after zeros."""
+    return functional.pad(entries[..., : entries.shape[-2] - count, :], (0, 0, count, 0))

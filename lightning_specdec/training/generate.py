@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,32 +13,105 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_specdec import __version__
-from lightning_specdec.checks import require_int
+from lightning_specdec.config.checks import require_int
+from lightning_specdec.config.terminal import say
 from lightning_specdec.data import corpus
 from lightning_specdec.data.prompt_sources import PromptShard, PromptSource
-from lightning_specdec.decoding import Decoding
+from lightning_specdec.decoder import SpeculativeDecoder
+from lightning_specdec.decoding import Row, Session, Window
+from lightning_specdec.decoding.windows import FixedWindow, Plan
 from lightning_specdec.drafters import NGramDrafter
-from lightning_specdec.inference import Window, window_from_dict
-from lightning_specdec.inference.limits import check_context
-from lightning_specdec.inference.windows import as_window
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.packed import limit_threads
 from lightning_specdec.rules import Sampling
-from lightning_specdec.terminal import say
-from lightning_specdec.text.base import Tokenizer
-from lightning_specdec.texts import Texts
-from lightning_specdec.threads import limit_threads
-from lightning_specdec.training.outputs import seen_from_here
-from lightning_specdec.training.refill import NoGuesses, continue_all
+from lightning_specdec.training.runs import seen_from_here
+
+MOST_LEFT = 1 / 2
+"""Of a batch that others may join: docs/log.md has the figures."""
+
+Watch = Callable[[int, int], None]
+"""Called after each round with the number of new tokens, and of rows that have ended."""
+
+
+class NoDrafts(Window, Plan):
+    """Standard decoding: rounds without draft tokens."""
+
+    largest = 0
+
+    def plan(self, *, jointly: bool) -> Plan:
+        return self
+
+    def windows(self, rows: Sequence[Row]) -> list[int]:
+        return [0] * len(rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": "NoDrafts"}
+
+
+def continue_all(
+    target: LanguageModel,
+    prompts: Mapping[int, Sequence[int]],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    num_draft_tokens: int,
+    sampling: Sampling,
+    eos: Sequence[int],
+    seed: int,
+    watch: Watch = lambda num_tokens, num_ended: None,
+) -> dict[int, list[int]]:
+    """The new tokens of every prompt, by its number; rows join as others end, so that the batch stays full.
+
+    In a round in which rows join, the target reads as many tokens of every row as the longest new prompt has. So
+    prompts of similar lengths join together, once half the batch has ended; long ones wait until the new tokens that
+    the free places may hold are as many as those that the other rows read in vain. This follows from the prompts and
+    the rows alone, so the same prompts make the same batches.
+
+    Args:
+        prompts: by the numbers that key their noise.
+        max_new_tokens: new tokens of each row at most.
+        batch_size: rows that are decoded together at most.
+        num_draft_tokens: draft tokens of prompt lookup in a round; 0 is standard decoding.
+        eos: tokens that end a row, and are kept.
+    """
+    # Taken from the end, short ones first.
+    waiting = sorted(prompts, key=lambda number: (-len(prompts[number]), number))
+    session = Session(
+        target,
+        NGramDrafter(),
+        max_length=max(map(len, prompts.values())) + max_new_tokens,
+        batch_size=min(batch_size, len(prompts)),
+        num_draft_tokens=FixedWindow(num_draft_tokens) if num_draft_tokens else NoDrafts(),
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        eos=eos,
+        seed=seed,
+    )
+    made: dict[int, list[int]] = {}
+    num_live = 0
+    while waiting or num_live:
+        joining = waiting[num_live - batch_size :] if num_live < batch_size else []
+        few = num_live <= MOST_LEFT * batch_size
+        if joining and few and num_live * len(prompts[joining[0]]) <= len(joining) * max_new_tokens:
+            for number in reversed(joining):
+                session.add(prompts[number], index=number)
+            del waiting[-len(joining) :]
+        events = session.step()
+        ended = [row for row, _ in events if not row.live]
+        for row in ended:
+            made[row.index] = row.text[row.prompt_length :]
+            session.release(row)
+        num_live = len(events) - len(ended)
+        watch(sum(len(tokens) for _, tokens in events), len(ended))
+    return made
 
 
 class GenerateText(LightningModule):
     """Writes what a target says to the prompts of a `PromptSource`: token shards and a manifest.
 
-    Theory: a draft is used on the target's own text, so that is what it should learn from; a corpus of somebody else's
-    teaches it what the target would not have said. The unit of work is a shard: its prompts are decoded together by
-    one process, each temperature by itself, and its noise is keyed by the rows' numbers. So the rows are the same
-    whatever the number of processes, down to the rounding of bfloat16, which depends on the batch alone. A shard that
-    is there is not made again: a run that was stopped goes on where it was.
+    The prompts of a shard are decoded together by one process, each temperature by itself, with noise keyed by the
+    rows' numbers. So the rows are the same for every number of processes, and a run that was stopped continues with the
+    shards that are missing.
 
     Args:
         target: a model's directory, or its name on the hub; it needs a tokenizer.
@@ -50,9 +123,7 @@ class GenerateText(LightningModule):
         batch_size: rows that are decoded together.
         shard_size: prompts of a shard: what is lost at most when a process is stopped.
         seed: keys the noise, together with a row's number: `prompt number * temperatures + temperature`.
-        num_draft_tokens: guesses of the n-gram look-up in a round; 0 is standard decoding; "auto" measures once what
-            calls cost here, and guesses as many as pay. What was measured is kept in the manifest, so that a run that
-            goes on makes the same rounds.
+        num_draft_tokens: draft tokens of prompt lookup in a round; 0 is standard decoding.
     """
 
     def __init__(
@@ -67,7 +138,7 @@ class GenerateText(LightningModule):
         batch_size: int = 32,
         shard_size: int = 64,
         seed: int = 0,
-        num_draft_tokens: int | str = 0,
+        num_draft_tokens: int = 0,
     ) -> None:
         super().__init__()
         self.source, self.output, self.dtype_name = target, Path(output).expanduser(), dtype
@@ -79,17 +150,10 @@ class GenerateText(LightningModule):
         self.batch_size = require_int("batch_size", batch_size, 1)
         self.shard_size = require_int("shard_size", shard_size, 1)
         self.seed = require_int("seed", seed, 0, 2**63 - 1)
-        if isinstance(num_draft_tokens, str) and num_draft_tokens != "auto":
-            raise ValueError(f"num_draft_tokens must be an integer or auto, got {num_draft_tokens!r}")
-        if not isinstance(num_draft_tokens, str):
-            require_int("num_draft_tokens", num_draft_tokens, 0)
-        self.num_draft_tokens = num_draft_tokens
-        self.target: LanguageModel | None = None
-        self.identity: dict[str, str] = {}
-        self.windows: list[Window] = []
-        self.num_prompts, self.digest = 0, ""
-        self.watch: Callable[[int, int], None] = lambda num_tokens, num_ended: None
-        """Told of each round how many tokens are new and how many rows have ended; a progress bar puts itself here."""
+        self.num_draft_tokens = require_int("num_draft_tokens", num_draft_tokens, 0)
+        self.target: Any = None
+        self.wanted: dict[str, Any] = {}
+        self.watch: Watch = lambda num_tokens, num_ended: None
 
     def setup(self, stage: str) -> None:
         """Load the target, make the prompts' tokens and cut them into shards."""
@@ -98,52 +162,77 @@ class GenerateText(LightningModule):
         data = self._data()
         self.target = target = load_model(self.source, dtype=self.dtype_name)
         assert target.origin is not None, "a loaded model has files"
-        dtype = str(target.dtype).removeprefix("torch.")
-        self.identity = {"source": self.source, "sha256": target.origin.sha256, "dtype": dtype}
+        tokenizer = target.tokenizer
+        if tokenizer is None:
+            raise ValueError(f"{self.source} has no tokenizer, so prompts are no tokens: save one beside the weights")
         limit_threads(target.num_parameters)
-        prompts = data.prompts(self.tokenizer)
-        for prompt in prompts:
-            check_context(len(prompt), self.max_new_tokens, target)
-        self.num_prompts, self.digest = len(prompts), corpus.prompts_digest(prompts)
+        prompts = data.prompts(tokenizer)
+        longest, context = max(map(len, prompts)), target.max_positions
+        if context is not None and longest + self.max_new_tokens > context:
+            raise ValueError(
+                f"a prompt of {longest} tokens and max_new_tokens {self.max_new_tokens} do not fit the target's "
+                f"context of {context}: lower max_new_tokens or data.max_prompt_tokens"
+            )
         firsts = range(0, len(prompts), self.shard_size)
         data.shards = [
             PromptShard(number, first, prompts[first : first + self.shard_size]) for number, first in enumerate(firsts)
         ]
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The target's."""
-        assert self.target is not None, "the target is loaded by `setup`"
-        if self.target.tokenizer is None:
-            raise ValueError(f"{self.source} has no tokenizer, so prompts are no tokens: save one beside the weights")
-        return self.target.tokenizer
+        dtype = str(target.dtype).removeprefix("torch.")
+        names = ("max_new_tokens", "temperatures", "top_p", "batch_size", "shard_size", "seed", "num_draft_tokens")
+        versions = {"lightning_specdec": __version__, "python": platform.python_version(), "torch": torch.__version__}
+        self.wanted = {
+            "format": corpus.FORMAT,
+            "target": {"source": self.source, "sha256": target.origin.sha256, "dtype": dtype},
+            "tokenizer": {"name": self.source, "fingerprint": tokenizer.fingerprint},
+            "vocab_size": target.vocab_size,
+            "arguments": {name: getattr(self, name) for name in names},
+            "data": {"class": type(data).__name__, **data.arguments()},
+            "num_prompts": len(prompts),
+            "prompts_sha256": corpus.prompts_digest(prompts),
+            "num_shards": len(data.shards),
+            "versions": {**versions, "transformers": version("transformers")},
+            "totals": None,
+        }
 
     def on_predict_start(self) -> None:
-        """Begin the directory, or go on with what is there; the first process speaks for all."""
-        assert self.target is not None
+        """Begin the directory, or continue what is there; the first process does it for all.
+
+        Raises:
+            ValueError: the directory holds another run's text, or cannot be written to.
+        """
         self.target = self.target.packed()
         if self.trainer.is_global_zero:
-            self._begin()
+            if (self.output / corpus.MANIFEST).exists():
+                corpus.check_same(self.output, corpus.read_manifest(self.output), self.wanted)
+            elif self.output.is_dir() and any(self.output.glob("shard-*")):
+                raise ValueError(
+                    f"{self.output} holds shards without a manifest: restore it, or give another model.output"
+                )
+            else:
+                try:
+                    corpus.write_manifest(self.output, self.wanted)
+                except OSError as error:
+                    raise ValueError(f"{self.output} cannot be written to ({error.strerror or error})") from error
+            for unfinished in self.output.glob(".shard-*"):  # of a process that was killed while it wrote
+                unfinished.unlink(missing_ok=True)
         self.trainer.strategy.barrier("the manifest is written")
-        self.windows = [_window(values) for values in corpus.read_manifest(self.output)["windows"]]
 
     def predict_step(self, shard: PromptShard, batch_idx: int) -> int:
-        """Write a shard, unless it is there; gives how many rows are new."""
-        target, kinds = self.target, len(self.samplings)
-        assert target is not None
-        if not shard.prompts or self.is_there(shard):
+        """Write a shard, unless it is there; returns how many rows are new."""
+        kinds = len(self.samplings)
+        if not shard.prompts or self._is_there(shard):
             return 0
         made: dict[int, list[int]] = {}
         with torch.autocast(self.device.type, enabled=False):  # as the target decodes by itself
-            for kind, (sampling, window) in enumerate(zip(self.samplings, self.windows, strict=True)):
+            for kind, sampling in enumerate(self.samplings):
                 made |= continue_all(
-                    target,
+                    self.target,
                     {(shard.first + i) * kinds + kind: prompt for i, prompt in enumerate(shard.prompts)},
                     max_new_tokens=self.max_new_tokens,
                     batch_size=self.batch_size,
-                    window=window,
+                    num_draft_tokens=self.num_draft_tokens,
                     sampling=sampling,
-                    eos=Texts(target).eos,
+                    eos=SpeculativeDecoder(self.target, NGramDrafter()).eos,
                     seed=self.seed,
                     watch=self._after_round,
                 )
@@ -152,7 +241,7 @@ class GenerateText(LightningModule):
             number, kind = divmod(index, kinds)
             prompt = shard.prompts[number - shard.first]
             rows.append(corpus.GeneratedRow(prompt, made[index], number, self.temperatures[kind]))
-        corpus.write_shard(self.output, shard.number, rows, target.vocab_size)
+        corpus.write_shard(self.output, shard.number, rows, self.target.vocab_size)
         return len(rows)
 
     def _after_round(self, num_tokens: int, num_ended: int) -> None:
@@ -160,87 +249,38 @@ class GenerateText(LightningModule):
             raise SIGTERMException
         self.watch(num_tokens, num_ended)
 
-    def is_there(self, shard: PromptShard) -> bool:
+    def _is_there(self, shard: PromptShard) -> bool:
         """Whether a shard has been written and is whole."""
-        assert self.target is not None
-        return corpus.is_whole(self.output, shard.number, self.target.vocab_size)
+        try:
+            corpus.Shard(corpus.shard_path(self.output, shard.number), self.target.vocab_size)
+        except (FileNotFoundError, ValueError):
+            return False
+        return True
+
+    def progress(self) -> tuple[int, int]:
+        """Rows of this process that are there already, and all of its rows."""
+        own = self._data().shards[self.trainer.global_rank :: self.trainer.world_size]
+        done = sum(len(shard.prompts) for shard in own if self._is_there(shard))
+        return done * len(self.samplings), sum(len(shard.prompts) for shard in own) * len(self.samplings)
 
     def on_predict_end(self) -> None:
-        """When all shards are there, count what is in them, and say it."""
+        """When all shards are there, count what is in them, and report it."""
         self.trainer.strategy.barrier("the shards are written")
         if not self.trainer.is_global_zero:
             return
-        manifest = corpus.read_manifest(self.output)
-        missing = [shard for shard in self._data().shards if not self.is_there(shard)]
-        where = seen_from_here(self.output)
-        if missing:
-            wanted = manifest["num_shards"]
-            say(f"{wanted - len(missing)} of {wanted} shards are in {where}: run it again")
+        shards, where = self._data().shards, seen_from_here(self.output)
+        if missing := [shard for shard in shards if not self._is_there(shard)]:
+            say(f"{len(shards) - len(missing)} of {len(shards)} shards are in {where}: run it again")
             return
-        _, shards = corpus.open_corpus(self.output)
-        num_prompt_tokens = sum(int(shard.prompt_lengths.sum()) for shard in shards)
+        manifest, written = corpus.open_corpus(self.output)
+        num_prompt_tokens = sum(int(shard.prompt_lengths.sum()) for shard in written)
         totals = {
-            "num_rows": sum(map(len, shards)),
+            "num_rows": sum(map(len, written)),
             "num_prompt_tokens": num_prompt_tokens,
-            "num_new_tokens": sum(int(shard.starts[-1]) for shard in shards) - num_prompt_tokens,
+            "num_new_tokens": sum(int(shard.starts[-1]) for shard in written) - num_prompt_tokens,
         }
         corpus.write_manifest(self.output, {**manifest, "totals": totals})
         say(f"{totals['num_rows']:,} rows, {totals['num_new_tokens']:,} new tokens: {where}")
-
-    def _begin(self) -> None:
-        """Write the manifest, or check that the one that is there is of the same run.
-
-        Raises:
-            ValueError: the directory holds another run's text, or cannot be written to.
-        """
-        wanted = self._manifest()
-        if (self.output / corpus.MANIFEST).exists():
-            corpus.check_same(self.output, corpus.read_manifest(self.output), wanted)
-        elif self.output.is_dir() and any(self.output.glob("shard-*")):
-            raise ValueError(f"{self.output} holds shards without a manifest: restore it, or give another model.output")
-        else:
-            try:
-                corpus.write_manifest(
-                    self.output, {**wanted, "windows": [self._measured(each) for each in self.samplings]}
-                )
-            except OSError as error:
-                raise ValueError(f"{self.output} cannot be written to ({error.strerror or error})") from error
-        for unfinished in self.output.glob(".shard-*"):  # of a process that was killed while it wrote
-            unfinished.unlink(missing_ok=True)
-
-    def _measured(self, sampling: Sampling) -> dict[str, Any]:
-        """The window that one temperature is decoded with, as plain values."""
-        assert self.target is not None
-        if self.num_draft_tokens == 0:
-            return NoGuesses().to_dict()
-        batch_size = min(self.batch_size, self.shard_size)
-        pair = Decoding(self.target, NGramDrafter(), num_draft_tokens=self.num_draft_tokens)
-        return as_window(
-            pair.window(batch_size=batch_size, temperature=sampling.temperature, top_p=sampling.top_p)
-        ).to_dict()
-
-    def _manifest(self) -> dict[str, Any]:
-        target, data, tokenizer = self.target, self._data(), self.tokenizer
-        assert target is not None
-        names = ("max_new_tokens", "temperatures", "top_p", "batch_size", "shard_size", "seed", "num_draft_tokens")
-        return {
-            "format": corpus.FORMAT,
-            "target": self.identity,
-            "tokenizer": {"name": self.source, "fingerprint": tokenizer.fingerprint},
-            "vocab_size": target.vocab_size,
-            "arguments": {name: getattr(self, name) for name in names},
-            "data": {"class": type(data).__name__, **data.arguments()},
-            "num_prompts": self.num_prompts,
-            "prompts_sha256": self.digest,
-            "num_shards": len(data.shards),
-            "versions": {
-                "lightning_specdec": __version__,
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": version("transformers"),
-            },
-            "totals": None,
-        }
 
     def _data(self) -> PromptSource:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -249,7 +289,3 @@ class GenerateText(LightningModule):
                 f"GenerateText needs a PromptSource as its data, got {type(data).__name__}: give PromptFiles"
             )
         return data
-
-
-def _window(values: dict[str, Any]) -> Window:
-    return NoGuesses() if values.get("kind") == NoGuesses().to_dict()["kind"] else window_from_dict(values)

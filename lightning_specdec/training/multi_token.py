@@ -1,4 +1,4 @@
-"""Training heads that guess several tokens ahead: together with their target, or on one that stays as it is.
+"""Training heads that predict several tokens ahead: together with their target, or on one that stays as it is.
 
 Shapes: B rows, T tokens, H heads, K draft tokens, V vocabulary.
 """
@@ -13,19 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_specdec.checks import require_number
+from lightning_specdec.config.checks import require_number
 from lightning_specdec.data import IGNORED, Batch, TokenData
 from lightning_specdec.drafters import MultiTokenDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.base import SpeculativeTraining
-from lightning_specdec.training.given_target import check_same_tokens, the_target
+from lightning_specdec.training.draft_recipes import check_window, hidden_size_of
 from lightning_specdec.training.metrics import NextToken, PairMetrics, RoundMetrics, next_token_loss
+from lightning_specdec.training.target_outputs import check_same_tokens, given_target
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 DECAY = 0.8
-"""Of Medusa-1's weights: 0.8^k for the head that looks k tokens further than the target itself."""
+"""Of Medusa-1's weights (Cai et al. 2024): 0.8^k for the head that looks k tokens further than the target itself."""
 
 
 def labels_ahead(labels: Int[Tensor, "B T"], distance: int) -> Int[Tensor, "B T"]:
@@ -47,25 +48,24 @@ def head_losses(logits: Float[Tensor, "H B T V"], labels: Int[Tensor, "B T"]) ->
     return torch.stack(losses)
 
 
-def as_guesses(logits: Float[Tensor, "K B T V"]) -> Float[Tensor, "B T K V"]:
+def as_drafts(logits: Float[Tensor, "K B T V"]) -> Float[Tensor, "B T K V"]:
     """Heads' logits by where a round starts: `[:, t, i]` score token t + 1 + i of a text that ends with token t.
 
-    The target has read such a text but for its last token, which it wrote itself, so the heads see what it made of
-    token t - 1. Nothing is known ahead of the first token: no round starts there that would guess.
+    The target has read such a text but for its last token, which it wrote itself, so the heads see the hidden state of
+    token t - 1. There is none ahead of the first token: no round with draft tokens starts there.
     """
     return functional.pad(logits.movedim(0, 2)[:, :-1], (0, 0, 0, 0, 1, 0))
 
 
 class HeadMetrics(PairMetrics):
-    """The metrics of heads and their target: all heads as one draft, and each head by itself.
+    """The metrics of heads and their target: all heads as one draft, and each head as `head_1/loss` and so on.
 
-    `head_1/loss` and so on are of the heads in the order of their guesses, the first looking one token further than the
-    target. `loss` is what training minimizes; the draft's other figures are those of the first head.
+    `loss` is what training minimizes; the draft's other figures are those of the first head.
 
     Args:
         weights: of each head's loss.
         trains_target: whether the target's own loss is minimized too.
-        num_draft_tokens: guesses of a round.
+        num_draft_tokens: draft tokens of a round.
     """
 
     def __init__(self, weights: Sequence[float], trains_target: bool, num_draft_tokens: int) -> None:
@@ -76,9 +76,9 @@ class HeadMetrics(PairMetrics):
     def count(self, head_logits: Float[Tensor, "H B T V"], target_logits: Float[Tensor, "B T V"], batch: Batch) -> None:
         """Count one batch."""
         labels = batch.next_tokens()
-        guesses = as_guesses(head_logits[: self.greedy.num_draft_tokens])
+        drafts = as_drafts(head_logits[: self.greedy.num_draft_tokens])
         for rounds in (self.greedy, self.sampling):
-            rounds.update(guesses, target_logits, batch)
+            rounds.update(drafts, target_logits, batch)
         self.target.update(target_logits, labels)
         self.draft.update(head_logits[0], labels_ahead(labels, 1))
         for i, (head, logits) in enumerate(zip(self.heads, head_logits, strict=True)):
@@ -86,7 +86,7 @@ class HeadMetrics(PairMetrics):
 
     def compute(self) -> dict[str, Tensor]:
         rates = super().compute()
-        loss = rates["target_loss"] if self.trains_target else torch.zeros_like(rates["target_loss"])
+        loss = rates["target_loss"] * self.trains_target
         for i, (head, weight) in enumerate(zip(self.heads, self.weights, strict=True), start=1):
             counts = head.compute()  # type: ignore[operator]
             loss = loss + weight * counts.loss_sum / counts.num_tokens.clamp(min=1)
@@ -95,19 +95,17 @@ class HeadMetrics(PairMetrics):
 
 
 class MultiTokenTraining(SpeculativeTraining):
-    """Trains heads that guess the tokens after the next from the target's last hidden state.
+    """Trains heads that predict the tokens after the next from the target's last hidden state.
 
-    Theory: trained with their target, the heads ask its hidden state to say more than the next token, which costs the
-    target little and makes the heads good: the sum of all cross-entropies is minimized (Gloeckle et al. 2024, equation
-    2). On a target that stays as it is, only the heads learn, each by the weight 0.8^k, since those that look further
-    have the larger losses (Cai et al. 2024, "Medusa": Medusa-1).
+    With their target, the sum of all cross-entropies is minimized (Gloeckle et al. 2024, equation 2). On a target that
+    stays as it is only the heads learn, each by the weight 0.8^k (Cai et al. 2024, "Medusa": Medusa-1).
 
     Args:
         target: the model whose output is wanted; None where `target_checkpoint` says it.
-        num_heads: guesses of a round at most.
+        num_heads: draft tokens of a round at most.
         target_checkpoint: a checkpoint whose target is taken, or the directory of a transformers model.
         freeze_target: whether the target stays as it is, to the last bit.
-        head_weights: what each head's loss counts beside the target's; all 1 when None, 0.8^k on a frozen target.
+        head_weights: weight of each head's loss beside the target's; all 1 when None, 0.8^k on a frozen target.
         num_blocks: residual blocks of each head.
         shared_output: whether the heads end in the target's own output head.
         options: those of `SpeculativeTraining`.
@@ -128,7 +126,7 @@ class MultiTokenTraining(SpeculativeTraining):
         shared_output: bool = False,
         **options: Any,
     ) -> None:
-        target, self.target_tokenizer = the_target(target, target_checkpoint, freeze_target)
+        target, self.target_tokenizer = given_target(target, target_checkpoint, freeze_target)
         drafter = MultiTokenDrafter(
             num_heads,
             hidden_size=hidden_size_of(target),
@@ -136,8 +134,13 @@ class MultiTokenTraining(SpeculativeTraining):
             num_blocks=num_blocks,
             shared_output=shared_output,
         )
-        self.freeze_target, self.target_checkpoint = freeze_target, target_checkpoint
-        self.head_weights = _checked(head_weights, num_heads, freeze_target)
+        self.num_heads, self.freeze_target, self.target_checkpoint = num_heads, freeze_target, target_checkpoint
+        weights = [DECAY**k if freeze_target else 1.0 for k in range(1, num_heads + 1)]
+        if head_weights is not None:
+            weights = [require_number("head_weights", weight, low=0.0) for weight in head_weights]
+        if len(weights) != num_heads:
+            raise ValueError(f"head_weights must be {num_heads} numbers, one for each head, got {len(weights)}")
+        self.head_weights = weights
         super().__init__(target, drafter.init_from(target), **options)
         check_window(self.num_draft_tokens, num_heads)
         self.target.requires_grad_(not freeze_target)
@@ -149,19 +152,11 @@ class MultiTokenTraining(SpeculativeTraining):
             self.target.eval()
         return self
 
-    def check_data(self, data: TokenData) -> None:
+    def check_data(self, data: Any) -> None:
         super().check_data(data)
-        if self.target_checkpoint is not None and not Path(self.target_checkpoint).is_dir():
-            check_same_tokens(self.target_checkpoint, self.target.vocab_size, self.target_tokenizer, data)
-
-    def settings(self) -> dict[str, Any]:
-        own = {
-            "num_heads": self.drafter.num_heads,
-            "target_checkpoint": self.target_checkpoint,
-            "freeze_target": self.freeze_target,
-            "head_weights": self.head_weights,
-        }
-        return {**super().settings(), **own}
+        source = self.target_checkpoint
+        if source is not None and not Path(source).is_dir() and isinstance(data, TokenData):
+            check_same_tokens(source, self.target.vocab_size, self.target_tokenizer, data)
 
     def new_metrics(self) -> HeadMetrics:
         return HeadMetrics(self.head_weights, not self.freeze_target, self.num_draft_tokens)
@@ -188,32 +183,3 @@ class MultiTokenTraining(SpeculativeTraining):
         each = {f"head_{i}/loss": value.detach() for i, value in enumerate(losses, start=1)}
         self.log_losses(each, num_tokens, prog_bar=False)
         return loss if self.freeze_target else loss + target_loss
-
-
-def check_window(num_draft_tokens: int, num_heads: int) -> None:
-    """Raise ValueError where a round is to have more guesses than there are heads."""
-    if num_draft_tokens > num_heads:
-        raise ValueError(
-            f"a round cannot have {num_draft_tokens} guesses of {num_heads} heads: lower num_draft_tokens or raise "
-            "num_heads"
-        )
-
-
-def hidden_size_of(target: LanguageModel) -> int:
-    """The width of the hidden states that the heads will read.
-
-    Raises:
-        ValueError: the target gives none.
-    """
-    if target.hidden_size is None:
-        raise ValueError(f"{type(target).__name__} gives no hidden states, which heads guess from: take another target")
-    return target.hidden_size
-
-
-def _checked(weights: Sequence[float] | None, num_heads: int, frozen: bool) -> list[float]:
-    """The heads' weights, as they are given or by default."""
-    if weights is None:
-        return [DECAY**k if frozen else 1.0 for k in range(1, num_heads + 1)]
-    if len(weights) != num_heads:
-        raise ValueError(f"head_weights must be {num_heads} numbers, one for each head, got {len(weights)}")
-    return [require_number("head_weights", weight, low=0.0) for weight in weights]

@@ -1,0 +1,329 @@
+"""Is the output the target's? Every draft, rule and sampling of a pair, by three checks, each beside a biased rule.
+
+Identity (`identity`) holds token for token where it must, over whole texts, stops and all. One round (`exact_round`)
+holds for every draft and outcome, but for the likeliest tokens alone. Two samples (`findings.permutation_test`) hold
+for whole decodes with all tokens, as far as their number lets them tell. The p-values of the third are corrected for
+their number, so that an audit of a correct decoder fails with odds of `FALSE_ALARM` at most.
+
+A check in which a biased rule on the same pair is not found out has not enough power, and the finding says so. A check
+that breaks is a finding too.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import product
+from typing import Any
+
+from lightning_specdec.audit.controls import KEEPS_COUPLED, KEEPS_DRAWN, control_of
+from lightning_specdec.audit.exact_round import RoundLaw, Trees, measure_round
+from lightning_specdec.audit.findings import FALSE_ALARM, Audit, AuditCase, Finding, permutation_test
+from lightning_specdec.audit.identity import Divergence, find_divergence
+from lightning_specdec.audit.intervals import NoFunction
+from lightning_specdec.config.checks import require_int
+from lightning_specdec.config.decoding import DecodingConfig
+from lightning_specdec.decoding import DecodeResult, autoregressive_decode, speculative_decode
+from lightning_specdec.decoding.rows import check_batch, check_context, check_eos
+from lightning_specdec.drafters import Drafter
+from lightning_specdec.models import LanguageModel
+from lightning_specdec.rules import AcceptanceRule, Sampling
+
+CHECKS = ("identity", "round", "samples")
+CONTEXT, SAMPLE_PLACES, BATCH = 16, 2, 256
+"""Tokens of a text's end that samples and rounds go on from; texts that samples go on from; rows decoded together."""
+ROUND_WINDOW = 2
+"""Draft tokens in the check of one round, whose drafts are all gone through."""
+NUM_TRIED, NUM_PASSED = 4, 24
+"""For each place of that check: at how many the biased round is tried, and how many are passed to find those."""
+PLAIN = 0.02
+"""Error of a biased round with which a place is good enough; else those with the largest are taken."""
+SHUFFLES = 20
+"""Shuffles of a test, for each of the smallest p-value that has to be told."""
+LARGE = 20_000_000
+"""Parameters from which on a target takes so long that fewer decodes and places must do."""
+log = logging.getLogger(__name__)
+
+
+class Auditor:
+    """Goes through the cells of a pair.
+
+    Args:
+        target, drafts: as they decode.
+        prompts: tokens.
+        config: the window, new tokens and EOS of whole outputs, and the seed of all that is drawn.
+        rules, samplings: by name.
+        num_decodes: rows of each sample; 512 when None, 64 where the target is `LARGE`.
+        num_places: in the check of one round: 3 when None, 1 where the target is `LARGE`.
+        changes: fields of `config`.
+
+    Raises:
+        ValueError: for prompts, settings or drafts that the target cannot take.
+    """
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        drafts: Mapping[str, Drafter],
+        prompts: Sequence[Sequence[int]],
+        config: DecodingConfig | None = None,
+        *,
+        rules: Mapping[str, AcceptanceRule],
+        samplings: Mapping[str, Sampling],
+        num_decodes: int | None = None,
+        num_places: int | None = None,
+        **changes: Any,
+    ) -> None:
+        for name, given in (("draft", drafts), ("rule", rules), ("sampling", samplings)):
+            if not given:
+                raise ValueError(f"there is no {name} to audit: give at least one")
+        defaults = {"num_draft_tokens": 3, "max_new_tokens": 32} if config is None else {}
+        config = DecodingConfig.of(config, **{**defaults, **changes})
+        large = target.num_parameters >= LARGE
+        self.target, self.drafts, self.rules, self.samplings = target, drafts, rules, samplings
+        self.num_decodes = require_int("num_decodes", num_decodes or (64 if large else 512), 1)
+        self.num_places = require_int("num_places", num_places or (1 if large else 3), 1)
+        self.window = require_int("num_draft_tokens", config.num_draft_tokens, 1)
+        self.max_new_tokens, self.seed = config.max_new_tokens, config.seed
+        self.eos = tuple(sorted(check_eos(config.eos, target.vocab_size)))
+        batch = check_batch(prompts, target.vocab_size, max_new_tokens=self.max_new_tokens, indices=None)
+        self.prompts = [text for _, text in batch]
+        for drafter in drafts.values():
+            drafter.check_target(target)
+            for text in self.prompts:
+                check_context(len(text), self.max_new_tokens, target, drafter)
+        left_out = [
+            (draft, name)
+            for (draft, drafter), (name, rule) in product(drafts.items(), rules.items())
+            if rule.needs_draft_logits and not drafter.gives_logits
+        ]
+        if len(left_out) == len(drafts) * len(rules):
+            draft, name = left_out[0]
+            raise ValueError(f"{name} compares the draft's logits, and {draft} has none: audit another rule")
+        self.audit = Audit(left_out)
+        self._trees: Trees = {}
+        for name in ("decode", "sample", "uncertain_contexts", "_divergences", "_p_value", "_telling_places"):
+            setattr(self, name, cache(getattr(self, name)))  # many cells ask for each; of methods they would outlive it
+
+    def cells(self) -> Iterator[AuditCase]:
+        """All that there are: not every draft can serve every rule."""
+        for draft, rule in product(self.drafts, self.rules):
+            if (draft, rule) not in self.audit.left_out:
+                yield from (AuditCase(draft, rule, sampling) for sampling in self.samplings)
+
+    def run(self, checks: Sequence[str] = CHECKS, *, tell: Callable[[str], None] = lambda text: None) -> Audit:
+        """Go through all checks that apply; each finding is in `audit` from when it is made.
+
+        Args:
+            tell: called with a line before each cell.
+        """
+        cells = list(self.cells())
+        try:
+            for number, cell in enumerate(cells, 1):
+                tell(f"{number} of {len(cells)}: {', '.join(cell)}")
+                rule, greedy = self.rules[cell.rule], self.samplings[cell.sampling].greedy
+                applies = {"identity": greedy or rule.ignores_windows, "round": not greedy, "samples": not greedy}
+                for check in CHECKS if rule.lossless else ("lossy",):
+                    if check == "lossy" or (check in checks and applies[check]):
+                        self.audit.findings.append(self._found(check, cell))
+        finally:  # those that are there, when it was interrupted
+            self.audit.judge_samples()
+        return self.audit
+
+    def _found(self, check: str, cell: AuditCase) -> Finding:
+        """What a check finds, if only that it breaks."""
+        run = {"identity": self._identity, "round": self._round, "samples": self._two_samples, "lossy": self._lossy}
+        try:
+            return run[check](cell)
+        except NoFunction as error:
+            return Finding(cell, check, "no function", figures={"reason": str(error)})
+        except Exception as error:  # drafters, rules and targets are anybody's, and raise what they like
+            log.debug("%s, %s", ", ".join(cell), check, exc_info=error)
+            reason = f"{type(error).__name__}: {error}"
+            return Finding(cell, check, "error", figures={"reason": " ".join(reason.split())})
+
+    def _identity(self, cell: AuditCase) -> Finding:
+        """Whether the outputs equal standard decoding's, token for token."""
+        found = self._divergences(cell.draft, self.rules[cell.rule], cell.sampling)
+        verdict = "bug" if any(each.verdict == "bug" for each in found) else "tie" if found else "same"
+        figures: dict[str, Any] = {
+            "num_prompts": len(self.prompts),
+            "num_equal": len(self.prompts) - len({each.prompt for each in found}),
+            "divergences": [vars(each) for each in found],
+        }
+        control = self._divergences(cell.draft, KEEPS_COUPLED, cell.sampling)
+        return Finding(cell, "identity", verdict, any(each.verdict == "bug" for each in control), figures)
+
+    def _divergences(self, draft: str, rule: AcceptanceRule, name: str) -> list[Divergence]:
+        """Where outputs part: whole ones, and those that end at a token which stands inside them."""
+        sampling, found = self.samplings[name], []
+        for eos in dict.fromkeys((self.eos, self.stops(sampling))):
+            standard, other = self.decode(None, None, sampling, eos), self.decode(draft, rule, sampling, eos)
+            outputs = standard.tokens, other.tokens
+            for number, both in enumerate(zip(self.prompts, *outputs, strict=True)):
+                settings: dict[str, Any] = {"sampling": sampling, "seed": self.seed, "width": self.window + 1}
+                if (parting := find_divergence(self.target, *both, number=number, **settings)) is not None:
+                    found.append(parting)
+        return found
+
+    def stops(self, sampling: Sampling) -> tuple[int, ...]:
+        """The EOS, and the token that most often stands inside standard decoding's outputs: few outputs end otherwise,
+        and what ends a text has to be tried."""
+        rows = self.decode(None, None, sampling, self.eos).tokens
+        inside = Counter(token for row in rows for token in set(row[1:-1]))
+        return (*self.eos, *(token for token, _ in inside.most_common(1)))
+
+    def decode(
+        self, draft: str | None, rule: AcceptanceRule | None, sampling: Sampling, eos: tuple[int, ...]
+    ) -> DecodeResult:
+        """How the prompts go on: by the target alone without a draft."""
+        scored = rule is None or not rule.lossless
+        return self._decode(draft, rule, self.prompts, sampling, eos=eos, logprobs=scored)
+
+    def _decode(
+        self,
+        draft: str | None,
+        rule: AcceptanceRule | None,
+        texts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        **changes: Any,
+    ) -> DecodeResult:
+        settings = {"sampling": sampling, "seed": self.seed, "max_new_tokens": self.max_new_tokens, **changes}
+        if draft is None:
+            result = autoregressive_decode(self.target, texts, **settings)
+        else:
+            settings |= {"num_draft_tokens": self.window, "rule": rule}
+            result = speculative_decode(self.target, self.drafts[draft], texts, **settings)
+        for row in result.tokens:
+            ends = [i + 1 for i, token in enumerate(row) if token in settings["eos"]]
+            if len(row) != min([settings["max_new_tokens"], *ends]):
+                raise ValueError(f"a row has {len(row)} new tokens, and its EOS and max_new_tokens allow others")
+        return result
+
+    def _round(self, cell: AuditCase) -> Finding:
+        """Whether rounds at single places have the target's distribution."""
+        rule = self.rules[cell.rule]
+        places, control_error = self._telling_places(cell.draft, cell.sampling, control_of(rule))
+        if not places:
+            return Finding(cell, "round", "idle", False)
+        laws = [self._law(cell.draft, rule, cell.sampling, place) for place in places]
+        worst = max(laws, key=lambda law: law.error / law.tolerance)
+        figures = {
+            **vars(worst),
+            "surprises": sum(law.surprises for law in laws),
+            "reads_right": all(law.reads_right for law in laws),
+            "num_places": len(laws),
+            "control_error": control_error,
+        }
+        verdict = "exact" if all(law.is_the_targets for law in laws) else "biased"
+        return Finding(cell, "round", verdict, control_error is not None, figures)
+
+    def _telling_places(
+        self, draft: str, sampling: str, control: AcceptanceRule
+    ) -> tuple[list[list[int]], float | None]:
+        """Places where a biased round is found out, and by which error at least; without one, where something is
+        drafted, and None."""
+        laws: list[tuple[float, list[int]]] = []
+        for place in self.uncertain_contexts(self.samplings[sampling])[: NUM_PASSED * self.num_places]:
+            law = self._law(draft, control, sampling, place)
+            if law.num_drafts:
+                laws.append((law.error if law.error > 2 * law.tolerance else 0.0, place))
+            plain = sum(error > PLAIN for error, _ in laws)
+            if plain == self.num_places or len(laws) == NUM_TRIED * self.num_places:
+                break
+        laws = sorted(laws, key=lambda each: -each[0])[: self.num_places]
+        return [place for _, place in laws], min((error for error, _ in laws if error), default=None)
+
+    def _law(self, draft: str, rule: AcceptanceRule, sampling: str, place: Sequence[int]) -> RoundLaw:
+        return measure_round(
+            self.target,
+            self.drafts[draft],
+            place,
+            rule=rule,
+            sampling=self.samplings[sampling],
+            num_draft_tokens=min(self.window, ROUND_WINDOW),
+            seed=self.seed,
+            trees=self._trees,
+        )
+
+    def _two_samples(self, cell: AuditCase) -> Finding:
+        """Whether many decodes tell the output from standard decoding's: the p-value, without a verdict yet."""
+        control = self._p_value(cell.draft, KEEPS_DRAWN, cell.sampling)
+        figures = {
+            "num_decodes": self.num_decodes,
+            "p_value": self._p_value(cell.draft, self.rules[cell.rule], cell.sampling),
+            "control_p_value": control,
+        }
+        return Finding(cell, "samples", "", control <= FALSE_ALARM / self._num_tests, figures)
+
+    @property
+    def _num_tests(self) -> int:
+        cells = self.cells()
+        return sum(self.rules[each.rule].lossless and not self.samplings[each.sampling].greedy for each in cells)
+
+    def _p_value(self, draft: str, rule: AcceptanceRule, name: str) -> float:
+        sampling = self.samplings[name]
+        samples = self.sample(None, None, sampling), self.sample(draft, rule, sampling)
+        shuffles = math.ceil(SHUFFLES * self._num_tests / FALSE_ALARM)
+        return permutation_test(*samples, num_permutations=shuffles, seed=self.seed)
+
+    def sample(self, draft: str | None, rule: AcceptanceRule | None, sampling: Sampling) -> list[list[list[int]]]:
+        """`num_decodes` rows of new tokens, a round's and one more, by what they go on from: the first prompt and a
+        place that is less sure.
+
+        Both ways of decoding draw from noise of their own (with the same numbers `ExactMatch` would give the same
+        rows), and neither from that which has led to the place: rows that chose it would not be like others.
+        """
+        contexts = [self.contexts[0], *self.uncertain_contexts(sampling)[len(self.contexts) :]][:SAMPLE_PLACES]
+        most, found = math.ceil(self.num_decodes / len(contexts)), []
+        for place, context in enumerate(contexts):
+            rows: list[list[int]] = []
+            first = len(self.prompts) + (2 * place + (rule is not None)) * most
+            every = range(first, first + min(most, self.num_decodes - place * most))
+            eos = self.stops(sampling) if place else self.eos
+            for start in range(0, len(every), BATCH):
+                indices = every[start : start + BATCH]
+                settings: dict[str, Any] = {"indices": indices, "max_new_tokens": self.window + 2, "eos": eos}
+                rows += self._decode(draft, rule, [context] * len(indices), sampling, **settings).tokens
+            found.append(rows)
+        return found
+
+    @property
+    def contexts(self) -> list[list[int]]:
+        """The prompts' ends."""
+        return [text[-CONTEXT:] for text in self.prompts]
+
+    def uncertain_contexts(self, sampling: Sampling) -> list[list[int]]:
+        """The prompts' ends, and then places in standard decoding's texts, before the least likely tokens first: where
+        the target is sure, and most drafts with it, few mistakes of a rule show."""
+        places = []
+        for row in self.decode(None, None, sampling, self.eos).rows:
+            scored = zip(row.logprobs or (), range(len(row.tokens)), strict=True)
+            places += [(score, [*row.prompt, *row.tokens[:i]][-CONTEXT:]) for score, i in scored if i]
+        return self.contexts + [text for _, text in sorted(places)]
+
+    def _lossy(self, cell: AuditCase) -> Finding:
+        """What a lossy rule changes."""
+        rule, sampling = self.rules[cell.rule], self.samplings[cell.sampling]
+        result = self.decode(cell.draft, rule, sampling, self.eos)
+        standard = self.decode(None, None, sampling, self.eos)
+        places = [] if sampling.greedy else self.contexts[: self.num_places]
+        laws = [self._law(cell.draft, rule, cell.sampling, place) for place in places]
+        distances = [law.total_variation for law in laws if law.num_drafts]
+        figures = {
+            "num_new_tokens": result.num_new_tokens,
+            "num_changed": result.num_changed,
+            "perplexity": perplexity(result),
+            "standard_perplexity": perplexity(standard),
+            "total_variation": sum(distances) / len(distances) if distances else None,
+        }
+        return Finding(cell, "lossy", "measured", None, figures)
+
+
+def perplexity(result: DecodeResult) -> float:
+    """exp(-mean log probability of the new tokens under the target)."""
+    scores = [score for row in result.rows for score in row.logprobs or ()]
+    return math.exp(-math.fsum(scores) / len(scores))

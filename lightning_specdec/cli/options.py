@@ -1,0 +1,307 @@
+"""Flags of the command line, made from the fields of settings classes. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
+
+from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig, SamplingSettings
+from lightning_specdec.config.kinds import DRAFTERS, RULES, Choice, Kinds
+from lightning_specdec.config.models import DraftSource, PairSource, TargetSource, check_directory
+from lightning_specdec.config.pairs import get_pair, list_pairs
+from lightning_specdec.config.settings import Settings, hints, options_of, parse, setting, setting_fields
+
+KINDS: dict[str, Kinds] = {"drafter": DRAFTERS, "rule": RULES}
+FORMER = {
+    "--exit_layer": "give --drafter EarlyExitDrafter --drafter.exit_layer N",
+    "--exit_layers": "give --drafter EarlyExitDrafter --drafter.exit_layer N",
+    "--ollama": "models that Ollama serves can neither draft nor verify here",
+    "--model": "models that Ollama serves can neither draft nor verify here",
+    "--drafter.guesses_per_token": "it is called --drafter.tokens_per_match now",
+    "--epsilon": "it is called --rule.epsilon now, behind --rule",
+    "--delta": "it is called --rule.delta now, behind --rule",
+    "--log_level": "give -v for all messages, -q for errors alone",
+    "--log_json": "messages are plain lines on stderr now",
+    "--chat_template": "it is used wherever the tokenizer has one; --raw leaves it out",
+    "--ckpt": "chat takes --pair or --target, since a checkpoint has no chat template",
+    "--check": "give the pair's name alone, as `pairs NAME`",
+    "--fuse": "both sides always decode with optimized weights",
+}
+"""What takes the place of former flags."""
+
+
+class UsageError(ValueError):
+    """The command line itself is wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSettings(Settings):
+    """Where prompts come from; by default the pair's own, or three that ship."""
+
+    prompt: tuple[str, ...] = setting(
+        (), "text, or tokens as '1 2 3' for a target without a tokenizer; '-' reads lines from stdin; repeatable"
+    )
+    prompts_file: str | None = setting(
+        None, "prompts, one a line: text, tokens, or JSON with a \"prompt\"; '-' reads stdin", metavar="FILE"
+    )
+    raw: bool = setting(False, "do not apply the tokenizer's chat template")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureSettings(Settings):
+    """How often and how something is measured."""
+
+    repeats: int | None = setting(None, "timed runs of each method; 0 shows the outputs alone", minimum=0)
+    batch_size: int = setting(1, "prompts decoded together", minimum=1, maximum=MAX_TOKENS)
+    ignore_eos: bool = setting(False, "let no token end a row")
+    threads: int | None = setting(None, "CPU threads; default: 1 for small models", minimum=1, maximum=1024)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSettings(Settings):
+    """How results are printed."""
+
+    output: str = setting("text", "text for readers, or one JSON document", choices=("text", "json"))
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of a verb: a flag is written with underscores or dashes, and errors are one line."""
+
+    def __init__(self, verb: str, summary: str, examples: str = "") -> None:
+        super().__init__(
+            prog=f"lightning_specdec {verb}",
+            description=summary,
+            epilog=examples and f"examples:\n{examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            argument_default=argparse.SUPPRESS,
+            allow_abbrev=False,
+        )
+
+    def format_help(self) -> str:
+        places = [f"[{each.dest}]" if each.nargs else each.dest for each in self._actions if not each.option_strings]
+        self.usage = " ".join([self.prog, *places, "[options]"])
+        return super().format_help()
+
+    def add_settings(
+        self,
+        title: str,
+        settings: type[Settings],
+        *,
+        only: Sequence[str] = (),
+        skip: Sequence[str] = (),
+        **defaults: Any,
+    ) -> None:
+        """A group of flags, one for each field with a help line; a field whose metavar ends in "..." takes several.
+
+        Args:
+            only, skip: the fields that are meant, or left out.
+            defaults: that differ from the fields' own.
+        """
+        group = self.add_argument_group(title)
+        for each in setting_fields(settings):
+            if each.metadata.get("help") and each.name not in skip and (not only or each.name in only):
+                _add_flag(group, each, hints(settings)[each.name], defaults)  # type: ignore[arg-type]
+
+    def add_kinds(self, *names: str) -> None:
+        """List the drafters or rules by name in the help."""
+        for name in names:
+            kinds = KINDS[name]
+            listed = "\n".join(f"  {kind:<20} {kinds.summary(kind)}" for kind in kinds)
+            self.add_argument_group(
+                f"{name}s",
+                f"give --{name} NAME --{name}.SETTING VALUE; --{name}.help NAME shows the settings\n{listed}",
+            )
+
+    def read(self, words: Sequence[str]) -> Namespace:
+        """The flags that are given, and no others; `drafter` and `rule` are `Choice`s with unread settings."""
+        rest: list[str] = []
+        settings: dict[str, dict[str, str]] = {name: {} for name in KINDS}
+        queue = list(words)
+        while queue:
+            word = queue.pop(0)
+            flag, equals, value = word.partition("=")
+            if re.fullmatch(r"--[\w.-]+", flag):
+                flag = "--" + flag[2:].replace("-", "_")
+                kind, dot, name = flag[2:].partition(".")
+                if dot and f"--{kind}" in self._option_string_actions and kind in KINDS and flag not in FORMER:
+                    if not equals and not queue:
+                        self.error(f"argument {flag}: expected a value")
+                    settings[kind][name] = value if equals else queue.pop(0)
+                    continue
+                word = flag + equals + value
+            rest.append(word)
+        options = self.parse_args(rest)
+        for kind, given in settings.items():
+            if given and kind not in options:
+                self.error(f"--{kind}.{min(given)} needs the {kind}'s name: give --{kind} NAME")
+            if kind in options:
+                setattr(options, kind, Choice(getattr(options, kind), given))
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}{self._advice(message)} (see `{self.prog} --help`)")
+
+    def _advice(self, message: str) -> str:
+        """What was probably meant by arguments that are not known."""
+        if not message.startswith("unrecognized arguments: "):
+            return ""
+        flags = [word.split("=")[0] for word in message.split()[2:] if word.startswith("--")]
+        for flag in flags:
+            if flag in FORMER:
+                return f": {FORMER[flag]}"
+            if near := difflib.get_close_matches(flag, self._option_string_actions, n=1):
+                return f": did you mean {near[0]}?"
+        return "" if flags else ": give a prompt as --prompt '1 2 3'"
+
+
+def _add_flag(group: Any, each: Field[Any], hint: Any, defaults: dict[str, Any]) -> None:
+    text, metavar = str(each.metadata["help"]).replace("%", "%%"), each.metadata.get("metavar")
+    default = defaults.get(each.name, each.default)
+    if not any(default is no for no in (None, False, (), MISSING)) and "default:" not in text:
+        text += f" (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"
+    more: dict[str, Any] = {"default": defaults[each.name]} if each.name in defaults else {}
+    if hint is bool:
+        group.add_argument(f"--{each.name}", action="store_true", help=text, **more)
+        return
+    if any(get_origin(kind) is tuple for kind in options_of(hint)):
+        several = str(metavar).endswith("...")
+        more |= {"action": "extend", "nargs": "+"} if several else {"action": "append"}
+        metavar = str(metavar).removesuffix("...").strip() if several else metavar
+    if metavar is None:
+        choices = each.metadata.get("choices")
+        metavar = "{" + ",".join(choices) + "}" if choices else _noun(hint)
+
+    def read(word: str) -> Any:
+        try:
+            return int(word) if hint is Any and re.fullmatch(r"[+-]?[0-9]{1,40}", word) else parse(word, hint)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    group.add_argument(f"--{each.name}", type=read, metavar=metavar, help=text, **more)
+
+
+def _noun(hint: Any) -> str:
+    kinds = [get_args(kind)[0] if get_origin(kind) is tuple else kind for kind in options_of(hint)]
+    return "INT" if int in kinds else "NUMBER" if float in kinds else "TEXT"
+
+
+SettingsType = TypeVar("SettingsType", bound=Settings)
+
+
+def chosen(options: Namespace, settings: type[SettingsType], **changes: Any) -> SettingsType:
+    """Settings from the flags that were given, and changes."""
+    names = [each.name for each in setting_fields(settings)]
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(options).items()}
+    return settings(**{name: value for name, value in given.items() if name in names} | changes)
+
+
+def decoding(options: Namespace, **changes: Any) -> DecodingConfig:
+    """How to decode, as the flags say.
+
+    Raises:
+        ValueError: a value is wrong, there is no such rule, or --eos and --ignore_eos are both given.
+    """
+    if getattr(options, "ignore_eos", False):
+        if getattr(options, "eos", None):
+            raise UsageError("--ignore_eos and --eos exclude each other: give one of them")
+        changes["eos"] = ()
+    config = chosen(options, DecodingConfig, **changes)
+    if config.rule is not None:
+        RULES.check(config.rule.name)
+    return config
+
+
+def add_models(parser: Parser, *, skip: Sequence[str] = ()) -> None:
+    """The flags that name target and drafter; MODEL stands for --ckpt, --target or --pair."""
+    parser.add_argument("MODEL", nargs="?", help="a checkpoint, a model's directory, a pair, or a name on the hub")
+    parser.add_settings("target", TargetSource, skip=skip)
+    parser.add_settings("draft", DraftSource, skip=skip)
+    parser.add_kinds("drafter")
+
+
+def add_decoding(parser: Parser, *, skip: Sequence[str] = (), **defaults: Any) -> None:
+    """The flags of `DecodingConfig`."""
+    names = [each.name for each in setting_fields(SamplingSettings)]
+    parser.add_settings("sampling", SamplingSettings, skip=skip)
+    parser.add_settings("decoding", DecodingConfig, skip=(*names, *skip), **defaults)
+    if "rule" not in skip:
+        parser.add_kinds("rule")
+
+
+def pair_source(options: Namespace) -> PairSource:
+    """The models that the flags name.
+
+    Raises:
+        ValueError: none or several are named, or they cannot be where they are said to be.
+    """
+    given = dict(vars(options))
+    if (model := given.get("MODEL")) is not None:
+        if named := [name for name in ("ckpt", "pair", "target") if given.get(name) is not None]:
+            raise UsageError(f"name the models once, got --{named[0]} and {model!r}: give a prompt as --prompt '1 2 3'")
+        setattr(options, _place(model), model)
+    source = chosen(options, PairSource)
+    check_source(source)
+    return source
+
+
+def check_source(source: PairSource) -> None:
+    """Raise ValueError where the models cannot be where they are said to be."""
+    if source.pair is not None:
+        get_pair(source.pair)
+    if source.target is not None:
+        check_directory(source.target)
+    if source.draft is not None and source.ckpt is None and not Path(source.draft).expanduser().is_file():
+        if source.draft.endswith(".safetensors"):
+            raise ValueError(f"there is no draft file {source.draft}: check the path")
+        check_directory(source.draft)
+
+
+def _place(model: str) -> str:
+    """Which flag a positional MODEL stands for."""
+    path = Path(model).expanduser()
+    if is_checkpoint(path):
+        return "ckpt"
+    return "pair" if not path.is_dir() and model in {pair.name for pair in list_pairs()} else "target"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path is meant as a checkpoint or draft file, or is a directory of runs."""
+    if path.is_dir():
+        return not (path / "config.json").exists() and any((*path.glob("version_*/*.ckpt"), *path.glob("*.ckpt")))
+    return path.is_file() or path.suffix in (".ckpt", ".safetensors")
+
+
+def typed(choice: Choice | None, kind: str) -> Choice | None:
+    """A choice whose settings are read as its class says; imports the class.
+
+    Raises:
+        ValueError: the class has no such setting, or a value is wrong.
+    """
+    if choice is None or not choice.settings:
+        return choice
+    settings: type[Settings] = KINDS[kind].load(choice.name).Settings
+    known: dict[str, Any] = {}
+    for name, word in choice.settings.items():
+        try:
+            known[name] = parse(word, hints(settings)[name]) if name in hints(settings) else word  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ValueError(f"--{kind}.{name} {error}") from None
+    settings.from_dict(known, f"{choice.name}.")
+    return Choice(choice.name, known)
+
+
+def kind_help(flag: str, name: str) -> str:
+    """What `--drafter.help NAME` prints: the class's summary and its settings. Imports the class."""
+    kind = flag.removeprefix("--").removesuffix(".help")
+    found = KINDS[kind].load(name)
+    lines = [f"{name}: {(found.__doc__ or '').strip().splitlines()[0]}", ""]
+    for each in setting_fields(found.Settings):
+        default = "" if each.default in (None, MISSING) else f" (default: {each.default})"
+        lines.append(f"  --{kind}.{each.name:<20} {each.metadata.get('help', '')}{default}")
+    return "\n".join([*lines, *(["  no settings"] if len(lines) == 2 else [])])

@@ -1,0 +1,106 @@
+"""How to decode: everything that decides a request's output, in one object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lightning_specdec.config.checks import require_int
+from lightning_specdec.config.settings import Settings, check_names, setting
+
+MAX_TOKENS = 2**20
+"""Largest number of tokens that any setting accepts."""
+
+
+@dataclass(frozen=True)
+class SamplingSettings(Settings):
+    """How a token is drawn from logits. The filters apply in this order, each to what the one before left."""
+
+    temperature: float = setting(0.0, "divide logits by this; 0 is greedy", minimum=0)
+    top_k: int | None = setting(None, "keep only the k most likely tokens", minimum=1)
+    top_p: float | None = setting(
+        None, "keep the smallest set of most likely tokens with this total probability", above=0, maximum=1
+    )
+    min_p: float | None = setting(
+        None, "keep tokens at least this many times as likely as the most likely one", minimum=0, maximum=1
+    )
+    repetition_penalty: float | None = setting(None, "divide the scores of tokens already in the text by this", above=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if 0 < self.temperature < 1e-6:  # dividing logits by it would overflow
+            raise ValueError(f"temperature must be 0 or at least 1e-06, got {self.temperature:g}: use 0 for greedy")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether no randomness is left: temperature 0."""
+        return self.temperature == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingConfig(SamplingSettings):
+    """Everything that decides the output of a request, besides models and prompt.
+
+    `processors` and `Window` objects exist in Python only. `rule` is a name, a `Choice` or an `AcceptanceRule`; None
+    means `ExactMatch`.
+    """
+
+    max_new_tokens: int = setting(64, "generate at most this many tokens per prompt", minimum=1, maximum=MAX_TOKENS)
+    num_draft_tokens: Any = setting(
+        None, "draft tokens per round, or auto; default: the pair's or draft's own, else 3", metavar="INT|auto"
+    )
+    rule: Any = setting(None, "acceptance rule; default: ExactMatch", metavar="RULE")
+    eos: tuple[int, ...] | None = setting(None, "token that ends a row; default: the tokenizer's; repeatable")
+    stop: tuple[str, ...] = setting((), "text that ends a row and is not shown; repeatable")
+    seed: int = setting(0, "the same seed gives the same tokens", minimum=0, maximum=2**63 - 1)
+    logprobs: bool = setting(False, "report each token's log probability under the target")
+    processors: tuple[Any, ...] = setting(())
+
+    def __post_init__(self) -> None:
+        for name, value in _as_tuples(vars(self)).items():
+            object.__setattr__(self, name, value)
+        super().__post_init__()
+        if isinstance(self.num_draft_tokens, int | float | bool):
+            require_int("num_draft_tokens", self.num_draft_tokens, 1, MAX_TOKENS)
+        elif isinstance(self.num_draft_tokens, str) and self.num_draft_tokens != "auto":
+            raise ValueError(f"num_draft_tokens must be an integer or auto, got {self.num_draft_tokens!r}")
+
+    @classmethod
+    def of(cls, config: DecodingConfig | None = None, **changes: Any) -> DecodingConfig:
+        """The config with these fields changed; a new one where there is none.
+
+        `sampling=` sets the sampling fields from a `SamplingSettings`, all at once.
+
+        Raises:
+            ValueError: a name is no field, or a value is wrong.
+        """
+        sampling = changes.pop("sampling", None)
+        if sampling is not None:
+            names = [each.name for each in fields(SamplingSettings)]
+            changes = {name: getattr(sampling, name, None) for name in names} | changes
+            changes.setdefault("processors", tuple(getattr(sampling, "processors", ())))
+        check_names(changes, cls)
+        changes = _as_tuples(changes)
+        return cls(**changes) if config is None else config.changed(**changes) if changes else config
+
+    @classmethod
+    def from_dict(cls, values: object, where: str = "") -> DecodingConfig:
+        return super().from_dict(_as_tuples(values) if isinstance(values, Mapping) else values, where)
+
+    @property
+    def sampling(self) -> SamplingSettings:
+        """The sampling fields alone."""
+        return SamplingSettings(**{each.name: getattr(self, each.name) for each in fields(SamplingSettings)})
+
+
+def _as_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a `DecodingConfig`, lists and single ones of `eos`, `stop` and `processors` as tuples."""
+    given = dict(values)
+    for name, single in (("eos", int), ("stop", str), ("processors", ())):
+        value = given.get(name)
+        if isinstance(value, single):
+            given[name] = (value,)
+        elif isinstance(value, Sequence):
+            given[name] = tuple(value)
+    return given

@@ -1,0 +1,47 @@
+"""Files that are written whole or not at all, and where those lie that can be made again."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+
+def cache_home() -> Path:
+    """Where this program keeps what it can make again: `~/.cache/lightning_specdec`, by XDG's rules."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightning_specdec"
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """A new file, with a name of its own beside that one: it takes its place in one step, or is gone if writing fails.
+
+    Missing directories are made.
+
+    Raises:
+        ValueError: no file can be put there.
+        OSError: the writing failed, as on a full disk; the error names `path`, and an old file stays.
+    """
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory: name the file to write in it")
+    if path.parent.exists() and not path.parent.is_dir():
+        raise ValueError(f"{path} cannot be written, for {path.parent} is no directory: choose another name")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            try:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                os.chmod(file.name, 0o644)  # a temporary file is its owner's alone
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:  # a full disk names no file; leaving the inner block flushes again, and fails again
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise

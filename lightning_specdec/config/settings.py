@@ -1,0 +1,210 @@
+"""Settings: frozen dataclasses whose fields carry a default, limits and one line of help.
+
+Flags, YAML entries, checkpoints, hashes and the Python API are all made from these fields.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from functools import cache
+from typing import Any, ClassVar, TypeVar
+
+from lightning_specdec.config.checks import require_int, require_number
+
+S = TypeVar("S", bound="Settings")  # not `Self`: the tests' shape checker refuses it
+
+
+def setting(
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    choices: tuple[str, ...] | None = None,
+    metavar: str | None = None,
+) -> Any:
+    """A field of a settings class.
+
+    Args:
+        help: one line for `--help`.
+        minimum, maximum: inclusive limits of a number.
+        above: exclusive lower limit, instead of `minimum`.
+        choices: allowed words of a string.
+        metavar: what stands for the value in `--help`.
+    """
+    limits = {"help": help, "minimum": minimum, "maximum": maximum, "above": above, "choices": choices}
+    return field(default=default, metadata={**limits, "metavar": metavar})
+
+
+@cache
+def hints(settings: type) -> dict[str, Any]:
+    """The resolved type of each field."""
+    return typing.get_type_hints(settings)
+
+
+def options_of(hint: Any) -> tuple[Any, ...]:
+    """The members of a union; a single type alone."""
+    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if union else (hint,)
+
+
+def check(name: str, value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
+    """The value of a field, converted where that loses nothing (list to tuple, int to float).
+
+    Raises:
+        ValueError: its type, range or choice is wrong.
+    """
+    kinds = options_of(hint)
+    if Any in kinds or (value is None and type(None) in kinds):
+        return value
+    choices = limits.get("choices")
+    if isinstance(value, str) and str in kinds:
+        if choices is not None and value not in choices:
+            near = difflib.get_close_matches(value, choices, n=1)
+            advice = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}{advice}")
+        return value
+    if isinstance(value, bool) and bool in kinds:
+        return value
+    for kind in kinds:
+        if typing.get_origin(kind) is tuple and isinstance(value, list | tuple):
+            inner = typing.get_args(kind)[0]
+            return tuple(check(name, each, inner, limits) for each in value)
+        if typing.get_origin(kind) in (dict, Mapping) and isinstance(value, Mapping):
+            return dict(value)
+        if isinstance(kind, type) and kind not in (int, float, bool, str) and isinstance(value, kind):
+            return value
+    low, high, above = limits.get("minimum"), limits.get("maximum"), limits.get("above")
+    if int in kinds and not isinstance(value, float):
+        return require_int(name, value, -(2**63) if low is None else int(low), None if high is None else int(high))
+    if float in kinds:
+        bottom = above if above is not None else -float("inf") if low is None else low
+        top = float("inf") if high is None else high
+        return require_number(name, value, low=bottom, high=top, low_open=above is not None)
+    wanted = " or ".join("a list" if typing.get_origin(k) is tuple else getattr(k, "__name__", str(k)) for k in kinds)
+    wanted = wanted.replace("NoneType", "nothing").replace("str", "text")
+    raise ValueError(f"{name} must be {wanted}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Base of all settings: checks every field, and converts from and to plain values.
+
+    Raises:
+        ValueError: a field has the wrong type or is out of range.
+    """
+
+    RENAMED: ClassVar[Mapping[str, str]] = {}
+    """Former names of fields, which `from_dict` still reads."""
+
+    def __post_init__(self) -> None:
+        known = hints(type(self))  # type: ignore[arg-type]
+        for each in fields(self):
+            if each.init:
+                value = check(each.name, getattr(self, each.name), known[each.name], each.metadata)
+                object.__setattr__(self, each.name, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; `from_dict` is the inverse."""
+        return {key: plain(value) for key, value in vars(self).items() if not key.startswith("_")}
+
+    def changed(self: S, **changes: Any) -> S:
+        """The same settings with some fields replaced; fields that do not exist are refused by name."""
+        check_names(changes, type(self))
+        return replace(self, **changes)
+
+    @classmethod
+    def from_dict(cls: type[S], values: object, where: str = "") -> S:
+        """Settings from plain values; a field that holds settings takes a mapping.
+
+        Args:
+            where: what precedes a field's name in messages, as "target.".
+
+        Raises:
+            ValueError: an entry is unknown, missing or wrong.
+        """
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{where.rstrip('.') or cls.__name__} must be a mapping, got {values!r}")
+        values = {cls.RENAMED.get(name, name): value for name, value in values.items()}
+        check_names(values, cls, where)
+        given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        for each in fields(cls):
+            if each.default is MISSING and each.default_factory is MISSING and each.name not in given:
+                raise ValueError(f"{where}{each.name} is missing")
+            inner = given.get(each.name)
+            for kind in options_of(hints(cls)[each.name]):  # type: ignore[arg-type]
+                if isinstance(kind, type) and issubclass(kind, Settings) and not isinstance(inner, kind | None):
+                    given[each.name] = kind.from_dict(inner, f"{where}{each.name}.")
+        try:
+            return cls(**given)
+        except ValueError as error:
+            raise ValueError(f"{where}{error}") from error
+
+    @classmethod
+    def arguments(cls: type[S], *values: Any, **named: Any) -> S:
+        """Settings from a constructor's arguments: the first ones by position, others by name."""
+        names = [each.name for each in setting_fields(cls)][: len(values)]
+        return cls.from_dict({**dict(zip(names, values, strict=True)), **named})
+
+
+@dataclass(frozen=True)
+class NoSettings(Settings):
+    """Settings of a kind that has none."""
+
+
+def setting_fields(settings: type[Settings]) -> list[Field[Any]]:
+    """The fields that a user may set, in order."""
+    return [each for each in fields(settings) if each.init]
+
+
+def check_names(values: Mapping[str, Any], settings: type[Settings], where: str = "") -> None:
+    """Raise ValueError for a name that is not a field, with the nearest field name."""
+    known = [each.name for each in setting_fields(settings)]
+    for name in values:
+        if name in settings.RENAMED:
+            raise ValueError(f"{where}{name} is called {settings.RENAMED[name]} now: use that name")
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}" if known else "drop it"
+            raise ValueError(f"unknown setting {where}{name}: {advice}")
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON and YAML hold it."""
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if isinstance(value, tuple | list):
+        return [plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    return value
+
+
+def parse(text: str, hint: Any) -> Any:
+    """The value that a word of a command line stands for, by a field's type; ranges are checked by the class.
+
+    Raises:
+        ValueError: the word is no such value.
+    """
+    kinds = [typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else kind for kind in options_of(hint)]
+    if int in kinds and re.fullmatch(r"[+-]?[0-9]{1,40}", text):
+        return int(text)
+    if float in kinds:
+        try:
+            return float(text)
+        except ValueError:
+            pass
+    if bool in kinds and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if type(None) in kinds and text.lower() in ("null", "none") and str not in kinds:
+        return None
+    if str in kinds or Any in kinds:
+        return text
+    names = {int: "an integer", float: "a number", bool: "true or false"}
+    raise ValueError(f"must be {' or '.join(names[kind] for kind in kinds if kind in names)}, got {text!r}")

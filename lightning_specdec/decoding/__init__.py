@@ -1,0 +1,43 @@
+"""Speculative decoding in sessions of rows, standard decoding, and their results."""
+
+from lightning_specdec.decoding.autoregressive import autoregressive_decode
+from lightning_specdec.decoding.conversation import Conversation
+from lightning_specdec.decoding.results import Counts, DecodeInterrupted, DecodeResult, Round, RowResult, merge_results
+from lightning_specdec.decoding.rows import Row
+from lightning_specdec.decoding.session import Session, open_session, run, speculative_decode, stream
+from lightning_specdec.decoding.stopping import StopStrings
+from lightning_specdec.decoding.timing import PHASES, PhaseTimer
+from lightning_specdec.decoding.windows import (
+    AdaptiveWindow,
+    Calibration,
+    Costs,
+    FixedWindow,
+    Window,
+    window_from_dict,
+)
+
+__all__ = [
+    "PHASES",
+    "AdaptiveWindow",
+    "Calibration",
+    "Costs",
+    "Conversation",
+    "Counts",
+    "DecodeInterrupted",
+    "DecodeResult",
+    "FixedWindow",
+    "PhaseTimer",
+    "Round",
+    "Row",
+    "RowResult",
+    "Session",
+    "StopStrings",
+    "Window",
+    "autoregressive_decode",
+    "merge_results",
+    "open_session",
+    "run",
+    "speculative_decode",
+    "stream",
+    "window_from_dict",
+]

@@ -1,0 +1,129 @@
+"""Standard decoding, one target call for each token: the oracle of the tests and the baseline of every benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_specdec.config.decoding import DecodingConfig
+from lightning_specdec.decoding.results import DecodeInterrupted, DecodeResult
+from lightning_specdec.decoding.rows import (
+    Prompts,
+    Row,
+    check_batch,
+    check_context,
+    check_eos,
+    flag_undrawable,
+    power_of_two,
+    stops_of,
+)
+from lightning_specdec.decoding.timing import PhaseTimer, peak_memory_bytes
+from lightning_specdec.drafters.layout import pad
+from lightning_specdec.models import LanguageModel
+from lightning_specdec.rules import Purpose, Sampling, noise_table
+
+COMMIT_EVERY = 64
+"""Tokens after which the states forget the way back, which is never taken here."""
+
+
+@torch.inference_mode()
+def autoregressive_decode(
+    target: LanguageModel,
+    prompts: Prompts,
+    config: DecodingConfig | None = None,
+    *,
+    indices: Sequence[int] | None = None,
+    **changes: Any,
+) -> DecodeResult:
+    """Generate token by token with the target alone.
+
+    It gets what speculative decoding gets: one prefill for a ragged batch, states without padding, a batch that shrinks
+    by powers of two as rows finish, one read by the host per call.
+
+    Args:
+        config: how to decode; `changes` replace fields of it. Rule and window are not used.
+        indices: the prompts' numbers, which their noise is keyed by; 0, 1, ... when None.
+    """
+    config = DecodingConfig.of(config, **changes)
+    sampling = Sampling.of(config)
+    device, num_new, eos = target.device, config.max_new_tokens, check_eos(config.eos, target.vocab_size)
+    stop = stops_of(config, target)
+    rows = [
+        Row(number, text, max_new_tokens=num_new, eos=eos, speculative=False, stop=stop)
+        for number, text in check_batch(prompts, target.vocab_size, max_new_tokens=num_new, indices=indices)
+    ]
+    for row in rows:
+        check_context(row.prompt_length, num_new, target)
+    timer, num_calls, live = PhaseTimer(device), 0, rows
+
+    def choose(logits: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
+        chosen = sampling.sample(logits, uniform)
+        return chosen, flag_undrawable(chosen, logits) if sampling.greedy else chosen  # a draw finds out by itself
+
+    try:
+        noise: Tensor | None = None
+        if not sampling.greedy:
+            noise = torch.stack([noise_table(config.seed, row.index, num_new) for row in rows]).to(device)
+        state = target.init_state(len(rows), max(row.max_length for row in rows))
+        tokens, valid_lengths = pad([row.text for row in rows], device)
+        last: Tensor | slice = slice(-1, None)
+        if valid_lengths is not None:
+            last = torch.tensor([[length - 1] for length in valid_lengths], device=device)
+        logits = target(tokens, state, valid_lengths=valid_lengths, logits_for=last).logits[:, -1]
+        state.commit(state.consumed)  # nothing goes back: a recurrent state need not carry the prompt along
+        while True:
+            timer.lap("verify")
+            processed = logits
+            if sampling.processors:
+                texts = [row.text if row.live else None for row in live]
+                processed = sampling.process(logits[:, None], texts)[:, 0]
+            uniform = None if noise is None else noise[:, num_calls, Purpose.CORRECT]
+            if (graphs := getattr(state, "graphs", None)) is None:
+                chosen, told = choose(processed, uniform)
+            else:
+                chosen, told = graphs.run(("choose", sampling), choose, processed, uniform)
+            scores: list[float] | None = None
+            if config.logprobs:  # float64 holds the tokens beside them exactly: the host reads once
+                known = Sampling.log_probs(logits, chosen.clamp(max=target.vocab_size - 1)).double()
+                numbers, scores = torch.stack((told.double(), known)).tolist()
+                values = [int(token) for token in numbers]
+            else:
+                values = told.tolist()
+            timer.lap("accept")
+            num_calls, seconds = num_calls + 1, timer.elapsed()
+            for i, row in enumerate(live):
+                if values[i] >= target.vocab_size:
+                    row.fail()
+                    chosen = chosen.clamp(max=target.vocab_size - 1)  # the row is still read: any token will do
+                elif row.live:
+                    row.append(values[i : i + 1], seconds, scores and scores[i : i + 1])
+            kept = [i for i, row in enumerate(live) if row.live]
+            if not kept:
+                break
+            if (size := power_of_two(len(kept))) < len(live):
+                kept += [i for i, row in enumerate(live) if not row.live][: size - len(kept)]
+                index = torch.tensor(kept, device=device)
+                state.select(kept)
+                live, chosen = [live[i] for i in kept], chosen[index]
+                noise = None if noise is None else noise[index]
+            if num_calls % COMMIT_EVERY == 0:
+                state.commit(state.consumed)
+            timer.lap("rest")
+            logits = target(chosen[:, None], state).logits[:, -1]
+    except KeyboardInterrupt:
+        raise DecodeInterrupted(_result(rows, timer, num_calls, device)) from None
+    timer.lap("rest")
+    return _result(rows, timer, num_calls, device)
+
+
+def _result(rows: list[Row], timer: PhaseTimer, num_calls: int, device: torch.device) -> DecodeResult:
+    return DecodeResult(
+        rows=[row.result() for row in rows],
+        seconds=timer.elapsed(),
+        phase_seconds=timer.seconds(),
+        num_target_calls=num_calls,
+        peak_memory_bytes=peak_memory_bytes(device),
+    )

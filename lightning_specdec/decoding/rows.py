@@ -1,0 +1,274 @@
+"""One prompt while it is decoded, and the checks of what is given to decode."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_specdec.config.checks import require_int
+from lightning_specdec.config.decoding import DecodingConfig
+from lightning_specdec.decoding.results import Counts, Round, RowResult
+from lightning_specdec.decoding.stopping import StopStrings
+from lightning_specdec.drafters import Drafter
+from lightning_specdec.models import LanguageModel
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+Prompts = Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor | Mapping[str, Any]
+"""Tokens of one prompt or of several, a tensor `[T]` or `[B, T]`, or a tokenizer's output with its attention mask."""
+log = logging.getLogger(__name__)
+
+
+class Row:
+    """A prompt and what follows it.
+
+    Args:
+        index: the prompt's number, which its noise is keyed by.
+        max_new_tokens: 0 makes a row that is finished before it begins.
+        eos: tokens that stop it; they are kept. Those in the prompt do not count.
+        speculative: whether to count draft tokens.
+        stop: strings that stop it; the token that completes one is kept.
+        num_drawn: new tokens of earlier turns, whose noise is used up.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        eos: frozenset[int],
+        speculative: bool,
+        stop: StopStrings | None = None,
+        num_drawn: int = 0,
+    ) -> None:
+        self.index, self.text, self.eos, self.num_drawn = index, list(prompt), eos, num_drawn
+        self.prompt_length = len(self.text)
+        self.max_length = self.prompt_length + max_new_tokens
+        self.resumed = False
+        """Whether another row continues with its noise."""
+        self._search = None if stop is None else stop.search()
+        self.stop_reason = "" if max_new_tokens else "length"
+        self.counts = Counts() if speculative else None
+        self.rounds: list[Round] = []
+        self.num_rounds = 0
+        self.num_added = 1
+        """New tokens of the last round; 1 before the first."""
+        self.token_seconds: list[float] = []
+        self.logprobs: list[float] | None = None
+
+    @property
+    def live(self) -> bool:
+        """Whether more tokens are wanted."""
+        return not self.stop_reason
+
+    @property
+    def num_new(self) -> int:
+        """New tokens so far."""
+        return len(self.text) - self.prompt_length
+
+    @property
+    def remaining(self) -> int:
+        """New tokens still wanted at most."""
+        return self.max_length - len(self.text)
+
+    @property
+    def num_hidden(self) -> int:
+        """Bytes at the end of the new text that are not shown: a stop string, or what may become one."""
+        if self._search is None:
+            return 0
+        return self._search.num_held if self.live else self._search.num_cut
+
+    def append(self, tokens: Sequence[int], seconds: float, logprobs: Sequence[float] | None = None) -> list[int]:
+        """Add tokens up to and with the first stop; gives those that were added."""
+        added = list(tokens)
+        for i, token in enumerate(tokens):
+            if token in self.eos:
+                del added[i + 1 :]
+                self.stop_reason = "eos"
+                break
+        if self._search is not None and (num_kept := self._search.push(added)) is not None:
+            del added[num_kept:]
+            self.stop_reason = "stop"
+        self.text += added
+        self.token_seconds += [seconds] * len(added)
+        self.num_rounds += 1
+        self.num_added = len(added)
+        if logprobs is not None:
+            self.logprobs = (self.logprobs or []) + list(logprobs[: len(added)])
+        assert self.remaining >= 0, "a drafter exceeded its window"
+        if self.live and self.remaining == 0:
+            self.stop_reason = "length"
+        return added
+
+    def commit(
+        self,
+        drafted: list[int],
+        num_accepted: int,
+        next_token: int | None,
+        *,
+        seconds: float,
+        changed: Sequence[int] = (),
+        logprobs: Sequence[float] | None = None,
+    ) -> list[int]:
+        """Add a round's tokens and count what became of its draft tokens; gives the tokens that were added.
+
+        Draft tokens behind a stop count neither as proposed nor as tested nor as accepted. Without a `next_token`
+        nothing could be drawn there, and the row ends.
+        """
+        assert self.counts is not None
+        own = [] if next_token is None else [next_token]
+        added = self.append([*drafted[:num_accepted], *own], seconds, logprobs)
+        if next_token is None:
+            self.fail()
+        stopped_early = self.stop_reason in ("eos", "stop") and len(added) <= len(drafted)
+        proposed = len(added) if stopped_early else len(drafted)
+        accepted = min(num_accepted, len(added))
+        self.counts.record(proposed, min(num_accepted + 1, proposed), accepted, sum(changed[:accepted]))
+        self.rounds.append(Round(drafted[:proposed], accepted, next_token if len(added) > num_accepted else None))
+        return added
+
+    def fail(self) -> None:
+        """End the row: its next token could not be drawn."""
+        if self.live:
+            self.stop_reason = "failed"
+            log.warning(
+                "prompt %d ends after %d new tokens: the target's logits are not finite: try --dtype float32",
+                self.index,
+                self.num_new,
+            )
+
+    def result(self) -> RowResult:
+        """The row's outcome so far."""
+        return RowResult(
+            index=self.index,
+            prompt=self.text[: self.prompt_length],
+            tokens=self.text[self.prompt_length :],
+            stop_reason=self.stop_reason or "interrupted",
+            num_rounds=self.num_rounds,
+            token_seconds=self.token_seconds,
+            counts=self.counts,
+            rounds=None if self.counts is None else self.rounds,
+            logprobs=self.logprobs,
+            num_hidden=self.num_hidden if self.stop_reason == "stop" else 0,
+        )
+
+
+def stops_of(config: DecodingConfig, target: LanguageModel) -> StopStrings | None:
+    """What looks for the config's stop strings; None where there are none.
+
+    Raises:
+        ValueError: the text of the target's tokens is not known.
+    """
+    if not config.stop:
+        return None
+    if target.vocabulary is None:
+        raise ValueError("stop strings need the text of the target's tokens: load it with its tokenizer")
+    return StopStrings(config.stop, target.vocabulary.token_bytes)
+
+
+def as_prompts(prompts: Prompts) -> list[list[Any]]:
+    """A list of prompts from whatever `Prompts` are; padding that an attention mask marks is left out."""
+    mask: Any = None
+    if isinstance(prompts, Mapping):
+        mask, prompts = prompts.get("attention_mask"), prompts["input_ids"]
+    if not isinstance(prompts, Tensor) and hasattr(prompts, "tolist"):  # an array of numpy's
+        prompts = torch.as_tensor(prompts)
+    values: list[Any] = torch.atleast_1d(prompts).tolist() if isinstance(prompts, Tensor) else list(prompts)
+    if not values:
+        raise ValueError("there is no prompt: give at least one token")
+    if not all(isinstance(value, Sequence) or (isinstance(value, Tensor) and value.dim()) for value in values):
+        values = [values]  # of one prompt, or of what `check_prompt` refuses
+    rows = [value.tolist() if isinstance(value, Tensor) else list(value) for value in values]
+    if mask is None:
+        return rows
+    masks = as_prompts(mask)
+    if list(map(len, masks)) != list(map(len, rows)):
+        raise ValueError("the attention mask must have the shape of the prompts: take both from one tokenizer call")
+    return [[token for token, real in zip(*both, strict=True) if real] for both in zip(rows, masks, strict=True)]
+
+
+def check_prompt(prompt: Sequence[Any], vocab_size: int, name: str) -> None:
+    """Raise ValueError for an empty prompt or a token outside the vocabulary."""
+    if not prompt:
+        raise ValueError(f"{name} is empty: give at least one token")
+    for token in prompt:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise ValueError(f"{name} holds {token!r}: tokens of this model are integers from 0 to {vocab_size - 1}")
+
+
+def check_padding(rows: Sequence[Sequence[int]], special: Mapping[str, int]) -> None:
+    """Raise ValueError for rows that seem padded, by the special tokens' numbers.
+
+    Where the pad token is BOS or EOS too, all rows may begin or end with it.
+    """
+    pad = special.get("pad")
+    shared = pad in (special.get("bos"), special.get("eos"))
+    for end in (0, -1) if pad is not None else ():
+        padded = [bool(row) and row[end] == pad for row in rows]
+        if any(padded) and not (shared and all(padded)):
+            raise ValueError(
+                f"prompt {padded.index(True)} {'ends' if end else 'begins'} with the pad token {pad}: give the "
+                "tokenizer's whole output, with its attention_mask, or rows without padding"
+            )
+
+
+def check_batch(
+    prompts: Prompts, vocab_size: int, *, max_new_tokens: int, indices: Sequence[int] | None
+) -> list[tuple[int, list[int]]]:
+    """The prompts with their numbers (0, 1, ... when `indices` is None), checked."""
+    require_int("max_new_tokens", max_new_tokens, 1)
+    texts = as_prompts(prompts)
+    for i, text in enumerate(texts):
+        check_prompt(text, vocab_size, f"prompt {i}")
+    numbers = range(len(texts)) if indices is None else indices
+    if len(numbers) != len(texts):
+        raise ValueError(f"there are {len(texts)} prompts but {len(numbers)} indices: give one for each")
+    return list(zip(numbers, texts, strict=True))
+
+
+def check_eos(eos: int | Sequence[int] | None, vocab_size: int) -> frozenset[int]:
+    """The stop tokens as a set."""
+    tokens = [] if eos is None else [eos] if isinstance(eos, int) else eos
+    return frozenset(require_int("eos", token, 0, vocab_size - 1) for token in tokens)
+
+
+def check_context(
+    num_prompt_tokens: int, max_new_tokens: int, target: LanguageModel, drafter: Drafter | None = None
+) -> None:
+    """Raise ValueError for a text that would outgrow what a model was made for."""
+    limits = {"target": target.max_positions, "draft": None if drafter is None else drafter.max_positions}
+    total = num_prompt_tokens + max_new_tokens
+    for owner, limit in limits.items():
+        if limit is not None and total > limit:
+            room = limit - num_prompt_tokens
+            advice = f"ask for at most {room} new ones" if room > 0 else "shorten the prompt"
+            raise ValueError(
+                f"a prompt of {num_prompt_tokens} tokens and {max_new_tokens} new ones make {total}, and the {owner}'s "
+                f"context holds {limit}: {advice}"
+            )
+
+
+def flag_undrawable(tokens: Int[Tensor, "*B"], logits: Float[Tensor, "*B V"]) -> Int[Tensor, "*B"]:
+    """The largest logits' tokens; the vocabulary's size, which no token is, where that logit is not a finite number.
+
+    The largest of numbers with a NaN among them is that NaN, so looking at one logit finds it, and the host learns of
+    it by the read that it makes anyway.
+    """
+    largest = logits.gather(-1, tokens[..., None]).squeeze(-1)
+    return torch.where(largest.abs() < torch.inf, tokens, logits.shape[-1])
+
+
+def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts have in common from the start on."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def power_of_two(count: int) -> int:
+    """The smallest power of two that is at least `count`: batches grow and shrink to these alone."""
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,342 @@
+"""The decoding loop: rows that come and go, and one round for all of them at a time.
+
+Texts live on the host, states on the device. A round uploads a few integers for each row, runs draft, target and rule
+without looking, and reads their outcome once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_specdec.config.checks import require_int
+from lightning_specdec.config.decoding import DecodingConfig
+from lightning_specdec.decoding.batch import Batch, Upload
+from lightning_specdec.decoding.results import DecodeInterrupted, DecodeResult
+from lightning_specdec.decoding.rows import (
+    Prompts,
+    Row,
+    check_batch,
+    check_context,
+    check_eos,
+    check_prompt,
+    num_shared,
+    stops_of,
+)
+from lightning_specdec.decoding.stopping import StopStrings
+from lightning_specdec.decoding.timing import PhaseTimer, peak_memory_bytes
+from lightning_specdec.decoding.verification import Verification
+from lightning_specdec.decoding.windows import FixedWindow, as_window
+from lightning_specdec.drafters import Draft, Drafter, DraftRequest, last_two
+from lightning_specdec.drafters.base import DeviceRound
+from lightning_specdec.drafters.layout import pad, with_guesses
+from lightning_specdec.models import LanguageModel
+from lightning_specdec.rules import Sampling, make_rule
+
+
+class Session:
+    """Rows decoded together, each at its own pace.
+
+    In a round the drafter proposes up to `num_draft_tokens` tokens for every live row, the target reads them in one
+    call together with whatever it has not seen yet (the whole prompt in a row's first round: predictive prefill), and
+    each row gets what its verdict keeps plus one token of the target's own. Shapes do not depend on verdicts.
+
+    Args:
+        config: how to decode; `changes` replace fields of it. `num_draft_tokens` may be a `Window`.
+        max_length: most tokens of a row, prompt and new ones together.
+        batch_size: rows to make room for at once; more rows grow it, to powers of two.
+
+    Raises:
+        ValueError: the drafter cannot serve this target or this rule.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        target: LanguageModel,
+        drafter: Drafter,
+        config: DecodingConfig | None = None,
+        *,
+        max_length: int,
+        batch_size: int = 1,
+        **changes: Any,
+    ) -> None:
+        self.target, self.drafter = target, drafter
+        self.config = DecodingConfig.of(config, **changes)
+        self.sampling, self.rule = Sampling.of(self.config), make_rule(self.config.rule)
+        self.window = as_window(self.config.num_draft_tokens)
+        self.max_length = require_int("max_length", max_length, 2)
+        self.eos, self.seed = check_eos(self.config.eos, target.vocab_size), self.config.seed
+        self._stops = stops_of(self.config, target)
+        drafter.check_target(target)
+        if self.rule.needs_draft_logits and not drafter.gives_logits:
+            rule_name, drafter_name = type(self.rule).__name__, type(drafter).__name__
+            raise ValueError(f"{rule_name} compares the draft's logits, and {drafter_name} has none: use another rule")
+        self.device = target.device
+        self.timer = PhaseTimer(self.device)
+        self.num_target_calls = self.num_draft_calls = 0
+        # A round that begins elsewhere changes the output of some rules: see `AdaptiveWindow`.
+        certain = self.rule.lossless and self.sampling.greedy
+        self._plan = self.window.plan(jointly=self.rule.ignores_windows or certain)
+        self._added: dict[Row, None] = {}
+        self._next_index = 0
+        # Draft tokens are read beyond the text: at most a window and the token before it.
+        num_slots = max_length + self.window.largest + 1
+        noisy = not self.sampling.greedy or drafter.needs_noise(self.sampling)
+        seed = self.seed if noisy else None
+        self._batch = Batch(target, drafter, batch_size=batch_size, num_slots=num_slots, seed=seed)
+        self._verification = Verification(self.rule, self.sampling, target.vocab_size, logprobs=self.config.logprobs)
+        self._features = tuple(drafter.features(target))
+
+    @property
+    def live(self) -> list[Row]:
+        """The rows that want more tokens."""
+        return self._batch.live
+
+    @torch.inference_mode()
+    def add(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        index: int | None = None,
+        stop: StopStrings | None = None,
+    ) -> Row:
+        """Begin a row; it joins the next round.
+
+        Args:
+            max_new_tokens, stop: those of the config when None.
+            index: keys its noise: the next free number when None.
+        """
+        index = self._next_index if index is None else index
+        row = self._row(prompt, max_new_tokens=max_new_tokens, index=index, stop=stop)
+        return self._enter(row, self._batch.make_place())
+
+    @torch.inference_mode()
+    def resume(
+        self, row: Row, prompt: Sequence[int], *, max_new_tokens: int | None = None, stop: StopStrings | None = None
+    ) -> Row:
+        """Begin the next turn of a row that has ended: another row, whose prompt continues the old one's text.
+
+        Only what follows the common part of the two texts is read, where the states can go back so far. Noise goes on
+        where the earlier turn ended, so a row is resumed once. With `ExactMatch`, and at temperature 0, the outcome is
+        that of the whole prompt read from scratch; with `RejectionSampling` it has the same distribution.
+
+        Raises:
+            ValueError: the row has not ended, or another one continues it already.
+        """
+        if row.live:
+            raise ValueError("the row is still being decoded: cancel it, or wait for its end, before it is resumed")
+        if row.resumed:
+            raise ValueError(
+                "the row was resumed before, and its noise is in use: resume the newest turn instead, whose prompt may "
+                "go back to any earlier place"
+            )
+        num_drawn = row.num_drawn + row.num_new
+        new = self._row(prompt, max_new_tokens=max_new_tokens, index=row.index, stop=stop, num_drawn=num_drawn)
+        row.resumed = True
+        batch, place, shared = self._batch, self._batch.place(row), num_shared(row.text, prompt)
+        self._plan.resume(new, row, shared)
+        # The old text's last token was drawn and never read; a draft token may have been, in its place.
+        keep = min(shared, len(row.text) - 1, len(prompt) - 1)
+        if place is None or not batch.go_back(place, keep, max(0, keep - self._first_token(row))):
+            place = batch.make_place()
+        return self._enter(new, place)
+
+    def num_read(self, row: Row) -> int:
+        """Tokens of a row's text that the target has read, draft tokens not counted; 0 where it has no place here."""
+        place = self._batch.place(row)
+        return 0 if place is None else min(self._batch.target_state.consumed[place], len(row.text))
+
+    def _row(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int | None,
+        index: int,
+        stop: StopStrings | None,
+        num_drawn: int = 0,
+    ) -> Row:
+        """A row that has no place yet, checked."""
+        check_prompt(prompt, self.target.vocab_size, "the prompt")
+        wanted = self.config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        max_new_tokens = require_int("max_new_tokens", wanted, 1)
+        row = Row(
+            index,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            eos=self.eos,
+            speculative=True,
+            stop=stop or self._stops,
+            num_drawn=num_drawn,
+        )
+        check_context(len(prompt), max_new_tokens, self.target, self.drafter)
+        if row.max_length > self.max_length:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones exceed max_length={self.max_length}: "
+                "open the session with a larger one"
+            )
+        return row
+
+    def _enter(self, row: Row, place: int) -> Row:
+        self._batch.enter(row, place)
+        self._added[row] = None
+        self._next_index = max(self._next_index, row.index + 1)
+        return row
+
+    def cancel(self, row: Row) -> None:
+        """Stop a row; what it has stays."""
+        if row.live:
+            row.stop_reason = "cancelled"
+
+    def release(self, row: Row) -> None:
+        """Forget a row that has ended: `result` leaves it out. A server does so with each, or memory fills up."""
+        if row.live:
+            raise ValueError("the row is still being decoded: cancel it, or wait for its end, before it is released")
+        self._added.pop(row, None)
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[Row, list[int]]]:
+        """One round for all live rows; gives each one's new tokens."""
+        batch, timer, verification = self._batch, self.timer, self._verification
+        if not batch.shrink():
+            return []
+        rows = batch.rows
+        windows = self._plan.windows(rows)
+        upload = None if batch.graphs is None else batch.upload(windows)
+        unread = batch.rewind(upload)
+        tail = last_two([row.text for row in rows], self.device) if upload is None else upload.tail
+        width = max(windows)
+        if width and batch.graphs is not None and isinstance(self.window, FixedWindow):
+            width = self.window.largest  # the last rounds of a text need no recordings of their own
+        noise = batch.round_noise(width + 1, upload)
+        timer.lap("rest")
+        draft = self._propose(tail, windows, width, noise, upload)
+        timer.lap("draft")
+        # The target reads what it has not seen of each text, and the draft tokens; it scores the K + 1 last positions.
+        one_each = all(len(each) == 1 for each in unread)
+        tokens, valid_lengths, places = with_guesses(
+            *((tail[:, 1:], None) if one_each else pad(unread, self.device)), draft.tokens
+        )
+        score = self.target if draft.exit_states is None else partial(self.target.finish, draft.exit_states)
+        output = score(
+            tokens, batch.target_state, valid_lengths=valid_lengths, logits_for=places, features=self._features
+        )
+        self.num_target_calls += 1
+        timer.lap("verify")
+        values = verification.outcome(rows, draft, output.logits, noise, batch.graphs).tolist()
+        timer.lap("accept")
+        events, outcomes, num_accepted = verification.commit(rows, values, draft, windows, timer.elapsed())
+        self.drafter.observe(batch.draft_state, output, num_accepted)
+        self._plan.learn(outcomes)
+        timer.lap("rest")
+        return events
+
+    def _propose(
+        self, tail: Tensor, windows: Sequence[int], width: int, noise: Tensor | None, upload: Upload | None
+    ) -> Draft:
+        """Draft tokens for every row, `width` columns at most; none, without a call, where no row wants any."""
+        if width == 0:
+            return Draft(torch.empty(len(windows), 0, dtype=torch.long, device=self.device))
+        batch, device = self._batch, None
+        texts = [row.text[first:] if (first := self._first_token(row)) else row.text for row in batch.rows]
+        if upload is not None and batch.graphs is not None and not any(map(self._first_token, batch.rows)):
+            device = DeviceRound(batch.graphs, upload.starts, upload.num_added, windows, upload.windows, width)
+        request = DraftRequest(
+            texts=texts,
+            tail=tail,
+            uniform=None if noise is None else noise[:, :width, self.rule.draft_purpose],
+            wants_logits=self.rule.needs_draft_logits,
+            vocab_size=self.target.vocab_size,
+            windows=windows,
+            device=device,
+        )
+        draft = self.drafter.propose(batch.draft_state, request, windows, self.sampling)
+        self.num_draft_calls += draft.num_calls
+        return draft
+
+    def _first_token(self, row: Row) -> int:
+        """Where the part of a row's text begins that the drafter sees."""
+        return 0 if self.drafter.inside_target else self._plan.first_token(row)
+
+    def result(self) -> DecodeResult:
+        """The outcome so far of all rows that were added and not released, in their order."""
+        return DecodeResult(
+            rows=[row.result() for row in self._added],
+            seconds=self.timer.elapsed(),
+            phase_seconds=self.timer.seconds(),
+            num_target_calls=self.num_target_calls,
+            peak_memory_bytes=peak_memory_bytes(self.device),
+            lossless=self.rule.lossless,
+            num_draft_calls=self.num_draft_calls,
+            num_draft_tokens=self.window.largest,
+            window=self.window.to_dict(),
+            rule=type(self.rule).__name__,
+        )
+
+
+def open_session(
+    target: LanguageModel,
+    drafter: Drafter,
+    prompts: Prompts,
+    config: DecodingConfig | None = None,
+    *,
+    indices: Sequence[int] | None = None,
+    **changes: Any,
+) -> Session:
+    """A session with exactly these prompts in it, ready for its first round.
+
+    Args:
+        config: how to decode; `changes` replace fields of it.
+        indices: the prompts' numbers, which their noise is keyed by; 0, 1, ... when None.
+    """
+    config = DecodingConfig.of(config, **changes)
+    batch = check_batch(prompts, target.vocab_size, max_new_tokens=config.max_new_tokens, indices=indices)
+    for _, text in batch:  # before there are states to hold them
+        check_context(len(text), config.max_new_tokens, target, drafter)
+    max_length = max(len(text) for _, text in batch) + config.max_new_tokens
+    session = Session(target, drafter, config, max_length=max_length, batch_size=len(batch))
+    for number, text in batch:
+        session.add(text, index=number)
+    return session
+
+
+def run(session: Session) -> DecodeResult:
+    """Decode until no row is live; on Ctrl-C, `DecodeInterrupted` with what was committed."""
+    try:
+        while session.step():
+            pass
+    except KeyboardInterrupt:
+        raise DecodeInterrupted(session.result()) from None
+    return session.result()
+
+
+def stream(session: Session) -> Iterator[tuple[int, int]]:
+    """Pairs of a prompt's number and its next token, as rounds commit them."""
+    while events := session.step():
+        for row, tokens in events:
+            for token in tokens:
+                yield row.index, token
+
+
+def speculative_decode(
+    target: LanguageModel,
+    drafter: Drafter,
+    prompts: Prompts,
+    config: DecodingConfig | None = None,
+    *,
+    indices: Sequence[int] | None = None,
+    **changes: Any,
+) -> DecodeResult:
+    """Generate with draft tokens that the target verifies several at a time.
+
+    With a lossless rule the output has the target's distribution, whatever the drafter proposes; at temperature 0, and
+    with `ExactMatch` at every temperature, it is what `autoregressive_decode` gives, token for token.
+
+    Arguments are those of `open_session`.
+    """
+    return run(open_session(target, drafter, prompts, config, indices=indices, **changes))

@@ -1,0 +1,1 @@
+"""Reports: what a results directory says, as one page."""

@@ -1,0 +1,202 @@
+"""What a frozen target computes for training texts, and which of its predictions a draft learns from.
+
+Shapes: B rows, T tokens, M positions, D width of a hidden state, V vocabulary of the target, W of the draft.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_specdec.checkpoints import checkpoint as checkpoint_file
+from lightning_specdec.checkpoints.target_reference import TargetReference, forget_origin, origin_of
+from lightning_specdec.data import Batch, TokenData
+from lightning_specdec.models import LanguageModel
+from lightning_specdec.text.tokenizer import named_tokenizer
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+LOGIT_BYTES = 2**28
+"""Most bytes of float32 logits that are held at once."""
+
+
+@dataclass(frozen=True)
+class TargetOutputs:
+    """The target's outputs for a batch; `[:, t]` belongs to token t and predicts token t + 1.
+
+    Args:
+        features: hidden states by layer, in the target's dtype.
+        log_probs: log probabilities of the draft's tokens within the target's whole distribution, at temperature 1.
+        choices: the target's most likely token.
+    """
+
+    features: dict[int, Float[Tensor, "B T D"]]
+    log_probs: Float[Tensor, "B T W"]
+    choices: Int[Tensor, "B T"]
+
+
+class OnlineFeatures:
+    """Runs the target on each training batch."""
+
+    def prepare(self, target: LanguageModel, data: TokenData, layers: Sequence[int], splits: Sequence[str]) -> None:
+        """Called in every process when a run begins, with the splits that will be read.
+
+        Raises:
+            ValueError: outputs for these data cannot be provided.
+        """
+
+    @torch.no_grad()
+    def read(
+        self,
+        target: LanguageModel,
+        batch: Batch,
+        split: str,
+        *,
+        layers: Sequence[int],
+        tokens: Int[Tensor, "W"] | None,
+    ) -> TargetOutputs:
+        """The outputs for a batch of that split.
+
+        Args:
+            layers: layers whose hidden states are wanted.
+            tokens: the draft's vocabulary; the target's whole vocabulary when None.
+        """
+        features: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+        log_probs, choices = [], []
+        with torch.autocast(batch.tokens.device.type, enabled=False):  # compute as in decoding
+            for rows in batch.tokens.split(rows_at_once(batch.tokens.shape[1], target.vocab_size)):
+                output = target(rows, features=tuple(layers))
+                logits = output.logits.float()
+                log_probs.append(pick(logits, tokens) - logits.logsumexp(-1, keepdim=True))
+                choices.append(logits.argmax(-1))
+                for layer in layers:
+                    features[layer].append(output.features[layer])
+        states = {layer: torch.cat(parts) for layer, parts in features.items()}
+        return TargetOutputs(states, torch.cat(log_probs), torch.cat(choices))
+
+    def arguments(self) -> dict[str, Any]:
+        """The constructor's arguments as plain values."""
+        return {}
+
+
+class OnTheFly(OnlineFeatures):
+    """Former name of `OnlineFeatures`."""
+
+
+def rows_at_once(num_tokens: int, vocab_size: int) -> int:
+    """How many rows of that many tokens may have their logits in memory at once."""
+    return max(1, LOGIT_BYTES // (4 * num_tokens * vocab_size))
+
+
+def pick(values: Float[Tensor, "*B V"], tokens: Int[Tensor, "W"] | None) -> Float[Tensor, "*B W"]:
+    """The entries of some tokens, of all when None."""
+    return values if tokens is None else values.index_select(-1, tokens)
+
+
+class DraftStep(NamedTuple):
+    """The i-th draft token of every round that training texts contain.
+
+    Args:
+        hidden: inputs of the draft's output head; `[:, x]` predicts token `first + x`.
+        first: the first token that is predicted.
+    """
+
+    hidden: Float[Tensor, "B M D"]
+    first: int
+
+    @property
+    def predicted(self) -> slice:
+        """The tokens that are predicted."""
+        return slice(self.first, self.first + self.hidden.shape[1])
+
+    @property
+    def before(self) -> slice:
+        """The tokens before those, whose target outputs predict the same."""
+        return slice(self.first - 1, self.first - 1 + self.hidden.shape[1])
+
+    def learned(self, batch: Batch, *, prompts: bool) -> Bool[Tensor, "B M"]:
+        """The positions that are learned from; those of prompts only when asked for."""
+        tokens = self.first + torch.arange(self.hidden.shape[1], device=batch.tokens.device)
+        starts = torch.ones_like(batch.lengths) if prompts else batch.prompt_lengths
+        return (tokens < batch.lengths[:, None]) & (tokens >= starts[:, None])
+
+
+def batches(data: TokenData, split: str) -> Iterator[Batch]:
+    """All rows of a split in order."""
+    rows = data.rows(split)
+    for first in range(0, len(rows), data.batch_size):
+        yield data.collate([rows[i] for i in range(first, min(first + data.batch_size, len(rows)))])
+
+
+def token_counts(data: TokenData, vocab_size: int) -> Int[Tensor, "V"]:
+    """How often each token occurs in the training split, prompts excluded."""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for batch in batches(data, "train"):
+        positions = torch.arange(batch.tokens.shape[1])
+        new = (positions < batch.lengths[:, None]) & (positions >= batch.prompt_lengths[:, None])
+        counts += torch.bincount(batch.tokens[new], minlength=vocab_size)
+    return counts
+
+
+def given_target(
+    target: LanguageModel | None, path: str | os.PathLike[str] | None, freeze: bool, *, dtype: str | None = None
+) -> tuple[LanguageModel, str | None]:
+    """The target of a training run, and the tokenizer that its checkpoint names.
+
+    Args:
+        path: a checkpoint, or the directory of a transformers model; given instead of `target`.
+        freeze: whether the target stays as it is; a target that is trained is loaded in float32.
+        dtype: dtype of a frozen target from a directory; as stored when None.
+
+    Raises:
+        ValueError: neither or both are given, or the file holds no usable model.
+        FileNotFoundError: there is no such file.
+    """
+    if (target is None) == (path is None):
+        given = "neither" if path is None else "both"
+        raise ValueError(f"heads need one target, got {given}: give either `target` or `target_checkpoint`")
+    if target is not None:
+        return target, None
+    assert path is not None
+    tokenizer = None
+    if Path(path).is_dir():
+        from lightning_specdec.models.loading import load_model
+
+        found: LanguageModel = load_model(path, dtype=dtype if freeze else "float32")
+    else:
+        loaded = checkpoint_file.load(path)
+        found, tokenizer = loaded.target, loaded.tokenizer
+        if loaded.reference is not None and not freeze:
+            found = found.float()
+    if not freeze:
+        forget_origin(found)
+    return found, tokenizer
+
+
+def stored_elsewhere(target: LanguageModel) -> TargetReference | None:
+    """The reference to a frozen target with weight files of its own, which a checkpoint need not contain; else None."""
+    if origin_of(target) is None or any(weight.requires_grad for weight in target.parameters()):
+        return None
+    return TargetReference.of(target)
+
+
+def check_same_tokens(source: str, vocab_size: int, tokenizer: str | None, data: TokenData) -> None:
+    """Raise ValueError unless a target's vocabulary is that of the data, as far as both name theirs."""
+    remedy = "give the data that its target was trained on"
+    if vocab_size != data.vocab_size:
+        raise ValueError(
+            f"{source} has a vocabulary of {vocab_size} tokens, the data one of {data.vocab_size}: {remedy}"
+        )
+    names = (tokenizer, data.tokenizer)
+    if names[0] != names[1] and (
+        None in names or len({named_tokenizer(name).fingerprint for name in names if name is not None}) > 1
+    ):
+        had, has = (name or "none" for name in names)
+        raise ValueError(f"{source} has the tokenizer {had}, the data have {has}: {remedy}")

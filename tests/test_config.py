@@ -1,0 +1,108 @@
+"""Laws of settings, kinds and configs: everything follows from the fields, and what is wrong is named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from lightning_specdec.config.decoding import DecodingConfig, SamplingSettings
+from lightning_specdec.config.kinds import DRAFTERS, RULES, Choice
+from lightning_specdec.config.models import PairSource
+from lightning_specdec.config.settings import Settings, parse, setting
+
+
+@dataclass(frozen=True)
+class Inner(Settings):
+    size: int = setting(minimum=1)
+
+
+@dataclass(frozen=True)
+class Outer(Settings):
+    inner: Inner
+    rate: float = setting(0.5, above=0, maximum=1)
+    word: str = setting("a", choices=("a", "bee"))
+    tokens: tuple[int, ...] = setting((), minimum=0)
+    flag: bool = False
+
+
+def test_settings_go_through_plain_values_and_back() -> None:
+    made = Outer.from_dict({"inner": {"size": 3}, "rate": 1, "tokens": [1, 2]})
+    assert made == Outer(Inner(3), 1.0, tokens=(1, 2)) and isinstance(made.rate, float)
+    assert Outer.from_dict(made.to_dict()) == made and made.changed(flag=True).flag
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"inner": {"size": 0}}, "inner.size must be at least 1"),
+        ({"inner": {"size": True}}, "inner.size must be an integer"),
+        ({"inner": {}}, "inner.size is missing"),
+        ({"inner": 5}, "inner must be a mapping"),
+        ({"inner": {"size": 1}, "rate": 0}, "rate must be in"),
+        ({"inner": {"size": 1}, "rate": float("nan")}, "rate must be in"),
+        ({"inner": {"size": 1}, "word": "bea"}, "did you mean bee"),
+        ({"inner": {"size": 1}, "tokens": [-1]}, "tokens must be"),
+        ({"inner": {"size": 1}, "flag": 1}, "flag must be"),
+        ({"inner": {"size": 1}, "rat": 1}, "rat: did you mean rate"),
+        ([1], "must be a mapping"),
+    ],
+)
+def test_a_wrong_value_is_named(values: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Outer.from_dict(values)
+
+
+def test_words_of_a_command_line_are_parsed_by_their_field() -> None:
+    assert parse("3", int) == 3 and parse("0.5", float) == 0.5 and parse("true", bool) is True
+    assert parse("none", int | None) is None and parse("none", str | None) == "none"
+    with pytest.raises(ValueError, match="integer"):
+        parse("x", int)
+
+
+def test_a_decoding_config_takes_changes_and_a_sampling_at_once() -> None:
+    config = DecodingConfig.of(None, eos=3, stop="x", sampling=SamplingSettings(0.7, top_k=2))
+    assert (config.eos, config.stop, config.temperature, config.top_k) == ((3,), ("x",), 0.7, 2)
+    assert DecodingConfig.of(config) is config and DecodingConfig.of(config, seed=1).top_k == 2
+    for changes, told in (({"sead": 1}, "did you mean seed"), ({"num_draft_tokens": "many"}, "or auto")):
+        with pytest.raises(ValueError, match=told):
+            DecodingConfig.of(config, **changes)
+
+
+def test_kinds_are_found_by_name_and_paths_only_where_they_are_trusted() -> None:
+    assert DRAFTERS.name_of(DRAFTERS.load("NGramDrafter")) == "NGramDrafter" and "ExactMatch" in RULES
+    with pytest.raises(ValueError, match="did you mean NGramDrafter"):
+        DRAFTERS.check("NGramDraftr")
+    with pytest.raises(ValueError, match="NGramWithFallback"):
+        DRAFTERS.check("LookupFirstDrafter")
+    with pytest.raises(ValueError, match="never imported from a file"):
+        DRAFTERS.load("os.system", trusted=False)
+    with pytest.raises(ValueError, match="is not a Drafter"):
+        DRAFTERS.load("os.system")
+    with pytest.raises(ValueError, match="cannot import"):
+        DRAFTERS.load("no_such.Thing")
+
+
+def test_a_choice_is_read_from_every_form() -> None:
+    forms: list[object] = ["A", {"class_path": "A"}, {"A": {}}]
+    for value in forms:
+        assert Choice.read(value, "drafter") == Choice("A")
+    assert Choice.read({"A": {"k": 1}}, "drafter").label == "A(k=1)"
+    with pytest.raises(ValueError, match="drafter must be a name"):
+        Choice.read(5, "drafter")
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ({}, "got none"),
+        ({"ckpt": "a", "pair": "b"}, "got --ckpt and --pair"),
+        ({"ckpt": "a", "quantization": "int8"}, "--quantization is for pretrained"),
+        ({"target": 5}, "target must be a model's name"),
+        ({"target": "a", "drafter": "Oracle"}, "no drafter 'Oracle'"),
+    ],
+)
+def test_models_are_named_one_way(names: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        PairSource(**names)

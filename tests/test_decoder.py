@@ -1,0 +1,72 @@
+"""The decoder on what users give: a tokenizer's padded output, configs, text as it comes, one line in a notebook."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import write_text_model
+from transformers import AutoTokenizer
+
+from lightning_specdec import DecodingConfig, SpeculativeDecoder
+
+TEXTS = ["the cat sat on the mat and", "a guess"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[SpeculativeDecoder, Any]:
+    path = write_text_model(tmp_path_factory.mktemp("model"))
+    return SpeculativeDecoder.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_is_read_by_its_attention_mask(pair: tuple[SpeculativeDecoder, Any], side: str) -> None:
+    decoder, tokenizer = pair
+    tokenizer.add_special_tokens({"pad_token": tokenizer.pad_token or tokenizer.eos_token})
+    tokenizer.padding_side = side
+    padded = tokenizer(TEXTS, padding=True, return_tensors="pt")
+    assert not bool(padded["attention_mask"].all())
+    expected = decoder.decode(TEXTS, max_new_tokens=6)
+    for prompts in (padded, dict(padded), {name: value.tolist() for name, value in padded.items()}):
+        for decode in (decoder.decode, decoder.decode_standard):
+            result = decode(prompts, max_new_tokens=6)
+            assert [row.prompt for row in result.rows] == [row.prompt for row in expected.rows]
+            assert result.tokens == expected.tokens
+    assert decoder.decode(tokenizer(TEXTS[0]), max_new_tokens=6).tokens == expected.tokens[:1]
+    assert decoder.target.vocabulary is not None
+    special = decoder.target.vocabulary.special
+    special["pad"] = tokenizer.pad_token_id
+    try:
+        for prompts in (padded["input_ids"], padded["input_ids"].tolist()):
+            with pytest.raises(ValueError, match=f"prompt 1 {'begins' if side == 'left' else 'ends'} with the pad"):
+                decoder.decode(prompts, max_new_tokens=6)
+    finally:
+        del special["pad"]
+    with pytest.raises(ValueError, match="attention mask"):
+        decoder.decode({"input_ids": padded["input_ids"], "attention_mask": torch.ones(2, 2)}, max_new_tokens=6)
+
+
+@pytest.mark.parametrize("stop", [(), ("a", " t")])
+def test_pieces_of_text_add_up_to_the_text(pair: tuple[SpeculativeDecoder, Any], stop: tuple[str, ...]) -> None:
+    decoder, _ = pair
+    config = DecodingConfig(max_new_tokens=20, stop=stop, eos=())
+    pieces = {0: "", 1: ""}
+    for number, piece in decoder.stream_text(TEXTS, config):
+        assert piece
+        pieces[number] += piece
+    result = decoder.decode(TEXTS, config)
+    assert [*pieces.values()] == result.texts == [row.text for row in decoder.decode_standard(TEXTS, config).rows]
+    tokens = list(decoder.stream(TEXTS[0], config))
+    assert [token for _, token in tokens] == result.tokens[0]
+    assert decoder.decode(TEXTS[0], config).text == result.texts[0]
+
+
+def test_keywords_change_a_config_and_both_mean_the_same(pair: tuple[SpeculativeDecoder, Any]) -> None:
+    decoder, _ = pair
+    config = DecodingConfig(max_new_tokens=9, temperature=0.9, rule="RejectionSampling", num_draft_tokens=2, seed=3)
+    expected = decoder.decode(TEXTS, config)
+    assert expected.rule == "RejectionSampling" and expected.num_draft_tokens == 2
+    assert decoder.decode(TEXTS, config.changed(seed=0), seed=3).tokens == expected.tokens
+    with pytest.raises(ValueError, match="unknown setting max_tokens: did you mean max_new_tokens"):
+        decoder.decode(TEXTS, max_tokens=3)

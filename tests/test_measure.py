@@ -1,0 +1,327 @@
+"""Laws of measuring: cases take turns beside standard decoding, figures are their formulas, what fails or differs is
+told, and `decode`, `sweep` and `bench` agree."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import tiny_bench
+from torch import Tensor
+
+from lightning_specdec import ExactMatch, ModelDrafter, NGramDrafter, RejectionSampling, Sampling, SpeculativeDecoder
+from lightning_specdec.bench import measure as measure_module
+from lightning_specdec.bench.measure import Case, best, by_position, measure, num_draft_steps, sweep
+from lightning_specdec.bench.rows import Comparison, ResultRow, comparisons, timings
+from lightning_specdec.bench.table import comparison_table, details
+from lightning_specdec.bench.theory import predicted_speedup
+from lightning_specdec.config.decoding import DecodingConfig
+from lightning_specdec.decoding import Counts, Round, RowResult
+from lightning_specdec.drafters import DraftRequest, DraftState, EarlyExitDrafter
+from lightning_specdec.rules import Draft, Verdict
+
+BRIEF: dict[str, Any] = {"max_new_tokens": 6, "repeats": 1, "warmup": 0}
+
+
+def pair(**settings: Any) -> SpeculativeDecoder:
+    target = cases.target("rnn")
+    return SpeculativeDecoder(target, cases.near(target), **settings)
+
+
+def swept(target: Any, drafters: Any, prompts: Any, **given: Any) -> list[Comparison]:
+    options = {name: given.pop(name) for name in ("windows", "repeats", "warmup", "batch_size") if name in given}
+    return list(sweep(target, drafters, prompts, DecodingConfig(**given), **options))
+
+
+def row(method: str = "speculative", **more: Any) -> ResultRow:
+    """A row of two prompts with 4 new tokens each."""
+    values: dict[str, Any] = {"repeat": 0, "pair": "p", "method": method, "domain": "d", "temperature": 0.0}
+    values |= {"batch_size": 1, "seed": 0, "max_new_tokens": 4, "num_prompts": 2, "num_new_tokens": 8, "seconds": 2.0}
+    values |= {"prompt_ids": ["a", "b"], "prompt_seconds": [1.0, 1.0], "prompt_new_tokens": [4, 4]}
+    if method == "speculative":
+        values |= {"draft": "x", "num_draft_tokens": 3, "rule": "ExactMatch"}
+    return ResultRow(**values | more)
+
+
+STANDARD = row(
+    "standard",
+    seconds=8.8,
+    phase_seconds={"draft": 0.0, "verify": 8.0, "accept": 0.4, "rest": 0.4},
+    num_target_calls=8,
+    num_row_rounds=8,
+)
+SPECULATIVE = row(
+    seconds=3.0,
+    phase_seconds={"draft": 0.6, "verify": 2.0, "accept": 0.2, "rest": 0.2},
+    num_target_calls=2,
+    num_row_rounds=2,
+    num_draft_steps=6,
+    num_proposed=7,
+    num_tested=6,
+    num_accepted=6,
+)
+
+
+def test_figures_are_their_formulas() -> None:
+    _, found = comparisons([STANDARD, SPECULATIVE])
+    assert found.walltime_speedup is not None and found.walltime_speedup.value == pytest.approx(8.8 / 3.0)
+    assert found.latency_reduction == pytest.approx(1 - 3.0 / 8.8)
+    assert found.acceptance_rate == 1.0 and found.draft_utilization == 6 / 7 and found.block_efficiency == 4.0
+    assert found.cost_ratio == pytest.approx((0.6 / 6) / (8.0 / 8)) and found.tokens_per_second == 8 / 3
+    costs = {"draft_step_seconds": 0.1, "target_seconds": 1.0, "verify_seconds": 1.0, "round_overhead_seconds": 0.2}
+    expected = predicted_speedup(1.0, 3, **costs, step_overhead_seconds=0.1, num_new_tokens=4)
+    assert found.predicted_speedup == pytest.approx(expected)
+    summary = found.summary()
+    assert summary["standard"]["verify_seconds"] == 8.0 and summary["speculative"]["runs"]["seconds"] == [3.0]
+    assert summary["acceptance_rate"] == 1.0 and summary["walltime_speedup"] == pytest.approx(8.8 / 3.0)
+    assert "predicted speedup" in details(found) and "draft 20%, verify 67%" in details(found)
+    alone = comparisons([STANDARD])[0]
+    assert alone.walltime_speedup is alone.cost_ratio is alone.predicted_speedup is None
+    assert alone.summary()["speculative"] is None and alone.block_efficiency == 1.0
+
+
+def test_a_shorter_text_is_not_a_faster_method_and_a_batch_is_one_unit() -> None:
+    half = row(seconds=1.5, num_new_tokens=4, prompt_new_tokens=[2, 2])
+    found = comparisons([STANDARD, half])[1]
+    assert found.walltime_speedup is not None and found.walltime_speedup.value == pytest.approx(8.8 / 3.0)
+    batched = [replace(each, batch_size=2, prompt_seconds=[0.5, 2.0]) for each in (STANDARD, SPECULATIVE)]
+    both = timings([(batched[0], batched[1])])
+    assert both is not None and both.standard == [[8.8]] and both.scaled == [[3.0]] and both.num_new_tokens == 8
+    torn = replace(SPECULATIVE, prompt_new_tokens=[0, 8])
+    assert (left := timings([(STANDARD, torn)])) is not None and left.num_units == 1
+
+
+def test_a_row_comes_back_from_its_plain_values_and_from_those_of_format_1() -> None:
+    assert ResultRow.from_dict(SPECULATIVE.to_dict()) == SPECULATIVE
+    old = {("way" if name == "method" else name): value for name, value in SPECULATIVE.to_dict().items()}
+    old |= {"format": 1, "gpu_utilization": None, "peak_memory_bytes": {"draft": 3, "verify": 5}}
+    assert ResultRow.from_dict(old) == replace(SPECULATIVE, peak_memory_bytes=5)
+
+
+def test_draft_steps_and_positions_are_counted_by_hand() -> None:
+    def result(*rounds: tuple[int, int]) -> RowResult:
+        done = [Round([7] * drafted, accepted, 7) for drafted, accepted in rounds]
+        return RowResult(0, [1], [7], "length", 1, [0.1], Counts(), done)
+
+    rows = [result((3, 3), (3, 0)), result((1, 1)), result((2, 1), (0, 0), (4, 2))]
+    assert num_draft_steps(rows, 2) == 3 + 3 + 2 + 0 + 4 and num_draft_steps(rows, 1) == 13
+    assert by_position(rows) == ([5, 3, 2], [4, 2, 1])
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_benchmark_decodes_what_decoding_does(batch_size: int, temperature: float) -> None:
+    more: dict[str, Any] = {"max_new_tokens": 9, "temperature": temperature, "eos": cases.EOS}
+    found = pair().benchmark(cases.PROMPTS, repeats=4, warmup=1, batch_size=batch_size, **more)
+    expected = measure_module.tokens_sha256(cases.standard("rnn", Sampling(temperature), 9).tokens)
+    assert len(found.rows) == len(found.standard) == 4
+    assert all(each.same_tokens and each.repeat == each.seed for each in (*found.rows, *found.standard))
+    assert found.rows[0].tokens_sha256 == expected, "the first repeat has the seed of the config"
+    assert found.cost_ratio and found.predicted_speedup and sum((found.phase_seconds or {}).values()) > 0
+    assert "speculative" in repr(pair().benchmark([[1, 2]], repeats=1, mode="speculative").summary())
+
+
+def test_cases_take_turns_after_the_warm_up_and_nothing_is_collected_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[tuple[str, int]] = []
+    decode = Case._decode
+
+    def watched(self: Case, texts: Any, indices: Any, seed: int) -> Any:
+        assert not gc.isenabled()
+        order.append((self.method, seed))
+        return decode(self, texts, indices, seed)
+
+    monkeypatch.setattr(Case, "_decode", watched)
+    pair().benchmark([[1], [2], [3]], repeats=2, warmup=1, batch_size=2, seed=5, max_new_tokens=4)
+    both = ("standard", "speculative")
+    warm, timed = [(m, 5) for m in both for _ in range(2)], [(m, 5 + r) for r in range(2) for m in both for _ in (0, 1)]
+    assert order == warm + timed and gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"mode": "twice"}, "mode must be both, standard or speculative"),
+        ({"repeats": 0}, "repeats must be at least 1"),
+        ({"warmup": -1}, "warmup must be at least 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be"),
+        ({"num_draft_tokens": 0}, "num_draft_tokens must be"),
+        ({"prompts": []}, "there is no prompt"),
+        ({"prompts": [[1], []]}, "prompt 1 is empty"),
+        ({"prompts": [[1], [2, 11]]}, "prompt 1 holds 11"),
+    ],
+)
+def test_a_wrong_setting_is_refused(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        pair().benchmark(**{"prompts": [[1, 2]], "repeats": 1, "warmup": 0, **wrong})
+
+
+def exits(*layers: int) -> dict[str, EarlyExitDrafter]:
+    return {f"exit {layer}": EarlyExitDrafter(layer) for layer in layers}
+
+
+class Failing(cases.Repeater):
+    """Fails with an error where it is asked for so many draft tokens at first."""
+
+    def __init__(self, window: int, error: BaseException) -> None:
+        super().__init__()
+        self.window, self.error = window, error
+
+    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+        if max(windows) == self.window and len(request.texts[0]) == 2:
+            raise self.error
+        return super().propose(state, request, windows, sampling)
+
+
+class KeepsAll(ExactMatch):
+    """Says that it is lossless, and accepts everything: what the check of the tokens is there for."""
+
+    def judge(self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None) -> Verdict:
+        verdict = super().judge(draft, target_logits, sampling, noise)
+        return Verdict(verdict.kept | True, verdict.endings)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_every_drafter_is_measured_with_every_window_beside_standard_decoding(batch_size: int) -> None:
+    settings = {**BRIEF, "repeats": 2, "batch_size": batch_size}
+    found = swept(cases.target("llama"), exits(1, 2), cases.PROMPTS, windows=(2, 3), **settings)
+    names = [(each.case.draft, each.case.num_draft_tokens) for each in found]
+    assert names == [("exit 1", 2), ("exit 1", 3), ("exit 2", 2), ("exit 2", 3)]
+    expected = measure_module.tokens_sha256(cases.standard("llama", Sampling(), 6, None).tokens)
+    for each in found:
+        assert {done.tokens_sha256 for done in (*each.rows, *each.standard)} == {expected}
+        assert each.same_tokens and each.error is None and each.cost_ratio and len(each.rows) == 2
+    assert best(found) is max(found, key=lambda each: each.walltime_speedup and each.walltime_speedup.low or 0.0)
+    lines = comparison_table(found).splitlines()
+    assert len(lines) == 5 and lines[0].split()[:2] == ["method", "window"], "settings that do not vary are left out"
+    assert comparison_table(found, "markdown").count("|---") == 0 and comparison_table(found, "csv").count("\n") == 4
+
+
+@pytest.mark.parametrize("error", [ValueError("no\nroom"), RuntimeError("out of memory"), MemoryError()], ids=repr)
+def test_a_case_that_fails_is_given_with_its_error_and_the_others_go_on(error: Exception) -> None:
+    drafters = {"first": Failing(3, error), "second": cases.Repeater()}
+    found = swept(cases.target("rnn"), drafters, [[1, 2]], windows=(2, 3, 4), **BRIEF)
+    told = " ".join(str(error).split()) or "MemoryError"
+    assert [each.error for each in found] == [None, told, None, None, None, None]
+    assert found[1].walltime_speedup is found[1].acceptance_rate is found[1].same_tokens is None
+    assert best(found) is not found[1] and f"failed: {told}" in comparison_table(found)
+    with pytest.raises(AssertionError, match="a bug"):
+        swept(cases.target("rnn"), {"x": Failing(2, AssertionError("a bug"))}, [[1, 2]], windows=(2,), **BRIEF)
+
+
+def test_other_tokens_than_standard_decodings_are_seen_and_never_the_best() -> None:
+    target = cases.target("rnn")
+    drafters = {"wrong": cases.AlwaysWrong(target), "right": ModelDrafter(target)}
+    found = swept(target, drafters, [[3], [1, 2]], windows=(2,), rule=KeepsAll(), **BRIEF)
+    assert [each.same_tokens for each in found] == [False, True] and found[0].rows[0].differs_at == [0, 0]
+    assert best(found) is found[1] and best(found[:1]) is None and "OTHER TOKENS" in comparison_table(found)
+
+
+@pytest.mark.parametrize(
+    ("rule", "temperature", "same"),
+    [(ExactMatch(), 1.0, True), (RejectionSampling(), 0.0, True), (RejectionSampling(), 1.0, None)],
+)
+def test_tokens_are_compared_where_they_have_to_be_equal(rule: Any, temperature: float, same: bool | None) -> None:
+    more = {"rule": rule, "temperature": temperature}
+    (found,) = swept(cases.target("llama"), exits(1), cases.PROMPTS, windows=(3,), **more, **BRIEF)
+    assert found.same_tokens is same and found.walltime_speedup is not None
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_ctrl_c_keeps_what_both_methods_have_finished(cut: int) -> None:
+    count = iter(range(1, 10))
+
+    class Cut(cases.Repeater):
+        def propose(self, state: Any, request: Any, windows: Sequence[int], sampling: Sampling) -> Draft:
+            if len(request.texts[0]) == 2 and max(windows) == 3 and next(count) == cut:  # a repeat begins
+                raise KeyboardInterrupt
+            return super().propose(state, request, windows, sampling)
+
+    found: list[Comparison] = []
+    config = DecodingConfig(max_new_tokens=6)
+    with pytest.raises(KeyboardInterrupt):
+        for each in sweep(cases.target("rnn"), {"x": Cut()}, [[1, 2]], config, windows=(2, 3, 4), repeats=5, warmup=0):
+            found.append(each)
+    assert [each.case.num_draft_tokens for each in found] == ([2] if cut == 1 else [2, 3]) and gc.isenabled()
+    if cut > 1:
+        assert len(found[1].rows) == len(found[1].standard) == cut - 1 and found[1].interrupted
+        assert found[1].walltime_speedup is not None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"windows": (2, 0)}, "num_draft_tokens must be from 1"),
+        ({"repeats": 0}, "repeats must be at least 1"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"max_new_tokens": 510}, "the target's context holds 512"),
+        ({"prompts": [[1], []]}, "prompt 1 is empty"),
+        ({"prompts": []}, "there is no prompt"),
+        ({"eos": 11}, "eos must be from 0 to 10"),
+        ({"drafters": exits(1, 3)}, "exit_layer must be from 1 to 2, got 3"),
+        ({"drafters": {}}, "there is no drafter"),
+        ({"windows": ()}, "there is no window"),
+    ],
+    ids=str,
+)
+def test_what_no_case_could_do_is_refused_before_anything_runs(
+    wrong: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure_module, "measure", lambda *arguments, **options: pytest.fail("it ran"))
+    given = {"drafters": exits(1), "prompts": [[1, 2, 3]], "windows": (2,), **BRIEF, **wrong}
+    with pytest.raises(ValueError, match=told):
+        swept(cases.target("llama"), given.pop("drafters"), given.pop("prompts"), **given)
+
+
+def test_decode_sweep_and_bench_agree_on_one_pair(tmp_path: Path) -> None:
+    """The same prompts and settings: equal counts and tokens, one baseline, speedups within each other's intervals.
+
+    Each interval holds the truth in 95 of 100 cases; a factor of 2 on top keeps false alarms of a busy machine away.
+    """
+    prompts = [list(prompt.tokens) for prompt in tiny_bench.PROMPTS["sequences"]]
+    target = cases.MODELS["rnn"]()
+    decoder = SpeculativeDecoder(target, cases.near(target), prompts=prompts)
+    settings: dict[str, Any] = {"repeats": 9, "warmup": 1}
+    decoded = decoder.benchmark(num_draft_tokens=2, max_new_tokens=24, **settings)
+    (swept_one,) = decoder.sweep(windows=(2,), max_new_tokens=24, **settings)
+    config = tiny_bench.config({"model": {}}, max_new_tokens=24, **settings)
+    kept = tiny_bench.measured(
+        tmp_path / "r", config, tiny_bench.pair(target, {"model": ModelDrafter(cases.near(target))})
+    )
+    (benched,) = [each for each in comparisons(kept.rows) if each.case.method == "speculative"]
+    three = (decoded, swept_one, benched)
+    counts = ("num_target_calls", "num_draft_steps", "num_tested", "num_accepted", "tokens_sha256", "num_new_tokens")
+    for name in counts:
+        assert len({getattr(each.rows[0], name) for each in three}) == 1, name
+    assert len({each.standard[0].tokens_sha256 for each in three}) == 1
+    for one in three:
+        for other in three:
+            assert one.walltime_speedup is not None and other.walltime_speedup is not None
+            assert one.walltime_speedup.low / 2 < other.walltime_speedup.value < one.walltime_speedup.high * 2
+
+
+def test_all_three_measure_the_packed_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = cases.MODELS["rnn"]().train()
+    packed = target.packed()
+    monkeypatch.setattr(type(target), "packed", lambda self: packed)
+    seen: list[Any] = []
+
+    def watched(given: Sequence[Case], **options: Any) -> Any:
+        seen.extend((case.target, case.drafter) for case in given)
+        return measure(given, **options)
+
+    monkeypatch.setattr(measure_module, "measure", watched)
+    decoder = SpeculativeDecoder(target, cases.near(target), prompts=[[1, 2]])
+    decoder.benchmark(repeats=1, warmup=0)
+    list(decoder.sweep(windows=(2,), repeats=1, warmup=0))
+    assert not decoder.target.training
+    group = tiny_bench.pair(target).cases(tiny_bench.config())[0]
+    assert {id(model) for model, _ in seen} | {id(case.target) for case in group} == {id(packed)}
+    fused = {type(each.model).__name__ for _, each in seen if each is not None}
+    assert fused == {"FusedRNN"} and type(group[1].drafter) is ModelDrafter
+    assert isinstance(group[2].drafter, NGramDrafter)

@@ -1,0 +1,405 @@
+"""Laws of text: what goes in comes out, whatever the cuts; chats are the model's template, and what was said stays."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import text_cases
+import torch
+from cli_fixtures import call, here, refused, succeed
+from transformers import GenerationConfig
+
+from lightning_specdec import RNN, ModelDrafter, SpeculativeDecoder
+from lightning_specdec.checkpoints import checkpoint
+from lightning_specdec.text.chat import Chat
+from lightning_specdec.text.stream import TextStream
+from lightning_specdec.text.tokenizer import ByteTokenizer, TextTokenizer, Tokenizer
+from lightning_specdec.text.vocabulary import Vocabulary
+
+__all__ = ["here"]
+REAL = Path(__file__).parent.parent / "checkpoints" / "smollm2"
+HELLO = [{"role": "user", "content": "the oak"}]
+TEXTS = [
+    *text_cases.SAMPLES,
+    "def main(\n\tx):\n",
+    "\x00\x7f\u0080\uffff\U0010ffff",
+    "a\r\nb",
+    "".join(map(chr, range(0, 3000, 7))),
+]
+by_bytes = pytest.mark.parametrize("kind", text_cases.BY_BYTES)
+
+
+def of_kind(kind: str, template: str = text_cases.CHATML) -> TextTokenizer:
+    """A tokenizer that the test may change."""
+    tokenizer = text_cases.TOKENIZERS[kind]()
+    tokenizer.chat_template = template
+    return TextTokenizer(tokenizer)
+
+
+def shared(kind: str) -> TextTokenizer:
+    return TextTokenizer(text_cases.tokenizer(kind))
+
+
+def cut(tokens: list[int], generator: random.Random) -> Iterator[list[int]]:
+    """The tokens in chunks of random sizes, empty ones among them."""
+    start = 0
+    while start < len(tokens):
+        size = generator.choice([0, 1, 1, 2, 3, 9])
+        yield tokens[start : start + size]
+        start += size
+
+
+def check_stream(tokenizer: Tokenizer, tokens: list[int], generator: random.Random) -> None:
+    """Chunks of any size give the whole text."""
+    stream = tokenizer.stream()
+    pieces = [*(stream.push(chunk) for chunk in cut(tokens, generator)), stream.finish()]
+    assert "".join(pieces) == tokenizer.decode(tokens), tokens
+
+
+@pytest.mark.parametrize("kind", text_cases.TOKENIZERS)
+def test_the_pieces_of_random_tokens_add_up_to_the_whole_decode(kind: str) -> None:
+    generator, tokenizer = random.Random(1), shared(kind)
+    size = len(tokenizer.vocabulary)
+    for _ in range(600):
+        tokens = [generator.randrange(size + 3) for _ in range(generator.randint(0, 12))]  # some are no token at all
+        check_stream(tokenizer, tokens, generator)
+
+
+@by_bytes
+def test_the_pieces_of_broken_characters_add_up_to_the_whole_decode(kind: str) -> None:
+    """Among tokens of single bytes, where characters are complete, cut short or never begun."""
+    generator, tokenizer = random.Random(2), shared(kind)
+    pieces = tokenizer.vocabulary.token_bytes
+    single = {piece[0]: token for token, piece in enumerate(pieces) if piece is not None and len(piece) == 1}
+    if kind != "byte_level":
+        names = text_cases.tokenizer(kind).get_vocab()
+        single = {byte: names[f"<0x{byte:02X}>"] for byte in range(256)}
+    assert len(single) == 256
+    others = [token for token in range(len(pieces)) if token not in single.values()]
+    for _ in range(600):
+        raw = "".join(generator.choice("aé日🌩 ") for _ in range(generator.randint(1, 5))).encode()
+        tokens = [single[byte] for byte in raw if generator.random() < 0.9]
+        for _ in range(generator.choice([0, 0, 1, 2])):
+            tokens.insert(generator.randint(0, len(tokens)), generator.choice([single[0xE2], *others]))
+        check_stream(tokenizer, tokens, generator)
+
+
+# Tokenizers with byte tokens change some control characters; Metaspace drops all spaces of the first token.
+READ_BACK = [(kind, text) for kind in ("bytes", "byte_level") for text in TEXTS] + [
+    (kind, text)
+    for kind in ("sentencepiece", "gemma", "metaspace")
+    for text in text_cases.SAMPLES
+    if kind != "metaspace" or not text.startswith(" ")
+]
+
+
+@pytest.mark.parametrize(("kind", "text"), READ_BACK)
+def test_any_text_comes_back_and_streams_without_half_a_character(kind: str, text: str) -> None:
+    tokenizer: Tokenizer = ByteTokenizer() if kind == "bytes" else shared(kind)
+    tokens, stream, shown = tokenizer.encode(text), tokenizer.stream(), ""
+    for token in tokens:
+        shown += stream.push([token])
+        assert text.startswith(shown), "what is shown is what stands there"
+    assert shown + stream.finish() == tokenizer.decode(tokens) == text
+
+
+def test_nothing_is_held_back_but_the_beginning_of_a_character() -> None:
+    tokenizer = shared("byte_level")
+    for text in text_cases.SAMPLES:
+        stream, shown, raw = tokenizer.stream(), "", b""
+        for token in tokenizer.encode(text) * 30:
+            shown += stream.push([token])
+            raw += tokenizer.vocabulary.token_bytes[token] or b""
+            held = raw[len(shown.encode()) :]
+            assert len(held) < 4 and (not held or not held.decode(errors="ignore")), (shown, raw)
+            assert len(stream._ready) + len(stream._run) + len(stream._decoder.getstate()[0]) < 4
+
+
+def test_a_run_of_byte_tokens_is_shown_once_it_has_ended() -> None:
+    tokenizer = shared("sentencepiece")
+    e, acute, word = tokenizer.tokenizer.convert_tokens_to_ids(["<0xC3>", "<0xA9>", "▁the"])
+    stream = tokenizer.stream()
+    assert [stream.push([e]), stream.push([acute]), stream.push([word])] == ["", "", "é the"]
+    stream = tokenizer.stream()
+    assert [stream.push([word]), stream.push([e]), stream.push([word]), stream.finish()] == ["the", "", "� the", ""]
+
+
+@by_bytes
+def test_what_is_held_is_shown_later_and_what_is_dropped_never(kind: str) -> None:
+    generator, tokenizer = random.Random(3), shared(kind)
+    for text in text_cases.TEXT:
+        text = text.strip()
+        tokens, num_bytes = tokenizer.encode(text), len(text.encode())
+        for drop in (0, 1, 2, 5, num_bytes, num_bytes + 9):
+            stream, shown = tokenizer.stream(), ""
+            for chunk in cut(tokens, generator):
+                shown += stream.push(chunk, hold=max(drop, generator.randint(0, 6)))
+            shown += stream.finish(drop=drop)
+            assert shown == text.encode()[: max(num_bytes - drop, 0)].decode(errors="replace")
+
+
+def test_a_stream_needs_no_more_than_bytes() -> None:
+    stream = TextStream(Vocabulary((b"a", b"\xe2", None, b"\x82\xacb")))
+    assert [stream.push([0, 1]), stream.push([2]), stream.push([3, 1]), stream.finish()] == ["a", "", "€b", "�"]
+
+
+def test_bytes_are_tokens_and_nothing_is_special() -> None:
+    tokenizer, generator = ByteTokenizer(), random.Random(0)
+    for _ in range(200):
+        tokens = [generator.randrange(256) for _ in range(30)]
+        check_stream(tokenizer, tokens, generator)
+        assert tokenizer.decode(tokens) == bytes(tokens).decode("utf-8", "replace")
+    assert tokenizer.decode([104, 105, 300]) == "hi", "a model may have more outputs than there are bytes"
+    assert tokenizer.encode("a\ud800b") == [97, 63, 98]
+    assert not tokenizer.eos and tokenizer.start is None and not tokenizer.has_chat_template
+    assert not tokenizer.vocabulary.special_texts and len(tokenizer.vocabulary) == 256
+    with pytest.raises(ValueError, match="no chat template"):
+        tokenizer.encode_chat(HELLO)
+
+
+@pytest.fixture
+def text_ckpt(tmp_path: Path, here: object) -> str:
+    """A tiny untrained pair whose tokens are bytes."""
+    torch.manual_seed(0)
+    target, draft = (RNN(256, embedding_size=8, hidden_size=size) for size in (16, 8))
+    decoder = SpeculativeDecoder(target, ModelDrafter(draft), prompts=[list("def café(".encode())])
+    decoder.read_text(ByteTokenizer())
+    decoder.save(tmp_path / "text.ckpt")
+    return str(tmp_path / "text.ckpt")
+
+
+def test_a_checkpoint_of_text_takes_and_gives_text(text_ckpt: str, tmp_path: Path) -> None:
+    decoder = SpeculativeDecoder.from_checkpoint(text_ckpt)
+    assert isinstance(decoder.tokenizer, ByteTokenizer)
+    result = decoder.decode("def main(", max_new_tokens=12)
+    assert result.rows[0].prompt == list(b"def main(")
+    assert result.rows[0].text == bytes(result.tokens[0]).decode("utf-8", "replace")
+    assert result.tokens == decoder.decode_standard("def main(", max_new_tokens=12).tokens
+    whole = decoder.decode_standard("def main(", max_new_tokens=30, temperature=1.0)
+    place, stop = next((i, chr(token)) for i, token in enumerate(whole.tokens[0]) if 32 < token < 127)
+    row = decoder.decode("def main(", max_new_tokens=30, stop=stop, temperature=1.0).rows[0]
+    assert row.stop_reason == "stop" and row.tokens == whole.tokens[0][: place + 1]
+    assert row.text == bytes(row.tokens[:-1]).decode("utf-8", "replace")
+    options = ["--max_new_tokens", "6", "--repeats", "0"]
+    shown = succeed("decode", "--ckpt", text_ckpt, "--prompt", "def main(", *options).out
+    assert "def main(" in shown and "def café(" in succeed("decode", "--ckpt", text_ckpt, *options).out
+    exported = str(tmp_path / "exported.ckpt")
+    succeed("export", "--ckpt", text_ckpt, "--output", exported)
+    assert "bytes" in succeed("info", "--ckpt", exported).out
+    assert call("decode", "--ckpt", exported, "--prompt", "def main(", *options).out == shown
+
+
+def test_a_tokenizer_that_is_not_there_is_named(text_ckpt: str, tmp_path: Path) -> None:
+    decoder = SpeculativeDecoder.from_checkpoint(text_ckpt)
+    checkpoint.save(tmp_path / "other.ckpt", decoder.target, decoder.drafter, tokenizer="./nowhere")
+    refused("decode", "--ckpt", str(tmp_path / "other.ckpt"), told="./nowhere")
+
+
+def test_bos_comes_where_the_tokenizer_adds_it_and_once_in_a_chat() -> None:
+    with_bos, without = shared("sentencepiece"), shared("byte_level")
+    bos = with_bos.tokenizer.bos_token_id
+    assert with_bos.encode("the oak")[0] == bos and bos not in without.encode("the oak")
+    assert with_bos.encode_chat(HELLO).count(bos) == 2  # one a turn, as the template writes them
+    assert with_bos.decode(with_bos.encode_chat(HELLO), show_special=True).startswith("<s>")
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_a_chat_has_the_tokens_that_the_template_gives(kind: str) -> None:
+    tokenizer = shared(kind)
+    messages = [*HELLO, {"role": "assistant", "content": " fell"}, {"role": "user", "content": "é 🌩\n"}]
+    expected = tokenizer.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert tokenizer.encode_chat(messages) == expected
+    assert tokenizer.render_chat(messages).endswith("<s>user\né 🌩\n</s>\n<s>assistant\n")
+
+
+def test_eos_is_what_tokenizer_and_model_name_and_pad_is_no_part_of_it() -> None:
+    tokenizer = text_cases.byte_level()
+    assert TextTokenizer(tokenizer).eos == {2}
+    assert TextTokenizer(tokenizer, generation_config=GenerationConfig(eos_token_id=7)).eos == {2, 7}
+    assert TextTokenizer(tokenizer, generation_config=GenerationConfig(eos_token_id=[7, 9])).eos == {2, 7, 9}
+    tokenizer.eos_token = None
+    assert tokenizer.pad_token_id == 2 and TextTokenizer(tokenizer).eos == set()
+    assert TextTokenizer(tokenizer).decode([2], show_special=True) == "</s>"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A directory with a tokenizer."""
+    text_cases.tokenizer("sentencepiece").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_directory_gives_the_tokenizer_with_all_that_ends_an_answer(saved: Path) -> None:
+    GenerationConfig(eos_token_id=[2, 5]).save_pretrained(saved)
+    loaded, own = TextTokenizer.load(saved), shared("sentencepiece")
+    assert loaded.eos == {2, 5} and loaded.has_chat_template
+    assert loaded.encode(text_cases.TEXT[2]) == own.encode(text_cases.TEXT[2])
+    assert loaded.encode_chat(HELLO) == own.encode_chat(HELLO) and loaded.vocabulary == own.vocabulary
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", '{"version": "1.0", "added'),
+        ("tokenizer.json", '{"no": "tokenizer"}'),
+        ("tokenizer.json", ""),
+        ("tokenizer_config.json", "{"),
+        ("generation_config.json", "{"),
+        ("tokenizer.json", json.dumps({"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": 3}})),
+        ("tokenizer.json", None),
+    ],
+)
+def test_a_damaged_tokenizer_is_refused_in_one_line(saved: Path, file: str, content: str | None) -> None:
+    (saved / file).unlink(missing_ok=True) if content is None else (saved / file).write_text(content)
+    with pytest.raises(ValueError, match="holds no tokenizer" if content is None else "cannot be read") as error:
+        TextTokenizer.load(saved)
+    assert str(saved) in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (None, "no chat template"),
+        ("{{ raise_exception('no system\n role') }}", "no system role"),
+        ("{{ nothing.at.all }}", "nothing"),
+        ("{% if %}", "does not take this chat"),
+        (ENDLESS + "{% endfor %}", "does not end"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ 9 ** 9 ** 9 ** 9 }}", "powers"),
+    ],
+)
+def test_a_template_that_does_not_take_a_chat_says_why_in_one_line_at_once(template: str | None, told: str) -> None:
+    tokenizer = text_cases.byte_level()
+    tokenizer.chat_template = template
+    started = time.perf_counter()
+    with pytest.raises(ValueError, match=told) as error:
+        TextTokenizer(tokenizer).encode_chat(HELLO)
+    assert "\n" not in str(error.value) and time.perf_counter() - started < 5
+
+
+@pytest.mark.real
+@pytest.mark.skipif(not REAL.is_dir(), reason="checkpoints/smollm2 is absent: make smollm2")
+def test_smollm2_encodes_and_ends_as_transformers_does() -> None:
+    tokenizer = TextTokenizer.load(REAL)
+    own: Any = tokenizer.tokenizer
+    assert tokenizer.eos == {2} and own.pad_token_id == 2
+    assert tokenizer.encode_chat(HELLO) == own.apply_chat_template(HELLO, add_generation_prompt=True)["input_ids"]
+    for text in text_cases.SAMPLES:
+        check_stream(tokenizer, tokenizer.encode(text), random.Random(0))
+
+
+QUESTIONS = ["the oak", "Où est\nl'été ?", "  thunder ", "🌩", ""]
+TEMPLATES = {
+    "chatml": text_cases.CHATML,
+    "trimming": text_cases.CHATML.replace("message['content']", "message['content'] | trim"),
+    "instruct": "{% for m in messages %}{% if m['role'] == 'user' %}<s>[I] {{ m['content'] }} [/I]"
+    "{% else %} {{ m['content'] | trim }} </s>{% endif %}{% endfor %}",
+    "plain": "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}",
+}
+
+
+def words(tokenizer: TextTokenizer, generator: random.Random) -> list[int]:
+    """An answer that no tokenizer would have cut into these tokens."""
+    pieces = tokenizer.vocabulary.token_bytes
+    plain = [i for i, piece in enumerate(pieces) if piece and piece.isascii() and piece.decode().isprintable()]
+    return [generator.choice(plain) for _ in range(generator.randint(1, 9))]
+
+
+def check_shown(chat: Chat, tokens: list[int], question: str, *, exactly: bool = False) -> None:
+    """What differs from the template's text is white space alone: what it trims, a tokenizer adds, the model wrote."""
+    rendered = chat.tokenizer.render_chat([*chat.messages, {"role": "user", "content": question}])
+    shown = chat.tokenizer.decode(tokens, show_special=True)
+    assert shown == rendered if exactly else "".join(shown.split()) == "".join(rendered.split())
+
+
+@pytest.mark.parametrize("system", [None, "You are an oak."])
+@by_bytes
+def test_answers_in_the_tokenizers_own_tokens_give_the_encoding_of_the_whole_chat(
+    kind: str, system: str | None
+) -> None:
+    tokenizer = of_kind(kind)
+    chat = Chat(tokenizer, system=system)
+    for question in QUESTIONS:
+        prompt = chat.ask(question)
+        messages = [*chat.messages, {"role": "user", "content": question}]
+        whole = tokenizer.encode_chat([*messages, {"role": "assistant", "content": "the oak fell"}])
+        behind = whole[len(prompt) :]
+        assert prompt == tokenizer.encode_chat(messages) == whole[: len(prompt)]
+        assert chat.answer(behind[: behind.index(2) + 1]) == "the oak fell"
+
+
+@pytest.mark.parametrize("ending", [True, False], ids=["eos", "cut short"])
+@pytest.mark.parametrize("template", TEMPLATES)
+@by_bytes
+def test_what_was_decoded_stays_and_the_text_is_the_templates(kind: str, template: str, ending: bool) -> None:
+    generator, tokenizer = random.Random(1), of_kind(kind, TEMPLATES[template])
+    for _ in range(20):
+        chat, before = Chat(tokenizer), list[int]()
+        for question in QUESTIONS:
+            prompt = chat.ask(question)
+            assert prompt[: len(before)] == before
+            check_shown(chat, prompt, question, exactly=kind == "byte_level" and template == "chatml")
+            answer = words(tokenizer, generator)
+            if ending and template != "plain":
+                answer.append(2)
+            text = chat.answer(answer)
+            assert text == tokenizer.decode(answer) == chat.messages[-1]["content"]
+            before = [*prompt, *answer]
+
+
+def test_an_end_that_is_not_the_templates_is_replaced_by_it() -> None:
+    tokenizer = of_kind("byte_level")
+    tokenizer.eos |= {3}
+    chat = Chat(tokenizer)
+    prompt, answer = chat.ask("the oak"), tokenizer.encode(" fell")
+    assert chat.answer([*answer, 3]) == " fell"
+    after = chat.ask("and then?")
+    assert after[: len(prompt) + len(answer) + 1] == [*prompt, *answer, 2] and 3 not in after
+    check_shown(chat, after, "and then?", exactly=True)
+
+
+@by_bytes
+def test_an_answer_that_a_stop_string_ended_stays_without_it(kind: str) -> None:
+    generator, tokenizer = random.Random(2), of_kind(kind)
+    table = tokenizer.vocabulary.token_bytes
+    for _ in range(100):
+        chat = Chat(tokenizer)
+        prompt, answer = chat.ask("the oak"), words(tokenizer, generator)
+        lengths = [len(table[token] or b"") for token in answer]
+        num_cut = generator.randint(0, sum(lengths))
+        text, whole = chat.answer(answer, num_cut=num_cut), tokenizer.decode(answer)
+        assert text == whole[: max(len(whole) - num_cut, 0)]
+        num_kept = max(n for n in range(len(answer) + 1) if sum(lengths[:n]) <= sum(lengths) - num_cut)
+        after = chat.ask("and then?")
+        assert after[: len(prompt) + num_kept] == [*prompt, *answer[:num_kept]]
+        check_shown(chat, after, "and then?")
+
+
+def test_a_template_that_rewrites_what_was_said_is_encoded_anew() -> None:
+    rewriting = text_cases.CHATML.replace("message['content']", "message['content'].split('=')[-1]")
+    tokenizer = of_kind("byte_level", rewriting)
+    chat = Chat(tokenizer)
+    chat.ask("the oak")
+    chat.answer([*tokenizer.encode("thinking= it fell"), 2])
+    assert chat.ask("why?") == tokenizer.encode_chat([*chat.messages, {"role": "user", "content": "why?"}])
+    assert "thinking" not in tokenizer.decode(chat.ask("why?"))
+
+
+def test_to_ask_again_is_to_ask_anew_and_an_empty_answer_is_one() -> None:
+    chat = Chat(of_kind("byte_level"))
+    chat.ask("never mind")
+    assert chat.ask("the oak") == chat.tokenizer.encode_chat(HELLO) and chat.messages == []
+    assert chat.answer([]) == ""
+    assert chat.tokenizer.decode(chat.ask("so?"), show_special=True).endswith(
+        "assistant\n</s>\n<s>user\nso?</s>\n<s>assistant\n"
+    )
