@@ -53,7 +53,7 @@ def audited(path: Path) -> dict[str, Any]:
     if done.returncode not in (0, 1):
         raise SystemExit(f"audit of {path} ended with exit code {done.returncode}")
     told = json.loads(done.stdout)
-    kept = {name: told[name] for name in ("passed", "enough_power", "false_alarm", "num_decodes", "num_places")}
+    kept = {name: told[name] for name in ("passed", "enough_power")}
     sha256 = told["manifest"]["checkpoint_sha256"]
     return {
         "checkpoint": path.name,
@@ -67,20 +67,17 @@ def audited(path: Path) -> dict[str, Any]:
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A line for each checkpoint, as a Markdown table."""
     lines = [
-        "| Checkpoint | Drafts | Rules | Checks of what is lossless, by verdict | Least p, corrected | Seconds |",
-        "|---|---|---|---|---|---|",
+        "| Checkpoint | Drafts | Rules | Checks of what is lossless, by verdict | Seconds |",
+        "|---|---|---|---|---|",
     ]
     for row in rows:
         strict = [each for each in row["findings"] if each["check"] != "lossy"]
         verdicts = Counter(each["verdict"] for each in strict)
-        values = [each["figures"].get("adjusted_p_value") for each in strict]
-        least = min((value for value in values if value is not None), default=None)
         cells = [
             f"`{row['checkpoint']}`",
             str(len({each["draft"] for each in strict})),
             str(len({each["rule"] for each in strict})),
             ", ".join(f"{number} {verdict}" for verdict, number in verdicts.items()),
-            "-" if least is None else f"{least:.2g}",
             f"{row['wall_seconds']:.0f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")

@@ -386,8 +386,7 @@ class SpeculativeDecoder:
         rules: Mapping[str, AcceptanceRule],
         samplings: Mapping[str, Sampling],
         drafts: Mapping[str, Drafter] | None = None,
-        num_decodes: int | None = None,
-        num_places: int | None = None,
+        num_places: int = 3,
         **changes: Any,
     ) -> Auditor:
         """Finds out whether every draft's output is the target's, as both decode here: see `Auditor`.
@@ -406,7 +405,6 @@ class SpeculativeDecoder:
             config,
             rules=rules,
             samplings=samplings,
-            num_decodes=num_decodes,
             num_places=num_places,
         )
 

@@ -59,6 +59,8 @@ class Mutant(RejectionSampling):
         if noise is None:
             noise = target.new_zeros(*target.shape[:2], len(Purpose))
         kept = self.keeps(noise, target, guessing, draft.tokens)
+        if draft.lengths is not None:
+            kept &= torch.arange(kept.shape[1]) < draft.lengths[:, None]
         weights = torch.cat((self.residual(correcting, guessing), self.bonus(correcting, guessing)[:, None]), dim=1)
         return Verdict(kept, self.drawn(weights, noise))
 
@@ -211,5 +213,6 @@ MORE_RULES: dict[str, AcceptanceRule] = {
     "temperature ignored on acceptance": TemperatureIgnoredOnAcceptance(),
     "keeps a hundred-thousandth more": KeepsAHundredThousandthMore(),
     "corrects by the accepting number": CorrectsByTheAcceptingNumber(),
+    "decides at random": DecidesAtRandom(),
 }
 """Others, for fewer seeds."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,9 +18,8 @@ import jaxtyping
 import pytest
 import torch
 
-from lightning_specdec.audit import auditor as auditor_module
 from lightning_specdec.audit.auditor import Auditor
-from lightning_specdec.audit.controls import CorrectsFromTarget, KeepsEverything
+from lightning_specdec.audit.controls import CorrectsFromTarget
 from lightning_specdec.audit.exact_round import RoundLaw, measure_round
 from lightning_specdec.audit.findings import Audit
 from lightning_specdec.decoding import Session, autoregressive_decode
@@ -29,7 +27,7 @@ from lightning_specdec.drafters import Drafter, ModelDrafter, NGramDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import RULES, AcceptanceRule, ExactMatch, RejectionSampling, Sampling
 
-SEEDS, FEW_SEEDS, ROUND = range(20), range(3), ("round",)
+SEEDS, FEW_SEEDS = range(20), range(3)
 FEW = Sampling(0.7, top_k=3)
 PROMPT = [3, 1]
 HONEST: dict[str, type[ModelDrafter]] = {"honest": ModelDrafter}
@@ -50,11 +48,11 @@ def tiny_pair(seed: int) -> tuple[LanguageModel, LanguageModel]:
 def tiny_audit(
     seed: int, *, rules: Mapping[str, AcceptanceRule], kinds: Mapping[str, type[ModelDrafter]] = HONEST
 ) -> Audit:
-    """The check of one round on a tiny pair of that seed, with drafters of these kinds."""
+    """The audit of a tiny pair of that seed, with drafters of these kinds."""
     target, draft = tiny_pair(seed)
     drafts: dict[str, Drafter] = {name: kind(draft) for name, kind in kinds.items()}
-    settings: dict[str, Any] = {"max_new_tokens": 2, "num_places": 1, "seed": seed}
-    return Auditor(target, drafts, [PROMPT], rules=rules, samplings={"few": FEW}, **settings).run(ROUND)
+    settings: dict[str, Any] = {"max_new_tokens": 16, "num_places": 1, "seed": seed}
+    return Auditor(target, drafts, [PROMPT, PROMPT[::-1]], rules=rules, samplings={"few": FEW}, **settings).run()
 
 
 @pytest.mark.usefixtures("_unchecked")
@@ -63,45 +61,28 @@ def test_every_biased_rule_is_found_out_and_no_right_one(seed: int) -> None:
     biased = audit_mutants.RULES | (audit_mutants.MORE_RULES if seed in FEW_SEEDS else {})
     audit = tiny_audit(seed, rules={**biased, **RIGHT})
     assert [finding.cell.rule for finding in audit.failures] == list(biased)
-    assert not audit.weak
+    reasons = [finding.figures["reason"] for finding in audit.failures if finding.verdict == "error"]
+    assert not audit.weak and all("is not a function of its random numbers" in reason for reason in reasons)
 
 
 @pytest.mark.usefixtures("_unchecked")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_drafter_that_does_not_draw_from_what_it_reports_is_found_out(seed: int) -> None:
-    biased = mutant_pairs.DRAFTERS | (mutant_pairs.MORE_DRAFTERS if seed in FEW_SEEDS else {})
+    more = mutant_pairs.MORE_DRAFTERS | mutant_pairs.NO_FUNCTIONS if seed in FEW_SEEDS else {}
+    biased = mutant_pairs.DRAFTERS | more
     audit = tiny_audit(seed, rules={"right": RejectionSampling()}, kinds=biased)
     assert [finding.cell.draft for finding in audit.failures] == list(biased)
-
-
-@pytest.mark.usefixtures("_unchecked")
-@pytest.mark.parametrize("kind", mutant_pairs.NO_FUNCTIONS)
-def test_a_drafter_that_is_no_function_of_its_random_numbers_is_told_within_a_second(kind: str) -> None:
-    started = time.process_time()
-    audit = tiny_audit(0, rules={"right": RejectionSampling()}, kinds={kind: mutant_pairs.NO_FUNCTIONS[kind]})
-    assert time.process_time() - started < 1
-    (finding,) = audit.failures
-    assert finding.verdict == "no function" and finding.enough_power is None
-    reason = finding.figures["reason"]
-    assert f"{mutant_pairs.NO_FUNCTIONS[kind].__name__} is not a function of its random numbers" in reason
-    assert "\n" not in reason
+    assert {finding.verdict for finding in audit.failures} == {"biased"}
 
 
 @pytest.mark.usefixtures("_unchecked")
 def test_exact_matches_do_not_depend_on_what_a_drafter_draws_with() -> None:
     audit = tiny_audit(0, rules={"right": ExactMatch()}, kinds=mutant_pairs.NO_FUNCTIONS)
-    assert [finding.verdict for finding in audit.findings] == ["exact"] * 3
-
-
-@pytest.mark.usefixtures("_unchecked")
-def test_a_rule_that_is_no_function_of_its_random_numbers_is_told() -> None:
-    (finding,) = tiny_audit(0, rules={"own": audit_mutants.DecidesAtRandom()}).findings
-    assert finding.failed and finding.verdict == "no function"
-    assert "DecidesAtRandom is not a function of its random numbers" in finding.figures["reason"]
+    assert [finding.verdict for finding in audit.findings] == ["same"] * 3
 
 
 class Breaks(ModelDrafter):
-    """Cannot guess for more rows than two."""
+    """Cannot draft for more rows than two."""
 
     def propose(self, *arguments: Any) -> Any:
         context = arguments[1]
@@ -112,22 +93,17 @@ class Breaks(ModelDrafter):
 
 @pytest.mark.usefixtures("_unchecked")
 def test_what_breaks_in_a_check_fails_that_check_with_one_line_and_the_others_go_on() -> None:
-    target, draft = tiny_pair(1)
-    drafts: dict[str, Drafter] = {"breaks": Breaks(draft), "whole": ModelDrafter(draft)}
-    settings: dict[str, Any] = {"max_new_tokens": 2, "num_places": 1, "num_decodes": 16}
-    samplings = {"greedy": Sampling(), "drawn": Sampling(0.9)}
+    _, draft = tiny_pair(1)
     rules = {"right": RejectionSampling()}
-    audit = Auditor(target, drafts, cases.PROMPTS[1:3], rules=rules, samplings=samplings, **settings).run()
+    audit = small_auditor(Breaks(draft), whole=ModelDrafter(draft), rules=rules, num_places=1).run()
     found = [(each.cell.draft, each.check, each.verdict) for each in audit.findings]
     assert found == [
-        ("breaks", "identity", "same"),
-        ("breaks", "round", "error"),
-        ("breaks", "samples", "error"),
+        ("draft", "identity", "same"),
+        ("draft", "round", "error"),
         ("whole", "identity", "same"),
         ("whole", "round", "exact"),
-        ("whole", "samples", "alike"),
     ]
-    assert [each.figures for each in audit.failures] == [{"reason": "IndexError: no room for more rows"}] * 2
+    assert [each.figures for each in audit.failures] == [{"reason": "IndexError: no room for more rows"}]
 
 
 def test_a_biased_rule_is_found_out_on_another_kind_of_target() -> None:
@@ -137,23 +113,20 @@ def test_a_biased_rule_is_found_out_on_another_kind_of_target() -> None:
         assert law.num_drafts > 4 and law.is_the_targets is right
 
 
+@pytest.mark.usefixtures("_unchecked")
 @pytest.mark.parametrize("loop", mutant_pairs.LOOPS)
 def test_a_loop_that_gives_a_right_rule_the_wrong_numbers_is_found_out(loop: str) -> None:
-    target, draft = tiny_pair(2)
-    for rule in RIGHT.values():
-        with mutant_pairs.LOOPS[loop]():
-            law = measure_round(target, ModelDrafter(draft), PROMPT, rule=rule, sampling=Sampling(0.7), seed=2)
-        assert not law.is_the_targets
+    with mutant_pairs.LOOPS[loop]():
+        audit = tiny_audit(2, rules=RIGHT)
+    assert [finding.cell.rule for finding in audit.failures] == list(RIGHT)
 
 
 @pytest.mark.usefixtures("_unchecked")
 @pytest.mark.parametrize("name", mutant_pairs.ENDS)
 def test_rejection_sampling_with_a_wrong_end_of_rows_fails_at_default_settings(name: str) -> None:
-    settings: dict[str, Any] = {"rules": {"right": RejectionSampling()}, "max_new_tokens": 32, "num_decodes": None}
-    settings["samplings"] = {"greedy": Sampling(), "drawn": Sampling(1.0), "top_p": Sampling(0.7, top_p=0.9)}
+    samplings = {"greedy": Sampling(), "drawn": Sampling(1.0), "top_p": Sampling(0.7, top_p=0.9)}
     with mutant_pairs.ENDS[name]():
-        audit = small_auditor(**settings).run()
-    assert audit.failures
+        audit = small_auditor(rules={"right": RejectionSampling()}, max_new_tokens=32, samplings=samplings).run()
     assert any(finding.cell.sampling != "greedy" for finding in audit.failures)
 
 
@@ -191,23 +164,22 @@ def test_an_exact_round_is_far_more_exact_than_it_must_be() -> None:
 
 @pytest.mark.parametrize("name", ["hotter", "ragged", "staged", "cross", "lookup_first", "repeater", "itself"])
 def test_one_round_of_every_kind_of_draft_is_the_targets(name: str) -> None:
-    drafter = cases.drafter(name, "rnn")
-    for rule in RIGHT.values():
-        law = measure_round(cases.target("rnn"), drafter, [1, 2, 3, 1, 2], rule=rule, sampling=Sampling(0.8))
-        assert law.num_drafts and law.is_the_targets, law
+    prompt, rule = [1, 2, 3, 1, 2], RejectionSampling()
+    law = measure_round(cases.target("rnn"), cases.drafter(name, "rnn"), prompt, rule=rule, sampling=Sampling(0.8))
+    assert law.num_drafts and law.is_the_targets, law
 
 
-def small_auditor(drafter: Drafter | None = None, *, seed: int = 0, **settings: Any) -> Auditor:
+def small_auditor(drafter: Drafter | None = None, *, whole: Drafter | None = None, **settings: Any) -> Auditor:
     target, _ = tiny_pair(1)
     given: dict[str, Any] = {
         "rules": {name: rule() for name, rule in RULES.items()},
         "samplings": {"greedy": Sampling(), "drawn": Sampling(0.9)},
         "max_new_tokens": 8,
-        "num_decodes": 240,
         **settings,
     }
     drafts = {"draft": ModelDrafter(cases.near(target, noise=1.2)) if drafter is None else drafter}
-    return Auditor(target, drafts, cases.PROMPTS[1:3], seed=seed, **given)
+    drafts |= {} if whole is None else {"whole": whole}
+    return Auditor(target, drafts, cases.PROMPTS[1:3], **given)
 
 
 @pytest.mark.usefixtures("_unchecked")
@@ -215,14 +187,12 @@ def test_a_right_pair_passes_with_power_and_lossy_rules_are_measured_not_failed(
     audit = small_auditor().run()
     assert not audit.failures and not audit.weak
     found = {(each.cell.rule, each.cell.sampling, each.check): each.verdict for each in audit.findings}
-    drawn = {
-        (rule, "drawn", check): word for rule in RIGHT for check, word in (("round", "exact"), ("samples", "alike"))
-    }
     lossy = {(rule, setting, "lossy"): "measured" for rule in RULES.keys() - RIGHT for setting in ("greedy", "drawn")}
     greedy = {(rule, "greedy", "identity"): "same" for rule in RIGHT}
-    assert found == drawn | lossy | greedy | {("ExactMatch", "drawn", "identity"): "same"}
+    drawn = {("ExactMatch", "drawn", "identity"): "same", ("RejectionSampling", "drawn", "round"): "exact"}
+    assert found == drawn | lossy | greedy
     measured = next(each for each in audit.findings if each.check == "lossy" and each.cell.sampling == "drawn")
-    assert 0.01 < measured.figures["total_variation"] < 1 and measured.figures["num_changed"] > 0
+    assert measured.figures["num_changed"] > 0
 
 
 @pytest.mark.usefixtures("_unchecked")
@@ -238,46 +208,24 @@ def test_perplexity_is_that_of_the_target() -> None:
 
 
 @pytest.mark.usefixtures("_unchecked")
-def test_a_biased_rule_is_found_out_by_identity_and_by_samples_too() -> None:
-    audit = small_auditor(rules={"biased": KeepsEverything()}).run()
-    assert {finding.check: finding.verdict for finding in audit.failures} == {
-        "identity": "bug",
-        "round": "biased",
-        "samples": "different",
-    }
-
-
-@pytest.mark.usefixtures("_unchecked")
 def test_the_same_seed_finds_the_same() -> None:
     rules = {"RejectionSampling": RejectionSampling()}
-    one, other = (small_auditor(rules=rules, seed=3, num_decodes=16, num_places=1).run().to_dict() for _ in range(2))
+    one, other = (small_auditor(rules=rules, seed=3, num_places=1).run().to_dict() for _ in range(2))
     assert one == other
 
 
 @pytest.mark.usefixtures("_unchecked")
 def test_where_no_bias_could_show_the_audit_says_that_it_had_not_enough_power() -> None:
     target, _ = tiny_pair(1)
-    audit = small_auditor(ModelDrafter(target), rules={"right": RejectionSampling()}, num_decodes=8).run()
+    audit = small_auditor(ModelDrafter(target), rules={"right": RejectionSampling()}).run()
     assert not audit.failures
-    assert [finding.check for finding in audit.weak] == ["identity", "round", "samples"]
+    assert [finding.check for finding in audit.weak] == ["identity", "round"]
 
 
-def test_a_draft_that_guesses_nothing_is_idle() -> None:
-    never = NGramDrafter(min_ngram=8, max_ngram=8)
-    auditor = small_auditor(never, rules=RIGHT, samplings={"drawn": Sampling(5.0)}, max_new_tokens=2)
-    assert {(each.verdict, each.enough_power) for each in auditor.run(ROUND).findings} == {("idle", False)}
-
-
-def test_the_samples_of_both_ways_are_drawn_with_numbers_of_their_own() -> None:
-    pair, sampling = small_auditor(num_decodes=16), Sampling(0.9)
-    assert pair.sample("draft", ExactMatch(), sampling) != pair.sample(None, None, sampling)
-
-
-@pytest.mark.parametrize("number", [1, 7])
-def test_a_sample_has_as_many_rows_as_are_asked_for(number: int) -> None:
-    pair = small_auditor(num_decodes=number)
-    for rows in (pair.sample("draft", ExactMatch(), Sampling(0.9)), pair.sample(None, None, Sampling(0.9))):
-        assert sum(map(len, rows)) == number
+def test_a_draft_that_proposes_nothing_is_idle() -> None:
+    never, rules = NGramDrafter(min_ngram=8, max_ngram=8), {"right": RejectionSampling()}
+    (finding,) = small_auditor(never, rules=rules, samplings={"drawn": Sampling(5.0)}, max_new_tokens=2).run().findings
+    assert (finding.verdict, finding.enough_power) == ("idle", False)
 
 
 def test_a_round_is_the_targets_where_error_surprises_and_logits_all_say_so() -> None:
@@ -288,18 +236,8 @@ def test_a_round_is_the_targets_where_error_surprises_and_logits_all_say_so() ->
 
 
 def test_a_rule_that_wants_logits_is_left_out_of_a_draft_without_and_told() -> None:
-    rules = {name: rule() for name, rule in RULES.items()}
-    auditor = small_auditor(NGramDrafter(), rules=rules)
+    auditor = small_auditor(NGramDrafter())
     assert auditor.audit.left_out == [("draft", "EpsilonThreshold")]
     assert "EpsilonThreshold" not in {cell.rule for cell in auditor.cells()}
     with pytest.raises(ValueError, match="EpsilonThreshold compares the draft's logits, and draft has none"):
-        small_auditor(NGramDrafter(), rules={"EpsilonThreshold": rules["EpsilonThreshold"]})
-
-
-def test_a_large_target_is_audited_with_less_unless_more_is_asked_for() -> None:
-    small = small_auditor(num_decodes=None)
-    with mock.patch.object(auditor_module, "LARGE", 10):
-        large, asked = small_auditor(num_decodes=None), small_auditor(num_decodes=100, num_places=2)
-    assert (small.num_decodes, small.num_places) == (512, 3)
-    assert (large.num_decodes, large.num_places) == (64, 1)
-    assert (asked.num_decodes, asked.num_places) == (100, 2)
+        small_auditor(NGramDrafter(), rules={"EpsilonThreshold": RULES["EpsilonThreshold"]()})

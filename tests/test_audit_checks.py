@@ -1,8 +1,7 @@
-"""Laws of what an audit is made of: steps of functions, a permutation test, corrected p-values, where outputs part."""
+"""Laws of what an audit is made of: shares of uniform numbers, where outputs part."""
 
 from __future__ import annotations
 
-import time
 from unittest import mock
 
 import cases
@@ -11,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_specdec.audit import identity
-from lightning_specdec.audit.findings import holm, permutation_test
+from lightning_specdec.audit.exact_round import find_shares
 from lightning_specdec.audit.identity import Divergence, find_divergence
-from lightning_specdec.audit.intervals import STEPS, NoFunction, find_steps
+from lightning_specdec.audit.stage import STEPS
 from lightning_specdec.decoding import autoregressive_decode
 from lightning_specdec.models import RNN, LanguageModel
 from lightning_specdec.rules import Sampling
@@ -21,57 +20,25 @@ from lightning_specdec.rules import Sampling
 PROMPT = [3, 1]
 
 
-def test_steps_are_found_where_they_are() -> None:
+def test_the_share_of_each_value_is_found() -> None:
     generator = torch.Generator().manual_seed(0)
     ends = [sorted(torch.randint(1, STEPS, (n,), generator=generator).tolist()) + [STEPS] for n in (0, 1, 5)]
     tables = [torch.tensor(each) for each in ends]
 
     def ask(which: Tensor, uniform: Tensor) -> Tensor:
         numbers = (uniform.double() * STEPS).long()
-        return torch.tensor(
-            [int((tables[i] <= n).sum()) for i, n in zip(which.tolist(), numbers.tolist(), strict=True)]
-        )
+        both = zip(which.tolist(), numbers.tolist(), strict=True)
+        return torch.tensor([int((tables[i] <= n).sum()) for i, n in both])
 
-    for hints in (None, [[], [7], [end - 1 for end in ends[2]]]):
-        found = find_steps(ask, 3, name="a table", hints=hints)
-        assert [steps.ends for steps in found] == ends and found[2].values == [*range(6)]
-        assert sum(size for _, size, _ in found[2].parts) == 1 and found[1].value(found[1].parts[1][2]) == 1
+    for found, each in zip(find_shares(ask, 3, name="a table"), ends, strict=True):
+        sizes = [end - start for start, end in zip([0, *each], each, strict=False)]
+        assert found == {value: size / STEPS for value, size in enumerate(sizes)}
 
 
-def test_the_search_for_steps_ends_where_there_is_no_function() -> None:
+def test_the_search_ends_where_there_is_no_function() -> None:
     generator = torch.Generator().manual_seed(0)
-
-    def ask(which: Tensor, uniform: Tensor) -> Tensor:
-        return torch.randint(0, 3, which.shape, generator=generator)
-
-    started = time.process_time()
-    with pytest.raises(NoFunction, match="the coin is not a function of its random numbers"):
-        find_steps(ask, 2, name="the coin")
-    with pytest.raises(ValueError, match="a saw has more than 512 steps for its random numbers"):
-        find_steps(lambda which, uniform: (uniform * 9973).long() % 7, 1, name="a saw")
-    assert time.process_time() - started < 1
-
-
-def test_the_permutation_test_raises_false_alarms_as_often_as_it_may() -> None:
-    """Of 200 tests of like samples 5% may be at most 0.05; 23 of them would be once in 10,000."""
-    generator, alarms = torch.Generator().manual_seed(0), 0
-    for seed in range(200):
-        one, other = torch.randint(0, 3, (2, 2, 12, 2), generator=generator).tolist()
-        alarms += permutation_test(one, other, num_permutations=199, seed=seed) <= 0.05
-    assert alarms < 23
-
-
-def test_the_permutation_test_tells_samples_apart_and_can_be_no_surer_than_its_shuffles() -> None:
-    one, other = ([[[token]] * 20 for token in tokens] for tokens in ((0, 1), (0, 2)))
-    assert permutation_test(one, other, num_permutations=999, seed=0) == 1 / 1000
-    assert permutation_test(one, one, num_permutations=999, seed=0) == 1.0
-    with pytest.raises(ValueError, match=r"the samples have \[20, 20\] and \[20\] rows"):
-        permutation_test(one, other[:1], num_permutations=9, seed=0)
-
-
-def test_p_values_are_corrected_for_their_number() -> None:
-    assert holm({"a": 0.01, "b": 0.04, "c": 0.03}) == pytest.approx({"a": 0.03, "b": 0.06, "c": 0.06})
-    assert holm({}) == {} and holm({"a": 0.7, "b": 0.9}) == {"a": 1.0, "b": 1.0}
+    with pytest.raises(ValueError, match="the coin is not a function of its random numbers"):
+        find_shares(lambda which, uniform: torch.randint(0, 3, which.shape, generator=generator), 8, name="the coin")
 
 
 def part(target: LanguageModel, standard: list[int], other: list[int], sampling: Sampling) -> Divergence:

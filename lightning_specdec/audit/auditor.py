@@ -1,12 +1,10 @@
-"""Is the output the target's? Every draft, rule and sampling of a pair, by three checks, each beside a biased rule.
+"""Is the output the target's? Every draft, rule and sampling of a pair, by two checks, each beside a biased rule.
 
 Identity (`identity`) holds token for token where it must, over whole texts, stops and all. One round (`exact_round`)
-holds for every draft and outcome, but for the likeliest tokens alone. Two samples (`findings.permutation_test`) hold
-for whole decodes with all tokens, as far as their number lets them tell. The p-values of the third are corrected for
-their number, so that an audit of a correct decoder fails with odds of `FALSE_ALARM` at most.
+holds for every draft and outcome, but for the likeliest tokens alone. No random error can make either fail.
 
-A check in which a biased rule on the same pair is not found out has not enough power, and the finding says so. A check
-that breaks is a finding too.
+A check in which a biased rule on the same pair is not found has not enough power, and the finding says so. A check that
+breaks is a finding too.
 """
 
 from __future__ import annotations
@@ -19,11 +17,10 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from lightning_specdec.audit.controls import KEEPS_COUPLED, KEEPS_DRAWN, control_of
-from lightning_specdec.audit.exact_round import RoundLaw, Trees, measure_round
-from lightning_specdec.audit.findings import FALSE_ALARM, Audit, AuditCase, Finding, permutation_test
-from lightning_specdec.audit.identity import Divergence, find_divergence
-from lightning_specdec.audit.intervals import NoFunction
+from lightning_specdec.audit.controls import CorrectsFromTarget, KeepsEverything
+from lightning_specdec.audit.exact_round import RoundLaw, measure_round
+from lightning_specdec.audit.findings import Audit, AuditCase, Finding
+from lightning_specdec.audit.identity import Divergence, find_divergence, num_wrong_rounds
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoding import DecodeResult, autoregressive_decode, speculative_decode
@@ -32,19 +29,16 @@ from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import AcceptanceRule, Sampling
 
-CHECKS = ("identity", "round", "samples")
-CONTEXT, SAMPLE_PLACES, BATCH = 16, 2, 256
-"""Tokens of a text's end that samples and rounds go on from; texts that samples go on from; rows decoded together."""
+CHECKS = ("identity", "round")
+CONTEXT = 16
+"""Tokens of a text's end that rounds continue."""
 ROUND_WINDOW = 2
 """Draft tokens in the check of one round, whose drafts are all gone through."""
 NUM_TRIED, NUM_PASSED = 4, 24
 """For each place of that check: at how many the biased round is tried, and how many are passed to find those."""
 PLAIN = 0.02
 """Error of a biased round with which a place is good enough; else those with the largest are taken."""
-SHUFFLES = 20
-"""Shuffles of a test, for each of the smallest p-value that has to be told."""
-LARGE = 20_000_000
-"""Parameters from which on a target takes so long that fewer decodes and places must do."""
+KEEPS, CORRECTS = KeepsEverything(), CorrectsFromTarget()
 log = logging.getLogger(__name__)
 
 
@@ -56,8 +50,7 @@ class Auditor:
         prompts: tokens.
         config: the window, new tokens and EOS of whole outputs, and the seed of all that is drawn.
         rules, samplings: by name.
-        num_decodes: rows of each sample; 512 when None, 64 where the target is `LARGE`.
-        num_places: in the check of one round: 3 when None, 1 where the target is `LARGE`.
+        num_places: in the check of one round.
         changes: fields of `config`.
 
     Raises:
@@ -73,8 +66,7 @@ class Auditor:
         *,
         rules: Mapping[str, AcceptanceRule],
         samplings: Mapping[str, Sampling],
-        num_decodes: int | None = None,
-        num_places: int | None = None,
+        num_places: int = 3,
         **changes: Any,
     ) -> None:
         for name, given in (("draft", drafts), ("rule", rules), ("sampling", samplings)):
@@ -82,10 +74,8 @@ class Auditor:
                 raise ValueError(f"there is no {name} to audit: give at least one")
         defaults = {"num_draft_tokens": 3, "max_new_tokens": 32} if config is None else {}
         config = DecodingConfig.of(config, **{**defaults, **changes})
-        large = target.num_parameters >= LARGE
         self.target, self.drafts, self.rules, self.samplings = target, drafts, rules, samplings
-        self.num_decodes = require_int("num_decodes", num_decodes or (64 if large else 512), 1)
-        self.num_places = require_int("num_places", num_places or (1 if large else 3), 1)
+        self.num_places = require_int("num_places", num_places, 1)
         self.window = require_int("num_draft_tokens", config.num_draft_tokens, 1)
         self.max_new_tokens, self.seed = config.max_new_tokens, config.seed
         self.eos = tuple(sorted(check_eos(config.eos, target.vocab_size)))
@@ -104,8 +94,7 @@ class Auditor:
             draft, name = left_out[0]
             raise ValueError(f"{name} compares the draft's logits, and {draft} has none: audit another rule")
         self.audit = Audit(left_out)
-        self._trees: Trees = {}
-        for name in ("decode", "sample", "uncertain_contexts", "_divergences", "_p_value", "_telling_places"):
+        for name in ("decode", "uncertain_contexts", "_divergences", "_telling_places"):
             setattr(self, name, cache(getattr(self, name)))  # many cells ask for each; of methods they would outlive it
 
     def cells(self) -> Iterator[AuditCase]:
@@ -121,40 +110,42 @@ class Auditor:
             tell: called with a line before each cell.
         """
         cells = list(self.cells())
-        try:
-            for number, cell in enumerate(cells, 1):
-                tell(f"{number} of {len(cells)}: {', '.join(cell)}")
-                rule, greedy = self.rules[cell.rule], self.samplings[cell.sampling].greedy
-                applies = {"identity": greedy or rule.ignores_windows, "round": not greedy, "samples": not greedy}
-                for check in CHECKS if rule.lossless else ("lossy",):
-                    if check == "lossy" or (check in checks and applies[check]):
-                        self.audit.findings.append(self._found(check, cell))
-        finally:  # those that are there, when it was interrupted
-            self.audit.judge_samples()
+        for number, cell in enumerate(cells, 1):
+            tell(f"{number} of {len(cells)}: {', '.join(cell)}")
+            rule = self.rules[cell.rule]
+            applies = "identity" if rule.keeps_tokens(greedy=self.samplings[cell.sampling].greedy) else "round"
+            if not rule.lossless:
+                self.audit.findings.append(self._found("lossy", cell))
+            elif applies in checks:
+                self.audit.findings.append(self._found(applies, cell))
         return self.audit
 
     def _found(self, check: str, cell: AuditCase) -> Finding:
         """What a check finds, if only that it breaks."""
-        run = {"identity": self._identity, "round": self._round, "samples": self._two_samples, "lossy": self._lossy}
+        run = {"identity": self._identity, "round": self._round, "lossy": self._lossy}
         try:
             return run[check](cell)
-        except NoFunction as error:
-            return Finding(cell, check, "no function", figures={"reason": str(error)})
         except Exception as error:  # drafters, rules and targets are anybody's, and raise what they like
             log.debug("%s, %s", ", ".join(cell), check, exc_info=error)
             reason = f"{type(error).__name__}: {error}"
             return Finding(cell, check, "error", figures={"reason": " ".join(reason.split())})
 
     def _identity(self, cell: AuditCase) -> Finding:
-        """Whether the outputs equal standard decoding's, token for token."""
-        found = self._divergences(cell.draft, self.rules[cell.rule], cell.sampling)
-        verdict = "bug" if any(each.verdict == "bug" for each in found) else "tie" if found else "same"
+        """Whether the outputs equal standard decoding's, token for token, and forged drafts are judged as they must."""
+        rule, settings = self.rules[cell.rule], {"width": self.window + 1, "seed": self.seed}
+        found = self._divergences(cell.draft, rule, cell.sampling)
+        num_wrong = num_wrong_rounds(
+            self.target, self.prompts[0], rule=rule, sampling=self.samplings[cell.sampling], **settings
+        )
+        bug = num_wrong or any(each.verdict == "bug" for each in found)
+        verdict = "bug" if bug else "tie" if found else "same"
         figures: dict[str, Any] = {
             "num_prompts": len(self.prompts),
             "num_equal": len(self.prompts) - len({each.prompt for each in found}),
             "divergences": [vars(each) for each in found],
+            "num_wrong_rounds": num_wrong,
         }
-        control = self._divergences(cell.draft, KEEPS_COUPLED, cell.sampling)
+        control = self._divergences(cell.draft, KEEPS, cell.sampling)
         return Finding(cell, "identity", verdict, any(each.verdict == "bug" for each in control), figures)
 
     def _divergences(self, draft: str, rule: AcceptanceRule, name: str) -> list[Divergence]:
@@ -179,34 +170,29 @@ class Auditor:
     def decode(
         self, draft: str | None, rule: AcceptanceRule | None, sampling: Sampling, eos: tuple[int, ...]
     ) -> DecodeResult:
-        """How the prompts go on: by the target alone without a draft."""
-        scored = rule is None or not rule.lossless
-        return self._decode(draft, rule, self.prompts, sampling, eos=eos, logprobs=scored)
+        """How the prompts continue: by the target alone without a draft.
 
-    def _decode(
-        self,
-        draft: str | None,
-        rule: AcceptanceRule | None,
-        texts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        **changes: Any,
-    ) -> DecodeResult:
-        settings = {"sampling": sampling, "seed": self.seed, "max_new_tokens": self.max_new_tokens, **changes}
+        Raises:
+            ValueError: a row does not end where it must.
+        """
+        settings: dict[str, Any] = {"sampling": sampling, "seed": self.seed, "max_new_tokens": self.max_new_tokens}
+        settings |= {"eos": eos, "logprobs": rule is None or not rule.lossless}
         if draft is None:
-            result = autoregressive_decode(self.target, texts, **settings)
+            result = autoregressive_decode(self.target, self.prompts, **settings)
         else:
             settings |= {"num_draft_tokens": self.window, "rule": rule}
-            result = speculative_decode(self.target, self.drafts[draft], texts, **settings)
+            result = speculative_decode(self.target, self.drafts[draft], self.prompts, **settings)
         for row in result.tokens:
-            ends = [i + 1 for i, token in enumerate(row) if token in settings["eos"]]
-            if len(row) != min([settings["max_new_tokens"], *ends]):
+            ends = [i + 1 for i, token in enumerate(row) if token in eos]
+            if len(row) != min([self.max_new_tokens, *ends]):
                 raise ValueError(f"a row has {len(row)} new tokens, and its EOS and max_new_tokens allow others")
         return result
 
     def _round(self, cell: AuditCase) -> Finding:
-        """Whether rounds at single places have the target's distribution."""
-        rule = self.rules[cell.rule]
-        places, control_error = self._telling_places(cell.draft, cell.sampling, control_of(rule))
+        """Whether whole rows end where they must, and rounds at single places have the target's distribution."""
+        rule, sampling = self.rules[cell.rule], self.samplings[cell.sampling]
+        self.decode(cell.draft, rule, sampling, self.stops(sampling))
+        places, control_error = self._telling_places(cell.draft, cell.sampling)
         if not places:
             return Finding(cell, "round", "idle", False)
         laws = [self._law(cell.draft, rule, cell.sampling, place) for place in places]
@@ -221,14 +207,12 @@ class Auditor:
         verdict = "exact" if all(law.is_the_targets for law in laws) else "biased"
         return Finding(cell, "round", verdict, control_error is not None, figures)
 
-    def _telling_places(
-        self, draft: str, sampling: str, control: AcceptanceRule
-    ) -> tuple[list[list[int]], float | None]:
+    def _telling_places(self, draft: str, sampling: str) -> tuple[list[list[int]], float | None]:
         """Places where a biased round is found out, and by which error at least; without one, where something is
         drafted, and None."""
         laws: list[tuple[float, list[int]]] = []
         for place in self.uncertain_contexts(self.samplings[sampling])[: NUM_PASSED * self.num_places]:
-            law = self._law(draft, control, sampling, place)
+            law = self._law(draft, CORRECTS, sampling, place)
             if law.num_drafts:
                 laws.append((law.error if law.error > 2 * law.tolerance else 0.0, place))
             plain = sum(error > PLAIN for error, _ in laws)
@@ -246,55 +230,7 @@ class Auditor:
             sampling=self.samplings[sampling],
             num_draft_tokens=min(self.window, ROUND_WINDOW),
             seed=self.seed,
-            trees=self._trees,
         )
-
-    def _two_samples(self, cell: AuditCase) -> Finding:
-        """Whether many decodes tell the output from standard decoding's: the p-value, without a verdict yet."""
-        control = self._p_value(cell.draft, KEEPS_DRAWN, cell.sampling)
-        figures = {
-            "num_decodes": self.num_decodes,
-            "p_value": self._p_value(cell.draft, self.rules[cell.rule], cell.sampling),
-            "control_p_value": control,
-        }
-        return Finding(cell, "samples", "", control <= FALSE_ALARM / self._num_tests, figures)
-
-    @property
-    def _num_tests(self) -> int:
-        cells = self.cells()
-        return sum(self.rules[each.rule].lossless and not self.samplings[each.sampling].greedy for each in cells)
-
-    def _p_value(self, draft: str, rule: AcceptanceRule, name: str) -> float:
-        sampling = self.samplings[name]
-        samples = self.sample(None, None, sampling), self.sample(draft, rule, sampling)
-        shuffles = math.ceil(SHUFFLES * self._num_tests / FALSE_ALARM)
-        return permutation_test(*samples, num_permutations=shuffles, seed=self.seed)
-
-    def sample(self, draft: str | None, rule: AcceptanceRule | None, sampling: Sampling) -> list[list[list[int]]]:
-        """`num_decodes` rows of new tokens, a round's and one more, by what they go on from: the first prompt and a
-        place that is less sure.
-
-        Both ways of decoding draw from noise of their own (with the same numbers `ExactMatch` would give the same
-        rows), and neither from that which has led to the place: rows that chose it would not be like others.
-        """
-        contexts = [self.contexts[0], *self.uncertain_contexts(sampling)[len(self.contexts) :]][:SAMPLE_PLACES]
-        most, found = math.ceil(self.num_decodes / len(contexts)), []
-        for place, context in enumerate(contexts):
-            rows: list[list[int]] = []
-            first = len(self.prompts) + (2 * place + (rule is not None)) * most
-            every = range(first, first + min(most, self.num_decodes - place * most))
-            eos = self.stops(sampling) if place else self.eos
-            for start in range(0, len(every), BATCH):
-                indices = every[start : start + BATCH]
-                settings: dict[str, Any] = {"indices": indices, "max_new_tokens": self.window + 2, "eos": eos}
-                rows += self._decode(draft, rule, [context] * len(indices), sampling, **settings).tokens
-            found.append(rows)
-        return found
-
-    @property
-    def contexts(self) -> list[list[int]]:
-        """The prompts' ends."""
-        return [text[-CONTEXT:] for text in self.prompts]
 
     def uncertain_contexts(self, sampling: Sampling) -> list[list[int]]:
         """The prompts' ends, and then places in standard decoding's texts, before the least likely tokens first: where
@@ -303,22 +239,17 @@ class Auditor:
         for row in self.decode(None, None, sampling, self.eos).rows:
             scored = zip(row.logprobs or (), range(len(row.tokens)), strict=True)
             places += [(score, [*row.prompt, *row.tokens[:i]][-CONTEXT:]) for score, i in scored if i]
-        return self.contexts + [text for _, text in sorted(places)]
+        return [text[-CONTEXT:] for text in self.prompts] + [text for _, text in sorted(places)]
 
     def _lossy(self, cell: AuditCase) -> Finding:
         """What a lossy rule changes."""
-        rule, sampling = self.rules[cell.rule], self.samplings[cell.sampling]
-        result = self.decode(cell.draft, rule, sampling, self.eos)
-        standard = self.decode(None, None, sampling, self.eos)
-        places = [] if sampling.greedy else self.contexts[: self.num_places]
-        laws = [self._law(cell.draft, rule, cell.sampling, place) for place in places]
-        distances = [law.total_variation for law in laws if law.num_drafts]
+        sampling = self.samplings[cell.sampling]
+        result = self.decode(cell.draft, self.rules[cell.rule], sampling, self.eos)
         figures = {
             "num_new_tokens": result.num_new_tokens,
             "num_changed": result.num_changed,
             "perplexity": perplexity(result),
-            "standard_perplexity": perplexity(standard),
-            "total_variation": sum(distances) / len(distances) if distances else None,
+            "standard_perplexity": perplexity(self.decode(None, None, sampling, self.eos)),
         }
         return Finding(cell, "lossy", "measured", None, figures)
 

@@ -18,13 +18,15 @@ from torch import Tensor
 
 from lightning_specdec.decoding.rows import num_shared
 from lightning_specdec.models import LanguageModel
-from lightning_specdec.rules import Purpose, Sampling, draw, noise_table
+from lightning_specdec.rules import AcceptanceRule, Draft, Purpose, Sampling, draw, noise_table
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 COPIES = 4
 """Rows of the reading as one of several."""
+NUM_FORGED, NUM_RANKS = 16, 4
+"""Forged rounds of each of the target's likeliest tokens."""
 
 
 @torch.inference_mode()
@@ -143,3 +145,29 @@ def _draws(sampling: Sampling, ways: Sequence[Tensor], tokens: tuple[int, int], 
         far = [max(float(starts[t]) - uniform, uniform - float(each[t]), 0.0) for t in tokens if t != drawn]
         margin = min(margin, max(far, default=0.0))
     return margin, moved
+
+
+@torch.inference_mode()
+def num_wrong_rounds(
+    target: LanguageModel, text: Sequence[int], *, rule: AcceptanceRule, sampling: Sampling, width: int, seed: int
+) -> int:
+    """Rounds in which a rule that keeps the target's own tokens commits another one.
+
+    Drafts are mostly right where both sides draw with the same numbers, so here they are forged: the target's
+    likeliest tokens, by rank, whatever the numbers.
+
+    Args:
+        text: its last tokens lend their logits to the rounds.
+        width: tokens that a round's call reads.
+    """
+    logits = readings(target, [text], min(width, len(text)))[0]
+    ranked = logits.argsort(-1, descending=True)[0, :-1, :NUM_RANKS]
+    tokens = ranked.T.repeat(NUM_FORGED, 1)
+    logits = logits.expand(len(tokens), -1, -1)
+    noise = torch.rand(*logits.shape[:2], len(Purpose), generator=torch.Generator().manual_seed(seed))
+    noise = noise.to(logits.device)
+    verdict = rule.judge(Draft(tokens), logits, sampling, noise)
+    own = sampling.sample(logits, noise[..., Purpose.CORRECT].contiguous())
+    agreed = (own[:, :-1] == tokens).cumprod(1).sum(1)
+    right = (verdict.num_accepted == agreed) & (verdict.next_tokens == own.gather(1, agreed[:, None])[:, 0])
+    return int((~right).sum())

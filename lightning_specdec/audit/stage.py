@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_specdec.audit.identity import readings
-from lightning_specdec.audit.intervals import STEPS, NoFunction, Steps, find_steps
 from lightning_specdec.decoding import Session
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import LanguageModel
@@ -25,22 +22,23 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 Prefix = tuple[int, ...]
+STEPS = 2**24
+"""Uniform numbers that torch draws in float32."""
+LARGEST = 1 - 1 / STEPS
+NEAR = 6 / STEPS
+"""How far from the ends of its interval a draft token is drawn."""
 LEAST_SHARE = 2**-18
 """Drafts that are rarer are left out: rounding would make them others."""
-NEAR, RESOLUTION = 6, 12
-"""Of the 2^24 uniform numbers: how far around the end of a reported interval its true end is looked for first, and by
-how many it may be off."""
 MOST_PATHS = 4096
-NUM_AGAIN = 16
-"""Rows of random numbers that a drafter is first asked about, twice."""
 
 
 class Played(NamedTuple):
-    """One round: what the rule was asked (None where nothing was drafted), each row's draft and new tokens.
+    """One round: its numbers, what the rule was asked (None without a draft), each row's draft and new tokens.
 
     The logits are the target's K + 1, as processors leave them.
     """
 
+    noise: Float[Tensor, "R K1 3"]
     draft: Draft | None
     logits: Float[Tensor, "R K1 V"] | None
     drafted: list[list[int]]
@@ -50,7 +48,7 @@ class Played(NamedTuple):
 class Stage:
     """A pair of models with a rule and a prompt, on which the same round is played with one noise after the other.
 
-    It is the second one. In the first, whatever was drafted is rejected, and the target's likeliest token follows. So
+    It is the second round. In the first, whatever was drafted is rejected, and the target's likeliest token follows. So
     the states have gone back once, drafters have read the target, and the text is the same however rounding falls.
     """
 
@@ -70,10 +68,22 @@ class Stage:
         self._first = int(probs.argmax())
         self._number = float((probs.cumsum(0) - probs / 2)[self._first] / probs.sum())
         self.text = [*prompt, self._first]
-        """What the round goes on from."""
+        """What the round continues."""
 
-    def play(self, noise: Float[Tensor, "R K1 3"], *, ragged: bool = False) -> Played:
-        """One round for R rows, each with its numbers; `ragged` gives them windows of 1 to K draft tokens."""
+    def play(
+        self, rows: Sequence[Sequence[float]], generator: torch.Generator | None = None, *, ragged: bool = False
+    ) -> Played:
+        """Play one round.
+
+        Args:
+            rows: of each row the numbers that its first draft tokens are drawn with.
+            generator: of all other numbers; they are 0.5 when None.
+            ragged: give the rows windows of 1 to K draft tokens.
+        """
+        size = len(rows), self.width, len(Purpose)
+        noise = torch.full(size, 0.5) if generator is None else torch.rand(size, generator=generator)
+        for noisy, numbers in zip(noise, rows, strict=True):
+            noisy[: len(numbers), self.rule.draft_purpose] = torch.tensor(numbers)
         rule, most, asked = copy(self.rule), 2 * self.width, []
 
         def watched(draft: Draft, logits: Tensor, *rest: Any) -> Verdict:
@@ -90,23 +100,23 @@ class Stage:
             batch_size=len(noise),
         )
         lengths = [3 + i % (self.width - 1) if ragged else most for i in range(len(noise))]
-        rows = [session.add(self.prompt, max_new_tokens=length) for length in lengths]
+        added = [session.add(self.prompt, max_new_tokens=length) for length in lengths]
         table = session._batch.noise
         assert table is not None, "nothing is drawn at random"
         table[:, : self.width] = self._number
         rule.judge = self._reject  # type: ignore[assignment, method-assign]
         session.step()
         rule.judge = watched  # type: ignore[assignment, method-assign]
-        position = rows[0].num_new
+        position = added[0].num_new
         table[:, position : position + self.width] = noise.to(session.device)
         committed = [tokens for _, tokens in session.step()]
         if not asked:
-            return Played(None, None, [[] for _ in rows], committed)
+            return Played(noise, None, None, [[] for _ in added], committed)
         draft, logits = asked[0]
         drafted = draft.tokens.tolist()
         if draft.lengths is not None:
             drafted = [row[:length] for row, length in zip(drafted, draft.lengths.tolist(), strict=True)]
-        return Played(draft, logits, drafted, committed)
+        return Played(noise, draft, logits, drafted, committed)
 
     def _reject(self, draft: Draft, logits: Tensor, *rest: Any) -> Verdict:
         """Nothing is kept, and the same token follows in every row."""
@@ -116,100 +126,60 @@ class Stage:
 
 
 class Path(NamedTuple):
-    """A draft, or the beginning of one: its tokens, numbers with which they are drawn, and its chance."""
+    """A draft, or the beginning of one: its tokens, numbers that they are drawn with, and its probability."""
 
     tokens: Prefix
     numbers: list[float]
     share: float
 
 
-@dataclass
-class Tree:
-    """The drafts of a round.
+class Tree(NamedTuple):
+    """The drafts of a round by what the drafter reports.
 
     Args:
-        paths: the whole drafts, but for the rarest.
-        steps: which token each number draws, behind every beginning of one.
-        left_out: the chance of those that are not among them.
+        paths: all but the rarest.
+        ends: numbers just within both ends of each token's interval.
+        left_out: the probability of the rarest.
     """
 
-    paths: list[Path] = field(default_factory=list)
-    steps: dict[Prefix, Steps] = field(default_factory=dict)
-    left_out: float = 0.0
+    paths: list[Path]
+    ends: list[list[float]]
+    left_out: float
 
 
-def draft_tree(stage: Stage, seed: int) -> Tree:
-    """The drafts of a round, found by drawing with one number after the other.
-
-    Args:
-        seed: keys the numbers that the drafter is first asked about, twice.
+def draft_tree(stage: Stage) -> Tree:
+    """The drafts of a round, one token after the other.
 
     Raises:
-        NoFunction: the draft depends on more than these numbers.
-        ValueError: there are too many drafts.
+        ValueError: there are too many.
     """
-    name = type(stage.drafter).__name__
-    noise = torch.rand(NUM_AGAIN, stage.width, len(Purpose), generator=torch.Generator().manual_seed(seed))
-    if stage.play(noise).drafted != stage.play(noise).drafted:
-        raise NoFunction(name)
-    tree, begun = Tree(), [Path((), [], 1.0)]
-    reported: dict[Prefix, Tensor] = {}
-    _draw(stage, [[]], reported)
+    paths, ends, left_out, begun = list[Path](), list[list[float]](), 0.0, [Path((), [], 1.0)]
     while begun:
-        lengths = [0] * len(begun)
-        hints = [_ends(reported.get(path.tokens)) for path in begun]
-        ask = partial(_next_tokens, stage, begun, lengths, reported)
-        found = find_steps(ask, len(begun), name=name, hints=hints, resolution=RESOLUTION, pieces=4)
+        played = stage.play([path.numbers for path in begun])
+        probs = None if played.draft is None else played.draft.probs
         longer: list[Path] = []
-        for path, length, steps in zip(begun, lengths, found, strict=True):
-            tree.steps[path.tokens] = steps
-            for token, size, middle in steps.parts:
-                each = Path((*path.tokens, token), [*path.numbers, middle], path.share * size)
-                if each.share < LEAST_SHARE:
-                    tree.left_out += each.share
-                else:
-                    (tree.paths if len(each.tokens) >= length else longer).append(each)
+        for row, (path, drafted) in enumerate(zip(begun, played.drafted, strict=True)):
+            place = len(path.tokens)
+            if len(drafted) <= place:
+                paths.append(path)
+                continue
+            parts = [(drafted[place], 0.0, 1.0)] if probs is None else _intervals(probs[row, place])
+            for token, low, high in parts:
+                share = path.share * (high - low)
+                if share < LEAST_SHARE:
+                    left_out += share
+                    continue
+                longer.append(Path((*path.tokens, token), [*path.numbers, (low + high) / 2], share))
+                ends += [[*path.numbers, end] for end in (low + NEAR, high - NEAR)]
         begun = longer
-        if len(begun) + len(tree.paths) > MOST_PATHS:
+        if len(begun) + len(paths) > MOST_PATHS:
             raise ValueError(f"a round has more than {MOST_PATHS} drafts: draft fewer tokens, or from fewer (top_k)")
-    return tree
+    return Tree(paths, ends, left_out)
 
 
-def _next_tokens(
-    stage: Stage,
-    begun: list[Path],
-    lengths: list[int],
-    reported: dict[Prefix, Tensor],
-    which: Tensor,
-    uniform: Tensor,
-) -> Tensor:
-    """The token that follows each of these beginnings with this number, -1 for none; into `lengths` the drafts'."""
-    functions, level = which.tolist(), len(begun[0].tokens)
-    rows = [[*begun[i].numbers, number] for i, number in zip(functions, uniform.tolist(), strict=True)]
-    tokens = []
-    for i, drafted in zip(functions, _draw(stage, rows, reported), strict=True):
-        lengths[i] = len(drafted)
-        tokens.append(drafted[level] if level < len(drafted) else -1)
-    return torch.tensor(tokens)
-
-
-def _draw(stage: Stage, rows: list[list[float]], reported: dict[Prefix, Tensor]) -> list[list[int]]:
-    """What is drafted with these numbers, and into `reported` the distributions that the drafter says it drew from."""
-    noise = torch.full((len(rows), stage.width, len(Purpose)), 0.5)
-    for noisy, numbers in zip(noise, rows, strict=True):
-        noisy[: len(numbers), stage.rule.draft_purpose] = torch.tensor(numbers)
-    played = stage.play(noise)
-    if played.draft is not None and played.draft.probs is not None:
-        for row, tokens in enumerate(played.drafted):
-            for i in range(len(tokens)):
-                reported.setdefault(tuple(tokens[:i]), played.draft.probs[row, i])
-    return played.drafted
-
-
-def _ends(probs: Tensor | None) -> list[int]:
-    """Numbers around the ends of the intervals that a distribution has, of the 2^24."""
-    if probs is None:
-        return []
-    cumulative = probs.double().cumsum(0)
-    ends = (cumulative[probs > 0][:-1] / cumulative[-1] * STEPS).round().long().tolist()
-    return [min(max(end + shift, 0), STEPS - 1) for end in ends for shift in (-NEAR, NEAR)]
+def _intervals(probs: Float[Tensor, "V"]) -> list[tuple[int, float, float]]:
+    """Each token that can be drawn, with the ends of its interval of uniform numbers."""
+    tokens = (probs > 0).nonzero()[:, 0]
+    cumulative = probs[tokens].double().cumsum(0)
+    ends = (cumulative / cumulative[-1]).tolist()
+    return list(zip(tokens.tolist(), [0.0, *ends], ends, strict=False))

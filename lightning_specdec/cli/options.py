@@ -28,6 +28,7 @@ FORMER = {
     "--delta": "it is called --rule.delta now, behind --rule",
     "--log_level": "give -v for all messages, -q for errors alone",
     "--log_json": "messages are plain lines on stderr now",
+    "--num_decodes": "rounds are checked exactly, without samples; --num_places says at how many places",
     "--chat_template": "it is used wherever the tokenizer has one; --raw leaves it out",
     "--ckpt": "chat takes --pair or --target, since a checkpoint has no chat template",
     "--check": "give the pair's name alone, as `pairs NAME`",
