@@ -224,7 +224,7 @@ class SpeculativeDecoder:
             return [self.encode(prompt) for prompt in listed]
         rows = as_prompts(listed)
         if self.target.vocabulary is not None and not isinstance(listed, Mapping):
-            check_padding(rows, self.target.vocabulary.special)
+            check_padding(rows, self.target.vocabulary.special.get("pad"))
         return rows
 
     def _with_text(self, result: DecodeResult) -> DecodeResult:

@@ -183,7 +183,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(
     assert whole.startswith(first) and len(first) < len(whole)
     assert ", stopped" in capsys.readouterr().err and signal.getsignal(signal.SIGINT) is before
     talker.say(TURNS[1])
-    assert talker.num_turns == 2 and talker.conversation.num_reused == row.num_new + row.prompt_length - 1
+    assert talker.num_turns == 2 and row.resumed
     assert isinstance(sys.stdout, Impatient)
     sys.stdout.presses = 2
     with pytest.raises(KeyboardInterrupt):

@@ -18,9 +18,6 @@ from families import tiny
 from torch import Tensor
 
 from lightning_specdec.decoding import (
-    AdaptiveWindow,
-    Calibration,
-    Costs,
     Row,
     Session,
     Window,
@@ -293,33 +290,7 @@ def test_a_round_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPat
     assert session.result().tokens == expected.tokens and num_failed == 3
 
 
-# Windows that adapt.
-
-
-def test_a_window_that_hides_long_prompts_hides_none_from_a_drafter_inside_the_target() -> None:
-    """By a calibration of another pair its reading would cost much; it reads nothing that the target would not."""
-    widths = (1, 2, 3, 5)
-    each = Costs(1, widths, (1.0, 1.01, 1.02, 1.04), (0.0,) * 4, 0.0, 0.01, 0.3, 0.001)
-    prompts, target = [[i * 7 % 60 for i in range(50)], [4, 5]], ours("llama")
-    for rule, sampling in ((None, Sampling()), (RejectionSampling(), Sampling(0.9))):
-        drafter = Listening(1)
-        session = open_session(
-            target,
-            drafter,
-            prompts,
-            max_new_tokens=20,
-            num_draft_tokens=AdaptiveWindow(Calibration((each,), 64)),
-            rule=rule,
-            sampling=sampling,
-        )
-        row = session.live[0]
-        session.step()
-        assert session._plan.first_token(row) > 0, "nothing would be hidden from anyone"
-        while session.step():
-            pass
-        assert drafter.lengths and min(lengths[0] for lengths in drafter.lengths if len(lengths) == 2) >= 50
-        if rule is None:
-            assert session.result().tokens == autoregressive_decode(target, prompts, max_new_tokens=20).tokens
+# What a round costs.
 
 
 class Clock:
@@ -339,12 +310,12 @@ def test_a_calibration_has_the_costs_of_real_rounds(monkeypatch: pytest.MonkeyPa
     """The lower two layers read the last guess when it is verified, the upper one all of them."""
     target, drafter = HuggingFaceLM(tiny("llama", max_position_embeddings=512)), EarlyExitDrafter(2)
     clock = Clock(target, monkeypatch)
-    costs = calibrate(target, drafter, context_length=100, widths=(1, 2, 3, 5, 9), seconds=1e-9).at(1)
+    costs = calibrate(target, drafter, context_length=100, windows=(1, 2, 4, 8), seconds=0.0)
     assert costs.round_seconds(0) == pytest.approx(3 * 1.1)
     for window in (1, 2, 3, 4, 8):
         assert costs.round_seconds(window) == pytest.approx(2 * 1.1 + 1 + 0.1 * (window + 1))
     assert costs.draft_step_seconds == pytest.approx(2 * 1.1) and costs.draft_seconds == pytest.approx(0, abs=1e-9)
-    assert costs.draft_token_seconds == 0 and costs.target_token_seconds == pytest.approx(0.3, rel=0.02)
+    assert costs.target_token_seconds == pytest.approx(0.3, rel=0.02)
     before = clock.now
     result = speculative_decode(target, drafter, PROMPTS[3], max_new_tokens=30, num_draft_tokens=4)
     rounds = [len(each.drafted) for each in result.rows[0].rounds or ()]

@@ -13,6 +13,7 @@ import torch
 from tiny_heads import OPEN, Chain, family, heads, perfect
 from torch import Tensor, nn
 
+from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoding import Row, Session, autoregressive_decode, speculative_decode
 from lightning_specdec.decoding.conversation import Conversation
 from lightning_specdec.decoding.windows import Plan, Window
@@ -207,10 +208,10 @@ def test_processors_see_the_guesses_before_and_the_report_is_what_was_drawn_from
 @pytest.mark.parametrize("name", ["rnn", "llama"])
 def test_a_turn_begins_without_a_guess_and_answers_as_if_read_from_scratch(name: str) -> None:
     target, text = cases.target(name), [1, 2, 3]
-    conversation = Conversation(target, heads(target), eos=[cases.EOS])
+    conversation = Conversation(target, heads(target), DecodingConfig(eos=(cases.EOS,), max_new_tokens=9))
     for turn in ([4, 2], [7], [1, 1, 8]):
         text = [*text, *turn]
-        row = conversation.begin(text, max_new_tokens=9)
+        row = conversation.begin(text)
         while row.live:
             conversation.step()
         assert row.rounds[0].drafted == []

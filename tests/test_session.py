@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from lightning_specdec.decoding import (
-    FixedWindow,
     Row,
     Session,
     autoregressive_decode,
@@ -24,7 +23,6 @@ from lightning_specdec.decoding import (
     stream,
 )
 from lightning_specdec.decoding.rows import power_of_two
-from lightning_specdec.decoding.windows import Outcome, Plan
 from lightning_specdec.rules import Sampling
 
 COMING_AND_GOING = [
@@ -193,29 +191,3 @@ def test_a_stream_yields_the_tokens_of_the_whole_decode(rule: str) -> None:
         streamed.setdefault(index, []).append(token)
     whole = speculative_decode(model, drafter, cases.PROMPTS, eos=cases.EOS, **options)
     assert [streamed[i] for i in range(len(cases.PROMPTS))] == whole.tokens
-
-
-class Recorder(FixedWindow):
-    """A fixed window that keeps what it is told of every round."""
-
-    def __init__(self, num_draft_tokens: int) -> None:
-        super().__init__(num_draft_tokens)
-        self.outcomes: list[Outcome] = []
-
-    def plan(self, *, jointly: bool) -> Plan:
-        plan = super().plan(jointly=jointly)
-        plan.learn = self.outcomes.extend  # type: ignore[method-assign, assignment]
-        return plan
-
-
-def test_a_window_learns_nothing_from_guesses_behind_a_stop() -> None:
-    """The next turn draws with their uniform numbers, and a window must not depend on what it draws."""
-    model, window = cases.target("rnn"), Recorder(6)
-    expected = autoregressive_decode(model, [1, 2, 3], max_new_tokens=7).tokens[0]
-    eos = expected[2]
-    speculative_decode(
-        model, cases.drafter("itself", "rnn"), [1, 2, 3], max_new_tokens=9, num_draft_tokens=window, eos=eos
-    )
-    (outcome,) = window.outcomes
-    num_added = expected.index(eos) + 1
-    assert (outcome.num_made, outcome.num_accepted) == (num_added, num_added), "all of its six guesses were right"

@@ -10,7 +10,7 @@ import torch
 from cases import Wrapped
 from torch import Tensor
 
-from lightning_specdec.decoding import AdaptiveWindow, Calibration, Costs, Session, autoregressive_decode, open_session
+from lightning_specdec.decoding import AdaptiveWindow, Calibration, Session, autoregressive_decode, open_session
 from lightning_specdec.decoding import speculative_decode as decode
 from lightning_specdec.drafters import ModelDrafter
 from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
@@ -100,7 +100,7 @@ def test_a_draft_whose_logits_are_no_numbers_changes_nothing(rule: str, temperat
 
 def never() -> AdaptiveWindow:
     """A window that never opens: wide calls cost too much."""
-    return AdaptiveWindow(Calibration((Costs(1, (1, 3), (1.0, 9.0), (0.0, 0.0), 1.0, 1.0, 0.0, 0.0),), 8))
+    return AdaptiveWindow(Calibration(1, (1, 3), (1.0, 9.0), (0.0, 0.0), 1.0, 1.0, 0.0, 8))
 
 
 def test_a_logit_of_minus_infinity_is_a_token_that_is_not_wanted() -> None:
@@ -112,7 +112,7 @@ def test_a_logit_of_minus_infinity_is_a_token_that_is_not_wanted() -> None:
 
 def test_a_text_longer_than_the_targets_context_is_refused_before_decoding() -> None:
     model, drafter = Wrapped(cases.target("rnn"), 12), cases.drafter("near", "rnn")
-    told = "a prompt of 7 tokens and 6 new ones make 13, and the target's context holds 12: ask for at most 5 new ones"
+    told = "a prompt of 7 tokens and 6 new ones do not fit the target's context of 12"
     for prompts in (cases.PROMPTS, cases.PROMPTS[3]):
         with pytest.raises(ValueError, match=told):
             autoregressive_decode(model, prompts, max_new_tokens=6)
@@ -121,8 +121,6 @@ def test_a_text_longer_than_the_targets_context_is_refused_before_decoding() -> 
     session = Session(model, drafter, max_length=40)
     with pytest.raises(ValueError, match=told):
         session.add(cases.PROMPTS[3], max_new_tokens=6)
-    with pytest.raises(ValueError, match="a prompt of 12 tokens .* holds 12: shorten the prompt"):
-        session.add([1] * 12, max_new_tokens=6)
     assert session.result().rows == [] and session.live == []
     expected = autoregressive_decode(model, cases.PROMPTS, max_new_tokens=5)
     assert decode(model, drafter, cases.PROMPTS, max_new_tokens=5).tokens == expected.tokens
@@ -131,7 +129,7 @@ def test_a_text_longer_than_the_targets_context_is_refused_before_decoding() -> 
 def test_a_text_longer_than_the_drafts_context_is_refused_too() -> None:
     drafter = ModelDrafter(Wrapped(cases.target("rnn"), 8))
     assert drafter.max_positions == 8 and cases.drafter("near", "rnn").max_positions is None
-    with pytest.raises(ValueError, match="the draft's context holds 8: ask for at most 1 new ones"):
+    with pytest.raises(ValueError, match="do not fit the draft's context of 8"):
         decode(cases.target("rnn"), drafter, cases.PROMPTS, max_new_tokens=2)
 
 

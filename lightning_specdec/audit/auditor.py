@@ -24,7 +24,7 @@ from lightning_specdec.audit.identity import Divergence, find_divergence, num_wr
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoding import DecodeResult, autoregressive_decode, speculative_decode
-from lightning_specdec.decoding.rows import check_batch, check_context, check_eos
+from lightning_specdec.decoding.rows import check_batch, check_eos
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import AcceptanceRule, Sampling
@@ -79,12 +79,10 @@ class Auditor:
         self.window = require_int("num_draft_tokens", config.num_draft_tokens, 1)
         self.max_new_tokens, self.seed = config.max_new_tokens, config.seed
         self.eos = tuple(sorted(check_eos(config.eos, target.vocab_size)))
-        batch = check_batch(prompts, target.vocab_size, max_new_tokens=self.max_new_tokens, indices=None)
-        self.prompts = [text for _, text in batch]
+        self.prompts = [text for _, text in check_batch(prompts, target, config)]
         for drafter in drafts.values():
             drafter.check_target(target)
-            for text in self.prompts:
-                check_context(len(text), self.max_new_tokens, target, drafter)
+            check_batch(self.prompts, target, config, drafter=drafter)
         left_out = [
             (draft, name)
             for (draft, drafter), (name, rule) in product(drafts.items(), rules.items())

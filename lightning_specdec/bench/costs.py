@@ -8,11 +8,11 @@ from statistics import median
 from typing import Any
 
 from lightning_specdec.bench.config import BenchConfig
-from lightning_specdec.bench.measure import FAILURES, Case, windows_of
+from lightning_specdec.bench.measure import FAILURES, Case
 from lightning_specdec.bench.pairs import BenchPair
 from lightning_specdec.bench.rows import SPECULATIVE
 from lightning_specdec.config.decoding import DecodingConfig
-from lightning_specdec.decoding import Costs, autoregressive_decode
+from lightning_specdec.decoding import Calibration, autoregressive_decode
 from lightning_specdec.decoding.calibration import calibrate
 from lightning_specdec.drafters import Drafter, NGramDrafter
 
@@ -31,17 +31,16 @@ def timed_calls(pair: BenchPair, config: BenchConfig) -> dict[str, Any]:
     lengths = [len(prompt.tokens) for prompt in chain(*pair.prompts.values())]
     context = max(2, round(median(lengths)) + config.max_new_tokens // 2)
 
-    def costs_of(drafter: Drafter, windows: list[int]) -> Costs:
-        widths = [1, *(window + 1 for window in windows)]
-        return calibrate(pair.target, drafter, seconds=SECONDS, context_length=context, widths=widths).costs[0]
+    def costs_of(drafter: Drafter) -> Calibration:
+        return calibrate(pair.target, drafter, seconds=SECONDS, context_length=context, windows=windows)
 
-    plain = costs_of(NGramDrafter(), windows)
+    plain = costs_of(NGramDrafter())
     one = plain.target_seconds[0]
     drafts = {}
     for name, drafter in pair.drafts.items():
         if isinstance(drafter, Drafter):
             try:
-                drafts[name] = costs_of(drafter, windows_of(drafter.max_draft_tokens, windows))
+                drafts[name] = costs_of(drafter)
             except FAILURES:  # its cases fail too, and say why
                 continue
     return {

@@ -27,7 +27,7 @@ from lightning_specdec.decoding import (
     speculative_decode,
 )
 from lightning_specdec.decoding.calibration import load_or_measure
-from lightning_specdec.decoding.rows import check_batch, check_context, check_eos, num_shared
+from lightning_specdec.decoding.rows import check_batch, check_eos, num_shared
 from lightning_specdec.decoding.windows import DEFAULT_WINDOW
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import LanguageModel
@@ -318,9 +318,7 @@ def in_one_line(error: BaseException) -> str:
 def _standard(target: LanguageModel, prompts: Sequence[Sequence[int]], config: DecodingConfig, batch_size: int) -> Case:
     """Standard decoding of prompts that were checked."""
     require_int("batch_size", batch_size, 1)
-    batch = check_batch(prompts, target.vocab_size, max_new_tokens=config.max_new_tokens, indices=None)
-    for _, text in batch:
-        check_context(len(text), config.max_new_tokens, target)
+    batch = check_batch(prompts, target, config)
     check_eos(config.eos, target.vocab_size)
     several = [Prompt(str(number), "", tuple(text)) for number, text in batch]
     return Case(method=STANDARD, target=target, config=config, prompts=several, batch_size=batch_size)

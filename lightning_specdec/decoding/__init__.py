@@ -10,7 +10,6 @@ from lightning_specdec.decoding.timing import PHASES, PhaseTimer
 from lightning_specdec.decoding.windows import (
     AdaptiveWindow,
     Calibration,
-    Costs,
     FixedWindow,
     Window,
     window_from_dict,
@@ -20,7 +19,6 @@ __all__ = [
     "PHASES",
     "AdaptiveWindow",
     "Calibration",
-    "Costs",
     "Conversation",
     "Counts",
     "DecodeInterrupted",

@@ -14,7 +14,6 @@ from lightning_specdec.decoding.rows import (
     Prompts,
     Row,
     check_batch,
-    check_context,
     check_eos,
     flag_undrawable,
     power_of_two,
@@ -53,10 +52,8 @@ def autoregressive_decode(
     stop = stops_of(config, target)
     rows = [
         Row(number, text, max_new_tokens=num_new, eos=eos, speculative=False, stop=stop)
-        for number, text in check_batch(prompts, target.vocab_size, max_new_tokens=num_new, indices=indices)
+        for number, text in check_batch(prompts, target, config, indices=indices)
     ]
-    for row in rows:
-        check_context(row.prompt_length, num_new, target)
     timer, num_calls, live = PhaseTimer(device), 0, rows
 
     def choose(logits: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:

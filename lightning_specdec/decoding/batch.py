@@ -52,8 +52,10 @@ class Batch:
             return self.graphs.buffer(name, shape, dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def upload(self, windows: Sequence[int]) -> Upload:
-        """The round's numbers on the device, in one copy."""
+    def upload(self, windows: Sequence[int]) -> Upload | None:
+        """The round's numbers on the device, in one copy; None where calls are not recorded."""
+        if self.graphs is None:
+            return None
         if self._upload is None or len(self._upload.values) != len(self.rows):
             self._upload = Upload(self._steady("round", (len(self.rows), Upload.WIDTH), torch.long))
         return self._upload.fill(self.rows, windows)
@@ -87,21 +89,15 @@ class Batch:
             self.draft_state.clear([place])
         return place
 
-    def go_back(self, place: int, length: int, draft_length: int) -> bool:
-        """Forget all but so many tokens of what lies there, as another prompt continues from them.
-
-        Args:
-            length, draft_length: tokens from the beginning of what the target, and the drafter, have seen.
-
-        Returns:
-            Whether that could be done: the target may have committed more.
-        """
+    def go_back(self, place: int, length: int) -> bool:
+        """Forget all but so many tokens of what lies there, as another prompt continues from them; gives whether that
+        could be done: the target may have committed more."""
         if self.target_state.committed[place] > length or self.rows[place].stop_reason == "failed":
             return False
         lengths = list(self.target_state.consumed)
         lengths[place] = min(lengths[place], length)
         self.target_state.truncate(lengths)
-        self.draft_state.resume(place, draft_length)
+        self.draft_state.resume(place, length)
         return True
 
     def rewind(self, upload: Upload | None = None) -> list[list[int]]:
@@ -118,18 +114,17 @@ class Batch:
         """Each row's uniform numbers for the next N positions; None where nothing is drawn at random."""
         if self.noise is None:
             return None
+
+        def gather(noise: Tensor, num_new: Tensor) -> Outputs:
+            places = num_new[:, None, None] + torch.arange(num_positions, device=noise.device)[:, None]
+            return (noise.gather(1, places.clamp(max=noise.shape[1] - 1).expand(-1, -1, noise.shape[2])),)
+
         if upload is not None and self.graphs is not None:
-
-            def gather(noise: Tensor, num_new: Tensor) -> Outputs:
-                places = num_new[:, None, None] + torch.arange(num_positions, device=noise.device)[:, None]
-                return (noise.gather(1, places.clamp(max=noise.shape[1] - 1).expand(-1, -1, noise.shape[2])),)
-
             return self.graphs.run(("noise", num_positions), gather, self.noise, upload.num_new)[0]
         done = [row.num_new for row in self.rows]
         if min(done) == max(done):
             return self.noise[:, done[0] : done[0] + num_positions]
-        index = torch.tensor(done, device=self.device)[:, None] + torch.arange(num_positions, device=self.device)
-        return self.noise.gather(1, index[..., None].expand(-1, -1, len(Purpose)))
+        return gather(self.noise, torch.tensor(done, device=self.device))[0]
 
     def shrink(self) -> bool:
         """Leave finished rows behind once the live ones fit a smaller power of two; gives whether any is live."""

@@ -1,4 +1,4 @@
-"""Measures what draft, target and loop cost on this machine: a few rounds of a real session for each width."""
+"""Measures what draft, target and loop cost on this machine: rounds of a real session, a few for each width."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from lightning_specdec.config.settings import Settings
 from lightning_specdec.decoding.rows import Row
 from lightning_specdec.decoding.session import Session
 from lightning_specdec.decoding.timing import PHASES
-from lightning_specdec.decoding.windows import Calibration, Costs, Plan, Window
+from lightning_specdec.decoding.windows import Calibration, Plan, Window
 from lightning_specdec.drafters import Draft, Drafter, NGramWithFallback
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import make_rule
 
 log = logging.getLogger(__name__)
-WIDTHS = (1, 2, 3, 5, 9, 17)
-"""Numbers of tokens that the target's call is measured with; between them, costs are nearly linear."""
-FEWEST_REPEATS, MOST_REPEATS = 4, 12
-"""Rounds of each width: as many as the time allows, between these."""
+WINDOWS = (1, 2, 4, 8, 16)
+"""Draft tokens of the rounds that are measured; between them, costs are nearly linear."""
+FEWEST_PASSES, MOST_PASSES = 4, 12
+"""Rounds of each window: as many as the time allows, between these."""
 PERIOD = 24
 """Tokens after which the text that is measured on repeats itself, so that a lookup finds something."""
 
 
-class _Script(Window, Plan):
-    """The windows that are measured, one after the other."""
+class _Measured(Window, Plan):
+    """The window that is being measured."""
 
-    def __init__(self, windows: Sequence[int]) -> None:
-        self.script, self.largest = list(windows), max(windows)
+    def __init__(self, largest: int) -> None:
+        self.largest = self.now = largest
 
     def plan(self, *, jointly: bool) -> Plan:
         return self
 
     def windows(self, rows: Sequence[Row]) -> list[int]:
-        return [self.script.pop(0)] * len(rows)
+        return [self.now] * len(rows)
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": "measured"}
@@ -56,8 +56,6 @@ class _FullSession(Session):
     def _propose(self, *arguments: Any) -> Draft:
         draft, windows = super()._propose(*arguments), arguments[1]
         missing = max(windows) - draft.tokens.shape[1]
-        if missing <= 0:
-            return draft
         pad = torch.nn.functional.pad
         probs, logits = (
             None if each is None else pad(each, (0, 0, 0, missing)) for each in (draft.probs, draft.logits)
@@ -70,121 +68,72 @@ def calibrate(
     drafter: Drafter,
     config: DecodingConfig | None = None,
     *,
-    batch_sizes: Sequence[int] = (1,),
+    batch_size: int = 1,
     context_length: int = 128,
-    widths: Sequence[int] = WIDTHS,
+    windows: Sequence[int] = WINDOWS,
     seconds: float = 2.0,
     **changes: Any,
 ) -> Calibration:
-    """Measure the costs of this pair, at sizes and settings like those that it will decode with.
+    """Measure the costs of this pair with settings like those that it will decode with: medians over several passes.
 
     Args:
         drafter: as it will draft: fused or compiled. Of one with a fallback, that is measured: it costs more.
         config: how to decode; `changes` replace fields of it.
         context_length: tokens of text before the first call; fewer where a model holds fewer.
-        widths: numbers of tokens in the target's call, 1 and at least one more.
-        seconds: about as long as the timing of each batch size may take, if four rounds of each width fit.
+        windows: draft tokens of the rounds; no more are measured than the drafter makes.
+        seconds: how long to measure, if `FEWEST_PASSES` fit.
     """
-    widths = sorted({1, *widths})
-    if len(widths) < 2:
-        raise ValueError("widths must have one above 1: there is nothing to choose from otherwise")
-    config = DecodingConfig.of(config, **changes).changed(eos=None, stop=())
-    # The round after one without a draft reads more than usual: it is not counted.
-    windows = [width - 1 for width in widths]
-    first = windows[1]
-    one_pass = [0, 0, first, *windows[1:]]
-    pass_tokens = sum(one_pass) + len(one_pass)
-    limits = [limit for limit in (target.max_positions, drafter.max_positions) if limit is not None]
-    needed = pass_tokens * (FEWEST_REPEATS + 1) + first + 2
-    length = min([context_length, *(limit - needed for limit in limits)])
-    if length < 2:
-        raise ValueError(f"measuring takes {needed} tokens and the models hold {min(limits)}: measure fewer widths")
     measured = drafter.fallback if isinstance(drafter, NGramWithFallback) else drafter
-    costs = []
-    for size in sorted(set(batch_sizes)):
-        run = functools.partial(_run, target, measured, config, size, length)
-        # The first session warms up allocators, caches and compilers, so that the second one's prompt is timed fairly.
-        warm = run([first, *one_pass, *one_pass])
-        repeats = int(seconds / sum(sum(each.values()) for each in warm[-len(one_pass) :]))
-        repeats = min(MOST_REPEATS, max(FEWEST_REPEATS, repeats))
-        repeats = min([repeats, *((limit - length - first - 2) // pass_tokens - 1 for limit in limits)])
-        rounds = run([first, *one_pass * (repeats + 1)])
-        timed: dict[int, list[dict[str, float]]] = {window: [] for window in windows}
-        for i, (window, phases) in enumerate(zip(one_pass * repeats, rounds[1 + len(one_pass) :], strict=True)):
-            if i % len(one_pass) != 2:
-                timed[window].append(phases)
-        costs.append(_costs(size, length, first, rounds[0], timed, inside_target=measured.inside_target))
-    weights = (each.dtype for each in target.parameters() if each.is_floating_point())
-    return Calibration(
-        tuple(costs),
-        length,
-        target=type(target).__name__,
-        drafter=type(drafter).__name__,
-        device=_device(target),
-        dtype=str(getattr(target, "dtype", None) or next(weights, torch.float32)).removeprefix("torch."),
-        threads=torch.get_num_threads(),
-    )
-
-
-def _run(
-    target: LanguageModel, drafter: Drafter, config: DecodingConfig, num_rows: int, length: int, script: list[int]
-) -> list[dict[str, float]]:
-    """The seconds of each round of the script, by phase, on meaningless texts that repeat themselves."""
-    generator = torch.Generator().manual_seed(0)
-    period = torch.randint(target.vocab_size, (num_rows, PERIOD), generator=generator)
+    most = measured.max_draft_tokens or max(windows)
+    windows = sorted({min(window, most) for window in windows})
+    # The first round reads the prompt. The one without a draft comes last: the round behind it would read more.
+    script = [windows[0], *windows, 0]
     num_new = sum(script) + len(script) + 1
-    options: dict[str, Any] = {"num_draft_tokens": _Script(script), "max_new_tokens": num_new}
-    session = _FullSession(target, drafter, config, max_length=length + num_new, batch_size=num_rows, **options)
-    for text in period.repeat(1, length // PERIOD + 1)[:, :length].tolist():
-        session.add(text)
-    session.timer.lap("rest")
-    rounds, before = [], session.timer.seconds()
-    for _ in range(len(script)):
-        session.step()
-        after = session.timer.seconds()
-        rounds.append({phase: after[phase] - before[phase] for phase in PHASES})
-        before = after
-    return rounds
-
-
-def _costs(
-    batch_size: int,
-    length: int,
-    first_window: int,
-    prompt: dict[str, float],
-    timed: dict[int, list[dict[str, float]]],
-    *,
-    inside_target: bool,
-) -> Costs:
-    """Medians of the rounds by window; `prompt` are the seconds of the round that read the prompt."""
-
-    def medians(*phases: str) -> dict[int, float]:
-        return {window: median(sum(each[name] for name in phases) for each in all_) for window, all_ in timed.items()}
-
-    draft, call, loop = medians("draft"), medians("verify"), medians("accept", "rest")
-    # A wider call is not cheaper, and a loop that takes more than half the round was interrupted.
-    rounds = list(accumulate((call[window] + loop[window] for window in call), max))
-    loops = [min(loop[window], whole / 2) for window, whole in zip(call, rounds, strict=True)]
-    points = {window: max(0.0, seconds - draft[0]) for window, seconds in draft.items() if window}
-    step, fixed = 0.0, -1.0
-    if len(points) > 1:
-        step, fixed = linear_regression(list(points), list(points.values()))
-    if fixed < 0 or step < 0:
-        step, fixed = linear_regression([*points, 0], [*points.values(), 0.0], proportional=True)
-    drafted, verified = (
-        max(0.0, prompt[phase] - later) / length
-        for phase, later in (("draft", draft[first_window]), ("verify", call[first_window]))
+    limits = [limit for limit in (target.max_positions, drafter.max_positions) if limit is not None]
+    length = min([context_length, *(limit - num_new for limit in limits)])
+    if length < 2:
+        raise ValueError(f"measuring takes {num_new} tokens and the models hold {min(limits)}: use fixed windows")
+    generator = torch.Generator().manual_seed(0)
+    period = torch.randint(target.vocab_size, (batch_size, PERIOD), generator=generator)
+    texts = period.repeat(1, length // PERIOD + 1)[:, :length].tolist()
+    config = DecodingConfig.of(config, **changes).changed(eos=None, stop=(), max_new_tokens=num_new)
+    window = _Measured(windows[-1])
+    session = _FullSession(
+        target, measured, config, max_length=length + num_new, batch_size=batch_size, num_draft_tokens=window
     )
-    return Costs(
+    passes: list[list[dict[str, float]]] = []
+    while len(passes) <= FEWEST_PASSES or (len(passes) <= MOST_PASSES and session.timer.elapsed() < seconds):
+        rows = [session.add(text) for text in texts]
+        rounds, before = [], session.timer.seconds()
+        for window.now in script:
+            session.step()
+            after = session.timer.seconds()
+            rounds.append({phase: after[phase] - before[phase] for phase in PHASES})
+            before = after
+        passes.append(rounds)
+        for row in rows:
+            session.cancel(row)
+            session.release(row)
+
+    def medians(*phases: str) -> tuple[float, list[float]]:
+        """Of the round that reads the prompt, and by width; the first pass only warms up."""
+        alike = zip(*passes[1:], strict=True)
+        prompt, *drafted, plain = (median(sum(each[name] for name in phases) for each in rounds) for rounds in alike)
+        return prompt, [plain, *drafted]
+
+    reading, drafts = ("verify", "draft") if measured.inside_target else ("verify",), medians("draft")[1]
+    prompt, read = medians(*reading)
+    xs, ys = (windows, drafts[1:]) if len(windows) > 1 else ([0, *windows], [0.0, *drafts[1:]])
+    step, fixed = linear_regression(xs, ys)
+    return Calibration(
         batch_size=batch_size,
-        widths=tuple(window + 1 for window in timed),
-        target_seconds=tuple(whole - loop for whole, loop in zip(rounds, loops, strict=True)),
-        loop_seconds=tuple(loops),
-        draft_seconds=fixed,
-        draft_step_seconds=step,
-        # What a draft inside the target reads of a prompt is the target's own reading, and no further cost.
-        draft_token_seconds=0.0 if inside_target else drafted,
-        target_token_seconds=verified + drafted if inside_target else verified,
+        widths=tuple(window + 1 for window in (0, *windows)),
+        target_seconds=tuple(accumulate(medians("verify")[1], max)),  # a wider call is not cheaper
+        loop_seconds=tuple(medians("accept", "rest")[1]),
+        draft_seconds=max(0.0, fixed),
+        draft_step_seconds=max(0.0, step),
+        target_token_seconds=max(0.0, prompt - read[1]) / (length - 1),
+        context_length=length,
     )
 
 
@@ -197,18 +146,25 @@ def load_or_measure(
     **changes: Any,
 ) -> Calibration:
     """This machine's calibration, measured once for each pair and its settings and kept in the cache directory."""
-    config = DecodingConfig.of(config, **changes)
-    filters = config.greedy, config.top_k, config.top_p, config.min_p
-    settings = (batch_size, type(make_rule(config.rule)).__name__, *filters)
-    processor = torch.backends.cpu.get_cpu_capability() if target.device.type == "cpu" else _device(target)
-    machine = (__version__, torch.__version__, torch.get_num_threads(), str(target.device), processor)
+    config, device = DecodingConfig.of(config, **changes), target.device
+    settings = (
+        batch_size,
+        type(make_rule(config.rule)).__name__,
+        config.greedy,
+        config.top_k,
+        config.top_p,
+        config.min_p,
+    )
+    is_gpu = device.type == "cuda"
+    processor = torch.cuda.get_device_name(device) if is_gpu else torch.backends.cpu.get_cpu_capability()
+    machine = __version__, torch.__version__, torch.get_num_threads(), str(device), processor
     key = repr((settings, machine, fingerprint(target), fingerprint(drafter)))
     kept = cache_home() / f"calibration-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     try:
         return Calibration.load(kept)
     except (OSError, ValueError):
         log.info("measuring what draft and target cost, once for this machine: some seconds")
-    found = calibrate(target, drafter, config, batch_sizes=(batch_size,))
+    found = calibrate(target, drafter, config, batch_size=batch_size)
     try:
         found.save(kept)
     except OSError as error:
@@ -234,8 +190,3 @@ def fingerprint(module: torch.nn.Module) -> str:
     for each in (*module.parameters(), *module.buffers()):
         parts.append((tuple(each.shape), str(each.dtype), type(each).__name__, type(each.data).__name__))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _device(target: LanguageModel) -> str:
-    device = target.device
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

@@ -177,20 +177,21 @@ def as_prompts(prompts: Prompts) -> list[list[Any]]:
     mask: Any = None
     if isinstance(prompts, Mapping):
         mask, prompts = prompts.get("attention_mask"), prompts["input_ids"]
-    if not isinstance(prompts, Tensor) and hasattr(prompts, "tolist"):  # an array of numpy's
-        prompts = torch.as_tensor(prompts)
-    values: list[Any] = torch.atleast_1d(prompts).tolist() if isinstance(prompts, Tensor) else list(prompts)
+    values = [_plain(value) for value in _plain(prompts)]
     if not values:
         raise ValueError("there is no prompt: give at least one token")
-    if not all(isinstance(value, Sequence) or (isinstance(value, Tensor) and value.dim()) for value in values):
-        values = [values]  # of one prompt, or of what `check_prompt` refuses
-    rows = [value.tolist() if isinstance(value, Tensor) else list(value) for value in values]
+    rows: list[Any] = values if all(isinstance(value, Sequence) for value in values) else [values]
     if mask is None:
         return rows
     masks = as_prompts(mask)
     if list(map(len, masks)) != list(map(len, rows)):
         raise ValueError("the attention mask must have the shape of the prompts: take both from one tokenizer call")
     return [[token for token, real in zip(*both, strict=True) if real] for both in zip(rows, masks, strict=True)]
+
+
+def _plain(values: Any) -> Any:
+    """A tensor or an array as lists."""
+    return values.tolist() if hasattr(values, "tolist") else values
 
 
 def check_prompt(prompt: Sequence[Any], vocab_size: int, name: str) -> None:
@@ -202,30 +203,30 @@ def check_prompt(prompt: Sequence[Any], vocab_size: int, name: str) -> None:
             raise ValueError(f"{name} holds {token!r}: tokens of this model are integers from 0 to {vocab_size - 1}")
 
 
-def check_padding(rows: Sequence[Sequence[int]], special: Mapping[str, int]) -> None:
-    """Raise ValueError for rows that seem padded, by the special tokens' numbers.
-
-    Where the pad token is BOS or EOS too, all rows may begin or end with it.
-    """
-    pad = special.get("pad")
-    shared = pad in (special.get("bos"), special.get("eos"))
-    for end in (0, -1) if pad is not None else ():
+def check_padding(rows: Sequence[Sequence[int]], pad: int | None) -> None:
+    """Raise ValueError where some rows begin or end with the pad token and others do not."""
+    for end, word in ((0, "begins"), (-1, "ends")):
         padded = [bool(row) and row[end] == pad for row in rows]
-        if any(padded) and not (shared and all(padded)):
+        if any(padded) and not all(padded):
             raise ValueError(
-                f"prompt {padded.index(True)} {'ends' if end else 'begins'} with the pad token {pad}: give the "
-                "tokenizer's whole output, with its attention_mask, or rows without padding"
+                f"prompt {padded.index(True)} {word} with the pad token {pad}: give the tokenizer's whole output, with "
+                "its attention_mask, or rows without padding"
             )
 
 
 def check_batch(
-    prompts: Prompts, vocab_size: int, *, max_new_tokens: int, indices: Sequence[int] | None
+    prompts: Prompts,
+    target: LanguageModel,
+    config: DecodingConfig,
+    *,
+    indices: Sequence[int] | None = None,
+    drafter: Drafter | None = None,
 ) -> list[tuple[int, list[int]]]:
     """The prompts with their numbers (0, 1, ... when `indices` is None), checked."""
-    require_int("max_new_tokens", max_new_tokens, 1)
     texts = as_prompts(prompts)
     for i, text in enumerate(texts):
-        check_prompt(text, vocab_size, f"prompt {i}")
+        check_prompt(text, target.vocab_size, f"prompt {i}")
+        check_context(len(text), config.max_new_tokens, target, drafter)
     numbers = range(len(texts)) if indices is None else indices
     if len(numbers) != len(texts):
         raise ValueError(f"there are {len(texts)} prompts but {len(numbers)} indices: give one for each")
@@ -242,23 +243,19 @@ def check_context(
     num_prompt_tokens: int, max_new_tokens: int, target: LanguageModel, drafter: Drafter | None = None
 ) -> None:
     """Raise ValueError for a text that would outgrow what a model was made for."""
-    limits = {"target": target.max_positions, "draft": None if drafter is None else drafter.max_positions}
-    total = num_prompt_tokens + max_new_tokens
-    for owner, limit in limits.items():
-        if limit is not None and total > limit:
-            room = limit - num_prompt_tokens
-            advice = f"ask for at most {room} new ones" if room > 0 else "shorten the prompt"
+    for owner, model in (("target", target), ("draft", drafter)):
+        limit = None if model is None else model.max_positions
+        if limit is not None and num_prompt_tokens + max_new_tokens > limit:
             raise ValueError(
-                f"a prompt of {num_prompt_tokens} tokens and {max_new_tokens} new ones make {total}, and the {owner}'s "
-                f"context holds {limit}: {advice}"
+                f"a prompt of {num_prompt_tokens} tokens and {max_new_tokens} new ones do not fit the {owner}'s "
+                f"context of {limit}: shorten the prompt or ask for fewer new tokens"
             )
 
 
 def flag_undrawable(tokens: Int[Tensor, "*B"], logits: Float[Tensor, "*B V"]) -> Int[Tensor, "*B"]:
     """The largest logits' tokens; the vocabulary's size, which no token is, where that logit is not a finite number.
 
-    The largest of numbers with a NaN among them is that NaN, so looking at one logit finds it, and the host learns of
-    it by the read that it makes anyway.
+    The largest of numbers with a NaN among them is that NaN, so one logit tells.
     """
     largest = logits.gather(-1, tokens[..., None]).squeeze(-1)
     return torch.where(largest.abs() < torch.inf, tokens, logits.shape[-1])

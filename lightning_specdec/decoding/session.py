@@ -27,7 +27,6 @@ from lightning_specdec.decoding.rows import (
     num_shared,
     stops_of,
 )
-from lightning_specdec.decoding.stopping import StopStrings
 from lightning_specdec.decoding.timing import PhaseTimer, peak_memory_bytes
 from lightning_specdec.decoding.verification import Verification
 from lightning_specdec.decoding.windows import FixedWindow, as_window
@@ -66,12 +65,14 @@ class Session:
         **changes: Any,
     ) -> None:
         self.target, self.drafter = target, drafter
-        self.config = DecodingConfig.of(config, **changes)
-        self.sampling, self.rule = Sampling.of(self.config), make_rule(self.config.rule)
-        self.window = as_window(self.config.num_draft_tokens)
+        self.config = config = DecodingConfig.of(config, **changes)
+        self.sampling, self.rule, self.window = (
+            Sampling.of(config),
+            make_rule(config.rule),
+            as_window(config.num_draft_tokens),
+        )
         self.max_length = require_int("max_length", max_length, 2)
-        self.eos, self.seed = check_eos(self.config.eos, target.vocab_size), self.config.seed
-        self._stops = stops_of(self.config, target)
+        self._eos, self._stops = check_eos(config.eos, target.vocab_size), stops_of(config, target)
         drafter.check_target(target)
         if self.rule.needs_draft_logits and not drafter.gives_logits:
             rule_name, drafter_name = type(self.rule).__name__, type(drafter).__name__
@@ -87,9 +88,9 @@ class Session:
         # Draft tokens are read beyond the text: at most a window and the token before it.
         num_slots = max_length + self.window.largest + 1
         noisy = not self.sampling.greedy or drafter.needs_noise(self.sampling)
-        seed = self.seed if noisy else None
+        seed = config.seed if noisy else None
         self._batch = Batch(target, drafter, batch_size=batch_size, num_slots=num_slots, seed=seed)
-        self._verification = Verification(self.rule, self.sampling, target.vocab_size, logprobs=self.config.logprobs)
+        self._verification = Verification(self.rule, self.sampling, target.vocab_size, logprobs=config.logprobs)
         self._features = tuple(drafter.features(target))
 
     @property
@@ -98,28 +99,18 @@ class Session:
         return self._batch.live
 
     @torch.inference_mode()
-    def add(
-        self,
-        prompt: Sequence[int],
-        *,
-        max_new_tokens: int | None = None,
-        index: int | None = None,
-        stop: StopStrings | None = None,
-    ) -> Row:
+    def add(self, prompt: Sequence[int], *, max_new_tokens: int | None = None, index: int | None = None) -> Row:
         """Begin a row; it joins the next round.
 
         Args:
-            max_new_tokens, stop: those of the config when None.
+            max_new_tokens: that of the config when None.
             index: keys its noise: the next free number when None.
         """
-        index = self._next_index if index is None else index
-        row = self._row(prompt, max_new_tokens=max_new_tokens, index=index, stop=stop)
+        row = self._row(prompt, max_new_tokens, self._next_index if index is None else index)
         return self._enter(row, self._batch.make_place())
 
     @torch.inference_mode()
-    def resume(
-        self, row: Row, prompt: Sequence[int], *, max_new_tokens: int | None = None, stop: StopStrings | None = None
-    ) -> Row:
+    def resume(self, row: Row, prompt: Sequence[int], *, max_new_tokens: int | None = None) -> Row:
         """Begin the next turn of a row that has ended: another row, whose prompt continues the old one's text.
 
         Only what follows the common part of the two texts is read, where the states can go back so far. Noise goes on
@@ -129,58 +120,37 @@ class Session:
         Raises:
             ValueError: the row has not ended, or another one continues it already.
         """
-        if row.live:
-            raise ValueError("the row is still being decoded: cancel it, or wait for its end, before it is resumed")
-        if row.resumed:
-            raise ValueError(
-                "the row was resumed before, and its noise is in use: resume the newest turn instead, whose prompt may "
-                "go back to any earlier place"
-            )
-        num_drawn = row.num_drawn + row.num_new
-        new = self._row(prompt, max_new_tokens=max_new_tokens, index=row.index, stop=stop, num_drawn=num_drawn)
+        if row.live or row.resumed:
+            state = "was resumed before: resume the newest turn" if row.resumed else "is still being decoded: cancel it"
+            raise ValueError(f"the row {state} instead")
+        new = self._row(prompt, max_new_tokens, row.index, num_drawn=row.num_drawn + row.num_new)
         row.resumed = True
-        batch, place, shared = self._batch, self._batch.place(row), num_shared(row.text, prompt)
-        self._plan.resume(new, row, shared)
         # The old text's last token was drawn and never read; a draft token may have been, in its place.
-        keep = min(shared, len(row.text) - 1, len(prompt) - 1)
-        if place is None or not batch.go_back(place, keep, max(0, keep - self._first_token(row))):
-            place = batch.make_place()
+        keep = min(num_shared(row.text, prompt), len(row.text) - 1, len(prompt) - 1)
+        place = self._batch.place(row)
+        if place is None or not self._batch.go_back(place, keep):
+            place = self._batch.make_place()
         return self._enter(new, place)
 
-    def num_read(self, row: Row) -> int:
-        """Tokens of a row's text that the target has read, draft tokens not counted; 0 where it has no place here."""
-        place = self._batch.place(row)
-        return 0 if place is None else min(self._batch.target_state.consumed[place], len(row.text))
-
-    def _row(
-        self,
-        prompt: Sequence[int],
-        *,
-        max_new_tokens: int | None,
-        index: int,
-        stop: StopStrings | None,
-        num_drawn: int = 0,
-    ) -> Row:
+    def _row(self, prompt: Sequence[int], max_new_tokens: int | None, index: int, num_drawn: int = 0) -> Row:
         """A row that has no place yet, checked."""
         check_prompt(prompt, self.target.vocab_size, "the prompt")
         wanted = self.config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        max_new_tokens = require_int("max_new_tokens", wanted, 1)
-        row = Row(
+        check_context(len(prompt), require_int("max_new_tokens", wanted, 1), self.target, self.drafter)
+        if len(prompt) + wanted > self.max_length:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and {wanted} new ones exceed max_length={self.max_length}: open the "
+                "session with a larger one"
+            )
+        return Row(
             index,
             prompt,
-            max_new_tokens=max_new_tokens,
-            eos=self.eos,
+            max_new_tokens=wanted,
+            eos=self._eos,
             speculative=True,
-            stop=stop or self._stops,
+            stop=self._stops,
             num_drawn=num_drawn,
         )
-        check_context(len(prompt), max_new_tokens, self.target, self.drafter)
-        if row.max_length > self.max_length:
-            raise ValueError(
-                f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones exceed max_length={self.max_length}: "
-                "open the session with a larger one"
-            )
-        return row
 
     def _enter(self, row: Row, place: int) -> Row:
         self._batch.enter(row, place)
@@ -205,23 +175,21 @@ class Session:
         batch, timer, verification = self._batch, self.timer, self._verification
         if not batch.shrink():
             return []
-        rows = batch.rows
-        windows = self._plan.windows(rows)
-        upload = None if batch.graphs is None else batch.upload(windows)
-        unread = batch.rewind(upload)
-        tail = last_two([row.text for row in rows], self.device) if upload is None else upload.tail
+        rows, windows = batch.rows, self._plan.windows(batch.rows)
         width = max(windows)
         if width and batch.graphs is not None and isinstance(self.window, FixedWindow):
             width = self.window.largest  # the last rounds of a text need no recordings of their own
+        upload = batch.upload(windows)
+        unread = batch.rewind(upload)
+        tail = last_two([row.text for row in rows], self.device) if upload is None else upload.tail
         noise = batch.round_noise(width + 1, upload)
         timer.lap("rest")
         draft = self._propose(tail, windows, width, noise, upload)
         timer.lap("draft")
         # The target reads what it has not seen of each text, and the draft tokens; it scores the K + 1 last positions.
-        one_each = all(len(each) == 1 for each in unread)
-        tokens, valid_lengths, places = with_guesses(
-            *((tail[:, 1:], None) if one_each else pad(unread, self.device)), draft.tokens
-        )
+        last_only = all(len(each) == 1 for each in unread)
+        new = (tail[:, 1:], None) if last_only else pad(unread, self.device)
+        tokens, valid_lengths, places = with_guesses(*new, draft.tokens)
         score = self.target if draft.exit_states is None else partial(self.target.finish, draft.exit_states)
         output = score(
             tokens, batch.target_state, valid_lengths=valid_lengths, logits_for=places, features=self._features
@@ -243,11 +211,10 @@ class Session:
         if width == 0:
             return Draft(torch.empty(len(windows), 0, dtype=torch.long, device=self.device))
         batch, device = self._batch, None
-        texts = [row.text[first:] if (first := self._first_token(row)) else row.text for row in batch.rows]
-        if upload is not None and batch.graphs is not None and not any(map(self._first_token, batch.rows)):
+        if upload is not None and batch.graphs is not None:
             device = DeviceRound(batch.graphs, upload.starts, upload.num_added, windows, upload.windows, width)
         request = DraftRequest(
-            texts=texts,
+            texts=[row.text for row in batch.rows],
             tail=tail,
             uniform=None if noise is None else noise[:, :width, self.rule.draft_purpose],
             wants_logits=self.rule.needs_draft_logits,
@@ -258,10 +225,6 @@ class Session:
         draft = self.drafter.propose(batch.draft_state, request, windows, self.sampling)
         self.num_draft_calls += draft.num_calls
         return draft
-
-    def _first_token(self, row: Row) -> int:
-        """Where the part of a row's text begins that the drafter sees."""
-        return 0 if self.drafter.inside_target else self._plan.first_token(row)
 
     def result(self) -> DecodeResult:
         """The outcome so far of all rows that were added and not released, in their order."""
@@ -295,9 +258,8 @@ def open_session(
         indices: the prompts' numbers, which their noise is keyed by; 0, 1, ... when None.
     """
     config = DecodingConfig.of(config, **changes)
-    batch = check_batch(prompts, target.vocab_size, max_new_tokens=config.max_new_tokens, indices=indices)
-    for _, text in batch:  # before there are states to hold them
-        check_context(len(text), config.max_new_tokens, target, drafter)
+    # Checked before there are states to hold them.
+    batch = check_batch(prompts, target, config, indices=indices, drafter=drafter)
     max_length = max(len(text) for _, text in batch) + config.max_new_tokens
     session = Session(target, drafter, config, max_length=max_length, batch_size=len(batch))
     for number, text in batch:
@@ -324,13 +286,7 @@ def stream(session: Session) -> Iterator[tuple[int, int]]:
 
 
 def speculative_decode(
-    target: LanguageModel,
-    drafter: Drafter,
-    prompts: Prompts,
-    config: DecodingConfig | None = None,
-    *,
-    indices: Sequence[int] | None = None,
-    **changes: Any,
+    target: LanguageModel, drafter: Drafter, prompts: Prompts, config: DecodingConfig | None = None, **options: Any
 ) -> DecodeResult:
     """Generate with draft tokens that the target verifies several at a time.
 
@@ -339,4 +295,4 @@ def speculative_decode(
 
     Arguments are those of `open_session`.
     """
-    return run(open_session(target, drafter, prompts, config, indices=indices, **changes))
+    return run(open_session(target, drafter, prompts, config, **options))

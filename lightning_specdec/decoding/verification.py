@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,11 +79,10 @@ class Verification:
             columns.append(draft.lengths[:, None])
         if verdict.changed is not None:
             columns.append(verdict.changed)
-        if self.logprobs:
-            # float64 holds the integers beside them exactly.
-            columns.append(Sampling.log_probs(logits[:, :-1], draft.tokens).double())
+        if self.logprobs:  # float64 holds the integers beside them exactly
             known = verdict.endings.clamp(max=self.vocab_size - 1)
-            columns.append(Sampling.log_probs(logits, known).double())
+            scores = Sampling.log_probs(logits[:, :-1], draft.tokens), Sampling.log_probs(logits, known)
+            columns += [each.double() for each in scores]
         return torch.cat(columns, dim=1) if len(columns) > 1 else endings
 
     def commit(
@@ -94,28 +94,28 @@ class Verification:
             The new tokens, what became of the draft tokens, and how many of each row's were accepted.
         """
         width = draft.tokens.shape[1]
+        sizes = [width, width + 1, width, int(draft.lengths is not None), 0 if self.rule.lossless else width]
+        ends = list(accumulate(sizes))
         events, outcomes, counts = [], [], []
         for row, window, numbers in zip(rows, windows, values, strict=True):
-            num_accepted = next((i for i in range(width) if not numbers[i]), width)
-            counts.append(num_accepted if row.live else 0)
             if not row.live:
+                counts.append(0)
                 continue
-            logprobs = None
-            if self.logprobs:
-                numbers, scores = numbers[: -2 * width - 1], numbers[-2 * width - 1 :]
-                logprobs = [*scores[:num_accepted], scores[width + num_accepted]]
-                numbers = [int(number) for number in numbers]
-            endings = numbers[width : 2 * width + 1]
-            drafted, changed = numbers[2 * width + 1 : 3 * width + 1], numbers[3 * width + 1 :]
-            if draft.lengths is not None:
-                length, *changed = changed
-                drafted, changed = drafted[:length], changed[:length]
-            ending = endings[num_accepted]
+            whole = [int(number) for number in numbers[: ends[-1]]] if self.logprobs else numbers
+            kept, endings, drafted, length, changed = (
+                whole[end - size : end] for size, end in zip(sizes, ends, strict=True)
+            )
+            if length:
+                drafted = drafted[: length[0]]
+            num_accepted = [*kept, 0].index(0)
+            counts.append(num_accepted)
+            scores = numbers[ends[-1] :]
+            logprobs = [*scores[:num_accepted], scores[width + num_accepted]] if self.logprobs else None
+            ending: int | None = endings[num_accepted]
             if self.vocab_size in endings[: num_accepted + 1]:
-                # Where the draw is certain, the accepted tokens count too; what lies behind EOS never does.
+                # Where the draw is certain, the positions of accepted tokens count too.
                 first = endings.index(self.vocab_size) if self.sampling.greedy else num_accepted
-                last = next((i for i, token in enumerate(drafted[:num_accepted]) if token in row.eos), num_accepted)
-                if first <= last and endings[first] == self.vocab_size:
+                if endings[first] == self.vocab_size:
                     drafted, num_accepted, ending = drafted[:first], first, None
             added = row.commit(drafted, num_accepted, ending, seconds=seconds, changed=changed, logprobs=logprobs)
             events.append((row, added))

@@ -6,8 +6,11 @@ import json
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from operator import add, mul
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,27 +23,26 @@ from lightning_specdec.decoding.rows import Row
 DEFAULT_WINDOW = 3
 """Draft tokens per round where nobody chooses."""
 PRIOR_RATE, PRIOR_WEIGHT = 0.8, 2.0
-"""Believed acceptance rate of the first draft token before any was tested, and of how many tests that is worth."""
+"""Acceptance rate that is assumed before a draft token was tested, and the number of tests that this is worth."""
 NEIGHBOUR_WEIGHT = 6.0
-"""Of how many tests the rate of the position before is worth to a position."""
-MEMORY, SHORT_MEMORY = 24.0, 2.0
-"""Tests of a position that are remembered, older ones fading; and those remembered where drafting does not pay."""
-FIRST_SHARE, LATER_SHARE = 0.04, 0.02
-"""Share of the time that trials take where drafting does not pay: before the second one, and before later ones."""
-MAX_LOSS, FEWEST_TOKENS = 0.02, 128
-"""Share of standard decoding's time that drafting may ever lose, by the recorded costs; a text counts as that long."""
+"""The number of tests that the rate of the position before is worth to a position."""
+MEMORY = 10.0
+"""Tests of a position that are remembered; older ones fade."""
+TRIAL_SHARE = 0.004
+"""Share of the time that trials take where drafting does not pay."""
 
 
 @dataclass(frozen=True)
-class Costs(Settings):
-    """Seconds of the calls for one batch size.
+class Calibration(Settings):
+    """Seconds of the calls of a target with its drafter on a machine.
 
     Args:
+        batch_size: rows that were decoded together.
         widths: numbers of tokens that the target's call was measured with; rising, the first one 1.
         target_seconds, loop_seconds: the target's call, and what a round costs besides its calls, at each width.
         draft_seconds, draft_step_seconds: a draft of any length, and each of its tokens.
-        draft_token_seconds: each token that the draft reads beyond those that a round leaves behind.
-        target_token_seconds: each token of the prompt that the target reads.
+        target_token_seconds: each token of a prompt that the target reads.
+        context_length: tokens of text at which the calls were measured.
     """
 
     batch_size: int = setting(minimum=1)
@@ -49,8 +51,8 @@ class Costs(Settings):
     loop_seconds: tuple[float, ...] = setting(minimum=0)
     draft_seconds: float = setting(minimum=0)
     draft_step_seconds: float = setting(minimum=0)
-    draft_token_seconds: float = setting(minimum=0)
     target_token_seconds: float = setting(minimum=0)
+    context_length: int = setting(minimum=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,59 +61,18 @@ class Costs(Settings):
         if not len(self.widths) == len(self.target_seconds) == len(self.loop_seconds):
             raise ValueError(f"seconds must be given for each of the {len(self.widths)} widths: measure again")
 
-    def round_seconds(self, num_draft_tokens: int) -> float:
-        """A round (of 0 draft tokens: a standard step) without its draft, linear between the measured widths."""
-        width = num_draft_tokens + 1
-        right = bisect_left(self.widths, width)
-        if right == len(self.widths):
-            raise ValueError(f"a call on {width} tokens was not measured, {self.widths[-1]} at most: measure again")
-        high, seconds = self.widths[right], self.target_seconds[right] + self.loop_seconds[right]
-        if high == width:
-            return seconds
-        low, before = self.widths[right - 1], self.target_seconds[right - 1] + self.loop_seconds[right - 1]
-        return before + (seconds - before) * (width - low) / (high - low)
-
-
-@dataclass(frozen=True)
-class Calibration(Settings):
-    """The costs of a target with its drafter on a machine, by batch size.
-
-    Args:
-        costs: in rising order of batch size.
-        context_length: tokens of text at which the calls were measured.
-        target, drafter, device, dtype, threads: what was measured, and on what.
-    """
-
-    costs: tuple[Costs, ...] = setting()
-    context_length: int = setting(minimum=1)
-    target: str = ""
-    drafter: str = ""
-    device: str = "cpu"
-    dtype: str = "float32"
-    threads: int = setting(1, minimum=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        sizes = [costs.batch_size for costs in self.costs]
-        if not sizes or sizes != sorted(set(sizes)):
-            raise ValueError(f"the batch sizes of a calibration must rise, got {sizes}: measure again")
-
     @property
     def largest_window(self) -> int:
-        """Draft tokens that the widest call verifies which was measured with every batch size."""
-        return min(costs.widths[-1] for costs in self.costs) - 1
+        """Draft tokens that the widest measured call verifies."""
+        return self.widths[-1] - 1
 
-    def at(self, batch_size: int) -> Costs:
-        """The costs of the smallest measured batch that holds so many rows; of the largest one where none does."""
-        return next((costs for costs in self.costs if costs.batch_size >= batch_size), self.costs[-1])
-
-    @classmethod
-    def from_dict(cls, values: object, where: str = "") -> Calibration:
-        """The inverse of `to_dict`; earlier versions wrote a format number too."""
-        if not isinstance(values, dict) or not isinstance(values.get("costs"), list):
-            raise ValueError(f"{where or 'a calibration'} must be a mapping with a list of costs: measure again")
-        known = {key: value for key, value in values.items() if key != "format"}
-        return super().from_dict(known | {"costs": tuple(map(Costs.from_dict, known["costs"]))}, where)
+    def round_seconds(self, num_draft_tokens: int) -> float:
+        """A round (of 0 draft tokens: a standard step) without its draft, linear between the measured widths."""
+        seconds = list(map(add, self.target_seconds, self.loop_seconds))
+        high = bisect_left(self.widths, num_draft_tokens + 1)
+        low = max(high - 1, 0)
+        share = (self.widths[high] - num_draft_tokens - 1) / (self.widths[high] - self.widths[low] or 1)
+        return seconds[high] - share * (seconds[high] - seconds[low])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON; the file is there whole or not at all."""
@@ -123,15 +84,13 @@ class Calibration(Settings):
         """Read a file that `save` wrote; ValueError for one that holds something else."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text()))
-        except FileNotFoundError:
-            raise FileNotFoundError(f"there is no calibration at {path}: check the path") from None
-        except (OSError, ValueError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise ValueError(f"{path} cannot be used as a calibration: {error}") from None
 
 
 @dataclass
 class Outcome:
-    """A live row's round: how many draft tokens it was asked for, made, and saw accepted."""
+    """A live row's round: how many draft tokens were requested, made, and accepted."""
 
     row: Row
     window: int
@@ -144,18 +103,10 @@ class Plan(ABC):
 
     @abstractmethod
     def windows(self, rows: Sequence[Row]) -> list[int]:
-        """How many draft tokens each row gets next; 0 for rows that are not live."""
-
-    def first_token(self, row: Row) -> int:
-        """Where the part of the row's text begins that the drafter sees."""
-        return 0
+        """The number of draft tokens that each row gets next; 0 for rows that are not live."""
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:  # noqa: B027
         """Take in a round, in which these rows were live."""
-
-    def resume(self, row: Row, former: Row, num_shared: int) -> None:  # noqa: B027
-        """A row continues from the first `num_shared` tokens of a former one's text. Windows are planned as if the
-        drafter still had what it read of them: they must not depend on which rows came between."""
 
 
 class Window(ABC):
@@ -173,10 +124,10 @@ class Window(ABC):
 
 
 class FixedWindow(Window, Plan):
-    """The same number of draft tokens in every round, fewer where a row wants fewer."""
+    """The same number of draft tokens in every round, fewer where a row wants fewer; 0 is standard decoding."""
 
     def __init__(self, num_draft_tokens: int) -> None:
-        self.largest = require_int("num_draft_tokens", num_draft_tokens, 1)
+        self.largest = require_int("num_draft_tokens", num_draft_tokens, 0)
 
     def plan(self, *, jointly: bool) -> Plan:
         return self
@@ -191,10 +142,8 @@ class FixedWindow(Window, Plan):
 class AdaptiveWindow(Window):
     """As many draft tokens as make the expected tokens per second largest; none where standard decoding is faster.
 
-    The same seed and calibration give the same windows. Where a rule's output does not depend on windows, all rows have
-    one, planned from what all have shown. Elsewhere each row is planned by its own history and the costs of the largest
-    measured batch, so that it decodes as it would alone. The drafter sees only as much of a long prompt's end as
-    `MAX_LOSS` allows for.
+    The same seed and calibration give the same windows. Where a rule's output does not depend on windows, the rows of a
+    session share one estimate. Elsewhere each row is planned by its own history, so that it decodes as it would alone.
 
     Args:
         calibration: measured costs, recorded with every result.
@@ -207,7 +156,7 @@ class AdaptiveWindow(Window):
         self.calibration, self.largest = calibration, require_int("max_draft_tokens", most, 1, known)
 
     def plan(self, *, jointly: bool) -> Plan:
-        return _AdaptivePlan(self.calibration, self.largest, jointly=jointly)
+        return _AdaptivePlan(self, jointly=jointly)
 
     def to_dict(self) -> dict[str, Any]:
         calibration = self.calibration.to_dict()
@@ -233,185 +182,101 @@ def window_from_dict(values: dict[str, Any]) -> Window:
     raise ValueError(f"a window is a FixedWindow or an AdaptiveWindow, got {values.get('kind')!r}")
 
 
-class Estimate:
-    """Acceptance rates by position in the window, older rounds fading."""
+@dataclass
+class Rate:
+    """How often something happened; older trials fade."""
 
-    def __init__(self, num_positions: int) -> None:
-        self.accepted, self.tested = [0.0] * num_positions, [0.0] * num_positions
-        self.made, self.asked = [0.0] * num_positions, [0.0] * num_positions
-        # The prior fades like what was seen: a useless draft would be kept alive by it otherwise.
-        self.accepted[0], self.tested[0] = PRIOR_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT
+    hits: float = 0.0
+    trials: float = 0.0
 
-    def record(self, asked: int, num_made: int, num_accepted: int, memory: float) -> None:
-        """Count one round of one row, up to the first rejection: the noise behind it is drawn from again."""
-        for i in range(min(num_made, num_accepted + 1)):
-            _count(self.made, self.asked, i, 1.0, memory)
-            _count(self.accepted, self.tested, i, float(i < num_accepted), memory)
-        if num_accepted == num_made < asked:
-            _count(self.made, self.asked, num_made, 0.0, memory)
-
-    def rates(self, most: int) -> list[tuple[float, float]]:
-        """For the first positions: the chance that a draft token is made, and the chance that one made is kept."""
-        rate, found = 0.0, []
-        for i in range(most):
-            weight = NEIGHBOUR_WEIGHT if i else 0.0
-            rate = (self.accepted[i] + weight * rate) / (self.tested[i] + weight)
-            found.append(((self.made[i] + 1) / (self.asked[i] + 1), rate))
-        return found
-
-
-def _count(hits: list[float], trials: list[float], i: int, hit: float, memory: float) -> None:
-    faded = min(1.0, (memory - 1) / trials[i]) if trials[i] else 1.0
-    hits[i], trials[i] = hits[i] * faded + hit, trials[i] * faded + 1
+    def count(self, hit: bool) -> None:
+        """Count one trial."""
+        kept = min(1.0, (MEMORY - 1) / self.trials) if self.trials else 1.0
+        self.hits, self.trials = self.hits * kept + hit, self.trials * kept + 1
 
 
 class Controller:
-    """The windows of one row, or of rows that share a window.
+    """The windows of one row, or of rows that share an estimate.
 
-    The best window by the estimate is used (Leviathan et al. 2023, equation 1, with a rate for each position and
-    measured costs). Where none beats standard decoding, one draft token is tried now and then. A regret budget holds
-    whatever the estimate says: the seconds lost so far, and those that a window loses if nothing is accepted, stay
-    within `MAX_LOSS` of standard decoding's time. Gains pay losses off.
+    It takes the best window by acceptance rates for each position and measured costs (Leviathan et al. 2023, equation
+    1). Where none beats standard decoding, one draft token is tried when the rounds since the last rejection are so
+    many that the trial takes `TRIAL_SHARE` of their time.
+
+    Attributes:
+        window: of the next round.
     """
 
-    def __init__(self, costs: Costs, largest: int) -> None:
-        self.estimate, self.largest = Estimate(largest), largest
-        self.lost = self.standard_seconds = self.prompt_seconds = 0.0
-        self.wait, self.share = 0, FIRST_SHARE
-        """Rounds of standard decoding before the next trial, and the share of the time that one may take."""
-        self.set_costs(costs)
-
-    def set_costs(self, costs: Costs) -> None:
-        """Plan with these from now on."""
+    def __init__(self, costs: Calibration, largest: int) -> None:
         self.costs = costs
-        self.verify_seconds = [costs.round_seconds(i) for i in range(self.largest + 1)]
-        self.plain = self.verify_seconds[0]
-        self.hopeless = self._best([(1.0, 1.0)] * self.largest) == 0
+        self.round_seconds = [costs.round_seconds(window) for window in range(largest + 1)]
+        # The prior fades like other tests: a useless draft would be kept alive by it otherwise.
+        self.positions = [Rate(PRIOR_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT), *(Rate() for _ in range(1, largest))]
+        self.offers = Rate(1.0, 1.0)
+        """How often the drafter made a token: a lookup may find nothing."""
+        self.rounds_since_rejection = 0
+        plain = self.round_seconds[0]
+        trial_seconds = costs.draft_seconds + costs.draft_step_seconds + self.round_seconds[1] - plain
+        self.rounds_before_trial = trial_seconds / (TRIAL_SHARE * plain)
+        self.hopeless = self.best([1.0] * largest) == 0
+        self.window = self.next_window()
 
-    def best(self, most: int) -> int:
-        """The window up to `most` with the largest expected tokens per second; 0 where none beats standard decoding."""
-        return self._best(self.estimate.rates(most))
+    def best(self, rates: Sequence[float], offered: float = 1.0) -> int:
+        """The window with the most expected tokens per second; 0 where none beats standard decoding.
 
-    def _best(self, rates: Sequence[tuple[float, float]]) -> int:
-        best, best_ratio = 0, 1 / self.plain
-        tokens, kept, made, seconds = 1.0, 1.0, 1.0, self.costs.draft_seconds + self.plain
-        for i, (offered, rate) in enumerate(rates):
-            made *= offered
-            kept *= rate * offered
-            tokens += kept
-            seconds += self.costs.draft_step_seconds + made * (self.verify_seconds[i + 1] - self.verify_seconds[i])
-            if tokens / seconds > best_ratio:
-                best, best_ratio = i + 1, tokens / seconds
-        return best
+        Args:
+            rates: how likely each position is accepted, once those before are.
+            offered: how likely there is a draft at all.
+        """
+        plain = self.round_seconds[0]
+        speeds = [1 / plain]
+        for window, accepted in enumerate(accumulate(accumulate(rates, mul)), start=1):
+            draft = self.costs.draft_seconds + window * self.costs.draft_step_seconds
+            seconds = draft + plain + offered * (self.round_seconds[window] - plain)
+            speeds.append((1 + offered * accepted) / seconds)
+        return max(range(len(speeds)), key=speeds.__getitem__)
 
-    def round_seconds(self, window: int, unread: int) -> float:
-        """A round with that many draft tokens, before which the drafter reads `unread` tokens."""
-        draft = self.costs.draft_seconds + window * self.costs.draft_step_seconds
-        return draft + unread * self.costs.draft_token_seconds + self.verify_seconds[window]
-
-    @property
-    def budget(self) -> float:
-        """Seconds that may be lost by now."""
-        return MAX_LOSS * (self.prompt_seconds + max(self.standard_seconds, FEWEST_TOKENS * self.plain))
-
-    def readable(self, num_tokens: int) -> int:
-        """How many tokens of a prompt the drafter may read: most of the budget that the prompt brings."""
-        cost = self.costs.draft_token_seconds
-        seconds = 0.75 * MAX_LOSS * (num_tokens * self.costs.target_token_seconds + FEWEST_TOKENS * self.plain)
-        return min(num_tokens, int(seconds / cost)) if cost else num_tokens
-
-    def choose(self, remaining: int, unread: int) -> int:
-        """The next window for a text of which `remaining` tokens are wanted, and `unread` ones new to the drafter."""
-        most = min(self.largest, remaining - 1)  # the target adds one itself
-        if most <= 0 or self.hopeless:
+    def next_window(self) -> int:
+        """The best window by what was learnt; 1 or 0 where that is standard decoding."""
+        if self.hopeless:
             return 0
-        window = self.best(most) or int(self.wait <= 0)
-        room = self.budget - self.lost + self.plain
-        while window and self.round_seconds(window, unread) > room:
-            window -= 1
-        return window
+        rate, rates = 0.0, []
+        for i, each in enumerate(self.positions):
+            weight = NEIGHBOUR_WEIGHT if i else 0.0
+            rate = (each.hits + weight * rate) / (each.trials + weight)
+            rates.append(rate)
+        is_trial = self.rounds_since_rejection >= self.rounds_before_trial
+        return self.best(rates, self.offers.hits / self.offers.trials) or int(is_trial)
 
-    def learn(self, window: int, unread: int, outcomes: Sequence[Outcome]) -> None:
-        """Take in a round of these rows."""
-        gained = self.plain * sum(1 + each.num_accepted for each in outcomes) / len(outcomes)
-        self.standard_seconds += gained
-        if not window:
-            self.wait -= 1
-            return
-        seconds = self.round_seconds(window, unread)
-        if not any(each.num_made for each in outcomes):  # the target's call was a plain one
-            seconds += self.plain - self.verify_seconds[window]
-        self.lost = max(-self.budget, self.lost + seconds - gained)
-        memory = MEMORY if self.best(self.largest) else SHORT_MEMORY
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        """Take in a round: of each row up to the first rejection, since the noise behind it is used again."""
+        self.rounds_since_rejection += 1
         for each in outcomes:
-            self.estimate.record(each.window, each.num_made, each.num_accepted, memory)
-        if self.best(self.largest):
-            self.share = FIRST_SHARE
-        else:
-            self.wait = round((seconds - gained) / (self.share * self.plain))
-            self.share = LATER_SHARE
-
-
-@dataclass
-class _Reader:
-    """How far the drafter has read a row's text, from its first token on."""
-
-    first: int
-    read: int
-    unread: int = 0
+            if each.window:
+                self.offers.count(each.num_made > 0)
+            for i in range(min(each.num_made, each.num_accepted + 1)):
+                self.positions[i].count(i < each.num_accepted)
+            if each.num_accepted < max(each.num_made, min(each.window, 1)):
+                self.rounds_since_rejection = 0
+        self.window = self.next_window()
 
 
 class _AdaptivePlan(Plan):
-    def __init__(self, calibration: Calibration, largest: int, *, jointly: bool) -> None:
-        self.calibration, self.largest = calibration, largest
-        self.shared = Controller(calibration.costs[-1], largest) if jointly else None
-        self._controllers: WeakKeyDictionary[Row, Controller] = WeakKeyDictionary()
-        self._readers: WeakKeyDictionary[Row, _Reader] = WeakKeyDictionary()
+    def __init__(self, window: AdaptiveWindow, *, jointly: bool) -> None:
+        self.new = partial(Controller, window.calibration, window.largest)
+        self.shared = self.new() if jointly else None
+        self.own: WeakKeyDictionary[Row, Controller] = WeakKeyDictionary()
 
-    def _groups(self, rows: Iterable[Row]) -> dict[Controller, list[Row]]:
-        """The rows that share a window."""
-        groups: dict[Controller, list[Row]] = {}
-        for row in rows:
-            if (controller := self.shared or self._controllers.get(row)) is None:
-                controller = self._controllers[row] = Controller(self.calibration.costs[-1], self.largest)
-            groups.setdefault(controller, []).append(row)
-        return groups
-
-    def first_token(self, row: Row) -> int:
-        reader = self._readers.get(row)
-        return 0 if reader is None else reader.first
-
-    def resume(self, row: Row, former: Row, num_shared: int) -> None:
-        reader = self._readers.get(former)
-        if reader is not None and reader.first < min(num_shared, row.prompt_length - 1):
-            self._readers[row] = _Reader(reader.first, min(reader.read, num_shared))
-        if former in self._controllers:
-            self._controllers[row] = self._controllers[former]
+    def _controller(self, row: Row) -> Controller:
+        if self.shared is None and row not in self.own:
+            self.own[row] = self.new()
+        return self.shared or self.own[row]
 
     def windows(self, rows: Sequence[Row]) -> list[int]:
-        if self.shared is not None and (costs := self.calibration.at(len(rows))) is not self.shared.costs:
-            self.shared.set_costs(costs)
-        chosen: dict[Row, int] = {}
-        for controller, group in self._groups(row for row in rows if row.live).items():
-            unread = max(self._look(row, controller) for row in group)
-            window = controller.choose(max(row.remaining for row in group), unread)
-            chosen |= {row: min(window, row.remaining - 1) for row in group}
-        return [chosen.get(row, 0) for row in rows]
-
-    def _look(self, row: Row, controller: Controller) -> int:
-        """Tokens that the drafter would have to read of the row now, besides those that every round leaves behind."""
-        if (reader := self._readers.get(row)) is None:
-            length = row.prompt_length
-            controller.prompt_seconds += length * controller.costs.target_token_seconds
-            first = length - max(min(2, length), controller.readable(length))
-            reader = self._readers[row] = _Reader(first, first)
-        reader.unread = len(row.text) - reader.read
-        return reader.unread
+        return [min(self._controller(row).window, row.remaining - 1) if row.live else 0 for row in rows]
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
-        by_row = {each.row: each for each in outcomes if each.row.stop_reason != "failed"}
-        for controller, group in self._groups(by_row).items():
-            window, unread = max(by_row[row].window for row in group), max(self._readers[row].unread for row in group)
-            controller.learn(window, unread, [by_row[row] for row in group])
-            for row in group if window else ():
-                self._readers[row].read = len(row.text)
+        if self.shared is not None:
+            self.shared.learn(outcomes)
+        else:
+            for each in outcomes:
+                self._controller(each.row).learn([each])

@@ -18,8 +18,7 @@ from lightning_specdec.config.terminal import say
 from lightning_specdec.data import corpus
 from lightning_specdec.data.prompt_sources import PromptShard, PromptSource
 from lightning_specdec.decoder import SpeculativeDecoder
-from lightning_specdec.decoding import Row, Session, Window
-from lightning_specdec.decoding.windows import FixedWindow, Plan
+from lightning_specdec.decoding import FixedWindow, Session
 from lightning_specdec.drafters import NGramDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.packed import limit_threads
@@ -31,21 +30,6 @@ MOST_LEFT = 1 / 2
 
 Watch = Callable[[int, int], None]
 """Called after each round with the number of new tokens, and of rows that have ended."""
-
-
-class NoDrafts(Window, Plan):
-    """Standard decoding: rounds without draft tokens."""
-
-    largest = 0
-
-    def plan(self, *, jointly: bool) -> Plan:
-        return self
-
-    def windows(self, rows: Sequence[Row]) -> list[int]:
-        return [0] * len(rows)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"kind": "NoDrafts"}
 
 
 def continue_all(
@@ -81,7 +65,7 @@ def continue_all(
         NGramDrafter(),
         max_length=max(map(len, prompts.values())) + max_new_tokens,
         batch_size=min(batch_size, len(prompts)),
-        num_draft_tokens=FixedWindow(num_draft_tokens) if num_draft_tokens else NoDrafts(),
+        num_draft_tokens=FixedWindow(num_draft_tokens),
         sampling=sampling,
         max_new_tokens=max_new_tokens,
         eos=eos,
