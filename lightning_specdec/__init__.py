@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from lightning_specdec.decoder import SpeculativeDecoder as SpeculativeDecoder
     from lightning_specdec.decoding import AdaptiveWindow as AdaptiveWindow
     from lightning_specdec.decoding import DecodeResult as DecodeResult
-    from lightning_specdec.decoding import FixedWindow as FixedWindow
     from lightning_specdec.decoding import Session as Session
-    from lightning_specdec.decoding import StopStrings as StopStrings
     from lightning_specdec.decoding import autoregressive_decode as autoregressive_decode
     from lightning_specdec.drafters import CrossVocabulary as CrossVocabulary
     from lightning_specdec.drafters import Draft as Draft
@@ -41,7 +39,7 @@ _ROOMS = {
     "config.decoding": ("DecodingConfig",),
     "config.pairs": ("Pair", "get_pair", "list_pairs"),
     "decoder": ("SpeculativeDecoder",),
-    "decoding": ("AdaptiveWindow", "DecodeResult", "FixedWindow", "Session", "StopStrings", "autoregressive_decode"),
+    "decoding": ("AdaptiveWindow", "DecodeResult", "Session", "autoregressive_decode"),
     "drafters": ("CrossVocabulary", "Draft", "Drafter", "ModelDrafter", "NGramDrafter"),
     "models": ("RNN", "DecodeState", "LanguageModel"),
     "models.huggingface": ("HuggingFaceLM",),

@@ -11,9 +11,7 @@ import torch
 
 from lightning_specdec.checkpoints import checkpoint, load_pair
 from lightning_specdec.checkpoints.target_reference import TargetReference, forget_origin
-from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import DecodingConfig
-from lightning_specdec.config.kinds import DRAFTERS
 from lightning_specdec.config.models import PairSource
 from lightning_specdec.decoding import (
     AdaptiveWindow,
@@ -52,8 +50,6 @@ class SpeculativeDecoder:
         drafter: proposes draft tokens; a `LanguageModel` is wrapped in a `ModelDrafter`.
         prompts: held-out prompts that belong to the pair, used where none are given.
         recipe: how the pair was made, as plain values; saved with it.
-        fuse_draft: whether to decode with the drafter's fused form and the target's packed weights. The output is the
-            same; only the time differs.
         num_draft_tokens: draft tokens per round where a call names none; "auto" for as many as pay, or a `Window`.
         drafts: all drafters of the target by name, where there are several.
     """
@@ -65,7 +61,6 @@ class SpeculativeDecoder:
         *,
         prompts: Sequence[Sequence[int]] = (),
         recipe: dict[str, Any] | None = None,
-        fuse_draft: bool = True,
         num_draft_tokens: WindowChoice = 3,
         drafts: Mapping[str, Drafter] | None = None,
     ) -> None:
@@ -74,17 +69,12 @@ class SpeculativeDecoder:
         self.drafter.check_target(target)
         self.prompts = [list(prompt) for prompt in prompts]
         self.recipe, self.drafts = recipe or {}, dict(drafts or {})
-        self.fuse_draft, self.num_draft_tokens = fuse_draft, num_draft_tokens
+        self.num_draft_tokens = num_draft_tokens
         self._ready: tuple[object, LanguageModel, Drafter] | None = None
 
     @classmethod
     def load(
-        cls,
-        source: PairSource,
-        *,
-        num_draft_tokens: WindowChoice | None = None,
-        fuse_draft: bool = True,
-        pack: bool = True,
+        cls, source: PairSource, *, num_draft_tokens: WindowChoice | None = None, pack: bool = True
     ) -> SpeculativeDecoder:
         """The models that a source names; arguments and errors as of `checkpoints.load_pair` and of this class.
 
@@ -92,14 +82,14 @@ class SpeculativeDecoder:
             num_draft_tokens: the pair's or draft's own when None, else 3.
         """
         loaded = load_pair(source, pack=pack)
-        own = 3 if loaded.num_draft_tokens is None else loaded.num_draft_tokens
+        if num_draft_tokens is None:
+            num_draft_tokens = loaded.num_draft_tokens or 3
         return cls(
             loaded.target,
             loaded.drafter,
             prompts=loaded.prompts,
             recipe=loaded.recipe,
-            fuse_draft=fuse_draft,
-            num_draft_tokens=own if num_draft_tokens is None else num_draft_tokens,
+            num_draft_tokens=num_draft_tokens,
             drafts=loaded.drafts if len(loaded.drafts) > 1 else None,
         )
 
@@ -108,9 +98,8 @@ class SpeculativeDecoder:
         """The pair of a file that `fit`, `export` or `save` wrote.
 
         Args:
-            options: fields of `PairSource`, as `draft` (the name of one of its drafts), `drafter` (a name, an import
-                path or a drafter), `dtype`, `target`
-                (where a target that lies elsewhere is now); and the arguments of `load`.
+            options: fields of `PairSource`, as `draft` (the name of one of its drafts), `drafter` (a name or an import
+                path), `dtype`, `target` (where a target that lies elsewhere is now); and the arguments of `load`.
         """
         return cls._named(ckpt=os.fspath(path), **options)
 
@@ -120,7 +109,7 @@ class SpeculativeDecoder:
 
         Args:
             target: a directory, a name on the hub, or a model (ours, or one that transformers has loaded).
-            draft: the same for the draft; or a drafter, or a draft file.
+            draft: the same for the draft; or a draft file.
             options: as of `from_checkpoint`.
         """
         return cls._named(target=target, draft=draft, **options)
@@ -132,21 +121,14 @@ class SpeculativeDecoder:
 
     @classmethod
     def _named(cls, **options: Any) -> SpeculativeDecoder:
-        own = {name: options.pop(name) for name in ("num_draft_tokens", "fuse_draft", "pack") if name in options}
+        own = {name: options.pop(name) for name in ("num_draft_tokens", "pack") if name in options}
         for name, value in options.items():
             if isinstance(value, torch.dtype | torch.device):
                 options[name] = str(value).removeprefix("torch.")
-        given = options.get("drafter")
-        if not isinstance(given, Drafter):
-            return cls.load(PairSource.from_dict(options), **own)
-        name = DRAFTERS.name_of(type(given))  # a file that names a foreign kind is read only by who names it too
-        options["drafter"] = name if "." in name else None
-        return cls.load(PairSource.from_dict(options), **own).with_drafter(given)
+        return cls.load(PairSource.from_dict(options), **own)
 
     def __repr__(self) -> str:
-        window = self.num_draft_tokens
-        target, drafter = type(self.target).__name__, type(self.drafter).__name__
-        return f"SpeculativeDecoder({target} of {self.target.num_parameters:,} parameters, {drafter}, window {window})"
+        return f"SpeculativeDecoder({type(self.target).__name__}, {type(self.drafter).__name__})"
 
     def with_drafter(self, drafter: Drafter) -> SpeculativeDecoder:
         """The same target and settings with another draft."""
@@ -163,11 +145,10 @@ class SpeculativeDecoder:
     def save(self, path: str | os.PathLike[str], *, dtype: str | None = None) -> None:
         """Write the pair, and the target's other drafters, as a checkpoint for decoding (`X.safetensors`)."""
         name = next((name for name, each in self.drafts.items() if each is self.drafter), checkpoint.MAIN)
-        others = {name: each for name, each in self.drafts.items() if each is not self.drafter}
         checkpoint.save(
             path,
             self.target,
-            {name: self.drafter, **others},
+            {name: self.drafter, **self.drafts},
             prompts=self.prompts,
             recipe=self.recipe,
             tokenizer=None if self.tokenizer is None else self.tokenizer.name,
@@ -242,8 +223,7 @@ class SpeculativeDecoder:
         if self._ready is None or self._ready[0] != weights:
             self.target.eval()
             self.drafter.eval()
-            target = self.target.packed() if self.fuse_draft else self.target
-            self._ready = weights, target, self.drafter.fused() if self.fuse_draft else self.drafter
+            self._ready = weights, self.target.packed(), self.drafter.fused()
         return self._ready[1:]
 
     def config(self, config: Config = None, **changes: Any) -> DecodingConfig:
@@ -374,9 +354,9 @@ class SpeculativeDecoder:
         """
         from lightning_specdec.bench.measure import sweep
 
-        ready = self._all_drafters(drafters, self.fuse_draft)
         options: dict[str, Any] = {"windows": windows, "repeats": repeats, "warmup": warmup, "batch_size": batch_size}
-        return sweep(self.ready()[0], ready, self._tokens(prompts), self.config(config, **changes), **options)
+        target, ready = self.ready()[0], self._all_drafters(drafters)
+        return sweep(target, ready, self._tokens(prompts), self.config(config, **changes), **options)
 
     def audit(
         self,
@@ -397,23 +377,23 @@ class SpeculativeDecoder:
         """
         from lightning_specdec.audit.auditor import Auditor
 
-        config = self.config(config, **changes)
         return Auditor(
             self.ready()[0],
-            self._all_drafters(drafts, self.fuse_draft),
+            self._all_drafters(drafts),
             self._tokens(prompts),
-            config,
+            self.config(config, **changes),
             rules=rules,
             samplings=samplings,
             num_places=num_places,
         )
 
-    def _all_drafters(self, drafts: Mapping[str, Drafter] | None, fuse: bool) -> dict[str, Drafter]:
+    def _all_drafters(self, drafts: Mapping[str, Drafter] | None) -> dict[str, Drafter]:
         """The drafters by name, ready to decode; all `candidates` when None."""
         from lightning_specdec.bench.candidates import candidates
 
-        given = drafts if drafts is not None else {name: each.drafter for name, each in candidates(self).items()}
-        return {name: drafter.eval().fused() if fuse else drafter.eval() for name, drafter in given.items()}
+        if drafts is None:
+            drafts = {name: each.drafter for name, each in candidates(self).items()}
+        return {name: drafter.eval().fused() for name, drafter in drafts.items()}
 
     def compile(self) -> float:
         """Compile the layers of transformers models, target and draft alike; gives the seconds that it took.
@@ -422,14 +402,13 @@ class SpeculativeDecoder:
             CompilerMissing: no C++ compiler is there; decoding goes on as before.
             ValueError: neither is a transformers model.
         """
+        from lightning_specdec.models.compiled import compile_layers
+        from lightning_specdec.models.huggingface import HuggingFaceLM
+
         target, drafter = self.ready()
-        both: list[Any] = [target, getattr(drafter, "model", None)]
-        # Found out without importing transformers.
-        models = [each for each in both if type(each).__module__ == "lightning_specdec.models.huggingface"]
+        models = [each for each in (target, getattr(drafter, "model", None)) if isinstance(each, HuggingFaceLM)]
         if not models:
             raise ValueError("only the layers of transformers models are compiled, and this pair has none")
-        from lightning_specdec.models.compiled import compile_layers
-
         return sum((compile_layers(model) for model in models), start=0.0)
 
     def train(self, datamodule: TokenData, *, max_epochs: int = 100) -> dict[str, float]:
@@ -441,7 +420,6 @@ class SpeculativeDecoder:
 
         if not isinstance(self.drafter, ModelDrafter):
             raise ValueError(f"only a ModelDrafter is trained with its target, this is a {type(self.drafter).__name__}")
-        require_int("max_epochs", max_epochs, 1)
         quiet_lightning()
         forget_origin(self.target)
         module = PairTraining(self.target, self.drafter.model)

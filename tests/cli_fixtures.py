@@ -57,6 +57,7 @@ def succeed(*arguments: str, stdin: str = "") -> Outcome:
     return outcome
 
 
+QUICK = ("--repeats", "1")
 BRIEF = ("--repeats", "1", "--max_new_tokens", "4", "--temperature", "1")
 TRAINER = ("--config", str(RNN_CONFIG), "--trainer.accelerator", "cpu", "--trainer.max_epochs", str(EPOCHS + 1))
 OF_A_CHECKPOINT: dict[str, Callable[[str], tuple[str, ...]]] = {
@@ -103,5 +104,5 @@ def ckpt(shipped_run: TrainedRun) -> str:
     return str(shipped_run.last)
 
 
-__all__ = ["OF_A_CHECKPOINT", "SCRIPT", "TRAINER", "Bomb", "Outcome"]
+__all__ = ["OF_A_CHECKPOINT", "QUICK", "SCRIPT", "TRAINER", "Bomb", "Outcome"]
 __all__ += ["call", "ckpt", "here", "listing", "refused", "shipped_run", "succeed"]

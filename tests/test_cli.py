@@ -16,23 +16,21 @@ from pathlib import Path
 import cases
 import pytest
 import torch
-from cli_fixtures import SCRIPT, call, ckpt, here, refused, shipped_run, succeed
-from tiny_models import write_text_model
+from cli_fixtures import QUICK, SCRIPT, call, ckpt, here, refused, shipped_run, succeed
 from training_fixtures import EPOCHS, RNN_CONFIG
 
 from lightning_specdec import __version__
 from lightning_specdec.checkpoints import checkpoint
 from lightning_specdec.cli.main import FORMER_VERBS, TRAINER_VERBS, VERBS, make_parser
-from lightning_specdec.cli.options import FORMER, decoding, pair_source
+from lightning_specdec.cli.options import decoding, pair_source
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.kinds import DRAFTERS, RULES
 from lightning_specdec.config.models import PairSource
-from lightning_specdec.drafters import ModelDrafter
+from lightning_specdec.drafters import NGramDrafter
 from lightning_specdec.training import cli as training_cli
 
 __all__ = ["ckpt", "here", "shipped_run"]
 HEAVY = "{'torch', 'lightning', 'jsonargparse', 'numpy', 'tensorboard'}"
-QUICK = ("--repeats", "1")
 
 
 @pytest.mark.parametrize(
@@ -46,18 +44,15 @@ QUICK = ("--repeats", "1")
         ["nonsense"],
         ["decode", "--nonsense"],
         ["decode", "x.ckpt", "--temperature", "-1"],
-        ["pairs"],
     ],
     ids=" ".join,
 )
 def test_help_and_mistakes_are_answered_at_once_without_torch(arguments: list[str]) -> None:
     program = "import sys; from lightning_specdec.cli.main import main\ntry: main()\nexcept SystemExit: pass\n"
     program += f"sys.exit(str({HEAVY} & set(sys.modules)) if {HEAVY} & set(sys.modules) else 0)"
-    started = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout or done.stderr.startswith("error:")
-    assert time.perf_counter() - started < 2
 
 
 def test_the_overview_names_every_verb_and_the_trainers_are_lightnings() -> None:
@@ -99,11 +94,6 @@ def test_a_model_is_named_by_its_place_too(model: str, named: str, here: None) -
     assert getattr(pair_source(make_parser("decode").read([model])), named) == model
 
 
-@pytest.mark.parametrize("flag", FORMER)
-def test_a_former_flag_is_answered_with_its_successor(flag: str, here: None) -> None:
-    refused({"--ckpt": "chat", "--check": "pairs"}.get(flag, "decode"), flag, "1", told=f"{flag}: {FORMER[flag]}")
-
-
 @pytest.mark.parametrize("verb", FORMER_VERBS)
 def test_a_former_verb_is_answered_with_its_successor(verb: str, here: None) -> None:
     refused(verb, "x", told=f"is now `lightning_specdec {FORMER_VERBS[verb]}`")
@@ -133,9 +123,8 @@ def test_version_and_the_module_are_the_script() -> None:
     assert outputs == [f"{__version__}\n"] * 2
 
 
-@pytest.mark.parametrize("output", ["text", "json"])
-def test_ctrl_c_prints_what_is_settled_and_says_130(ckpt: str, output: str) -> None:
-    command = [SCRIPT, "decode", ckpt, "--prompt", "1 2 3", "--max_new_tokens", "1000000", "--output", output, "-v"]
+def test_ctrl_c_prints_what_was_decoded_and_says_130(ckpt: str) -> None:
+    command = [SCRIPT, "decode", ckpt, "--prompt", "1 2 3", "--max_new_tokens", "1000000", "--output", "json", "-v"]
     environment, pipe = {**os.environ, "OMP_NUM_THREADS": "1"}, subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as child:
         assert child.stderr is not None
@@ -144,10 +133,7 @@ def test_ctrl_c_prints_what_is_settled_and_says_130(ckpt: str, output: str) -> N
         child.send_signal(signal.SIGINT)
         out, err = child.communicate(timeout=30)
     assert child.returncode == 130 and err == "interrupted: what is above was decoded by then\n"
-    if output == "json":
-        assert len(json.loads(out)["prompts"][0]["standard"]["tokens"]) > 100
-    else:
-        assert len(out.splitlines()[3].split()) > 100 and "(stopped: interrupted)" in out
+    assert len(json.loads(out)["prompts"][0]["standard"]["tokens"]) > 100
 
 
 def test_ctrl_c_during_the_repeats_keeps_those_that_are_over(ckpt: str) -> None:
@@ -197,35 +183,23 @@ def test_a_reader_that_has_gone_causes_no_traceback(ckpt: str) -> None:
 
 def test_info_says_what_a_checkpoint_holds_and_how_it_was_made(ckpt: str, tmp_path: Path) -> None:
     shown = succeed("info", ckpt).out
-    assert shown == succeed("info", "--ckpt", ckpt).out
-    assert "target      RNN(vocab_size=50, embedding_size=32, hidden_size=64, num_layers=2), 19,442 parameters" in shown
-    assert "drafter     ModelDrafter" in shown and "prompt      [19, 20, 21]\n" in shown
-    assert f"recipe      epochs: {EPOCHS}\n" in shown and f"training    epoch: {EPOCHS - 1}\n" in shown
-    target, path = cases.MODELS["rnn"](0, vocab_size=256), str(tmp_path / "text.ckpt")
-    prompts, losses = [list(b"say \x1b[31m"), list(b"a" * 500)], {"val/loss": 0.24335110187530518, "\x1b[31m": [1]}
-    checkpoint.save(path, target, ModelDrafter(target), prompts=prompts, tokenizer="bytes", recipe={"losses": losses})
+    lines = {" ".join(line.split()) for line in shown.splitlines()}
+    assert shown == succeed("info", "--ckpt", ckpt).out and f"recipe epochs {EPOCHS}" in lines
+    assert "RNN(vocab_size=50, embedding_size=32, hidden_size=64, num_layers=2) of 19,442 parameters" in shown
+    assert "ModelDrafter(model=RNN(" in shown and f"training epoch {EPOCHS - 1}" in lines
+    document = succeed("info", ckpt, "--output", "json").json
+    assert document["prompts"][0] == [19, 20, 21] and document["recipe"]["epochs"] == EPOCHS
+    path = str(tmp_path / "text.ckpt")
+    recipe = {"losses": {"\x1b[31m": [1]}, "long": "a" * 500}
+    checkpoint.save(path, cases.MODELS["rnn"](0), NGramDrafter(), recipe=recipe)
     shown = succeed("info", path).out
-    assert 'prompt      "say \\u001b[31m"\n' in shown and f'prompt      "{"a" * 119}...\n' in shown
-    assert "recipe      losses val/loss: 0.2434\n" in shown and "recipe      losses \\x1b[31m: [1]\n" in shown
+    assert "\\x1b[31m" in shown and "\x1b" not in shown and f"{'a' * 200}...\n" in shown
 
 
-def test_info_alone_says_what_a_bug_report_needs() -> None:
+def test_info_alone_shows_the_environment_and_the_pairs() -> None:
     shown = succeed("info").out
-    for word in ("lightning_specdec", "python", "torch", "lightning", "threads", "cuda", "numpy"):
+    for word in ("lightning_specdec", "python", "torch", "lightning", "threads", "cuda", "numpy", "pair gpt2", "GB, "):
         assert word in shown
-
-
-@pytest.mark.usefixtures("here")
-def test_info_of_a_directory_loads_the_model_and_shows_it_at_work() -> None:
-    write_text_model(Path("target"))
-    document = succeed("info", "target", "--dtype", "bfloat16", "--output", "json").json
-    assert (document["dtype"], document["context"], len(document["tokens"])) == ("bfloat16", 512, 10)
-    assert document["tokens_per_second"] > 0 and isinstance(document["text"], str)
-    shown = succeed("info", "target", "--quantization", "int8", "--max_new_tokens", "3").out
-    assert "LlamaForCausalLM" in shown and "int8" in shown
-    refused("info", "target", "--quantization", "int4", told="CUDA GPU only")
-    refused("info", "./nowhere", told="there is no directory ./nowhere")
-    assert succeed("info", "gpt2").out == succeed("pairs", "gpt2").out
 
 
 def test_an_exported_checkpoint_decodes_the_same_and_holds_no_training(ckpt: str, tmp_path: Path) -> None:
@@ -237,38 +211,21 @@ def test_an_exported_checkpoint_decodes_the_same_and_holds_no_training(ckpt: str
     assert first == second and [path.name for path in Path(exported).parent.iterdir()] == ["small.ckpt"]
 
 
-@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-def test_an_export_in_fewer_bits_is_smaller_and_still_computes_in_float32(ckpt: str, tmp_path: Path, kind: str) -> None:
+def test_an_export_in_fewer_bits_is_smaller_and_still_computes_in_float32(ckpt: str, tmp_path: Path) -> None:
     plain, small = str(tmp_path / "plain.ckpt"), str(tmp_path / "small.ckpt")
     succeed("export", "--ckpt", ckpt, "--output", plain)
-    succeed("export", "--ckpt", ckpt, "--output", small, "--dtype", kind)
+    succeed("export", "--ckpt", ckpt, "--output", small, "--dtype", "float16")
     assert Path(small).stat().st_size < 0.6 * Path(plain).stat().st_size
     again, before = checkpoint.load(small), checkpoint.load(plain)
-    for one, other in ((again.target, before.target), (again.drafter, before.drafter)):
-        for weight, expected in zip(one.parameters(), other.parameters(), strict=True):
-            assert weight.dtype == torch.float32
-            assert torch.equal(weight, expected.to(getattr(torch, kind)).float())
-
-
-@pytest.mark.usefixtures("here")
-def test_weights_too_large_for_fewer_bits_are_not_exported(tmp_path: Path) -> None:
-    target = cases.MODELS["rnn"](0)
-    with torch.no_grad():
-        next(target.parameters())[0] = 1e5
-    checkpoint.save(tmp_path / "large.ckpt", target, ModelDrafter(target))
-    told = "too large for float16: take bfloat16"
-    refused("export", "--ckpt", str(tmp_path / "large.ckpt"), "--output", "x.ckpt", "--dtype", "float16", told=told)
+    for weight, expected in zip(again.target.parameters(), before.target.parameters(), strict=True):
+        assert weight.dtype == torch.float32 and torch.equal(weight, expected.half().float())
 
 
 def test_an_export_replaces_nothing_but_an_earlier_export(ckpt: str, here: None) -> None:
     shutil.copy(ckpt, "trained.ckpt")
-    shutil.copy(ckpt, "other.ckpt")
     Path("link.ckpt").symlink_to("trained.ckpt")
     Path("README.md").write_text("read me")
-    Path("empty").touch()
-    for path in ("trained.ckpt", "./trained.ckpt", "link.ckpt"):
-        refused("export", "--ckpt", "trained.ckpt", "--output", path, told="is the input")
-    for path in ("README.md", "empty", "other.ckpt", "/dev/null"):
+    for path in ("trained.ckpt", "link.ckpt", "README.md", "/dev/null"):
         refused("export", "--ckpt", "trained.ckpt", "--output", path, told="choose another")
     for path in ("new.ckpt", "new.ckpt"):
         succeed("export", "--ckpt", "trained.ckpt", "--output", path)

@@ -57,7 +57,7 @@ def test_the_drafter_changes_no_output_and_is_saved_and_loaded_by_whoever_names_
     decoder.save(tmp_path / "mine.safetensors")
     with pytest.raises(ValueError, match=r"my_drafter\.BigramDrafter"):
         SpeculativeDecoder.from_checkpoint(tmp_path / "mine.safetensors")
-    loaded = SpeculativeDecoder.from_checkpoint(tmp_path / "mine.safetensors", drafter=kind(length=3))
+    loaded = SpeculativeDecoder.from_checkpoint(tmp_path / "mine.safetensors", drafter="my_drafter.BigramDrafter")
     assert loaded.decode(prompt, max_new_tokens=24).tokens == result.tokens
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import sys
-import warnings
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_specdec.cli.options import PromptSettings, pair_source, typed
+from lightning_specdec.cli.options import PromptSettings, chosen, pair_source, typed
 from lightning_specdec.config.models import PairSource
+from lightning_specdec.config.settings import Settings
 from lightning_specdec.config.terminal import visible
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ OWN_PROMPTS = (
     "    return {name: totals[name] / counts[name] for name in totals}\n",
     "I have an hour in a city that I do not know, and it is raining. What would you suggest?",
 )
-"""For models of text where the user gives none: a summary, code to edit, a question."""
+"""Default prompts for models of text: a summary, code to edit, a question."""
 
 
 class _Visible(logging.Formatter):
@@ -53,13 +52,13 @@ def set_up_logs(options: Namespace) -> None:
 
 
 def progress(text: str) -> None:
-    """Say what takes its time where somebody watches; elsewhere with -v alone."""
+    """Report a slow step on a terminal; elsewhere with -v alone."""
     log.log(logging.INFO if sys.stderr.isatty() else logging.DEBUG, "%s", text)
 
 
-def counted(number: int, noun: str, plural: str = "s") -> str:
+def counted(number: int, noun: str) -> str:
     """As "3 prompts" or "1 prompt"."""
-    return f"{number} {noun}{'' if number == 1 else plural}"
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def find_device(name: str) -> torch.device:
@@ -67,116 +66,120 @@ def find_device(name: str) -> torch.device:
     import torch
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of names that torch is giving up
-            device = torch.device(name)
-            torch.empty(1, device=device).tolist()
+        device = torch.device(name)
+        torch.empty(1, device=device).tolist()
     except (RuntimeError, AssertionError, ImportError) as error:
         raise ValueError(f"there is no usable device {name!r}: try --device cpu (`lightning_specdec info`)") from error
     return device
 
 
-def set_threads(options: Namespace, num_parameters: int) -> None:
-    """As many CPU threads as --threads says; otherwise one for small models."""
-    import torch
+class Loaded(NamedTuple):
+    """The models and prompts that the flags name; `texts` are None where prompts are tokens."""
 
-    from lightning_specdec.models.packed import limit_threads
+    source: PairSource
+    decoder: SpeculativeDecoder
+    texts: list[str | None]
+    prompts: list[list[int]]
 
-    if (threads := getattr(options, "threads", None)) is not None:
-        torch.set_num_threads(threads)
-    else:
-        limit_threads(num_parameters)
+    def manifest(self, *settings: Settings) -> dict[str, Any]:
+        """How results come about: the machine, versions, the models and these settings."""
+        from lightning_specdec.bench.manifest import manifest
+
+        used = {name: value for each in (self.source, *settings) for name, value in each.to_dict().items()}
+        return manifest(options=used, checkpoint=self.source.ckpt, device=self.decoder.target.device)
 
 
-def load_decoder(options: Namespace, source: PairSource | None = None) -> SpeculativeDecoder:
-    """The target and its drafter that the flags name.
+def load(options: Namespace, *, num_own: int | None = None) -> Loaded:
+    """The models and prompts that the flags name; prompts by default the pair's own, or three for models of text.
+
+    Args:
+        num_own: use at most this many of the default prompts.
 
     Raises:
-        ValueError: they cannot be loaded, or do not fit each other.
+        ValueError: the models cannot be loaded or do not fit each other, or a prompt does not fit the target.
     """
-    from lightning_specdec.decoder import SpeculativeDecoder
+    source, given = pair_source(options), _read_prompts(chosen(options, PromptSettings))
+    decoder = load_decoder(options, source)
+    prompts = _find_prompts(decoder, given, raw="raw" in options)[: None if given else num_own]
+    return Loaded(source, decoder, [text for text, _ in prompts], [tokens for _, tokens in prompts])
 
-    source = pair_source(options) if source is None else source
+
+def load_decoder(options: Namespace, source: PairSource) -> SpeculativeDecoder:
+    """The target and its drafter, with as many CPU threads as --threads says."""
+    import torch
+
+    from lightning_specdec.decoder import SpeculativeDecoder
+    from lightning_specdec.models.packed import limit_threads
+
     progress(f"loading {source.name} ...")
-    decoder = SpeculativeDecoder.load(source.changed(drafter=typed(source.drafter, "drafter")))
-    set_threads(options, decoder.target.num_parameters)
+    if source.drafter is not None:
+        source = source.changed(drafter=typed(source.drafter, "drafter"))
+    decoder = SpeculativeDecoder.load(source)
+    if "threads" in options:
+        torch.set_num_threads(options.threads)
+    else:
+        limit_threads(decoder.target.num_parameters)
     return decoder
 
 
 Placed = tuple[str, str]
-"""Where a prompt came from, and what it says."""
+"""The origin of a prompt, and its text."""
 
 
-def read_prompts(settings: PromptSettings) -> list[Placed] | None:
-    """The prompts of the flags as they were typed; None where there are none.
-
-    Raises:
-        ValueError: a file is not text, or holds no prompt.
-    """
+def _read_prompts(settings: PromptSettings) -> list[Placed] | None:
+    """The prompts of the flags as they were typed; None where there are none."""
+    if not settings.prompt and settings.prompts_file is None:
+        return None
     placed: list[Placed] = []
     for i, text in enumerate(settings.prompt, start=1):
-        placed += _lines("stdin", sys.stdin.read()) if text == "-" else [(f"--prompt {i}", text)]
-    if (path := settings.prompts_file) is not None:
-        try:
-            text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not text: give one prompt a line") from error
-        placed += _lines("stdin" if path == "-" else path, text)
-    if not settings.prompt and path is None:
-        return None
+        placed += _read_lines("-") if text == "-" else [(f"--prompt {i}", text)]
+    if settings.prompts_file is not None:
+        placed += _read_lines(settings.prompts_file)
     if not placed:
         raise ValueError("there is no prompt: give at least one line")
-    for where, text in placed:
-        if not text.strip():
-            raise ValueError(f"{where}: the prompt is empty")
     return placed
 
 
-def find_prompts(
-    decoder: SpeculativeDecoder, given: list[Placed] | None, *, raw: bool = False
+def _read_lines(path: str) -> list[Placed]:
+    """The prompts of a file or of stdin, one a line: text, or a JSON object with a "prompt"."""
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text: give one prompt a line") from error
+    placed = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            value = json.loads(line)["prompt"]
+        except (ValueError, TypeError, KeyError, IndexError):
+            value = line
+        if line.strip():
+            placed.append((f"{'stdin' if path == '-' else path}, line {number}", str(value)))
+    return placed
+
+
+def _find_prompts(
+    decoder: SpeculativeDecoder, given: list[Placed] | None, *, raw: bool
 ) -> list[tuple[str | None, list[int]]]:
-    """Texts, where prompts are texts, and tokens: the user's prompts, the pair's own, or ours.
-
-    Raises:
-        ValueError: a prompt does not fit the target, or there is none.
-    """
-    from lightning_specdec.decoding.rows import check_prompt
-
+    """Text, where prompts are text, and tokens: the user's prompts, the pair's own, or the default ones."""
     tokenizer = decoder.tokenizer
-    if given is None and (decoder.prompts or tokenizer is None):
-        if not decoder.prompts:
-            raise ValueError("the target keeps no prompts of its own: give some with --prompt '1 2 3'")
+    if given is None and decoder.prompts:
         return [(None, list(prompt)) for prompt in decoder.prompts]
     if tokenizer is None:
-        tokens = [(where, _tokens(where, text)) for where, text in given or ()]
-        for where, prompt in tokens:
-            check_prompt(prompt, decoder.target.vocab_size, where)
-        return [(None, prompt) for _, prompt in tokens]
-    texts = list(OWN_PROMPTS) if given is None else [_text(where, text) for where, text in given]
-    chat = tokenizer.has_chat_template and not raw
-    return [(text, decoder.encode_chat(text) if chat else decoder.encode(text)) for text in texts]
+        if given is None:
+            raise ValueError("the target keeps no prompts of its own: give some with --prompt '1 2 3'")
+        return [(None, _tokens(where, text, decoder.target.vocab_size)) for where, text in given]
+    texts = OWN_PROMPTS if given is None else [text for _, text in given]
+    encode = decoder.encode_chat if tokenizer.has_chat_template and not raw else decoder.encode
+    return [(text, encode(text)) for text in texts]
 
 
-def _lines(name: str, text: str) -> list[Placed]:
-    return [(f"{name}, line {i}", line) for i, line in enumerate(text.splitlines(), start=1) if line.strip()]
+def _tokens(where: str, text: str, vocab_size: int) -> list[int]:
+    from lightning_specdec.decoding.rows import check_prompt
 
-
-def _tokens(where: str, text: str) -> list[int]:
     words = text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
-    for word in words or [""]:
-        if not re.fullmatch(r"[+-]?[0-9]{1,40}", word):
-            raise ValueError(f"{where}: {word[:40]!r} is no token: give integers, as `1 2 3`")
-    return [int(word) for word in words]
-
-
-def _text(where: str, line: str) -> str:
-    """A prompt: the "prompt" of a file's line that is a JSON object, or the line itself."""
-    if where.startswith("--prompt") or not line.lstrip().startswith("{"):
-        return line
     try:
-        values: dict[str, Any] = json.loads(line)
-    except json.JSONDecodeError:
-        return line  # text that begins with a brace
-    if not isinstance(values.get("prompt"), str) or not values["prompt"].strip():
-        raise ValueError(f'{where}: a JSON object needs its text under "prompt", this one has {", ".join(values)[:80]}')
-    return str(values["prompt"])
+        prompt = [int(word) for word in words]
+    except ValueError:
+        raise ValueError(f"{where}: {text[:40]!r} is no list of tokens: give integers, as `1 2 3`") from None
+    check_prompt(prompt, vocab_size, where)
+    return prompt

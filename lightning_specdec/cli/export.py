@@ -45,9 +45,7 @@ def run(options: Namespace) -> int:
 
     loaded, output = checkpoint.load(settings.ckpt), Path(settings.output)
     if output.exists() and not output.is_dir() and not checkpoint.is_exported(output):
-        same = output.samefile(settings.ckpt)
-        what = "the input, and training goes on from it" if same else "not an exported checkpoint"
-        raise ValueError(f"{output} is kept as it is, for it is {what}: choose another --output")
+        raise ValueError(f"{output} is not an exported checkpoint and stays as it is: choose another --output")
     checkpoint.save(
         output,
         loaded.reference or loaded.target,

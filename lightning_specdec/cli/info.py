@@ -1,120 +1,129 @@
-"""The verb `info`: what a checkpoint, a draft file, a model or a pair is; without an argument, the environment."""
+"""The verb `info`: a checkpoint, a draft file, a model or a pair; without one, the environment and the pairs."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-import time
 from argparse import Namespace
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_specdec import __version__
-from lightning_specdec.cli.common import find_device, progress, set_threads, set_up_logs
-from lightning_specdec.cli.options import MeasureSettings, OutputSettings, Parser, chosen, is_checkpoint
-from lightning_specdec.cli.pairs import FitSettings, show
-from lightning_specdec.config.decoding import MAX_TOKENS
-from lightning_specdec.config.memory import gigabytes
+from lightning_specdec.cli.common import find_device, progress, set_up_logs
+from lightning_specdec.cli.options import OutputSettings, Parser, chosen, model_flag
+from lightning_specdec.config.memory import available_bytes, gigabytes
 from lightning_specdec.config.models import TargetSource, check_directory
-from lightning_specdec.config.pairs import list_pairs
-from lightning_specdec.config.settings import setting
-from lightning_specdec.config.terminal import say
+from lightning_specdec.config.pairs import Pair, get_pair, list_pairs
+from lightning_specdec.config.terminal import say, short
 
-if TYPE_CHECKING:
-    from lightning_specdec.checkpoints.target_reference import TargetReference
-    from lightning_specdec.drafters import Drafter
-    from lightning_specdec.models import LanguageModel
-
-SUMMARY = "say what a checkpoint, draft file, model or pair is; without one, what a bug report needs"
+SUMMARY = "describe a checkpoint, draft file, model or pair; without one, the environment and all pairs"
 EXAMPLES = """\
 lightning_specdec info
 lightning_specdec info checkpoints/rnn.safetensors
-lightning_specdec info draft.safetensors
-lightning_specdec info checkpoints/smollm2 --dtype bfloat16    (loads it, and generates ten tokens)"""
-PACKAGES = ("torch", "lightning", "jsonargparse", "torchmetrics", "tensorboard", "transformers", "numpy", "torchao")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateSettings(OutputSettings):
-    """What a model generates."""
-
-    prompt: str = setting("The quick brown fox", "text that a model continues")
-    max_new_tokens: int = setting(10, "tokens that a model generates", minimum=1, maximum=MAX_TOKENS)
+lightning_specdec info checkpoints/smollm2 --dtype bfloat16
+lightning_specdec info --pair gpt2    (exit code 1 when it does not fit this machine)"""
+PACKAGES = ("torch", "lightning", "transformers", "jsonargparse", "torchmetrics", "numpy")
+CONTEXT = 2048
+"""Tokens of text that a pair's caches are counted for."""
 
 
 def add_arguments(parser: Parser) -> None:
     """The flags of the verb."""
     parser.add_argument("MODEL", nargs="?", help="a checkpoint, a draft file, a model's directory or name, or a pair")
-    parser.add_argument("--ckpt", dest="MODEL", help="the same", metavar="FILE")
-    parser.add_settings("of a model", TargetSource, skip=("ckpt", "pair", "target"))
-    parser.add_settings("generation", GenerateSettings)
-    parser.add_settings("machine", MeasureSettings, only=("threads",))
+    parser.add_settings("Model", TargetSource, skip=("target",))
+    parser.add_settings("Output", OutputSettings)
 
 
 def run(options: Namespace) -> int:
-    """Say what MODEL is."""
+    """Describe MODEL; 1 for a pair that does not fit this machine."""
     set_up_logs(options)
-    settings, name = chosen(options, GenerateSettings), getattr(options, "MODEL", None)
-    if name is None:
-        return _environment()
-    path = Path(name).expanduser()
-    if not path.is_dir():
-        if pairs := [pair for pair in list_pairs() if pair.name == name and not path.exists()]:
-            return show(pairs, FitSettings(output=settings.output), one=True)
-    if is_checkpoint(path):
-        return _file(path)
-    check_directory(name)
-    return _model(name, chosen(options, TargetSource, target=name), settings, options)
+    if "MODEL" in options:
+        setattr(options, model_flag(options.MODEL), options.MODEL)
+    elif "ckpt" not in options and "pair" not in options:
+        return _show(_environment(), options)
+    source = chosen(options, TargetSource)
+    if source.ckpt is not None:
+        return _show(_file(Path(source.ckpt).expanduser()), options)
+    if source.pair is not None:
+        return _show(_pair(get_pair(source.pair), source.device), options)
+    check_directory(source.target)
+    return _show(_model(source), options)
 
 
-def _environment() -> int:
+def _show(values: dict[str, Any], options: Namespace) -> int:
+    if chosen(options, OutputSettings).output == "json":
+        say(json.dumps(values))
+    else:
+        lines = list(_lines(values))
+        width = min(24, max(len(name) for name, _ in lines))
+        say("\n".join(f"{name:<{width}}  {short(value, 200)}" for name, value in lines))
+    return 1 if values.get("fits") is False else 0
+
+
+def _lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """A name and a text for each value, also of nested mappings."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _lines(value, f"{prefix}{name} ")
+        elif value is not None:
+            text = gigabytes(value) if name.endswith("_bytes") else str(value)
+            yield prefix + name.removesuffix("_bytes"), text
+
+
+def _environment() -> dict[str, Any]:
     import torch
 
-    rows = [("lightning_specdec", __version__), ("python", platform.python_version())]
-    rows.append(("platform", platform.platform()))
-    for package in PACKAGES:
-        try:
-            rows.append((package, version(package)))
-        except PackageNotFoundError:
-            rows.append((package, "not installed"))
-    capability = torch.backends.cpu.get_cpu_capability()
-    rows.append(("cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {capability}"))
-    for i in range(torch.cuda.device_count()):
-        rows.append((f"cuda:{i}", torch.cuda.get_device_name(i)))
-    if not torch.cuda.device_count():
-        rows.append(("cuda", "no device"))
-    _aligned(rows)
-    return 0
+    return {
+        "lightning_specdec": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **{package: version(package) for package in PACKAGES},
+        "cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
+        "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "pair": {pair.name: _fit(pair) for pair in list_pairs()},
+    }
 
 
-def _aligned(rows: list[tuple[str, Any]]) -> None:
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        say(f"{name:<{width}}  {value}")
+def _fit(pair: Pair) -> str:
+    found = _pair(pair, "cpu")
+    fits = "does not fit" if found["fits"] is False else "fits"
+    return f"{gigabytes(found['needed_bytes'])}, {fits}: {pair.description}"
 
 
-def _model(name: str, source: TargetSource, settings: GenerateSettings, options: Namespace) -> int:
-    """Load a model, and generate with it."""
-    device, started = find_device(source.device), time.perf_counter()
-    progress(f"loading {name} ...")
-    from lightning_specdec.decoder import SpeculativeDecoder
-    from lightning_specdec.drafters import NGramDrafter
+def _pair(pair: Pair, device: str) -> dict[str, Any]:
+    """A pair, the memory that it needs, and whether the device has it (None: unknown)."""
+    on_cpu = device == "cpu"
+    available = available_bytes(device if on_cpu else str(find_device(device)))
+    weights, loading = pair.weight_bytes(packed=on_cpu)
+    needed = max(loading, weights + pair.cache_bytes(batch_size=1, length=CONTEXT))
+    models = {
+        role: f"{model.place}, {model.size.parameters:,} parameters, {model.quantization or model.dtype}"
+        for role, model in zip(("target", "draft"), pair.models, strict=False)
+    }
+    return {
+        "name": pair.name,
+        "description": pair.description,
+        **models,
+        "drafter": pair.drafter.label,
+        "num_draft_tokens": pair.num_draft_tokens,
+        "needed_bytes": needed,
+        "available_bytes": available,
+        "fits": not (on_cpu and pair.needs_gpu) and (None if available is None else needed <= available),
+    }
+
+
+def _model(source: TargetSource) -> dict[str, Any]:
+    """A pretrained model, loaded."""
     from lightning_specdec.models.loading import load_model
 
-    keywords: dict[str, Any] = {key: getattr(source, key) for key in ("dtype", "quantization", "revision")}
-    model = load_model(name, device=device, trust_remote_code=source.trust_remote_code, **keywords).pack()
-    seconds = time.perf_counter() - started
-    set_threads(options, model.num_parameters)
-    decoder = SpeculativeDecoder(model, NGramDrafter())
-    prompt = [min(1, model.vocab_size - 1)] if decoder.tokenizer is None else decoder.encode(settings.prompt)
-    decoder.decode_standard([prompt], max_new_tokens=1)  # the first call of all allocates and warms up
-    result = decoder.decode_standard([prompt], max_new_tokens=settings.max_new_tokens, eos=())
-    (row,) = result.rows
-    values: dict[str, Any] = {
-        "model": name,
+    progress(f"loading {source.target} ...")
+    keywords = {name: getattr(source, name) for name in ("dtype", "quantization", "revision", "trust_remote_code")}
+    model = load_model(source.target, device=find_device(source.device), **keywords).pack()
+    return {
+        "model": source.target,
         "architecture": type(model.model).__name__,
         "parameters": model.num_parameters,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -123,79 +132,33 @@ def _model(name: str, source: TargetSource, settings: GenerateSettings, options:
         "memory_bytes": model.memory_bytes,
         "context": model.max_positions,
         "vocabulary": model.vocab_size,
-        "load_seconds": round(seconds, 3),
-        "prompt": prompt if decoder.tokenizer is None else settings.prompt,
-        "tokens": row.tokens,
-        "text": row.text,
-        "tokens_per_second": round(result.tokens_per_second, 1),
+        "chat_template": model.tokenizer is not None and model.tokenizer.has_chat_template,
     }
-    if settings.output == "json":
-        say(json.dumps(values))
-    else:
-        shown = values | {"parameters": f"{model.num_parameters:,}", "memory_bytes": gigabytes(model.memory_bytes)}
-        _aligned([(key.replace("_", " "), value) for key, value in shown.items() if value is not None])
-    return 0
 
 
-def _file(path: Path) -> int:
-    """Say what a checkpoint or a draft file holds; a target that lies elsewhere need not be there."""
+def _file(path: Path) -> dict[str, Any]:
+    """A checkpoint or a draft file, whose target may be elsewhere."""
     from lightning_specdec.checkpoints import checkpoint, runs
 
     path = runs.find(path)
     loaded = checkpoint.load(path)
-    say(f"file        {path} ({path.stat().st_size:,} bytes)")
-    if loaded.reference is None:
-        _show_part("target", loaded.target)
-    else:
-        _show_reference(loaded.reference)
-    for name, each in (loaded.drafts if len(loaded.drafts) > 1 else {"": loaded.drafter}).items():
-        _show_part(f"draft {name}" if name else "drafter", each)
-    prompts: list[Any] = loaded.prompts
-    if loaded.tokenizer is not None:
-        say(f"tokenizer   {_plain(loaded.tokenizer)}")
-        if loaded.tokenizer == "bytes":
-            prompts = [bytes(prompt).decode(errors="replace") for prompt in prompts]
-    for prompt in prompts:
-        say(f"prompt      {_plain(prompt)}")
-    _show_values("recipe", loaded.recipe)
-    _show_values("training", loaded.training)
-    return 0
+    return {
+        "file": str(path),
+        "size_bytes": path.stat().st_size,
+        "target": _described(loaded.target) if loaded.reference is None else f"{loaded.reference}, not in this file",
+        "draft": {name: _described(drafter) for name, drafter in loaded.drafts.items()},
+        "tokenizer": loaded.tokenizer,
+        "prompts": loaded.prompts,
+        "recipe": loaded.recipe,
+        "training": loaded.training,
+    }
 
 
-def _plain(value: object) -> str:
-    """A value in one line of at most 120 characters."""
-    text = f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
-    return text if len(text) <= 120 else f"{text[:120]}..."
-
-
-def _show_reference(target: TargetReference) -> None:
-    sizes = {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size, "num_layers": target.num_layers}
-    shown = ", ".join(f"{name}={size}" for name, size in sizes.items() if size is not None)
-    say(f"target      {target}: {target.kind}, {shown}, not in this file")
-
-
-def _show_values(name: str, values: dict[str, Any]) -> None:
-    """A line for each value of a recipe and the like."""
-    for key, value in values.items():
-        inner = value if isinstance(value, dict) else {"": value}
-        for part, each in inner.items():
-            say(f"{name:<11} {key}{f' {part}' if part else ''}: {_plain(each)}")
-
-
-def _show_part(label: str, module: LanguageModel | Drafter, indent: str = "") -> None:
-    """A line for a model or a drafter, and indented lines for those that it is made of."""
-    import torch
-
-    parts: list[tuple[str, Any]] = []
-    plain: dict[str, str] = {}
-    for key, value in module.arguments().items():
-        listed = value if isinstance(value, list | tuple) else [value]
-        inner = [each for each in listed if isinstance(each, torch.nn.Module)]
-        parts += [(key, each) for each in inner]
-        if not inner:
-            plain[key] = f"[{len(value)} values]" if isinstance(value, list) and len(value) > 16 else str(value)
-    arguments = ", ".join(f"{key}={value}" for key, value in plain.items())
+def _described(module: Any) -> str:
+    """A model or a drafter as the call that builds it."""
+    arguments = [
+        f"{name}={_described(value) if hasattr(value, 'arguments') else value}"
+        for name, value in module.arguments().items()
+    ]
     number = sum(parameter.numel() for parameter in module.parameters())
-    say(f"{indent + label:<11} {type(module).__name__}({arguments}), {number:,} parameters")
-    for key, part in parts:
-        _show_part(key, part, indent + "  ")
+    return f"{type(module).__name__}({', '.join(arguments)}) of {number:,} parameters"

@@ -1,6 +1,6 @@
 """The command line: find the verb, hand over, turn every error into one line and an exit code.
 
-Imports nothing heavy before the verb is known, so `--help` and a misspelt flag answer at once.
+Imports nothing heavy before the verb is known, so `--help` and a misspelled flag answer at once.
 """
 
 from __future__ import annotations
@@ -16,54 +16,62 @@ from lightning_specdec.cli.options import KINDS, Parser, UsageError, kind_help
 from lightning_specdec.config.terminal import say
 
 TRAINER_VERBS = ("fit", "validate", "test", "predict", "generate")
-VERBS = (*TRAINER_VERBS, "decode", "chat", "sweep", "bench", "report", "audit", "pairs", "info", "export")
-FORMER_VERBS = {"check": "info MODEL", "env": "info", "prompts": "bench --config FILE"}
+VERBS = (*TRAINER_VERBS, "decode", "chat", "sweep", "bench", "report", "audit", "info", "export")
+FORMER_VERBS = {
+    "check": "info MODEL",
+    "env": "info",
+    "pairs": "info, or info --pair NAME",
+    "prompts": "bench --config FILE",
+}
 
 
 def main() -> None:
     """Entry point of the installed script; exits with 0, 1 (failed), 2 (user's error) or 130 (interrupted)."""
-    debug = "--debug" in sys.argv
     if sys.stdout is None:  # closed by the caller, as `>&-` does
         sys.stdout = open(os.devnull, "w")
     try:
         code = _run(sys.argv[1:])
         sys.stdout.flush()
+    except BrokenPipeError:  # the reader has gone, as behind `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
     except (ValueError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # nobody reads our output any more, as behind `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(0)
-        if debug:
+        if "--debug" in sys.argv:
             raise
         text = " ".join(str(error).split())
         if isinstance(error, OSError) and error.filename is not None and error.strerror:
             text = f"{error.filename}: {error.strerror}"
         say(f"error: {text or type(error).__name__}", file=sys.stderr)
-        sys.exit(2)
+        code = 2
     except KeyboardInterrupt:
         say("interrupted", file=sys.stderr)
-        sys.exit(130)
+        code = 130
     sys.exit(code)
 
 
 def _run(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help") or words == ["help"]:
+    verb, *rest = words or [""]
+    if verb in ("", "-h", "--help") or words == ["help"]:
         say(_overview())
         return 0 if words else 2
-    if words[0] in ("-V", "--version"):
+    if verb in ("-V", "--version"):
         say(__version__)
         return 0
-    if words[0] == "--completion":
-        say(completion(words[1] if len(words) > 1 else ""))
+    if verb == "--completion":
+        say(completion(*rest[:1]))
         return 0
-    verb, rest = (words[1], ["--help"]) if words[0] == "help" else (words[0], words[1:])
+    if verb == "help":
+        verb, rest = rest[0], ["--help"]
+    if verb in FORMER_VERBS:
+        raise UsageError(f"`{verb}` is now `lightning_specdec {FORMER_VERBS[verb]}`")
     if verb not in VERBS:
-        if verb in FORMER_VERBS:
-            raise UsageError(f"`{verb}` is now `lightning_specdec {FORMER_VERBS[verb]}`")
         near = difflib.get_close_matches(verb, VERBS, n=1)
         advice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(VERBS)}"
         raise UsageError(f"unknown verb {verb!r}: {advice}")
+    module = _module(verb)
     if verb in TRAINER_VERBS:
-        return _module(verb).run(verb, rest)
+        code: int = module.run(verb, rest)
+        return code
     if {"-h", "--help"} & set(rest):
         say(make_parser(verb).format_help(), end="")
         return 0
@@ -71,18 +79,12 @@ def _run(words: list[str]) -> int:
         if flag in [f"--{kind}.help" for kind in KINDS]:
             say(kind_help(flag, name))
             return 0
-    options = make_parser(verb).read(rest)
-    code: int = _module(verb).run(options)
+    code = module.run(make_parser(verb).read(rest))
     return code
 
 
 def _module(verb: str) -> ModuleType:
     return import_module(f"lightning_specdec.cli.{'train' if verb in TRAINER_VERBS else verb}")
-
-
-def _summary(verb: str) -> str:
-    module = _module(verb)
-    return str(module.SUMMARIES[verb] if verb in TRAINER_VERBS else module.SUMMARY)
 
 
 def make_parser(verb: str) -> Parser:
@@ -97,39 +99,30 @@ def make_parser(verb: str) -> Parser:
 
 
 def _overview() -> str:
-    width = max(map(len, VERBS))
-    return "\n".join(
-        (
-            f"lightning_specdec {__version__}: train the draft, decode speculatively, measure the gain",
-            "",
-            "usage: lightning_specdec VERB [options]",
-            "",
-            *(f"  {verb:<{width}}  {_summary(verb)}" for verb in VERBS),
-            "",
-            "lightning_specdec VERB --help              the options of a verb",
-            "lightning_specdec --completion bash        a completion script for bash, zsh or fish",
-        )
-    )
+    lines = [f"lightning_specdec {__version__}: train the draft, decode speculatively, measure the gain", ""]
+    lines += ["usage: lightning_specdec VERB [options]", ""]
+    for verb in VERBS:
+        module = _module(verb)
+        lines.append(f"  {verb:<8}  {module.SUMMARIES[verb] if verb in TRAINER_VERBS else module.SUMMARY}")
+    lines += ["", "lightning_specdec VERB --help              the options of a verb"]
+    return "\n".join([*lines, "lightning_specdec --completion bash        a completion script for bash, zsh or fish"])
 
 
-def completion(shell: str) -> str:
+def completion(shell: str = "") -> str:
     """A completion script: verbs, then a verb's flags, else file names.
 
     Raises:
-        ValueError: the shell is none of bash, zsh and fish.
+        UsageError: the shell is none of bash, zsh and fish.
     """
-    flags = {verb: sorted(make_parser(verb)._option_string_actions) for verb in VERBS if verb not in TRAINER_VERBS}
-    flags |= {verb: ["--config", "--ckpt_path", "--help", "--help_all"] for verb in TRAINER_VERBS}
-    if shell == "fish":
-        seen = "complete -c lightning_specdec -n"
-        lines = [f"{seen} __fish_use_subcommand -f -a {verb} -d {_quoted(_summary(verb))}" for verb in VERBS]
-        for verb, several in flags.items():
-            lines += [
-                f"{seen} '__fish_seen_subcommand_from {verb}' -l {flag[2:]}" for flag in several if flag[:2] == "--"
-            ]
-        return "\n".join(lines)
-    if shell not in ("bash", "zsh"):
+    if shell not in ("bash", "zsh", "fish"):
         raise UsageError(f"--completion takes bash, zsh or fish, got {shell!r}")
+    flags = dict.fromkeys(TRAINER_VERBS, ["--config", "--ckpt_path", "--help", "--help_all"])
+    flags |= {verb: sorted(make_parser(verb)._option_string_actions) for verb in VERBS if verb not in TRAINER_VERBS}
+    if shell == "fish":
+        start = "complete -c lightning_specdec -n"
+        lines = [f"{start} __fish_use_subcommand -f -a '{' '.join(VERBS)}'"]
+        lines += [f"{start} '__fish_seen_subcommand_from {verb}' -a '{' '.join(flags[verb])}'" for verb in VERBS]
+        return "\n".join(lines)
     cases = "\n".join(f"    {verb}) words='{' '.join(several)}' ;;" for verb, several in flags.items())
     script = (
         "_lightning_specdec() {\n"
@@ -140,7 +133,3 @@ def completion(shell: str) -> str:
         "complete -o default -F _lightning_specdec lightning_specdec lightning-specdec"
     )
     return f"autoload -U +X bashcompinit && bashcompinit\n{script}" if shell == "zsh" else script
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", r"\'") + "'"

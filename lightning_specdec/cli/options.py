@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
-from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig, SamplingSettings
+from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.config.kinds import DRAFTERS, RULES, Choice, Kinds
 from lightning_specdec.config.models import DraftSource, PairSource, TargetSource, check_directory
 from lightning_specdec.config.pairs import get_pair, list_pairs
@@ -21,8 +21,6 @@ KINDS: dict[str, Kinds] = {"drafter": DRAFTERS, "rule": RULES}
 FORMER = {
     "--exit_layer": "give --drafter EarlyExitDrafter --drafter.exit_layer N",
     "--exit_layers": "give --drafter EarlyExitDrafter --drafter.exit_layer N",
-    "--ollama": "models that Ollama serves can neither draft nor verify here",
-    "--model": "models that Ollama serves can neither draft nor verify here",
     "--drafter.guesses_per_token": "it is called --drafter.tokens_per_match now",
     "--epsilon": "it is called --rule.epsilon now, behind --rule",
     "--delta": "it is called --rule.delta now, behind --rule",
@@ -31,8 +29,10 @@ FORMER = {
     "--num_decodes": "rounds are checked exactly, without samples; --num_places says at how many places",
     "--chat_template": "it is used wherever the tokenizer has one; --raw leaves it out",
     "--ckpt": "chat takes --pair or --target, since a checkpoint has no chat template",
-    "--check": "give the pair's name alone, as `pairs NAME`",
     "--fuse": "both sides always decode with optimized weights",
+    "--max_length": "a chat may fill the models' context",
+    "--show_drafts": "`decode` marks the draft tokens that were kept",
+    "--stats": "it is shown on a terminal, elsewhere with -v",
 }
 """What takes the place of former flags."""
 
@@ -58,7 +58,9 @@ class PromptSettings(Settings):
 class MeasureSettings(Settings):
     """How often and how something is measured."""
 
-    repeats: int | None = setting(None, "timed runs of each method; 0 shows the outputs alone", minimum=0)
+    repeats: int | None = setting(
+        None, "timed runs of each method; 0 shows the outputs alone; default: 2 to 10, for 20 seconds", minimum=0
+    )
     batch_size: int = setting(1, "prompts decoded together", minimum=1, maximum=MAX_TOKENS)
     ignore_eos: bool = setting(False, "let no token end a row")
     threads: int | None = setting(None, "CPU threads; default: 1 for small models", minimum=1, maximum=1024)
@@ -74,50 +76,41 @@ class OutputSettings(Settings):
 class Parser(argparse.ArgumentParser):
     """The parser of a verb: a flag is written with underscores or dashes, and errors are one line."""
 
-    def __init__(self, verb: str, summary: str, examples: str = "") -> None:
+    def __init__(self, verb: str, summary: str, examples: str) -> None:
         super().__init__(
             prog=f"lightning_specdec {verb}",
+            usage="%(prog)s [options]",
             description=summary,
-            epilog=examples and f"examples:\n{examples}",
+            epilog=f"examples:\n{examples}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             argument_default=argparse.SUPPRESS,
             allow_abbrev=False,
         )
-
-    def format_help(self) -> str:
-        places = [f"[{each.dest}]" if each.nargs else each.dest for each in self._actions if not each.option_strings]
-        self.usage = " ".join([self.prog, *places, "[options]"])
-        return super().format_help()
 
     def add_settings(
         self,
         title: str,
         settings: type[Settings],
         *,
-        only: Sequence[str] = (),
         skip: Sequence[str] = (),
         **defaults: Any,
     ) -> None:
         """A group of flags, one for each field with a help line; a field whose metavar ends in "..." takes several.
 
         Args:
-            only, skip: the fields that are meant, or left out.
-            defaults: that differ from the fields' own.
+            skip: fields to leave out.
+            defaults: those that differ from the fields' own.
         """
         group = self.add_argument_group(title)
         for each in setting_fields(settings):
-            if each.metadata.get("help") and each.name not in skip and (not only or each.name in only):
+            if each.metadata.get("help") and each.name not in skip:
                 _add_flag(group, each, hints(settings)[each.name], defaults)  # type: ignore[arg-type]
 
-    def add_kinds(self, *names: str) -> None:
+    def add_kinds(self, name: str) -> None:
         """List the drafters or rules by name in the help."""
-        for name in names:
-            kinds = KINDS[name]
-            listed = "\n".join(f"  {kind:<20} {kinds.summary(kind)}" for kind in kinds)
-            self.add_argument_group(
-                f"{name}s",
-                f"give --{name} NAME --{name}.SETTING VALUE; --{name}.help NAME shows the settings\n{listed}",
-            )
+        listed = "\n".join(f"  {kind:<20} {KINDS[name].summary(kind)}" for kind in KINDS[name])
+        told = f"give --{name} NAME --{name}.SETTING VALUE; --{name}.help NAME shows the settings"
+        self.add_argument_group(f"{name.capitalize()}s", f"{told}\n{listed}")
 
     def read(self, words: Sequence[str]) -> Namespace:
         """The flags that are given, and no others; `drafter` and `rule` are `Choice`s with unread settings."""
@@ -129,36 +122,37 @@ class Parser(argparse.ArgumentParser):
             flag, equals, value = word.partition("=")
             if re.fullmatch(r"--[\w.-]+", flag):
                 flag = "--" + flag[2:].replace("-", "_")
+                word = flag + equals + value
                 kind, dot, name = flag[2:].partition(".")
-                if dot and f"--{kind}" in self._option_string_actions and kind in KINDS and flag not in FORMER:
+                if dot and kind in KINDS and f"--{kind}" in self._option_string_actions and flag not in FORMER:
                     if not equals and not queue:
                         self.error(f"argument {flag}: expected a value")
                     settings[kind][name] = value if equals else queue.pop(0)
                     continue
-                word = flag + equals + value
             rest.append(word)
         options = self.parse_args(rest)
         for kind, given in settings.items():
-            if given and kind not in options:
-                self.error(f"--{kind}.{min(given)} needs the {kind}'s name: give --{kind} NAME")
             if kind in options:
                 setattr(options, kind, Choice(getattr(options, kind), given))
+            elif given:
+                self.error(f"--{kind}.{min(given)} needs the {kind}'s name: give --{kind} NAME")
         return options
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}{self._advice(message)} (see `{self.prog} --help`)")
 
     def _advice(self, message: str) -> str:
-        """What was probably meant by arguments that are not known."""
-        if not message.startswith("unrecognized arguments: "):
+        """A suggestion for the first unknown argument."""
+        _, found, words = message.partition("unrecognized arguments: ")
+        if not found:
             return ""
-        flags = [word.split("=")[0] for word in message.split()[2:] if word.startswith("--")]
-        for flag in flags:
-            if flag in FORMER:
-                return f": {FORMER[flag]}"
-            if near := difflib.get_close_matches(flag, self._option_string_actions, n=1):
-                return f": did you mean {near[0]}?"
-        return "" if flags else ": give a prompt as --prompt '1 2 3'"
+        unknown = words.split()[0].partition("=")[0]
+        if unknown in FORMER:
+            return f": {FORMER[unknown]}"
+        near = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
+        return (
+            f": did you mean {near[0]}?" if near else "" if unknown[:1] == "-" else ": give a prompt as --prompt TEXT"
+        )
 
 
 def _add_flag(group: Any, each: Field[Any], hint: Any, defaults: dict[str, Any]) -> None:
@@ -166,30 +160,28 @@ def _add_flag(group: Any, each: Field[Any], hint: Any, defaults: dict[str, Any])
     default = defaults.get(each.name, each.default)
     if not any(default is no for no in (None, False, (), MISSING)) and "default:" not in text:
         text += f" (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"
-    more: dict[str, Any] = {"default": defaults[each.name]} if each.name in defaults else {}
+    more: dict[str, Any] = {"help": text}
+    if each.name in defaults:
+        more["default"] = default
     if hint is bool:
-        group.add_argument(f"--{each.name}", action="store_true", help=text, **more)
+        group.add_argument(f"--{each.name}", action="store_true", **more)
         return
+    kinds = [get_args(kind)[0] if get_origin(kind) is tuple else kind for kind in options_of(hint)]
     if any(get_origin(kind) is tuple for kind in options_of(hint)):
         several = str(metavar).endswith("...")
         more |= {"action": "extend", "nargs": "+"} if several else {"action": "append"}
-        metavar = str(metavar).removesuffix("...").strip() if several else metavar
-    if metavar is None:
-        choices = each.metadata.get("choices")
-        metavar = "{" + ",".join(choices) + "}" if choices else _noun(hint)
+        metavar = metavar and metavar.removesuffix(" ...")
+    if choices := each.metadata.get("choices"):
+        metavar = "{" + ",".join(choices) + "}"
+    noun = "INT" if int in kinds else "NUMBER" if float in kinds else "TEXT"
 
     def read(word: str) -> Any:
         try:
-            return int(word) if hint is Any and re.fullmatch(r"[+-]?[0-9]{1,40}", word) else parse(word, hint)
+            return int(word) if hint is Any and word.isdecimal() else parse(word, hint)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    group.add_argument(f"--{each.name}", type=read, metavar=metavar, help=text, **more)
-
-
-def _noun(hint: Any) -> str:
-    kinds = [get_args(kind)[0] if get_origin(kind) is tuple else kind for kind in options_of(hint)]
-    return "INT" if int in kinds else "NUMBER" if float in kinds else "TEXT"
+    group.add_argument(f"--{each.name}", type=read, metavar=metavar or noun, **more)
 
 
 SettingsType = TypeVar("SettingsType", bound=Settings)
@@ -208,51 +200,42 @@ def decoding(options: Namespace, **changes: Any) -> DecodingConfig:
     Raises:
         ValueError: a value is wrong, there is no such rule, or --eos and --ignore_eos are both given.
     """
-    if getattr(options, "ignore_eos", False):
-        if getattr(options, "eos", None):
+    if "ignore_eos" in options:
+        if "eos" in options:
             raise UsageError("--ignore_eos and --eos exclude each other: give one of them")
         changes["eos"] = ()
     config = chosen(options, DecodingConfig, **changes)
-    if config.rule is not None:
-        RULES.check(config.rule.name)
-    return config
+    if config.rule is None:
+        return config
+    RULES.check(config.rule.name)
+    return config.changed(rule=typed(config.rule, "rule"))
 
 
 def add_models(parser: Parser, *, skip: Sequence[str] = ()) -> None:
     """The flags that name target and drafter; MODEL stands for --ckpt, --target or --pair."""
     parser.add_argument("MODEL", nargs="?", help="a checkpoint, a model's directory, a pair, or a name on the hub")
-    parser.add_settings("target", TargetSource, skip=skip)
-    parser.add_settings("draft", DraftSource, skip=skip)
+    parser.add_settings("Model", TargetSource, skip=skip)
+    parser.add_settings("Draft", DraftSource, skip=skip)
     parser.add_kinds("drafter")
 
 
 def add_decoding(parser: Parser, *, skip: Sequence[str] = (), **defaults: Any) -> None:
-    """The flags of `DecodingConfig`."""
-    names = [each.name for each in setting_fields(SamplingSettings)]
-    parser.add_settings("sampling", SamplingSettings, skip=skip)
-    parser.add_settings("decoding", DecodingConfig, skip=(*names, *skip), **defaults)
-    if "rule" not in skip:
-        parser.add_kinds("rule")
+    """The flags of `DecodingConfig`, and of its `SamplingSettings`."""
+    parser.add_settings("Sampling", DecodingConfig, skip=skip, **defaults)
+    parser.add_kinds("rule")
 
 
 def pair_source(options: Namespace) -> PairSource:
-    """The models that the flags name.
+    """The models that the flags name; MODEL becomes the flag that it stands for.
 
     Raises:
         ValueError: none or several are named, or they cannot be where they are said to be.
     """
-    given = dict(vars(options))
-    if (model := given.get("MODEL")) is not None:
-        if named := [name for name in ("ckpt", "pair", "target") if given.get(name) is not None]:
+    if (model := getattr(options, "MODEL", None)) is not None:
+        if named := [name for name in ("ckpt", "pair", "target") if name in options]:
             raise UsageError(f"name the models once, got --{named[0]} and {model!r}: give a prompt as --prompt '1 2 3'")
-        setattr(options, _place(model), model)
+        setattr(options, model_flag(model), model)
     source = chosen(options, PairSource)
-    check_source(source)
-    return source
-
-
-def check_source(source: PairSource) -> None:
-    """Raise ValueError where the models cannot be where they are said to be."""
     if source.pair is not None:
         get_pair(source.pair)
     if source.target is not None:
@@ -261,36 +244,33 @@ def check_source(source: PairSource) -> None:
         if source.draft.endswith(".safetensors"):
             raise ValueError(f"there is no draft file {source.draft}: check the path")
         check_directory(source.draft)
+    return source
 
 
-def _place(model: str) -> str:
-    """Which flag a positional MODEL stands for."""
+def model_flag(model: str) -> str:
+    """Whether a positional MODEL is meant as `ckpt` (or a draft file), `pair` or `target`."""
     path = Path(model).expanduser()
-    if is_checkpoint(path):
-        return "ckpt"
-    return "pair" if not path.is_dir() and model in {pair.name for pair in list_pairs()} else "target"
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether a path is meant as a checkpoint or draft file, or is a directory of runs."""
     if path.is_dir():
-        return not (path / "config.json").exists() and any((*path.glob("version_*/*.ckpt"), *path.glob("*.ckpt")))
-    return path.is_file() or path.suffix in (".ckpt", ".safetensors")
+        trained = any((*path.glob("version_*/*.ckpt"), *path.glob("*.ckpt")))
+        return "ckpt" if trained and not (path / "config.json").exists() else "target"
+    if path.is_file() or path.suffix in (".ckpt", ".safetensors"):
+        return "ckpt"
+    return "pair" if model in {pair.name for pair in list_pairs()} else "target"
 
 
-def typed(choice: Choice | None, kind: str) -> Choice | None:
+def typed(choice: Choice, kind: str) -> Choice:
     """A choice whose settings are read as its class says; imports the class.
 
     Raises:
         ValueError: the class has no such setting, or a value is wrong.
     """
-    if choice is None or not choice.settings:
+    if not choice.settings:
         return choice
     settings: type[Settings] = KINDS[kind].load(choice.name).Settings
-    known: dict[str, Any] = {}
-    for name, word in choice.settings.items():
+    known = dict(choice.settings)
+    for name in known.keys() & hints(settings).keys():  # type: ignore[arg-type]
         try:
-            known[name] = parse(word, hints(settings)[name]) if name in hints(settings) else word  # type: ignore[arg-type]
+            known[name] = parse(known[name], hints(settings)[name])  # type: ignore[arg-type]
         except ValueError as error:
             raise ValueError(f"--{kind}.{name} {error}") from None
     settings.from_dict(known, f"{choice.name}.")
@@ -305,4 +285,4 @@ def kind_help(flag: str, name: str) -> str:
     for each in setting_fields(found.Settings):
         default = "" if each.default in (None, MISSING) else f" (default: {each.default})"
         lines.append(f"  --{kind}.{each.name:<20} {each.metadata.get('help', '')}{default}")
-    return "\n".join([*lines, *(["  no settings"] if len(lines) == 2 else [])])
+    return "\n".join(lines)

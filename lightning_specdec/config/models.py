@@ -21,7 +21,7 @@ class TargetSource(Settings):
     ckpt: str | None = setting(
         None, "checkpoint or shipped pair that holds the draft and usually the target", metavar="FILE"
     )
-    pair: str | None = setting(None, "pair of the registry (see `lightning_specdec pairs`)", metavar="NAME")
+    pair: str | None = setting(None, "pair of the registry (see `lightning_specdec info`)", metavar="NAME")
     target: Any = setting(
         None, "pretrained target: a directory or a name on the hub; with --ckpt, where its target lies", metavar="MODEL"
     )
