@@ -80,17 +80,16 @@ def bench_table() -> str:
     rows: list[tuple[str, ...]] = []
     for name in BENCHES:
         report = Report.of(read(RESULTS / "bench" / name))
-        for each in report.answers:
-            pair, temperature, batch_size, _ = each.setting
-            for domain in each.domains:
-                place = (name, pair, domain.domain, f"{temperature:g}", str(batch_size), domain.advice)
-                if (best := domain.best) is None or best.walltime_speedup is None:
-                    rows.append((*place, "-", "-", "-", "-"))
-                    continue
-                value, low, high = best.walltime_speedup
-                rates = [f"{rate:.2f}" for rate in (best.acceptance_rate, best.block_efficiency) if rate is not None]
-                theirs = fastest_outside([cell for cell in report.cells if cell.case.place == best.case.place])
-                rows.append((*place, f"{value:.2f} ({low:.2f} to {high:.2f})", *rates, theirs))
+        for each in report.advice:
+            pair, domain, temperature, batch_size, _ = each.place
+            place = (name, pair, domain, f"{temperature:g}", str(batch_size), each.choice)
+            if (best := each.best) is None or best.walltime_speedup is None:
+                rows.append((*place, "-", "-", "-", "-"))
+                continue
+            value, low, high = best.walltime_speedup
+            rates = [f"{rate:.2f}" for rate in (best.acceptance_rate, best.block_efficiency) if rate is not None]
+            theirs = fastest_outside([cell for cell in report.cells if cell.case.place == each.place])
+            rows.append((*place, f"{value:.2f} ({low:.2f} to {high:.2f})", *rates, theirs))
     return Table((*heads, "Block efficiency", "transformers' best"), rows).markdown().rstrip("\n")
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from test_theory import WORKED, agrees
+from test_theory import best_window as best
 
-from lightning_specdec.bench.theory import best_window, expected_tokens, speedup_with_cost_ratio
+from lightning_specdec.bench.theory import expected_tokens, speedup_with_cost_ratio
 
 ROOT = Path(__file__).parent.parent
 GUIDE = (ROOT / "docs" / "drafts.md").read_text(encoding="utf-8")
@@ -16,11 +17,6 @@ def table(name: str) -> list[list[str]]:
     """The cells of a worked table, row by row."""
     text = dict(WORKED.findall(GUIDE))[name]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
-
-
-def best(alpha: float, cost_ratio: float) -> tuple[int, float]:
-    window = best_window(alpha, cost_ratio)
-    return window, speedup_with_cost_ratio(alpha, window, cost_ratio=cost_ratio)
 
 
 def test_every_worked_table_is_tested() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ from torch import Tensor
 
 from lightning_specdec import ExactMatch, ModelDrafter, NGramDrafter, RejectionSampling, Sampling, SpeculativeDecoder
 from lightning_specdec.bench import measure as measure_module
-from lightning_specdec.bench.measure import Case, best, by_position, measure, num_draft_steps, sweep
-from lightning_specdec.bench.rows import Comparison, ResultRow, comparisons, timings
-from lightning_specdec.bench.table import comparison_table, details
+from lightning_specdec.bench.measure import Case, best, measure, num_draft_steps, sweep
+from lightning_specdec.bench.rows import Comparison, ResultRow, comparisons
+from lightning_specdec.bench.table import comparison_table
 from lightning_specdec.bench.theory import predicted_speedup
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoding import Counts, Round, RowResult
@@ -41,8 +40,8 @@ def swept(target: Any, drafters: Any, prompts: Any, **given: Any) -> list[Compar
 def row(method: str = "speculative", **more: Any) -> ResultRow:
     """A row of two prompts with 4 new tokens each."""
     values: dict[str, Any] = {"repeat": 0, "pair": "p", "method": method, "domain": "d", "temperature": 0.0}
-    values |= {"batch_size": 1, "seed": 0, "max_new_tokens": 4, "num_prompts": 2, "num_new_tokens": 8, "seconds": 2.0}
-    values |= {"prompt_ids": ["a", "b"], "prompt_seconds": [1.0, 1.0], "prompt_new_tokens": [4, 4]}
+    values |= {"batch_size": 1, "seed": 0, "max_new_tokens": 4, "num_new_tokens": 8, "seconds": 2.0}
+    values |= {"prompt_seconds": [1.0, 1.0], "prompt_new_tokens": [4, 4]}
     if method == "speculative":
         values |= {"draft": "x", "num_draft_tokens": 3, "rule": "ExactMatch"}
     return ResultRow(**values | more)
@@ -58,12 +57,9 @@ STANDARD = row(
 SPECULATIVE = row(
     seconds=3.0,
     phase_seconds={"draft": 0.6, "verify": 2.0, "accept": 0.2, "rest": 0.2},
-    num_target_calls=2,
-    num_row_rounds=2,
-    num_draft_steps=6,
+    **dict.fromkeys(("num_target_calls", "num_row_rounds"), 2),  # type: ignore[arg-type]
+    **dict.fromkeys(("num_draft_steps", "num_tested", "num_accepted"), 6),  # type: ignore[arg-type]
     num_proposed=7,
-    num_tested=6,
-    num_accepted=6,
 )
 
 
@@ -79,38 +75,19 @@ def test_figures_are_their_formulas() -> None:
     summary = found.summary()
     assert summary["standard"]["verify_seconds"] == 8.0 and summary["speculative"]["runs"]["seconds"] == [3.0]
     assert summary["acceptance_rate"] == 1.0 and summary["walltime_speedup"] == pytest.approx(8.8 / 3.0)
-    assert "predicted speedup" in details(found) and "draft 20%, verify 67%" in details(found)
+    assert ResultRow.from_dict(SPECULATIVE.to_dict()) == SPECULATIVE
     alone = comparisons([STANDARD])[0]
     assert alone.walltime_speedup is alone.cost_ratio is alone.predicted_speedup is None
     assert alone.summary()["speculative"] is None and alone.block_efficiency == 1.0
 
 
-def test_a_shorter_text_is_not_a_faster_method_and_a_batch_is_one_unit() -> None:
-    half = row(seconds=1.5, num_new_tokens=4, prompt_new_tokens=[2, 2])
-    found = comparisons([STANDARD, half])[1]
-    assert found.walltime_speedup is not None and found.walltime_speedup.value == pytest.approx(8.8 / 3.0)
-    batched = [replace(each, batch_size=2, prompt_seconds=[0.5, 2.0]) for each in (STANDARD, SPECULATIVE)]
-    both = timings([(batched[0], batched[1])])
-    assert both is not None and both.standard == [[8.8]] and both.scaled == [[3.0]] and both.num_new_tokens == 8
-    torn = replace(SPECULATIVE, prompt_new_tokens=[0, 8])
-    assert (left := timings([(STANDARD, torn)])) is not None and left.num_units == 1
-
-
-def test_a_row_comes_back_from_its_plain_values_and_from_those_of_format_1() -> None:
-    assert ResultRow.from_dict(SPECULATIVE.to_dict()) == SPECULATIVE
-    old = {("way" if name == "method" else name): value for name, value in SPECULATIVE.to_dict().items()}
-    old |= {"format": 1, "gpu_utilization": None, "peak_memory_bytes": {"draft": 3, "verify": 5}}
-    assert ResultRow.from_dict(old) == replace(SPECULATIVE, peak_memory_bytes=5)
-
-
-def test_draft_steps_and_positions_are_counted_by_hand() -> None:
+def test_draft_steps_are_counted_by_hand() -> None:
     def result(*rounds: tuple[int, int]) -> RowResult:
         done = [Round([7] * drafted, accepted, 7) for drafted, accepted in rounds]
         return RowResult(0, [1], [7], "length", 1, [0.1], Counts(), done)
 
     rows = [result((3, 3), (3, 0)), result((1, 1)), result((2, 1), (0, 0), (4, 2))]
     assert num_draft_steps(rows, 2) == 3 + 3 + 2 + 0 + 4 and num_draft_steps(rows, 1) == 13
-    assert by_position(rows) == ([5, 3, 2], [4, 2, 1])
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -124,6 +101,8 @@ def test_a_benchmark_decodes_what_decoding_does(batch_size: int, temperature: fl
     assert found.rows[0].tokens_sha256 == expected, "the first repeat has the seed of the config"
     assert found.cost_ratio and found.predicted_speedup and sum((found.phase_seconds or {}).values()) > 0
     assert "speculative" in repr(pair().benchmark([[1, 2]], repeats=1, mode="speculative").summary())
+    with pytest.raises(ValueError, match="mode must be both, standard or speculative"):
+        pair().benchmark([[1, 2]], mode="twice")
 
 
 def test_cases_take_turns_after_the_warm_up_and_nothing_is_collected_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,25 +119,6 @@ def test_cases_take_turns_after_the_warm_up_and_nothing_is_collected_meanwhile(m
     both = ("standard", "speculative")
     warm, timed = [(m, 5) for m in both for _ in range(2)], [(m, 5 + r) for r in range(2) for m in both for _ in (0, 1)]
     assert order == warm + timed and gc.isenabled()
-
-
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ({"mode": "twice"}, "mode must be both, standard or speculative"),
-        ({"repeats": 0}, "repeats must be at least 1"),
-        ({"warmup": -1}, "warmup must be at least 0"),
-        ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be"),
-        ({"num_draft_tokens": 0}, "num_draft_tokens must be"),
-        ({"prompts": []}, "there is no prompt"),
-        ({"prompts": [[1], []]}, "prompt 1 is empty"),
-        ({"prompts": [[1], [2, 11]]}, "prompt 1 holds 11"),
-    ],
-)
-def test_a_wrong_setting_is_refused(wrong: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        pair().benchmark(**{"prompts": [[1, 2]], "repeats": 1, "warmup": 0, **wrong})
 
 
 def exits(*layers: int) -> dict[str, EarlyExitDrafter]:
@@ -258,14 +218,10 @@ def test_ctrl_c_keeps_what_both_methods_have_finished(cut: int) -> None:
     [
         ({"windows": (2, 0)}, "num_draft_tokens must be from 1"),
         ({"repeats": 0}, "repeats must be at least 1"),
-        ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"max_new_tokens": 510}, "the target's context holds 512"),
         ({"prompts": [[1], []]}, "prompt 1 is empty"),
-        ({"prompts": []}, "there is no prompt"),
-        ({"eos": 11}, "eos must be from 0 to 10"),
         ({"drafters": exits(1, 3)}, "exit_layer must be from 1 to 2, got 3"),
         ({"drafters": {}}, "there is no drafter"),
-        ({"windows": ()}, "there is no window"),
     ],
     ids=str,
 )
@@ -279,14 +235,11 @@ def test_what_no_case_could_do_is_refused_before_anything_runs(
 
 
 def test_decode_sweep_and_bench_agree_on_one_pair(tmp_path: Path) -> None:
-    """The same prompts and settings: equal counts and tokens, one baseline, speedups within each other's intervals.
-
-    Each interval holds the truth in 95 of 100 cases; a factor of 2 on top keeps false alarms of a busy machine away.
-    """
+    """The same prompts and settings: equal counts and tokens, one baseline."""
     prompts = [list(prompt.tokens) for prompt in tiny_bench.PROMPTS["sequences"]]
     target = cases.MODELS["rnn"]()
     decoder = SpeculativeDecoder(target, cases.near(target), prompts=prompts)
-    settings: dict[str, Any] = {"repeats": 9, "warmup": 1}
+    settings: dict[str, Any] = {"repeats": 1, "warmup": 0}
     decoded = decoder.benchmark(num_draft_tokens=2, max_new_tokens=24, **settings)
     (swept_one,) = decoder.sweep(windows=(2,), max_new_tokens=24, **settings)
     config = tiny_bench.config({"model": {}}, max_new_tokens=24, **settings)
@@ -299,10 +252,6 @@ def test_decode_sweep_and_bench_agree_on_one_pair(tmp_path: Path) -> None:
     for name in counts:
         assert len({getattr(each.rows[0], name) for each in three}) == 1, name
     assert len({each.standard[0].tokens_sha256 for each in three}) == 1
-    for one in three:
-        for other in three:
-            assert one.walltime_speedup is not None and other.walltime_speedup is not None
-            assert one.walltime_speedup.low / 2 < other.walltime_speedup.value < one.walltime_speedup.high * 2
 
 
 def test_all_three_measure_the_packed_target(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,40 +27,32 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def quality(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("transformer_speed")
-
-
-@pytest.fixture
 def data() -> QuadraticProgressions:
     return QuadraticProgressions(cases.VOCAB, 12, num_val=1, num_test=5, batch_size=2)
 
 
-def test_the_target_as_its_own_draft_predicts_as_the_target_does(
-    quality: ModuleType, data: QuadraticProgressions
-) -> None:
+def test_the_target_as_its_own_draft_predicts_as_it_does(speed: ModuleType, data: QuadraticProgressions) -> None:
     target = cases.target("llama")
-    own, draft = quality.quality(SpeculativeDecoder(target, ModelDrafter(target)), data)
+    own, draft = speed.quality(SpeculativeDecoder(target, ModelDrafter(target)), data)
     assert (own["predictor"], draft["predictor"]) == ("target", "ModelDrafter")
     assert {**own, "predictor": ""} == {**draft, "predictor": ""} and own["agreement"] == 1
     assert own["bits_per_byte"] is None and own["loss"] > 0
-    rows = quality.quality(SpeculativeDecoder(target, EarlyExitDrafter(1)), data)
+    rows = speed.quality(SpeculativeDecoder(target, EarlyExitDrafter(1)), data)
     assert [row["predictor"] for row in rows] == ["target", "exit 1", "exit 2"]
     assert all(0 <= row["agreement"] <= 1 and row["loss"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 4])
 def test_a_head_is_judged_by_the_token_that_many_places_ahead(
-    quality: ModuleType, data: QuadraticProgressions, ahead: int, monkeypatch: pytest.MonkeyPatch
+    speed: ModuleType, data: QuadraticProgressions, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def knows(tokens: Tensor) -> Tensor:
         return 50.0 * torch.nn.functional.one_hot(tokens.roll(-ahead, dims=1), cases.VOCAB)
 
-    monkeypatch.setattr(quality, "predictors_of", lambda name, drafter, target: [("oracle", ahead, knows)])
+    monkeypatch.setattr(speed, "predictors_of", lambda name, drafter, target: [("oracle", ahead, knows)])
     monkeypatch.setattr(QuadraticProgressions, "bytes_per_token", lambda self, *splits: 2.0)
     target = cases.target("llama")
-    own, oracle = quality.quality(SpeculativeDecoder(target, ModelDrafter(target)), data)
+    own, oracle = speed.quality(SpeculativeDecoder(target, ModelDrafter(target)), data)
     assert oracle["accuracy"] == 1 and oracle["loss"] < 1e-6 and own["accuracy"] < 1
     assert own["bits_per_byte"] == pytest.approx(own["loss"] / math.log(2) / 2)
     if ahead == 1:
@@ -79,15 +71,8 @@ def test_the_table_shows_the_best_row_of_every_setting(speed: ModuleType) -> Non
         figures = {"acceptance_rate": None, "block_efficiency": 2.0, "cost_ratio": 0.5, "same_tokens": True}
         given = {"checkpoint": "x", "rule": "ExactMatch", "temperature": 0.0, "batch_size": batch_size, "draft": draft}
         error = "no room" if speedup is None else None
-        return {
-            **figures,
-            **given,
-            "num_draft_tokens": 4,
-            "walltime_speedup": speedup,
-            "speedup_quartiles": (1.0, 2.0),
-            "error": error,
-            **others,
-        }
+        given |= {"num_draft_tokens": 4, "walltime_speedup": speedup, "speedup_quartiles": (1.0, 2.0), "error": error}
+        return {**figures, **given, **others}
 
     rows = [row(1, "exit 1", 1.2), row(1, "exit 2", 1.5), row(4, "exit 1", None), row(16, "exit 1", 0.9)]
     assert speed.table(rows).splitlines()[2:] == [

@@ -20,7 +20,6 @@ from lightning_specdec.drafters import Drafter, ModelDrafter, NGramDrafter
 from lightning_specdec.models import LanguageModel
 
 PROMPTS = {"sequences": [Prompt(f"p{i}", "sequences", tuple(text)) for i, text in enumerate(cases.PROMPTS[:2])]}
-OTHERS = {"sequences": [Prompt("o0", "sequences", (2, 3, 4))]}
 
 
 def plain(drafts: Mapping[str, Any] | None = None, **more: Any) -> dict[str, Any]:
@@ -42,8 +41,7 @@ def pair(
     """The pair that the config speaks of."""
     target = target or cases.MODELS["rnn"]()
     drafts = drafts or {"model": ModelDrafter(cases.near(target)), "ngram": NGramDrafter()}
-    more = {"prompts": PROMPTS, "others": OTHERS, **more}
-    return BenchPair.of("tiny", target, drafts, **more)
+    return BenchPair.of("tiny", target, drafts, **{"prompts": PROMPTS, **more})
 
 
 @functools.cache

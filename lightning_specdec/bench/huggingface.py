@@ -1,7 +1,7 @@
 """Hugging Face's baselines: `generate`, alone, with an assistant model, with prompt lookup.
 
-They decode in the same process with the same weights, dtype, threads and packed layers as ours, and with the number of
-draft tokens that is fastest on prompts that are not measured, where there are any.
+They decode in the same process with the same weights, dtype, threads and packed layers as ours, and with constant
+numbers of draft tokens.
 """
 
 from __future__ import annotations
@@ -9,27 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from lightning_specdec.bench.rows import ASSISTED, PROMPT_LOOKUP
 from lightning_specdec.config.decoding import DecodingConfig
-from lightning_specdec.data.prompts import Prompt
 from lightning_specdec.decoding import DecodeResult, RowResult
 from lightning_specdec.decoding.timing import peak_memory_bytes
-
-if TYPE_CHECKING:
-    from lightning_specdec.bench.measure import Case
-
-NUM_DRAFT_TOKENS = (3, 5, 10, 20)
-"""Of an assistant or a lookup, to choose from; 20 is transformers' default for an assistant."""
-NUM_TRIES = 3
-"""Of each setting; the median counts."""
-HOPELESS = 1.5
-"""A setting that takes this many times as long as the fastest is not tried again."""
 
 
 @dataclass
@@ -44,16 +32,6 @@ class HuggingFace:
     target: Any
     assistants: Mapping[str, Any] = field(default_factory=dict)
 
-    @staticmethod
-    def settings(method: str) -> list[dict[str, Any]]:
-        """What a method can be tried with."""
-        if method == PROMPT_LOOKUP:
-            return [{"prompt_lookup_num_tokens": number} for number in NUM_DRAFT_TOKENS[:3]]
-        if method == ASSISTED:
-            constant = {"num_assistant_tokens_schedule": "constant"}
-            return [{**constant, "num_assistant_tokens": number} for number in NUM_DRAFT_TOKENS]
-        return [{}]
-
     def decode(
         self,
         method: str,
@@ -61,14 +39,12 @@ class HuggingFace:
         indices: Sequence[int],
         config: DecodingConfig,
         *,
-        setting: Mapping[str, Any],
         draft: str | None,
     ) -> DecodeResult:
         """Decode a batch of prompts; tokens are timed as `generate` hands them out.
 
         Args:
             config: its seed is set in torch's global generator, whose state is restored afterwards.
-            setting: one of `settings`.
             draft: whose model assists.
 
         Raises:
@@ -76,17 +52,15 @@ class HuggingFace:
         """
         from transformers import GenerationConfig
 
-        model, eos = self.target, list(config.eos or ())
-        models, options = [model], dict(setting)
-        clean = [GenerationConfig()]
+        model, eos, number = self.target, list(config.eos or ()), config.num_draft_tokens
+        configs, options = [(model, GenerationConfig())], dict[str, Any]()
         if method == ASSISTED:
-            assert draft is not None
-            models.append(self.assistants[draft])
-            clean.append(GenerationConfig())
-            for name, value in options.items():
-                setattr(clean[1], name, value)
-            options = {"assistant_model": self.assistants[draft]}
-        # Said outright: transformers samples from 50 tokens by default, and models bring defaults along.
+            options["assistant_model"] = assistant = self.assistants[str(draft)]
+            schedule = GenerationConfig(num_assistant_tokens=number, num_assistant_tokens_schedule="constant")
+            configs.append((assistant, schedule))
+        if method == PROMPT_LOOKUP:
+            options["prompt_lookup_num_tokens"] = number
+        # Explicit values: transformers samples from 50 tokens by default, and models bring their own defaults.
         if config.greedy:
             options["do_sample"] = False
         else:
@@ -96,7 +70,7 @@ class HuggingFace:
         seen = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         texts, mask = (torch.tensor(each, device=model.device) for each in (padded, seen))
         gpus = [model.device] if model.device.type == "cuda" else []
-        with _prepared(models, clean), torch.random.fork_rng(devices=gpus), torch.inference_mode():
+        with _prepared(configs), torch.random.fork_rng(devices=gpus), torch.inference_mode():
             torch.manual_seed(config.seed)
             watch = _Watch()
             output = model.generate(
@@ -122,7 +96,7 @@ class _Watch:
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
-        self.num_calls = -1  # it begins with the prompt
+        self.num_calls = -1  # the first call is of the prompt
         self.seconds: list[float] = []
 
     def put(self, tokens: torch.Tensor) -> None:
@@ -148,55 +122,19 @@ def _row(
 
 
 @contextmanager
-def _prepared(models: Sequence[Any], configs: Sequence[Any]) -> Iterator[None]:
-    """Meanwhile, models with transformers' own attention, and with these generation configs."""
-    before = [(model.generation_config, model.config._attn_implementation) for model in models]
+def _prepared(configs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """Use these generation configs and transformers' own attention meanwhile."""
+    before = [(model, model.generation_config, model.config._attn_implementation) for model, _ in configs]
     try:
-        for model, config in zip(models, configs, strict=True):
-            model.generation_config = config
-            _attend(model, "sdpa" if model.config._attn_implementation != "eager" else "eager")
+        for model, config in configs:
+            _set(model, config, "sdpa" if model.config._attn_implementation != "eager" else "eager")
         yield
     finally:
-        for model, (config, implementation) in zip(models, before, strict=True):
-            model.generation_config = config
-            _attend(model, implementation)
+        for each in before:
+            _set(*each)
 
 
-def _attend(model: Any, implementation: str) -> None:
+def _set(model: Any, config: Any, implementation: str) -> None:
+    model.generation_config = config
     if model.config._attn_implementation != implementation:
         model.set_attn_implementation(implementation)
-
-
-def best_setting(case: Case, others: Sequence[Prompt]) -> dict[str, Any]:
-    """The fastest setting of a method, and what each took.
-
-    Each is warmed up, then they take turns; medians decide.
-
-    Args:
-        others: prompts that are not measured; those that are, where there are none.
-
-    Raises:
-        ValueError and whatever transformers raises: it cannot decode so.
-    """
-    prompts = others or case.prompts
-    settings = HuggingFace.settings(case.method)
-    cases = [replace(case, setting=setting) for setting in settings]
-    tries: list[list[float]] = [[] for _ in settings]
-    if len(cases) > 1:
-        for each in cases:
-            each.decode(seed=case.config.seed, prompts=prompts[: case.batch_size])
-        hopeful = list(range(len(cases)))
-        for _ in range(NUM_TRIES):
-            for i in hopeful:
-                tries[i].append(cases[i].decode(seed=case.config.seed, prompts=prompts).seconds)
-            fastest = min(map(median, tries))
-            hopeful = [i for i in hopeful if median(tries[i]) <= HOPELESS * fastest]
-    best = min(range(len(cases)), key=lambda i: median(tries[i])) if len(cases) > 1 else 0
-    tried = [{**setting, "tries": each} for setting, each in zip(settings, tries, strict=True)]
-    return {**where(case), "setting": settings[best], "tried": tried}
-
-
-def where(case: Case) -> dict[str, Any]:
-    """What a setting is found for."""
-    found = {name: getattr(case, name) for name in ("method", "draft", "domain", "batch_size")}
-    return {**found, "temperature": case.config.temperature}

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from hashlib import sha256
 from importlib.metadata import version
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +42,12 @@ def manifest(
 
 
 def made_on(manifest: Mapping[str, Any]) -> str:
-    """The machine and the versions that figures hold for; all of them where a benchmark was resumed with others."""
-    parts = [manifest, *manifest.get("resumed", ())]
-
-    def values(name: str) -> str:
-        found = ["?" if part[name] is None else str(part[name]) for part in parts if name in part]
-        return ", then ".join(value for value, _ in groupby(found)) or "?"
-
+    """The machine and the versions that figures hold for."""
     threads = manifest.get("threads", "?")
-    versions = "".join(f", {name} {values(name)}" for name in ("torch", "transformers") if name in manifest)
+    versions = "".join(f", {name} {manifest[name]}" for name in ("torch", "transformers") if name in manifest)
     return (
-        f"{values('device')} ({values('processor')}), {threads} thread{'' if threads == 1 else 's'}{versions}, "
-        f"commit {values('commit')}"
+        f"{manifest.get('device', '?')} ({manifest.get('processor', '?')}), {threads} "
+        f"thread{'' if threads == 1 else 's'}{versions}, commit {manifest.get('commit') or '?'}"
     )
 
 

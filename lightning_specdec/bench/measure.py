@@ -6,13 +6,23 @@ import gc
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from lightning_specdec.bench.rows import HUGGING_FACE, OURS, SPECULATIVE, STANDARD, Comparison, ResultRow, comparisons
+from lightning_specdec.bench.rows import (
+    DRAFTING,
+    HUGGING_FACE,
+    OURS,
+    SPECULATIVE,
+    STANDARD,
+    Comparison,
+    ResultRow,
+    comparisons,
+)
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.config.kinds import Choice
@@ -40,6 +50,7 @@ if TYPE_CHECKING:
 FAILURES = (ValueError, RuntimeError, MemoryError)
 """What a case of ours may fail with; anything else is a fault of the program and is raised."""
 _FOREIGN = tuple(each for each in FOREIGN if each is not OSError)
+_COPIED = ("seconds", "num_new_tokens", "num_target_calls", "num_draft_calls", "peak_memory_bytes")
 _DIGITS = 7
 """Of stored seconds behind the point: a tenth of a microsecond."""
 
@@ -56,8 +67,6 @@ class Case:
         draft: label of the drafter.
         batch_size: prompts that are decoded together.
         baseline: transformers' models, for Hugging Face's methods.
-        setting: arguments of `generate`, for them.
-        cell: hash under which its rows are kept.
     """
 
     method: str
@@ -70,8 +79,11 @@ class Case:
     domain: str = ""
     batch_size: int = 1
     baseline: HuggingFace | None = field(default=None, repr=False)
-    setting: Mapping[str, Any] | None = None
-    cell: str = ""
+
+    @property
+    def cell(self) -> tuple[Any, ...]:
+        """What identifies its rows among those of a benchmark."""
+        return self.row(0).cell
 
     @property
     def rule(self) -> AcceptanceRule | None:
@@ -106,21 +118,20 @@ class Case:
         )
         return replace(self, config=self.config.changed(num_draft_tokens=AdaptiveWindow(costs)))
 
-    def decode(self, *, seed: int, prompts: Sequence[Prompt] | None = None) -> DecodeResult:
-        """Decode the prompts (its own when None), batch by batch, without garbage collection."""
-        prompts = self.prompts if prompts is None else prompts
+    def decode(self, *, seed: int) -> DecodeResult:
+        """Decode the prompts, batch by batch, without garbage collection."""
         results = []
         with _no_collection():
-            for first in range(0, len(prompts), self.batch_size):
-                texts = [list(prompt.tokens) for prompt in prompts[first : first + self.batch_size]]
+            for first in range(0, len(self.prompts), self.batch_size):
+                texts = [list(prompt.tokens) for prompt in self.prompts[first : first + self.batch_size]]
                 results.append(self._decode(texts, list(range(first, first + len(texts))), seed))
         return merge_results(results)
 
     def _decode(self, texts: list[list[int]], indices: list[int], seed: int) -> DecodeResult:
         config = self.config.changed(seed=seed)
         if self.method in HUGGING_FACE:
-            assert self.baseline is not None and self.setting is not None
-            return self.baseline.decode(self.method, texts, indices, config, setting=self.setting, draft=self.draft)
+            assert self.baseline is not None
+            return self.baseline.decode(self.method, texts, indices, config, draft=self.draft)
         if self.method == STANDARD:
             return autoregressive_decode(self.target, texts, config, indices=indices)
         assert isinstance(self.drafter, Drafter)
@@ -133,16 +144,14 @@ class Case:
 
     def row(self, repeat: int, **figures: Any) -> ResultRow:
         """A row of this case with these figures."""
-        rule, window = self.rule, self.config.num_draft_tokens if self.method == SPECULATIVE else None
+        rule, window = self.rule, self.config.num_draft_tokens if self.method in DRAFTING else None
         if isinstance(window, Window):
             figures["window"] = window.to_dict()
         return ResultRow(
-            cell=self.cell,
             repeat=repeat,
             pair=self.pair,
             method=self.method,
             draft=self.draft,
-            draft_kind=type(self.drafter).__name__ if isinstance(self.drafter, Drafter) else None,
             domain=self.domain,
             num_draft_tokens="auto" if isinstance(window, AdaptiveWindow) else getattr(window, "largest", window),
             temperature=self.config.temperature,
@@ -151,7 +160,6 @@ class Case:
             lossless=None if rule is None else rule.lossless,
             seed=self.config.seed + repeat,
             max_new_tokens=self.config.max_new_tokens,
-            setting=None if self.setting is None else dict(self.setting),
             **figures,
         )
 
@@ -165,8 +173,7 @@ def measure(
     *,
     repeats: int = 5,
     warmup: int = 1,
-    known: Mapping[tuple[str, int], ResultRow] | None = None,
-    prepare: Callable[[Case], Case] = Case.prepared,
+    known: Mapping[tuple[Any, ...], ResultRow] | None = None,
 ) -> Iterator[ResultRow]:
     """Rows of cases that are compared with each other, each as it is measured.
 
@@ -179,19 +186,17 @@ def measure(
         repeats: timed runs of each case.
         warmup: runs before them.
         known: rows of earlier runs by cell and repeat, which are not measured again.
-        prepare: makes a case ready, before its warm-up.
     """
     require_int("repeats", repeats, 1)
     require_int("warmup", warmup, 0)
     known = known or {}
-    failed = {cell for (cell, _), row in known.items() if row.error is not None}
     ready: dict[int, Case] = {}
     for number, case in enumerate(cases):
-        missing = [repeat for repeat in range(repeats) if (case.cell, repeat) not in known]
-        if not missing or case.cell in failed:
+        missing = missing_repeats(case, repeats, known)
+        if not missing:
             continue
         try:
-            ready[number] = prepare(case)
+            ready[number] = case.prepared()
             for i in range(warmup):
                 ready[number].decode(seed=case.config.seed + i)
         except case.failures as error:
@@ -211,6 +216,14 @@ def measure(
             if case.method == STANDARD:
                 expected = result
             yield replace(row, **(_beside(result, expected) if case.keeps_tokens else {}))
+
+
+def missing_repeats(case: Case, repeats: int, known: Mapping[tuple[Any, ...], ResultRow]) -> list[int]:
+    """The repeats of a case that are still to be run; none of one that has failed."""
+    found = [known.get((case.cell, repeat)) for repeat in range(repeats)]
+    if any(row is not None and row.error is not None for row in found):
+        return []
+    return [repeat for repeat, row in enumerate(found) if row is None]
 
 
 def benchmark(
@@ -374,27 +387,18 @@ def _figures(case: Case, result: DecodeResult) -> dict[str, Any]:
     phases = dict(result.phase_seconds)
     if phases:  # what no phase has seen belongs to the rest
         phases["rest"] += result.seconds - sum(phases.values())
+    firsts = [row.time_to_first_token for row in result.rows if row.time_to_first_token is not None]
     figures: dict[str, Any] = {
-        "seconds": result.seconds,
-        "num_prompts": len(result.rows),
-        "num_new_tokens": result.num_new_tokens,
+        **{name: getattr(result, name) for name in _COPIED},
         "phase_seconds": phases or None,
-        "num_target_calls": result.num_target_calls,
-        "num_draft_calls": result.num_draft_calls,
         "num_row_rounds": sum(row.num_rounds for row in result.rows),
-        "prompt_ids": [prompt.id for prompt in case.prompts],
-        "prompt_seconds": [_rounded(row.token_seconds[-1:])[0] for row in result.rows],
+        "prompt_seconds": [round(sum(row.token_seconds[-1:]), _DIGITS) for row in result.rows],
         "prompt_new_tokens": [len(row.tokens) for row in result.rows],
-        "token_seconds": [_rounded(_steps(row.token_seconds)) for row in result.rows],
-        "time_to_first_token": [_rounded(row.token_seconds[:1])[0] for row in result.rows],
-        "peak_memory_bytes": result.peak_memory_bytes,
+        "time_to_first_token": statistics.fmean(firsts) if firsts else None,
         "tokens_sha256": tokens_sha256(result.tokens),
-        "num_changed": result.num_changed,
     }
     if result.counts is not None:
-        counts = {name: value for name, value in vars(result.counts).items() if name != "num_changed"}
-        tested, accepted = by_position(result.rows)
-        figures |= {**counts, "tested_at": tested, "accepted_at": accepted}
+        figures |= {**vars(result.counts), "num_changed": result.num_changed}
         figures["num_draft_steps"] = num_draft_steps(result.rows, case.batch_size)
     return figures
 
@@ -409,22 +413,3 @@ def num_draft_steps(rows: Sequence[RowResult], batch_size: int) -> int:
     drafted = [[len(each.drafted) for each in row.rounds or []] for row in rows]
     batches = [drafted[first : first + batch_size] for first in range(0, len(drafted), batch_size)]
     return sum(max(step) for batch in batches for step in zip_longest(*batch, fillvalue=0))
-
-
-def by_position(rows: Sequence[RowResult]) -> tuple[list[int], list[int]]:
-    """How often the first, second, ... draft token of a round was tested, and how often it was accepted."""
-    rounds = [each for row in rows for each in row.rounds or ()]
-    tested = [min(each.num_accepted + 1, len(each.drafted)) for each in rounds]
-    positions = range(max(tested, default=0))
-    return (
-        [sum(number > i for number in tested) for i in positions],
-        [sum(each.num_accepted > i for each in rounds) for i in positions],
-    )
-
-
-def _steps(seconds: Sequence[float]) -> list[float]:
-    return [now - before for before, now in zip((0.0, *seconds), seconds, strict=False)]
-
-
-def _rounded(seconds: Sequence[float]) -> list[float]:
-    return [round(each, _DIGITS) for each in seconds]

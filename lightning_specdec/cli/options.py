@@ -33,6 +33,8 @@ FORMER = {
     "--max_length": "a chat may fill the models' context",
     "--show_drafts": "`decode` marks the draft tokens that were kept",
     "--stats": "it is shown on a terminal, elsewhere with -v",
+    "--compare": "measure both with one config: the table has both",
+    "--repeat": "measure again under another --name",
 }
 """What takes the place of former flags."""
 

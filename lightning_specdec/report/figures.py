@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,6 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from lightning_specdec.bench.rows import SPECULATIVE, Comparison
-from lightning_specdec.bench.statistics import Interval
-from lightning_specdec.report.prediction import TOLERANCE, Prediction
 
 INK, MUTED, GRID, FAILED = "#1b1f24", "#5c6570", "#d9dee4", "#c2353b"
 COLORS = ("#1f6fb4", "#c85a08", "#1a8056", "#b5338a", "#6b56c8", "#856300", "#0a7d8c", "#7a4a2b")
@@ -57,24 +55,20 @@ class Chart:
         return text.getvalue().encode()
 
 
-def speedup_charts(found: Sequence[Comparison], manifest: Mapping[str, Any]) -> list[Chart]:
-    """Speedups by window, a chart for each pair, setting and domain: a bar for each draft, with its interval."""
+def speedup_charts(found: Sequence[Comparison]) -> list[Chart]:
+    """Measured and predicted speedups by window, a chart for each pair, setting and domain: a bar for each draft."""
     groups: dict[tuple[object, ...], list[Comparison]] = {}
     for each in found:
         if each.case.method == SPECULATIVE:
-            groups.setdefault((each.case.place, each.case.rule), []).append(each)
-    several = {
-        name: len({getattr(each.case, name) for each in found if each.case.method == SPECULATIVE}) > 1
-        for name in _SETTINGS
-    }
+            groups.setdefault((*each.case.place, each.case.rule), []).append(each)
+    cases = [several[0].case for several in groups.values()]
+    varying = [name for name in _SETTINGS if len({getattr(case, name) for case in cases}) > 1]
     charts = []
-    for cases in groups.values():
-        case = cases[0].case
+    for case, several in zip(cases, groups.values(), strict=True):
         # At temperature 0 all lossless rules give the same tokens.
-        named = [name for name in _SETTINGS if several[name] and (name != "rule" or case.temperature)]
+        named = [name for name in varying if name != "rule" or case.temperature]
         settings = [_SETTINGS[name].format(getattr(case, name)) for name in named]
-        sizes = ((manifest.get("pairs") or {}).get(case.pair) or {}).get("draft_parameters") or {}
-        charts.append(_speedup_chart(f"{case.pair}: {', '.join([case.domain, *settings])}", cases, sizes))
+        charts.append(_speedup_chart(f"{case.pair}: {', '.join([case.domain, *settings])}", several))
     return charts
 
 
@@ -86,31 +80,33 @@ _SETTINGS = {
 }
 
 
-def _speedup_chart(title: str, cases: Sequence[Comparison], sizes: Mapping[str, int | None]) -> Chart:
+def _speedup_chart(title: str, cases: Sequence[Comparison]) -> Chart:
     """Windows on the x axis: numbers in order, then "auto"."""
     windows = sorted({each.case.num_draft_tokens or 0 for each in cases}, key=lambda w: (isinstance(w, str), w))
     drafts = list(dict.fromkeys(each.case.draft for each in cases))
     highest = max((each.walltime_speedup.value for each in cases if each.walltime_speedup), default=1.0)
     with _styled():
-        axes = _axes(title, "window (draft tokens)", "walltime speedup")
+        axes = Figure(figsize=(WIDTH, HEIGHT), layout="constrained").add_subplot()
+        axes.set_title(_line(title, 64), loc="left", fontweight="bold")
+        axes.set_xlabel("window (draft tokens)")
+        axes.set_ylabel("walltime speedup")
         width = 0.8 / len(drafts)
         for number, draft in enumerate(drafts):
+            own = [each for each in cases if each.case.draft == draft]
             offset = (number - (len(drafts) - 1) / 2) * width
-            own = [
-                (windows.index(each.case.num_draft_tokens or 0) + offset, each)
-                for each in cases
-                if each.case.draft == draft
-            ]
-            timed = [(x, each.walltime_speedup) for x, each in own if each.walltime_speedup]
-            size = sizes.get(str(draft))
-            label = _line(f"{draft} ({_count(size)})" if size else str(draft))
+            places = [windows.index(each.case.num_draft_tokens or 0) + offset for each in own]
+            heights = [each.walltime_speedup.value if each.walltime_speedup else 0.0 for each in own]
             color, hatch = COLORS[number % len(COLORS)], "//" if number >= len(COLORS) else None
-            heights = [interval.value for _, interval in timed]
-            axes.bar([x for x, _ in timed], heights, width, color=color, hatch=hatch, label=label)
-            _error_bars(axes, timed, highest)
-            for x, each in own:
-                if each.error is not None and not each.walltime_speedup:
+            axes.bar(places, heights, width, color=color, hatch=hatch, label=_line(str(draft)))
+            for x, each in zip(places, own, strict=True):
+                interval, predicted = each.walltime_speedup, each.predicted_speedup
+                if interval is None:
                     axes.text(x, 0.03 * highest, "failed", color=FAILED, rotation=90, ha="center", va="bottom")
+                elif not math.isnan(interval.low):
+                    axes.vlines(x, interval.low, min(interval.high, TALL * highest), color=INK, linewidth=1)
+                if interval and predicted:
+                    axes.plot([x], [predicted], "D", markersize=3.5, color="white", markeredgecolor=INK)
+        axes.plot([], [], "D", markersize=3.5, color="white", markeredgecolor=INK, label="predicted")
         axes.axhline(1.0, color=INK, linewidth=1)
         axes.grid(axis="y")
         axes.set_xticks(range(len(windows)), list(map(str, windows)))
@@ -119,45 +115,11 @@ def _speedup_chart(title: str, cases: Sequence[Comparison], sizes: Mapping[str, 
         return Chart(title, _finished(axes))
 
 
-def prediction_charts(found: Sequence[Prediction]) -> list[Chart]:
-    """Measured against predicted speedups, a chart for each pair."""
-    charts = []
-    for pair in dict.fromkeys(each.measured.case.pair for each in found):
-        own = [each for each in found if each.measured.case.pair == pair]
-        points = [(each.predicted, each.measured.walltime_speedup) for each in own if each.measured.walltime_speedup]
-        top = 1.05 * max(max(x, interval.value) for x, interval in points)
-        with _styled():
-            axes = _axes(pair, "predicted speedup", "measured speedup")
-            axes.plot([0, top], [0, top], "--", color=INK, linewidth=1, label="exact")
-            axes.plot([0, top], [0, top / (1 + TOLERANCE)], ":", color=MUTED, linewidth=1, label=f"{TOLERANCE:.0%} off")
-            axes.plot([0, top], [0, top / (1 - TOLERANCE)], ":", color=MUTED, linewidth=1)
-            for number, draft in enumerate(dict.fromkeys(each.measured.case.draft for each in own)):
-                theirs = [point for each, point in zip(own, points, strict=True) if each.measured.case.draft == draft]
-                color, label = COLORS[number % len(COLORS)], _line(str(draft))
-                axes.plot(
-                    [x for x, _ in theirs], [y.value for _, y in theirs], "o", markersize=4, color=color, label=label
-                )
-                _error_bars(axes, theirs, top, color)
-            axes.grid()
-            axes.set_xlim(0, top)
-            axes.set_ylim(0, 1.1 * top)
-            charts.append(Chart(pair, _finished(axes)))
-    return charts
-
-
 @contextmanager
 def _styled() -> Iterator[None]:
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # names may be of any script
         yield
-
-
-def _axes(title: str, xlabel: str, ylabel: str) -> Axes:
-    axes = Figure(figsize=(WIDTH, HEIGHT), layout="constrained").add_subplot()
-    axes.set_title(_line(title, 64), loc="left", fontweight="bold")
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
-    return axes
 
 
 def _finished(axes: Axes) -> Figure:
@@ -168,19 +130,6 @@ def _finished(axes: Axes) -> Figure:
     figure.set_figheight(HEIGHT + 0.17 * math.ceil(len(labels) / columns))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=1.8, columnspacing=1.2)
     return figure
-
-
-def _error_bars(axes: Axes, points: Sequence[tuple[float, Interval]], highest: float, color: str = INK) -> None:
-    """Intervals, cut at a multiple of the highest value; none where a single value shows no spread."""
-    for x, interval in points:
-        if not math.isnan(interval.low):
-            axes.vlines(x, interval.low, min(interval.high, TALL * highest), color=color, linewidth=1)
-
-
-def _count(number: int) -> str:
-    """A number of parameters, as 12.4k for 12,352."""
-    unit, letter = next((each for each in ((10**9, "B"), (10**6, "M"), (10**3, "k")) if number >= each[0]), (1, ""))
-    return f"{number / unit:.3g}{letter}"
 
 
 def _line(text: str, longest: int = 30) -> str:

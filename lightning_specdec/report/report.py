@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,11 +19,12 @@ from lightning_specdec.bench.rows import STANDARD, Comparison, comparisons
 from lightning_specdec.bench.statistics import Interval
 from lightning_specdec.bench.table import comparison_table, grid
 from lightning_specdec.config.files import replaced
-from lightning_specdec.report.answer import Answer, answers, rounds
-from lightning_specdec.report.figures import Chart, prediction_charts, speedup_charts
-from lightning_specdec.report.prediction import TOLERANCE, Prediction, predict
+from lightning_specdec.report.answer import Advice, advise, rounds
+from lightning_specdec.report.figures import Chart, speedup_charts
 
 PAGE = "report.html"
+TOLERANCE = 0.10
+"""A prediction holds that is within this share of the measured speedup."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,9 @@ class Report:
     @classmethod
     def of(cls, results: Results) -> Report:
         """The report of a results directory."""
-        name = str(results.manifest.get("name") or results.directory.name)
-        return cls(name, results.manifest, comparisons(results.rows))
+        commits = dict.fromkeys(str(row.commit) for row in results.rows)
+        manifest = results.manifest | ({"commit": ", then ".join(commits)} if commits else {})
+        return cls(str(manifest["name"]), manifest, comparisons(results.rows))
 
     @cached_property
     def dtypes(self) -> dict[str, str | None]:
@@ -59,36 +60,27 @@ class Report:
         return {name: facts.get("dtype") for name, facts in (self.manifest.get("pairs") or {}).items()}
 
     @cached_property
-    def answers(self) -> list[Answer]:
-        """The answer for each pair and setting."""
-        return answers(self.cells, self.dtypes)
+    def advice(self) -> list[Advice]:
+        """The answer for each pair, domain and setting."""
+        return advise(self.cells, self.dtypes)
 
     @property
     def lines(self) -> list[str]:
         """The answers as lines of text."""
         found = []
-        for each in self.answers:
-            pair, temperature, batch_size, max_new_tokens = each.setting
+        for each in self.advice:
+            pair, domain, temperature, batch_size, max_new_tokens = each.place
             setting = f"temperature {temperature:g}, batch size {batch_size}, {max_new_tokens} new tokens"
-            for sentence in filter(None, (each.sentence, each.warning)):
-                found.append(f"{pair} ({setting}): {' '.join(sentence.split())}")
+            found.append(" ".join(f"{pair}, {domain} ({setting}): {each.sentence}".split()))
         return found or ["nothing has been measured yet"]
 
-    @cached_property
-    def _predicted(self) -> list[Prediction | str]:
-        found = [predict(each, self.manifest) for each in self.cells]
-        return [each for each in found if each is not None]
-
     @property
-    def predictions(self) -> list[Prediction]:
-        """Predicted beside measured speedups."""
-        return [each for each in self._predicted if isinstance(each, Prediction)]
-
-    @property
-    def without_prediction(self) -> list[str]:
-        """How many cells have no prediction, by the reason."""
-        reasons = Counter(each for each in self._predicted if isinstance(each, str))
-        return [f"{number} {'cell' if number == 1 else 'cells'}: {why}" for why, number in reasons.items()]
+    def predicted(self) -> str:
+        """How many predictions hold."""
+        known = [(each.predicted_speedup, each.walltime_speedup) for each in self.cells]
+        ratios = [predicted / measured.value for predicted, measured in known if predicted and measured]
+        held = sum(abs(ratio - 1) <= TOLERANCE for ratio in ratios)
+        return f"{held} of {len(ratios)} predictions are within {TOLERANCE:.0%} of the measured speedup."
 
     @property
     def warnings(self) -> list[str]:
@@ -115,50 +107,25 @@ class Report:
         """What pays, by domain."""
         heads = ["pair", "domain", "temperature", "batch size", "advice", "walltime speedup", "95% interval"]
         rows = []
-        for answer in self.answers:
-            pair, temperature, batch_size, _ = answer.setting
-            for each in answer.domains:
-                best = each.best
-                rates = (None, None) if best is None else (best.acceptance_rate, best.block_efficiency)
-                speedup = _interval(None if best is None else best.walltime_speedup)
-                rows.append(
-                    (
-                        pair,
-                        each.domain,
-                        f"{temperature:g}",
-                        str(batch_size),
-                        each.advice,
-                        *speedup,
-                        *map(_number, rates),
-                    )
-                )
+        for each in self.advice:
+            pair, domain, temperature, batch_size, _ = each.place
+            best = each.best
+            rates = (None, None) if best is None else (best.acceptance_rate, best.block_efficiency)
+            speedup = _interval(None if best is None else best.walltime_speedup)
+            place = (pair, domain, f"{temperature:g}", str(batch_size))
+            rows.append((*place, each.choice, *speedup, *map(_number, rates)))
         return Table([*heads, "acceptance rate", "tokens / round"], rows)
-
-    def predictions_table(self) -> Table:
-        """Each prediction beside its measurement."""
-        heads = ["pair", "domain", "temperature", "draft", "window", "rule", "acceptance, other prompts"]
-        heads += ("acceptance rate", "cost ratio", "wide call / call", "predicted", "measured", "deviation")
-        rows = []
-        for each in self.predictions:
-            case, measured = each.measured.case, each.measured
-            settings = (case.pair, case.domain, f"{case.temperature:g}", case.draft, case.num_draft_tokens, case.rule)
-            figures = (each.alpha, measured.acceptance_rate, each.cost_ratio, each.call_ratio, each.predicted)
-            rows.append(
-                (*map(str, settings), *map(_number, figures), _interval(measured.walltime_speedup)[0])
-                + (f"{each.deviation:+.0%}",)
-            )
-        return Table(heads, rows)
 
     def cells_table(self) -> Table:
         """Every cell with its figures; a cell that failed with its error."""
         heads = ["pair", "domain", "temperature", "batch size", "new tokens", "method", "draft", "window", "rule"]
-        heads += ("walltime speedup", "95% interval", "acceptance rate", "draft utilization", "tokens / round")
+        heads += ("walltime speedup", "95% interval", "predicted", "acceptance rate", "tokens / round")
         heads += ("tokens/s", "same tokens", "remark")
         rows = []
         for each in self.cells:
             case = each.case
             settings = (case.method, case.draft, case.num_draft_tokens, case.rule)
-            figures = (each.acceptance_rate, each.draft_utilization, each.block_efficiency)
+            figures = (each.predicted_speedup, each.acceptance_rate, each.block_efficiency)
             same = {True: "yes", False: "no", None: "-"}[each.same_tokens]
             lossy = "lossy" if case.lossless is False else ""
             rows.append(
@@ -176,7 +143,7 @@ def write(report: Report, directory: Path) -> Path:
     Raises:
         OSError: something cannot be written.
     """
-    tables = {"advice": report.advice_table(), "predictions": report.predictions_table(), "cells": report.cells_table()}
+    tables = {"advice": report.advice_table(), "cells": report.cells_table()}
     content = {f"{name}.md": table.markdown() for name, table in tables.items()}
     content |= {"cells.csv": comparison_table(report.cells, "csv") + "\n", PAGE: _page(report, tables)}
     for name, text in content.items():
@@ -191,11 +158,8 @@ def _page(report: Report, tables: Mapping[str, Table]) -> str:
     return environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8")).render(
         report=report,
         tables=tables,
-        speedups=[_image(each) for each in speedup_charts(report.cells, report.manifest)],
-        predicted=[_image(each) for each in prediction_charts(report.predictions)],
+        speedups=[_image(each) for each in speedup_charts(report.cells)],
         machine=f"{made_on(report.manifest)}, {report.manifest.get('date', '?')}",
-        held=sum(each.holds for each in report.predictions),
-        tolerance=f"{TOLERANCE:.0%}",
         manifest=json.dumps({name: value for name, value in report.manifest.items() if name != "prompts"}, indent=1),
     )
 
