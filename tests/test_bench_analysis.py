@@ -63,7 +63,7 @@ def test_a_prediction_adds_up_mean_costs_and_is_none_for_drafts_that_are_mostly_
     assert found.predicted_speedup is not None and found.walltime_speedup is not None
     assert found.predicted_speedup == pytest.approx(found.walltime_speedup.value, rel=0.25)
     for short in ({"num_draft_steps": 10}, {"num_draft_tokens": "auto"}, {"phase_seconds": None}):
-        assert cells_of([standard(), replace(faster(SURE), **short)])[1].predicted_speedup is None  # type: ignore[arg-type]
+        assert cells_of([standard(), replace(faster(SURE), **short)])[1].predicted_speedup is None
 
 
 def test_the_advice_names_the_choice_its_speedup_and_what_transformers_does_better() -> None:

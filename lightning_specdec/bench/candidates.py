@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -25,38 +25,33 @@ class Candidate:
     exit_layer: int | None = None
 
 
-def exits(
-    target: LanguageModel, own: EarlyExitDrafter, layers: Iterable[int] | None = None
-) -> dict[int, EarlyExitDrafter]:
-    """The target's early exits, with the output heads of `own`, by how many layers draft; every one when None.
+def exits(target: LanguageModel, own: EarlyExitDrafter) -> dict[int, EarlyExitDrafter]:
+    """The target's early exits, with the output heads of `own`, by how many layers draft.
 
     Raises:
-        ValueError: the target cannot be split there.
+        ValueError: the target cannot be split.
     """
     found: dict[int, EarlyExitDrafter] = {}
-    for layer in count(1) if layers is None else layers:
+    for layer in count(1):
         drafter = own.at(layer)
         try:
             drafter.check_target(target)
         except ValueError:
-            if found and layers is None:  # the one before was the last
-                break
-            raise
+            if not found:
+                raise
+            break
         found[layer] = drafter
     return found
 
 
-def candidates(
-    decoder: SpeculativeDecoder, drafts: Sequence[str] | None = None, exit_layers: Sequence[int] | None = None
-) -> dict[str, Candidate]:
+def candidates(decoder: SpeculativeDecoder, drafts: Sequence[str] | None = None) -> dict[str, Candidate]:
     """The candidates by name.
 
     Args:
         drafts: names among the decoder's `drafts`; when None all of them, or its own drafter where it is none of them.
-        exit_layers: the exits that are meant; every one when None.
 
     Raises:
-        ValueError: there is no draft of that name, or no early exit, or the target has no such exit.
+        ValueError: there is no draft of that name.
     """
     if foreign := [name for name in drafts or () if name not in decoder.drafts]:
         known = ", ".join(decoder.drafts) or f"one {type(decoder.drafter).__name__}, which has no name"
@@ -69,9 +64,6 @@ def candidates(
         if not isinstance(drafter, EarlyExitDrafter):
             found[name or type(drafter).__name__] = Candidate(drafter, name)
             continue
-        for layer, exiting in exits(decoder.target, drafter, exit_layers).items():
+        for layer, exiting in exits(decoder.target, drafter).items():
             found[f"exit {layer}" if name is None else f"{name}, exit {layer}"] = Candidate(exiting, name, layer)
-    if exit_layers is not None and not any(each.exit_layer for each in found.values()):
-        kinds = ", ".join(sorted({type(each.drafter).__name__ for each in found.values()}))
-        raise ValueError(f"exit layers are of early exits, and the draft is a {kinds}: use an EarlyExitDrafter")
     return found

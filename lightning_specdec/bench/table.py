@@ -99,6 +99,19 @@ def interval(found: Interval) -> str:
     return f"{found.value:.2f}" + ("" if found.ends is None else " [{:.2f}, {:.2f}]".format(*found.ends))
 
 
+def details(each: Comparison) -> str:
+    """Where the time of a comparison goes, and what theory expects: a line each."""
+    lines = []
+    if each.latency_reduction is not None:
+        predicted = "" if each.predicted_speedup is None else f", predicted speedup {each.predicted_speedup:.2f}"
+        lines.append(f"latency reduction {each.latency_reduction:.0%}{predicted}")
+    if each.phase_seconds is not None:
+        whole = sum(each.phase_seconds.values()) or 1.0
+        shares = ", ".join(f"{phase} {seconds / whole:.0%}" for phase, seconds in each.phase_seconds.items())
+        lines.append(f"time by phase: {shares}")
+    return "\n".join(lines)
+
+
 def harmless(value: Any) -> Any:
     """A value of a CSV file: text that a spreadsheet would take for a formula is quoted by an apostrophe."""
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
