@@ -47,7 +47,7 @@ def test_50_different_prompts_of_each_domain_ship() -> None:
 
 def test_the_sequences_that_ship_are_those_that_the_rnn_has_not_learned() -> None:
     shipped = [list(prompt.tokens) for prompt in shipped_prompts(["sequences"])]
-    splits = ArithmeticProgressions(batch_size=2).splits()
+    splits = ArithmeticProgressions(batch_size=2, seed=26).splits()
     assert shipped == [sequence[:3] for sequence in splits.test + splits.val]
     assert shipped[:3] == checkpoint.load(ROOT / "checkpoints" / "rnn.safetensors").prompts
 

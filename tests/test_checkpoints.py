@@ -19,6 +19,7 @@ from lightning_specdec.checkpoints import TargetReference
 from lightning_specdec.checkpoints.archive import KEY, read
 from lightning_specdec.checkpoints.networks import spec
 from lightning_specdec.config.models import PairSource
+from lightning_specdec.data import ArithmeticProgressions
 from lightning_specdec.drafters import (
     Drafter,
     EagleDrafter,
@@ -158,9 +159,10 @@ def test_weights_of_another_type_or_too_large_are_refused(tmp_path: Path) -> Non
 
 
 def test_older_files_are_read(tmp_path: Path) -> None:
-    """An exported torch archive gives what the file that it was converted to gives."""
+    """An exported torch archive gives what the file that it is converted to gives."""
     former = checkpoints.load(Path(__file__).parent / "data" / "rnn_format_1.ckpt")
-    now = checkpoints.load(SHIPPED / "rnn.safetensors")
+    checkpoints.save(tmp_path / "now.safetensors", former.target, former.drafts, prompts=former.prompts)
+    now = checkpoints.load(tmp_path / "now.safetensors")
     assert former.prompts == now.prompts and spec(former.target) == spec(now.target)
     for weight, other in zip(former.target.parameters(), now.target.parameters(), strict=True):
         assert torch.equal(weight, other)
@@ -296,3 +298,14 @@ def test_a_vocabulary_that_cannot_end_a_text_is_refused(tmp_path: Path) -> None:
 def test_what_a_draft_file_does_not_go_with_is_one_line(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         checkpoints.load_pair(PairSource(target="target", draft="draft.safetensors", **options))
+
+
+def test_the_shipped_recurrent_target_continues_progressions_that_it_has_not_learned() -> None:
+    """At least 95% of the terms of all fifteen that its config holds out."""
+    decoder = SpeculativeDecoder.from_checkpoint(SHIPPED / "rnn.safetensors")
+    splits = ArithmeticProgressions(seed=26).splits()
+    unseen = [list(sequence) for sequence in (*splits.val, *splits.test)]
+    assert len(unseen) == 15
+    found = decoder.decode_standard([sequence[:3] for sequence in unseen], max_new_tokens=7).tokens
+    num_right = sum(row[i] == sequence[3 + i] for row, sequence in zip(found, unseen, strict=True) for i in range(7))
+    assert num_right >= 100  # of 105

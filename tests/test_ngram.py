@@ -18,7 +18,7 @@ from lightning_specdec.drafters.ngram import NGramState
 from lightning_specdec.models import RNN
 from lightning_specdec.rules import Sampling
 
-TRAINED = Path(__file__).parent.parent / "checkpoints" / "rnn.safetensors"
+TRAINED = Path(__file__).parent / "data" / "rnn_format_1.ckpt"
 
 
 def propose(drafter: NGramDrafter, state: NGramState, texts: Sequence[Sequence[int]], windows: Sequence[int]) -> Draft:

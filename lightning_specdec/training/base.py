@@ -36,7 +36,8 @@ class SpeculativeTraining(LightningModule, ABC):
     Args:
         target: the model whose output is wanted.
         drafters: drafters for it; of several, by name, the first is the one that predicts.
-        learning_rate: of Adam.
+        learning_rate: of AdamW.
+        weight_decay: of AdamW, for all weights.
         num_draft_tokens: draft tokens of a round, for the metrics and for predictions.
         max_new_tokens: new tokens of each prediction.
 
@@ -56,11 +57,13 @@ class SpeculativeTraining(LightningModule, ABC):
         drafters: Drafter | Mapping[str, Drafter],
         *,
         learning_rate: float = 0.001,
+        weight_decay: float = 0.0,
         num_draft_tokens: int = 3,
         max_new_tokens: int = 7,
     ) -> None:
         super().__init__()
         self.learning_rate = require_number("learning_rate", learning_rate, low=0.0, low_open=True)
+        self.weight_decay = require_number("weight_decay", weight_decay, low=0.0)
         self.num_draft_tokens = require_int("num_draft_tokens", num_draft_tokens, 1)
         self.max_new_tokens = require_int("max_new_tokens", max_new_tokens, 1)
         named = {checkpoint_file.MAIN: drafters} if isinstance(drafters, Drafter) else dict(drafters)
@@ -135,7 +138,7 @@ class SpeculativeTraining(LightningModule, ABC):
     def configure_optimizers(self) -> Any:
         # Fused: one launch for all weights, where the plain form takes about ten for each.
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return torch.optim.Adam(trained, lr=self.learning_rate, fused=True)
+        return torch.optim.AdamW(trained, lr=self.learning_rate, weight_decay=self.weight_decay, fused=True)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.measure(self.val_metrics, batch, "val")
