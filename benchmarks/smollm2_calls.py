@@ -4,7 +4,7 @@
     python benchmarks/smollm2_calls.py --output docs/results/smollm2_calls.json
 
 Milliseconds of a call over so many tokens behind a text of 200, median of interleaved repeats: transformers' own
-forward pass with its dynamic cache, the same model over our state, with packed weights, with compiled layers, with int8
+forward pass with its dynamic cache, the same model over our state, with packed weights, with int8
 weights.
 """
 
@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
 from lightning_specdec.bench.manifest import manifest
-from lightning_specdec.models.compiled import compile_layers
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.packed import quantize
 
@@ -34,14 +33,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="checkpoints/smollm2")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--compile", action="store_true", help="measure compiled layers too")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     logging.set_verbosity_error()
     rows: list[dict[str, Any]] = []
     for dtype in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")
-        calls, warm_up = _forms(options, dtype)
+        calls = _forms(options, dtype)
         for width in WIDTHS:
             tokens = torch.randint(100, 40_000, (1, width), generator=torch.Generator().manual_seed(width))
             seconds = _interleave({form: _bind(call, tokens) for form, call in calls.items()}, options.repeats)
@@ -50,7 +48,7 @@ def main() -> None:
             print(
                 f"{name:<9} {width:>3}  " + "  ".join(f"{form} {value:.1f}" for form, value in row.items()), flush=True
             )
-        rows.append({"dtype": name, "warm_up_seconds": warm_up, **_memory(options, dtype)})
+        rows.append({"dtype": name, **_memory(options, dtype)})
         print(f"{name:<9} {rows[-1]}", flush=True)
     if options.output:
         found = manifest(options={**vars(options), "output": None}, device=torch.device("cpu"))
@@ -64,19 +62,15 @@ def _bind(call: Call, tokens: torch.Tensor) -> Callable[[], None]:
     return lambda: call(tokens)
 
 
-def _forms(options: argparse.Namespace, dtype: torch.dtype) -> tuple[dict[str, Call], float | None]:
-    """Every form of the model, each behind the same text; and the seconds that compiling took."""
-    calls, warm_up = {"transformers": _theirs(_load(options, dtype))}, None
+def _forms(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Call]:
+    """Every form of the model, each behind the same text."""
+    calls = {"transformers": _theirs(_load(options, dtype))}
     calls["ours"] = _ours(HuggingFaceLM(_load(options, dtype)))
     calls["packed"] = _ours(HuggingFaceLM(_load(options, dtype)).pack())
-    if options.compile:
-        compiled = HuggingFaceLM(_load(options, dtype)).pack()
-        warm_up = compile_layers(compiled)
-        calls["compiled"] = _ours(compiled)
     int8 = HuggingFaceLM(_load(options, dtype))
     quantize(int8.model, "int8")
     calls["int8"] = _ours(int8.pack())
-    return calls, warm_up
+    return calls
 
 
 def _load(options: argparse.Namespace, dtype: torch.dtype) -> Any:
@@ -125,12 +119,14 @@ def _interleave(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str,
 
 
 def _memory(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, int]:
-    """Bytes of the packed weights, and of the caches of a text of 512."""
+    """Bytes of the caches of a text of 512."""
     model = HuggingFaceLM(_load(options, dtype)).pack()
     state = model.init_state(1, 511)
     with torch.inference_mode():
         model(_text(), state, logits_for=slice(-1, None))
-    return {"weight_bytes": model.memory_bytes, "cache_bytes": state.memory_bytes}
+    return {
+        "cache_bytes": sum(buffer.nbytes for pair in state.storage.layers.values() for buffer in pair),
+    }
 
 
 if __name__ == "__main__":

@@ -51,17 +51,6 @@ def test_recorded_rounds_decide_as_unrecorded_ones(name: str, rule: str, samplin
         ]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_recorded_standard_decoding_gives_the_same_tokens(sampling: str) -> None:
-    expected = cases.standard("llama", SAMPLINGS[sampling], 12).tokens
-    model = recorded(cases.target("llama"))
-    for _ in range(2):
-        found = autoregressive_decode(
-            model, cases.PROMPTS, max_new_tokens=12, sampling=SAMPLINGS[sampling], eos=cases.EOS
-        )
-        assert found.tokens == expected
-
-
 def test_a_second_session_records_nothing() -> None:
     model, drafter = recorded(cases.target("llama")), EarlyExitDrafter(1)
     counts = []

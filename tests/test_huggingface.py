@@ -16,7 +16,7 @@ from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.decoding import Session, autoregressive_decode, speculative_decode
 from lightning_specdec.drafters import ModelDrafter, NGramDrafter
 from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.models.packed import Int8Linear, quantize
+from lightning_specdec.models.packed import quantize
 from lightning_specdec.rules import RejectionSampling, Sampling
 
 PROMPTS = [[3], [1, 2, 3, 4, 5], [7, 7], [10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 60, 66]]
@@ -47,12 +47,6 @@ def random_tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 67, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-@every_family
-def test_without_a_state_the_logits_are_those_of_transformers(family: str) -> None:
-    tokens = random_tokens(2, 20)
-    assert_close(ours(family)(tokens).logits, reference(family)(tokens).logits)
-
-
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE])
 @pytest.mark.parametrize("form", [ours, packed])
 @torch.inference_mode()
@@ -63,23 +57,12 @@ def test_ragged_pieces_through_the_state_give_the_logits_of_the_whole(family: st
     state = model.init_state(3, 24)
     pieces = [[7, 1, 4], [1, 6, 2], [5, 5, 1], [3, 1, 8]]
     for round_number, counts in enumerate(pieces):
-        starts = list(state.consumed)
-        width = max(counts)
-        piece = torch.stack(
-            [
-                torch.nn.functional.pad(tokens[b, s : s + width], (0, max(0, s + width - 24)), value=1)
-                for b, s in enumerate(starts)
-            ]
-        )
-        logits = model(piece, state, valid_lengths=counts).logits
+        starts, places = list(state.consumed), torch.tensor(state.consumed)[:, None] + torch.arange(max(counts))
+        logits = model(tokens.gather(1, places.clamp(max=23)), state, valid_lengths=counts).logits
         for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
             assert_close(logits[b, :count], expected[b, start : start + count])
-        state.truncate(
-            [
-                n - (round_number + b) % 2 * min(1, c)
-                for b, (n, c) in enumerate(zip(state.consumed, counts, strict=True))
-            ]
-        )
+        back = [(round_number + b) % 2 for b in range(3)]
+        state.truncate([length - each for length, each in zip(state.consumed, back, strict=True)])
 
 
 @torch.inference_mode()
@@ -108,24 +91,6 @@ def test_padding_far_behind_the_end_poisons_no_row(family: str, attention: str) 
     assert second.text[50:] == autoregressive_decode(target, long, max_new_tokens=8).tokens[0]
 
 
-@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
-def test_an_attention_that_takes_no_mask_of_ours_is_refused(implementation: str) -> None:
-    model: Any = tiny("llama")
-    model.config._attn_implementation = implementation
-    with pytest.raises(ValueError, match=f"runs on {implementation}"):
-        HuggingFaceLM(model)
-
-
-@every_family
-@torch.inference_mode()
-def test_only_the_wanted_places_are_scored(family: str) -> None:
-    model, tokens = ours(family), random_tokens(2, 9)
-    whole = model(tokens).logits
-    assert_close(model(tokens, logits_for=slice(-2, None)).logits, whole[:, -2:])
-    places = torch.tensor([[8, 0], [3, 3]])
-    assert_close(model(tokens, logits_for=places).logits, torch.stack([whole[b, places[b]] for b in range(2)]))
-
-
 @every_family
 @pytest.mark.parametrize("form", [ours, packed])
 def test_greedy_decoding_equals_generate(family: str, form: object) -> None:
@@ -141,7 +106,7 @@ def test_greedy_decoding_equals_generate(family: str, form: object) -> None:
 
 
 @every_family
-@pytest.mark.parametrize("window", [1, 4, 8])
+@pytest.mark.parametrize("window", [1, 8])
 def test_greedy_speculative_output_is_the_standard_one(family: str, window: int) -> None:
     target, near = ours(family), deepcopy(ours(family))
     generator = torch.Generator().manual_seed(3)
@@ -193,13 +158,6 @@ def test_the_users_model_generates_as_before(family: str) -> None:
     assert before.tolist() == after.tolist()
 
 
-def test_a_packed_model_counts_its_weights_and_keeps_its_own_parameters() -> None:
-    model = ours("llama")
-    assert packed("llama").num_parameters == model.num_parameters
-    assert packed("llama").memory_bytes >= model.memory_bytes
-    assert any(isinstance(layer, torch.nn.Linear) for layer in model.modules()), "the copy was packed, not the model"
-
-
 def test_a_loaded_model_and_tokenizer_of_transformers_serve_as_they_are() -> None:
     tokenizer = tiny_tokenizers.byte_level()
     model = tiny("llama", vocab_size=len(tokenizer))
@@ -219,13 +177,6 @@ def test_a_config_makes_a_new_model_that_learns() -> None:
     assert all(weight.grad is not None for name, weight in model.named_parameters() if "wpe" not in name)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_decodes_both_ways(dtype: torch.dtype) -> None:
-    target = HuggingFaceLM(tiny("llama")).to(dtype)
-    result = speculative_decode(target, ModelDrafter(target), PROMPTS, max_new_tokens=10)
-    assert [len(tokens) for tokens in result.tokens] == [10] * 4
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("form", ["quantized", "packed"])
 def test_an_int8_copy_is_a_good_draft_and_changes_nothing(family: str, form: str) -> None:
@@ -234,55 +185,33 @@ def test_an_int8_copy_is_a_good_draft_and_changes_nothing(family: str, form: str
     quantize(draft.model, "int8")
     weights = [weight for weight in draft.parameters() if hasattr(weight, "qdata")]
     assert len(weights) >= 12 and all(weight.qdata.dtype == torch.int8 for weight in weights)
-    assert draft.memory_bytes < target.memory_bytes
     drafter = ModelDrafter(draft if form == "quantized" else draft.pack())
     result = speculative_decode(target, drafter, PROMPTS, max_new_tokens=20)
     assert result.tokens == autoregressive_decode(target, PROMPTS, max_new_tokens=20).tokens
     assert result.acceptance_rate is not None and result.acceptance_rate > 0.7
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_tokens", [1, 4, 9])
-def test_an_int8_layer_rounds_its_weights_and_nothing_else(dtype: torch.dtype, num_tokens: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randint(-127, 128, (33, 48), generator=generator, dtype=torch.int8)
-    scale, bias = torch.rand(33, generator=generator).to(dtype), torch.rand(33, generator=generator).to(dtype)
-    inputs = torch.randn(1, num_tokens, 48, generator=generator).to(dtype)
-    expected = inputs.double() @ (weight.double() * scale.double()[:, None]).t() + bias.double()
-    found = Int8Linear(weight, scale, bias)(inputs)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), expected, rtol=0.02 if dtype == torch.bfloat16 else 1e-4, atol=0.5)
-
-
-@pytest.mark.parametrize(("kind", "words"), [("int4", "CUDA GPU only"), ("int3", "one of int8, int4")])
-def test_a_quantization_without_a_kernel_here_is_refused(kind: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        quantize(ours("llama").model, kind)
-
-
 @pytest.mark.parametrize(
     ("family", "sizes", "words"),
     [
         ("mamba", {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}, "linear_attention"),
-        (
-            "qwen3_next",
-            {"hidden_size": 32, "num_hidden_layers": 4, "num_experts": 2, "num_attention_heads": 2},
-            "linear_attention",
-        ),
+        ("qwen3_next", {"num_hidden_layers": 4, "num_experts": 2, "num_attention_heads": 2}, "linear_attention"),
+        ("llama4_text", {"num_hidden_layers": 4, "num_local_experts": 2}, "chunked_attention"),
         ("bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2}, "position_ids"),
         ("falcon", {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "alibi": True}, "masks"),
         ("gpt_neo", {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["local"], 2]]}, "masks"),
         ("doge", {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}, "masks"),
-        ("bert", {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}, "decoder-only"),
         ("roberta", {"hidden_size": 16, "num_attention_heads": 2, "is_decoder": True}, "decoder-only"),
         ("bert-generation", {"hidden_size": 16, "num_attention_heads": 2}, "decoder-only"),
         ("gemma3_text", {"num_hidden_layers": 1, "use_bidirectional_attention": True}, "decoder-only"),
-        ("llama4_text", {"num_hidden_layers": 4, "num_local_experts": 2}, "chunked_attention"),
+        ("llama", {"_attn_implementation": "flex_attention"}, "runs on flex_attention"),
     ],
 )
 def test_a_model_that_cannot_go_back_is_refused_by_name(family: str, sizes: dict[str, Any], words: str) -> None:
+    implementation = sizes.pop("_attn_implementation", None)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, vocab_size=20, **sizes))
+    model.config._attn_implementation = implementation or model.config._attn_implementation
     with pytest.raises(ValueError, match=words) as caught:
         HuggingFaceLM(model)
     assert type(model).__name__ in str(caught.value)

@@ -10,7 +10,6 @@ from typing import Any
 
 import cases
 from families import tiny
-from safetensors.torch import load_file, save_file
 from tiny_tokenizers import byte_level
 
 from lightning_specdec import ModelDrafter, SpeculativeDecoder
@@ -95,14 +94,3 @@ def put(name: str, content: str | bytes) -> Callable[[Path], None]:
 def drop(name: str) -> Callable[[Path], None]:
     """Delete a file."""
     return lambda path: (path / name).unlink()
-
-
-def drop_weight(name: str) -> Callable[[Path], None]:
-    """Write the weights again without one of them."""
-
-    def change(path: Path) -> None:
-        weights = load_file(path / "model.safetensors")
-        del weights[name]
-        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-
-    return change

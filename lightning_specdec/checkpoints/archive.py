@@ -119,7 +119,7 @@ def read_any(path: str | os.PathLike[str]) -> Any:
 
 def _read_document(path: Path) -> dict[str, Any]:
     """A safetensors file. Draft files of format 1 name their drafter at the top of the document."""
-    text = read_header(path).metadata.get(KEY)
+    text = read_header(path)[0].get(KEY)
     if text is None:
         raise ValueError(_foreign(path))
     if len(text) > _LONGEST_DOCUMENT:

@@ -131,12 +131,11 @@ def _load_models(
     """
     from lightning_specdec.models import loading
 
-    for _, _, quantization, _ in wanted.values():
-        loading.check_quantization(quantization, source.device)
     examined = {
         role: loading.examine(
             name,
             dtype=dtype,
+            device=source.device,
             quantization=quantization,
             revision=revision,
             trust_remote_code=source.trust_remote_code,
@@ -152,7 +151,7 @@ def _load_models(
             device=source.device,
             available=available_bytes(source.device),
         )
-    loaded = {role: loading.load(model, device=source.device) for role, model in examined.items()}
+    loaded = {role: loading.load(model) for role, model in examined.items()}
     return {role: model.pack() if pack else model for role, model in loaded.items()}
 
 

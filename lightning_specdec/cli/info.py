@@ -129,7 +129,6 @@ def _model(source: TargetSource) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": source.quantization,
         "device": str(model.device),
-        "memory_bytes": model.memory_bytes,
         "context": model.max_positions,
         "vocabulary": model.vocab_size,
         "chat_template": model.tokenizer is not None and model.tokenizer.has_chat_template,

@@ -186,7 +186,7 @@ def fingerprint(module: torch.nn.Module) -> str:
             plain = ((name, value) for name, value in vars(part).items() if isinstance(value, int | str | Settings))
             parts.append(sorted(each for each in plain if each[0] != "training"))
         if isinstance(part, LanguageModel):  # packed weights may be no parameters any more
-            parts.append((part.vocab_size, part.num_parameters, part.memory_bytes))
+            parts.append((part.vocab_size, part.num_parameters))
     for each in (*module.parameters(), *module.buffers()):
         parts.append((tuple(each.shape), str(each.dtype), type(each).__name__, type(each.data).__name__))
     return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -190,7 +190,7 @@ class Session:
         last_only = all(len(each) == 1 for each in unread)
         new = (tail[:, 1:], None) if last_only else pad(unread, self.device)
         tokens, valid_lengths, places = with_guesses(*new, draft.tokens)
-        score = self.target if draft.exit_states is None else partial(self.target.finish, draft.exit_states)
+        score = self.target if draft.exit_states is None else partial(self.target, exit_states=draft.exit_states)
         output = score(
             tokens, batch.target_state, valid_lengths=valid_lengths, logits_for=places, features=self._features
         )

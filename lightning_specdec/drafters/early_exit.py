@@ -39,10 +39,6 @@ class LowerState(DecodeState):
         self.consumed, self.committed = list(whole.consumed), list(whole.consumed)
         self._chunks: list[Tensor] = []
 
-    @property
-    def memory_bytes(self) -> int:
-        return sum(chunk.nbytes for chunk in self._chunks)
-
     def append(self, hidden: Float[Tensor, "B T D"], valid_lengths: Lengths | None) -> None:
         """Keep the outputs for T more tokens, and count the valid ones as consumed."""
         ahead = self.ahead

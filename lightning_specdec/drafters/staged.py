@@ -303,6 +303,6 @@ class StagedDrafter(Drafter):
         unread = [text[read:] for text, read in zip(made.texts, reading.consumed, strict=True)]
         tokens, valid_lengths, places = with_guesses(*pad(unread, made.device), draft.tokens)
         tokens = tokens.clamp(max=state.model.vocab_size - 1)  # the target may have tokens that only pad its output
-        score = state.model if draft.exit_states is None else partial(state.model.finish, draft.exit_states)
+        score = state.model if draft.exit_states is None else partial(state.model, exit_states=draft.exit_states)
         features = tuple(self.smaller.features(state.model))
         return score(tokens, reading, valid_lengths=valid_lengths, logits_for=places, features=features)

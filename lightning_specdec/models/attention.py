@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,9 +28,9 @@ _OWN_MASKS = ("doge", "gpt_neo")
 class StateCache(Cache):
     """A cache of transformers whose layers write to and read from one call's slots of a storage."""
 
-    def __init__(self, storage: KVStorage, slots: Slots, *, longest: int = 0, recorded: bool = False) -> None:
+    def __init__(self, storage: KVStorage, slots: Slots, *, recorded: bool = False) -> None:
         super().__init__(layers=[])
-        self.storage, self.slots, self.longest, self.recorded = storage, slots, longest, recorded
+        self.storage, self.slots, self.recorded = storage, slots, recorded
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -39,7 +38,7 @@ class StateCache(Cache):
         return self.storage.update(layer_idx, self.slots, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.longest
+        return 0  # positions and masks are always given
 
 
 def grouped_attention(
@@ -87,41 +86,29 @@ def attention_windows(model: PreTrainedModel, config: PreTrainedConfig) -> dict[
     Raises:
         ValueError: it is no decoder, its state cannot go back, or it takes no positions.
     """
-    name, implementation = type(model).__name__, model.config._attn_implementation
-    two_sided = getattr(config, "use_bidirectional_attention", None) in (True, "all")
-    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    implementation, window = model.config._attn_implementation, getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        sliding = window is not None and getattr(config, "use_sliding_window", True) and _builds_windows(model)
+        # A config of transformers' own may hold a window that its family does not have, and no layer heeds.
+        known = hasattr(type(config), "sliding_window") or not type(config).__module__.startswith("transformers.")
+        sliding = window is not None and known and getattr(config, "use_sliding_window", True)
         kinds = [_SLIDING if sliding else _FULL]
-    foreign = sorted({kind for kind in kinds if kind not in (_FULL, _SLIDING)})
+    foreign = sorted({*kinds} - {_FULL, _SLIDING})
+    two_sided = config.model_type in _ENCODERS or getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    own_masks = getattr(config, "alibi", False) or config.model_type in _OWN_MASKS
     reason = None
-    if (
-        config.is_encoder_decoder
-        or config.model_type in _ENCODERS
-        or two_sided
-        or model.get_output_embeddings() is None
-    ):
+    if config.is_encoder_decoder or two_sided or model.get_output_embeddings() is None:
         reason = "is not a causal language model: use a decoder-only one"
-    elif getattr(config, "alibi", False) or config.model_type in _OWN_MASKS:
-        reason = "makes its own masks, so rows of different lengths cannot share a call: use another"
     elif foreign or getattr(model, "_is_stateful", False):
         layers = ", ".join(foreign) or "recurrent"
         reason = f"has {layers} layers, and their state cannot go back: speculative decoding needs attention"
-    elif "position_ids" not in inspect.signature(model.forward).parameters:
-        reason = "takes no position_ids, so rows of different lengths cannot share a call: use another"
+    elif own_masks or "position_ids" not in inspect.signature(model.forward).parameters:
+        reason = "takes no masks or position_ids, so rows of different lengths cannot share a call: use another"
     elif implementation not in ("eager", "sdpa", NAME):
         reason = f'runs on {implementation}, which takes no mask of ours: load it with attn_implementation="sdpa"'
     if reason is not None:
-        raise ValueError(f"{name} {reason}")
+        raise ValueError(f"{type(model).__name__} {reason}")
     return {kind: window if kind == _SLIDING else None for kind in dict.fromkeys(kinds)}
-
-
-def _builds_windows(model: PreTrainedModel) -> bool:
-    """Whether the model's code masks by a sliding window: a config of transformers' own models may name one that no
-    layer heeds. Code from elsewhere is taken at its config's word."""
-    sources = {type(part).__module__ for part in model.modules() if isinstance(part, PreTrainedModel)}
-    builder = "create_sliding_window_causal_mask"
-    return any(not name.startswith("transformers.") or hasattr(sys.modules[name], builder) for name in sources)
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -132,22 +133,9 @@ class LanguageModel(nn.Module, ABC):
     ) -> Float[Tensor, "B T D"]:
         """The output of the first `num_layers` layers for tokens, row b's first one at position `starts[b]`.
 
-        Their part of the state is written; the state's lengths, which are those of the whole model, stay.
+        Their part of the state is written; the state's lengths, which are those of the whole model, stay. A model that
+        has this takes `exit_states` in `forward`, too.
         """
-        self._lacks("layers to exit from")
-
-    def finish(
-        self,
-        exit_states: ExitStates,
-        tokens: Int[Tensor, "B T"],
-        state: DecodeState,
-        *,
-        valid_lengths: Lengths | None = None,
-        logits_for: Int[Tensor, "B N"] | slice | None = None,
-        features: Sequence[int] = (),
-    ) -> ModelOutput:
-        """As `forward`, where `lower` has made `exit_states` of the first of these tokens: the lower layers read the
-        rest alone, the upper layers all of them."""
         self._lacks("layers to exit from")
 
     def exit_logits(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
@@ -190,15 +178,10 @@ class LanguageModel(nn.Module, ABC):
         """The output head's matrix."""
         self._lacks("output head that can be shared")
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
-        """Number of parameters, shared ones counted once."""
+        """Number of parameters, shared ones counted once, when first asked: packed layers have none."""
         return sum(parameter.numel() for parameter in self.parameters())
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of parameters and buffers, without any state."""
-        return sum(map(_held_bytes, (*self.parameters(), *self.buffers())))
 
     @property
     def device(self) -> torch.device:
@@ -238,10 +221,3 @@ class LanguageModel(nn.Module, ABC):
             chosen.append(choose(output.logits[:, -1].clone(), i).clone())
             tokens, valid_lengths, last = chosen[-1][:, None], None, slice(-1, None)
         return torch.stack(chosen, dim=1)
-
-
-def _held_bytes(tensor: Tensor) -> int:
-    """Bytes that a tensor holds; of a quantized one those of its parts, since it passes for a tensor of floats."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return tensor.nbytes
-    return sum(_held_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])

@@ -1,15 +1,14 @@
 """Compile the layers of a transformers model for decoding.
 
 All layers of a model run the same code on other weights, so one layer is compiled, with weights, buffers and lengths
-as arguments, and serves every layer, every text and (from two tokens on) every width.
+as arguments, and serves every layer and every text.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,30 +17,21 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from lightning_specdec.models.huggingface import HuggingFaceLM
 
-WIDTHS = (1, 4, 7)
-"""Tokens of the warm-up's calls: one, and two widths for the code that serves all others."""
 MOST_COMPILATIONS = 128
 """Of one layer class's code, over all models of the process; beyond torch's limit of 8 layers silently run plain."""
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers that families of transformers apply to the same input."""
 
 
-class CompilerMissing(RuntimeError):
-    """There is no C++ compiler on this machine; decoding works without one, more slowly."""
-
-
-def require_compiler() -> None:
-    """Raise CompilerMissing unless a C++ compiler is found where torch looks for it."""
-    if shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
-        raise CompilerMissing("no C++ compiler was found (g++, clang++ or $CXX): decoding goes on uncompiled")
-
-
+@dataclass
 class _LayerCache:
     """One layer's part of a state, as the compiled code sees it: tensors and a number, the same for every layer."""
 
-    def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, positions: Tensor, span: int) -> None:
-        self.keys, self.values = keys, values
-        self.rows, self.positions, self.span = rows, positions, span
+    keys: Tensor
+    values: Tensor
+    rows: Tensor
+    positions: Tensor
+    span: int
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.keys[self.rows, :, self.positions] = key_states.transpose(1, 2)
@@ -59,7 +49,6 @@ class _JoinedLinear(nn.Module):
     def __init__(self, layer: nn.Linear, joined: Tensor, first: int) -> None:
         super().__init__()
         self.joined, self.first, self.last = joined, first, first + layer.out_features
-        self.out_features, self.in_features = layer.out_features, layer.in_features
         layer.weight.data = joined[first : self.last]  # whoever else holds the layer reads the same memory
         self.weight = layer.weight
 
@@ -107,44 +96,40 @@ def _merge_equal() -> Any:
 
 
 def compile_layers(model: HuggingFaceLM, *, backend: str = "inductor") -> float:
-    """Compile the layers of a model in place, and warm up; a prompt's first call stays uncompiled.
+    """Compile the recorded calls of a model's layers in place, and warm up; other calls stay uncompiled.
+
+    They come in few shapes, and code for one shape is faster.
 
     Returns:
         Seconds that it took: some ten to forty for the first time on a machine, a few after.
 
     Raises:
-        CompilerMissing: there is no C++ compiler.
-        ValueError: the model keeps its layers in no list.
+        ValueError: the model records no calls.
     """
-    require_compiler()
-    started, on_gpu, number = time.perf_counter(), model.device.type == "cuda", model.config.num_hidden_layers
-    lists = (module for module in model.model.modules() if isinstance(module, nn.ModuleList))
-    layers = next((each for each in lists if len(each) == number), None)
-    if layers is None:
-        raise ValueError(f"{type(model.model).__name__} keeps its layers in no list, so they cannot be compiled")
-    if on_gpu:
-        join_linears(model)
-        model.record()  # anew: what was recorded before runs uncompiled
-    for i, layer in enumerate(layers):
+    started = time.perf_counter()
+    if model._pool is None:
+        raise ValueError("only calls that are recorded on a GPU are compiled: decoding goes on uncompiled")
+    join_linears(model)
+    model.record()  # anew: what was recorded before runs uncompiled
+    for i, layer in enumerate(model.stack.layers):
         if not hasattr(layer, "forward_uncompiled"):
             layer.forward_uncompiled = layer.forward  # type: ignore[assignment]
-            layer.forward = _dispatch(i, layer.forward, backend, on_gpu=on_gpu)
+            layer.forward = _dispatch(i, layer.forward, backend)
     with torch.inference_mode():
-        state = model.init_state(1, 4 * sum(WIDTHS))
-        for width in (2, *WIDTHS, *WIDTHS):
+        state = model.init_state(1, 8)
+        for width in (2, 1, 4):  # a first call, a step of standard decoding, a round
             model(torch.zeros(1, width, dtype=torch.long, device=model.device), state, logits_for=slice(-1, None))
     return time.perf_counter() - started
 
 
-def _dispatch(index: int, plain: Callable[..., Any], backend: str, *, on_gpu: bool) -> Callable[..., Any]:
-    """A layer's forward pass: compiled where it continues a state whose buffers are there."""
-    # On a GPU only recorded calls are compiled: they come in few shapes, and code for one shape is faster.
-    options: dict[str, Any] = {"options": {"post_grad_custom_pre_pass": _merge_equal()}} if on_gpu else {}
-    compiled = torch.compile(plain, dynamic=not on_gpu, backend=backend, **options)
+def _dispatch(index: int, plain: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """A layer's forward pass: compiled where a recorded call continues a state whose buffers are there."""
+    options: Any = {"post_grad_custom_pre_pass": _merge_equal()} if backend == "inductor" else None
+    compiled = torch.compile(plain, dynamic=False, backend=backend, options=options)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         cache: Any = next((value for value in (*args, *kwargs.values()) if hasattr(value, "slots")), None)
-        if cache is None or index not in cache.storage.layers or (on_gpu and not cache.recorded):
+        if cache is None or not cache.recorded:
             return plain(*args, **kwargs)
         storage, slots = cache.storage, cache.slots
         positions = slots.positions.clamp(max=storage.num_slots - 1)

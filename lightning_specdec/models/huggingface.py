@@ -25,7 +25,7 @@ with quiet():  # whoever imports this first
 
     from lightning_specdec.models import attention
     from lightning_specdec.models.attention import StateCache, attention_windows, max_positions
-    from lightning_specdec.models.layers import Call, LayerStack, additive
+    from lightning_specdec.models.layers import Entered, LayerStack, additive
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -82,23 +82,14 @@ class HuggingFaceLM(LanguageModel):
         self.vocabulary = None if tokenizer is None else tokenizer.vocabulary
         self._parts: LayerStack | str | None = None
         self._pool: StoragePool | None = None
-        self._num_parameters = sum(weight.numel() for weight in self.model.parameters())
+        _ = self.num_parameters  # before layers are packed
         if self.model.config._attn_implementation == "sdpa":
             self.model.set_attn_implementation(attention.NAME)
-
-    @property
-    def num_parameters(self) -> int:
-        return self._num_parameters
 
     @property
     def num_layers(self) -> int | None:  # type: ignore[override]
         """How many layers, as `features` counts them."""
         return self.stack.num_layers if self.takes_apart else getattr(self.config, "num_hidden_layers", None)
-
-    @property
-    def memory_bytes(self) -> int:
-        packed = sum(layer.memory_bytes for layer in self.model.modules() if isinstance(layer, PackedLinear))
-        return packed + super().memory_bytes
 
     @property
     def dtype(self) -> torch.dtype:
@@ -152,21 +143,15 @@ class HuggingFaceLM(LanguageModel):
         if not chosen or sorted(set(chosen)) != chosen:
             raise ValueError(f"layers must ascend, each once, got {list(layers)}: as [0, {stack.num_layers - 1}]")
         for name, value in vars(config).items():  # lists with a value for each layer
-            if "layer" in name and isinstance(value, list | tuple) and len(value) == stack.num_layers:
+            if "layer" in name and isinstance(value, list) and len(value) == stack.num_layers:
                 values[name] = [value[layer] for layer in chosen]
         values[config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(chosen)
-        (prefix,) = (name for name, module in self.model.named_modules() if module is stack.layers)
-        weights = {name: w for name, w in self.model.state_dict().items() if not name.startswith(f"{prefix}.")}
-        for place, layer in enumerate(chosen):
-            weights |= {f"{prefix}.{place}.{name}": w for name, w in stack.layers[layer].state_dict().items()}
         made = HuggingFaceLM(values, tokenizer=self.tokenizer).float()
+        parts = deepcopy(self.model, {id(stack.layers): nn.ModuleList(stack.layers[layer] for layer in chosen)})
         try:
-            made.model.load_state_dict(weights)
-        except RuntimeError as error:
-            raise ValueError(
-                f"{self._name} with the layers {chosen} cannot be built: {first_line(error)}; take plain weights, and "
-                "layers of one kind"
-            ) from error
+            made.model.load_state_dict(parts.state_dict())
+        except RuntimeError as error:  # quantized weights, or layers of several kinds
+            raise ValueError(f"{self._name} with the layers {chosen} cannot be built: {first_line(error)}") from error
         return made.eval()
 
     @property
@@ -183,15 +168,47 @@ class HuggingFaceLM(LanguageModel):
         if self._parts is None:
             try:
                 if len(self.windows) > 1:
-                    raise ValueError(f"{self._name} cannot be taken apart: its layers differ in how far they look back")
-                stack = LayerStack(self.model, self._window)
-                stack.check()
-                self._parts = stack
-            except ValueError as error:
-                self._parts = str(error)
+                    raise ValueError("its layers differ in how far they look back")
+                self._parts = LayerStack(self.model)
+                self._check_parts()
+            except FOREIGN as error:
+                self._parts = f"{self._name} cannot be taken apart: {first_line(error)}"
         if isinstance(self._parts, str):
             raise ValueError(self._parts)
         return self._parts
+
+    @torch.no_grad()
+    def _check_parts(self) -> None:
+        """Compare the parts in turn with the model's own forward pass: what reaches the output head, and the logits.
+
+        The head's output is replaced by numbers as large as logits become: a cap is not seen in the small ones of an
+        untrained model.
+
+        Raises:
+            ValueError: they differ.
+        """
+
+        def replaced(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+            return torch.linspace(-100, 100, output.shape[-1]).to(output).expand_as(output)
+
+        tokens = torch.tensor([[3, 1, 2, 0]], device=self.device) % self.vocab_size
+        last = self.stack.num_layers - 1
+        training = [module for module in self.modules() if module.training]
+        handle = self.model.get_output_embeddings().register_forward_hook(replaced)
+        self.model.eval()
+        try:
+            whole = self._whole(tokens, None, None, (last,))
+            parts = self._by_parts(self.begin(tokens), 0, None, (last,))
+        finally:
+            handle.remove()
+            for module in training:
+                module.training = True
+        if not torch.equal(whole.logits.float(), parts.logits.float()):
+            raise ValueError("behind its output head it changes the logits")
+        wanted, got = whole.features[last], parts.features[last]
+        tolerance = 1e-3 if wanted.dtype in (torch.float32, torch.float64) else 0.05
+        if not (got - wanted).abs().max() <= tolerance * wanted.abs().max():
+            raise ValueError("between its layers it does more than pass them on")
 
     @property
     def takes_apart(self) -> bool:
@@ -202,27 +219,24 @@ class HuggingFaceLM(LanguageModel):
         return isinstance(self._parts, LayerStack)
 
     def check_exit(self, num_layers: int) -> None:
-        total = self.stack.num_layers
-        if total < 2:
-            raise ValueError(f"{self._name} has a single layer: there is nothing to exit from before its end")
-        require_int("exit_layer", num_layers, 1, total - 1)
+        require_int("exit_layer", num_layers, 1, self.stack.num_layers - 1)
 
     def check_output_head(self) -> None:
         _ = self.stack
 
-    def exit_logits(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
+    def exit_logits(self, hidden: Tensor) -> Tensor:
         return self.stack.head(self.stack.norm(hidden))
 
-    def output_logits(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
+    def output_logits(self, hidden: Tensor) -> Tensor:
         return self.stack.head(hidden)
 
-    def embeddings(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
+    def embeddings(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self.model.get_input_embeddings()(tokens)
         return embedded
 
     @property
     @torch.no_grad()
-    def output_weight(self) -> Float[Tensor, "V D"]:
+    def output_weight(self) -> Tensor:
         """The head's output for unit vectors, since its weight may be packed or quantized."""
         head = self.model.get_output_embeddings()
         assert self.hidden_size is not None
@@ -232,57 +246,63 @@ class HuggingFaceLM(LanguageModel):
 
     def forward(
         self,
-        tokens: Int[Tensor, "B T"],
+        tokens: Tensor,
         state: DecodeState | None = None,
         *,
         valid_lengths: Lengths | None = None,
         logits_for: Places = None,
         features: Sequence[int] = (),
+        exit_states: ExitStates | None = None,
     ) -> ModelOutput:
         """See `LanguageModel.forward`. A feature is the output of layer i, counted from 0; the last layer's is taken
-        behind the final norm, as the output head sees it."""
-        assert state is None or isinstance(state, KVState), f"{self._name} needs a KVState, got {state}"
-        if state is not None and self.records(state, tokens.shape[1]):
-            output = self._recorded(tokens, state, logits_for, features)
+        behind the final norm, as the output head sees it.
+
+        Args:
+            exit_states: what `lower` has made of the first of these tokens: the lower layers read the rest alone.
+        """
+        if state is None:
+            if not self.takes_apart:
+                return self._whole(tokens, None, logits_for, features)
+            return self._by_parts(self.begin(tokens), 0, logits_for, features)
+        assert isinstance(state, KVState), f"{self._name} needs a KVState, got {state}"
+        num_tokens = tokens.shape[1]
+        ready = exit_states is None or (valid_lengths is None and {*exit_states.lengths} == {num_tokens - 1})
+        if ready and self.records(state, num_tokens):
+            output = self._recorded(tokens, state, logits_for, features, exit_states)
         elif not self.takes_apart:
             output = self._whole(tokens, state, logits_for, features)
         else:
-            hidden, call = self.begin(tokens) if state is None else self._enter(state, tokens)
-            output = self._by_parts(hidden, 0, call, logits_for, features)
-        if state is not None:
-            state.advance(tokens.shape[1], valid_lengths)
-        return output
-
-    def lower(
-        self, tokens: Int[Tensor, "B T"], state: DecodeState, starts: Sequence[int], num_layers: int
-    ) -> Float[Tensor, "B T D"]:
-        assert isinstance(state, KVState)
-        hidden, call = self._enter(state, tokens, starts)
-        return self.stack.run(hidden, call, 0, num_layers)
-
-    def finish(
-        self,
-        exit_states: ExitStates,
-        tokens: Int[Tensor, "B T"],
-        state: DecodeState,
-        *,
-        valid_lengths: Lengths | None = None,
-        logits_for: Places = None,
-        features: Sequence[int] = (),
-    ) -> ModelOutput:
-        first, known, num_tokens = exit_states.num_layers, exit_states.lengths, tokens.shape[1]
-        assert isinstance(state, KVState)
-        assert all(layer >= first - 1 for layer in features), f"{features} are not all above the first {first} layers"
-        if valid_lengths is None and max(known) == min(known) == num_tokens - 1 and self.records(state, num_tokens):
-            output = self._recorded(tokens, state, logits_for, features, exit_states)
-        else:
-            hidden = self._completed(tokens, state, valid_lengths, exit_states)
-            hidden, call = self._enter(state, hidden)
-            output = self._by_parts(hidden, first, call, logits_for, features)
+            first, given = 0, tokens
+            if exit_states is not None:
+                first, given = exit_states.num_layers, self._completed(tokens, state, valid_lengths, exit_states)
+            output = self._by_parts(self._enter(_cache(state, num_tokens), given), first, logits_for, features)
         state.advance(num_tokens, valid_lengths)
         return output
 
-    def begin(self, tokens: Int[Tensor, "B T"]) -> tuple[Float[Tensor, "B T D"], Call]:
+    def _completed(
+        self, tokens: Int[Tensor, "B T"], state: KVState, valid_lengths: Lengths | None, done: ExitStates
+    ) -> Float[Tensor, "B T D"]:
+        """The lower layers' output for all tokens: what they have made already, and now the rest."""
+        num_tokens, known = tokens.shape[1], done.lengths
+        lengths = [num_tokens] * len(tokens) if valid_lengths is None else as_list(valid_lengths)
+        width = max(0, *(length - each for length, each in zip(lengths, known, strict=True)))
+        first = torch.tensor(known, device=tokens.device)[:, None]
+        # Zeros where nothing was read: NaN in garbage would reach the rows' own tokens through the mask.
+        unknown = torch.arange(done.hidden.shape[1], device=tokens.device) >= first
+        hidden = done.hidden.masked_fill(unknown[..., None], 0)
+        hidden = nn.functional.pad(hidden, (0, 0, 0, num_tokens + width))
+        if width:
+            starts = [length + each for length, each in zip(state.consumed, known, strict=True)]
+            places = first + torch.arange(width, device=tokens.device)
+            rest = self.lower(tokens.gather(1, places.clamp(max=num_tokens - 1)), state, starts, done.num_layers)
+            hidden = hidden.scatter(1, places[..., None].expand_as(rest), rest)
+        return hidden[:, :num_tokens]
+
+    def lower(self, tokens: Tensor, state: DecodeState, starts: Sequence[int], num_layers: int) -> Tensor:
+        assert isinstance(state, KVState)
+        return self.stack.run(*self._enter(_cache(state, tokens.shape[1], starts), tokens), 0, num_layers)
+
+    def begin(self, tokens: Int[Tensor, "B T"]) -> Entered:
         """The first layer's input for whole sequences, and the arguments that all layers share."""
         positions, mask = torch.arange(tokens.shape[1], device=tokens.device)[None], None
         window = self._window or tokens.shape[1]
@@ -299,14 +319,8 @@ class HuggingFaceLM(LanguageModel):
         (window,) = self.windows.values()
         return window
 
-    def _enter(
-        self, state: KVState, given: Tensor, starts: Sequence[int] | None = None
-    ) -> tuple[Float[Tensor, "B T D"], Call]:
-        """A layer's input, from tokens or as it is, and the arguments that all layers of the call share. The tokens are
-        the state's next ones, or those from `starts` on."""
-        return self._shared(_cache(state, given.shape[1], starts), given)
-
-    def _shared(self, cache: StateCache, given: Tensor) -> tuple[Float[Tensor, "B T D"], Call]:
+    def _enter(self, cache: StateCache, given: Tensor) -> Entered:
+        """A layer's input, from tokens or as it is, and the arguments that all layers of the call share."""
         positions, mask = self._placed(cache, self._window)
         hidden = given if given.is_floating_point() else self.stack.embed(given, positions)
         return hidden, self.stack.begin(hidden, positions, mask, cache)
@@ -318,47 +332,19 @@ class HuggingFaceLM(LanguageModel):
             positions = positions.clamp(max=self.max_positions - 1)
         return positions, additive(cache.storage.mask(cache.slots, window), self.dtype)
 
-    def _by_parts(
-        self, hidden: Float[Tensor, "B T D"], first: int, call: Call, logits_for: Places, features: Sequence[int]
-    ) -> ModelOutput:
+    def _by_parts(self, entered: Entered, first: int, logits_for: Places, features: Sequence[int]) -> ModelOutput:
         """The layers from the first on, the final norm, the head."""
-        stack, last = self.stack, self.stack.num_layers - 1
+        stack, (hidden, call), last = self.stack, entered, self.stack.num_layers - 1
         kept: dict[int, Tensor] = {}
-        for layer in sorted(features):
-            if layer < last:
-                hidden, first = stack.run(hidden, call, first, layer + 1), layer + 1
-                kept[layer] = hidden
-        hidden = stack.run(hidden, call, first, last + 1)
+        for layer in sorted({*features, last}):
+            hidden, first = stack.run(hidden, call, first, layer + 1), layer + 1
+            kept[layer] = hidden
         if last in features:
             hidden = kept[last] = stack.norm(hidden)
             logits = stack.head(select(hidden, logits_for))
         else:
-            logits = stack.head(stack.norm(select(hidden, logits_for)))
+            logits = stack.head(stack.norm(select(kept.pop(last), logits_for)))
         return ModelOutput(logits, kept, logits_for)
-
-    def _completed(
-        self, tokens: Int[Tensor, "B T"], state: KVState, valid_lengths: Lengths | None, done: ExitStates
-    ) -> Float[Tensor, "B T D"]:
-        """The lower layers' output for all tokens: what they have made already, and now the rest."""
-        num_tokens, known = tokens.shape[1], done.lengths
-        lengths = [num_tokens] * len(tokens) if valid_lengths is None else as_list(valid_lengths)
-        width = max(0, *(length - each for length, each in zip(lengths, known, strict=True)))
-        starts = [length + each for length, each in zip(state.consumed, known, strict=True)]
-        if min(known) == max(known) == num_tokens - width:
-            if not width:
-                return done.hidden[:, :num_tokens]
-            rest = self.lower(tokens[:, known[0] :], state, starts, done.num_layers)
-            return torch.cat((done.hidden[:, : known[0]], rest), dim=1)
-        first = torch.tensor(known, device=tokens.device)[:, None]
-        # Zeros where nothing was read: NaN in garbage would reach the rows' own tokens through the mask.
-        unknown = (torch.arange(done.hidden.shape[1], device=tokens.device) >= first)[..., None]
-        missing = max(num_tokens, done.hidden.shape[1]) + width - done.hidden.shape[1]
-        hidden = nn.functional.pad(done.hidden.masked_fill(unknown, 0), (0, 0, 0, missing))
-        if width:
-            places = first + torch.arange(width, device=tokens.device)
-            rest = self.lower(tokens.gather(1, places.clamp(max=num_tokens - 1)), state, starts, done.num_layers)
-            hidden = hidden.scatter(1, places[..., None].expand(-1, -1, hidden.shape[-1]), rest)
-        return hidden[:, :num_tokens]
 
     def _whole(
         self, tokens: Int[Tensor, "B T"], state: KVState | None, logits_for: Places, features: Sequence[int]
@@ -390,20 +376,11 @@ class HuggingFaceLM(LanguageModel):
         # Not the first call, which reads prompts of any length and makes the buffers.
         if not isinstance(state, KVState) or state.graphs is None or num_tokens > MOST_TOKENS:
             return False
-        return len(state.buffers) == self.stack.num_layers and min(state.consumed) > 0
+        return len(state.storage.layers) == self.stack.num_layers and min(state.consumed) > 0
 
-    def read_at(
-        self, state: KVStorage, span: int, tokens: Int[Tensor, "B T"], starts: Int[Tensor, "B"], num_layers: int | None
-    ) -> Float[Tensor, "B T D"]:
-        hidden, call = self._enter_at(state, span, tokens, starts)
-        return self.stack.run(hidden, call, 0, self.stack.num_layers if num_layers is None else num_layers)
-
-    def _enter_at(
-        self, storage: KVStorage, span: int, given: Tensor, starts: Int[Tensor, "B"]
-    ) -> tuple[Float[Tensor, "B T D"], Call]:
-        """As `_enter`, for a call whose places only the device knows."""
-        slots = Slots(starts[:, None] + torch.arange(given.shape[1], device=starts.device), None, span)
-        return self._shared(StateCache(storage, slots, recorded=True), given)
+    def read_at(self, state: KVStorage, span: int, tokens: Tensor, starts: Tensor, num_layers: int | None) -> Tensor:
+        last = self.stack.num_layers if num_layers is None else num_layers
+        return self.stack.run(*self._enter(_recorded_cache(state, span, tokens, starts), tokens), 0, last)
 
     def _recorded(
         self,
@@ -411,13 +388,14 @@ class HuggingFaceLM(LanguageModel):
         state: KVState,
         logits_for: Places,
         features: Sequence[int],
-        exit_states: ExitStates | None = None,
+        exit_states: ExitStates | None,
     ) -> ModelOutput:
         """The call's kernels launched together; recorded when they are first needed."""
         assert state.graphs is not None
         storage, span, layers = state.storage, state.recorded_span(tokens.shape[1]), sorted(features)
-        first = 0 if exit_states is None else exit_states.num_layers
-        lower = None if exit_states is None else exit_states.hidden
+        first, lower = 0, None
+        if exit_states is not None:
+            first, lower = exit_states.num_layers, exit_states.hidden[:, : tokens.shape[1] - 1]
         places = logits_for if isinstance(logits_for, Tensor) else None
 
         def read(tokens: Tensor, starts: Tensor, places: Tensor | None, lower: Tensor | None) -> Outputs:
@@ -425,8 +403,8 @@ class HuggingFaceLM(LanguageModel):
             if lower is not None:  # the last draft token has not been through the lower layers
                 rest = self.read_at(storage, span, tokens[:, -1:], starts + tokens.shape[1] - 1, first)
                 given = torch.cat((lower, rest), dim=1)
-            hidden, call = self._enter_at(storage, span, given, starts)
-            output = self._by_parts(hidden, first, call, logits_for if places is None else places, layers)
+            entered = self._enter(_recorded_cache(storage, span, tokens, starts), given)
+            output = self._by_parts(entered, first, logits_for if places is None else places, layers)
             return output.logits, *(output.features[layer] for layer in layers)
 
         kind = (logits_for.start, logits_for.stop) if isinstance(logits_for, slice) else None
@@ -437,7 +415,13 @@ class HuggingFaceLM(LanguageModel):
 
 
 def _cache(state: KVState, num_tokens: int, starts: Sequence[int] | None = None) -> StateCache:
-    return StateCache(state.storage, state.slots(num_tokens, starts), longest=max(state.consumed))
+    return StateCache(state.storage, state.slots(num_tokens, starts))
+
+
+def _recorded_cache(storage: KVStorage, span: int, tokens: Tensor, starts: Int[Tensor, "B"]) -> StateCache:
+    """The cache of a call whose places only the device knows."""
+    positions = starts[:, None] + torch.arange(tokens.shape[1], device=starts.device)
+    return StateCache(storage, Slots(positions, None, span), recorded=True)
 
 
 def _from_config(config: PreTrainedConfig | Mapping[str, Any], vocab_size: int | None) -> PreTrainedModel:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +18,8 @@ from lightning_specdec.config import hub
 from lightning_specdec.config.memory import ModelSize, available_bytes, require_memory
 from lightning_specdec.config.models import DTYPES
 from lightning_specdec.models.model_config import FOREIGN, first_line, quiet, read_config
-from lightning_specdec.models.packed import check_quantization, quantize
-from lightning_specdec.models.safetensors_file import INDEX, Origin, read_headers, read_index
+from lightning_specdec.models.packed import check_quantization, is_linear, quantize
+from lightning_specdec.models.safetensors_file import Origin, read_header, weight_files
 from lightning_specdec.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -29,9 +27,8 @@ if TYPE_CHECKING:
 
     from lightning_specdec.models.huggingface import HuggingFaceLM
 
-_STORED = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_MOST_TENSORS = 1000
-"""Of a model in one file that is not here yet."""
+_ON_HUB = 20_000, 2**53
+"""Most tensors of a model whose weights are not here yet, and most numbers in them."""
 log = logging.getLogger(__name__)
 
 
@@ -39,19 +36,36 @@ log = logging.getLogger(__name__)
 class Examined:
     """A model that can be loaded, before any of its weights is read.
 
-    `path` has everything but perhaps the weights; the other fields are as of `load_model`.
+    `path` has everything but perhaps the weights; the other fields are as of `examine`.
     """
 
     source: str
     path: Path
     config: PreTrainedConfig
     dtype: str
+    device: str
     quantization: str | None
     size: ModelSize
     trust_remote_code: bool
 
 
-def load_model(
+def load_model(source: str | os.PathLike[str], **options: Any) -> HuggingFaceLM:
+    """A causal language model of transformers with its weights and, where it has one, its tokenizer.
+
+    Args:
+        source, options: see `examine`.
+
+    Raises:
+        ValueError: as of `examine`, or it does not fit the memory.
+    """
+    examined = examine(source, **options)
+    needed = examined.size.weight_bytes(examined.dtype)  # what is quantized is read as it is first
+    available = available_bytes(examined.device)
+    require_memory(examined.source, weights=needed, device=examined.device, available=available)
+    return load(examined)
+
+
+def examine(
     source: str | os.PathLike[str],
     *,
     dtype: str | torch.dtype | None = None,
@@ -59,60 +73,45 @@ def load_model(
     quantization: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
-) -> HuggingFaceLM:
-    """A causal language model of transformers with its weights and, where it has one, its tokenizer.
+) -> Examined:
+    """Find a model and check all that can be checked without its weights.
 
     Args:
         source: a directory that `save_pretrained` wrote, or a model's name on the hub.
-        dtype: what it computes in; as it is stored when None.
+        dtype: what it computes in; when None as its config says, float32 where that says nothing.
         device: where it goes.
         quantization: "int8" or "int4" for weights stored so, None for plain ones.
         revision: branch, tag or commit on the hub.
         trust_remote_code: whether the model's own Python code may run; without it such a model is refused.
 
     Raises:
-        ValueError: it is not there, is no causal language model, is damaged, or does not fit the memory.
+        ValueError: it is not there, is no causal language model, or is damaged.
     """
     check_quantization(quantization, device)
-    options: dict[str, Any] = {"quantization": quantization, "revision": revision}
-    examined = examine(source, dtype=dtype, trust_remote_code=trust_remote_code, **options)
-    needed = examined.size.weight_bytes(examined.dtype)  # what is quantized is read as it is first
-    require_memory(examined.source, weights=needed, device=str(device), available=available_bytes(str(device)))
-    return load(examined, device=device)
-
-
-def examine(
-    source: str | os.PathLike[str],
-    *,
-    dtype: str | torch.dtype | None = None,
-    quantization: str | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> Examined:
-    """Find a model and check all that can be checked without its weights; arguments and errors as of `load_model`."""
-    name = os.fspath(source)
-    wanted = None if dtype is None else str(dtype).removeprefix("torch.")
-    if wanted is not None and wanted not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {wanted!r}")
+    name, limits = os.fspath(source), _ON_HUB
     with quiet():
         from lightning_specdec.models.huggingface import HuggingFaceLM
 
         path = hub.find(source, revision=revision, code=trust_remote_code)
         config = read_config(name, path, trust_remote_code)
-        on_hub = not Path(source).expanduser().is_dir() and not any(path.glob("*.safetensors"))
-        stored = {} if on_hub else read_headers(path)
-        tensors, largest = len(stored), sum(math.prod(shape) for _, shape in stored.values())
-        if on_hub:
-            tensors, largest = len(read_index(path) or ()) if (path / INDEX).is_file() else _MOST_TENSORS, 2**50
-        try:
+        if Path(source).expanduser().is_dir():
             # Tied weights are built twice, fused ones may be stored apart, and four bits may be stored as bytes.
-            limits = 4 * tensors + 100, 8 * largest + 2**20
+            shapes = _read_shapes(path)
+            limits = 4 * len(shapes) + 100, 8 * sum(map(math.prod, shapes)) + 2**20
+        try:
             empty = without_memory(config, limits, trust_remote_code=trust_remote_code)
             HuggingFaceLM(empty)  # refuses models that cannot take part
         except FOREIGN as error:
             raise ValueError(f"{name} cannot be decoded here: {first_line(error)}") from error
-    dtype = wanted or _stored_dtype(config, stored)
-    return Examined(name, path, config, dtype, quantization, measure(empty), trust_remote_code)
+    stored = getattr(config.get_text_config(), "dtype", None)
+    wanted = str(dtype or stored or "float32").removeprefix("torch.")
+    if wanted not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {wanted!r}")
+    return Examined(name, path, config, wanted, str(device), quantization, measure(empty), trust_remote_code)
+
+
+def _read_shapes(path: Path) -> list[list[int]]:
+    return [shape for file in weight_files(path) for shape in read_header(file)[1].values()]
 
 
 def without_memory(
@@ -147,11 +146,7 @@ def without_memory(
 
 def measure(model: PreTrainedModel) -> ModelSize:
     """The size of a model of transformers, with or without memory."""
-    from transformers.pytorch_utils import Conv1D
-
-    maps = [module for module in model.modules() if isinstance(module, torch.nn.Linear | Conv1D)]
-    # GPT-2's maps keep their matrix the other way round.
-    rows = [m.weight.shape[1] if isinstance(m, Conv1D) else m.weight.shape[0] for m in maps]
+    maps: list[Any] = [module for module in model.modules() if is_linear(module)]
     # An output head that shares the table's weight does not take it along when it is quantized.
     shared = {id(table.weight) for table in model.modules() if isinstance(table, torch.nn.Embedding)}
     alone = {id(module.weight): module.weight.numel() for module in maps if id(module.weight) not in shared}
@@ -162,7 +157,7 @@ def measure(model: PreTrainedModel) -> ModelSize:
         parameters=parameters,
         kept_parameters=parameters - sum(alone.values()),
         matrix_parameters=sum(module.weight.numel() for module in maps),
-        matrix_rows=sum(rows),
+        matrix_rows=sum(getattr(module, "nf", None) or module.out_features for module in maps),
         layers=text.num_hidden_layers,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
@@ -170,19 +165,7 @@ def measure(model: PreTrainedModel) -> ModelSize:
     )
 
 
-def _stored_dtype(config: PreTrainedConfig, stored: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
-    """The dtype of the weights: as the config says, or as most of them are."""
-    named = str(getattr(config.get_text_config(), "dtype", None)).removeprefix("torch.")
-    if named in DTYPES:
-        return named
-    counts: Counter[str] = Counter()
-    for dtype, shape in stored.values():
-        if dtype in _STORED:
-            counts[_STORED[dtype]] += math.prod(shape)
-    return counts.most_common(1)[0][0] if counts else "float32"
-
-
-def load(examined: Examined, *, device: str | torch.device = "cpu") -> HuggingFaceLM:
+def load(examined: Examined) -> HuggingFaceLM:
     """Read the weights of an examined model, without another look at the memory."""
     name, path = examined.source, examined.path
     with quiet():
@@ -191,7 +174,7 @@ def load(examined: Examined, *, device: str | torch.device = "cpu") -> HuggingFa
         from lightning_specdec.models.huggingface import HuggingFaceLM
 
         hub.download_weights(name, path)
-        read_headers(path)
+        _read_shapes(path)
         tokenizer = None
         if TextTokenizer.is_in(path):
             tokenizer = TextTokenizer.load(path, trust_remote_code=examined.trust_remote_code)
@@ -209,15 +192,12 @@ def load(examined: Examined, *, device: str | torch.device = "cpu") -> HuggingFa
         except FOREIGN as error:
             raise ValueError(f"{name} cannot be loaded: {first_line(error)}") from error
     model, report = loaded
-    if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"the weights of {name} lack {missing[0]} ({len(missing)} are missing): download it again")
-    if wrong := sorted(report["mismatched_keys"]):
-        key, stored, wanted = wrong[0]
-        shapes = f"{tuple(stored)}, its config says {tuple(wanted)}"
-        raise ValueError(f"the weight {key} of {name} has the shape {shapes}: download it again")
+    for kind, what in (("missing_keys", "lack"), ("mismatched_keys", "have another shape than its config for")):
+        if keys := sorted(report[kind], key=str):
+            raise ValueError(f"the weights of {name} {what} {keys[0]} ({len(keys)} in all): download it again")
     if foreign := sorted(report["unexpected_keys"]):
         log.warning("%s holds %d weights that its config has no place for, as %s", name, len(foreign), foreign[0])
-    built = HuggingFaceLM(model, tokenizer=tokenizer).to(device)
+    built = HuggingFaceLM(model, tokenizer=tokenizer).to(examined.device)
     built.origin = Origin(name, path)
     if examined.quantization is not None:
         quantize(built.model, examined.quantization)

@@ -29,20 +29,6 @@ def limit_threads(num_parameters: int) -> None:
         torch.set_num_threads(1)
 
 
-def _packed_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    output: Tensor = _PRODUCT(inputs, weight, bias, "none", [], "")
-    return output
-
-
-# The compiler takes packed weights for its own constants; behind an operator of ours they can be arguments.
-_LIBRARY = torch.library.Library("lightning_specdec", "DEF")
-_LIBRARY.define("packed_linear(Tensor inputs, Tensor weight, Tensor? bias, int out_features) -> Tensor")
-_LIBRARY.impl("packed_linear", _packed_linear, "CPU")
-_LIBRARY.impl("packed_linear", _packed_linear, "MkldnnCPU")
-_LIBRARY.impl("packed_linear", lambda x, weight, bias, number: x.new_empty((*x.shape[:-1], number)), "Meta")
-_OPAQUE = torch.ops.lightning_specdec.packed_linear.default
-
-
 class PackedLinear(nn.Module):
     """A linear layer over a weight that was laid out once for oneDNN's kernels.
 
@@ -62,21 +48,14 @@ class PackedLinear(nn.Module):
         self.bias_plain = None if bias is None else bias.detach().clone()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            return _OPAQUE(inputs, self.weight_packed, self.bias_plain, self.out_features)
-        return _packed_linear(inputs, self.weight_packed, self.bias_plain, self.out_features)
+        output: Tensor = _PRODUCT(inputs, self.weight_packed, self.bias_plain, "none", [], "")
+        return output
 
     @property
     def weight(self) -> Tensor:
         """The plain weight, laid out anew each time: for models that read a small layer's instead of calling it."""
         plain: Tensor = self.weight_packed.to_dense()
         return plain
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of the packed weight and the bias."""
-        packed: int = torch.ops.mkldnn._nbytes(self.weight_packed)
-        return packed + (0 if self.bias_plain is None else self.bias_plain.nbytes)
 
 
 class Int8Linear(nn.Module):
@@ -105,18 +84,23 @@ class Int8Linear(nn.Module):
         return output if self.bias is None else output + self.bias
 
 
+def is_linear(layer: nn.Module) -> bool:
+    """Whether a layer is a plain linear one: torch's, or GPT-2's Conv1D, which has its weight transposed."""
+    return type(layer) is nn.Linear or type(layer).__name__ == "Conv1D"
+
+
 def can_pack(layer: nn.Module) -> bool:
     """Whether a layer is a plain linear one, on a CPU, of a type that the kernels know."""
-    weight = getattr(layer, "weight", None)
-    if (type(layer) is not nn.Linear and type(layer).__name__ != "Conv1D") or not torch.backends.mkldnn.is_available():
+    weight: Any = getattr(layer, "weight", None)
+    if not is_linear(layer) or type(weight.data) is not Tensor or weight.device.type != "cpu":
         return False
-    if not isinstance(weight, Tensor) or type(weight.data) is not Tensor or weight.device.type != "cpu":
+    if not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if weight.dtype == torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return weight.dtype == torch.float32
+    return bool(weight.dtype == torch.float32)
 
 
 def pack_linears(module: nn.Module) -> None:
@@ -134,18 +118,15 @@ def pack_linears(module: nn.Module) -> None:
                 scale = weight.scale.reshape(-1).to(weight.dtype)
                 setattr(parent, name, Int8Linear(int8, scale, child.bias))
             elif can_pack(child):
-                # GPT-2's Conv1D is a linear layer with a transposed weight.
                 plain = weight if isinstance(child, nn.Linear) else weight.t()
                 setattr(parent, name, PackedLinear(plain, child.bias))  # type: ignore[arg-type]
 
 
 def check_quantization(kind: str | None, device: str | torch.device) -> None:
     """Raise ValueError for a quantization that this device has no kernel for, or without torchao."""
-    if kind is None:
-        return
-    if kind not in QUANTIZATIONS:
+    if kind not in (None, *QUANTIZATIONS):
         raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {kind!r}")
-    if find_spec("torchao") is None:
+    if kind is not None and find_spec("torchao") is None:
         raise ValueError(f"quantized weights need torchao: {sys.executable} -m pip install torchao==0.18.0")
     if kind == "int4" and torch.device(device).type != "cuda":
         raise ValueError(f"int4 weights have a kernel on a CUDA GPU only, not on {device}: use int8")
@@ -166,17 +147,13 @@ def quantize(module: nn.Module, kind: str) -> None:
 
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if type(child).__name__ == "Conv1D":  # which torchao does not know
-                weight, bias = child.weight, child.bias
-                assert isinstance(weight, Tensor)
-                inputs, outputs = weight.shape
-                linear = nn.Linear(inputs, outputs, device="meta", dtype=weight.dtype)
-                linear.weight, linear.bias = nn.Parameter(weight.detach().t().contiguous()), bias  # type: ignore[assignment]
+            if is_linear(child) and not isinstance(child, nn.Linear):  # torchao does not know Conv1D
+                weight: Any = child.weight
+                linear: Any = nn.Linear(weight.shape[0], weight.shape[1], device="meta", dtype=weight.dtype)
+                linear.weight, linear.bias = nn.Parameter(weight.detach().t().contiguous()), child.bias
                 setattr(parent, name, linear)
     try:
         quantize_(module, Int8WeightOnlyConfig() if kind == "int8" else Int4WeightOnlyConfig(group_size=128))
-    except (ImportError, RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ValueError(f"this machine cannot hold {kind} weights: {reason}") from error
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
+    except (ImportError, RuntimeError, AssertionError) as error:
+        raise ValueError(f"this machine cannot hold {kind} weights: {str(error).partition(chr(10))[0]}") from error
+    module.requires_grad_(False)

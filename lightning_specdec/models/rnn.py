@@ -5,7 +5,6 @@ Shapes: B rows, T tokens, V vocabulary, H hidden units of a layer, L layers, D =
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,28 +28,38 @@ class RNNSettings(Settings):
     num_layers: int = setting(2, "layers", minimum=1, maximum=64)
 
 
-class _RecurrentLM(LanguageModel):
-    """What both forms share: sizes, the state, and the order of a forward pass."""
+class RNN(LanguageModel):
+    """Elman network: h_t = tanh(W x_t + U h_(t-1) + b), layer over layer, and a linear head.
 
+    The smallest model on which speculative decoding can be shown whole. Layers are separate single-layer modules
+    because the state needs every layer at every step, and `nn.RNN` gives only the top one.
+
+    Args:
+        vocab_size: number of tokens.
+        settings: the other fields of `RNNSettings`.
+
+    Source: Elman 1990, "Finding structure in time".
+    """
+
+    Settings = RNNSettings
     hidden_size: int
     num_layers: int
 
-    def __init__(self, settings: RNNSettings) -> None:
+    def __init__(self, vocab_size: int, **settings: Any) -> None:
         super().__init__()
-        self.settings = settings
-        self.vocab_size, self.hidden_size = settings.vocab_size, settings.hidden_size
-        self.num_layers = settings.num_layers
+        own = self.settings = RNNSettings(vocab_size, **settings)
+        self.vocab_size, self.hidden_size, self.num_layers = vocab_size, own.hidden_size, own.num_layers
+        inputs = [own.embedding_size] + [own.hidden_size] * (own.num_layers - 1)
+        self.embedding = nn.Embedding(vocab_size, own.embedding_size)
+        self.layers = nn.ModuleList(nn.RNN(width, own.hidden_size, batch_first=True) for width in inputs)
+        self.output = nn.Linear(own.hidden_size, vocab_size)
 
     def arguments(self) -> dict[str, Any]:
         return self.settings.to_dict()
 
     def init_state(self, batch_size: int, max_length: int) -> RecurrentState:
-        size, weight = self.num_layers * self.hidden_size, self.output_weight
-        return RecurrentState(batch_size, size, device=weight.device, dtype=weight.dtype)
-
-    @property
-    def device(self) -> torch.device:
-        return self.output_weight.device
+        weight = self.output_weight
+        return RecurrentState(batch_size, self.num_layers * self.hidden_size, device=weight.device, dtype=weight.dtype)
 
     def forward(
         self,
@@ -70,43 +79,16 @@ class _RecurrentLM(LanguageModel):
         top = select(layers[-1], logits_for)
         return ModelOutput(self.output_logits(top), {layer: layers[layer] for layer in features}, logits_for)
 
-    @abstractmethod
     def run_layers(self, tokens: Int[Tensor, "B T"], hidden: Sequence[Tensor | None]) -> list[Float[Tensor, "B T H"]]:
         """Each layer's hidden states after each token, from each layer's `[B, H]` before (zeros for None)."""
-
-    def check_output_head(self) -> None:
-        pass
-
-
-class RNN(_RecurrentLM):
-    """Elman network: h_t = tanh(W x_t + U h_(t-1) + b), layer over layer, and a linear head.
-
-    The smallest model on which speculative decoding can be shown whole. Layers are separate single-layer modules
-    because the state needs every layer at every step, and `nn.RNN` gives only the top one.
-
-    Args:
-        vocab_size: number of tokens.
-        settings: the other fields of `RNNSettings`.
-
-    Source: Elman 1990, "Finding structure in time".
-    """
-
-    Settings = RNNSettings
-
-    def __init__(self, vocab_size: int, **settings: Any) -> None:
-        super().__init__(RNNSettings(vocab_size, **settings))
-        size, hidden_size = self.settings.embedding_size, self.hidden_size
-        self.embedding = nn.Embedding(vocab_size, size)
-        inputs = [size] + [hidden_size] * (self.num_layers - 1)
-        self.layers = nn.ModuleList(nn.RNN(width, hidden_size, batch_first=True) for width in inputs)
-        self.output = nn.Linear(hidden_size, vocab_size)
-
-    def run_layers(self, tokens: Int[Tensor, "B T"], hidden: Sequence[Tensor | None]) -> list[Float[Tensor, "B T H"]]:
         outputs, below = [], self.embedding(tokens)
         for layer, before in zip(self.layers, hidden, strict=True):
             below, _ = layer(below, None if before is None else before[None].contiguous())
             outputs.append(below)
         return outputs
+
+    def check_output_head(self) -> None:
+        pass
 
     def output_logits(self, hidden: Float[Tensor, "*N H"]) -> Float[Tensor, "*N V"]:
         return self.output(hidden)
@@ -119,7 +101,7 @@ class RNN(_RecurrentLM):
         return FusedRNN(self)
 
 
-class FusedRNN(_RecurrentLM):
+class FusedRNN(RNN):
     """An `RNN` folded for decoding: the same function in about a third of the launches.
 
     A network this small spends its time on launches, not on arithmetic. The embedding, the first layer's input
@@ -127,44 +109,33 @@ class FusedRNN(_RecurrentLM):
     two products fold into one over the joined input and hidden state. A roll-out reads and writes the state once.
 
     Args:
-        model: the network to fold, where it is and as it is: later changes or moves do not reach this copy.
+        model: the network to fold. Its modules are shared, but later changes or moves do not reach the folded weights.
     """
 
     def __init__(self, model: RNN) -> None:
-        super().__init__(model.settings)
-        self.vocabulary, self._num_parameters = model.vocabulary, model.num_parameters
+        nn.Module.__init__(self)
+        self.settings, self.vocab_size, self.vocabulary = model.settings, model.vocab_size, model.vocabulary
+        self.hidden_size, self.num_layers = model.hidden_size, model.num_layers
+        self.embedding, self.layers, self.output = model.embedding, model.layers, model.output
+        # Plain attributes: a registered buffer is found through nn.Module.__getattr__, which costs as much as a launch.
         with torch.no_grad():
             (from_input, from_hidden, *biases), *upper = [list(layer.parameters()) for layer in model.layers]
-            table = model.embedding.weight @ from_input.T + biases[0] + biases[1]
-            weight = from_hidden.T.contiguous()
-            head_weight, head_bias = model.output.weight.T.contiguous(), model.output.bias.clone()
-            upper_weights = [torch.cat((layer[0], layer[1]), dim=1).T.contiguous() for layer in upper]
-            upper_biases = [layer[2] + layer[3] for layer in upper]
-        # Plain attributes: a registered buffer is found through nn.Module.__getattr__, which costs as much as a launch.
-        self._table, self._weight, self._head_weight, self._head_bias = table, weight, head_weight, head_bias
-        self._upper = list(zip(upper_weights, upper_biases, strict=True))
+            self._table = model.embedding.weight @ from_input.T + biases[0] + biases[1]
+            self._weight = from_hidden.T.contiguous()
+            self._head_weight, self._head_bias = model.output.weight.T.contiguous(), model.output.bias.clone()
+            self._upper = [(torch.cat((w, u), dim=1).T.contiguous(), b + c) for w, u, b, c in upper]
 
-    @property
-    def num_parameters(self) -> int:
-        return self._num_parameters
+    def fused(self) -> FusedRNN:
+        return self
 
-    @property
-    def memory_bytes(self) -> int:
-        upper = [tensor for pair in self._upper for tensor in pair]
-        return sum(each.nbytes for each in (self._table, self._weight, self._head_weight, self._head_bias, *upper))
-
-    @property
-    def device(self) -> torch.device:
-        return self._table.device
-
-    def _step(self, inputs: Float[Tensor, "B H"], hidden: Sequence[Tensor]) -> list[Float[Tensor, "B H"]]:
+    def _step(self, inputs: Tensor, hidden: Sequence[Tensor]) -> list[Tensor]:
         """Every layer's next hidden state, from the token's row of the table and the hidden states before."""
         after = [torch.addmm(inputs, hidden[0], self._weight).tanh_()]
         for (weight, bias), before in zip(self._upper, hidden[1:], strict=True):
             after.append(torch.addmm(bias, torch.cat((after[-1], before), dim=1), weight).tanh_())
         return after
 
-    def run_layers(self, tokens: Int[Tensor, "B T"], hidden: Sequence[Tensor | None]) -> list[Float[Tensor, "B T H"]]:
+    def run_layers(self, tokens: Tensor, hidden: Sequence[Tensor | None]) -> list[Tensor]:
         inputs = self._table[tokens]
         zeros = inputs.new_zeros(tokens.shape[0], self.hidden_size)
         before = [zeros if layer is None else layer for layer in hidden]
@@ -174,22 +145,18 @@ class FusedRNN(_RecurrentLM):
             steps.append(before)
         return [torch.stack(layer, dim=1) for layer in zip(*steps, strict=True)]
 
-    def output_logits(self, hidden: Float[Tensor, "*N H"]) -> Float[Tensor, "*N V"]:
+    def output_logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self._head_weight + self._head_bias
-
-    @property
-    def output_weight(self) -> Float[Tensor, "V D"]:
-        return self._head_weight.T
 
     def rollout(
         self,
-        tokens: Int[Tensor, "B T"],
+        tokens: Tensor,
         state: DecodeState,
         num_tokens: int,
-        choose: Callable[[Float[Tensor, "B V"], int], Int[Tensor, "B"]],
+        choose: Callable[[Tensor, int], Tensor],
         *,
         valid_lengths: Lengths | None = None,
-    ) -> Int[Tensor, "B num_tokens"]:
+    ) -> Tensor:
         if valid_lengths is not None:
             return super().rollout(tokens, state, num_tokens, choose, valid_lengths=valid_lengths)
         assert isinstance(state, RecurrentState), f"{type(self).__name__} needs a RecurrentState, got {state}"

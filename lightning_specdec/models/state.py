@@ -52,11 +52,6 @@ class DecodeState(ABC):
             self._lengths = self.consumed, torch.tensor(self.consumed, device=self.device)
         return self._lengths[1]
 
-    @property
-    @abstractmethod
-    def memory_bytes(self) -> int:
-        """Bytes that it takes now."""
-
     def truncate(self, lengths: Lengths, uploaded: Int[Tensor, "B"] | None = None) -> None:
         """Go back to these absolute lengths: each between its row's last commit and its present length.
 
@@ -134,43 +129,33 @@ class RecurrentState(DecodeState):
 
     def __init__(self, batch_size: int, state_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(batch_size, device)
-        # Slot s of the joined chunks holds a row's state after `_origin + s` tokens; each chunk is [B, n, state_size].
+        # Slot s holds a row's state after `_origin + s` tokens.
         self._origin = self.consumed
-        self._current: Tensor | None = torch.zeros(batch_size, state_size, device=device, dtype=dtype)
-        self._chunks = [self._current[:, None]]
-        self._num_slots = 1
-
-    @property
-    def memory_bytes(self) -> int:
-        return sum(chunk.nbytes for chunk in self._chunks)
+        self._past = torch.zeros(batch_size, 1, state_size, device=device, dtype=dtype)
+        self._current: Tensor | None = self._past[:, 0]
 
     def hidden(self) -> Float[Tensor, "B D"]:
         """Every row's hidden states after the tokens that it has consumed."""
         if self._current is None:
-            slots = self._slots
+            slots, num_slots = self._slots, self._past.shape[1]
             if min(slots) == max(slots):
-                slot = slots[0]
-                for chunk in self._chunks:
-                    if slot < chunk.shape[1]:
-                        self._current = chunk[:, slot]
-                        return self._current
-                    slot -= chunk.shape[1]
-            places = [row * self._num_slots + slot for row, slot in enumerate(slots)]
-            self._current = self._joined().flatten(0, 1).index_select(0, torch.tensor(places, device=self.device))
+                self._current = self._past[:, slots[0]]
+            else:
+                places = [row * num_slots + slot for row, slot in enumerate(slots)]
+                self._current = self._past.flatten(0, 1).index_select(0, torch.tensor(places, device=self.device))
         return self._current
 
     def append(self, hidden: Float[Tensor, "B T D"], valid_lengths: Lengths | None = None) -> None:
         """Store the hidden states after each of T more tokens, and count the valid ones as consumed."""
         num_tokens, first = hidden.shape[1], self._slots
-        if min(first) == self._num_slots - 1:
-            self._chunks.append(hidden)
+        if min(first) == self._past.shape[1] - 1:
+            self._past = torch.cat((self._past, hidden), dim=1)
         else:
-            past, size = self._joined(), hidden.shape[2]
-            steps = torch.arange(1, num_tokens + 1, device=self.device)
-            slots = torch.tensor(first, device=self.device)[:, None] + steps
-            room = torch.cat((past, past.new_zeros(past.shape[0], num_tokens, size)), dim=1)
-            self._chunks = [room.scatter_(1, slots[..., None].expand(-1, -1, size), hidden)]
-        self._num_slots += num_tokens
+            slots = torch.tensor(first, device=self.device)[:, None] + torch.arange(
+                1, num_tokens + 1, device=self.device
+            )
+            room = torch.cat((self._past, torch.zeros_like(hidden)), dim=1)
+            self._past = room.scatter_(1, slots[..., None].expand_as(hidden), hidden)
         self._current = hidden[:, -1] if valid_lengths is None else None
         self.advance(num_tokens, valid_lengths)
 
@@ -179,27 +164,22 @@ class RecurrentState(DecodeState):
         """Each row's slot to continue from."""
         return [length - origin for length, origin in zip(self.consumed, self._origin, strict=True)]
 
-    def _joined(self) -> Float[Tensor, "B S D"]:
-        if len(self._chunks) > 1:
-            self._chunks = [torch.cat(self._chunks, dim=1)]
-        return self._chunks[0]
-
     def _go_back(self) -> None:
         self._current = None
 
     def commit(self, lengths: Sequence[int]) -> None:
         super().commit(lengths)
         if self.committed == self.consumed:  # to where the rows are: the past can go
-            self._chunks = [self.hidden()[:, None]]
-            self._origin, self._num_slots = self.consumed, 1
+            self._past, self._origin = self.hidden()[:, None], self.consumed
 
     def _select(self, rows: Sequence[int], source: Int[Tensor, "N"], empty: Bool[Tensor, "N"]) -> None:
-        self._chunks, self._current = [_take(self._joined(), source, empty)], None
+        self._past, self._current = _take(self._past, source, empty), None
         self._origin = _chosen(self._origin, rows)
 
     def clear(self, rows: Sequence[int]) -> None:
         super().clear(rows)
-        self._joined()[list(rows)] = 0
+        self._past = self._past.clone()  # it may be a view of what a model gave
+        self._past[list(rows)] = 0
         self._origin, self._current = _cleared(self._origin, rows), None
 
 
@@ -326,18 +306,9 @@ class KVState(DecodeState):
         self.num_slots = self.storage.num_slots
 
     @property
-    def buffers(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """Keys and values by layer."""
-        return self.storage.layers
-
-    @property
     def graphs(self) -> GraphCache | None:
         """Calls recorded over the buffers; None where calls are not recorded."""
         return self.storage.graphs
-
-    @property
-    def memory_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in chain.from_iterable(self.buffers.values()))
 
     def slots(self, num_tokens: int, starts: Sequence[int] | None = None) -> Slots:
         """The places of `num_tokens` tokens of every row: of the next ones, or of those from `starts` on."""
@@ -360,7 +331,7 @@ class KVState(DecodeState):
 
     def clear(self, rows: Sequence[int]) -> None:
         super().clear(rows)
-        for buffer in chain.from_iterable(self.buffers.values()):
+        for buffer in chain.from_iterable(self.storage.layers.values()):
             buffer[list(rows)] = 0  # a request that ended in NaN must not poison the next one
 
     def _select(self, rows: Sequence[int], source: Int[Tensor, "N"], empty: Bool[Tensor, "N"]) -> None:
