@@ -399,7 +399,7 @@ class SpeculativeDecoder:
         """Compile the layers of transformers models, target and draft alike; gives the seconds that it took.
 
         Raises:
-            ValueError: neither is a transformers model on a GPU; decoding goes on as before.
+            ValueError: neither is a transformers model on a GPU.
         """
         from lightning_specdec.models.compiled import compile_layers
         from lightning_specdec.models.huggingface import HuggingFaceLM

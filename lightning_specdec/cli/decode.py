@@ -47,7 +47,7 @@ class DecodeSettings(OutputSettings):
     """What is run, and how it is printed."""
 
     mode: str = setting("both", "methods to run", choices=("both", "standard", "speculative"))
-    compile: bool = setting(False, "compile transformers models: 3 to 40 seconds at each start")
+    compile: bool = setting(False, "on a GPU, compile transformers models: 3 to 40 seconds at each start")
 
 
 def add_arguments(parser: Parser) -> None:

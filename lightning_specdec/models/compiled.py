@@ -108,7 +108,7 @@ def compile_layers(model: HuggingFaceLM, *, backend: str = "inductor") -> float:
     """
     started = time.perf_counter()
     if model._pool is None:
-        raise ValueError("only calls that are recorded on a GPU are compiled: decoding goes on uncompiled")
+        raise ValueError("only calls that are recorded on a GPU are compiled: leave compiling out")
     join_linears(model)
     model.record()  # anew: what was recorded before runs uncompiled
     for i, layer in enumerate(model.stack.layers):
