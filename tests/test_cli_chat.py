@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import text_cases
 import tiny_models
-from cli_fixtures import here, refused, succeed
+from cli_fixtures import call, here, refused, succeed
 
 from lightning_specdec.cli.chat import Talk
 from lightning_specdec.decoder import SpeculativeDecoder
@@ -22,7 +22,6 @@ from lightning_specdec.text.chat import Chat
 from lightning_specdec.text.tokenizer import TextTokenizer
 
 __all__ = ["here"]
-REAL = Path(__file__).parent.parent / "checkpoints" / "smollm2"
 TURNS = ["the oak", "Où est l'été ?", "thunder 🌩"]
 NEW = 24
 
@@ -79,23 +78,11 @@ def test_a_system_prompt_precedes_the_chat_and_stop_strings_end_an_answer(
     assert talk(model, "--system", "You are an oak.", "--stop", stops[0], "--stop", stops[1]) == shown(answers)
 
 
-def test_the_same_seed_gives_the_same_chat_at_a_temperature(model: str) -> None:
-    options = ("--temperature", "1", "--top_k", "40")
-    first = talk(model, *options, "--seed", "1")
-    assert first == talk(model, *options, "--seed", "1", "--num_draft_tokens", "7") != talk(model, *options)
-
-
 def test_commands_begin_a_new_chat_and_leave(model: str, decoder: SpeculativeDecoder) -> None:
     once = oracle(decoder, TURNS[:2])
     turns = [*TURNS[:2], "/help", "/reset", "", *TURNS[:2], " /quit ", TURNS[2]]
-    assert talk(model, turns=turns) == shown([*once, *once])
-
-
-def test_each_answer_has_a_line_of_figures_on_stderr_on_demand(model: str) -> None:
-    arguments = ("chat", "--target", model, "--max_new_tokens", "5")
-    assert succeed(*arguments, stdin="a\nb\n").err == ""
-    lines = [line for line in succeed(*arguments, "-v", stdin="a\nb\n").err.splitlines() if "tokens/s" in line]
-    assert len(lines) == 2 and all("5 tokens, " in line and "(stopped: length)" in line for line in lines)
+    told = call("chat", "--target", model, "--max_new_tokens", str(NEW), "-v", stdin="\n".join(turns))
+    assert told.out == shown([*once, *once]) and told.err.count(" tokens/s") == 4
 
 
 class Impatient(io.StringIO):
@@ -146,12 +133,3 @@ def test_what_cannot_chat_is_refused_in_one_line(model: str, here: None) -> None
         refused("chat", *arguments, told=told)
     refused("chat", "--target", model, "--stop", "", stdin="a\n", told="stop string is empty")
     refused("chat", "--target", model, stdin="the oak " * 600 + "\n", told="begin a new one")
-
-
-@pytest.mark.real
-@pytest.mark.skipif(not REAL.is_dir(), reason="checkpoints/smollm2 is absent: make smollm2")
-def test_smollm2_answers_as_if_it_had_read_the_chat_from_scratch() -> None:
-    decoder = SpeculativeDecoder.from_pretrained(str(REAL), dtype="float32")
-    turns = ["Name three colours.", "Repeat them in the same order."]
-    options = ("--dtype", "float32", "--drafter", "NGramDrafter", "--num_draft_tokens", "5")
-    assert talk(str(REAL), *options, turns=turns) == shown(oracle(decoder, turns))

@@ -83,16 +83,6 @@ def test_a_lossy_rule_says_so_and_how_many_tokens_differ(ckpt: str, options: lis
         assert f"{options[1]} kept {document['summary']['num_changed']} draft token" in first
 
 
-@pytest.mark.parametrize("size", ["1", "2", "3"])
-def test_batches_change_no_token(ckpt: str, size: str) -> None:
-    drawn = ("--repeats", "0", "--temperature", "1", "--rule", "RejectionSampling", "--seed", "2")
-    document = succeed("decode", "--ckpt", ckpt, *drawn, "--batch_size", size, "--output", "json").json
-    decoder = SpeculativeDecoder.from_checkpoint(ckpt)
-    whole = decoder.decode(decoder.prompts, max_new_tokens=7, temperature=1.0, rule="RejectionSampling", seed=2)
-    assert [each["speculative"]["tokens"] for each in document["prompts"]] == whole.tokens
-    assert [each["index"] for each in document["prompts"]] == [0, 1, 2] and document["summary"] == {}
-
-
 def result(*rows: list[int], rule: str | None = None, **fields: Any) -> DecodeResult:
     """An outcome of one-token prompts with these new tokens."""
     found = [RowResult(i, [1], row, "length", 2, [0.1] * len(row)) for i, row in enumerate(rows)]
@@ -129,37 +119,6 @@ def test_where_outputs_differ_a_near_tie_is_told_from_a_fault(ckpt: str, monkeyp
     assert "two draws" in told(5, 7, rule="RejectionSampling", temperature=1.0)
 
 
-def test_a_checkpoint_decodes_with_the_window_of_its_recipe_unless_another_is_given(ckpt: str, tmp_path: Path) -> None:
-    loaded, path = checkpoint.load(ckpt), str(tmp_path / "own.ckpt")
-    brief = ("decode", "--ckpt", path, "--repeats", "0", "--output", "json")
-    for recipe, expected in (({"num_draft_tokens": 5}, 5), ({}, 3)):
-        checkpoint.save(path, loaded.target, loaded.drafter, prompts=[[1, 2]], recipe=recipe)
-        assert succeed(*brief).json["manifest"]["options"]["num_draft_tokens"] == expected
-        assert succeed(*brief, "--num_draft_tokens", "2").json["manifest"]["options"]["num_draft_tokens"] == 2
-    checkpoint.save(path, loaded.target, loaded.drafter, prompts=[[1, 2]], recipe={"num_draft_tokens": 0})
-    outcome = call(*brief)
-    assert outcome.code == 2 and outcome.out == "" and "num_draft_tokens of" in outcome.err
-
-
-def test_no_repeats_show_the_outputs_and_no_table(ckpt: str) -> None:
-    brief = succeed("decode", ckpt, "--repeats", "0").out
-    assert brief.startswith("output identical\n\nprompt 0: ") and "tokens/s" not in brief
-
-
-def test_prompts_come_from_options_files_and_stdin(ckpt: str, tmp_path: Path) -> None:
-    def prompts(*arguments: str, stdin: str = "") -> list[list[int]]:
-        brief = ("--repeats", "0", "--max_new_tokens", "1", "--output", "json")
-        document = succeed("decode", ckpt, *brief, *arguments, stdin=stdin).json
-        return [each["prompt"] for each in document["prompts"]]
-
-    path, ragged = str(tmp_path / "lines.txt"), [[1, 2, 3], [4, 5], [6, 7]]
-    Path(path).write_text("1 2 3\n\n[4, 5]\n6,7\r\n")
-    assert prompts("--prompt", "1 2 3", "--prompt", "[4, 5]", "--prompt=6") == [*ragged[:2], [6]]
-    assert prompts("--prompt", "9", "--prompts_file", path) == [[9], *ragged]
-    assert prompts("--prompt", "-", stdin="1 2 3\n4 5\n") == ragged[:2]
-    assert prompts("--prompts_file", "-", stdin="[1, 2, 3]\n") == ragged[:1]
-
-
 @pytest.mark.parametrize("mode", ["standard", "speculative"])
 def test_one_mode_runs_that_method_alone(ckpt: str, mode: str) -> None:
     document = succeed("decode", "--ckpt", ckpt, *QUICK, "--mode", mode, "--output", "json").json
@@ -183,14 +142,13 @@ def test_eos_logprobs_threads_seed_and_dtype_do_what_they_say(ckpt: str) -> None
     assert succeed(*drawn, "3").out == succeed(*drawn, "3").out != succeed(*drawn, "4").out
 
 
-@pytest.mark.parametrize("mode", ["both", "standard"])
-def test_a_prompt_whose_logits_are_not_finite_fails(tmp_path: Path, mode: str) -> None:
+def test_a_prompt_whose_logits_are_not_finite_fails(tmp_path: Path) -> None:
     decoder = SpeculativeDecoder(make(RNN, 1, embedding_size=8, hidden_size=16), NGramDrafter())
     with torch.no_grad():
         for parameter in decoder.target.parameters():
             parameter.fill_(1e38)
     decoder.save(tmp_path / "broken.safetensors")
     prompts = ("--prompt", "1 2 3", "--prompt", "4")
-    outcome = call("decode", str(tmp_path / "broken.safetensors"), *prompts, "--mode", mode, "--output", "json")
+    outcome = call("decode", str(tmp_path / "broken.safetensors"), *prompts, "--output", "json")
     assert outcome.code == 1 and "failed: " in outcome.err and "prompt 0, 1" in outcome.err
     assert outcome.json["summary"] == {} and len(outcome.json["prompts"]) == 2

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from cli_fixtures import SCRIPT, call, refused, succeed
+from cli_fixtures import call, refused, succeed
 from tiny_models import cut, write, write_drafts, write_text_model
 from tiny_tokenizers import sentencepiece
 
@@ -22,7 +18,6 @@ from lightning_specdec.cli.common import OWN_PROMPTS
 from lightning_specdec.cli.shown import outputs
 from lightning_specdec.config.pairs import shipped_directory
 from lightning_specdec.config.terminal import visible
-from lightning_specdec.decoding import Counts, DecodeResult, Round, RowResult
 from lightning_specdec.models.loading import load_model
 
 BRIEF = ("--repeats", "0", "--max_new_tokens", "8", "--output", "json")
@@ -105,19 +100,6 @@ def test_prompts_come_from_files_and_stdin_as_text_or_json(tmp_path: Path) -> No
     assert texts() == list(OWN_PROMPTS)
 
 
-def test_stop_text_and_eos_end_a_row() -> None:
-    options = ("decode", "--target", "target", "--raw", "--prompt", "the cat", *BRIEF, "--max_new_tokens", "24")
-    (whole,) = succeed(*options, "--ignore_eos").json["prompts"]
-    text, tokens = whole["standard"]["text"], whole["standard"]["tokens"]
-    assert len(tokens) == 24
-    stop = next(letter for letter in text[4:] if letter.isascii())
-    (stopped,) = succeed(*options, "--ignore_eos", "--stop", stop).json["prompts"]
-    for side in ("standard", "speculative"):
-        assert stopped[side]["stop_reason"] == "stop" and stopped[side]["text"] == text[: text.index(stop)]
-    (ended,) = succeed(*options, "--eos", str(tokens[3])).json["prompts"]
-    assert ended["speculative"]["tokens"] == tokens[: tokens.index(tokens[3]) + 1]
-
-
 @pytest.mark.parametrize("colour", [True, False])
 def test_marks_show_the_fate_of_each_piece_and_add_nothing(colour: bool) -> None:
     decoder = SpeculativeDecoder.from_pretrained("target", "draft")
@@ -130,73 +112,25 @@ def test_marks_show_the_fate_of_each_piece_and_add_nothing(colour: bool) -> None
         assert "".join(re.sub(r"\x1b\[[0-9;]*m", "", body).split()) == text
 
 
-def test_special_tokens_are_shown_by_their_text_whatever_became_of_them(home: Path) -> None:
-    tokenizer = load_model(home / "target").tokenizer
-    assert tokenizer is not None
-    (token, text), *_ = tokenizer.vocabulary.special_texts.items()
-    (letter,) = tokenizer.encode_plain("a")[:1]
-    rounds = [Round([token, token], 1, letter), Round([letter], 1, token)]
-    row = RowResult(0, [1], [token, letter, letter, token], "eos", 2, [0.1] * 4, Counts(), rounds, text="aa")
-    result = DecodeResult([row], 1.0, {}, 2, 0, rule="ExactMatch")
-    assert f"[{text}]-{text}-a[a]{text}" in outputs(tokenizer, None, result, ["x"], colour=False)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "layer"),
-    [
-        ([], "EarlyExitDrafter", 1),
-        (["--drafter", "EarlyExitDrafter", "--drafter.exit_layer", "2"], "EarlyExitDrafter", 2),
-        (["--draft", "small"], "ModelDrafter", None),
-        (["--drafter", "NGramDrafter"], "NGramDrafter", None),
-    ],
-    ids=str,
-)
-def test_a_checkpoints_drafts_and_exits_are_chosen_when_decoding(
-    arguments: list[str], kind: str, layer: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Any] = []
-    decode = SpeculativeDecoder.decode
-
-    def watched(self: SpeculativeDecoder, *given: Any, **options: Any) -> DecodeResult:
-        seen.append(self.drafter)
-        return decode(self, *given, **options)
-
-    monkeypatch.setattr(SpeculativeDecoder, "decode", watched)
-    document = succeed("decode", "drafts.ckpt", *arguments, "--repeats", "0", "--output", "json").json
-    assert all(each["standard"]["tokens"] == each["speculative"]["tokens"] for each in document["prompts"])
-    assert type(seen[0]).__name__ == kind and getattr(seen[0], "exit_layer", None) == layer
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         ("nowhere/at/all", "nowhere/at/all: there is no such directory"),
         ("./nowhere", "there is no directory ./nowhere: check the path"),
-        ("target --draft configs/nowhere", "there is no directory configs/nowhere"),
         ("target --draft nowhere.safetensors", "there is no draft file nowhere.safetensors"),
-        ("configs", "configs is not a model directory: it has no config.json"),
         ("broken", "broken/model.safetensors is truncated or damaged"),
         ("tokens --draft other --prompt 1", "a vocabulary of 71 tokens, the target one of 67"),
-        ("target --draft foreign --drafter ModelDrafter", "CrossVocabulary"),
         ("target --max_new_tokens 600", "context holds 512"),
-        ("target --quantization int4", "int4"),
-        ("--target target --pair mine", "got --pair and --target"),
         ("--pair mime", "there is no pair 'mime': did you mean mine?"),
         ("target --drafter Ngram", "there is no drafter 'Ngram'"),
         ("target --drafter.max_ngram 3", "max_ngram needs the drafter's name"),
-        ("target --drafter NGramDrafter --drafter.max_ngram 0", "max_ngram must be"),
         ("target --drafter NGramDrafter --drafter.max_ngram x", "--drafter.max_ngram must be an integer"),
         ("target --drafter NGramDrafter --drafter.min_share 1", "min_share"),
-        ("target --drafter NGramDrafter --draft draft", "takes no draft model"),
         ("target --drafter EarlyExitDrafter --drafter.exit_layer 3", "exit_layer must be from 1 to 2, got 3"),
         ("layered --drafter EarlyExitDrafter --drafter.exit_layer=1", "cannot be taken"),
         ("drafts.ckpt --draft smal", "the checkpoint has no draft 'smal'"),
-        ("target --stop=", "a stop string is empty"),
         ("target --ignore_eos --eos 3", "--ignore_eos and --eos exclude each other"),
         ("tokens", "the target keeps no prompts of its own"),
-        ("tokens --prompt text", "--prompt 1: 'text' is no list of tokens"),
-        ("tokens --prompt 1 --stop x", "tokenizer"),
-        ("target --compile --device cuda:7", "no usable device"),
         ("--ckpt x.ckpt --draft_dtype float32", "--draft_dtype is for pretrained models"),
     ],
 )
@@ -209,24 +143,6 @@ def test_an_unreachable_hub_is_one_line_at_once(monkeypatch: pytest.MonkeyPatch)
     for verb in ("decode", "info"):
         refused(verb, "lab/model", told="the hub cannot be reached at http://127.0.0.1:9")
     refused("decode", "--pair", "smollm2", told="; or make checkpoints/smollm2: `make smollm2`")
-
-
-def test_models_that_cannot_be_there_are_refused_and_a_pair_is_shown_without_torch() -> None:
-    program = (
-        "import sys; from lightning_specdec.cli.main import main\n"
-        "try: main()\nexcept SystemExit as stop: sys.exit('torch' in sys.modules or stop.code == 130)"
-    )
-    for arguments in ("decode --pair mime", "chat --target configs", "info ./nowhere", "info --pair gpt2"):
-        command = [sys.executable, "-c", program, *arguments.split()]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, (arguments, done.stderr)
-
-
-def test_a_separate_process_writes_nothing_else() -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [SCRIPT, "decode", "--target", "target", "--draft", "foreign", *BRIEF, "--prompt", "the cat"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert (done.returncode, done.stderr) == (0, "") and json.loads(done.stdout)["prompts"]
 
 
 def test_a_pair_fits_or_not_by_text_and_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:

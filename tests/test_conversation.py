@@ -9,10 +9,9 @@ from typing import Any
 
 import cases
 import pytest
-import torch
 
 from lightning_specdec.config.decoding import DecodingConfig
-from lightning_specdec.decoding import Row, Session, autoregressive_decode, run, speculative_decode
+from lightning_specdec.decoding import Row, Session, autoregressive_decode, run
 from lightning_specdec.decoding import conversation as module
 from lightning_specdec.decoding.conversation import Conversation
 from lightning_specdec.rules import Sampling
@@ -101,14 +100,6 @@ def test_a_turn_reads_its_own_tokens_alone(target: str, drafter: str) -> None:
         assert sum(reads) == len(turn) + row.num_rounds + row.counts.num_proposed
 
 
-@pytest.mark.parametrize("target", ["rnn", "transformer"])
-def test_a_draft_that_is_the_target_is_right_in_every_turn(target: str) -> None:
-    """So its state went back to the text and no further."""
-    for row in talk(converse(target, "itself", num_draft_tokens=2)):
-        assert row.num_new == 3 * row.num_rounds
-        assert row.counts is not None and row.counts.acceptance_rate == 1.0
-
-
 @pytest.mark.parametrize(
     ("target", "drafter", "rule"),
     [
@@ -132,19 +123,6 @@ def test_reading_all_again_changes_no_answer_at_any_temperature(
     row = session.resume(last, [*last.text, *TURNS[3]], max_new_tokens=NEW)
     run(session)
     assert row.text == kept[3]
-
-
-def test_no_turn_draws_from_the_noise_of_another() -> None:
-    """A model that forgets everything draws the same tokens from the same numbers."""
-    model = cases.make(cases.RNN, 1, embedding_size=8, hidden_size=16)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    config = DecodingConfig(max_new_tokens=NEW, temperature=1.0)
-    answers = [tuple(row.text[row.prompt_length :]) for row in talk(Conversation(model, cases.Repeater(), config))]
-    assert len(set(answers)) == len(TURNS)
-    alone = autoregressive_decode(model, [[1]], max_new_tokens=NEW * len(TURNS), sampling=Sampling(1.0)).tokens[0]
-    assert [token for answer in answers for token in answer] == alone
 
 
 def test_a_row_is_resumed_once_and_the_newest_goes_back_as_far_as_it_likes() -> None:
@@ -184,29 +162,6 @@ def test_a_prompt_that_rewrites_the_text_is_answered_from_scratch(target: str, d
         whole = autoregressive_decode(model, prompt, max_new_tokens=NEW).tokens[0]
         assert row.text[row.prompt_length :] == whole[: row.num_new] and (row.num_new == NEW or num_rounds < NEW)
         text = row.text
-
-
-@pytest.mark.parametrize(
-    ("target", "drafter"), [*cases.pairs(["near"], ["rnn", "transformer"]), ("llama", "early_exit")]
-)
-def test_rows_are_resumed_while_others_go_on(target: str, drafter: str) -> None:
-    generator = random.Random(8)
-    model, guesser = cases.target(target), cases.drafter(drafter, target)
-    session = Session(model, guesser, max_length=400, eos=cases.EOS)
-    rows = [session.add(prompt, max_new_tokens=5) for prompt in cases.PROMPTS]
-    done: list[Row] = []
-    for _ in range(60):
-        session.step()
-        for i, row in enumerate(rows):
-            if not row.live and generator.random() < 0.7:
-                done.append(row)
-                prompt = [*row.text, generator.randrange(cases.VOCAB), generator.randrange(cases.VOCAB)]
-                rows[i] = session.resume(row, prompt, max_new_tokens=generator.randint(1, 8))
-    assert len(done) > 60
-    for row in done:
-        prompt, wanted = row.text[: row.prompt_length], row.max_length - row.prompt_length
-        expected = speculative_decode(model, guesser, prompt, max_new_tokens=wanted, eos=cases.EOS)
-        assert row.text[row.prompt_length :] == expected.tokens[0]
 
 
 def test_a_conversation_keeps_to_the_models_context() -> None:

@@ -6,12 +6,11 @@ import json
 import re
 import shlex
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import tiny_models
-from cli_fixtures import SCRIPT, shipped_run, succeed
+from cli_fixtures import shipped_run, succeed
 from training_fixtures import EPOCHS, TrainedRun
 
 __all__ = ["shipped_run"]
@@ -29,32 +28,14 @@ def arguments_of(program: str) -> list[list[str]]:
     return [words[1:] for words in calls if Path(words[0]).name == program]
 
 
-def test_the_readme_calls_nothing_else() -> None:
-    assert {Path(shlex.split(command)[0]).name for command in COMMANDS} <= {"lightning_specdec", "make", "tensorboard"}
-    assert len(arguments_of("lightning_specdec")) >= 5
+CALLS = arguments_of("lightning_specdec")
+CHAIN = [call for call in CALLS if any("smollm2_" in word or word == "eagle.safetensors" for word in call)]
+"""Calls that train a draft for a pretrained target; each needs the one before."""
+MEASURES = [call for call in CALLS if call[0] in ("bench", "report", "audit")]
+"""Calls that measure and prove; a report needs its benchmark."""
 
 
-@pytest.mark.parametrize("arguments", arguments_of("make"), ids=" ".join)
-def test_every_make_target_of_the_readme_is_there(arguments: list[str]) -> None:
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-    assert set(arguments) <= set(targets)
-
-
-def is_of_the_chain(arguments: list[str]) -> bool:
-    """Whether a call is one of those that train a draft for a pretrained target, each of which needs the one before."""
-    return any("smollm2_" in word or word == "eagle.safetensors" for word in arguments)
-
-
-def measures(arguments: list[str]) -> bool:
-    """Whether a call is one of those that measure and prove, of which a report needs its benchmark."""
-    return arguments[0] in ("bench", "report", "audit")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [each for each in arguments_of("lightning_specdec") if not is_of_the_chain(each) and not measures(each)],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("arguments", [call for call in CALLS if call not in CHAIN + MEASURES], ids=" ".join)
 def test_every_call_of_the_readme_works(
     arguments: list[str], shipped_run: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,8 +78,7 @@ SMALLER = {
 
 
 def test_the_calls_that_train_a_draft_work_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = [each for each in arguments_of("lightning_specdec") if is_of_the_chain(each)]
-    assert [call[0] for call in calls] == ["generate", "generate", "fit", "export", "decode"]
+    assert [call[0] for call in CHAIN] == ["generate", "generate", "fit", "export", "decode"]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     model = tmp_path / "checkpoints" / "smollm2"
@@ -113,7 +93,7 @@ def test_the_calls_that_train_a_draft_work_one_after_the_other(tmp_path: Path, m
             assert before in text
             text = text.replace(before, after.replace("vocab_size: 300", f"vocab_size: {size}"))
         path.write_text(text)
-    outcomes = [succeed(*call, *(["--trainer.accelerator", "cpu"] if call[0] == "fit" else [])) for call in calls]
+    outcomes = [succeed(*call, *(["--trainer.accelerator", "cpu"] if call[0] == "fit" else [])) for call in CHAIN]
     assert "val/block_efficiency" in outcomes[2].out
     assert "output " in outcomes[-1].out.splitlines()[0]
 
@@ -121,13 +101,12 @@ def test_the_calls_that_train_a_draft_work_one_after_the_other(tmp_path: Path, m
 def test_the_calls_that_measure_and_prove_work_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = [each for each in arguments_of("lightning_specdec") if measures(each)]
-    assert [call[0] for call in calls] == ["bench", "report", "audit"]
+    assert [call[0] for call in MEASURES] == ["bench", "report", "audit"]
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "configs" / "bench", tmp_path / "configs" / "bench")
     (tmp_path / "checkpoints").mkdir()
     shutil.copy(ROOT / "checkpoints" / "rnn.safetensors", tmp_path / "checkpoints" / "rnn.safetensors")
-    config = tmp_path / calls[0][calls[0].index("--config") + 1]
+    config = tmp_path / MEASURES[0][MEASURES[0].index("--config") + 1]
     text = config.read_text()
     fewer = {"num_prompts: 9": "num_prompts: 2", "repeats: 20": "repeats: 1", "[1, 2, 4, 8, auto]": "[2]"}
     for before, after in fewer.items():
@@ -135,14 +114,10 @@ def test_the_calls_that_measure_and_prove_work_one_after_the_other(
         text = text.replace(before, after)
     config.write_text(text)
     less = ["--rules", "ExactMatch", "--temperatures", "0", "1", "--num_prompts", "1", "--num_places", "1"]
-    outcomes = [succeed(*call, *(less if call[0] == "audit" else [])) for call in calls]
+    outcomes = [succeed(*call, *(less if call[0] == "audit" else [])) for call in MEASURES]
     assert "walltime_speedup" in outcomes[0].out and "rnn (temperature 0" in outcomes[1].out
     assert (tmp_path / "results" / "rnn" / "report" / "report.html").exists()
     assert "passed: " in outcomes[2].out
-
-
-def test_tensorboard_is_installed_beside_the_script() -> None:
-    assert not arguments_of("tensorboard") or Path(SCRIPT).with_name("tensorboard").exists()
 
 
 @pytest.mark.parametrize("number", range(sum(language == "python" for language, _ in BLOCKS)))
@@ -156,7 +131,3 @@ def test_every_block_of_python_runs(
     program = [text for language, text in BLOCKS if language == "python"][number]
     exec(compile(program, f"README.md, block {number}", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out
-
-
-def test_python_is_as_new_as_the_readme_wants_it() -> None:
-    assert sys.version_info >= (3, 11)
