@@ -120,7 +120,7 @@ def test_marks_show_the_fate_of_each_piece_and_add_nothing(colour: bool) -> None
         ("target --draft nowhere.safetensors", "there is no draft file nowhere.safetensors"),
         ("broken", "broken/model.safetensors is truncated or damaged"),
         ("tokens --draft other --prompt 1", "a vocabulary of 71 tokens, the target one of 67"),
-        ("target --max_new_tokens 600", "context holds 512"),
+        ("target --max_new_tokens 600", "context of 512"),
         ("--pair mime", "there is no pair 'mime': did you mean mine?"),
         ("target --drafter Ngram", "there is no drafter 'Ngram'"),
         ("target --drafter.max_ngram 3", "max_ngram needs the drafter's name"),
