@@ -66,7 +66,7 @@ def test_flags_take_dashes_and_a_kinds_settings_go_with_its_name() -> None:
     options = make_parser("decode").read([*words, "--top-k", "3"])
     assert (options.prompt, options.eos, options.top_k, "seed" in options) == (["--a-b c"], [1], 3, False)
     assert options.drafter.name == "NGramDrafter" and options.drafter.settings == {"max_ngram": "4"}
-    assert pair_source(options).target == "t" and decoding(options) == DecodingConfig(eos=1, top_k=3)
+    assert pair_source(options).target == "t" and decoding(options) == DecodingConfig(eos=(1,), top_k=3)
     for kind, name, setting in (("drafter", "NGramDrafter", "max_ngram"), ("rule", "TypicalAcceptance", "delta")):
         assert f"--{kind}.{setting}" in succeed("decode", f"--{kind}.help", name).out
 
@@ -108,7 +108,7 @@ def test_info_says_what_a_checkpoint_holds_and_how_it_was_made(ckpt: str, tmp_pa
     assert "RNN(vocab_size=50, embedding_size=32, hidden_size=64, num_layers=2) of 19,442 parameters" in shown
     assert "ModelDrafter(model=RNN(" in shown and f"training epoch {EPOCHS - 1}" in lines
     document = succeed("info", ckpt, "--output", "json").json
-    assert document["prompts"][0] == [19, 20, 21] and document["recipe"]["epochs"] == EPOCHS
+    assert document["prompts"] == checkpoint.load(ckpt).prompts and document["recipe"]["epochs"] == EPOCHS
     path = str(tmp_path / "text.ckpt")
     recipe = {"losses": {"\x1b[31m": [1]}, "long": "a" * 500}
     checkpoint.save(path, cases.MODELS["rnn"](0), NGramDrafter(), recipe=recipe)
