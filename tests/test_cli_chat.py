@@ -44,8 +44,7 @@ def oracle(decoder: SpeculativeDecoder, turns: list[str], *, system: str | None 
     chat, answers = Chat(decoder.tokenizer, system=system), []
     for turn in turns:
         (row,) = decoder.decode_standard(chat.ask(turn), max_new_tokens=NEW, **options).rows
-        stops = StopStrings(options.get("stop", ()), decoder.tokenizer.vocabulary.token_bytes)
-        answers.append(chat.answer(row.tokens, num_cut=stops.num_cut(row.tokens)))
+        answers.append(chat.answer(row.tokens, num_cut=row.num_hidden))
     return answers
 
 

@@ -34,8 +34,8 @@ def talk(conversation: Conversation, *, cancel_at: int | None = None, num_turns:
         answer: list[int] = []
         for num_rounds in range(NEW):
             if row.live and num_rounds == cancel_at:
-                conversation.cancel()
-            answer += conversation.step()
+                conversation.session.cancel(row)
+            answer += [token for _, tokens in conversation.session.step() for token in tokens]
         assert answer == row.text[row.prompt_length :] and not row.live
         text = row.text
         rows.append(row)
@@ -44,7 +44,6 @@ def talk(conversation: Conversation, *, cancel_at: int | None = None, num_turns:
 
 def count_reads(conversation: Conversation) -> list[int]:
     """Tokens that the target reads in each of its calls from now on."""
-    assert conversation.session is not None
     state, reads = conversation.session._batch.target_state, []
     advance: Callable[..., None] = state.advance
 
@@ -90,11 +89,11 @@ def test_a_turn_reads_its_own_tokens_alone(target: str, drafter: str) -> None:
     reads = count_reads(conversation)
     for turn in TURNS[1:]:
         while row.live:
-            conversation.step()
+            conversation.session.step()
         del reads[:]
         row = conversation.begin([*row.text, *turn])
         while row.live:
-            conversation.step()
+            conversation.session.step()
         assert row.counts is not None and len(reads) == row.num_rounds
         # The last token of an answer was drawn and never fed.
         assert sum(reads) == len(turn) + row.num_rounds + row.counts.num_proposed
@@ -117,7 +116,7 @@ def test_reading_all_again_changes_no_answer_at_any_temperature(
     monkeypatch.setattr(module, "FIRST_LENGTH", 13)
     grown = converse(target, drafter, **options)
     assert [row.text for row in talk(grown)] == kept
-    assert grown.session is not None and grown.session.max_length > 13
+    assert grown.session.max_length > 13
     last = talk(converse(target, drafter, **options), num_turns=3)[-1]
     session = Session(cases.target(target), cases.drafter(drafter, target), max_length=99, **options)
     row = session.resume(last, [*last.text, *TURNS[3]], max_new_tokens=NEW)
@@ -157,8 +156,8 @@ def test_a_prompt_that_rewrites_the_text_is_answered_from_scratch(target: str, d
         prompt = [*text[:kept], *[generator.randrange(cases.VOCAB) for _ in range(generator.randint(1, 4))]][-40:]
         row, num_rounds = conversation.begin(prompt), generator.choice([1, 2, NEW])
         for _ in range(num_rounds):
-            conversation.step()
-        conversation.cancel()
+            conversation.session.step()
+        conversation.session.cancel(row)
         whole = autoregressive_decode(model, prompt, max_new_tokens=NEW).tokens[0]
         assert row.text[row.prompt_length :] == whole[: row.num_new] and (row.num_new == NEW or num_rounds < NEW)
         text = row.text
@@ -170,8 +169,8 @@ def test_a_conversation_keeps_to_the_models_context() -> None:
     conversation = Conversation(model, cases.drafter("ngram", "rnn"), DecodingConfig(max_new_tokens=99))
     row = conversation.begin([1, 2, 3, 4])
     while row.live:
-        conversation.step()
+        conversation.session.step()
     assert len(row.text) == 10 and row.stop_reason == "length"
-    with pytest.raises(ValueError, match="10 tokens and the models a context of 10: begin a new one"):
+    with pytest.raises(ValueError, match="10 tokens, and 10 are its most: begin a new one"):
         conversation.begin(row.text)
     assert conversation.begin([1]).live  # the conversation goes on with less

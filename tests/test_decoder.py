@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from tiny_models import write_text_model
 from transformers import AutoTokenizer
 
@@ -35,11 +34,9 @@ def test_a_padded_batch_is_read_by_its_attention_mask(pair: tuple[SpeculativeDec
             assert result.tokens == expected.tokens
     assert decoder.target.vocabulary is not None
     decoder.target.vocabulary.special["pad"] = tokenizer.pad_token_id
-    with pytest.raises(ValueError, match=f"prompt 1 {'begins' if side == 'left' else 'ends'} with the pad"):
+    with pytest.raises(ValueError, match="prompt 1 seems padded"):
         decoder.decode(padded["input_ids"], max_new_tokens=6)
     del decoder.target.vocabulary.special["pad"]
-    with pytest.raises(ValueError, match="attention mask"):
-        decoder.decode({"input_ids": padded["input_ids"], "attention_mask": torch.ones(2, 2)}, max_new_tokens=6)
 
 
 @pytest.mark.parametrize("stop", [(), ("a", " t")])
@@ -51,7 +48,7 @@ def test_pieces_of_text_add_up_to_the_text(pair: tuple[SpeculativeDecoder, Any],
         assert piece
         pieces[number] += piece
     result = decoder.decode(TEXTS, config)
-    assert [*pieces.values()] == result.texts == [row.text for row in decoder.decode_standard(TEXTS, config).rows]
+    standard = decoder.decode_standard(TEXTS, config)
+    assert [*pieces.values()] == [row.text for row in result.rows] == [row.text for row in standard.rows]
     tokens = list(decoder.stream(TEXTS[0], config))
     assert [token for _, token in tokens] == result.tokens[0]
-    assert decoder.decode(TEXTS[0], config).text == result.texts[0]

@@ -159,7 +159,7 @@ def test_a_drafter_that_is_the_target_accepts_everything(
     assert result.acceptance_rate == 1.0
     assert result.block_efficiency == window + 1
     assert result.num_target_calls == 2
-    assert [row.block_efficiency for row in result.rows] == [window + 1] * len(cases.PROMPTS)
+    assert all(len(row.tokens) == (window + 1) * row.num_rounds for row in result.rows)
 
 
 @pytest.mark.parametrize("target", cases.MODELS)

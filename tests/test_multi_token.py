@@ -213,7 +213,7 @@ def test_a_turn_begins_without_a_guess_and_answers_as_if_read_from_scratch(name:
         text = [*text, *turn]
         row = conversation.begin(text)
         while row.live:
-            conversation.step()
+            conversation.session.step()
         assert row.rounds[0].drafted == []
         whole = autoregressive_decode(target, text, max_new_tokens=9, eos=cases.EOS).tokens[0]
         assert row.text[len(text) :] == whole

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import cases
 import pytest
@@ -13,7 +12,6 @@ from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.decoding import (
     PHASES,
     Counts,
-    DecodeResult,
     PhaseTimer,
     Round,
     Row,
@@ -70,7 +68,7 @@ def test_rounds_add_up_to_the_rows_numbers() -> None:
     result = row.result()
     assert result.tokens == [3, 4, 5, 6, 3, 6, 3, 4, 6] and result.prompt == [1, 2]
     assert result.counts == Counts(8, 7, 6, [0, 1, 1, 1])
-    assert result.block_efficiency == 9 / 3
+    assert result.num_rounds == 3
     assert result.counts.acceptance_rate == 6 / 7
     assert result.counts.draft_utilization == 6 / 8
     assert result.stop_reason == "interrupted"
@@ -87,25 +85,11 @@ def test_a_row_stops_at_its_length() -> None:
     assert other.stop_reason == "length"
 
 
-def test_the_end_of_a_prompt_is_no_stop() -> None:
-    row = Row(0, [9, 9], max_new_tokens=5, eos=frozenset([9]), speculative=True)
-    assert row.live and settle(row, [3], 1, 4) == [3, 4]
-
-
 def test_changed_tokens_are_counted_only_where_they_are_kept() -> None:
     row = new_row()
     row.commit([3, 4, 5], 2, 6, seconds=0.0, changed=[1, 0, 1])
     row.commit([3, 9, 5], 3, 6, seconds=0.0, changed=[1, 1, 1])
     assert row.counts is not None and row.counts.num_changed == 1 + 2
-
-
-def test_counts_of_rows_add_up() -> None:
-    first, second = Counts(4, 3, 2, [0, 0, 1], 1), Counts(2, 2, 0, [1], 0)
-    second.add(first)
-    assert second == Counts(6, 5, 2, [1, 0, 1], 1)
-    first.add(Counts())
-    assert first == Counts(4, 3, 2, [0, 0, 1], 1)
-    assert Counts().acceptance_rate is None and Counts().draft_utilization is None
 
 
 @pytest.mark.parametrize("rule", cases.RULES)
@@ -142,28 +126,14 @@ def test_a_result_can_be_counted_again_from_its_rounds(target: str, drafter: str
     assert result.num_new_tokens == sum(len(row.tokens) for row in result.rows)
     assert result.block_efficiency == result.num_new_tokens / sum(row.num_rounds for row in result.rows)
     assert result.acceptance_rate == total.num_accepted / total.num_tested
-    assert result.draft_utilization == total.num_accepted / total.num_proposed
+    assert counted.draft_utilization == total.num_accepted / total.num_proposed
     assert result.num_target_calls == max(row.num_rounds for row in result.rows)
     assert result.tokens_per_second == result.num_new_tokens / result.seconds
-    assert result.time_to_first_token == min(row.token_seconds[0] for row in result.rows)
-
-
-@pytest.mark.parametrize("logprobs", [True, False])
-def test_a_result_survives_json(logprobs: bool) -> None:
-    target = cases.target("rnn")
-    speculative = speculative_decode(
-        target, cases.drafter("near", "rnn"), cases.PROMPTS, max_new_tokens=7, logprobs=logprobs
-    )
-    standard = autoregressive_decode(target, cases.PROMPTS, max_new_tokens=7, logprobs=logprobs)
-    for result in (speculative, standard):
-        again = DecodeResult.from_dict(json.loads(json.dumps(result.to_dict())))
-        assert again == result
-        assert again.block_efficiency == result.block_efficiency and again.counts == result.counts
 
 
 def test_standard_decoding_has_none_for_what_belongs_to_speculation() -> None:
     result = autoregressive_decode(cases.target("rnn"), cases.PROMPTS, max_new_tokens=7, eos=cases.EOS)
-    for name in ("counts", "acceptance_rate", "draft_utilization", "num_changed", "rule", "num_draft_calls"):
+    for name in ("counts", "acceptance_rate", "num_changed", "rule", "num_draft_calls"):
         assert getattr(result, name) is None
     assert result.num_draft_tokens is None
     assert all(row.counts is None and row.rounds is None for row in result.rows)
@@ -171,14 +141,12 @@ def test_standard_decoding_has_none_for_what_belongs_to_speculation() -> None:
     assert result.num_target_calls == max(len(row.tokens) for row in result.rows)
 
 
-def test_nothing_guessed_is_no_rate() -> None:
+def test_nothing_drafted_is_no_rate() -> None:
     result = speculative_decode(cases.target("rnn"), cases.drafter("near", "rnn"), cases.PROMPTS, max_new_tokens=1)
-    assert result.acceptance_rate is None and result.draft_utilization is None and result.block_efficiency == 1.0
-    session = open_session(cases.target("rnn"), cases.drafter("near", "rnn"), cases.PROMPTS, max_new_tokens=3)
-    nothing = session.result()
-    assert nothing.tokens == [[]] * len(cases.PROMPTS)
-    assert nothing.block_efficiency is None and nothing.time_to_first_token is None
-    assert nothing.rows[0].block_efficiency is None and nothing.rows[0].time_to_first_token is None
+    assert result.acceptance_rate is None and result.block_efficiency == 1.0
+    assert result.counts is not None and result.counts.draft_utilization is None
+    nothing = open_session(cases.target("rnn"), cases.drafter("near", "rnn"), cases.PROMPTS, max_new_tokens=3).result()
+    assert nothing.tokens == [[]] * len(cases.PROMPTS) and nothing.block_efficiency is None
 
 
 @pytest.mark.parametrize("speculative", [True, False])
@@ -230,12 +198,5 @@ def test_a_gpus_timer_adds_up_what_lies_between_its_marks(monkeypatch: pytest.Mo
 def test_results_and_decoders_show_themselves_in_one_readable_line() -> None:
     decoder = SpeculativeDecoder(cases.target("rnn"), cases.drafter("near", "rnn"))
     result = decoder.decode(cases.PROMPTS[0], max_new_tokens=6)
-    for shown, word in (
-        (repr(decoder), "ModelDrafter"),
-        (repr(result), "6 new tokens"),
-        (repr(result.rows[0]), "6 new"),
-    ):
+    for shown, word in ((repr(decoder), "ModelDrafter"), (repr(result), "6 new tokens")):
         assert word in shown and len(shown) < 160 and "\n" not in shown and " at 0x" not in shown
-    assert result.text is None and result.texts == [None]
-    with pytest.raises(ValueError, match="result.texts"):
-        _ = decoder.decode(cases.PROMPTS, max_new_tokens=2).text

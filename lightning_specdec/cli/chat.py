@@ -114,9 +114,10 @@ class Talk:
         row = self.conversation.begin(self.chat.ask(content))
         with self._stoppable():
             while row.live:
-                say(stream.push(self.conversation.step(), hold=row.num_hidden), end="", flush=True)
+                for _, tokens in self.conversation.session.step():
+                    say(stream.push(tokens, hold=row.num_hidden), end="", flush=True)
                 if self.interrupted:
-                    self.conversation.cancel()
+                    self.conversation.session.cancel(row)
         say(stream.finish(drop=row.num_hidden), flush=True)
         self.chat.answer(row.text[row.prompt_length :], num_cut=row.num_hidden)
         return _figures(row, time.perf_counter() - started)

@@ -1,7 +1,6 @@
 """Speculative decoding in sessions of rows, standard decoding, and their results."""
 
 from lightning_specdec.decoding.autoregressive import autoregressive_decode
-from lightning_specdec.decoding.conversation import Conversation
 from lightning_specdec.decoding.results import Counts, DecodeInterrupted, DecodeResult, Round, RowResult, merge_results
 from lightning_specdec.decoding.rows import Row
 from lightning_specdec.decoding.session import Session, open_session, run, speculative_decode, stream
@@ -19,7 +18,6 @@ __all__ = [
     "PHASES",
     "AdaptiveWindow",
     "Calibration",
-    "Conversation",
     "Counts",
     "DecodeInterrupted",
     "DecodeResult",

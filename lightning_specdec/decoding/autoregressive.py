@@ -20,7 +20,7 @@ from lightning_specdec.decoding.rows import (
     stops_of,
 )
 from lightning_specdec.decoding.timing import PhaseTimer, peak_memory_bytes
-from lightning_specdec.drafters.layout import pad
+from lightning_specdec.drafters.layout import pad, with_guesses
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import Purpose, Sampling, noise_table
 
@@ -60,15 +60,17 @@ def autoregressive_decode(
         chosen = sampling.sample(logits, uniform)
         return chosen, flag_undrawable(chosen, logits) if sampling.greedy else chosen  # a draw finds out by itself
 
+    def result() -> DecodeResult:
+        answers = [row.result() for row in rows]
+        return DecodeResult(answers, timer.elapsed(), timer.seconds(), num_calls, peak_memory_bytes(device))
+
     try:
         noise: Tensor | None = None
         if not sampling.greedy:
             noise = torch.stack([noise_table(config.seed, row.index, num_new) for row in rows]).to(device)
         state = target.init_state(len(rows), max(row.max_length for row in rows))
-        tokens, valid_lengths = pad([row.text for row in rows], device)
-        last: Tensor | slice = slice(-1, None)
-        if valid_lengths is not None:
-            last = torch.tensor([[length - 1] for length in valid_lengths], device=device)
+        nothing = torch.empty(len(rows), 0, dtype=torch.long, device=device)
+        tokens, valid_lengths, last = with_guesses(*pad([row.text for row in rows], device), nothing)
         logits = target(tokens, state, valid_lengths=valid_lengths, logits_for=last).logits[:, -1]
         state.commit(state.consumed)  # nothing goes back: a recurrent state need not carry the prompt along
         while True:
@@ -111,16 +113,6 @@ def autoregressive_decode(
             timer.lap("rest")
             logits = target(chosen[:, None], state).logits[:, -1]
     except KeyboardInterrupt:
-        raise DecodeInterrupted(_result(rows, timer, num_calls, device)) from None
+        raise DecodeInterrupted(result()) from None
     timer.lap("rest")
-    return _result(rows, timer, num_calls, device)
-
-
-def _result(rows: list[Row], timer: PhaseTimer, num_calls: int, device: torch.device) -> DecodeResult:
-    return DecodeResult(
-        rows=[row.result() for row in rows],
-        seconds=timer.elapsed(),
-        phase_seconds=timer.seconds(),
-        num_target_calls=num_calls,
-        peak_memory_bytes=peak_memory_bytes(device),
-    )
+    return result()

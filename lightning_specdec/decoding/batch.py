@@ -31,7 +31,7 @@ class Batch:
     def __init__(
         self, target: LanguageModel, drafter: Drafter, *, batch_size: int, num_slots: int, seed: int | None
     ) -> None:
-        self.device, self.seed = target.device, seed
+        self.device, self.seed = target.device, seed or 0
         self.rows = [_vacant() for _ in range(batch_size)]
         self.target_state = target.init_state(batch_size, num_slots)
         self.draft_state = drafter.init_state(batch_size, num_slots, TargetContext(target, self.target_state))
@@ -56,23 +56,15 @@ class Batch:
         """The round's numbers on the device, in one copy; None where calls are not recorded."""
         if self.graphs is None:
             return None
-        if self._upload is None or len(self._upload.values) != len(self.rows):
-            self._upload = Upload(self._steady("round", (len(self.rows), Upload.WIDTH), torch.long))
+        if self._upload is None:
+            values = self._steady("round", (len(self.rows), Upload.WIDTH), torch.long)
+            self._upload = Upload(self.graphs, values)
         return self._upload.fill(self.rows, windows)
-
-    @property
-    def live(self) -> list[Row]:
-        """The rows that want more tokens."""
-        return [row for row in self.rows if row.live]
-
-    def place(self, row: Row) -> int | None:
-        """Where the row lies; None where its place has gone to another."""
-        return next((i for i, other in enumerate(self.rows) if other is row), None)
 
     def enter(self, row: Row, place: int) -> None:
         """Give a row its place, and its noise behind that of its earlier turns."""
         self.rows[place] = row
-        if self.noise is not None and self.seed is not None:
+        if self.noise is not None:
             table = noise_table(self.seed, row.index, row.num_drawn + row.remaining)[row.num_drawn :]
             self.noise[place, : len(table)] = table.to(self.device)
 
@@ -82,23 +74,25 @@ class Batch:
         if place is None:
             place = len(self.rows)
             self._select([*range(place), *[-1] * (power_of_two(place + 1) - place)])
-        elif self.rows[place].stop_reason == "failed":  # NaN in unused slots would poison attention
-            self._select([-1 if i == place else i for i in range(len(self.rows))])
         elif self.target_state.consumed[place]:
             self.target_state.clear([place])
             self.draft_state.clear([place])
         return place
 
-    def go_back(self, place: int, length: int) -> bool:
-        """Forget all but so many tokens of what lies there, as another prompt continues from them; gives whether that
-        could be done: the target may have committed more."""
-        if self.target_state.committed[place] > length or self.rows[place].stop_reason == "failed":
-            return False
+    def go_back(self, row: Row, length: int) -> int | None:
+        """Forget all but so many tokens of a row, as another prompt continues from them.
+
+        Returns:
+            Its place; None where that has gone to another row, or the target has committed more.
+        """
+        place = next((i for i, other in enumerate(self.rows) if other is row), None)
+        if place is None or row.stop_reason == "failed" or self.target_state.committed[place] > length:
+            return None
         lengths = list(self.target_state.consumed)
         lengths[place] = min(lengths[place], length)
         self.target_state.truncate(lengths)
         self.draft_state.resume(place, length)
-        return True
+        return place
 
     def rewind(self, upload: Upload | None = None) -> list[list[int]]:
         """Take the target back to what is committed; gives what it has not read of each text, its last token at
@@ -119,8 +113,8 @@ class Batch:
             places = num_new[:, None, None] + torch.arange(num_positions, device=noise.device)[:, None]
             return (noise.gather(1, places.clamp(max=noise.shape[1] - 1).expand(-1, -1, noise.shape[2])),)
 
-        if upload is not None and self.graphs is not None:
-            return self.graphs.run(("noise", num_positions), gather, self.noise, upload.num_new)[0]
+        if upload is not None:
+            return upload.graphs.run(("noise", num_positions), gather, self.noise, upload.num_new)[0]
         done = [row.num_new for row in self.rows]
         if min(done) == max(done):
             return self.noise[:, done[0] : done[0] + num_positions]
@@ -148,13 +142,14 @@ class Upload:
     """What a round tells the device of each row, in one copy from pinned memory.
 
     Args:
+        graphs: the target's recorded calls.
         values: `[B, WIDTH]`, a tensor that stays where it is.
     """
 
     WIDTH = 6
 
-    def __init__(self, values: Int[Tensor, "B 6"]) -> None:
-        self.values = values
+    def __init__(self, graphs: GraphCache, values: Int[Tensor, "B 6"]) -> None:
+        self.graphs, self.values = graphs, values
         self.tail, self.starts, self.num_new, self.num_added, self.windows = values[:, :2], *values[:, 2:].unbind(1)
         self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,8 +16,7 @@ import torch
 
 from lightning_specdec import __version__
 from lightning_specdec.config.decoding import DecodingConfig
-from lightning_specdec.config.files import cache_home
-from lightning_specdec.config.settings import Settings
+from lightning_specdec.config.files import cache_home, replaced
 from lightning_specdec.decoding.rows import Row
 from lightning_specdec.decoding.session import Session
 from lightning_specdec.decoding.timing import PHASES
@@ -26,6 +26,7 @@ from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import make_rule
 
 log = logging.getLogger(__name__)
+warn_once = functools.cache(log.warning)
 WINDOWS = (1, 2, 4, 8, 16)
 """Draft tokens of the rounds that are measured; between them, costs are nearly linear."""
 FEWEST_PASSES, MOST_PASSES = 4, 12
@@ -90,12 +91,8 @@ def calibrate(
     script = [windows[0], *windows, 0]
     num_new = sum(script) + len(script) + 1
     limits = [limit for limit in (target.max_positions, drafter.max_positions) if limit is not None]
-    length = min([context_length, *(limit - num_new for limit in limits)])
-    if length < 2:
-        raise ValueError(f"measuring takes {num_new} tokens and the models hold {min(limits)}: use fixed windows")
-    generator = torch.Generator().manual_seed(0)
-    period = torch.randint(target.vocab_size, (batch_size, PERIOD), generator=generator)
-    texts = period.repeat(1, length // PERIOD + 1)[:, :length].tolist()
+    length = max(2, min([context_length, *(limit - num_new for limit in limits)]))
+    text = [i % PERIOD % target.vocab_size for i in range(length)]
     config = DecodingConfig.of(config, **changes).changed(eos=None, stop=(), max_new_tokens=num_new)
     window = _Measured(windows[-1])
     session = _FullSession(
@@ -103,7 +100,7 @@ def calibrate(
     )
     passes: list[list[dict[str, float]]] = []
     while len(passes) <= FEWEST_PASSES or (len(passes) <= MOST_PASSES and session.timer.elapsed() < seconds):
-        rows = [session.add(text) for text in texts]
+        rows = [session.add(text) for _ in range(batch_size)]
         rounds, before = [], session.timer.seconds()
         for window.now in script:
             session.step()
@@ -126,14 +123,12 @@ def calibrate(
     xs, ys = (windows, drafts[1:]) if len(windows) > 1 else ([0, *windows], [0.0, *drafts[1:]])
     step, fixed = linear_regression(xs, ys)
     return Calibration(
-        batch_size=batch_size,
         widths=tuple(window + 1 for window in (0, *windows)),
         target_seconds=tuple(accumulate(medians("verify")[1], max)),  # a wider call is not cheaper
         loop_seconds=tuple(medians("accept", "rest")[1]),
         draft_seconds=max(0.0, fixed),
         draft_step_seconds=max(0.0, step),
         target_token_seconds=max(0.0, prompt - read[1]) / (length - 1),
-        context_length=length,
     )
 
 
@@ -147,46 +142,34 @@ def load_or_measure(
 ) -> Calibration:
     """This machine's calibration, measured once for each pair and its settings and kept in the cache directory."""
     config, device = DecodingConfig.of(config, **changes), target.device
-    settings = (
-        batch_size,
-        type(make_rule(config.rule)).__name__,
-        config.greedy,
-        config.top_k,
-        config.top_p,
-        config.min_p,
-    )
+    settings = batch_size, type(make_rule(config.rule)), config.sampling
     is_gpu = device.type == "cuda"
     processor = torch.cuda.get_device_name(device) if is_gpu else torch.backends.cpu.get_cpu_capability()
     machine = __version__, torch.__version__, torch.get_num_threads(), str(device), processor
     key = repr((settings, machine, fingerprint(target), fingerprint(drafter)))
     kept = cache_home() / f"calibration-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     try:
-        return Calibration.load(kept)
-    except (OSError, ValueError):
+        return Calibration.from_dict(json.loads(kept.read_text()))
+    except (OSError, ValueError, TypeError):
         log.info("measuring what draft and target cost, once for this machine: some seconds")
     found = calibrate(target, drafter, config, batch_size=batch_size)
     try:
-        found.save(kept)
+        with replaced(kept) as file:
+            file.write(json.dumps(found.to_dict()).encode())
     except OSError as error:
-        _warn_once(f"{kept.parent} cannot be written ({error.strerror}): what calls cost is not remembered")
+        warn_once(f"{kept.parent} cannot be written ({error.strerror}): what calls cost is not remembered")
     return found
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    log.warning(text)
 
 
 def fingerprint(module: torch.nn.Module) -> str:
     """Changes with whatever a network's speed depends on: its parts, their settings, shapes and dtypes of weights."""
-    # A forward pass in the instance is what compiling a module leaves behind.
-    parts: list[Any] = [(type(part).__qualname__, "forward" in vars(part)) for part in module.modules()]
-    for part in module.modules():
-        if part is module or isinstance(part, Drafter):
-            plain = ((name, value) for name, value in vars(part).items() if isinstance(value, int | str | Settings))
-            parts.append(sorted(each for each in plain if each[0] != "training"))
-        if isinstance(part, LanguageModel):  # packed weights may be no parameters any more
-            parts.append((part.vocab_size, part.num_parameters))
-    for each in (*module.parameters(), *module.buffers()):
-        parts.append((tuple(each.shape), str(each.dtype), type(each).__name__, type(each.data).__name__))
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    parts = [
+        # Compiling leaves a forward pass in the instance; packed weights may be no parameters.
+        (type(part), "forward" in vars(part), getattr(part, "settings", None), getattr(part, "num_parameters", 0))
+        for part in module.modules()
+    ]
+    weights = [
+        (tuple(each.shape), each.dtype, type(each).__name__, type(each.data).__name__)
+        for each in (*module.parameters(), *module.buffers())
+    ]
+    return hashlib.sha256(repr((parts, weights)).encode()).hexdigest()

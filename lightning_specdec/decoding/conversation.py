@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_specdec.config.checks import require_int
-from lightning_specdec.config.decoding import DecodingConfig
+from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.decoding.rows import Row, power_of_two
 from lightning_specdec.decoding.session import Session
 from lightning_specdec.drafters import Drafter
@@ -30,42 +29,29 @@ class Conversation:
     def __init__(
         self, target: LanguageModel, drafter: Drafter, config: DecodingConfig, *, max_length: int | None = None
     ) -> None:
-        self.target, self.drafter, self.config = target, drafter, config
-        limits = [n for n in (max_length, target.max_positions, drafter.max_positions) if n is not None]
-        self.max_length = require_int("max_length", min(limits), 2) if limits else None
-        self.session: Session | None = None
+        self.config = config
+        limits = (max_length, target.max_positions, drafter.max_positions)
+        self.max_length = min((limit for limit in limits if limit is not None), default=MAX_TOKENS)
+        self.session = Session(target, drafter, config, max_length=FIRST_LENGTH)
         self.row: Row | None = None
 
     def begin(self, prompt: Sequence[int]) -> Row:
-        """Begin a turn with the whole text so far; `step` until the row is no longer live.
+        """Begin a turn with the whole text so far; `session.step` until the row is no longer live.
 
         Raises:
             ValueError: the prompt leaves no room for an answer, or the last answer has not ended.
         """
-        wanted = self.config.max_new_tokens
-        if self.max_length is not None:
-            if len(prompt) >= self.max_length:
-                raise ValueError(
-                    f"the conversation has {len(prompt)} tokens and the models a context of {self.max_length}: "
-                    "begin a new one"
-                )
-            wanted = min(wanted, self.max_length - len(prompt))
-        if self.session is None or self.session.max_length < len(prompt) + wanted:
-            room = max(FIRST_LENGTH, power_of_two(len(prompt) + wanted))
-            self.session = None  # the old room goes before the new one is made
-            self.session = Session(self.target, self.drafter, self.config, max_length=room)
+        wanted = min(self.config.max_new_tokens, self.max_length - len(prompt))
+        if wanted < 1:
+            raise ValueError(
+                f"the conversation has {len(prompt)} tokens, and {self.max_length} are its most: begin a new one"
+            )
+        if self.session.max_length < (needed := len(prompt) + wanted):
+            models = self.session.target, self.session.drafter
+            del self.session  # the old room goes before the new one is made
+            self.session = Session(*models, self.config, max_length=power_of_two(needed))
         if self.row is None:
             self.row = self.session.add(prompt, max_new_tokens=wanted)
         else:
             self.row = self.session.resume(self.row, prompt, max_new_tokens=wanted)
         return self.row
-
-    def step(self) -> list[int]:
-        """One round; gives the answer's new tokens."""
-        assert self.session is not None, "there is no turn yet: begin one"
-        return [token for _, tokens in self.session.step() for token in tokens]
-
-    def cancel(self) -> None:
-        """End the answer where it is; the conversation can go on from there."""
-        if self.session is not None and self.row is not None:
-            self.session.cancel(self.row)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 
@@ -42,9 +43,7 @@ class Counts:
         """Add another row's counts to these."""
         for name in ("num_proposed", "num_tested", "num_accepted", "num_changed"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.histogram += [0] * (len(other.histogram) - len(self.histogram))
-        for i, count in enumerate(other.histogram):
-            self.histogram[i] += count
+        self.histogram = list(map(sum, zip_longest(self.histogram, other.histogram, fillvalue=0)))
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -66,7 +65,7 @@ class Round:
     next_token: int | None
 
 
-@dataclass(repr=False)
+@dataclass
 class RowResult:
     """One prompt's outcome.
 
@@ -94,21 +93,6 @@ class RowResult:
     logprobs: list[float] | None = None
     text: str | None = None
     num_hidden: int = 0
-
-    def __repr__(self) -> str:
-        shown = repr(self.tokens if self.text is None else self.text)
-        shown = shown if len(shown) <= 60 else shown[:60] + "..."
-        return f"RowResult(prompt {self.index}: {len(self.tokens)} new tokens, {self.stop_reason}, {shown})"
-
-    @property
-    def block_efficiency(self) -> float | None:
-        """New tokens / rounds (None before the first)."""
-        return len(self.tokens) / self.num_rounds if self.num_rounds else None
-
-    @property
-    def time_to_first_token(self) -> float | None:
-        """Seconds from the start of decoding to this row's first new token."""
-        return self.token_seconds[0] if self.token_seconds else None
 
 
 @dataclass(repr=False)
@@ -144,22 +128,8 @@ class DecodeResult:
         return [row.tokens for row in self.rows]
 
     def __repr__(self) -> str:
-        shown = f"{len(self.rows)} prompts, {self.num_new_tokens} new tokens, {self.tokens_per_second:.1f} tokens/s"
-        if self.rule is not None and self.block_efficiency is not None:
-            shown += f", block efficiency {self.block_efficiency:.2f}"
-        return f"DecodeResult({shown})"
-
-    @property
-    def texts(self) -> list[str | None]:
-        """The new text of each prompt; None without a tokenizer."""
-        return [row.text for row in self.rows]
-
-    @property
-    def text(self) -> str | None:
-        """The new text of the only prompt; None without a tokenizer."""
-        if len(self.rows) != 1:
-            raise ValueError(f"there are {len(self.rows)} prompts: take result.texts")
-        return self.rows[0].text
+        tokens, speed = self.num_new_tokens, self.tokens_per_second
+        return f"DecodeResult({len(self.rows)} prompts, {tokens} new tokens, {speed:.1f} tokens/s)"
 
     @property
     def num_new_tokens(self) -> int:
@@ -188,20 +158,10 @@ class DecodeResult:
         return self.counts.acceptance_rate if self.counts else None
 
     @property
-    def draft_utilization(self) -> float | None:
-        """num_accepted / num_proposed, over all rows."""
-        return self.counts.draft_utilization if self.counts else None
-
-    @property
     def block_efficiency(self) -> float | None:
         """New tokens / row-rounds, the correction or bonus included; 1.0 for standard decoding."""
         num_rounds = sum(row.num_rounds for row in self.rows)
         return self.num_new_tokens / num_rounds if num_rounds else None
-
-    @property
-    def time_to_first_token(self) -> float | None:
-        """Seconds to the first new token of any row."""
-        return min((row.token_seconds[0] for row in self.rows if row.token_seconds), default=None)
 
     @property
     def num_changed(self) -> int | None:
@@ -211,16 +171,6 @@ class DecodeResult:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> DecodeResult:
-        """The inverse of `to_dict`."""
-        rows = []
-        for row in values["rows"]:
-            counts = None if row["counts"] is None else Counts(**row["counts"])
-            rounds = None if row["rounds"] is None else [Round(**each) for each in row["rounds"]]
-            rows.append(RowResult(**{**row, "counts": counts, "rounds": rounds}))
-        return cls(**{**values, "rows": rows})
 
 
 class DecodeInterrupted(KeyboardInterrupt):
@@ -235,7 +185,6 @@ def merge_results(results: Sequence[DecodeResult]) -> DecodeResult:
     """The outcome of several batches decoded one after the other with the same settings, as one."""
     first = results[0]
     phases = {name: sum(result.phase_seconds[name] for result in results) for name in first.phase_seconds}
-    draft_calls = [result.num_draft_calls for result in results if result.num_draft_calls is not None]
     return replace(
         first,
         rows=[row for result in results for row in result.rows],
@@ -243,5 +192,5 @@ def merge_results(results: Sequence[DecodeResult]) -> DecodeResult:
         phase_seconds=phases,
         num_target_calls=sum(result.num_target_calls for result in results),
         peak_memory_bytes=max(result.peak_memory_bytes for result in results),
-        num_draft_calls=sum(draft_calls) if draft_calls else None,
+        num_draft_calls=None if first.rule is None else sum(result.num_draft_calls or 0 for result in results),
     )

@@ -19,7 +19,7 @@ from lightning_specdec.models import LanguageModel
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-Prompts = Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor | Mapping[str, Any]
+Prompts = Sequence[Any] | Tensor | Mapping[str, Any]
 """Tokens of one prompt or of several, a tensor `[T]` or `[B, T]`, or a tokenizer's output with its attention mask."""
 log = logging.getLogger(__name__)
 
@@ -183,10 +183,8 @@ def as_prompts(prompts: Prompts) -> list[list[Any]]:
     rows: list[Any] = values if all(isinstance(value, Sequence) for value in values) else [values]
     if mask is None:
         return rows
-    masks = as_prompts(mask)
-    if list(map(len, masks)) != list(map(len, rows)):
-        raise ValueError("the attention mask must have the shape of the prompts: take both from one tokenizer call")
-    return [[token for token, real in zip(*both, strict=True) if real] for both in zip(rows, masks, strict=True)]
+    both = zip(rows, as_prompts(mask), strict=True)
+    return [[token for token, real in zip(row, seen, strict=True) if real] for row, seen in both]
 
 
 def _plain(values: Any) -> Any:
@@ -205,12 +203,12 @@ def check_prompt(prompt: Sequence[Any], vocab_size: int, name: str) -> None:
 
 def check_padding(rows: Sequence[Sequence[int]], pad: int | None) -> None:
     """Raise ValueError where some rows begin or end with the pad token and others do not."""
-    for end, word in ((0, "begins"), (-1, "ends")):
+    for end in (0, -1):
         padded = [bool(row) and row[end] == pad for row in rows]
         if any(padded) and not all(padded):
             raise ValueError(
-                f"prompt {padded.index(True)} {word} with the pad token {pad}: give the tokenizer's whole output, with "
-                "its attention_mask, or rows without padding"
+                f"prompt {padded.index(True)} seems padded with token {pad}: give the tokenizer's whole output, with "
+                "its attention_mask"
             )
 
 
@@ -233,10 +231,9 @@ def check_batch(
     return list(zip(numbers, texts, strict=True))
 
 
-def check_eos(eos: int | Sequence[int] | None, vocab_size: int) -> frozenset[int]:
+def check_eos(eos: Sequence[int] | None, vocab_size: int) -> frozenset[int]:
     """The stop tokens as a set."""
-    tokens = [] if eos is None else [eos] if isinstance(eos, int) else eos
-    return frozenset(require_int("eos", token, 0, vocab_size - 1) for token in tokens)
+    return frozenset(require_int("eos", token, 0, vocab_size - 1) for token in eos or ())
 
 
 def check_context(
@@ -247,8 +244,8 @@ def check_context(
         limit = None if model is None else model.max_positions
         if limit is not None and num_prompt_tokens + max_new_tokens > limit:
             raise ValueError(
-                f"a prompt of {num_prompt_tokens} tokens and {max_new_tokens} new ones do not fit the {owner}'s "
-                f"context of {limit}: shorten the prompt or ask for fewer new tokens"
+                f"a prompt of {num_prompt_tokens} tokens and {max_new_tokens} new ones are too many, and the {owner}'s "
+                f"context holds {limit}: shorten the prompt or ask for fewer"
             )
 
 

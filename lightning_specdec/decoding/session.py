@@ -66,11 +66,8 @@ class Session:
     ) -> None:
         self.target, self.drafter = target, drafter
         self.config = config = DecodingConfig.of(config, **changes)
-        self.sampling, self.rule, self.window = (
-            Sampling.of(config),
-            make_rule(config.rule),
-            as_window(config.num_draft_tokens),
-        )
+        self.sampling, self.rule = Sampling.of(config), make_rule(config.rule)
+        self.window = as_window(config.num_draft_tokens)
         self.max_length = require_int("max_length", max_length, 2)
         self._eos, self._stops = check_eos(config.eos, target.vocab_size), stops_of(config, target)
         drafter.check_target(target)
@@ -96,7 +93,7 @@ class Session:
     @property
     def live(self) -> list[Row]:
         """The rows that want more tokens."""
-        return self._batch.live
+        return [row for row in self._batch.rows if row.live]
 
     @torch.inference_mode()
     def add(self, prompt: Sequence[int], *, max_new_tokens: int | None = None, index: int | None = None) -> Row:
@@ -127,10 +124,8 @@ class Session:
         row.resumed = True
         # The old text's last token was drawn and never read; a draft token may have been, in its place.
         keep = min(num_shared(row.text, prompt), len(row.text) - 1, len(prompt) - 1)
-        place = self._batch.place(row)
-        if place is None or not self._batch.go_back(place, keep):
-            place = self._batch.make_place()
-        return self._enter(new, place)
+        place = self._batch.go_back(row, keep)
+        return self._enter(new, self._batch.make_place() if place is None else place)
 
     def _row(self, prompt: Sequence[int], max_new_tokens: int | None, index: int, num_drawn: int = 0) -> Row:
         """A row that has no place yet, checked."""
@@ -176,10 +171,9 @@ class Session:
         if not batch.shrink():
             return []
         rows, windows = batch.rows, self._plan.windows(batch.rows)
-        width = max(windows)
-        if width and batch.graphs is not None and isinstance(self.window, FixedWindow):
+        width, upload = max(windows), batch.upload(windows)
+        if width and upload is not None and isinstance(self.window, FixedWindow):
             width = self.window.largest  # the last rounds of a text need no recordings of their own
-        upload = batch.upload(windows)
         unread = batch.rewind(upload)
         tail = last_two([row.text for row in rows], self.device) if upload is None else upload.tail
         noise = batch.round_noise(width + 1, upload)
@@ -210,11 +204,11 @@ class Session:
         """Draft tokens for every row, `width` columns at most; none, without a call, where no row wants any."""
         if width == 0:
             return Draft(torch.empty(len(windows), 0, dtype=torch.long, device=self.device))
-        batch, device = self._batch, None
-        if upload is not None and batch.graphs is not None:
-            device = DeviceRound(batch.graphs, upload.starts, upload.num_added, windows, upload.windows, width)
+        device = None
+        if upload is not None:
+            device = DeviceRound(upload.graphs, upload.starts, upload.num_added, windows, upload.windows, width)
         request = DraftRequest(
-            texts=[row.text for row in batch.rows],
+            texts=[row.text for row in self._batch.rows],
             tail=tail,
             uniform=None if noise is None else noise[:, :width, self.rule.draft_purpose],
             wants_logits=self.rule.needs_draft_logits,
@@ -222,7 +216,7 @@ class Session:
             windows=windows,
             device=device,
         )
-        draft = self.drafter.propose(batch.draft_state, request, windows, self.sampling)
+        draft = self.drafter.propose(self._batch.draft_state, request, windows, self.sampling)
         self.num_draft_calls += draft.num_calls
         return draft
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-MOST_STRINGS = 64
-"""Each is looked for in every round."""
-
 
 class StopStrings:
     """Strings that end a row once its new text holds one of them.
@@ -21,29 +18,18 @@ class StopStrings:
         token_bytes: what each token adds to the text; None, as for special tokens, adds nothing.
 
     Raises:
-        ValueError: a string is empty, or there are too many.
+        ValueError: a string is empty.
     """
 
     def __init__(self, strings: Sequence[str], token_bytes: Sequence[bytes | None]) -> None:
-        if isinstance(strings, str):
-            raise ValueError(f"stop strings must be a list of strings, got {strings!r}: write [{strings!r}]")
         if "" in strings:
             raise ValueError("a stop string is empty, which every text holds: give at least one character")
-        if len(strings) > MOST_STRINGS:
-            raise ValueError(f"there are {len(strings)} stop strings, and {MOST_STRINGS} are the most: give fewer")
-        self.strings = tuple(strings)
         self.token_bytes = token_bytes
         self.needles = tuple(sorted({string.encode() for string in strings}, key=len, reverse=True))
 
     def search(self) -> StopSearch:
         """The search through one row's new text, at its beginning."""
         return StopSearch(self)
-
-    def num_cut(self, tokens: Sequence[int]) -> int:
-        """Bytes at the end of these new tokens that are not shown; 0 where no stop string is complete."""
-        search = self.search()
-        search.push(tokens)
-        return search.num_cut
 
 
 class StopSearch:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 from abc import ABC, abstractmethod
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import add, mul
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from lightning_specdec.config.checks import require_int
-from lightning_specdec.config.files import replaced
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.decoding.rows import Row
 
@@ -37,55 +32,31 @@ class Calibration(Settings):
     """Seconds of the calls of a target with its drafter on a machine.
 
     Args:
-        batch_size: rows that were decoded together.
         widths: numbers of tokens that the target's call was measured with; rising, the first one 1.
         target_seconds, loop_seconds: the target's call, and what a round costs besides its calls, at each width.
         draft_seconds, draft_step_seconds: a draft of any length, and each of its tokens.
         target_token_seconds: each token of a prompt that the target reads.
-        context_length: tokens of text at which the calls were measured.
     """
 
-    batch_size: int = setting(minimum=1)
     widths: tuple[int, ...] = setting(minimum=1)
     target_seconds: tuple[float, ...] = setting(above=0)
     loop_seconds: tuple[float, ...] = setting(minimum=0)
     draft_seconds: float = setting(minimum=0)
     draft_step_seconds: float = setting(minimum=0)
     target_token_seconds: float = setting(minimum=0)
-    context_length: int = setting(minimum=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.widths[:1] != (1,) or list(self.widths) != sorted(set(self.widths)):
-            raise ValueError(f"widths must rise from 1, got {list(self.widths)}: measure again")
-        if not len(self.widths) == len(self.target_seconds) == len(self.loop_seconds):
-            raise ValueError(f"seconds must be given for each of the {len(self.widths)} widths: measure again")
-
-    @property
-    def largest_window(self) -> int:
-        """Draft tokens that the widest measured call verifies."""
-        return self.widths[-1] - 1
+        rising = list(self.widths) == sorted({1, *self.widths})
+        if not rising or not len(self.widths) == len(self.target_seconds) == len(self.loop_seconds):
+            raise ValueError("widths must rise from 1 and have seconds each: measure again")
 
     def round_seconds(self, num_draft_tokens: int) -> float:
         """A round (of 0 draft tokens: a standard step) without its draft, linear between the measured widths."""
-        seconds = list(map(add, self.target_seconds, self.loop_seconds))
-        high = bisect_left(self.widths, num_draft_tokens + 1)
-        low = max(high - 1, 0)
-        share = (self.widths[high] - num_draft_tokens - 1) / (self.widths[high] - self.widths[low] or 1)
-        return seconds[high] - share * (seconds[high] - seconds[low])
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON; the file is there whole or not at all."""
-        with replaced(Path(path)) as file:
-            file.write(json.dumps(self.to_dict(), indent=1).encode() + b"\n")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Calibration:
-        """Read a file that `save` wrote; ValueError for one that holds something else."""
-        try:
-            return cls.from_dict(json.loads(Path(path).read_text()))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path} cannot be used as a calibration: {error}") from None
+        width, seconds = num_draft_tokens + 1, map(add, self.target_seconds, self.loop_seconds)
+        points = list(zip(self.widths, seconds, strict=True))
+        (low, fast), (high, slow) = next(each for each in pairwise(points[:1] + points) if width <= each[1][0])
+        return slow - (slow - fast) * (high - width) / max(high - low, 1)
 
 
 @dataclass
@@ -146,21 +117,17 @@ class AdaptiveWindow(Window):
     session share one estimate. Elsewhere each row is planned by its own history, so that it decodes as it would alone.
 
     Args:
-        calibration: measured costs, recorded with every result.
-        max_draft_tokens: largest window; the largest one that was measured when None.
+        calibration: measured costs, recorded with every result; its widest call is the largest window's.
     """
 
-    def __init__(self, calibration: Calibration, *, max_draft_tokens: int | None = None) -> None:
-        known = calibration.largest_window
-        most = known if max_draft_tokens is None else max_draft_tokens
-        self.calibration, self.largest = calibration, require_int("max_draft_tokens", most, 1, known)
+    def __init__(self, calibration: Calibration) -> None:
+        self.calibration, self.largest = calibration, calibration.widths[-1] - 1
 
     def plan(self, *, jointly: bool) -> Plan:
-        return _AdaptivePlan(self, jointly=jointly)
+        return _AdaptivePlan(self.calibration, jointly=jointly)
 
     def to_dict(self) -> dict[str, Any]:
-        calibration = self.calibration.to_dict()
-        return {"kind": "AdaptiveWindow", "max_draft_tokens": self.largest, "calibration": calibration}
+        return {"kind": "AdaptiveWindow", "calibration": self.calibration.to_dict()}
 
 
 def as_window(num_draft_tokens: int | str | Window | None) -> Window:
@@ -177,8 +144,7 @@ def window_from_dict(values: dict[str, Any]) -> Window:
     if values.get("kind") == "FixedWindow":
         return FixedWindow(values["num_draft_tokens"])
     if values.get("kind") == "AdaptiveWindow":
-        calibration = Calibration.from_dict(values["calibration"])
-        return AdaptiveWindow(calibration, max_draft_tokens=values["max_draft_tokens"])
+        return AdaptiveWindow(Calibration.from_dict(values["calibration"]))
     raise ValueError(f"a window is a FixedWindow or an AdaptiveWindow, got {values.get('kind')!r}")
 
 
@@ -206,8 +172,8 @@ class Controller:
         window: of the next round.
     """
 
-    def __init__(self, costs: Calibration, largest: int) -> None:
-        self.costs = costs
+    def __init__(self, costs: Calibration) -> None:
+        self.costs, largest = costs, costs.widths[-1] - 1
         self.round_seconds = [costs.round_seconds(window) for window in range(largest + 1)]
         # The prior fades like other tests: a useless draft would be kept alive by it otherwise.
         self.positions = [Rate(PRIOR_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT), *(Rate() for _ in range(1, largest))]
@@ -244,8 +210,8 @@ class Controller:
             weight = NEIGHBOUR_WEIGHT if i else 0.0
             rate = (each.hits + weight * rate) / (each.trials + weight)
             rates.append(rate)
-        is_trial = self.rounds_since_rejection >= self.rounds_before_trial
-        return self.best(rates, self.offers.hits / self.offers.trials) or int(is_trial)
+        best = self.best(rates, self.offers.hits / self.offers.trials)
+        return best or int(self.rounds_since_rejection >= self.rounds_before_trial)
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """Take in a round: of each row up to the first rejection, since the noise behind it is used again."""
@@ -261,8 +227,8 @@ class Controller:
 
 
 class _AdaptivePlan(Plan):
-    def __init__(self, window: AdaptiveWindow, *, jointly: bool) -> None:
-        self.new = partial(Controller, window.calibration, window.largest)
+    def __init__(self, calibration: Calibration, *, jointly: bool) -> None:
+        self.new = partial(Controller, calibration)
         self.shared = self.new() if jointly else None
         self.own: WeakKeyDictionary[Row, Controller] = WeakKeyDictionary()
 
