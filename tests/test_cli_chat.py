@@ -16,7 +16,6 @@ from cli_fixtures import call, here, refused, succeed
 
 from lightning_specdec.cli.chat import Talk
 from lightning_specdec.decoder import SpeculativeDecoder
-from lightning_specdec.decoding import StopStrings
 from lightning_specdec.decoding.conversation import Conversation
 from lightning_specdec.text.chat import Chat
 from lightning_specdec.text.tokenizer import TextTokenizer

@@ -171,6 +171,6 @@ def test_a_conversation_keeps_to_the_models_context() -> None:
     while row.live:
         conversation.session.step()
     assert len(row.text) == 10 and row.stop_reason == "length"
-    with pytest.raises(ValueError, match="10 tokens, and 10 are its most: begin a new one"):
+    with pytest.raises(ValueError, match="10 tokens fill the chat's context of 10: begin a new one"):
         conversation.begin(row.text)
     assert conversation.begin([1]).live  # the conversation goes on with less

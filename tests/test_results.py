@@ -12,7 +12,6 @@ from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.decoding import (
     PHASES,
     Counts,
-    PhaseTimer,
     Round,
     Row,
     autoregressive_decode,
@@ -20,6 +19,7 @@ from lightning_specdec.decoding import (
     run,
     speculative_decode,
 )
+from lightning_specdec.decoding.timing import PhaseTimer
 from lightning_specdec.rules import Sampling
 
 

@@ -387,7 +387,7 @@ def _figures(case: Case, result: DecodeResult) -> dict[str, Any]:
     phases = dict(result.phase_seconds)
     if phases:  # what no phase has seen belongs to the rest
         phases["rest"] += result.seconds - sum(phases.values())
-    firsts = [row.time_to_first_token for row in result.rows if row.time_to_first_token is not None]
+    firsts = [row.token_seconds[0] for row in result.rows if row.token_seconds]
     figures: dict[str, Any] = {
         **{name: getattr(result, name) for name in _COPIED},
         "phase_seconds": phases or None,

@@ -4,8 +4,7 @@ from lightning_specdec.decoding.autoregressive import autoregressive_decode
 from lightning_specdec.decoding.results import Counts, DecodeInterrupted, DecodeResult, Round, RowResult, merge_results
 from lightning_specdec.decoding.rows import Row
 from lightning_specdec.decoding.session import Session, open_session, run, speculative_decode, stream
-from lightning_specdec.decoding.stopping import StopStrings
-from lightning_specdec.decoding.timing import PHASES, PhaseTimer
+from lightning_specdec.decoding.timing import PHASES
 from lightning_specdec.decoding.windows import (
     AdaptiveWindow,
     Calibration,
@@ -22,12 +21,10 @@ __all__ = [
     "DecodeInterrupted",
     "DecodeResult",
     "FixedWindow",
-    "PhaseTimer",
     "Round",
     "Row",
     "RowResult",
     "Session",
-    "StopStrings",
     "Window",
     "autoregressive_decode",
     "merge_results",

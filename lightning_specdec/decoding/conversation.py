@@ -43,9 +43,7 @@ class Conversation:
         """
         wanted = min(self.config.max_new_tokens, self.max_length - len(prompt))
         if wanted < 1:
-            raise ValueError(
-                f"the conversation has {len(prompt)} tokens, and {self.max_length} are its most: begin a new one"
-            )
+            raise ValueError(f"{len(prompt)} tokens fill the chat's context of {self.max_length}: begin a new one")
         if self.session.max_length < (needed := len(prompt) + wanted):
             models = self.session.target, self.session.drafter
             del self.session  # the old room goes before the new one is made
