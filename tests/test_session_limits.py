@@ -105,7 +105,7 @@ def never() -> AdaptiveWindow:
 
 def test_a_text_longer_than_the_targets_context_is_refused_before_decoding() -> None:
     model, drafter = Wrapped(cases.target("rnn"), 12), cases.drafter("near", "rnn")
-    told = "a prompt of 7 tokens and 6 new ones are too many, and the target's context holds 12"
+    told = "a prompt of 7 tokens and 6 new ones do not fit the target's context of 12"
     for prompts in (cases.PROMPTS, cases.PROMPTS[3]):
         with pytest.raises(ValueError, match=told):
             autoregressive_decode(model, prompts, max_new_tokens=6)
@@ -122,7 +122,7 @@ def test_a_text_longer_than_the_targets_context_is_refused_before_decoding() -> 
 def test_a_text_longer_than_the_drafts_context_is_refused_too() -> None:
     drafter = ModelDrafter(Wrapped(cases.target("rnn"), 8))
     assert drafter.max_positions == 8 and cases.drafter("near", "rnn").max_positions is None
-    with pytest.raises(ValueError, match="the draft's context holds 8"):
+    with pytest.raises(ValueError, match="the draft's context of 8"):
         decode(cases.target("rnn"), drafter, cases.PROMPTS, max_new_tokens=2)
 
 

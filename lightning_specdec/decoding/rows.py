@@ -244,8 +244,8 @@ def check_context(
         limit = None if model is None else model.max_positions
         if limit is not None and num_prompt_tokens + max_new_tokens > limit:
             raise ValueError(
-                f"a prompt of {num_prompt_tokens} tokens and {max_new_tokens} new ones are too many, and the {owner}'s "
-                f"context holds {limit}: shorten the prompt or ask for fewer"
+                f"a prompt of {num_prompt_tokens} tokens and {max_new_tokens} new ones do not fit the {owner}'s "
+                f"context of {limit}: shorten the prompt or ask for fewer"
             )
 
 
