@@ -39,8 +39,6 @@ NUM_ROUNDS = 40
 FORMS = ("eager", "recorded", "recorded and compiled")
 SAMPLINGS = {"greedy": Sampling(), "temperature 1": Sampling(1.0)}
 TEXT = "torch/**/*.py"
-LOG: list[Path] = []
-"""Where rows are written as they come, so that a run that is cut off keeps what it has."""
 TRAINED: dict[str, dict[str, Any]] = {
     "early_exit": {
         "class_path": "EarlyExitTraining",
@@ -291,9 +289,6 @@ def _compare(
 
 def _show(row: dict[str, Any]) -> None:
     print(*(f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
-    if LOG:
-        with LOG[0].open("a") as file:
-            file.write(json.dumps(row) + "\n")
 
 
 def main() -> None:
@@ -305,7 +300,6 @@ def main() -> None:
     options = parser.parse_args()
     directory = options.directory or Path(tempfile.mkdtemp())
     directory.mkdir(parents=True, exist_ok=True)
-    LOG.append(options.output.with_suffix(".jsonl"))
     made: dict[str, Any] = {
         "manifest": manifest(options={"parts": options.parts, "minutes": options.minutes}, device=torch.device("cuda"))
     }

@@ -16,13 +16,7 @@ from typing import Any
 
 import torch
 
-from lightning_specdec import (
-    AcceptanceRule,
-    EpsilonThreshold,
-    ExactMatch,
-    RejectionSampling,
-    SpeculativeDecoder,
-)
+from lightning_specdec import AcceptanceRule, EpsilonThreshold, ExactMatch, RejectionSampling, SpeculativeDecoder
 from lightning_specdec.bench.manifest import manifest
 from lightning_specdec.data import ArithmeticProgressions
 

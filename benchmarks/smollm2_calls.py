@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def main() -> None:
         calls = _forms(options, dtype)
         for width in WIDTHS:
             tokens = torch.randint(100, 40_000, (1, width), generator=torch.Generator().manual_seed(width))
-            seconds = _interleave({form: _bind(call, tokens) for form, call in calls.items()}, options.repeats)
+            seconds = _interleave({form: partial(call, tokens) for form, call in calls.items()}, options.repeats)
             row = {form: 1000 * statistics.median(each) for form, each in seconds.items()}
             rows.append({"dtype": name, "width": width, "milliseconds": row})
             print(
@@ -56,10 +57,6 @@ def main() -> None:
 
 
 Call = Callable[[torch.Tensor], None]
-
-
-def _bind(call: Call, tokens: torch.Tensor) -> Callable[[], None]:
-    return lambda: call(tokens)
 
 
 def _forms(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Call]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,6 @@ def _ours(
     shared: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "eos": eos}
     for size in (1, 8):
         batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
-        started = time.perf_counter()
         outputs[f"standard, batch {size}"] = [
             tokens for batch in batches for tokens in autoregressive_decode(target, batch, **shared).tokens
         ]
@@ -86,7 +84,6 @@ def _ours(
                 target, NGramDrafter(), batch, num_draft_tokens=options.num_draft_tokens, **shared
             ).tokens
         ]
-        print(f"batch {size}: {time.perf_counter() - started:.0f} s", flush=True)
     return outputs
 
 

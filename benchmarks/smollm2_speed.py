@@ -35,15 +35,6 @@ from lightning_specdec.text.tokenizer import TextTokenizer
 Way = Callable[[list[int]], Any]
 LOOKUPS, CONSTANTS, WINDOWS = (3, 5, 10), (5, 10), (4, 8)
 MODEL_WINDOWS = {"right": (5, 10), "wrong": (1, 3)}
-BARS = {
-    "standard over generate": {"bfloat16": 1.25, "float32": 1.0},
-    "lookup over generate's": {"bfloat16": 1.3},
-    "lookup over standard": {"bfloat16": 1.25},
-    "adaptive lookup over standard": {"float32": 1.0},
-    "right draft over generate's": {"float32": 1.5, "bfloat16": 1.4},
-    "wrong draft over generate's": {"float32": 1.5, "bfloat16": 1.4},
-}
-"""What the ratios are meant to reach."""
 
 
 def main() -> None:
@@ -110,7 +101,8 @@ class _Machine:
         if part == "lookup":
             theirs = {f"generate lookup {n}": self._generate(prompt_lookup_num_tokens=n) for n in LOOKUPS}
             ours = {f"lookup {k}": self._ours(f"lookup {k}", NGramDrafter(), k) for k in WINDOWS}
-            ours["lookup auto"] = self._ours("lookup auto", NGramDrafter(), self._adaptive(NGramDrafter()))
+            adaptive = AdaptiveWindow(calibrate(self.target, NGramDrafter(), context_length=500))
+            ours["lookup auto"] = self._ours("lookup auto", NGramDrafter(), adaptive)
             return {"generate": self._generate(), "standard": self._standard(), **theirs, **ours}
         assistant = self.theirs if part == "right" else self.random
         own = ModelDrafter(self.target if part == "right" else HuggingFaceLM(self.random).fused())
@@ -125,7 +117,7 @@ class _Machine:
         return {"standard": self._standard(), **theirs, **ours}
 
     def rows(self, part: str, seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
-        """Each way's figures, and the ratios that are meant to reach a bar."""
+        """Each method's figures, and their ratios."""
         rows: list[dict[str, Any]] = []
         for way, each in seconds.items():
             row: dict[str, Any] = {"dtype": self.dtype, "part": part, "way": way, "seconds": each}
@@ -139,9 +131,8 @@ class _Machine:
             shown = {key: round(value, 3) for key, value in row.items() if isinstance(value, float)}
             print(f"{self.dtype:<9} {part:<9} {way:<28} {shown}", flush=True)
         for name, ratio in self._ratios(part, seconds).items():
-            bar = BARS.get(name, {}).get(self.dtype)
-            rows.append({"dtype": self.dtype, "part": part, "ratio": name, "value": ratio, "bar": bar})
-            print(f"{self.dtype:<9} {part:<9} {name:<34} {ratio:.2f}" + (f"  (bar {bar})" if bar else ""), flush=True)
+            rows.append({"dtype": self.dtype, "part": part, "ratio": name, "value": ratio})
+            print(f"{self.dtype:<9} {part:<9} {name:<34} {ratio:.2f}", flush=True)
         return rows
 
     def _ratios(self, part: str, seconds: dict[str, list[float]]) -> dict[str, float]:
@@ -206,9 +197,6 @@ class _Machine:
             self.results.setdefault(name, []).append(result)
 
         return way
-
-    def _adaptive(self, drafter: Drafter) -> AdaptiveWindow:
-        return AdaptiveWindow(calibrate(self.target, drafter, context_length=500))
 
 
 def _interleave(ways: dict[str, Way], prompts: list[list[int]], machine: _Machine) -> dict[str, list[float]]:

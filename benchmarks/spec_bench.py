@@ -7,13 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-TASKS = {
-    "translation": "translation",
-    "summarization": "summarization",
-    "qa": "qa",
-    "math_reasoning": "math_reasoning",
-    "rag": "rag",
-}
+TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")
 """Its categories; the eight of MT-Bench count as one task, conversation."""
 
 
@@ -24,7 +18,8 @@ def load(path: str | Path, tokenizer: Any, *, longest: int = 1024) -> dict[str, 
         row = json.loads(line)
         tokens = tokenizer.encode_chat([{"role": "user", "content": row["turns"][0]}])
         if len(tokens) <= longest:
-            prompts.setdefault(TASKS.get(row["category"], "conversation"), []).append(tokens)
+            task = row["category"] if row["category"] in TASKS else "conversation"
+            prompts.setdefault(task, []).append(tokens)
     return prompts
 
 

@@ -43,11 +43,7 @@ from lightning_specdec.models.packed import limit_threads
 from lightning_specdec.training.metrics import NextToken
 
 NAMES = ("transformer", "early_exit", "multi_token", "staged", "text", "draft_sizes")
-SETTINGS: tuple[tuple[AcceptanceRule, float], ...] = (
-    (ExactMatch(), 0.0),
-    (ExactMatch(), 1.0),
-    (RejectionSampling(), 1.0),
-)
+SETTINGS: list[tuple[AcceptanceRule, float]] = [(ExactMatch(), 0.0), (ExactMatch(), 1.0), (RejectionSampling(), 1.0)]
 
 
 def main() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -124,28 +122,3 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
     with ResultsWriter.open(tmp_path, MADE), pytest.raises(ValueError, match="another run is writing"):
         ResultsWriter.open(tmp_path, MADE)
     write(tmp_path, 1)
-
-
-def test_a_full_disk_in_the_middle_of_a_row_costs_this_row_alone(tmp_path: Path) -> None:
-    path, limits = tmp_path / "rows.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
-    with ResultsWriter.open(tmp_path, MADE) as results:
-        results.append(row(1))
-        before = path.read_bytes()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))  # half a row fits
-        try:
-            with pytest.raises(OSError, match="too large") as caught:
-                results.append(row(2))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert caught.value.filename == str(path) and path.read_bytes() == before
-        assert (row(2).cell, 0) not in results.known
-        results.append(row(2))
-    assert len(read(tmp_path).rows) == 2
-
-
-def test_a_row_is_on_the_disk_when_it_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[bytes] = []
-    with ResultsWriter.open(tmp_path, MADE) as results:
-        monkeypatch.setattr(os, "fsync", lambda number: synced.append((tmp_path / "rows.jsonl").read_bytes()))
-        results.append(row(1))
-    assert synced and synced[-1].endswith(b"\n") and json.loads(synced[-1])["domain"] == "d1"

@@ -158,19 +158,6 @@ def test_a_case_that_fails_is_shown_with_its_error_and_is_not_tried_again(tmp_pa
     assert len(measured(tmp_path / "r", chosen, given).rows) == len(rows)
 
 
-def test_a_draft_that_no_memory_is_left_for_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*more: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ModelDrafter, "fused", full)
-        poor = pair()
-    rows = measured(tmp_path / "r", config(), poor).rows
-    errors = {row.error for row in rows if row.draft == "model"}
-    assert errors == {"CUDA out of memory. Tried to allocate 2 GiB"} and len(rows) == 5
-    assert len(measured(tmp_path / "r", config(), pair()).rows) == 5, "not tried again"
-
-
 def test_other_weights_or_prompts_under_one_name_are_refused(tmp_path: Path) -> None:
     measured(tmp_path / "r", config())
     target = cases.MODELS["rnn"]()

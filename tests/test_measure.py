@@ -235,7 +235,7 @@ def test_what_no_case_could_do_is_refused_before_anything_runs(
 
 
 def test_decode_sweep_and_bench_agree_on_one_pair(tmp_path: Path) -> None:
-    """The same prompts and settings: equal counts and tokens, one baseline."""
+    """The same prompts and settings: equal counts and tokens."""
     prompts = [list(prompt.tokens) for prompt in tiny_bench.PROMPTS["sequences"]]
     target = cases.MODELS["rnn"]()
     decoder = SpeculativeDecoder(target, cases.near(target), prompts=prompts)
@@ -251,7 +251,6 @@ def test_decode_sweep_and_bench_agree_on_one_pair(tmp_path: Path) -> None:
     counts = ("num_target_calls", "num_draft_steps", "num_tested", "num_accepted", "tokens_sha256", "num_new_tokens")
     for name in counts:
         assert len({getattr(each.rows[0], name) for each in three}) == 1, name
-    assert len({each.standard[0].tokens_sha256 for each in three}) == 1
 
 
 def test_all_three_measure_the_packed_target(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,13 +59,6 @@ def test_a_head_is_judged_by_the_token_that_many_places_ahead(
         assert oracle["agreement"] == pytest.approx(own["accuracy"])
 
 
-def test_prompts_of_a_batch_have_different_lengths(speed: ModuleType) -> None:
-    prompts = speed.ragged([list(range(16)), list(range(8))], 16)
-    assert len(prompts) == 16 and prompts[0] == list(range(16))
-    assert len({len(prompt) for prompt in prompts}) > 4 and min(map(len, prompts)) >= 4
-    assert speed.ragged([[7]], 3) == [[7]] * 3
-
-
 def test_the_table_shows_the_best_row_of_every_setting(speed: ModuleType) -> None:
     def row(batch_size: int, draft: str, speedup: float | None, **others: Any) -> dict[str, Any]:
         figures = {"acceptance_rate": None, "block_efficiency": 2.0, "cost_ratio": 0.5, "same_tokens": True}
