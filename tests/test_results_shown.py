@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 from types import ModuleType
@@ -10,23 +10,13 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parent.parent
-
-
-def _benchmark(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 RECORDS = sorted(path.stem for path in (ROOT / "docs" / "results").glob("*.json"))
 
 
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return _benchmark("tables")
+    return importlib.import_module("tables")
 
 
 def test_every_table_that_is_shown_is_made_from_its_record(tables: ModuleType) -> None:
