@@ -197,11 +197,11 @@ class Added(LlamaForCausalLM):
         return super().forward(inputs_embeds=embedded, position_ids=position_ids, **options)
 
 
-@pytest.mark.parametrize(("kind", "told"), [(Scaled, "changes the logits"), (Added, "more than pass them on")])
-def test_a_model_that_has_learnt_nothing_yet_hides_nothing(kind: Any, told: str) -> None:
+@pytest.mark.parametrize("kind", [Scaled, Added])
+def test_a_model_that_has_learnt_nothing_yet_hides_nothing(kind: Any) -> None:
     with torch.random.fork_rng():
         model = kind(tiny("llama").config).eval()
-    with pytest.raises(ValueError, match=f"{kind.__name__} cannot be taken apart: .*{told}"):
+    with pytest.raises(ValueError, match=f"{kind.__name__} cannot be taken apart: its own forward pass"):
         HuggingFaceLM(model).check_exit(1)
 
 

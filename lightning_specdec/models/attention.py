@@ -42,15 +42,7 @@ class StateCache(Cache):
 
 
 def grouped_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **options: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention, as transformers' "sdpa" and with its arguments, over a mask `[B, 1, T, S]`.
 
@@ -61,17 +53,16 @@ def grouped_attention(
     batch, heads, num_tokens, size = query.shape
     groups = heads // key.shape[1]
     plain = attention_mask is None or attention_mask.shape[1] != 1 or attention_mask.dtype == torch.bool
-    if groups == 1 or plain or dropout or is_causal is not None or options.get("position_bias") is not None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **options
-        )
+    other = options.get("dropout") or any(options.get(name) is not None for name in ("is_causal", "position_bias"))
+    if groups == 1 or plain or other:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     assert attention_mask is not None
     output = nn.functional.scaled_dot_product_attention(
         query.reshape(batch, key.shape[1], groups * num_tokens, size),
         key,
         value,
         attn_mask=attention_mask if num_tokens == 1 else attention_mask.repeat(1, 1, groups, 1),
-        scale=scaling,
+        scale=options.get("scaling"),
     )
     return output.reshape(batch, heads, num_tokens, -1).transpose(1, 2).contiguous(), None
 

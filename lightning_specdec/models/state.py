@@ -95,7 +95,7 @@ class DecodeState(ABC):
         self.consumed, self.committed = _chosen(self.consumed, rows), _chosen(self.committed, rows)
 
     @abstractmethod
-    def _select(self, rows: Sequence[int], source: Int[Tensor, "N"], empty: Bool[Tensor, "N"]) -> None:
+    def _select(self, rows: Sequence[int], source: Tensor, empty: Tensor) -> None:
         """Take these rows; on the device they are `source`, with zeros where `empty`."""
 
     def clear(self, rows: Sequence[int]) -> None:
@@ -111,7 +111,7 @@ def _cleared(lengths: list[int], rows: Sequence[int]) -> list[int]:
     return [0 if row in rows else length for row, length in enumerate(lengths)]
 
 
-def _take(values: Tensor, source: Int[Tensor, "N"], empty: Bool[Tensor, "N"]) -> Tensor:
+def _take(values: Tensor, source: Tensor, empty: Tensor) -> Tensor:
     """The rows of `values` by `source`, zero where `empty`."""
     return values[source].masked_fill(empty.view(-1, *[1] * (values.dim() - 1)), 0)
 
@@ -172,7 +172,7 @@ class RecurrentState(DecodeState):
         if self.committed == self.consumed:  # to where the rows are: the past can go
             self._past, self._origin = self.hidden()[:, None], self.consumed
 
-    def _select(self, rows: Sequence[int], source: Int[Tensor, "N"], empty: Bool[Tensor, "N"]) -> None:
+    def _select(self, rows: Sequence[int], source: Tensor, empty: Tensor) -> None:
         self._past, self._current = _take(self._past, source, empty), None
         self._origin = _chosen(self._origin, rows)
 
@@ -334,7 +334,7 @@ class KVState(DecodeState):
         for buffer in chain.from_iterable(self.storage.layers.values()):
             buffer[list(rows)] = 0  # a request that ended in NaN must not poison the next one
 
-    def _select(self, rows: Sequence[int], source: Int[Tensor, "N"], empty: Bool[Tensor, "N"]) -> None:
+    def _select(self, rows: Sequence[int], source: Tensor, empty: Tensor) -> None:
         former = self.storage
         taken = {layer: [_take(each, source, empty) for each in pair] for layer, pair in former.layers.items()}
         if self._pool is not None:
