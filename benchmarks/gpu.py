@@ -207,7 +207,6 @@ def train(minutes: float, directory: Path) -> dict[str, Any]:
             "batch_size": 32,
             "num_train": 65536,
             "num_val": 64,
-            "max_bytes": 60_000_000,
         }
         sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 12}
         target = config["model"]["init_args"]["target"]

@@ -26,7 +26,6 @@ from lightning_specdec.bench.manifest import manifest
 from lightning_specdec.checkpoints.target_reference import dtype_of
 from lightning_specdec.config.files import replaced
 from lightning_specdec.data.prompts import shipped_prompts
-from lightning_specdec.data.prompts.domains import some
 from lightning_specdec.drafters import Drafter, NGramDrafter, NGramWithFallback
 from lightning_specdec.drafters.ngram_with_fallback import sure_lookup
 
@@ -55,7 +54,7 @@ def main() -> None:
     decoder = SpeculativeDecoder.from_pretrained(options.model, NGramDrafter(), dtype="bfloat16")
     assert decoder.tokenizer is not None
     kinds = {f"Spec-Bench {task}": texts for task, texts in load(options.prompts, decoder.tokenizer).items()}
-    for prompt in some(shipped_prompts(), options.num_prompts):
+    for prompt in [prompt for prompt in shipped_prompts() if int(prompt.id[-3:]) <= options.num_prompts]:
         tokens = list(prompt.encoded(decoder.tokenizer).tokens)
         kinds.setdefault(f"shipped {prompt.domain}", []).append(tokens)
     made = manifest(options=plain, device=torch.device("cpu"))

@@ -32,7 +32,6 @@ from lightning_specdec.bench.rows import Comparison
 from lightning_specdec.checkpoints.target_reference import dtype_of
 from lightning_specdec.config.files import replaced
 from lightning_specdec.data.prompts import shipped_prompts
-from lightning_specdec.data.prompts.domains import some
 from lightning_specdec.drafters import Drafter, NGramDrafter, NGramWithFallback
 from lightning_specdec.drafters.ngram_with_fallback import sure_lookup
 
@@ -95,7 +94,7 @@ def measured(
     decoder = SpeculativeDecoder.from_pretrained(options.model, NGramDrafter(), dtype=dtype)
     assert decoder.tokenizer is not None
     prompts = mixed(load(options.prompts, decoder.tokenizer), options.num_prompts)
-    shipped = some(shipped_prompts(), options.num_shipped)
+    shipped = [prompt for prompt in shipped_prompts() if int(prompt.id[-3:]) <= options.num_shipped]
     prompts += [list(prompt.encoded(decoder.tokenizer).tokens) for prompt in shipped]
     trained = {
         path.stem: checkpoints.load(path, target=decoder.target).drafter.to(dtype_of(decoder.target))

@@ -68,7 +68,8 @@ def main() -> None:
         decoder = SpeculativeDecoder.from_checkpoint(path)
         if options.threads is None:
             limit_threads(decoder.target.num_parameters)
-        data: TokenData = getattr(data_modules, decoder.recipe["data"])(**decoder.recipe["data_arguments"])
+        given = {name: value for name, value in decoder.recipe["data_arguments"].items() if name != "max_bytes"}
+        data: TokenData = getattr(data_modules, decoder.recipe["data"])(**given)  # former runs had max_bytes
         name = checkpoint_name(path)
         predictions += [{"checkpoint": name, **row} for row in quality(decoder, data)]
         print(f"{quality_table([row for row in predictions if row['checkpoint'] == name])}\n", flush=True)

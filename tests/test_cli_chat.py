@@ -15,6 +15,7 @@ import tiny_models
 from cli_fixtures import call, here, refused, succeed
 
 from lightning_specdec.cli.chat import Talk
+from lightning_specdec.config.terminal import visible
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.decoding.conversation import Conversation
 from lightning_specdec.text.chat import Chat
@@ -53,7 +54,7 @@ def talk(model: str, *arguments: str, turns: list[str] | None = None) -> str:
 
 
 def shown(answers: list[str]) -> str:
-    return "".join(f"{answer}\n" for answer in answers)
+    return "".join(f"{visible(answer)}\n" for answer in answers)
 
 
 @pytest.mark.parametrize("window", ["1", "5"])

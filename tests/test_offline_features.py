@@ -19,7 +19,7 @@ from cli_fixtures import call, here, succeed
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lightning_specdec.data import Batch, SequenceFile, TextFiles, TokenData
+from lightning_specdec.data import Batch, SequenceFile, TokenData
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training import OfflineFeatures, OnlineFeatures, offline_features
 from lightning_specdec.training.target_outputs import TargetOutputs
@@ -246,8 +246,6 @@ def test_shards_of_an_older_format_are_refused(tmp_path: Path) -> None:
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="TextFiles reads other rows each epoch.*OnlineFeatures.*generate"):
-        prepared(TextFiles(vocab_size=cases.VOCAB), tmp_path)
     for options, told in (
         ({"dtype": "float16"}, "dtype must be bfloat16 or float32"),
         ({"also_layers": [9]}, "also_layers must be below the target's 3"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Iterator
@@ -18,9 +17,7 @@ from transformers import GenerationConfig
 from lightning_specdec import RNN, ModelDrafter, SpeculativeDecoder
 from lightning_specdec.checkpoints import checkpoint
 from lightning_specdec.text.chat import Chat
-from lightning_specdec.text.stream import TextStream
 from lightning_specdec.text.tokenizer import ByteTokenizer, TextTokenizer, Tokenizer
-from lightning_specdec.text.vocabulary import Vocabulary
 
 __all__ = ["here"]
 REAL = Path(__file__).parent.parent / "checkpoints" / "smollm2"
@@ -32,7 +29,7 @@ TEXTS = [
     "a\r\nb",
     "".join(map(chr, range(0, 3000, 7))),
 ]
-by_bytes = pytest.mark.parametrize("kind", text_cases.BY_BYTES)
+by_bytes = pytest.mark.parametrize("kind", text_cases.TOKENIZERS)
 
 
 def of_kind(kind: str, template: str = text_cases.CHATML) -> TextTokenizer:
@@ -90,12 +87,9 @@ def test_the_pieces_of_broken_characters_add_up_to_the_whole_decode(kind: str) -
         check_stream(tokenizer, tokens, generator)
 
 
-# Tokenizers with byte tokens change some control characters; Metaspace drops all spaces of the first token.
+# Tokenizers with byte tokens change some control characters.
 READ_BACK = [(kind, text) for kind in ("bytes", "byte_level") for text in TEXTS] + [
-    (kind, text)
-    for kind in ("sentencepiece", "gemma", "metaspace")
-    for text in text_cases.SAMPLES
-    if kind != "metaspace" or not text.startswith(" ")
+    (kind, text) for kind in ("sentencepiece", "gemma") for text in text_cases.SAMPLES
 ]
 
 
@@ -121,15 +115,6 @@ def test_nothing_is_held_back_but_the_beginning_of_a_character() -> None:
             assert len(stream._ready) + len(stream._run) + len(stream._decoder.getstate()[0]) < 4
 
 
-def test_a_run_of_byte_tokens_is_shown_once_it_has_ended() -> None:
-    tokenizer = shared("sentencepiece")
-    e, acute, word = tokenizer.tokenizer.convert_tokens_to_ids(["<0xC3>", "<0xA9>", "▁the"])
-    stream = tokenizer.stream()
-    assert [stream.push([e]), stream.push([acute]), stream.push([word])] == ["", "", "é the"]
-    stream = tokenizer.stream()
-    assert [stream.push([word]), stream.push([e]), stream.push([word]), stream.finish()] == ["the", "", "� the", ""]
-
-
 @by_bytes
 def test_what_is_held_is_shown_later_and_what_is_dropped_never(kind: str) -> None:
     generator, tokenizer = random.Random(3), shared(kind)
@@ -142,11 +127,6 @@ def test_what_is_held_is_shown_later_and_what_is_dropped_never(kind: str) -> Non
                 shown += stream.push(chunk, hold=max(drop, generator.randint(0, 6)))
             shown += stream.finish(drop=drop)
             assert shown == text.encode()[: max(num_bytes - drop, 0)].decode(errors="replace")
-
-
-def test_a_stream_needs_no_more_than_bytes() -> None:
-    stream = TextStream(Vocabulary((b"a", b"\xe2", None, b"\x82\xacb")))
-    assert [stream.push([0, 1]), stream.push([2]), stream.push([3, 1]), stream.finish()] == ["a", "", "€b", "�"]
 
 
 def test_bytes_are_tokens_and_nothing_is_special() -> None:
@@ -206,7 +186,6 @@ def test_bos_comes_where_the_tokenizer_adds_it_and_once_in_a_chat() -> None:
     bos = with_bos.tokenizer.bos_token_id
     assert with_bos.encode("the oak")[0] == bos and bos not in without.encode("the oak")
     assert with_bos.encode_chat(HELLO).count(bos) == 2  # one a turn, as the template writes them
-    assert with_bos.decode(with_bos.encode_chat(HELLO), show_special=True).startswith("<s>")
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
@@ -225,7 +204,6 @@ def test_eos_is_what_tokenizer_and_model_name_and_pad_is_no_part_of_it() -> None
     assert TextTokenizer(tokenizer, generation_config=GenerationConfig(eos_token_id=[7, 9])).eos == {2, 7, 9}
     tokenizer.eos_token = None
     assert tokenizer.pad_token_id == 2 and TextTokenizer(tokenizer).eos == set()
-    assert TextTokenizer(tokenizer).decode([2], show_special=True) == "</s>"
 
 
 @pytest.fixture
@@ -247,11 +225,8 @@ def test_a_directory_gives_the_tokenizer_with_all_that_ends_an_answer(saved: Pat
     ("file", "content"),
     [
         ("tokenizer.json", '{"version": "1.0", "added'),
-        ("tokenizer.json", '{"no": "tokenizer"}'),
-        ("tokenizer.json", ""),
         ("tokenizer_config.json", "{"),
         ("generation_config.json", "{"),
-        ("tokenizer.json", json.dumps({"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": 3}})),
         ("tokenizer.json", None),
     ],
 )
@@ -270,7 +245,6 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in ran
     [
         (None, "no chat template"),
         ("{{ raise_exception('no system\n role') }}", "no system role"),
-        ("{{ nothing.at.all }}", "nothing"),
         ("{% if %}", "does not take this chat"),
         (ENDLESS + "{% endfor %}", "does not end"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
@@ -297,109 +271,15 @@ def test_smollm2_encodes_and_ends_as_transformers_does() -> None:
         check_stream(tokenizer, tokenizer.encode(text), random.Random(0))
 
 
-QUESTIONS = ["the oak", "Où est\nl'été ?", "  thunder ", "🌩", ""]
-TEMPLATES = {
-    "chatml": text_cases.CHATML,
-    "trimming": text_cases.CHATML.replace("message['content']", "message['content'] | trim"),
-    "instruct": "{% for m in messages %}{% if m['role'] == 'user' %}<s>[I] {{ m['content'] }} [/I]"
-    "{% else %} {{ m['content'] | trim }} </s>{% endif %}{% endfor %}",
-    "plain": "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}",
-}
-
-
-def words(tokenizer: TextTokenizer, generator: random.Random) -> list[int]:
-    """An answer that no tokenizer would have cut into these tokens."""
-    pieces = tokenizer.vocabulary.token_bytes
-    plain = [i for i, piece in enumerate(pieces) if piece and piece.isascii() and piece.decode().isprintable()]
-    return [generator.choice(plain) for _ in range(generator.randint(1, 9))]
-
-
-def check_shown(chat: Chat, tokens: list[int], question: str, *, exactly: bool = False) -> None:
-    """What differs from the template's text is white space alone: what it trims, a tokenizer adds, the model wrote."""
-    rendered = chat.tokenizer.render_chat([*chat.messages, {"role": "user", "content": question}])
-    shown = chat.tokenizer.decode(tokens, show_special=True)
-    assert shown == rendered if exactly else "".join(shown.split()) == "".join(rendered.split())
-
-
-@pytest.mark.parametrize("system", [None, "You are an oak."])
-@by_bytes
-def test_answers_in_the_tokenizers_own_tokens_give_the_encoding_of_the_whole_chat(
-    kind: str, system: str | None
-) -> None:
-    tokenizer = of_kind(kind)
-    chat = Chat(tokenizer, system=system)
-    for question in QUESTIONS:
-        prompt = chat.ask(question)
-        messages = [*chat.messages, {"role": "user", "content": question}]
-        whole = tokenizer.encode_chat([*messages, {"role": "assistant", "content": "the oak fell"}])
-        behind = whole[len(prompt) :]
-        assert prompt == tokenizer.encode_chat(messages) == whole[: len(prompt)]
-        assert chat.answer(behind[: behind.index(2) + 1]) == "the oak fell"
-
-
-@pytest.mark.parametrize("ending", [True, False], ids=["eos", "cut short"])
-@pytest.mark.parametrize("template", TEMPLATES)
-@by_bytes
-def test_what_was_decoded_stays_and_the_text_is_the_templates(kind: str, template: str, ending: bool) -> None:
-    generator, tokenizer = random.Random(1), of_kind(kind, TEMPLATES[template])
-    for _ in range(20):
-        chat, before = Chat(tokenizer), list[int]()
-        for question in QUESTIONS:
-            prompt = chat.ask(question)
-            assert prompt[: len(before)] == before
-            check_shown(chat, prompt, question, exactly=kind == "byte_level" and template == "chatml")
-            answer = words(tokenizer, generator)
-            if ending and template != "plain":
-                answer.append(2)
-            text = chat.answer(answer)
-            assert text == tokenizer.decode(answer) == chat.messages[-1]["content"]
-            before = [*prompt, *answer]
-
-
-def test_an_end_that_is_not_the_templates_is_replaced_by_it() -> None:
+def test_a_chat_is_the_encoding_of_all_that_was_said() -> None:
     tokenizer = of_kind("byte_level")
-    tokenizer.eos |= {3}
-    chat = Chat(tokenizer)
-    prompt, answer = chat.ask("the oak"), tokenizer.encode(" fell")
-    assert chat.answer([*answer, 3]) == " fell"
-    after = chat.ask("and then?")
-    assert after[: len(prompt) + len(answer) + 1] == [*prompt, *answer, 2] and 3 not in after
-    check_shown(chat, after, "and then?", exactly=True)
-
-
-@by_bytes
-def test_an_answer_that_a_stop_string_ended_stays_without_it(kind: str) -> None:
-    generator, tokenizer = random.Random(2), of_kind(kind)
-    table = tokenizer.vocabulary.token_bytes
-    for _ in range(100):
-        chat = Chat(tokenizer)
-        prompt, answer = chat.ask("the oak"), words(tokenizer, generator)
-        lengths = [len(table[token] or b"") for token in answer]
-        num_cut = generator.randint(0, sum(lengths))
-        text, whole = chat.answer(answer, num_cut=num_cut), tokenizer.decode(answer)
-        assert text == whole[: max(len(whole) - num_cut, 0)]
-        num_kept = max(n for n in range(len(answer) + 1) if sum(lengths[:n]) <= sum(lengths) - num_cut)
-        after = chat.ask("and then?")
-        assert after[: len(prompt) + num_kept] == [*prompt, *answer[:num_kept]]
-        check_shown(chat, after, "and then?")
-
-
-def test_a_template_that_rewrites_what_was_said_is_encoded_anew() -> None:
-    rewriting = text_cases.CHATML.replace("message['content']", "message['content'].split('=')[-1]")
-    tokenizer = of_kind("byte_level", rewriting)
-    chat = Chat(tokenizer)
-    chat.ask("the oak")
-    chat.answer([*tokenizer.encode("thinking= it fell"), 2])
-    assert chat.ask("why?") == tokenizer.encode_chat([*chat.messages, {"role": "user", "content": "why?"}])
-    assert "thinking" not in tokenizer.decode(chat.ask("why?"))
-
-
-def test_to_ask_again_is_to_ask_anew_and_an_empty_answer_is_one() -> None:
-    chat = Chat(of_kind("byte_level"))
+    chat = Chat(tokenizer, system="Be brief")
     chat.ask("never mind")
-    assert chat.ask("the oak") == chat.tokenizer.encode_chat(HELLO) and chat.messages == []
+    system = {"role": "system", "content": "Be brief"}
+    assert chat.ask("the oak") == tokenizer.encode_chat([system, *HELLO]) and chat.messages == [system]
+    answer = tokenizer.encode(" fell, STOP")
+    assert chat.answer(answer, num_cut=len(", STOP")) == " fell"
+    messages = [system, *HELLO, {"role": "assistant", "content": " fell"}]
+    assert chat.messages == messages
+    assert chat.ask("why?") == tokenizer.encode_chat([*messages, {"role": "user", "content": "why?"}])
     assert chat.answer([]) == ""
-    assert chat.tokenizer.decode(chat.ask("so?"), show_special=True).endswith(
-        "assistant\n</s>\n<s>user\nso?</s>\n<s>assistant\n"
-    )

@@ -59,12 +59,9 @@ def byte_level() -> PreTrainedTokenizerFast:
     return _wrapped(tokenizer)
 
 
-def _with_byte_tokens(decoder: Any, *, normalizer: Any = None, pre_tokenizer: Any = None) -> PreTrainedTokenizerFast:
+def _with_byte_tokens(decoder: Any, *, normalizer: Any) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    if normalizer is not None:
-        tokenizer.normalizer = normalizer
-    if pre_tokenizer is not None:
-        tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.normalizer = normalizer
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(vocab_size=360, special_tokens=[*SPECIAL, *bytes_], limit_alphabet=30)
     spec = json.loads(_trained(tokenizer, trainer).to_str())
@@ -94,39 +91,11 @@ def gemma() -> PreTrainedTokenizerFast:
     )
 
 
-def metaspace() -> PreTrainedTokenizerFast:
-    """The mark for spaces by `Metaspace`, which drops it in the first token, and bytes for what is missing."""
-    return _with_byte_tokens(
-        decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]), pre_tokenizer=pre_tokenizers.Metaspace()
-    )
-
-
-def words() -> PreTrainedTokenizerFast:
-    """Whole words, joined by spaces."""
-    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return _wrapped(_trained(tokenizer, trainers.WordLevelTrainer(special_tokens=SPECIAL, show_progress=False)))
-
-
-def _word_pieces(*, cleanup: bool) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece(cleanup=cleanup)
-    trainer = trainers.WordPieceTrainer(vocab_size=200, special_tokens=SPECIAL, show_progress=False)
-    return _wrapped(_trained(tokenizer, trainer))
-
-
 TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     "byte_level": byte_level,
     "sentencepiece": sentencepiece,
     "gemma": gemma,
-    "metaspace": metaspace,
-    "words": words,
-    "word_pieces": lambda: _word_pieces(cleanup=False),
-    "tidy_word_pieces": lambda: _word_pieces(cleanup=True),
 }
-BY_BYTES = ["byte_level", "sentencepiece", "gemma", "metaspace"]
-"""Those that can write any text."""
 
 
 @functools.cache

@@ -66,15 +66,6 @@ def sentencepiece(lines: Sequence[str] = PROSE, *, vocab_size: int = 340) -> Pre
     return wrap(rebuilt, unk_token="<unk>", pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
-def metaspace() -> PreTrainedTokenizerFast:
-    """BPE with the one step that does all that SentencePiece does with spaces."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>", "</s>"], show_progress=False)
-    tokenizer.train_from_iterator(ENGLISH, trainer)
-    return wrap(tokenizer, unk_token="<unk>", eos_token="</s>")
-
-
 def wrap(tokenizer: Tokenizer, **options: Any) -> PreTrainedTokenizerFast:
     """As transformers gives it."""
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
@@ -89,5 +80,4 @@ KINDS = {
     "byte_level": byte_level,
     "nested_byte_level": nested_byte_level,
     "sentencepiece": sentencepiece,
-    "metaspace": metaspace,
 }

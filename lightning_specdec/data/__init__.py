@@ -2,14 +2,7 @@
 
 from lightning_specdec.data.base import IGNORED, Batch, EpochSampler, TokenData
 from lightning_specdec.data.generated_text import GeneratedText
-from lightning_specdec.data.prompt_sources import (
-    GeneratedPrompts,
-    OpeningTurns,
-    Passages,
-    PromptFiles,
-    PromptMix,
-    PromptSource,
-)
+from lightning_specdec.data.prompt_sources import OpeningTurns, PromptFiles, PromptSource
 from lightning_specdec.data.sequences import ArithmeticProgressions, QuadraticProgressions, SequenceData, SequenceFile
 from lightning_specdec.data.text import TextFiles
 
@@ -18,12 +11,9 @@ __all__ = [
     "ArithmeticProgressions",
     "Batch",
     "EpochSampler",
-    "GeneratedPrompts",
     "GeneratedText",
     "OpeningTurns",
-    "Passages",
     "PromptFiles",
-    "PromptMix",
     "PromptSource",
     "QuadraticProgressions",
     "SequenceData",

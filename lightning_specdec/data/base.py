@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.terminal import say
@@ -32,11 +34,26 @@ SPLITS = ("train", "val", "test")
 PlainValues = dict[str, Any]
 """Constructor arguments by name: numbers, strings, lists of them."""
 
-Row = tuple[int, Any]
-"""A sequence's number within its split, and what `TokenData.collate` makes its tokens from."""
+Row = tuple[int, tuple[Any, int]]
+"""A sequence's number within its split, and its tokens with the number of those that are its prompt."""
 
-Rows = Any
-"""The rows of a split: has `len`, and makes a `Row` when it is asked for one by number."""
+
+class NumberedRows(Dataset[Row]):
+    """The rows of a split, each read when it is asked for.
+
+    Args:
+        places: of each row, where it is found.
+        read: what reads it from there.
+    """
+
+    def __init__(self, places: Any, read: Callable[[Any], Any]) -> None:
+        self.places, self.read = places, read
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, number: Any) -> Any:
+        return number, self.read(self.places[number])
 
 
 class Batch(NamedTuple):
@@ -90,21 +107,18 @@ class Batch(NamedTuple):
         return [row[:length] for row, length in zip(self.tokens.tolist(), lengths, strict=True)]
 
 
-def pad_rows(rows: Sequence[Any], prompt_lengths: Sequence[int], indices: Sequence[int]) -> Batch:
-    """A batch of rows of different lengths."""
-    lengths = torch.tensor([len(row) for row in rows])
-    tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
-    for line, row in zip(tokens, rows, strict=True):
-        line[: len(row)] = torch.as_tensor(row)
-    return Batch(tokens, lengths, torch.tensor(prompt_lengths), torch.tensor(indices))
-
-
 class EpochSampler(Sampler[int]):
-    """A new order each epoch, which depends on the seed and the epoch's number alone, so that a run can resume."""
+    """A new order each epoch, which depends on the seed and the epoch's number alone, so that a run can resume.
 
-    def __init__(self, num_sequences: int, seed: int) -> None:
-        self.num_sequences = num_sequences
-        self.seed = seed
+    Args:
+        num_sequences: how many there are.
+        seed: of the orders.
+        num_drawn: how many of them an epoch has at most; all when None.
+    """
+
+    def __init__(self, num_sequences: int, seed: int, num_drawn: int | None = None) -> None:
+        self.num_sequences, self.seed = num_sequences, seed
+        self.num_drawn = min(num_drawn or num_sequences, num_sequences)
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -112,10 +126,10 @@ class EpochSampler(Sampler[int]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.num_sequences
+        return self.num_drawn
 
     def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(self.num_sequences, generator=self.generator()).tolist()
+        yield from torch.randperm(self.num_sequences, generator=self.generator())[: self.num_drawn].tolist()
 
     def generator(self) -> torch.Generator:
         """This epoch's random numbers, from the first one."""
@@ -161,11 +175,9 @@ class TokenData(LightningDataModule, ABC):
     Attributes:
         tokenizer: what turns text into these tokens: "bytes", or the directory or hub id of a tokenizer; None where
             the tokens are no text.
-        fixed_rows: whether row i of a split is the same tokens every time.
     """
 
     tokenizer: str | None = None
-    fixed_rows: bool = True
 
     def __init__(
         self,
@@ -193,16 +205,19 @@ class TokenData(LightningDataModule, ABC):
         """Tokens of the longest sequence."""
 
     @abstractmethod
-    def rows(self, split: str) -> Rows:
+    def rows(self, split: str) -> NumberedRows:
         """The rows of a split, one of `SPLITS`.
 
         Raises:
             FileNotFoundError, ValueError: the data cannot be had, in one line.
         """
 
-    @abstractmethod
     def collate(self, rows: Sequence[Row]) -> Batch:
-        """One batch of rows."""
+        """One batch of rows, right-padded with zeros."""
+        texts = [torch.from_numpy(np.array(tokens, np.int64)) for _, (tokens, _) in rows]
+        lengths, prompt_lengths = torch.tensor([len(text) for text in texts]), [length for _, (_, length) in rows]
+        indices = torch.tensor([index for index, _ in rows])
+        return Batch(pad_sequence(texts, batch_first=True), lengths, torch.tensor(prompt_lengths), indices)
 
     def train_sampler(self) -> EpochSampler:
         """The order of each epoch: what it yields is looked up in the rows of the training split."""
@@ -246,30 +261,26 @@ class TokenData(LightningDataModule, ABC):
     def test_dataloader(self) -> DataLoader[Row]:
         return self._dataloader("test")
 
-    def predict_dataloader(self) -> DataLoader[Row]:
-        return self._dataloader("test")
+    predict_dataloader = test_dataloader
 
     def _dataloader(self, split: str) -> DataLoader[Row]:
         return DataLoader(self.rows(split), batch_size=self.batch_size, collate_fn=self.collate)
 
-    def split(self, num_sequences: int, counted: str, remedy: str) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, num_sequences: int, source: str) -> tuple[Tensor, Tensor, Tensor]:
         """The numbers of the sequences of each split, in the order of `SPLITS`: a shuffle by the seed, cut in three.
 
         Args:
-            counted: what was counted, for the error when there are too few.
-            remedy: what to do then besides asking for fewer.
+            source: of the sequences, for the error when there are too few.
 
         Raises:
             ValueError: there are fewer sequences than the splits need.
         """
-        num_train = 1 if self.num_train is None else self.num_train
         held_out = self.num_val + self.num_test
-        needed = num_train + held_out
+        needed = held_out + (1 if self.num_train is None else self.num_train)
         if num_sequences < needed:
-            at_least = "at least " if self.num_train is None else ""
             raise ValueError(
-                f"{counted} {num_sequences} distinct sequences, and the split needs {at_least}{needed} ({num_train} "
-                f"train + {self.num_val} val + {self.num_test} test): lower these numbers, or {remedy}"
+                f"{source}: {num_sequences} distinct sequences, and the splits need {needed} ({self.num_val} val + "
+                f"{self.num_test} test + train): lower num_train, num_val or num_test, or give more data"
             )
         order = torch.randperm(num_sequences, generator=torch.Generator().manual_seed(self.seed))
         stop = None if self.num_train is None else needed

@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
 
 from lightning_specdec.config.files import replaced
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 """Counted up when the files change, so that a corpus of another version is not misread."""
-_SAME = ("format", "vocab_size", "target", "tokenizer", "arguments", "data", "num_prompts", "prompts_sha256")
+_SAME = ("vocab_size", "target", "tokenizer", "arguments", "data", "num_prompts", "prompts_sha256")
 """What two runs into one directory must have in common."""
-_MOVABLE = ("target.source", "tokenizer.name")
-"""Names of what is compared by its content instead."""
 _TYPES: dict[str, type] = {"vocab_size": int, "target": dict, "tokenizer": dict, "num_shards": int}
 _ARRAYS = ("starts", "prompt_lengths", "prompt_numbers", "temperatures")
 
@@ -47,11 +45,7 @@ def shard_path(directory: Path, number: int) -> Path:
 
 
 def write_shard(directory: Path, number: int, rows: Sequence[GeneratedRow], vocab_size: int) -> None:
-    """Write the rows of a shard; its file is there whole or not at all.
-
-    Raises:
-        ValueError: the disk is full, or nothing can be written there.
-    """
+    """Write the rows of a shard; its file is there whole or not at all."""
     path, texts = shard_path(directory, number), [[*row.prompt, *row.tokens] for row in rows]
     arrays = {
         "tokens": np.concatenate(texts).astype(np.uint16 if vocab_size <= 2**16 else np.uint32),
@@ -60,16 +54,12 @@ def write_shard(directory: Path, number: int, rows: Sequence[GeneratedRow], voca
         "prompt_numbers": np.array([row.prompt_number for row in rows], np.int64),
         "temperatures": np.array([row.temperature for row in rows], np.float32),
     }
-    try:
-        with replaced(path) as file:
-            file.write(save(arrays))
-    except OSError as error:
-        reason = f"{path} cannot be written ({error.strerror or error})"
-        raise ValueError(f"{reason}: the finished shards stay, make room and run it again") from error
+    with replaced(path) as file:
+        file.write(save(arrays))
 
 
 class Shard:
-    """A shard as it is on the disk: the tokens are read where they are asked for.
+    """A shard as it was written.
 
     Args:
         path: its file.
@@ -87,27 +77,27 @@ class Shard:
     def __init__(self, path: Path, vocab_size: int) -> None:
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing: run `lightning_specdec generate` again, which writes it")
-        remedy = "delete it and run `lightning_specdec generate` again, which writes it anew"
         try:
-            file = safe_open(path, "np")
-            self.starts, self.prompt_lengths, self.prompt_numbers, self.temperatures = map(file.get_tensor, _ARRAYS)
-            self._tokens = file.get_slice("tokens")
-            largest = int(file.get_tensor("tokens").max(initial=0))
-        except (ValueError, OSError, SafetensorError) as error:
-            raise ValueError(f"the shard {path} is torn or damaged ({type(error).__name__}): {remedy}") from error
-        sizes, prompts = np.diff(self.starts), self.prompt_lengths
-        whole = self.starts[:1].tolist() == [0] and self.starts[-1:].tolist() == self._tokens.get_shape()
-        shapes = {array.shape for array in (sizes, prompts, self.prompt_numbers, self.temperatures)}
-        if not whole or len(shapes) != 1 or (prompts < 1).any() or (sizes <= prompts).any() or largest >= vocab_size:
-            raise ValueError(f"the shard {path} holds rows that cannot have been generated: {remedy}")
+            arrays = load_file(path)
+            self.starts, self.prompt_lengths, self.prompt_numbers, self.temperatures = (
+                arrays[name] for name in _ARRAYS
+            )
+            self._tokens = tokens = arrays["tokens"]
+            sizes = np.diff(self.starts)
+            if self.starts[0] or self.starts[-1] != len(tokens) or (sizes <= self.prompt_lengths).any():
+                raise ValueError("its rows do not fit its tokens")
+            if (self.prompt_lengths < 1).any() or tokens.max(initial=0) >= vocab_size:
+                raise ValueError("it holds rows that cannot have been generated")
+        except (ValueError, LookupError, OSError, SafetensorError) as error:
+            remedy = "delete it and run `lightning_specdec generate` again, which writes it anew"
+            raise ValueError(f"the shard {path} is damaged ({error}): {remedy}") from error
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)
 
-    def row(self, number: int, size: int | None = None) -> np.ndarray:
-        """The first `size` tokens of a row, all of them when None."""
-        start, end = int(self.starts[number]), int(self.starts[number + 1])
-        tokens: np.ndarray = self._tokens[start : end if size is None else min(end, start + size)]
+    def row(self, number: int) -> np.ndarray:
+        """The tokens of a row."""
+        tokens: np.ndarray = self._tokens[self.starts[number] : self.starts[number + 1]]
         return tokens
 
 
@@ -118,20 +108,16 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         FileNotFoundError, ValueError: it holds no generated text, or that of another version.
     """
     path = directory / MANIFEST
+    if not path.is_file():
+        raise FileNotFoundError(f"{directory} holds no generated text: `lightning_specdec generate` writes it")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{directory} holds no generated text: `lightning_specdec generate` writes it"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read ({type(error).__name__}): restore it, or generate anew") from error
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        whole = values["format"] == FORMAT and all(isinstance(values[name], kind) for name, kind in _TYPES.items())
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        whole = False
+    if not whole:
         raise ValueError(f"{path} is no manifest of format {FORMAT}: generate the text anew with this version")
-    for name, kind in _TYPES.items():
-        if not isinstance(values.get(name), kind):
-            raise ValueError(f"{path} says nothing of {name}: restore it, or generate anew")
-    return values
+    return dict(values)
 
 
 def write_manifest(directory: Path, values: Mapping[str, Any]) -> None:
@@ -141,23 +127,13 @@ def write_manifest(directory: Path, values: Mapping[str, Any]) -> None:
 
 
 def check_same(directory: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise ValueError, which names the first difference, unless a run may continue what another one has begun."""
-    had, has = _flat(found), _flat(json.loads(json.dumps(wanted)))
-    for name in dict.fromkeys((*has, *had)):
-        if name not in _MOVABLE and had.get(name) != has.get(name):
-            before, now = (json.dumps(each.get(name))[:60] for each in (had, has))
-            raise ValueError(
-                f"{directory} holds another run's text ({name} was {before} there and is {now} now): give the same, "
-                "or another model.output"
-            )
-
-
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name in _SAME:
-        value = values.get(name)
-        flat |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
-    return flat
+    """Raise ValueError, which names the differences, unless a run may continue what another one has begun."""
+    wanted = json.loads(json.dumps(wanted))
+    if others := [name for name in _SAME if found.get(name) != wanted[name]]:
+        raise ValueError(
+            f"{directory} holds another run's text (of another {', '.join(others)}): give the same, or another "
+            "model.output"
+        )
 
 
 def open_corpus(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
@@ -174,7 +150,4 @@ def open_corpus(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
 
 def prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
     """Changes with any token of any prompt."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(np.array([len(prompt), *prompt], np.int64).tobytes())
-    return digest.hexdigest()
+    return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,16 +12,10 @@ import numpy as np
 import torch
 
 from lightning_specdec.config.checks import require_int
-from lightning_specdec.data.base import SPLITS, Batch, Row, Rows, TokenData, pad_rows
+from lightning_specdec.data.base import SPLITS, NumberedRows, TokenData
 
-MAX_PROGRESSIONS = 2**24
-"""Progressions that can be shuffled: their order takes 8 bytes each."""
-FORMS = {
-    ".csv": "integers separated by commas, without a heading",
-    ".jsonl": "a JSON list of integers on each line, as [1, 2, 3]",
-    ".npy": "a two-dimensional array of integers with numpy.save",
-}
-"""What a `SequenceFile` may be."""
+MAX_PROGRESSIONS = 2**22
+"""Progressions that can be shuffled."""
 
 
 class Splits(NamedTuple):
@@ -41,78 +35,31 @@ class SequenceData(TokenData):
     def sequences(self) -> Sequence[Sequence[int]]:
         """All sequences, each of at least two tokens, all distinct."""
 
-    @abstractmethod
-    def shortage(self) -> tuple[str, str]:
-        """For the error when there are too few: what was counted, and what to do besides asking for fewer."""
-
     def splits(self) -> Splits:
         """The sequences of each split."""
         split = [self.rows(name) for name in SPLITS]
-        return Splits(*([list(rows[i][1]) for i in range(len(rows))] for rows in split))
+        return Splits(*([list(rows[i][1][0]) for i in range(len(rows))] for rows in split))
 
     @property
     def max_length(self) -> int:
         return max(map(len, self.sequences()))
 
-    def rows(self, split: str) -> Rows:
+    def rows(self, split: str) -> NumberedRows:
         if self._numbers is None:
-            self._numbers = dict(zip(SPLITS, self.split(len(self.sequences()), *self.shortage()), strict=True))
-        return _Chosen(self.sequences(), self._numbers[split])
+            self._numbers = dict(zip(SPLITS, self.split(len(self.sequences()), type(self).__name__), strict=True))
+        return NumberedRows(self._numbers[split], self._read)
 
-    def collate(self, rows: Sequence[Row]) -> Batch:
-        """One batch of numbered sequences."""
-        prompt_lengths = [min(self.prompt_length, len(sequence) - 1) for _, sequence in rows]
-        return pad_rows([sequence for _, sequence in rows], prompt_lengths, [index for index, _ in rows])
-
-
-class _Chosen:
-    """Some of all sequences, numbered anew."""
-
-    def __init__(self, sequences: Sequence[Sequence[int]], numbers: torch.Tensor) -> None:
-        self.sequences, self.numbers = sequences, numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, index: int) -> Row:
-        return index, self.sequences[int(self.numbers[index])]
+    def _read(self, number: torch.Tensor) -> tuple[Sequence[int], int]:
+        sequence = self.sequences()[int(number)]
+        return sequence, min(self.prompt_length, len(sequence) - 1)
 
 
-class Formula(Sequence[list[int]]):
-    """All progressions of a `Progressions`, each computed when it is asked for.
-
-    They are numbered by start first, then by step, then by change.
-    """
-
-    def __init__(self, vocab_size: int, length: int, max_step: int, max_change: int, modulo: bool) -> None:
-        self.vocab_size, self.max_step = vocab_size, max_step
-        times = np.arange(length, dtype=np.int64)
-        self._times, self._grown = times, times * (times - 1) // 2
-        self._numbers: range | np.ndarray = range(vocab_size * max_step * (max_change + 1))
-        if not modulo:
-            start, step, change = self._parts(np.arange(len(self._numbers)))
-            self._numbers = np.flatnonzero(start + step * times[-1] + change * self._grown[-1] < vocab_size)
-
-    def _parts(self, numbers: Any) -> tuple[Any, Any, Any]:
-        rest, start = np.divmod(numbers, self.vocab_size)
-        change, step = np.divmod(rest, self.max_step)
-        return start, step + 1, change
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, number: Any) -> Any:
-        start, step, change = self._parts(self._numbers[number])
-        tokens: list[int] = ((start + step * self._times + change * self._grown) % self.vocab_size).tolist()
-        return tokens
-
-
-class Progressions(SequenceData):
+class QuadraticProgressions(SequenceData, Sequence[list[int]]):
     """Sequences start + step t + change t (t - 1) / 2 for t = 0, 1, ...: the step itself grows by `change`.
 
     Token t + 1 is 3 x[t] - 3 x[t-1] + x[t-2], so three tokens determine the rest, and two where `max_change` is 0
     (arithmetic progressions). Modulo `vocab_size` there are vocab_size * max_step * (max_change + 1) of them; without
-    wrapping those that stay below it.
+    wrapping those that stay below it. Deeper networks are better at them than shallow ones.
 
     Args:
         vocab_size: tokens are 0 to `vocab_size` - 1.
@@ -131,47 +78,47 @@ class Progressions(SequenceData):
         max_step: int | None = None,
         max_change: int | None = None,
         modulo: bool = True,
+        batch_size: int = 32,
         **options: Any,
     ) -> None:
-        super().__init__(vocab_size, **options)
+        super().__init__(vocab_size, batch_size=batch_size, **options)
         largest = vocab_size - 1
         self.max_step = largest if max_step is None else require_int("max_step", max_step, 1, largest)
         self.max_change = largest if max_change is None else require_int("max_change", max_change, 0, largest)
         self.length = require_int("length", length, 3 if self.max_change else 2)
         self.modulo = modulo
-        self._formula: Formula | None = None
+        most = vocab_size * self.max_step * (self.max_change + 1)
+        if most > MAX_PROGRESSIONS:
+            raise ValueError(f"{most} progressions are more than {MAX_PROGRESSIONS}: lower max_step or max_change")
+        self._times = np.arange(length)
+        self._grown = self._times * (self._times - 1) // 2
+        rest, start = np.divmod(np.arange(most), vocab_size)
+        change, step = np.divmod(rest, self.max_step)
+        last = start + (step + 1) * self._times[-1] + change * self._grown[-1]
+        self._parts = np.stack((start, step + 1, change), axis=1)[modulo | (last < vocab_size)]
 
-    def sequences(self) -> Formula:
-        if self._formula is None:
-            most = self.vocab_size * self.max_step * (self.max_change + 1)
-            if most > MAX_PROGRESSIONS:
-                raise ValueError(
-                    f"{self._rule()} give {most} progressions, and {MAX_PROGRESSIONS} are the most that are shuffled: "
-                    "lower max_step or max_change"
-                )
-            self._formula = Formula(self.vocab_size, self.length, self.max_step, self.max_change, self.modulo)
-        return self._formula
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, number: Any) -> Any:
+        start, step, change = self._parts[number]
+        tokens: list[int] = ((start + step * self._times + change * self._grown) % self.vocab_size).tolist()
+        return tokens
+
+    def sequences(self) -> Sequence[list[int]]:
+        """All progressions, each computed when it is asked for."""
+        return self
 
     @property
     def max_length(self) -> int:
         return self.length
 
-    def _rule(self) -> str:
-        return (
-            f"length {self.length}, steps 1 to {self.max_step} and changes 0 to {self.max_change} over "
-            f"{self.vocab_size} tokens"
-        )
 
-    def shortage(self) -> tuple[str, str]:
-        wrap = "" if self.modulo else ", or set modulo to true"
-        return f"{self._rule()} give", f"raise vocab_size, max_step or max_change{wrap}"
-
-
-class ArithmeticProgressions(Progressions):
+class ArithmeticProgressions(QuadraticProgressions):
     """Arithmetic progressions over the integers below `vocab_size`: 115 of them by default.
 
     Args:
-        options: those of `Progressions`.
+        options: those of `QuadraticProgressions`.
     """
 
     def __init__(
@@ -180,6 +127,7 @@ class ArithmeticProgressions(Progressions):
         length: int = 10,
         *,
         max_step: int = 5,
+        max_change: int = 0,
         modulo: bool = False,
         num_train: int = 100,
         num_val: int = 12,
@@ -189,30 +137,16 @@ class ArithmeticProgressions(Progressions):
         **options: Any,
     ) -> None:
         super().__init__(
-            vocab_size, length, max_step=max_step, max_change=0, modulo=modulo, num_train=num_train, num_val=num_val,
-            num_test=num_test, batch_size=batch_size, prompt_length=prompt_length, **options,
+            vocab_size, length, max_step=max_step, max_change=max_change, modulo=modulo, num_train=num_train,
+            num_val=num_val, num_test=num_test, batch_size=batch_size, prompt_length=prompt_length, **options,
         )  # fmt: skip
-
-    def arguments(self) -> dict[str, Any]:
-        return {name: value for name, value in super().arguments().items() if name != "max_change"}
-
-
-class QuadraticProgressions(Progressions):
-    """Quadratic progressions modulo `vocab_size`: deeper networks are better at them than shallow ones.
-
-    Args:
-        options: those of `Progressions`.
-    """
-
-    def __init__(self, vocab_size: int = 64, length: int = 160, *, batch_size: int = 32, **options: Any) -> None:
-        super().__init__(vocab_size, length, batch_size=batch_size, **options)
 
 
 class SequenceFile(SequenceData):
-    """Integer sequences from a file, one for each line (of an array: row). A sequence that is there twice counts once.
+    """Integer sequences from a text file, one on each line: `1, 2, 3` or `[1, 2, 3]`. Equal sequences count once.
 
     Args:
-        path: a .csv (empty cells at the end of a row are dropped), .jsonl or .npy file; see `FORMS`.
+        path: the file.
         options: those of `TokenData`.
     """
 
@@ -236,54 +170,26 @@ class SequenceFile(SequenceData):
 
     def sequences(self) -> list[list[int]]:
         """The file's distinct sequences, in the order of the file."""
-        if self._sequences:
-            return self._sequences
-        distinct: dict[tuple[int, ...], None] = {}
-        for line, sequence in self._read():
-            where = f"{self.path}, line {line}"
-            if len(sequence) < 2:
-                raise ValueError(f"{where}: a sequence needs at least two tokens, got {len(sequence)}: delete the line")
-            for token in sequence:
-                if not 0 <= token < self.vocab_size:
-                    remedy = "tokens start at 0" if token < 0 else f"set vocab_size to {token + 1} or fix the line"
-                    raise ValueError(f"{where}: token {token} is not from 0 to {self.vocab_size - 1}: {remedy}")
-            distinct[tuple(sequence)] = None
-        if not distinct:
-            raise ValueError(f"{self.path} is empty: give it one sequence of integers on each line")
-        self._sequences = [list(sequence) for sequence in distinct]
+        if not self._sequences:
+            try:
+                lines = Path(self.path).read_text(encoding="utf-8-sig").splitlines()
+            except (ValueError, OSError) as error:
+                raise ValueError(f"{self.path} cannot be read ({' '.join(str(error).split())})") from None
+            found = [tuple(self._parse(number, line)) for number, line in enumerate(lines, 1) if line.strip()]
+            self._sequences = [list(sequence) for sequence in dict.fromkeys(found)]
+            if not found:
+                raise ValueError(f"{self.path} is empty: give it one sequence of integers on each line")
         return self._sequences
 
-    def shortage(self) -> tuple[str, str]:
-        return f"{self.path} holds", "add sequences to the file"
-
-    def _read(self) -> Iterator[tuple[int, list[int]]]:
-        """Line numbers, from 1, and sequences."""
-        path = Path(self.path)
-        form = FORMS.get(path.suffix.lower())
-        if form is None:
-            raise ValueError(f"{path}: give a .csv, .jsonl or .npy file, got the extension {path.suffix!r}")
-        if not path.exists():
-            raise FileNotFoundError(f"{path} does not exist: check the path that data.path gives")
+    def _parse(self, number: int, line: str) -> list[int]:
+        where = f"{self.path}, line {number}"
         try:
-            if path.suffix.lower() == ".npy":
-                array = np.load(path, allow_pickle=False)
-                if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
-                    raise ValueError(f"{array.ndim} dimensions of {array.dtype}")
-                lines = [str(row) for row in array.tolist()]
-            else:
-                lines = path.read_text(encoding="utf-8-sig").splitlines()
-        except (ValueError, OSError, EOFError) as error:
-            raise ValueError(f"{path} cannot be read ({' '.join(str(error).split())}): save {form} in UTF-8") from None
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield number, self._parse(f"{path}, line {number}", line, form, bare=path.suffix.lower() == ".csv")
-
-    def _parse(self, where: str, line: str, form: str, *, bare: bool) -> list[int]:
-        try:
-            row = json.loads("[" + line.rstrip(", \t") + "]" if bare else line)
-        except (ValueError, RecursionError):
-            row = None
-        wrong = [token for token in row if type(token) is not int] if isinstance(row, list) else [line]
-        if wrong:
-            raise ValueError(f"{where}: {repr(wrong[0])[:40]} where integers belong: write {form}")
-        return row
+            tokens = json.loads(f"[{line.strip('[], ')}]")
+        except ValueError:
+            tokens = [line]
+        if len(tokens) < 2 or not all(type(token) is int and 0 <= token < self.vocab_size for token in tokens):
+            raise ValueError(
+                f"{where}: write two or more integers from 0 to {self.vocab_size - 1} (vocab_size) as 1, 2, 3, got "
+                f"{line[:40]!r}"
+            )
+        return list(tokens)

@@ -102,7 +102,7 @@ class CrossDraftState(DraftState):
         if own.first:  # what the draft has read begins further on
             self.model_state.clear([row])
         read = [*own.text.tokens, *own.waiting]
-        own.text.begin_prompt(length)
+        own.text.begin_prompt()
         own.waiting, own.num_kept, own.first = read[len(own.text.tokens) :], 0, 0  # the prompt may read alike
 
     def make_room(self, num_draft_tokens: int) -> None:

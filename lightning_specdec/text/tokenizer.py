@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from lightning_specdec.config.hub import find
-from lightning_specdec.text.stream import Joining, TextStream
+from lightning_specdec.text.stream import TextStream
 from lightning_specdec.text.vocabulary import Vocabulary
 
 Message = Mapping[str, str]
@@ -159,8 +159,7 @@ class TextTokenizer(Tokenizer):
 
     @cached_property
     def fingerprint(self) -> str:
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        rules = repr(sorted(self.tokenizer.get_vocab().items())) if backend is None else backend.to_str()
+        rules = self.tokenizer.backend_tokenizer.to_str()
         return hashlib.sha256(f"{type(self.tokenizer).__name__} {rules}".encode()).hexdigest()
 
     @property
@@ -206,16 +205,12 @@ class TextTokenizer(Tokenizer):
         tokens = self.encode("")
         return tokens[0] if tokens and tokens[0] == self.tokenizer.bos_token_id else None
 
-    def decode(self, tokens: Iterable[int], *, show_special: bool = False) -> str:
-        options = {"skip_special_tokens": not show_special, "clean_up_tokenization_spaces": False}
+    def decode(self, tokens: Iterable[int]) -> str:
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return str(self.tokenizer.decode(list(tokens), **options))
 
     def stream(self) -> TextStream:
-        return TextStream(self.vocabulary, self._joining)
-
-    @cached_property
-    def _joining(self) -> Joining:
-        return Joining.of(self.tokenizer)
+        return TextStream(self.vocabulary)
 
 
 def named_tokenizer(name: str) -> Tokenizer:

@@ -99,13 +99,11 @@ class TranslatedText:
         self.tokens: list[int] = []
         self.num_covered = 0
         self._loose = b""
-        # Places within the prompt that nothing reaches across: tokens of the first, and of the second.
-        self._breaks: list[tuple[int, int]] = []
         # At the prompt's end, and behind each token that followed: tokens of the second, and the bytes that wait.
         self._steps: list[tuple[int, bytes]] = []
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Read more of the text; the first call takes the prompt, and the first after going back into it its end."""
+        """Read more of the text; the first call takes the prompt, or the first after going back into it."""
         translation, in_prompt, start = self.translation, not self._steps, self.translation.start
         if not self.tokens and start is not None and translation.special.get(tokens[0]) != start:
             self.tokens.append(start)
@@ -124,8 +122,6 @@ class TranslatedText:
             self.num_covered += 1
             if not in_prompt:
                 self._steps.append((len(self.tokens), self._loose))
-            elif not self._loose:
-                self._breaks.append((self.num_covered, len(self.tokens)))
         if in_prompt:
             self._settle(in_prompt)
             self.tokens = self.tokens or [translation.filler]
@@ -134,23 +130,21 @@ class TranslatedText:
     def go_back(self, num_covered: int) -> None:
         """Forget what lies behind the first's first `num_covered` tokens.
 
-        A prompt is encoded as a whole, so from within it the text goes back further, and another prompt follows.
+        A prompt is encoded as a whole, so from within it the text goes back to its start, and another prompt follows.
         """
         num_behind = self.num_covered - num_covered
         if num_behind >= len(self._steps):
-            self.begin_prompt(num_covered)
+            self.begin_prompt()
         elif num_behind > 0:
             del self._steps[-num_behind:]
             num_tokens, self._loose = self._steps[-1]
             self.num_covered = num_covered
             del self.tokens[num_tokens:]
 
-    def begin_prompt(self, num_covered: int) -> None:
-        """Another prompt follows, which begins with the first's first `num_covered` tokens: keep what it will keep."""
-        self._breaks = [each for each in self._breaks if each[0] <= num_covered]
-        self.num_covered, num_tokens = self._breaks[-1] if self._breaks else (0, 0)
-        del self.tokens[num_tokens:]
-        self._loose = b""
+    def begin_prompt(self) -> None:
+        """Another prompt follows."""
+        self.num_covered, self._loose = 0, b""
+        self.tokens.clear()
         self._steps.clear()
 
     def waiting(self) -> list[int]:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 ROLES = ("bos", "eos", "pad", "unk")
 """What a special token can be there for."""
-_SPACE = "\u2581"  # SentencePiece's mark for a space
+_SPACE = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+"""SentencePiece's mark for a space, as a decoder's step."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_TIDIED = {" .": ".", " ?": "?", " !": "!", " ,": ",", " ' ": "'", " n't": "n't", " 'm": "'m"}
-_TIDIED |= {" do not": " don't", " 's": "'s", " 've": "'ve", " 're": "'re"}
-
-Step = Callable[[str], str | bytes]
-"""A step of a tokenizer's decoder on one token; one that gives bytes is the token's last."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,42 +30,59 @@ class Vocabulary:
     Args:
         token_bytes: the bytes of each token by its number; None for special tokens and for numbers without a token.
         special: the special tokens' numbers, by role ("bos", "eos", "pad", "unk") where they have one, and by text.
+        byte_tokens: tokens that stand for one byte each. A run of them that is no valid text shows one U+FFFD a byte.
+        num_stripped: so many spaces at the start of a text are not shown.
     """
 
     token_bytes: tuple[bytes | None, ...]
     special: dict[str, int] = field(default_factory=dict)
+    byte_tokens: frozenset[int] = frozenset()
+    num_stripped: int = 0
 
     @classmethod
     def of(cls, tokenizer: Any) -> Vocabulary:
         """The vocabulary of a tokenizer of transformers.
 
+        Its decoder must be ByteLevel (GPT-2, Llama 3, Qwen), or replace SentencePiece's spaces, with or without a
+        fallback to bytes (Llama 2, Mistral, Gemma).
+
         Raises:
-            ValueError: its tokens are turned into text in an unknown way.
+            ValueError: it is of another kind.
         """
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:  # written in Python
-            names = tokenizer.get_vocab()
-            special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-            if getattr(tokenizer, "byte_decoder", None):
-                steps: list[Step] = [_byte_level]
-            elif any(_SPACE in name for name in names):
-                steps = [partial(_replace, old=_SPACE, new=" "), _byte_fallback]
-            else:
-                steps = [lambda name: str(tokenizer.convert_tokens_to_string([name]))]
-        else:
-            names, steps = backend.get_vocab(with_added_tokens=True), _steps(backend.decoder)
-            added = backend.get_added_tokens_decoder().items()
-            special = {number: token.content for number, token in added if token.special}
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        steps = [] if backend is None or backend.decoder is None else list(_steps(backend.decoder))
+        by_letters = [step["type"] for step in steps] == ["ByteLevel"]
+        falls_back, num_stripped = False, 0
+        for step in [] if by_letters else steps or [{"type": "no decoder"}]:
+            match step:
+                case {"type": "ByteFallback"}:
+                    falls_back = True
+                case {"type": "Strip", "content": " ", "start": int(num_stripped), "stop": 0}:
+                    pass
+                case _ if step != _SPACE and step["type"] != "Fuse":
+                    raise ValueError(
+                        f"the tokenizer decodes by {step['type']}, of which no token's bytes are known: use a fast "
+                        "tokenizer of bytes (ByteLevel) or of SentencePiece"
+                    )
+        names = backend.get_vocab(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder().items()
+        special = {number: token.content for number, token in added if token.special}
         token_bytes: list[bytes | None] = [None] * (max(names.values(), default=-1) + 1)
+        byte_tokens = set()
         for name, number in names.items():
-            if number not in special:
-                value: str | bytes = name
-                for step in steps:
-                    value = step(value) if isinstance(value, str) else value
-                token_bytes[number] = value if isinstance(value, bytes) else value.encode()
+            if number in special:
+                continue
+            if by_letters:
+                token_bytes[number] = _byte_level(name)
+            elif falls_back and (found := _BYTE.fullmatch(name)):
+                token_bytes[number] = bytes([int(found[1], 16)])
+                byte_tokens.add(number)
+            else:
+                token_bytes[number] = name.replace("\u2581", " ").encode()
         by_role = {role: getattr(tokenizer, f"{role}_token_id", None) for role in ROLES}
         by_name = {text: number for number, text in special.items()}
-        return cls(tuple(token_bytes), by_name | {role: n for role, n in by_role.items() if n is not None})
+        by_name |= {role: number for role, number in by_role.items() if number is not None}
+        return cls(tuple(token_bytes), by_name, frozenset(byte_tokens), num_stripped)
 
     def __len__(self) -> int:
         """One more than the highest number of a token; a model's output may have more rows than that."""
@@ -104,7 +116,7 @@ class Vocabulary:
         return None
 
 
-def decoder_steps(decoder: Any) -> Iterator[dict[str, Any]]:
+def _steps(decoder: Any) -> Iterator[dict[str, Any]]:
     """The steps of a backend's decoder in their order, as its file describes them."""
 
     def flat(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -114,47 +126,6 @@ def decoder_steps(decoder: Any) -> Iterator[dict[str, Any]]:
             yield from flat(inner)
 
     return flat(json.loads(decoder.__getstate__()))
-
-
-def _steps(decoder: Any) -> list[Step]:
-    """The steps of a decoder up to where it joins the tokens."""
-    if decoder is None:  # the tokens are then joined by spaces
-        return [lambda name: f" {name}"]
-    steps: list[Step] = []
-    for spec in decoder_steps(decoder):
-        match spec:
-            case {"type": "ByteLevel"}:
-                steps.append(_byte_level)
-            case {"type": "ByteFallback"}:
-                steps.append(_byte_fallback)
-            case {"type": "Metaspace", "replacement": old} | {"type": "Replace", "pattern": {"String": old}}:
-                steps.append(partial(_replace, old=old, new=spec.get("content", " ")))
-            case {"type": "WordPiece", "prefix": prefix, "cleanup": tidy}:
-                steps.append(partial(_word_piece, prefix=prefix, tidy=tidy))
-            case {"type": "Fuse"}:  # what follows is done to the whole text
-                break
-            case _:
-                raise ValueError(
-                    f"the tokenizer decodes by {spec.get('type')}, of which no token's bytes are known: "
-                    "use a tokenizer of bytes (ByteLevel), of SentencePiece (Metaspace, ByteFallback) or of words"
-                )
-    return steps
-
-
-def _replace(name: str, old: str, new: str) -> str:
-    return name.replace(old, new)
-
-
-def _word_piece(name: str, prefix: str, tidy: bool) -> str:
-    text = name.removeprefix(prefix) if name.startswith(prefix) else f" {name}"
-    for untidy, tidied in _TIDIED.items() if tidy else ():
-        text = text.replace(untidy, tidied)
-    return text
-
-
-def _byte_fallback(name: str) -> str | bytes:
-    found = _BYTE.fullmatch(name)
-    return name if found is None else bytes([int(found[1], 16)])
 
 
 # GPT-2 spells bytes as letters: those that show as themselves, the others by letters from 256 on, in their order.

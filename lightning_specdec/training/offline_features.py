@@ -161,16 +161,10 @@ class OfflineFeatures(OnlineFeatures):
         """Compute what is missing, each process its share.
 
         Raises:
-            ValueError: the rows are not the same each epoch, the directory holds features of something else, or there
-                is no room.
+            ValueError: the directory holds features of something else, or there is no room.
         """
         if not splits:
             return
-        if not data.fixed_rows:
-            raise ValueError(
-                f"{type(data).__name__} reads other rows each epoch, so their features cannot be kept: give "
-                "OnlineFeatures as model.target_features, or train on GeneratedText (`lightning_specdec generate`)"
-            )
         wanted = sorted({*map(int, layers), *self.also_layers})
         if target.num_layers is not None and wanted and wanted[-1] >= target.num_layers:
             raise ValueError(f"also_layers must be below the target's {target.num_layers}, got {wanted}: lower them")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,17 +24,6 @@ def shipped_prompts(domains: Sequence[str] | None = None) -> list[Prompt]:
     return [prompt for domain in domains or TEXTS for prompt in read_prompts(home / f"{domain}.jsonl")]
 
 
-def some(prompts: Sequence[Prompt], number: int) -> list[Prompt]:
-    """So many prompts of each domain at most, in their order; their ids decide which."""
-    by_hash = sorted(prompts, key=lambda prompt: hashlib.sha256(f"0 {prompt.id}".encode()).hexdigest())
-    kept = {
-        prompt.id
-        for domain in {prompt.domain for prompt in prompts}
-        for prompt in [each for each in by_hash if each.domain == domain][:number]
-    }
-    return [prompt for prompt in prompts if prompt.id in kept]
-
-
 def by_domain(
     prompts: Sequence[Prompt], tokenizer: Tokenizer | None, domains: Sequence[str] | None = None
 ) -> dict[str, list[Prompt]]:
@@ -49,23 +37,18 @@ def by_domain(
         domains: those wanted, in their order; all when None.
 
     Raises:
-        ValueError: a domain has no prompts or mixes text and integers, an id is there twice, or the target reads none.
+        ValueError: a domain has no prompts, an id is there twice, or the target reads none.
     """
     check_domains(domains or (), list(dict.fromkeys(prompt.domain for prompt in prompts)), "the prompts")
     wanted = [prompt for prompt in prompts if not domains or prompt.domain in domains]
     if len({prompt.id for prompt in wanted}) < len(wanted):
-        raise ValueError("two prompts have the same id: give each an id of its own")
-    texts = [prompt for prompt in wanted if prompt.text is not None]
-    integers = [prompt for prompt in wanted if prompt.text is None]
-    if mixed := {prompt.domain for prompt in texts} & {prompt.domain for prompt in integers}:
-        raise ValueError(f"domain {min(mixed)} holds text and integers: give each a domain of its own")
-    if tokenizer is None and not integers:
-        raise ValueError(f"the prompts are all text, and this target has no tokenizer: choose prompts of {SEQUENCES}")
-    read = integers if tokenizer is None or not texts else [prompt.encoded(tokenizer) for prompt in texts]
-    names = domains or dict.fromkeys(prompt.domain for prompt in read)
-    found = {domain: [prompt for prompt in read if prompt.domain == domain] for domain in names}
-    if empty := [domain for domain, several in found.items() if not several]:
-        raise ValueError(f"this target cannot read the prompts of {empty[0]}: leave that domain out")
+        raise ValueError("two prompts have the same id: give each a different one")
+    texts = [] if tokenizer is None else [each.encoded(tokenizer) for each in wanted if each.text is not None]
+    read = texts or [prompt for prompt in wanted if prompt.text is None]
+    found = {name: [each for each in read if each.domain == name] for name in domains or [each.domain for each in read]}
+    if not found or not all(found.values()):
+        domain = next((name for name, several in found.items() if not several), wanted[0].domain)
+        raise ValueError(f"this target cannot read the prompts of {domain}: text needs a tokenizer, {SEQUENCES} none")
     return found
 
 

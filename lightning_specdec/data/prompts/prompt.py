@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,6 @@ from lightning_specdec.text.tokenizer import Message, Tokenizer
 MAX_ARTICLE_TOKENS = 512
 INSTRUCTION = "\n\nSummarize the text above in a few sentences.\n"
 """What follows every article."""
-FIELD = "prompt"
-_CONVERSATION = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-"""Spec-Bench's categories that are MT-Bench's."""
 
 
 @dataclass(frozen=True)
@@ -63,79 +58,59 @@ class Prompt:
         return replace(self, tokens=tuple(tokenizer.encode_chat([*messages, {"role": "user", "content": text}])))
 
 
-def read_prompts(path: Path, *, field: str = FIELD) -> list[Prompt]:
+def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of a file: of `.txt` each line's text, of other files each line's JSON object or string.
 
-    Objects may be those of Spec-Bench (of `turns` the first is taken), of HumanEval, or have an "article" that is to
-    be summarized, or "tokens", a list of integers. Ids and domains that are missing come from the file's name.
-
-    Args:
-        field: what the text is called.
+    An object has a "prompt", `turns` of which the first is taken, an "article" to be summarized, or "tokens", a list of
+    integers. Ids and domains that are missing come from the file's name.
 
     Raises:
         ValueError: there is no such file, it has no prompt, or a line is none.
     """
-    stem = path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".txt")
-    if path.suffix == ".txt":
-        return [Prompt(f"{stem}-{number}", stem, text=line) for number, line in read_lines(path)]
-    rows = read_objects(path)
-    if isinstance(first := rows[0][1], dict) and "prompt_set" in first:  # a header, as earlier versions wrote
-        rows = rows[1:]
-    return [read_row(value, f"{path}, line {n}", stem, n, field=field) for n, value in rows]
-
-
-def read_lines(path: Path) -> list[tuple[int, str]]:
-    """The lines of a text file, unpacked if its name ends in .gz, with their numbers; blank ones are left out."""
-    if not path.is_file():
-        raise ValueError(f"there is no prompts file {path}: check the path")
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        text = content.decode("utf-8-sig")
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be unpacked, it is broken or no .gz: download it again") from error
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except FileNotFoundError:
+        raise ValueError(f"there is no prompts file {path}: check the path") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text: give prompts as JSON lines") from error
-    found = [(number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    found = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                value = line.rstrip("\r") if path.suffix == ".txt" else json.loads(line)
+            except (ValueError, RecursionError):
+                raise ValueError(f"{where}: this is no JSON: write one object on each line") from None
+            found.append(_read_row(value, where, path.stem, number))
     if not found:
         raise ValueError(f"{path} holds no prompt: give one JSON object on each line")
     return found
 
 
-def read_objects(path: Path) -> list[tuple[int, Any]]:
-    """The JSON value of each line, with the line's number."""
-    values = []
-    for number, line in read_lines(path):
-        try:
-            values.append((number, json.loads(line)))
-        except (ValueError, RecursionError):
-            raise ValueError(f"{path}, line {number}: this is no JSON: write one object on each line") from None
-    return values
-
-
-def read_row(row: Any, where: str, stem: str, number: int, *, field: str = FIELD) -> Prompt:
+def _read_row(row: Any, where: str, stem: str, number: int) -> Prompt:
     """The prompt of a JSON object or string; `where` is its file and line, for errors."""
     if not isinstance(row, dict | str):
         raise ValueError(f"{where}: this is no object of JSON: write one on each line")
-    row = {field: row} if isinstance(row, str) else {key: value for key, value in row.items() if value is not None}
-    domain = row.get("domain", row.get("category", "code" if "entry_point" in row else stem))
-    domain = "conversation" if domain in _CONVERSATION else domain
-    name = row.get("id", row.get("task_id", f"{stem}-{row.get('question_id', number)}"))
-    name = str(name) if type(name) is int else name
+    row = {"prompt": row} if isinstance(row, str) else {key: value for key, value in row.items() if value is not None}
+    domain, name = (
+        row.get("domain", row.get("category", stem)),
+        row.get("id", f"{stem}-{row.get('question_id', number)}"),
+    )
     for key, value in (("domain", domain), ("id", name)):
         if not isinstance(value, str) or not value.isprintable() or not value.strip():
             raise ValueError(f'{where}: "{key}" must be a name, got {value!r}')
     tokens, turns = row.get("tokens", []), row.get("turns")
     if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):
         raise ValueError(f'{where}: "tokens" must be a list of integers from 0')
-    text, instruction = row.get(field, row.get("text") if tokens else None), row.get("instruction", "")
-    if field not in row and "article" in row:
-        text, instruction = row["article"], instruction or INSTRUCTION
+    text, instruction = row.get("prompt"), ""
+    if text is None and "article" in row:
+        text, instruction = row["article"], INSTRUCTION
     elif text is None and isinstance(turns, list) and turns:
         text = turns[0]
-    if text is None and tokens:
+    elif text is None and tokens:
         return Prompt(name, domain, tuple(tokens))
-    if not isinstance(text, str) or not isinstance(instruction, str) or not text.strip():
+    if not isinstance(text, str) or not text.strip():
         listed = ", ".join(row)[:80] or "nothing"
-        raise ValueError(f"{where}: a row needs a {field}, turns, an article or tokens, this one has {listed}")
+        raise ValueError(f"{where}: a row needs a prompt, turns, an article or tokens, this one has {listed}")
     text = text.encode("utf-8", "replace").decode("utf-8")  # what JSON can spell and UTF-8 cannot
-    return Prompt(name, domain, tuple(tokens), text, instruction)
+    return Prompt(name, domain, text=text, instruction=instruction)
