@@ -102,13 +102,6 @@ def test_labels_leave_out_the_padding() -> None:
     assert batch.prompts() == [[1, 2, 3], [5]]
 
 
-def test_prompts_are_the_first_tokens_of_the_test_sequences() -> None:
-    data = ArithmeticProgressions(prompt_length=4)
-    assert data.prompts() == [sequence[:4] for sequence in data.splits().test]
-    batches = list(data.predict_dataloader())
-    assert [prompt for batch in batches for prompt in batch.prompts()] == data.prompts()
-
-
 @pytest.mark.parametrize("num_drawn", [None, 5])
 def test_every_epoch_has_an_order_of_its_own_that_can_be_had_again(num_drawn: int | None) -> None:
     sampler, orders = EpochSampler(20, 1, num_drawn), []

@@ -141,7 +141,7 @@ def test_a_full_disk_is_one_line_and_leaves_what_is_finished(
     outcome = call(*command(target))
     assert outcome.code == 2 and outcome.out == "" and "Traceback" not in outcome.err
     last = outcome.err.splitlines()[-1]
-    assert last.startswith("error: text/shard-00001.safetensors cannot be written (No space left on device)")
+    assert last.startswith("error: text/shard-00001.safetensors: No space left on device")
     left = contents(tmp_path / "text")
     assert list(left) == ["shard-00000.safetensors"] and left.items() <= contents(corpus).items()
     succeed(*command(target))

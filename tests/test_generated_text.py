@@ -126,14 +126,6 @@ def test_a_faulty_corpus_is_refused_by_one_line_that_names_it(
     assert "\n" not in str(caught.value) and contents(tmp_path / "text") == before
 
 
-def test_two_corpora_of_two_tokenizers_are_refused(corpus: Path, tmp_path: Path) -> None:
-    shutil.copytree(corpus, tmp_path / "other")
-    manifest = read_manifest(corpus)
-    write_manifest(tmp_path / "other", manifest | {"tokenizer": {"name": "theirs", "fingerprint": "another"}})
-    with pytest.raises(ValueError, match="is text of the tokenizer theirs"):
-        GeneratedText([str(corpus), str(tmp_path / "other")], VOCABULARY).setup("fit")
-
-
 def test_the_text_that_ships_is_whole_of_one_target_and_as_much_as_is_said() -> None:
     found = [open_corpus(path.parent) for path in SHIPPED]
     assert len({manifest["target"]["sha256"] for manifest, _ in found}) == 1

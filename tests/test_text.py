@@ -103,18 +103,6 @@ def test_any_text_comes_back_and_streams_without_half_a_character(kind: str, tex
     assert shown + stream.finish() == tokenizer.decode(tokens) == text
 
 
-def test_nothing_is_held_back_but_the_beginning_of_a_character() -> None:
-    tokenizer = shared("byte_level")
-    for text in text_cases.SAMPLES:
-        stream, shown, raw = tokenizer.stream(), "", b""
-        for token in tokenizer.encode(text) * 30:
-            shown += stream.push([token])
-            raw += tokenizer.vocabulary.token_bytes[token] or b""
-            held = raw[len(shown.encode()) :]
-            assert len(held) < 4 and (not held or not held.decode(errors="ignore")), (shown, raw)
-            assert len(stream._ready) + len(stream._run) + len(stream._decoder.getstate()[0]) < 4
-
-
 @by_bytes
 def test_what_is_held_is_shown_later_and_what_is_dropped_never(kind: str) -> None:
     generator, tokenizer = random.Random(3), shared(kind)

@@ -31,15 +31,6 @@ def test_tokens_stay_on_the_disk_and_are_made_once(make: Callable[..., TextFiles
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()} == kept
 
 
-def test_a_change_of_one_byte_makes_new_tokens(make: Callable[..., TextFiles], corpus: Path) -> None:
-    old = make()
-    old.setup("fit")
-    path = corpus / "even" / "0.txt"
-    path.write_text(path.read_text("utf-8").replace("line 3", "line X"), encoding="utf-8")
-    assert any("line X" in text_of(make(), split) for split in SPLITS)
-    assert not any("line X" in text_of(old, split) for split in SPLITS)
-
-
 @pytest.mark.parametrize("damaged", [slice(-7), slice(0)], ids=["cut", "emptied"])
 def test_a_damaged_token_file_is_made_again(make: Callable[..., TextFiles], tmp_path: Path, damaged: slice) -> None:
     whole = {split: text_of(make(), split) for split in SPLITS}

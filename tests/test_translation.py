@@ -40,12 +40,6 @@ def test_tokens_are_matched_by_bytes_and_special_ones_by_text_or_role() -> None:
     assert Translation(FIRST, SECOND).share == 7 / 10
 
 
-def test_a_text_in_common_goes_before_a_role() -> None:
-    first, second = vocabulary("eos=<a>", "pad=<b>"), vocabulary("pad=<a>", "eos=<c>")
-    assert Translation(first, second).pairs == {0: 0}, "whose role is taken finds no partner"
-    assert Translation(vocabulary("eos=<a>"), vocabulary("bos=<a>", "eos=<c>")).pairs == {0: 0}
-
-
 def test_tokens_of_the_same_bytes_are_guessed_as_one_and_all_are_read() -> None:
     first, second = vocabulary(b"a", b"b", b"a"), vocabulary(b"b", b"a", b"a", b"b")
     translation = Translation(first, second)
@@ -129,14 +123,6 @@ def test_going_back_and_on_equals_a_text_that_was_never_ahead() -> None:
     assert (ahead.num_covered, ahead.tokens) == (1, [1])
 
 
-def test_another_prompt_is_encoded_as_a_whole_whatever_was_read_before() -> None:
-    text = translated([2, 8], [0], [1])
-    text.begin_prompt()
-    assert (text.num_covered, text.tokens) == (0, [])
-    text.extend([2, 8, 0, 1, 2])
-    assert text.tokens == translated([2, 8, 0, 1, 2]).tokens == [1, 6, 0, 1]
-
-
 def test_a_copy_goes_on_by_itself() -> None:
     text = translated([2], [4])
     other = deepcopy(text)
@@ -168,31 +154,6 @@ def real(name: str) -> tuple[Any, Vocabulary]:
 
 
 HARD = "the na\u00efve cat, 12 \u20ac \U0001f642 \u6f22\u5b57 caf\u00e9 \u00e9lan"
-
-
-@pytest.mark.parametrize("other", ["sentencepiece", "byte_level"])
-@pytest.mark.parametrize("seed", range(5))
-def test_two_real_tokenizers_tell_the_same_text(other: str, seed: int) -> None:
-    """In whatever steps it comes, with random tokens between the words."""
-    generator, (tokenizer, first) = random.Random(seed), real("byte_level")
-    reader, second = real(other)
-    words = tokenizer.encode(HARD, add_special_tokens=False)
-    for place in sorted((generator.randrange(len(words)) for _ in range(3)), reverse=True):
-        words.insert(place, generator.randrange(2, len(first)))
-    text = TranslatedText(
-        Translation(first, second, encode=lambda plain: reader.encode(plain, add_special_tokens=False))
-    )
-    place, settled = 0, list[int]()
-    while place < len(words):
-        end = place + generator.randint(1, 5)
-        text.extend(words[place:end])
-        assert text.tokens[: len(settled)] == settled, "what was settled stays"
-        assert text.num_covered == min(end, len(words))
-        place, settled = end, list(text.tokens)
-    told = second.join([*text.tokens, *text.waiting()])
-    # A prompt's bytes that are no character become U+FFFD; SentencePiece begins with a space.
-    prompt_is_text = "\ufffd" not in first.join(words[:5]).decode(errors="replace")
-    assert told.removeprefix(b" ") == first.join(words) or not prompt_is_text
 
 
 @pytest.mark.parametrize("other", ["sentencepiece", "byte_level"])

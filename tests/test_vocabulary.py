@@ -48,14 +48,6 @@ def test_joined_bytes_are_what_the_tokenizer_decodes(kind: str) -> None:
     assert num_compared >= 30
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "nested_byte_level", "sentencepiece", "smollm2"])
-def test_tokenizers_that_lose_nothing_give_the_text_back(kind: str) -> None:
-    own = tokenizer(kind)
-    tokens = own.encode(HARD, add_special_tokens=False)
-    assert Vocabulary.of(own).join(tokens).decode().removeprefix(" ") == HARD
-    assert any(len(Vocabulary.of(own).join([token])) == 1 for token in tokens), "no character is split over tokens"
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_tokens_have_no_bytes_and_are_known_by_role_and_by_text(kind: str) -> None:
     own = tokenizer(kind)
@@ -101,12 +93,6 @@ def test_the_difference_names_the_first_token_that_differs() -> None:
         "token 3 is missing in the first and b'c' in the second"
     )
     assert first.difference(Vocabulary((b"a", b"b", b"</s>"), {})) is not None
-
-
-def test_another_role_makes_no_other_vocabulary() -> None:
-    """A chat model may end its turns with another of the tokens that it shares with its base model."""
-    base = Vocabulary((b"a", None, None), {"<s>": 1, "<end>": 2, "eos": 1})
-    assert base == Vocabulary((b"a", None, None), {"<s>": 1, "<end>": 2, "eos": 2, "pad": 1})
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def byte_level(
         show_progress=False,
     )
     tokenizer.train_from_iterator(lines, trainer)
-    return wrap(tokenizer, bos_token=special[0], eos_token=special[1], **options)
+    return wrap(tokenizer, **{"bos_token": special[0], "eos_token": special[1], **options})
 
 
 def nested_byte_level() -> PreTrainedTokenizerFast:
@@ -48,22 +48,30 @@ def nested_byte_level() -> PreTrainedTokenizerFast:
     return wrap(tokenizer, bos_token="<s>", eos_token="</s>")
 
 
-def sentencepiece(lines: Sequence[str] = PROSE, *, vocab_size: int = 340) -> PreTrainedTokenizerFast:
-    """BPE over SentencePiece's spaces with a token for each byte, as Llama 2's; `</s>` has another number."""
+def sentencepiece(
+    lines: Sequence[str] = PROSE,
+    *,
+    vocab_size: int = 340,
+    prefix: bool = True,
+    special: Sequence[str] = ("<unk>", "<pad>", "<s>", "</s>"),
+    pad_token: str = "<pad>",
+    **options: Any,
+) -> PreTrainedTokenizerFast:
+    """BPE over SentencePiece's spaces with a token for each byte, as Llama 2's, or without a `prefix` as Gemma's."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    spaces: list[Any] = [normalizers.Replace(" ", "\u2581")]
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.normalizer = normalizers.Sequence([*[normalizers.Prepend("\u2581")] * prefix, *spaces])
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    special = ["<unk>", "<pad>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer.decoder = decoders.Sequence([*steps, *[decoders.Strip(" ", 1, 0)] * prefix])
+    names = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special, limit_alphabet=30, show_progress=False, max_token_length=8
+        vocab_size=vocab_size, special_tokens=names, limit_alphabet=30, show_progress=False, max_token_length=8
     )
     tokenizer.train_from_iterator(lines, trainer)
     # The bytes were special in training alone.
     rebuilt = Tokenizer.from_str(json.dumps(json.loads(tokenizer.to_str()) | {"added_tokens": []}))
-    return wrap(rebuilt, unk_token="<unk>", pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    return wrap(rebuilt, unk_token="<unk>", pad_token=pad_token, bos_token="<s>", eos_token="</s>", **options)
 
 
 def wrap(tokenizer: Tokenizer, **options: Any) -> PreTrainedTokenizerFast:

@@ -284,8 +284,7 @@ class TokenData(LightningDataModule, ABC):
             )
         order = torch.randperm(num_sequences, generator=torch.Generator().manual_seed(self.seed))
         stop = None if self.num_train is None else needed
-        # Copies, which do not keep the whole shuffle.
-        return order[held_out:stop].clone(), order[self.num_test : held_out].clone(), order[: self.num_test].clone()
+        return order[held_out:stop], order[self.num_test : held_out], order[: self.num_test]
 
 
 def plain_arguments(made: object) -> PlainValues:

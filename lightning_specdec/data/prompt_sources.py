@@ -94,7 +94,7 @@ class PromptFiles(PromptSource):
         prompts = [
             Prompt("", "", text=text).encoded(tokenizer, raw=not self.chat, system=self.system) for text in texts
         ]
-        kept = dict.fromkeys(prompt.tokens for prompt in prompts if prompt.num_tokens <= self.max_prompt_tokens)
+        kept = dict.fromkeys(prompt.tokens for prompt in prompts if len(prompt.tokens) <= self.max_prompt_tokens)
         found = f"{len(kept)} of {len(texts)} are different ones of at most {self.max_prompt_tokens} tokens"
         tell(f"prompts: {found}")
         if not kept:
@@ -147,11 +147,11 @@ class OpeningTurns(PromptSource):
             raise ValueError("beginnings is an empty list: give one at least")
 
     def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
-        if not isinstance(tokenizer, TextTokenizer):
-            raise ValueError("the target has no chat template: take PromptFiles")
-        opening, words, _ = tokenizer.render_chat([{"role": "user", "content": _WORDS}]).partition(_WORDS)
+        question = {"role": "user", "content": _WORDS}
+        rendered = tokenizer.render_chat([question]) if isinstance(tokenizer, TextTokenizer) else ""
+        opening, words, _ = rendered.partition(_WORDS)
         if not opening or not words:
-            raise ValueError("the target's chat template does not open a user's turn: take PromptFiles")
+            raise ValueError("the target has no chat template that opens a user's turn: take PromptFiles")
         start = tokenizer.encode_rendered(opening)
         openings = [[*start, *tokenizer.encode_plain(words)] for words in self.beginnings]
         return [list(openings[number % len(openings)]) for number in range(self.num_prompts)]

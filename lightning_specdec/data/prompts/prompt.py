@@ -32,11 +32,6 @@ class Prompt:
     text: str | None = None
     instruction: str = ""
 
-    @property
-    def num_tokens(self) -> int:
-        """len(tokens)"""
-        return len(self.tokens)
-
     def encoded(self, tokenizer: Tokenizer, *, raw: bool = False, system: str | None = None) -> Prompt:
         """The prompt with this tokenizer's tokens, as a user's turn if it has a chat template.
 
