@@ -34,8 +34,8 @@ SPLITS = ("train", "val", "test")
 PlainValues = dict[str, Any]
 """Constructor arguments by name: numbers, strings, lists of them."""
 
-Row = tuple[int, tuple[Any, int]]
-"""A sequence's number within its split, and its tokens with the number of those that are its prompt."""
+Row = tuple[int, Any]
+"""A sequence's number within its split, and its tokens."""
 
 
 class NumberedRows(Dataset[Row]):
@@ -214,10 +214,10 @@ class TokenData(LightningDataModule, ABC):
 
     def collate(self, rows: Sequence[Row]) -> Batch:
         """One batch of rows, right-padded with zeros."""
-        texts = [torch.from_numpy(np.array(tokens, np.int64)) for _, (tokens, _) in rows]
-        lengths, prompt_lengths = torch.tensor([len(text) for text in texts]), [length for _, (_, length) in rows]
-        indices = torch.tensor([index for index, _ in rows])
-        return Batch(pad_sequence(texts, batch_first=True), lengths, torch.tensor(prompt_lengths), indices)
+        texts = [torch.from_numpy(np.array(tokens, np.int64)) for _, tokens in rows]
+        lengths, indices = torch.tensor([len(text) for text in texts]), torch.tensor([index for index, _ in rows])
+        prompt_lengths = (lengths - 1).clamp(max=self.prompt_length)
+        return Batch(pad_sequence(texts, batch_first=True), lengths, prompt_lengths, indices)
 
     def train_sampler(self) -> EpochSampler:
         """The order of each epoch: what it yields is looked up in the rows of the training split."""

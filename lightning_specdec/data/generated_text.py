@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_specdec.config.checks import require_int
-from lightning_specdec.data.base import SPLITS, EpochSampler, NumberedRows, PlainValues, TokenData
+from lightning_specdec.data.base import SPLITS, Batch, EpochSampler, NumberedRows, PlainValues, Row, TokenData
 from lightning_specdec.data.corpus import Shard, open_corpus
 
 IN_A_POOL = 32
@@ -111,6 +111,11 @@ class GeneratedText(TokenData):
             places.sort(key=lambda place: float(place[0].temperatures[place[1]]))
             self._places[name] = places
         return self._places
+
+    def collate(self, rows: Sequence[Row]) -> Batch:
+        """One batch of rows, right-padded with zeros."""
+        batch = super().collate([(index, tokens) for index, (tokens, _) in rows])
+        return batch._replace(prompt_lengths=torch.tensor([length for _, (_, length) in rows]))
 
     def prompts(self) -> list[list[int]]:
         """The distinct prompts of the test rows."""

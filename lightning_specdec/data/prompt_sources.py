@@ -147,11 +147,10 @@ class OpeningTurns(PromptSource):
             raise ValueError("beginnings is an empty list: give one at least")
 
     def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
-        question = {"role": "user", "content": _WORDS}
-        rendered = tokenizer.render_chat([question]) if isinstance(tokenizer, TextTokenizer) else ""
-        opening, words, _ = rendered.partition(_WORDS)
-        if not opening or not words:
-            raise ValueError("the target has no chat template that opens a user's turn: take PromptFiles")
-        start = tokenizer.encode_rendered(opening)
-        openings = [[*start, *tokenizer.encode_plain(words)] for words in self.beginnings]
+        if not isinstance(tokenizer, TextTokenizer):
+            raise ValueError("the target has no chat template: take PromptFiles")
+        opening, words, _ = tokenizer.render_chat([{"role": "user", "content": _WORDS}]).partition(_WORDS)
+        if not words:
+            raise ValueError("the target's chat template leaves out a user's turn: take PromptFiles")
+        openings = [tokenizer.encode_rendered(opening) + tokenizer.encode_plain(begun) for begun in self.beginnings]
         return [list(openings[number % len(openings)]) for number in range(self.num_prompts)]

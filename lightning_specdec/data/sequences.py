@@ -38,7 +38,7 @@ class SequenceData(TokenData):
     def splits(self) -> Splits:
         """The sequences of each split."""
         split = [self.rows(name) for name in SPLITS]
-        return Splits(*([list(rows[i][1][0]) for i in range(len(rows))] for rows in split))
+        return Splits(*([list(rows[i][1]) for i in range(len(rows))] for rows in split))
 
     @property
     def max_length(self) -> int:
@@ -47,11 +47,8 @@ class SequenceData(TokenData):
     def rows(self, split: str) -> NumberedRows:
         if self._numbers is None:
             self._numbers = dict(zip(SPLITS, self.split(len(self.sequences()), type(self).__name__), strict=True))
-        return NumberedRows(self._numbers[split], self._read)
-
-    def _read(self, number: torch.Tensor) -> tuple[Sequence[int], int]:
-        sequence = self.sequences()[int(number)]
-        return sequence, min(self.prompt_length, len(sequence) - 1)
+        sequences = self.sequences()
+        return NumberedRows(self._numbers[split], lambda number: sequences[int(number)])
 
 
 class QuadraticProgressions(SequenceData, Sequence[list[int]]):

@@ -214,8 +214,7 @@ class TextFiles(TokenData):
         else:
             num_windows = min(getattr(self, f"num_{split}"), num_windows)
             starts = range(0, num_windows * (len(text) // num_windows), len(text) // num_windows)
-        prompt_length = min(self.prompt_length, length - 1)
-        return NumberedRows(starts, lambda start: (text[start : start + length], prompt_length))
+        return NumberedRows(starts, lambda start: text[start : start + length])
 
     def train_sampler(self) -> EpochSampler:
         return EpochSampler(len(self.rows("train")), self.seed, self.num_train)
