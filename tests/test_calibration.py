@@ -45,7 +45,6 @@ def test_a_calibration_finds_the_costs_that_the_calls_have(size: int, monkeypatc
         found = calibrate(target, each, batch_size=size, context_length=100)
         assert found.target_seconds == pytest.approx([1.0 + 0.1 * (window + 1) for window in (0, *WINDOWS)])
         assert found.loop_seconds == pytest.approx([0.0] * 6, abs=1e-9)
-        # The first call of a draft reads the text's last two tokens, the others one.
         assert found.draft_seconds == pytest.approx(0.01) and found.draft_step_seconds == pytest.approx(0.21)
         assert found.target_token_seconds == pytest.approx(0.1)
 
@@ -61,10 +60,6 @@ def test_every_drafter_can_be_measured(target: str, drafter: str, rule: Any, win
     seconds = [found.round_seconds(i) for i in range(found.widths[-1])]
     assert all(math.isfinite(each) and each > 0 for each in seconds)
     assert found.widths[-1] <= max(windows) + 1
-
-
-def test_rounds_between_the_measured_widths_cost_what_lies_between() -> None:
-    assert [COSTS.round_seconds(i) for i in range(5)] == pytest.approx([1.1, 1.6, 2.1, 2.4, 2.7])
 
 
 def broken(**changes: Any) -> str:
@@ -116,17 +111,10 @@ def test_a_pair_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_fingerprint_tells_kinds_and_sizes_apart() -> None:
-    small, large = cases.MODELS["rnn"](), cases.MODELS["rnn"](hidden_size=32)
     compiled = cases.MODELS["rnn"]()
     compiled.forward = compiled.forward  # type: ignore[method-assign]
-    different: list[Any] = [
-        small,
-        large,
-        small.fused(),
-        cases.MODELS["transformer"](),
-        compiled,
-        cases.MODELS["rnn"]().double(),
-    ]
+    different: list[Any] = [cases.MODELS["rnn"](), cases.MODELS["rnn"](hidden_size=32), cases.MODELS["rnn"]().fused()]
+    different += [cases.MODELS["transformer"](), compiled, cases.MODELS["rnn"]().double()]
     different += [NGramDrafter(3), NGramDrafter(4)]
     different += [eagle(cases.MODELS["transformer"](), attention_window=window) for window in (None, 3)]
     assert len({fingerprint(each) for each in different}) == len(different)

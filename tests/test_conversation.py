@@ -9,6 +9,7 @@ from typing import Any
 
 import cases
 import pytest
+import torch
 
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoding import Row, Session, autoregressive_decode, run
@@ -161,6 +162,39 @@ def test_a_prompt_that_rewrites_the_text_is_answered_from_scratch(target: str, d
         whole = autoregressive_decode(model, prompt, max_new_tokens=NEW).tokens[0]
         assert row.text[row.prompt_length :] == whole[: row.num_new] and (row.num_new == NEW or num_rounds < NEW)
         text = row.text
+
+
+def test_no_turn_draws_from_the_noise_of_another() -> None:
+    """A model that forgets everything draws the same tokens from the same numbers."""
+    model = cases.make(cases.RNN, 1, embedding_size=8, hidden_size=16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    config = DecodingConfig(max_new_tokens=NEW, temperature=1.0)
+    answers = [row.text[row.prompt_length :] for row in talk(Conversation(model, cases.Repeater(), config))]
+    alone = autoregressive_decode(model, [[1]], max_new_tokens=NEW * len(TURNS), sampling=Sampling(1.0)).tokens[0]
+    assert [token for answer in answers for token in answer] == alone
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter"), [*cases.pairs(["near"], ["rnn", "transformer"]), ("llama", "early_exit")]
+)
+def test_rows_are_resumed_while_others_go_on(target: str, drafter: str) -> None:
+    generator, model, guesser = random.Random(8), cases.target(target), cases.drafter(drafter, target)
+    session, done = Session(model, guesser, max_length=400, eos=cases.EOS), list[Row]()
+    rows = [session.add(prompt, max_new_tokens=5) for prompt in cases.PROMPTS]
+    for _ in range(40):
+        session.step()
+        for i, row in enumerate(rows):
+            if not row.live and generator.random() < 0.7:
+                done.append(row)
+                prompt = [*row.text, generator.randrange(cases.VOCAB), generator.randrange(cases.VOCAB)]
+                rows[i] = session.resume(row, prompt, max_new_tokens=generator.randint(1, 8))
+    assert len(done) > 40
+    for row in done:
+        prompt, wanted = row.text[: row.prompt_length], row.max_length - row.prompt_length
+        expected = autoregressive_decode(model, prompt, max_new_tokens=wanted, eos=cases.EOS)
+        assert row.text[row.prompt_length :] == expected.tokens[0]
 
 
 def test_a_conversation_keeps_to_the_models_context() -> None:

@@ -67,18 +67,7 @@ def test_a_session_goes_on_after_a_failed_call() -> None:
 class Reads(TorchDispatchMode):
     """Counts what makes a host wait for its device."""
 
-    METHODS = (
-        "tolist",
-        "item",
-        "numpy",
-        "cpu",
-        "nonzero",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "__array__",
-    )
+    METHODS = tuple("tolist item numpy cpu nonzero __bool__ __int__ __float__ __index__ __array__".split())
     OPERATIONS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero")
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,47 +116,13 @@ def test_rows_that_come_and_go_change_nothing_for_the_others(target: str, drafte
     assert reasons == {"eos", "length", "cancelled"}
 
 
-def test_two_sessions_share_their_models_without_noticing() -> None:
-    model, drafter = cases.target("rnn"), cases.drafter("near", "rnn")
-    sessions = [
-        open_session(model, drafter, cases.PROMPTS, max_new_tokens=8, sampling=Sampling(1.0), seed=seed)
-        for seed in (1, 2)
-    ]
-    while any([session.step() for session in sessions]):
-        pass
-    for seed, session in zip((1, 2), sessions, strict=True):
-        alone = speculative_decode(model, drafter, cases.PROMPTS, max_new_tokens=8, sampling=Sampling(1.0), seed=seed)
-        assert session.result().tokens == alone.tokens
-
-
-@pytest.mark.parametrize("rule", cases.RULES)
-def test_a_batch_in_another_order_gives_the_same_tokens(rule: str) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 10, "rule": cases.RULES[rule](), "sampling": Sampling(1.0), "seed": 9}
-    model, drafter = cases.target("rnn"), cases.drafter("near", "rnn")
-    straight = speculative_decode(model, drafter, cases.PROMPTS, **options)
-    for order in ([3, 1, 0, 2], [2, 0], [1]):
-        prompts = [cases.PROMPTS[i] for i in order]
-        shuffled = speculative_decode(model, drafter, prompts, indices=order, **options)
-        assert shuffled.tokens == [straight.tokens[i] for i in order]
-        assert [row.index for row in shuffled.rows] == order
-
-
 def _decode_all() -> list[list[list[int]]]:
+    target = cases.target("rnn")
+    options: dict[str, Any] = {"max_new_tokens": 8, "sampling": Sampling(1.0)}
+    kinds = [("near", "RejectionSampling", 0), ("near", "ExactMatch", 0), ("ragged", "ExactMatch", 1)]
     return [
-        speculative_decode(
-            cases.target("rnn"),
-            cases.drafter(drafter, "rnn"),
-            cases.PROMPTS,
-            max_new_tokens=8,
-            rule=cases.RULES[rule](),
-            sampling=Sampling(1.0),
-            seed=seed,
-        ).tokens
-        for drafter, rule, seed in [
-            ("near", "RejectionSampling", 0),
-            ("near", "ExactMatch", 0),
-            ("ragged", "ExactMatch", 1),
-        ]
+        speculative_decode(target, cases.drafter(drafter, "rnn"), cases.PROMPTS, rule=rule, seed=seed, **options).tokens
+        for drafter, rule, seed in kinds
     ]
 
 

@@ -12,14 +12,15 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import cases
 import pytest
 import torch
 from test_distribution import BonusFromDraft, NoResidual
 
-from lightning_specdec.decoding import autoregressive_decode, speculative_decode
-from lightning_specdec.drafters import Draft, Drafter, DraftRequest, DraftState, ModelDrafter, TargetContext
+from lightning_specdec.decoding import AdaptiveWindow, Calibration, autoregressive_decode, speculative_decode
+from lightning_specdec.drafters import Draft, Drafter, DraftRequest, DraftState, ModelDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import AcceptanceRule, RejectionSampling, Sampling
 
@@ -55,7 +56,7 @@ def chi_square(name: str, rows: Sequence[Sequence[int]]) -> float:
     return sum((counts[s] - wanted) ** 2 / wanted for s, wanted in zip(SEQUENCES, expected(name), strict=True))
 
 
-def decode(name: str, drafter: Drafter, rule: AcceptanceRule, *, seed: int = 0, chunk: int = 128) -> list[list[int]]:
+def decode(name: str, drafter: Drafter, rule: AcceptanceRule, *, window: Any = 2, chunk: int = 128) -> list[list[int]]:
     """The rows in batches that a machine would have, numbered through."""
     rows = []
     for first in range(0, NUM_ROWS, chunk):
@@ -64,10 +65,9 @@ def decode(name: str, drafter: Drafter, rule: AcceptanceRule, *, seed: int = 0, 
             drafter,
             [PROMPT] * chunk,
             max_new_tokens=NUM_NEW,
-            num_draft_tokens=2,
+            num_draft_tokens=window,
             rule=rule,
             sampling=SAMPLING,
-            seed=seed,
             indices=range(first, first + chunk),
         )
         rows += result.tokens
@@ -99,6 +99,13 @@ def test_whole_decodes_under_rejection_sampling_have_the_targets_distribution(na
     assert chi_square(name, rows) < BOUND
 
 
+@pytest.mark.parametrize(("name", "drafter"), [("rnn", "near"), ("rnn", "ngram"), ("llama", "early_exit")])
+def test_whole_decodes_with_adaptive_windows_have_the_targets_distribution(name: str, drafter: str) -> None:
+    window = AdaptiveWindow(Calibration((1, 3), (1.0, 1.2), (0.0, 0.0), 0.0, 0.2, 0.0))
+    rows = decode(name, cases.DRAFTERS[drafter](target(name)), RejectionSampling(), window=window)
+    assert chi_square(name, rows) < BOUND
+
+
 class Overconfident(ModelDrafter):
     """Proposes its argmax and reports its softmax, as a well-known library did."""
 
@@ -115,23 +122,3 @@ def test_biased_decodes_are_found_out(bias: str) -> None:
     drafter = ModelDrafter(draft) if bias in rules else Overconfident(draft)
     rows = decode("rnn", drafter, rules.get(bias, RejectionSampling)())
     assert chi_square("rnn", rows) > 2 * BOUND
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        *(("rnn", kind) for kind in ("unrelated", "fused", "transformer", "hotter", "cross")),
-        *(("llama", kind) for kind in ("early_exit", "early_exit_own", "early_exit_hotter")),
-    ],
-)
-def test_guesses_are_drawn_from_the_probabilities_that_they_report(name: str, kind: str) -> None:
-    """Over a grid of uniform numbers each token's share is its reported probability, to the grid's width."""
-    model, num_rows = target(name), 2000
-    drafter, context = cases.DRAFTERS[kind](model), TargetContext(model, model.init_state(num_rows, 8))
-    grid = ((torch.arange(num_rows) + 0.5) / num_rows)[:, None]
-    request = DraftRequest([PROMPT] * num_rows, torch.tensor([PROMPT[-2:]] * num_rows), grid)
-    with torch.inference_mode():
-        draft = drafter.propose(drafter.init_state(num_rows, 8, context), request, [1] * num_rows, SAMPLING)
-    assert draft.probs is not None
-    shares = torch.bincount(draft.tokens[:, 0], minlength=VOCAB) / num_rows
-    assert shares.tolist() == pytest.approx(draft.probs[0, 0].tolist(), abs=1.01 / num_rows)

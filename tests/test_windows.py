@@ -11,9 +11,6 @@ from typing import Any
 
 import cases
 import pytest
-from test_whole_decodes import BOUND, NUM_NEW, NUM_ROWS, PROMPT, chi_square
-from test_whole_decodes import SAMPLING as WHOLE
-from test_whole_decodes import target as whole_target
 
 from lightning_specdec.decoding import (
     AdaptiveWindow,
@@ -50,9 +47,6 @@ def costs(shape: str = "bfloat16", ratio: float = 0.1) -> Calibration:
 
 def adaptive(shape: str = "bfloat16", ratio: float = 0.1) -> AdaptiveWindow:
     return AdaptiveWindow(costs(shape, ratio))
-
-
-# The plan: numbers alone.
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -163,9 +157,6 @@ def test_what_lies_behind_the_first_rejection_teaches_nothing() -> None:
     assert [each.trials for each in seen[0]] == [3, 1, 1, *[0] * 13] and 3 < MEMORY
 
 
-# Sessions: the laws of every other window.
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("target", "drafter"), cases.pairs(targets=cases.BUT_LLAMA))
 def test_with_an_adaptive_window_exact_match_equals_standard_decoding(
@@ -203,26 +194,6 @@ def test_a_ragged_batch_with_adaptive_windows_equals_its_rows_decoded_one_by_one
         assert row.tokens == alone.tokens
         if not (options["rule"].ignores_windows or (options["rule"].lossless and not temperature)):
             assert row.rounds == alone.rounds
-
-
-@pytest.mark.parametrize(("name", "drafter"), [("rnn", "near"), ("rnn", "ngram"), ("llama", "early_exit")])
-def test_whole_decodes_with_adaptive_windows_have_the_targets_distribution(name: str, drafter: str) -> None:
-    guesser, rows, used = cases.DRAFTERS[drafter](whole_target(name)), [], set()
-    for first in range(0, NUM_ROWS, 128):
-        result = speculative_decode(
-            whole_target(name),
-            guesser,
-            [PROMPT] * 128,
-            max_new_tokens=NUM_NEW,
-            num_draft_tokens=adaptive("wide calls are free", 0.01),
-            rule=RejectionSampling(),
-            sampling=WHOLE,
-            indices=range(first, first + 128),
-        )
-        rows += result.tokens
-        used |= {len(each.drafted) for row in result.rows for each in row.rounds or ()}
-    assert len(used) > 1
-    assert chi_square(name, rows) < BOUND
 
 
 def test_a_record_replays() -> None:
@@ -278,16 +249,3 @@ def test_a_draft_that_was_not_asked_for_a_while_guesses_as_if_it_had_been(target
                 fresh.step()
                 assert fresh.live[0].rounds[0].drafted == last.drafted
     assert rejected or drafter == "ngram"
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("rule", cases.RULES)
-def test_a_round_without_guesses_is_a_step_of_standard_decoding(rule: str, temperature: float) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 12, "sampling": Sampling(temperature, top_p=0.9), "logprobs": True}
-    model, drafter, window = cases.target("rnn"), cases.drafter("near", "rnn"), Scripted([0] * 12 + [1])
-    made_rule = cases.RULES[rule]()
-    result = speculative_decode(model, drafter, cases.PROMPTS, num_draft_tokens=window, rule=made_rule, **options)
-    expected = autoregressive_decode(model, cases.PROMPTS, **options)
-    assert result.tokens == expected.tokens and result.num_draft_calls == 0
-    for row, other in zip(result.rows, expected.rows, strict=True):
-        assert row.logprobs == pytest.approx(other.logprobs, abs=1e-5)
