@@ -211,7 +211,7 @@ def train(minutes: float, directory: Path) -> dict[str, Any]:
         sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 12}
         target = config["model"]["init_args"]["target"]
         target["init_args"]["model"] |= sizes
-        options = {"target": target, "num_draft_tokens": 4, "max_new_tokens": 128, "learning_rate": 0.0006}
+        options = {"target": target, "num_draft_tokens": 4, "learning_rate": 0.0006}
         config["model"] = {**model, "init_args": {**options, **model["init_args"]}}
         trainer = config["trainer"]
         trainer |= {"max_epochs": 1000, "max_time": {"seconds": int(60 * minutes)}, "accelerator": "cuda", "devices": 1}

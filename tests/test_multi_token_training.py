@@ -12,6 +12,7 @@ import tiny_models
 import torch
 from cli_fixtures import call
 from families import tiny
+from lightning_specdec.training.multi_token import as_drafts, head_losses, labels_ahead
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_heads import heads
 from torch import Tensor
@@ -23,7 +24,6 @@ from lightning_specdec.decoding import autoregressive_decode, speculative_decode
 from lightning_specdec.drafters import MultiTokenDrafter
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.training import MultiTokenTraining, next_token_loss
-from lightning_specdec.training.multi_token import as_drafts, head_losses, labels_ahead
 
 VOCAB = 11
 LOGGED = ["--trainer.logger", "TensorBoardLogger", "--trainer.logger.save_dir", "logs"]

@@ -106,7 +106,7 @@ def fit_shipped(
     values = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     values["data"]["init_args"] |= {"paths": str(corpus), "vocab_size": model.vocab_size, "batch_size": 4}
     values["data"]["init_args"] |= {"num_val": 2, "num_test": 1}
-    values["model"]["init_args"] |= {"target_checkpoint": target_directory, "max_new_tokens": 4, **arguments}
+    values["model"]["init_args"] |= {"target_checkpoint": target_directory, **arguments}
     values["model"]["init_args"]["target_features"]["init_args"]["also_layers"] = [0, 1]
     values["trainer"] |= {"max_epochs": 1, "val_check_interval": 1.0, "accelerator": "cpu", "logger": False}
     for callback in values["trainer"]["callbacks"]:

@@ -96,7 +96,6 @@ def shrunk(name: str, directory: Path, **sizes: int) -> Path:
         "num_val": 4,
         "num_test": 2,
     }
-    values["model"]["init_args"]["max_new_tokens"] = 4
     values["trainer"] |= {"max_epochs": 1, "accelerator": "cpu", "logger": False}
     for callback in values["trainer"]["callbacks"]:
         if callback["class_path"] == "DecodeHeldOut":

@@ -15,13 +15,14 @@ from lightning_specdec import __version__
 from lightning_specdec.cli.options import KINDS, Parser, UsageError, kind_help
 from lightning_specdec.config.terminal import say
 
-TRAINER_VERBS = ("fit", "validate", "test", "predict", "generate")
+TRAINER_VERBS = ("fit", "validate", "test", "generate")
 VERBS = (*TRAINER_VERBS, "decode", "chat", "sweep", "bench", "report", "audit", "info", "export")
 FORMER_VERBS = {
     "check": "info MODEL",
     "env": "info",
     "pairs": "info, or info --pair NAME",
     "prompts": "bench --config FILE",
+    "predict": "decode --ckpt FILE",
 }
 
 

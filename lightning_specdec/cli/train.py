@@ -12,7 +12,6 @@ SUMMARIES = {
     "fit": "train target and drafts from a YAML",
     "validate": "measure on the validation sequences",
     "test": "measure on the held-out sequences",
-    "predict": "continue the held-out prompts, as JSON lines",
     "generate": "write a target's own text, to train drafts on; run again to go on",
 }
 _EXAMPLES = {

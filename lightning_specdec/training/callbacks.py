@@ -1,26 +1,22 @@
-"""What a run shows and leaves behind: a progress bar, TensorBoard's histograms and HParams, a file of predictions."""
+"""What a run shows and leaves behind: a progress bar, TensorBoard's histograms and HParams."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter, ProgressBar
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_specdec.config.terminal import say
-from lightning_specdec.drafters import Drafter
-from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.base import SpeculativeTraining
+from lightning_specdec.training.metrics import SAMPLINGS
 
 
 def speculative(module: LightningModule) -> SpeculativeTraining:
@@ -54,7 +50,7 @@ def progress_bar(total: int | None, unit: str, *, initial: int = 0, shown: bool 
 class RunProgressBar(ProgressBar):
     """One bar for the whole run of `fit` or `generate`, with the newest losses or the tokens per second beside it.
 
-    A module that reports its own progress, as `GenerateText`, has a method `progress` and an attribute `watch`.
+    A module that reports its own progress, as `GenerateText`, has the attributes `num_rows` and `watch`.
     """
 
     def __init__(self) -> None:
@@ -98,10 +94,9 @@ class RunProgressBar(ProgressBar):
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         module: Any = pl_module
-        if not hasattr(module, "progress"):
+        if not hasattr(module, "watch"):
             return
-        num_done, total = module.progress() if self._enabled else (0, 0)
-        bar = self._bar = progress_bar(total, "row", initial=num_done, shown=self._enabled)
+        bar = self._bar = progress_bar(module.num_rows, "row", shown=self._enabled)
         began, num_tokens = time.perf_counter(), 0
 
         def watch(num_new_tokens: int, num_ended: int) -> None:
@@ -135,24 +130,22 @@ class AcceptedPerRound(Callback):
     """
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        metrics = speculative(pl_module).val_metrics
-        # Every process takes part in the sum, one writes.
-        counts = {"accepted_per_round": metrics.greedy.compute()}
-        counts["sampling_accepted_per_round"] = metrics.sampling.compute()
-        if trainer.sanity_checking or not trainer.is_global_zero:
-            return
-        for name, each in counts.items():
-            rounds = each.accepted_per_round.double().cpu()
-            kept = range(len(rounds))
+        metrics = speculative(pl_module).metrics
+        for prefix in SAMPLINGS:
+            # Every process takes part in the sum, one writes.
+            rounds = metrics.of(prefix).compute()["accepted_per_round"].double().cpu()
+            if trainer.sanity_checking or not trainer.is_global_zero:
+                continue
+            kept = torch.arange(len(rounds))
             for logger in tensorboards(trainer):
                 logger.experiment.add_histogram_raw(
-                    f"val/{name}",
+                    f"val/{prefix}accepted_per_round",
                     min=0,
                     max=len(rounds) - 1,
                     num=float(rounds.sum()),
-                    sum=float(sum(n * rounds[n] for n in kept)),
-                    sum_squares=float(sum(n * n * rounds[n] for n in kept)),
-                    bucket_limits=[n + 0.5 for n in kept],
+                    sum=float((kept * rounds).sum()),
+                    sum_squares=float((kept * kept * rounds).sum()),
+                    bucket_limits=(kept + 0.5).tolist(),
                     bucket_counts=rounds.tolist(),
                     global_step=trainer.global_step,
                 )
@@ -163,15 +156,11 @@ class HyperparameterTable(Callback):
 
     The row is announced at the first validation and shows the `val/...` scalars themselves, so a run that was stopped
     before has none, and nothing is shown that was not reached.
-
-    Args:
-        metrics: names of validation metrics, without `val/`.
     """
 
-    def __init__(
-        self, metrics: Sequence[str] = ("draft_loss", "target_loss", "acceptance_rate", "block_efficiency")
-    ) -> None:
-        self.metrics = list(metrics)
+    metrics = ("loss", "draft_loss", "target_loss", "acceptance_rate", "block_efficiency")
+
+    def __init__(self) -> None:
         self._announced = False
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -181,59 +170,24 @@ class HyperparameterTable(Callback):
 
         self._announced = True
         module = speculative(pl_module)
-        recipe = module.recipe()
-        given = {**module.settings(), "data": recipe["data"], **_flat("data", recipe["data_arguments"])}
-        given |= {**_flat("draft", module.drafter.arguments()), **_flat("target", module.target.arguments())}
-        plain = {name: value if isinstance(value, str | int | float) else str(value) for name, value in given.items()}
-        reached = {f"val/{name}": float(trainer.callback_metrics[f"val/{name}"]) for name in self.metrics}
+        recipe, networks = module.recipe(), module.describe()
+        given = _flat({**module.settings(), "data": recipe["data"], **recipe["data_arguments"]})
+        given |= {**_flat(networks["drafter"], "draft"), **_flat(networks["target"], "target")}
+        names = (f"val/{name}" for name in self.metrics)
+        reached = {name: float(value) for name in names if (value := trainer.callback_metrics.get(name)) is not None}
         for logger in tensorboards(trainer) if trainer.is_global_zero else ():
-            logger.hparams.update(plain)
-            for summary in hparams(plain, reached):
+            logger.hparams.update(given)
+            for summary in hparams(given, reached):
                 logger.experiment._get_file_writer().add_summary(summary)
 
 
-def _flat(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments as one level of names; those of a model within stand beside the others."""
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested arguments as one level of names, with values that TensorBoard takes."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        inner = value.arguments() if isinstance(value, LanguageModel | Drafter) else value
-        if isinstance(inner, Mapping):
-            flat |= _flat(prefix if name == "model" else f"{prefix}/{name}", inner)
-        elif inner is not None:
-            flat[f"{prefix}/{name}"] = inner
+        place = prefix if name in ("arguments", "model") else f"{prefix}/{name}".strip("/")
+        if isinstance(value, Mapping):
+            flat |= _flat(value, place)
+        elif value is not None:
+            flat[place] = value if isinstance(value, str | int | float) else str(value)
     return flat
-
-
-class JsonLinesWriter(BasePredictionWriter):
-    """Writes predictions as JSON lines, one for each prompt, in the order of the prompts.
-
-    Of several processes each writes its own part; the first merges them by index and replaces the file in one step.
-
-    Args:
-        path: the file; an older one is replaced.
-    """
-
-    def __init__(self, path: str = "predictions.jsonl") -> None:
-        super().__init__(write_interval="epoch")
-        self.path = path
-
-    def write_on_epoch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        predictions: Sequence[Any],
-        batch_indices: Sequence[Any],
-    ) -> None:
-        whole = Path(self.path)
-        parts = [whole.with_name(f".{whole.name}.{rank}") for rank in range(trainer.world_size)]
-        own = parts[trainer.global_rank]
-        own.parent.mkdir(parents=True, exist_ok=True)
-        own.write_text("".join(json.dumps(row) + "\n" for batch in predictions for row in batch))
-        trainer.strategy.barrier("predictions are written")
-        if trainer.is_global_zero:
-            merged = {row["index"]: row for part in parts for row in map(json.loads, part.read_text().splitlines())}
-            own.write_text("".join(json.dumps(merged[index]) + "\n" for index in sorted(merged)))
-            os.replace(own, whole)
-            say(f"{len(merged)} predictions: {self.path}")
-            for part in parts[1:]:
-                part.unlink()

@@ -1,4 +1,4 @@
-"""The verbs fit, validate, test, predict and generate: YAML and options become a Trainer, a model and data."""
+"""The verbs fit, validate, test and generate: YAML and options become a Trainer, a model and data."""
 
 from __future__ import annotations
 
@@ -31,10 +31,8 @@ from lightning_specdec.training.runs import RunFiles, RunLogger, SafeCheckpointI
 
 _UNUSED = ("trainer.logger", "trainer.enable_checkpointing", "trainer.enable_model_summary", "seed_everything")
 _TAKES_YAML = ("--config", "--trainer", "--model", "--data")
-_SUMMARY = ("_loss", "acceptance_rate", "block_efficiency", "walltime_speedup")
-VERBS = ("fit", "validate", "test", "predict", "generate")
-RENAMED = {"GenerationBar": "RunProgressBar"}
-"""Former names of classes that a YAML may hold."""
+_SUMMARY = ("loss", "acceptance_rate", "block_efficiency", "walltime_speedup")
+VERBS = ("fit", "validate", "test", "generate")
 _SCAFFOLD = re.compile(
     r"Does not validate against any|Subtypes:|Errors:|Given value( type)?:|Problem with given class_path '[^']*':$"
     r"|Expected a path but|Expected a <class 'NoneType'>|Parser key"
@@ -82,6 +80,7 @@ class TrainingCLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         verbs = {verb: skipped | {"weights_only"} for verb, skipped in LightningCLI.subcommands().items()}
+        del verbs["predict"]
         return {**verbs, "generate": {"model", "datamodule"}}
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
@@ -105,8 +104,7 @@ class TrainingCLI(LightningCLI):
         plugins = given.get("plugins") or []
         plugins = plugins if isinstance(plugins, list) else [plugins]
         if isinstance(self.model, GenerateText) and not given.get("callbacks"):
-            shown = given["enable_progress_bar"] is not False
-            kwargs["callbacks"] = [RunProgressBar()] if shown else []
+            kwargs["callbacks"] = [] if given["enable_progress_bar"] is False else [RunProgressBar()]
         self.checkpoints = SafeCheckpointIO()
         trainer = super().instantiate_trainer(plugins=[*plugins, self.checkpoints], **kwargs)
         self.files = RunFiles(trainer)
@@ -117,10 +115,7 @@ class TrainingCLI(LightningCLI):
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
         if subcommand == "generate":
             if not isinstance(self.model, GenerateText):
-                raise ValueError(
-                    f"generate needs GenerateText as its model, got {type(self.model).__name__}: take a config such as "
-                    "configs/smollm2_generate.yaml"
-                )
+                raise ValueError(f"generate needs GenerateText as its model, got {type(self.model).__name__}")
             return kwargs  # the target is not there yet: it is loaded and checked when the Trainer starts
         limit_threads(sum(parameter.numel() for parameter in self.model.parameters()))
         if isinstance(self.model, SpeculativeTraining):
@@ -138,10 +133,9 @@ class TrainingCLI(LightningCLI):
         try:
             super()._run_subcommand(subcommand)
         except BaseException:
-            if subcommand == "fit":
-                for path in sorted(self.checkpoints.written):
-                    if path.name == "last.ckpt" and path.is_file():
-                        tell(f"{seen_from_here(path)} is where it was: the same command with --ckpt_path last goes on")
+            for path in sorted(self.checkpoints.written):
+                if path.name == "last.ckpt" and path.is_file():
+                    tell(f"{seen_from_here(path)} is whole: the same command with --ckpt_path last continues")
             raise
         finally:
             self.files.release()
@@ -151,19 +145,17 @@ class TrainingCLI(LightningCLI):
         if not self.trainer.is_global_zero:
             return
         values = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        lines: dict[str, list[str]] = {}
-        for name in sorted(values, key=lambda name: (name.count("/"), not name.endswith("_loss"), name)):
-            rate = name.rpartition("/")[2]
-            hidden = ("sampling_",) if "/exit_" in name else ("sampling_", "teacher_forced_")
-            if rate.endswith(_SUMMARY) and not rate.startswith(hidden):
-                lines.setdefault(name.rpartition("/")[0], []).append(f"{name} {values[name]:.3f}")
-        for line in lines.values():
-            say("  ".join(line))
+        shown = [f"{name} {values[name]:.3f}" for name in sorted(values) if name.startswith("val/") and _shown(name)]
+        say("  ".join(shown))
         for callback in self.trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and Path(callback.best_model_path).is_file():
                 say(f"{callback.filename} checkpoint: {seen_from_here(callback.best_model_path)}")
         if self.trainer.logger and self.trainer.log_dir:
             say(f"curves: tensorboard --logdir {seen_from_here(self.trainer.log_dir)}")
+
+
+def _shown(name: str) -> bool:
+    return name.endswith(_SUMMARY) and name.count("/") == 1 and "sampling_" not in name and "teacher" not in name
 
 
 def prepare(arguments: list[str]) -> None:
@@ -185,9 +177,6 @@ def prepare(arguments: list[str]) -> None:
                 pass  # the parser says where it is wrong
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
-    for former, now in RENAMED.items():
-        if any(re.search(rf"\b{former}\b", text) for text in texts):
-            raise ValueError(f"{former} is called {now} now: use that name in the config")
     for name in MODELS:
         if any(name in text for text in texts):
             MODELS.load(name)

@@ -1,4 +1,4 @@
-"""Training a draft for a frozen target, from the target's own distributions.
+"""Training a draft from its target's own distributions.
 
 Shapes: B rows, T tokens, M positions, N chosen ones, K draft tokens, D width of what the output head reads, W tokens of
 the draft.
@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
-from torchmetrics import MeanMetric
 
 from lightning_specdec.checkpoints.checkpoint import KEY
 from lightning_specdec.config.checks import require_int, require_number
@@ -22,8 +21,8 @@ from lightning_specdec.data.base import SPLITS
 from lightning_specdec.drafters import Drafter, DraftVocabulary
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.base import SpeculativeTraining
-from lightning_specdec.training.draft_losses import DraftLoss, ForwardKL, position_weights
-from lightning_specdec.training.metrics import RoundMetrics, Rounds
+from lightning_specdec.training.draft_losses import CrossEntropy, DraftLoss, ForwardKL, position_weights
+from lightning_specdec.training.metrics import SAMPLINGS, Means, next_token_loss, next_token_means
 from lightning_specdec.training.optimizers import BETAS, MuonAdamW, warmup_cosine
 from lightning_specdec.training.target_outputs import (
     DraftStep,
@@ -39,56 +38,8 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 2**25
 """Logits that are measured at once."""
-
-
-class DistillationMetrics(RoundMetrics):
-    """Teacher-forced metrics: losses, what rounds keep along known texts, and the acceptance rate by draft position.
-
-    Args:
-        weights: weight of each draft step's loss.
-        first_round: whether drafting is possible before the target has read anything.
-    """
-
-    def __init__(self, weights: list[float], num_draft_tokens: int, *, first_round: bool) -> None:
-        super().__init__(*(Rounds(num_draft_tokens, first_round=first_round) for _ in range(2)))
-        self.weights = weights
-        self.losses = _means(len(weights))
-        self.greedy_rates, self.sampling_rates = _means(num_draft_tokens), _means(num_draft_tokens)
-
-    def count(self, greedy: list[Float[Tensor, "B T"]], sampling: list[Float[Tensor, "B T"]], batch: Batch) -> None:
-        """Count a batch.
-
-        Args:
-            greedy, sampling: the probability that a draft of token t is accepted, for each draft step; the last one
-                stands for all that follow.
-        """
-        num_draft_tokens = len(self.greedy_rates)
-        num_new = batch.lengths - batch.prompt_lengths
-        offsets = torch.arange(int(num_new.max()), device=num_new.device)
-        starts = batch.prompt_lengths[:, None] + offsets
-        for rounds, rates, chances in (
-            (self.greedy, self.greedy_rates, greedy),
-            (self.sampling, self.sampling_rates, sampling),
-        ):
-            columns = []
-            for i in range(num_draft_tokens):
-                padded = functional.pad(chances[min(i, len(chances) - 1)], (0, num_draft_tokens))
-                columns.append(padded.gather(1, (starts + i).clamp(max=padded.shape[1] - 1)))
-                rates[i].update(columns[i][offsets + i < num_new[:, None]])  # type: ignore[operator]
-            rounds.update(torch.stack(columns, dim=-1), num_new)
-
-    def compute(self) -> dict[str, Tensor]:
-        values = self.rates()
-        losses = torch.stack([each.compute().nan_to_num() for each in self.losses])  # type: ignore[operator]
-        values["loss"] = (losses * losses.new_tensor(self.weights)).sum() / sum(self.weights)
-        for i, (greedy, sampling) in enumerate(zip(self.greedy_rates, self.sampling_rates, strict=True), start=1):
-            values[f"position_{i}/acceptance_rate"] = greedy.compute()  # type: ignore[operator]
-            values[f"position_{i}/sampling_acceptance_rate"] = sampling.compute()  # type: ignore[operator]
-        return values
-
-
-def _means(count: int) -> nn.ModuleList:
-    return nn.ModuleList(MeanMetric(nan_strategy="disable") for _ in range(count))
+FINAL_RATE = 0.05
+"""The learning rate at the end of a run, relative to the highest."""
 
 
 class DistillationTraining(SpeculativeTraining):
@@ -103,12 +54,13 @@ class DistillationTraining(SpeculativeTraining):
         target: the target; None where `target_checkpoint` names it.
         target_checkpoint: a checkpoint that contains the target, or the directory of a transformers model.
         target_dtype: dtype of a target from a directory; as stored when None.
-        loss: `ForwardKL` when None.
+        freeze_target: whether the target stays as it is, to the last bit. Otherwise it learns from the text, and its
+            loss is added to the draft's.
+        loss: when None, `ForwardKL` for a frozen target, else `CrossEntropy`.
         position_decay: weight of each draft token relative to the one before it.
         target_features: where the target's outputs come from; `OnlineFeatures` when None.
         learn_from_prompts: whether prompts, which the target did not write, are learned from too.
         warmup_steps: steps over which the learning rate rises; it falls by a cosine afterwards.
-        final_learning_rate: learning rate at the end, relative to the highest.
         optimizer: "adamw", or "muon" for the matrices of hidden layers.
         options: those of `SpeculativeTraining`.
     """
@@ -120,29 +72,28 @@ class DistillationTraining(SpeculativeTraining):
         *,
         target_checkpoint: str | None = None,
         target_dtype: str | None = None,
+        freeze_target: bool = True,
         loss: DraftLoss | None = None,
         position_decay: float = 0.8,
         target_features: OnlineFeatures | None = None,
         learn_from_prompts: bool = False,
         warmup_steps: int = 100,
-        final_learning_rate: float = 0.05,
         optimizer: str = "adamw",
         **options: Any,
     ) -> None:
-        self.target_checkpoint = target_checkpoint
-        self.loss = ForwardKL() if loss is None else loss
+        self.target_checkpoint, self.freeze_target = target_checkpoint, freeze_target
+        self.loss = loss or (ForwardKL() if freeze_target else CrossEntropy())
         self.position_decay = require_number("position_decay", position_decay, low=0.0, high=1.0, low_open=True)
         self.target_features = OnlineFeatures() if target_features is None else target_features
         self.learn_from_prompts = learn_from_prompts
         self.warmup_steps = require_int("warmup_steps", warmup_steps, 0)
-        self.final_learning_rate = require_number("final_learning_rate", final_learning_rate, low=0.0, high=1.0)
         if optimizer not in ("adamw", "muon"):
             raise ValueError(f"optimizer must be adamw or muon, got {optimizer!r}")
         self.optimizer = optimizer
         self._initialized = False
-        target, self.target_tokenizer = given_target(target, target_checkpoint, True, dtype=target_dtype)
+        target, self.target_tokenizer = given_target(target, target_checkpoint, freeze_target, dtype=target_dtype)
         super().__init__(target, make_drafter(target), **options)
-        self.target.requires_grad_(False)
+        self.target.requires_grad_(not freeze_target)
         self.train()
 
     @abstractmethod
@@ -161,11 +112,6 @@ class DistillationTraining(SpeculativeTraining):
         """Initialize the draft's weights, once its vocabulary is known."""
 
     @property
-    def num_losses(self) -> int:
-        """Draft steps with a loss of their own."""
-        return 1
-
-    @property
     def draft_vocabulary(self) -> DraftVocabulary | None:
         """The reduced vocabulary of the draft; None where it has the target's."""
         found: DraftVocabulary | None = getattr(self.drafter, "draft_vocabulary", None)
@@ -178,22 +124,20 @@ class DistillationTraining(SpeculativeTraining):
 
     def train(self, mode: bool = True) -> DistillationTraining:
         super().train(mode)
-        self.target.eval()
+        if self.freeze_target:
+            self.target.eval()
         return self
 
     def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "loss": _named(self.loss)}
-
-    def new_metrics(self) -> DistillationMetrics:
-        weights = position_weights(self.position_decay, self.num_losses)
-        return DistillationMetrics(weights, self.num_draft_tokens, first_round=self.first_round)
+        return {**super().settings(), "loss": {"class": type(self.loss).__name__}}
 
     def check_data(self, data: TokenData) -> None:
         """See `SpeculativeTraining.check_data`; also chooses the draft's vocabulary by these data, once."""
         super().check_data(data)
         own = self.target.tokenizer
-        name = self.target_tokenizer or (None if own is None else own.name)
-        check_same_tokens(self.target_checkpoint or "the target", self.target.vocab_size, name, data)
+        if self.target_checkpoint is not None:
+            name = self.target_tokenizer or (None if own is None else own.name)
+            check_same_tokens(self.target_checkpoint, self.target.vocab_size, name, data)
         if self._initialized:
             return
         if (vocabulary := self.draft_vocabulary) is not None:
@@ -221,7 +165,7 @@ class DistillationTraining(SpeculativeTraining):
         labels = batch.tokens[:, step.predicted][mask]
         if self.draft_vocabulary is not None:
             labels = self.draft_vocabulary.to_draft(labels, IGNORED)
-        log_probs, choices = outputs.log_probs[:, step.before][mask], outputs.choices[:, step.before][mask]
+        log_probs, choices = outputs.log_probs[:, step.before][mask].detach(), outputs.choices[:, step.before][mask]
         return mask, (step.hidden[mask], log_probs, labels, choices)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -233,28 +177,57 @@ class DistillationTraining(SpeculativeTraining):
             losses.append(values.sum() / max(1, len(values)))
             num_positions += len(values)
         loss = (torch.stack(losses) * losses[0].new_tensor(self.loss_weights(len(losses)))).sum()
+        if not self.freeze_target:
+            target_loss = next_token_loss(outputs.log_probs[:, :-1], batch.next_tokens())
+            loss = loss + target_loss
+            self.log_losses({"target_loss": target_loss.detach()}, num_positions)
         self.log_losses({"loss": loss.detach()}, num_positions)
         if len(losses) > 1:
             each = {f"position_{i}/loss": value.detach() for i, value in enumerate(losses, start=1)}
             self.log_losses(each, num_positions, prog_bar=False)
         return loss
 
-    def measure(self, metrics: RoundMetrics, batch: Batch, split: str) -> None:
-        assert isinstance(metrics, DistillationMetrics)
+    def measure(self, batch: Batch, split: str) -> Means:
         outputs = self.read(batch, split)
-        greedy, sampling = list[Tensor](), list[Tensor]()
+        losses = list[Tensor]()
+        chances: list[list[Tensor]] = [[] for _ in SAMPLINGS]
         for number, step in enumerate(self.draft_steps(batch, outputs)):
             mask, values = self._chosen(step, batch, outputs, prompts=False)  # prompts are never drafted
             pieces = zip(*(each.split(max(1, _AT_ONCE // values[1].shape[-1])) for each in values), strict=True)
-            losses, agreed, overlaps = map(
-                torch.cat, zip(*(self._judged(number, *each) for each in pieces), strict=True)
-            )
-            metrics.losses[number].update(losses)  # type: ignore[operator]
-            for chances, of_step in ((greedy, agreed), (sampling, overlaps)):
-                of_tokens = of_step.new_zeros(batch.tokens.shape)
-                of_tokens[:, step.predicted][mask] = of_step
-                chances.append(of_tokens)
-        metrics.count(greedy[: self.num_draft_tokens], sampling[: self.num_draft_tokens], batch)
+            of_step, *accepted = map(torch.cat, zip(*(self._judged(number, *each) for each in pieces), strict=True))
+            losses.append(of_step.sum() / max(1, len(of_step)))
+            for of_sampling, of_tokens in zip(chances, accepted, strict=True):
+                placed = of_tokens.new_zeros(batch.tokens.shape)
+                placed[:, step.predicted][mask] = of_tokens
+                of_sampling.append(placed)
+        means = self._count(chances, batch)
+        num_new = int((batch.lengths - batch.prompt_lengths).sum())
+        loss = (torch.stack(losses) * losses[0].new_tensor(self.loss_weights(len(losses)))).sum()
+        if not self.freeze_target:
+            means |= next_token_means("target", outputs.log_probs[:, :-1], batch.next_tokens())
+            loss = loss + means["target_loss"][0]
+        return {**means, "loss": (loss, num_new)}
+
+    def _count(self, chances: list[list[Float[Tensor, "B T"]]], batch: Batch) -> Means:
+        """Count rounds, and average the acceptance rate of each draft step.
+
+        Args:
+            chances: for each way of sampling and each draft step the probability that a draft of token t is accepted;
+                the last step stands for all that follow.
+        """
+        means: Means = {}
+        num_new, window = batch.lengths - batch.prompt_lengths, self.num_draft_tokens
+        offsets = torch.arange(int(num_new.max()), device=num_new.device)
+        for prefix, of_steps in zip(SAMPLINGS, chances, strict=True):
+            columns = []
+            for i in range(window):
+                padded = functional.pad(of_steps[min(i, len(of_steps) - 1)], (0, window))
+                starts = batch.prompt_lengths[:, None] + offsets + i
+                columns.append(padded.gather(1, starts.clamp(max=padded.shape[1] - 1)))
+                found = columns[i][offsets + i < num_new[:, None]]
+                means[f"position_{i + 1}/{prefix}acceptance_rate"] = found.mean(), len(found)
+            self.metrics.of(prefix).update(torch.stack(columns, dim=-1), num_new)
+        return means
 
     def _judged(
         self, number: int, hidden: Tensor, log_probs: Tensor, labels: Tensor, choices: Tensor
@@ -269,25 +242,16 @@ class DistillationTraining(SpeculativeTraining):
         return self.loss(logits, log_probs, labels), (drafted == choices).float(), overlaps
 
     def recipe(self) -> dict[str, Any]:
-        """See `SpeculativeTraining.recipe`; also what the training took and reached."""
-        values = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        own = {"target_features": _named(self.target_features)}
-        return {**super().recipe(), **own, "reached": {k: v for k, v in values.items() if k.startswith("val/")}}
+        """See `SpeculativeTraining.recipe`; also where the target's outputs came from."""
+        return {**super().recipe(), "target_features": type(self.target_features).__name__}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        trained = checkpoint[KEY]["drafter"]["arguments"]
         if (vocabulary := self.draft_vocabulary) is not None:  # the weights are for these tokens, whatever the data
-            vocabulary.become(trained["draft_vocabulary"])
-        for name, value in self.drafter.arguments().items():
-            if isinstance(value, int | float | str | list | None) and trained.get(name) != value:
-                raise ValueError(
-                    f"the checkpoint's draft was trained with {name}={trained.get(name)}, the config says {value}: "
-                    "give the config that it was trained with, or start anew"
-                )
+            vocabulary.become(checkpoint[KEY]["drafter"]["arguments"]["draft_vocabulary"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        trained = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         if self.optimizer == "adamw":
             return torch.optim.AdamW(trained, lr=self.learning_rate, betas=BETAS, weight_decay=0.0)
         # Embeddings and output heads are no hidden layers: a step touches few of their rows.
@@ -298,13 +262,9 @@ class DistillationTraining(SpeculativeTraining):
         return MuonAdamW(matrices, (each for each in trained if each not in matrices), lr=self.learning_rate)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        num_steps, warmup, final = self.trainer.estimated_stepping_batches, self.warmup_steps, self.final_learning_rate
-        rate = self.learning_rate * warmup_cosine(self.global_step, num_steps, warmup_steps=warmup, final=final)
+        num_steps, warmup = self.trainer.estimated_stepping_batches, self.warmup_steps
+        rate = self.learning_rate * warmup_cosine(self.global_step, num_steps, warmup_steps=warmup, final=FINAL_RATE)
         for optimizer in self.trainer.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
         self.log("train/learning_rate", rate, sync_dist=True)
-
-
-def _named(part: DraftLoss | OnlineFeatures) -> dict[str, Any]:
-    return {"class": type(part).__name__, **part.arguments()}

@@ -1,4 +1,4 @@
-"""Drafts for a frozen target: a smaller model, an early exit's head, Medusa heads.
+"""Drafts that learn from their target: a smaller model, an early exit's head, heads for several tokens.
 
 Shapes: N positions, D width of the hidden states, V vocabulary of the target, W of the draft.
 """
@@ -31,8 +31,7 @@ class DistilledModelTraining(DistillationTraining):
     Args:
         draft: a new model with the target's vocabulary; None where `draft_layers` is given.
         draft_layers: the target's layers that the draft is made of, ascending, from 0. Such a draft needs far less
-            training than a new one.
-        freeze_embeddings: whether a draft made of layers keeps the target's embeddings and output head.
+            training than a new one, and keeps the target's embeddings and output head.
         options: those of `DistillationTraining`.
     """
 
@@ -44,14 +43,12 @@ class DistilledModelTraining(DistillationTraining):
         draft: LanguageModel | None = None,
         *,
         draft_layers: Sequence[int] | None = None,
-        freeze_embeddings: bool = True,
         **options: Any,
     ) -> None:
         if (draft is None) == (draft_layers is None):
             given = "neither" if draft is None else "both"
             raise ValueError(f"a draft is new or made of the target's layers, got {given}: give draft or draft_layers")
         self.draft_layers = None if draft_layers is None else list(draft_layers)
-        self.freeze_embeddings = freeze_embeddings
 
         def make_drafter(target: LanguageModel) -> ModelDrafter:
             model = self._of_layers(target) if draft is None else draft
@@ -67,9 +64,8 @@ class DistilledModelTraining(DistillationTraining):
             raise ValueError(f"draft_layers takes a transformers model apart, the target is a {type(target).__name__}")
         assert self.draft_layers is not None
         draft = target.with_layers(self.draft_layers)
-        if self.freeze_embeddings:
-            for part in (draft.model.get_input_embeddings(), draft.model.get_output_embeddings()):
-                part.requires_grad_(False)
+        for part in (draft.model.get_input_embeddings(), draft.model.get_output_embeddings()):
+            part.requires_grad_(False)
         return draft
 
     def layers(self) -> Sequence[int]:
@@ -153,15 +149,19 @@ class ExitHeadTraining(DistillationTraining):
         return logits
 
 
-class MedusaTraining(DistillationTraining):
-    """Trains a `MultiTokenDrafter`: heads on the target's last hidden state (Cai et al. 2024, "Medusa": Medusa-1).
+class MultiTokenTraining(DistillationTraining):
+    """Trains a `MultiTokenDrafter`: heads that predict the tokens after the next from the target's last hidden state.
+
+    Together with their target, which minimizes the sum of all cross-entropies (Gloeckle et al. 2024, equation 2); or
+    with `freeze_target` from its distributions (Cai et al. 2024, "Medusa": Medusa-1).
 
     Args:
         num_heads: most draft tokens of a round.
         num_blocks: residual blocks of each head.
         shared_output: whether the heads use the target's own output head.
-        draft_vocabulary: size of the heads' vocabulary, the most frequent tokens of the training texts; the target's
-            vocabulary when None.
+        draft_vocabulary: size of the heads' vocabulary for a frozen target, the most frequent tokens of the training
+            texts; the target's vocabulary when None.
+        freeze_target: whether the heads alone learn.
         options: those of `DistillationTraining`.
     """
 
@@ -176,8 +176,12 @@ class MedusaTraining(DistillationTraining):
         num_blocks: int = 1,
         shared_output: bool = False,
         draft_vocabulary: int | None = None,
+        freeze_target: bool = False,
         **options: Any,
     ) -> None:
+        if draft_vocabulary is not None and not freeze_target:
+            raise ValueError("a target that learns needs all its tokens: drop draft_vocabulary or give freeze_target")
+
         def make_drafter(target: LanguageModel) -> MultiTokenDrafter:
             return MultiTokenDrafter(
                 num_heads,
@@ -188,12 +192,15 @@ class MedusaTraining(DistillationTraining):
                 draft_vocabulary=draft_vocabulary,
             )
 
-        super().__init__(make_drafter, target, **options)
-        check_window(self.num_draft_tokens, num_heads)
+        super().__init__(make_drafter, target, freeze_target=freeze_target, **options)
+        if self.num_draft_tokens > num_heads:
+            raise ValueError(
+                f"a round cannot have {self.num_draft_tokens} draft tokens of {num_heads} heads: lower "
+                "num_draft_tokens or raise num_heads"
+            )
 
-    @property
-    def num_losses(self) -> int:
-        return self.drafter.settings.num_heads
+    def loss_weights(self, num_steps: int) -> list[float]:
+        return super().loss_weights(num_steps) if self.freeze_target else [1.0] * num_steps
 
     def layers(self) -> Sequence[int]:
         return self.drafter.features(self.target)
@@ -209,15 +216,6 @@ class MedusaTraining(DistillationTraining):
 
     def step_logits(self, number: int, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N W"]:
         return self.drafter.head_logits(number, hidden, self.target)
-
-
-def check_window(num_draft_tokens: int, num_heads: int) -> None:
-    """Raise ValueError if a round has more draft tokens than there are heads."""
-    if num_draft_tokens > num_heads:
-        raise ValueError(
-            f"a round cannot have {num_draft_tokens} draft tokens of {num_heads} heads: lower num_draft_tokens or "
-            "raise num_heads"
-        )
 
 
 def hidden_size_of(target: LanguageModel) -> int:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_specdec.config.checks import require_int
 from lightning_specdec.data import Batch
 from lightning_specdec.drafters import EagleDrafter
 from lightning_specdec.drafters.eagle_network import EagleNetwork, attention
@@ -44,7 +43,6 @@ class EagleTraining(DistillationTraining):
             training texts, the draft works at any length.
         draft_vocabulary: size of the draft's vocabulary, the most frequent tokens of the training texts; the target's
             vocabulary when None.
-        num_steps: draft tokens of a rollout; `num_draft_tokens` when None.
         random_lengths: whether a step's rollouts end early at random, each draft token being followed by another with
             probability `position_decay`. The expected loss is the same, at half the work for a decay of 0.6.
         options: those of `DistillationTraining`.
@@ -63,7 +61,6 @@ class EagleTraining(DistillationTraining):
         intermediate_size: int | None = None,
         attention_window: int | None = None,
         draft_vocabulary: int | None = None,
-        num_steps: int | None = None,
         random_lengths: bool = False,
         **options: Any,
     ) -> None:
@@ -81,18 +78,8 @@ class EagleTraining(DistillationTraining):
                 draft_vocabulary=draft_vocabulary,
             )
 
-        self.num_steps = None if num_steps is None else require_int("num_steps", num_steps, 1, 64)
         self.random_lengths = random_lengths
         super().__init__(make_drafter, target, **options)
-        if self.num_losses < self.num_draft_tokens:
-            raise ValueError(
-                f"a round of {self.num_draft_tokens} draft tokens is measured on rollouts of {self.num_losses}: lower "
-                "num_draft_tokens or raise num_steps"
-            )
-
-    @property
-    def num_losses(self) -> int:
-        return self.num_draft_tokens if self.num_steps is None else self.num_steps
 
     def layers(self) -> Sequence[int]:
         return self.drafter.settings.feature_layers
@@ -103,15 +90,15 @@ class EagleTraining(DistillationTraining):
         self.drafter.network.output.weight.copy_(rows_of(self.target.output_weight, self.draft_vocabulary))
 
     def loss_weights(self, num_steps: int) -> list[float]:
-        if not self.random_lengths:
+        if not (self.random_lengths and self.training):
             return super().loss_weights(num_steps)
-        return [1 / sum(position_weights(self.position_decay, self.num_losses))] * num_steps
+        return [1 / sum(position_weights(self.position_decay, self.num_draft_tokens))] * num_steps
 
     def rollout_length(self, step: int) -> int:
         """Draft tokens of the rollouts of an optimizer step: depends on its number alone, so that runs can resume."""
         if not (self.random_lengths and self.training):
-            return self.num_losses
-        noise = torch.rand(self.num_losses - 1, generator=torch.Generator().manual_seed(step))
+            return self.num_draft_tokens
+        noise = torch.rand(self.num_draft_tokens - 1, generator=torch.Generator().manual_seed(step))
         return 1 + int((noise < self.position_decay).long().cumprod(0).sum())
 
     def draft_steps(self, batch: Batch, outputs: TargetOutputs) -> list[DraftStep]:

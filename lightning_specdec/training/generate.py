@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +23,6 @@ from lightning_specdec.models.packed import limit_threads
 from lightning_specdec.rules import Sampling
 from lightning_specdec.training.runs import seen_from_here
 
-MOST_LEFT = 1 / 2
-"""Of a batch that others may join: docs/log.md has the figures."""
-
 Watch = Callable[[int, int], None]
 """Called after each round with the number of new tokens, and of rows that have ended."""
 
@@ -47,9 +42,8 @@ def continue_all(
     """The new tokens of every prompt, by its number; rows join as others end, so that the batch stays full.
 
     In a round in which rows join, the target reads as many tokens of every row as the longest new prompt has. So
-    prompts of similar lengths join together, once half the batch has ended; long ones wait until the new tokens that
-    the free places may hold are as many as those that the other rows read in vain. This follows from the prompts and
-    the rows alone, so the same prompts make the same batches.
+    prompts of similar lengths join together, once half the batch has ended. This follows from the prompts and the rows
+    alone, so the same prompts make the same batches.
 
     Args:
         prompts: by the numbers that key their noise.
@@ -74,12 +68,10 @@ def continue_all(
     made: dict[int, list[int]] = {}
     num_live = 0
     while waiting or num_live:
-        joining = waiting[num_live - batch_size :] if num_live < batch_size else []
-        few = num_live <= MOST_LEFT * batch_size
-        if joining and few and num_live * len(prompts[joining[0]]) <= len(joining) * max_new_tokens:
-            for number in reversed(joining):
+        if num_live <= batch_size // 2:
+            for _ in range(min(batch_size - num_live, len(waiting))):
+                number = waiting.pop()
                 session.add(prompts[number], index=number)
-            del waiting[-len(joining) :]
         events = session.step()
         ended = [row for row, _ in events if not row.live]
         for row in ended:
@@ -163,7 +155,6 @@ class GenerateText(LightningModule):
         ]
         dtype = str(target.dtype).removeprefix("torch.")
         names = ("max_new_tokens", "temperatures", "top_p", "batch_size", "shard_size", "seed", "num_draft_tokens")
-        versions = {"lightning_specdec": __version__, "python": platform.python_version(), "torch": torch.__version__}
         self.wanted = {
             "format": corpus.FORMAT,
             "target": {"source": self.source, "sha256": target.origin.sha256, "dtype": dtype},
@@ -174,8 +165,7 @@ class GenerateText(LightningModule):
             "num_prompts": len(prompts),
             "prompts_sha256": corpus.prompts_digest(prompts),
             "num_shards": len(data.shards),
-            "versions": {**versions, "transformers": version("transformers")},
-            "totals": None,
+            "versions": {"lightning_specdec": __version__, "torch": torch.__version__},
         }
 
     def on_predict_start(self) -> None:
@@ -189,22 +179,16 @@ class GenerateText(LightningModule):
             if (self.output / corpus.MANIFEST).exists():
                 corpus.check_same(self.output, corpus.read_manifest(self.output), self.wanted)
             elif self.output.is_dir() and any(self.output.glob("shard-*")):
-                raise ValueError(
-                    f"{self.output} holds shards without a manifest: restore it, or give another model.output"
-                )
+                raise ValueError(f"{self.output} holds shards without a manifest: give another model.output")
             else:
-                try:
-                    corpus.write_manifest(self.output, self.wanted)
-                except OSError as error:
-                    raise ValueError(f"{self.output} cannot be written to ({error.strerror or error})") from error
-            for unfinished in self.output.glob(".shard-*"):  # of a process that was killed while it wrote
-                unfinished.unlink(missing_ok=True)
+                corpus.write_manifest(self.output, self.wanted)
         self.trainer.strategy.barrier("the manifest is written")
 
     def predict_step(self, shard: PromptShard, batch_idx: int) -> int:
         """Write a shard, unless it is there; returns how many rows are new."""
         kinds = len(self.samplings)
         if not shard.prompts or self._is_there(shard):
+            self.watch(0, len(shard.prompts) * kinds)
             return 0
         made: dict[int, list[int]] = {}
         with torch.autocast(self.device.type, enabled=False):  # as the target decodes by itself
@@ -241,14 +225,14 @@ class GenerateText(LightningModule):
             return False
         return True
 
-    def progress(self) -> tuple[int, int]:
-        """Rows of this process that are there already, and all of its rows."""
+    @property
+    def num_rows(self) -> int:
+        """Rows that this process writes."""
         own = self._data().shards[self.trainer.global_rank :: self.trainer.world_size]
-        done = sum(len(shard.prompts) for shard in own if self._is_there(shard))
-        return done * len(self.samplings), sum(len(shard.prompts) for shard in own) * len(self.samplings)
+        return sum(len(shard.prompts) for shard in own) * len(self.samplings)
 
     def on_predict_end(self) -> None:
-        """When all shards are there, count what is in them, and report it."""
+        """Report what is in the shards when all are there."""
         self.trainer.strategy.barrier("the shards are written")
         if not self.trainer.is_global_zero:
             return
@@ -256,15 +240,9 @@ class GenerateText(LightningModule):
         if missing := [shard for shard in shards if not self._is_there(shard)]:
             say(f"{len(shards) - len(missing)} of {len(shards)} shards are in {where}: run it again")
             return
-        manifest, written = corpus.open_corpus(self.output)
-        num_prompt_tokens = sum(int(shard.prompt_lengths.sum()) for shard in written)
-        totals = {
-            "num_rows": sum(map(len, written)),
-            "num_prompt_tokens": num_prompt_tokens,
-            "num_new_tokens": sum(int(shard.starts[-1]) for shard in written) - num_prompt_tokens,
-        }
-        corpus.write_manifest(self.output, {**manifest, "totals": totals})
-        say(f"{totals['num_rows']:,} rows, {totals['num_new_tokens']:,} new tokens: {where}")
+        written = corpus.open_corpus(self.output)[1]
+        num_new = sum(int(shard.starts[-1] - shard.prompt_lengths.sum()) for shard in written)
+        say(f"{sum(map(len, written)):,} rows, {num_new:,} new tokens: {where}")
 
     def _data(self) -> PromptSource:
         data = self.trainer.datamodule  # type: ignore[attr-defined]

@@ -5,99 +5,85 @@ Shapes: B rows, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_specdec.data import IGNORED, Batch
 from lightning_specdec.drafters import Drafter, ModelDrafter, StagedDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.base import SpeculativeTraining
-from lightning_specdec.training.metrics import PairMetrics, RoundMetrics, next_token_loss
+from lightning_specdec.training.metrics import Means, RoundMetrics, next_token_loss, next_token_means
 
 STAGED = "staged"
 """The name of the stages together."""
-_SHOWN = tuple(
-    "draft_loss draft_perplexity draft_accuracy acceptance_rate block_efficiency sampling_acceptance_rate "
-    "sampling_block_efficiency".split()
-)
-"""What is shown of each draft by its name."""
 
 
-class DraftSizesMetrics(PairMetrics):
-    """The metrics of the main draft under their own names, and of every draft as `NAME/...`.
-
-    Args:
-        num_draft_tokens: draft tokens of a round.
-        names: the drafts, the main one first.
-    """
-
-    def __init__(self, num_draft_tokens: int, names: Sequence[str]) -> None:
-        super().__init__(num_draft_tokens)
-        self.main, *rest = names
-        self.rest = nn.ModuleDict({name: PairMetrics(num_draft_tokens) for name in rest})
-
-    def update_all(self, draft_logits: Mapping[str, Tensor], target_logits: Tensor, batch: Batch) -> None:
-        """Count one batch of all drafts."""
-        for name, logits in draft_logits.items():
-            metrics: Any = self if name == self.main else self.rest[name]
-            metrics.update(logits, target_logits, batch)
-
-    def compute(self) -> dict[str, Tensor]:
-        rest: dict[str, Any] = dict(self.rest.items())
-        every = {self.main: super().compute(), **{name: metrics.compute() for name, metrics in rest.items()}}
-        main = every[self.main]
-        loss = main["target_loss"] + torch.stack([values["draft_loss"] for values in every.values()]).sum()
-        named = {f"{name}/{key}": values[key] for name, values in every.items() for key in _SHOWN} if rest else {}
-        return {**main, "loss": loss, **named}
-
-
-class DraftSizesTraining(SpeculativeTraining):
-    """Trains a target and drafts of several sizes on the same sequences, to find the size that pays.
+class PairTraining(SpeculativeTraining):
+    """Trains a target and a smaller draft, or several drafts by name, on the same sequences.
 
     The sum of all losses is minimized; no loss has a gradient in another model's weights, and Adam treats every weight
     by itself, so that each model learns as if it were alone. (Clip gradients by value: a common norm couples them.)
 
     Args:
         target: the model whose output is wanted.
-        drafts: draft models by name; they must share the target's vocabulary.
-        main: the name of the one that predicts and that a checkpoint decodes with unless told otherwise; the first of
-            them when None.
+        draft: the draft model; it must share the target's vocabulary.
+        drafts: draft models by name, instead of one; the first decodes unless another is named.
+        stage_windows: make the drafts the stages of a `StagedDrafter`, the smallest first: draft tokens that a stage
+            makes for the next one, one number for all or one for each but the last. Staging changes what the last
+            draft costs and never what it proposes, so each draft is trained by itself.
         options: those of `SpeculativeTraining`.
     """
 
     def __init__(
-        self, target: LanguageModel, drafts: dict[str, LanguageModel], *, main: str | None = None, **options: Any
+        self,
+        target: LanguageModel,
+        draft: LanguageModel | None = None,
+        *,
+        drafts: dict[str, LanguageModel] | None = None,
+        stage_windows: int | list[int] | None = None,
+        **options: Any,
     ) -> None:
-        names = list(drafts)
-        if not names or any(not name.isidentifier() for name in names):
-            raise ValueError(f"drafts must be models whose names are identifiers, got {', '.join(names) or 'none'}")
-        main = names[0] if main is None else main
-        if main not in drafts:
-            raise ValueError(f"main must be one of the drafts ({', '.join(names)}), got {main!r}")
-        names.sort(key=lambda name: name != main)
-        self.names = names
-        super().__init__(target, self.named({name: ModelDrafter(drafts[name]) for name in names}), **options)
+        if (draft is None) == (not drafts):
+            raise ValueError("a training has one draft or several by name: give either `draft` or `drafts`")
+        self.stage_windows = stage_windows
+        models = {"draft": draft} if draft is not None else dict(drafts or {})
+        drafters = {name: ModelDrafter(model) for name, model in models.items()}
+        if not all(name.isidentifier() and name != STAGED for name in models):
+            raise ValueError(f"drafts must have names that are identifiers and not {STAGED!r}, got {', '.join(models)}")
+        self.names = list(models) if stage_windows is None else list(models)[::-1]
+        named: Drafter | Mapping[str, Drafter] = {name: drafters[name] for name in self.names}
+        if draft is not None:
+            named = drafters["draft"]
+        elif stage_windows is not None:
+            named = {STAGED: StagedDrafter(list(drafters.values()), stage_windows=stage_windows), **named}
+        super().__init__(target, named, **options)
 
-    def named(self, drafters: dict[str, ModelDrafter]) -> Mapping[str, Drafter] | Drafter:
-        """The drafters of the checkpoint: one, or several by name."""
-        return drafters
-
-    def new_metrics(self) -> DraftSizesMetrics:
-        return DraftSizesMetrics(self.num_draft_tokens, self.names)
+    def new_metrics(self) -> RoundMetrics:
+        others = [f"{name}/" for name in self.names] if len(self.names) > 1 else []
+        return RoundMetrics(["", *others], self.num_draft_tokens)
 
     def score_all(self, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
-        """Logits `[B, T - 1, V]` of every draft and of the target."""
+        """Logits `[B, T - 1, V]` of every draft, the main one first, and of the target."""
         inputs = batch.tokens[:, :-1]
-        drafts = [each for each in self.drafters.values() if isinstance(each, ModelDrafter)]
-        logits = {name: each.model(inputs).logits for name, each in zip(self.names, drafts, strict=True)}
+        drafters = [each for each in self.drafters.values() if isinstance(each, ModelDrafter)]
+        logits = {name: each.model(inputs).logits for name, each in zip(self.names, drafters, strict=True)}
         return logits, self.target(inputs).logits
 
-    def measure(self, metrics: RoundMetrics, batch: Batch, split: str) -> None:
-        assert isinstance(metrics, DraftSizesMetrics)
-        metrics.update_all(*self.score_all(batch), batch)
+    def measure(self, batch: Batch, split: str) -> Means:
+        labels = batch.next_tokens()
+        draft_logits, target_logits = self.score_all(batch)
+        values = next_token_means("target", target_logits, labels)
+        loss, num_tokens = values["target_loss"]
+        for number, (name, logits) in enumerate(draft_logits.items()):
+            found = next_token_means("draft", logits, labels)
+            loss = loss + found["draft_loss"][0]
+            for prefix in ([] if number else [""]) + ([f"{name}/"] if len(draft_logits) > 1 else []):
+                self.metrics.count(logits, target_logits, batch, prefix)
+                values |= {f"{prefix}{key}": value for key, value in found.items()}
+        return {**values, "loss": (loss, num_tokens)}
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         labels = batch.next_tokens()
@@ -110,62 +96,3 @@ class DraftSizesTraining(SpeculativeTraining):
         losses["target_loss"] = next_token_loss(target_logits, labels)
         self.log_losses(losses, (labels != IGNORED).sum())
         return torch.stack(list(losses.values())).sum()
-
-    def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "main": self.draft_name}
-
-
-class PairTraining(DraftSizesTraining):
-    """Trains a small draft and a larger target on the same sequences; see `DraftSizesTraining`.
-
-    Args:
-        target: the model whose output is wanted.
-        draft: the draft model; it must share the target's vocabulary.
-        options: those of `SpeculativeTraining`.
-    """
-
-    drafter: ModelDrafter
-
-    def __init__(self, target: LanguageModel, draft: LanguageModel, **options: Any) -> None:
-        super().__init__(target, {"draft": draft}, **options)
-
-    def named(self, drafters: dict[str, ModelDrafter]) -> Drafter:
-        return drafters["draft"]
-
-    def settings(self) -> dict[str, Any]:
-        return SpeculativeTraining.settings(self)
-
-
-class StagedTraining(DraftSizesTraining):
-    """Trains a target and drafts of several sizes, which then draft in stages.
-
-    Staging changes what the largest draft costs and never what it proposes, so each draft is trained by itself. The
-    checkpoint decodes with the stages; each draft by itself is there under its own name.
-
-    Args:
-        target: the model whose output is wanted.
-        drafts: draft models by name, the smallest first; they must share the target's vocabulary.
-        stage_windows: draft tokens that a stage makes for the next one at a time: one number for all, or one for each
-            but the last.
-        options: those of `SpeculativeTraining`.
-    """
-
-    def __init__(
-        self,
-        target: LanguageModel,
-        drafts: dict[str, LanguageModel],
-        *,
-        stage_windows: int | list[int] = 4,
-        **options: Any,
-    ) -> None:
-        if STAGED in drafts:
-            raise ValueError(f"no draft may be called {STAGED!r}, which is the name of all together: rename it")
-        self.stages, self.stage_windows = list(drafts), stage_windows
-        super().__init__(target, drafts, main=self.stages[-1] if drafts else None, **options)
-
-    def named(self, drafters: dict[str, ModelDrafter]) -> Mapping[str, Drafter]:
-        staged = StagedDrafter([drafters[name] for name in self.stages], stage_windows=self.stage_windows)
-        return {STAGED: staged, **drafters}
-
-    def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "stage_windows": self.stage_windows}

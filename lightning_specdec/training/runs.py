@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor
 
 from lightning_specdec.checkpoints import archive, runs
 from lightning_specdec.checkpoints import checkpoint as checkpoint_file
-from lightning_specdec.checkpoints.networks import spec
 from lightning_specdec.data import TokenData
 from lightning_specdec.training.base import SpeculativeTraining
 
@@ -146,36 +143,31 @@ def check_checkpoint(path: str, trainer: Trainer, model: LightningModule, data: 
     """Raise unless the Trainer can use this checkpoint for this model, or resume from it with these data.
 
     Raises:
-        FileNotFoundError, ValueError: as `checkpoint.load`; and for files without what the Trainer needs, weights of
-            other networks, runs that are already over, and runs of another config.
+        FileNotFoundError, ValueError: as `checkpoint.load`; and for weights of other networks, files without a run's
+            state, runs that are over, and runs of another config.
     """
     reference = checkpoint_file.load(path).reference
     content = checkpoint_file.read(path)
-    if isinstance(model, SpeculativeTraining):
-        if reference is not None:
-            reference.check(model.target, path)
-        if resume:
-            _check_config(path, content[checkpoint_file.KEY], model, data)
+    if reference is not None and isinstance(model, SpeculativeTraining):
+        reference.check(model.target, path)
     held = {name: tensor.shape for name, tensor in content["state_dict"].items()}
     wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
     if reference is not None:
         wanted = {name: shape for name, shape in wanted.items() if not name.startswith(checkpoint_file.TARGET)}
-    for name in sorted(wanted.keys() | held.keys()):
-        if held.get(name) != wanted.get(name):
-            shapes = [str(tuple(each[name])) if name in each else "nothing" for each in (wanted, held)]
-            raise ValueError(
-                f"{path} is of other networks ({name[:80]}: {' is needed, it has '.join(shapes)}): {_CONFIG}"
-            )
+    if held != wanted:
+        name = min(name for name in held.keys() | wanted.keys() if held.get(name) != wanted.get(name))
+        raise ValueError(f"{path} is of other networks, which {name[:80]} shows: {_CONFIG}")
     if not resume:
         return
-    if "loops" not in content or "optimizer_states" not in content:
-        raise ValueError(f"{path} holds models but no training run to resume: give the last.ckpt or best.ckpt of a run")
-    callbacks, loops = content.get("callbacks"), content["loops"]
-    whole = isinstance(callbacks, dict) and all(isinstance(state, dict) for state in callbacks.values())
-    whole = whole and isinstance(loops, dict) and _alike(loops.get("fit_loop"), trainer.fit_loop.state_dict())
-    if not whole or not _fits(content["optimizer_states"], model.configure_optimizers()):
-        raise ValueError(f"{path} holds a training run that does not fit or is damaged: give another checkpoint of it")
-    done = content["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+    try:
+        done = content["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+        whole = _fits(content["optimizer_states"], model.configure_optimizers())
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path} holds no training run to resume, or a damaged one: give the last.ckpt of a run")
+    if isinstance(model, SpeculativeTraining):
+        _check_config(path, content[checkpoint_file.KEY]["recipe"], model, data)
     if trainer.max_epochs not in (None, -1) and done >= trainer.max_epochs:
         raise ValueError(
             f"{path} has {done} epochs behind it and the run ends after {trainer.max_epochs}: raise "
@@ -183,68 +175,33 @@ def check_checkpoint(path: str, trainer: Trainer, model: LightningModule, data: 
         )
 
 
-def _check_config(path: str, described: Mapping[str, Any], model: SpeculativeTraining, data: Any) -> None:
-    """Raise ValueError where the run was trained with something else than what is given now, which it names.
-
-    Settings that the checkpoint does not know, since an older version wrote it, may be anything.
-    """
-    recipe, now = described["recipe"], model.describe()
-    given: dict[str, Any] = {"training": type(model).__name__, **model.settings(), "data": type(data).__name__}
+def _check_config(path: str, recipe: Mapping[str, Any], model: SpeculativeTraining, data: Any) -> None:
+    """Raise ValueError where a setting of the training or its data, as far as the checkpoint knows it, has changed."""
+    given = {**model.settings(), "data": type(data).__name__}
+    before = {name: recipe[name] for name in given if name in recipe}
     if isinstance(data, TokenData):
-        given["data_arguments"] = data.arguments()
-    if "sha256" not in described["target"]:  # it holds the target's weights, and says how that is built
-        now["target"] = spec(model.target)
-    elif "sha256" in now["target"]:  # the same target, which may have moved
-        now["target"]["source"] = described["target"]["source"]
-        given.pop("target_checkpoint", None)
-    parts = [name for name in ("target", "drafter", "name", "others") if name in described or name in now]
-    given = {name: value for name, value in given.items() if name in recipe} | {name: now.get(name) for name in parts}
-    before = _flat({name: {**recipe, **described}.get(name) for name in given})
-    after = _flat(json.loads(json.dumps(given)))
-    for name in (*after, *(name for name in before if name not in after)):
-        if before.get(name) != after.get(name):
-            was, now_is = ("not given" if each.get(name) is None else str(each[name])[:60] for each in (before, after))
+        before |= recipe.get("data_arguments", {})
+        given |= data.arguments()
+    given.pop("target_checkpoint", None)  # the same target, which may have moved
+    for name, value in json.loads(json.dumps(given)).items():
+        if name in before and before[name] != value:
             raise ValueError(
-                f"{path} cannot resume: {name} changed from {was} to {now_is}: {_CONFIG}, or begin a new run"
+                f"{path} cannot resume: {name} changed from {str(before[name])[:60]} to {str(value)[:60]}: {_CONFIG}, "
+                "or begin a new run"
             )
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values as one level of names, as a person would name them: `target.hidden_size`."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        place = prefix if name in ("arguments", "model") else f"{prefix}.{name}".strip(".")
-        flat |= _flat(value, place) if isinstance(value, Mapping) else {place: value}
-    return flat
-
-
-def _alike(given: object, fresh: object) -> bool:
-    """Whether a state has every entry of a fresh one, of the same type; counts are not negative and not absurd."""
-    if isinstance(fresh, dict):
-        return isinstance(given, dict) and all(key in given and _alike(given[key], fresh[key]) for key in fresh)
-    return type(given) is type(fresh) and (not isinstance(given, int) or 0 <= given < 2**53)
 
 
 def _fits(states: Any, configured: Any) -> bool:
     """Whether a state's tensors have the optimizer's shapes: its fused step would write beyond smaller ones."""
     optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
-    fresh = optimizer.state_dict()["param_groups"]
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    try:
-        (state,) = states
-        alike = [_alike(given, group) for given, group in zip(state["param_groups"], fresh, strict=True)]
-        same = [given["params"] == group["params"] for given, group in zip(state["param_groups"], fresh, strict=True)]
-        kept = [
-            value.shape == (() if key == "step" else weights[index].shape) and _is_plain(value)
-            for index, entries in state["state"].items()
-            for key, value in entries.items()
-        ]
-        keys = {frozenset(entries) for entries in state["state"].values()}
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-        return False
-    return all((*alike, *same, *kept)) and len(keys) <= len(fresh) and frozenset() not in keys
-
-
-def _is_plain(value: Tensor) -> bool:
-    whole = value.untyped_storage().nbytes() >= value.numel() * value.element_size()
-    return value.dtype.is_floating_point and value.layout == torch.strided and value.device.type == "cpu" and whole
+    (state,) = states
+    same = [len(group["params"]) for group in state["param_groups"]] == [
+        len(group["params"]) for group in optimizer.param_groups
+    ]
+    return same and all(
+        value.shape == (() if key == "step" else weights[index].shape)
+        and value.untyped_storage().nbytes() >= value.numel() * value.element_size()
+        for index, entries in state["state"].items()
+        for key, value in entries.items()
+    )

@@ -5,11 +5,11 @@ Shapes: B rows, T tokens, M positions, D width of a hidden state, V vocabulary o
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,7 +52,6 @@ class OnlineFeatures:
             ValueError: outputs for these data cannot be provided.
         """
 
-    @torch.no_grad()
     def read(
         self,
         target: LanguageModel,
@@ -70,7 +69,8 @@ class OnlineFeatures:
         """
         features: dict[int, list[Tensor]] = {layer: [] for layer in layers}
         log_probs, choices = [], []
-        with torch.autocast(batch.tokens.device.type, enabled=False):  # compute as in decoding
+        # A frozen target computes as in decoding.
+        with nullcontext() if is_trained(target) else torch.autocast(batch.tokens.device.type, enabled=False):
             for rows in batch.tokens.split(rows_at_once(batch.tokens.shape[1], target.vocab_size)):
                 output = target(rows, features=tuple(layers))
                 logits = output.logits.float()
@@ -81,13 +81,10 @@ class OnlineFeatures:
         states = {layer: torch.cat(parts) for layer, parts in features.items()}
         return TargetOutputs(states, torch.cat(log_probs), torch.cat(choices))
 
-    def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments as plain values."""
-        return {}
 
-
-class OnTheFly(OnlineFeatures):
-    """Former name of `OnlineFeatures`."""
+def is_trained(target: LanguageModel) -> bool:
+    """Whether any weight of the target learns."""
+    return any(weight.requires_grad for weight in target.parameters())
 
 
 def rows_at_once(num_tokens: int, vocab_size: int) -> int:
@@ -146,7 +143,7 @@ def token_counts(data: TokenData, vocab_size: int) -> Int[Tensor, "V"]:
 
 
 def given_target(
-    target: LanguageModel | None, path: str | os.PathLike[str] | None, freeze: bool, *, dtype: str | None = None
+    target: LanguageModel | None, path: str | None, freeze: bool, *, dtype: str | None = None
 ) -> tuple[LanguageModel, str | None]:
     """The target of a training run, and the tokenizer that its checkpoint names.
 
@@ -161,7 +158,7 @@ def given_target(
     """
     if (target is None) == (path is None):
         given = "neither" if path is None else "both"
-        raise ValueError(f"heads need one target, got {given}: give either `target` or `target_checkpoint`")
+        raise ValueError(f"a draft needs one target, got {given}: give either `target` or `target_checkpoint`")
     if target is not None:
         return target, None
     assert path is not None
@@ -182,21 +179,16 @@ def given_target(
 
 def stored_elsewhere(target: LanguageModel) -> TargetReference | None:
     """The reference to a frozen target with weight files of its own, which a checkpoint need not contain; else None."""
-    if origin_of(target) is None or any(weight.requires_grad for weight in target.parameters()):
+    if origin_of(target) is None or is_trained(target):
         return None
     return TargetReference.of(target)
 
 
 def check_same_tokens(source: str, vocab_size: int, tokenizer: str | None, data: TokenData) -> None:
-    """Raise ValueError unless a target's vocabulary is that of the data, as far as both name theirs."""
-    remedy = "give the data that its target was trained on"
-    if vocab_size != data.vocab_size:
+    """Raise ValueError unless a target's vocabulary and tokenizer are those of the data."""
+    names = {tokenizer, data.tokenizer}
+    if vocab_size != data.vocab_size or len({name and named_tokenizer(name).fingerprint for name in names}) > 1:
         raise ValueError(
-            f"{source} has a vocabulary of {vocab_size} tokens, the data one of {data.vocab_size}: {remedy}"
+            f"{source} has {vocab_size} tokens and the tokenizer {tokenizer or 'none'}, the data have "
+            f"{data.vocab_size} and {data.tokenizer or 'none'}: give the data that its target was trained on"
         )
-    names = (tokenizer, data.tokenizer)
-    if names[0] != names[1] and (
-        None in names or len({named_tokenizer(name).fingerprint for name in names if name is not None}) > 1
-    ):
-        had, has = (name or "none" for name in names)
-        raise ValueError(f"{source} has the tokenizer {had}, the data have {has}: {remedy}")
