@@ -12,7 +12,7 @@ from lightning_specdec.training.generate import GenerateText
 from lightning_specdec.training.metrics import ExpectedRounds, RoundMetrics, next_token_loss
 from lightning_specdec.training.offline_features import OfflineFeatures
 from lightning_specdec.training.pair import PairTraining
-from lightning_specdec.training.runs import RunLogger, SafeCheckpointIO
+from lightning_specdec.training.runs import SafeCheckpointIO
 from lightning_specdec.training.target_outputs import OnlineFeatures
 
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
     "OfflineFeatures",
     "OnlineFeatures",
     "RoundMetrics",
-    "RunLogger",
     "RunProgressBar",
     "SafeCheckpointIO",
     "TotalVariation",

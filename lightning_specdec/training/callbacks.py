@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,15 +17,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.metrics import SAMPLINGS
-
-
-def speculative(module: LightningModule) -> SpeculativeTraining:
-    """The module, if it is one whose metrics these callbacks can read."""
-    if not isinstance(module, SpeculativeTraining):
-        raise ValueError(
-            f"this callback reads the metrics of a SpeculativeTraining, got a {type(module).__name__}: remove it"
-        )
-    return module
 
 
 def tensorboards(trainer: Trainer) -> list[TensorBoardLogger]:
@@ -68,11 +59,6 @@ class RunProgressBar(ProgressBar):
         steps = trainer.estimated_stepping_batches
         total = None if math.isinf(steps) else int(steps)
         self._bar = progress_bar(total, "step", initial=trainer.global_step, shown=self._enabled)
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._bar is not None:
-            last = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"
-            self._bar.set_description_str(f"epoch {trainer.current_epoch + 1}{last}", refresh=False)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -130,7 +116,7 @@ class AcceptedPerRound(Callback):
     """
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        metrics = speculative(pl_module).metrics
+        metrics = cast("SpeculativeTraining", pl_module).metrics
         for prefix in SAMPLINGS:
             # Every process takes part in the sum, one writes.
             rounds = metrics.of(prefix).compute()["accepted_per_round"].double().cpu()
@@ -169,7 +155,7 @@ class HyperparameterTable(Callback):
         from torch.utils.tensorboard.summary import hparams
 
         self._announced = True
-        module = speculative(pl_module)
+        module = cast("SpeculativeTraining", pl_module)
         recipe, networks = module.recipe(), module.describe()
         given = _flat({**module.settings(), "data": recipe["data"], **recipe["data_arguments"]})
         given |= {**_flat(networks["drafter"], "draft"), **_flat(networks["target"], "target")}

@@ -15,21 +15,18 @@ from jsonargparse import ArgumentError, set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from lightning_specdec import training as _training  # noqa: F401  # YAML can name a class once it is imported
 from lightning_specdec.config.kinds import MODELS
 from lightning_specdec.config.terminal import say
 from lightning_specdec.config.yaml_text import check_yaml
-from lightning_specdec.data.base import tell
 from lightning_specdec.models.packed import limit_threads
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.callbacks import RunProgressBar
 from lightning_specdec.training.generate import GenerateText
-from lightning_specdec.training.runs import RunFiles, RunLogger, SafeCheckpointIO, check_checkpoint, seen_from_here
+from lightning_specdec.training.runs import RunFiles, SafeCheckpointIO, check_checkpoint, seen_from_here
 
-_UNUSED = ("trainer.logger", "trainer.enable_checkpointing", "trainer.enable_model_summary", "seed_everything")
 _TAKES_YAML = ("--config", "--trainer", "--model", "--data")
 _SUMMARY = ("loss", "acceptance_rate", "block_efficiency", "walltime_speedup")
 VERBS = ("fit", "validate", "test", "generate")
@@ -85,9 +82,7 @@ class TrainingCLI(LightningCLI):
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        if subcommand == "generate":  # its shards are all that it leaves behind
-            parser.set_defaults({name: False for name in _UNUSED})
-        elif subcommand != "fit":
+        if subcommand not in ("fit", "generate"):
             parser.set_defaults({"ckpt_path": "best"})
         return parser
 
@@ -96,17 +91,13 @@ class TrainingCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         given = self._get(self.config_init, "trainer")
-        logger = given.get("logger")
         if self.subcommand != "fit":
             kwargs["logger"] = False  # only training runs have curves
-        elif type(logger) is TensorBoardLogger:
-            kwargs["logger"] = RunLogger(logger.save_dir, name=logger.name, default_hp_metric=False)
         plugins = given.get("plugins") or []
         plugins = plugins if isinstance(plugins, list) else [plugins]
         if isinstance(self.model, GenerateText) and not given.get("callbacks"):
             kwargs["callbacks"] = [] if given["enable_progress_bar"] is False else [RunProgressBar()]
-        self.checkpoints = SafeCheckpointIO()
-        trainer = super().instantiate_trainer(plugins=[*plugins, self.checkpoints], **kwargs)
+        trainer = super().instantiate_trainer(plugins=[*plugins, SafeCheckpointIO()], **kwargs)
         self.files = RunFiles(trainer)
         return trainer
 
@@ -132,11 +123,6 @@ class TrainingCLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         try:
             super()._run_subcommand(subcommand)
-        except BaseException:
-            for path in sorted(self.checkpoints.written):
-                if path.name == "last.ckpt" and path.is_file():
-                    tell(f"{seen_from_here(path)} is whole: the same command with --ckpt_path last continues")
-            raise
         finally:
             self.files.release()
 
@@ -145,8 +131,8 @@ class TrainingCLI(LightningCLI):
         if not self.trainer.is_global_zero:
             return
         values = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        shown = [f"{name} {values[name]:.3f}" for name in sorted(values) if name.startswith("val/") and _shown(name)]
-        say("  ".join(shown))
+        shown = [name for name in sorted(values) if name.endswith(_SUMMARY) and name.count("/") == 1]
+        say("  ".join(f"{name} {values[name]:.3f}" for name in shown))
         for callback in self.trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and Path(callback.best_model_path).is_file():
                 say(f"{callback.filename} checkpoint: {seen_from_here(callback.best_model_path)}")
@@ -154,16 +140,11 @@ class TrainingCLI(LightningCLI):
             say(f"curves: tensorboard --logdir {seen_from_here(self.trainer.log_dir)}")
 
 
-def _shown(name: str) -> bool:
-    return name.endswith(_SUMMARY) and name.count("/") == 1 and "sampling_" not in name and "teacher" not in name
-
-
 def prepare(arguments: list[str]) -> None:
     """Check the YAML that a command line names, and import what it names by import paths or lazily known names.
 
     Raises:
-        ValueError: a config is nested so deeply or repeats so much that the parser could not take it, or names a class
-            by a former name.
+        ValueError: a config is nested so deeply or repeats so much that the parser could not take it.
     """
     texts = list(arguments)
     for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
@@ -175,8 +156,6 @@ def prepare(arguments: list[str]) -> None:
                 check_yaml(texts[-1])
             except yaml.YAMLError:
                 pass  # the parser says where it is wrong
-            except ValueError as error:
-                raise ValueError(f"{path}: {error}") from error
     for name in MODELS:
         if any(name in text for text in texts):
             MODELS.load(name)
@@ -184,15 +163,11 @@ def prepare(arguments: list[str]) -> None:
 
 
 def one_line(report: str) -> str:
-    """The key and the reasons of a jsonargparse error, without the types and alternatives around them."""
+    """The reasons of a jsonargparse error, without the types and alternatives around them."""
     keys = dict.fromkeys(re.findall(r'Parser key "([^"]+)"', report))
     lines = [re.sub(r'^(- )?(Parser key "[^"]+":? ?)?', "", line.strip()) for line in report.splitlines()]
     reasons = dict.fromkeys(line for line in lines if line and not _SCAFFOLD.match(line))
-    told = f"{'.'.join(keys)}: " if keys else ""
-    text = told + ("; ".join(reasons) or " ".join(report.split()))
-    if "arguments are required" in text:
-        text += ": give a config that has them, as --config configs/rnn.yaml"
-    return re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", text)
+    return ": ".join([*(".".join(keys),) * bool(keys), "; ".join(reasons) or " ".join(report.split())])
 
 
 def run() -> None:
@@ -227,8 +202,6 @@ def run() -> None:
         if isinstance(stop.__context__, KeyboardInterrupt):  # the Trainer ends with 1 then, like a failure
             raise SystemExit(128 + signal.SIGINT) from None
         raise
-    except UnicodeDecodeError as error:
-        raise ValueError(f"a config is no text ({error.reason}): give a YAML file, as configs/rnn.yaml") from error
     except (ArgumentError, MisconfigurationException, ValueError, RuntimeError) as error:
         is_config = not isinstance(error, RuntimeError) or str(error).startswith("Early stopping conditioned on metric")
         if not is_config or (type(error) is ValueError and "\n" not in str(error)):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,7 +12,6 @@ from lightning_specdec.data import TokenData
 from lightning_specdec.decoding import autoregressive_decode, speculative_decode
 from lightning_specdec.decoding.results import merge_results
 from lightning_specdec.training.base import SpeculativeTraining
-from lightning_specdec.training.callbacks import speculative
 
 MEASURED = frozenset(("acceptance_rate", "block_efficiency"))
 
@@ -41,15 +38,15 @@ class DecodeHeldOut(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage in ("fit", "validate"):
             self._prompts(trainer)
-            speculative(pl_module).measured = MEASURED
+            cast("SpeculativeTraining", pl_module).measured = MEASURED
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        module = speculative(pl_module)
+        module = cast("SpeculativeTraining", pl_module)
         values: dict[str, float] = {}
         if trainer.is_global_zero:
-            with decoding_mode(module):
+            with torch.autocast(module.device.type, enabled=False):
                 values = self._measure(trainer, module)
         values = trainer.strategy.broadcast(values, src=0)
         module.log_dict({f"val/{name}": value for name, value in values.items()}, sync_dist=True)
@@ -78,15 +75,3 @@ class DecodeHeldOut(Callback):
         if not isinstance(data, TokenData):
             raise ValueError(f"DecodeHeldOut takes its prompts from a TokenData, got {type(data).__name__}: remove it")
         return data.first_rows("val", self.num_prompts).prompts()
-
-
-@contextmanager
-def decoding_mode(module: SpeculativeTraining) -> Iterator[None]:
-    """While it lasts the module decodes as its checkpoint will; after it, every part is in the mode that it was in."""
-    modes = [(part, part.training) for part in module.modules()]
-    try:
-        with torch.autocast(module.device.type, enabled=False):
-            yield
-    finally:
-        for part, mode in modes:
-            part.training = mode

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from lightning_specdec.config.checks import require_int, require_number
+from lightning_specdec.config.checks import require_number
 from lightning_specdec.data import IGNORED, Batch
 from lightning_specdec.drafters import EarlyExitDrafter
 from lightning_specdec.models import LanguageModel
@@ -56,7 +56,6 @@ class EarlyExitTraining(SpeculativeTraining):
         exit_weights: the weight of each exit's loss, the model itself being the last; all alike when None.
         layer_dropout: p_max, how often the last layer is skipped at the end of the run, to which the rate grows from 0;
             0 for never.
-        seed: of what is skipped.
         options: those of `SpeculativeTraining`.
     """
 
@@ -69,7 +68,6 @@ class EarlyExitTraining(SpeculativeTraining):
         *,
         exit_weights: Sequence[float] | None = None,
         layer_dropout: float = 0.1,
-        seed: int = 0,
         **options: Any,
     ) -> None:
         target.check_exit(exit_layer)
@@ -83,7 +81,6 @@ class EarlyExitTraining(SpeculativeTraining):
                 f"and the model itself, got {weights}"
             )
         self.layer_dropout = require_number("layer_dropout", layer_dropout, low=0.0, high=1.0)
-        self.seed = require_int("seed", seed, 0, 2**32 - 1)
         super().__init__(target, EarlyExitDrafter(exit_layer), **options)
 
     def new_metrics(self) -> RoundMetrics:
@@ -161,5 +158,5 @@ class EarlyExitTraining(SpeculativeTraining):
         if math.isinf(num_steps):
             raise ValueError("LayerSkip depends on the length of the run: give it a max_epochs or max_steps")
         rates = dropout_rates(self.num_layers, self.layer_dropout, step_scale(self.global_step, int(num_steps)))
-        key = ((self.seed * 1_000_003 + self.global_step) * 1_009 + batch_idx) * self.trainer.world_size
+        key = (self.global_step * 1_009 + batch_idx) * self.trainer.world_size
         return draw_kept(rates, num_rows, torch.Generator().manual_seed((key + self.global_rank) % 2**32))

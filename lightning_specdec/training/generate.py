@@ -237,9 +237,8 @@ class GenerateText(LightningModule):
         if not self.trainer.is_global_zero:
             return
         shards, where = self._data().shards, seen_from_here(self.output)
-        if missing := [shard for shard in shards if not self._is_there(shard)]:
-            say(f"{len(shards) - len(missing)} of {len(shards)} shards are in {where}: run it again")
-            return
+        if not all(map(self._is_there, shards)):
+            return say(f"some shards are not there yet: run it again to continue {where}")
         written = corpus.open_corpus(self.output)[1]
         num_new = sum(int(shard.starts[-1] - shard.prompt_lengths.sum()) for shard in written)
         say(f"{sum(map(len, written)):,} rows, {num_new:,} new tokens: {where}")

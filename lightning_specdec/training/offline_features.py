@@ -115,15 +115,8 @@ class OfflineFeatures(OnlineFeatures):
             return False
 
     def _write(self, split: str, number: int, arrays: Mapping[str, Tensor]) -> None:
-        path = self._path(split, number)
-        try:
-            with replaced(path) as file:
-                file.write(save(dict(arrays)))
-        except OSError as error:
-            raise ValueError(
-                f"{path} cannot be written ({error.strerror or error}): make room and run it again, which continues, "
-                "or give another target_features.cache_dir"
-            ) from error
+        with replaced(self._path(split, number)) as file:
+            file.write(save(dict(arrays)))
 
     @torch.no_grad()
     def read(

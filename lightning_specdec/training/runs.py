@@ -32,8 +32,6 @@ class SafeCheckpointIO(TorchCheckpointIO):
         self.written: set[Path] = set()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        if storage_options is not None:
-            raise TypeError(f"{type(self).__name__} writes local files: it takes no storage_options")
         archive.write(path, checkpoint)
         self.written.add(Path(path).resolve())
 
@@ -50,18 +48,6 @@ class SafeCheckpointIO(TorchCheckpointIO):
             Path(path).unlink(missing_ok=True)
 
 
-class RunLogger(TensorBoardLogger):
-    """A TensorBoard logger whose version the run's checkpoints share, without a curve of the epoch's number."""
-
-    @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        super().log_metrics({name: value for name, value in metrics.items() if name != "epoch"}, step)
-
-    def use_version(self, version: int) -> None:
-        """Write to `version_N`."""
-        self._version = version
-
-
 class RunFiles:
     """The directories that one run writes to, beside those of earlier runs.
 
@@ -72,7 +58,7 @@ class RunFiles:
     def __init__(self, trainer: Trainer) -> None:
         callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
         self.checkpoints = {callback: Path(str(callback.dirpath)) for callback in callbacks if callback.dirpath}
-        self.logger = trainer.logger if isinstance(trainer.logger, RunLogger) else None
+        self.logger = trainer.logger if isinstance(trainer.logger, TensorBoardLogger) else None
         self._locks: list[int] = []
 
     def find(self, name: str) -> str:
@@ -86,12 +72,7 @@ class RunFiles:
             return str(runs.find(name))
         if not self.checkpoints:
             raise ValueError(f"--ckpt_path {name} needs a ModelCheckpoint with a dirpath in the config: give a file")
-        place = next(iter(self.checkpoints.values()))
-        if not place.is_dir():
-            raise FileNotFoundError(
-                f"there is no {name} checkpoint in {seen_from_here(place)}: train one, or name a file"
-            )
-        return str(runs.find(place, (name,)))
+        return str(runs.find(next(iter(self.checkpoints.values())), (name,)))
 
     @rank_zero_only
     def claim(self, resumed: str | None) -> None:
@@ -104,14 +85,11 @@ class RunFiles:
             ValueError: another run writes there.
         """
         places = set(self.checkpoints.values())
-        if resumed is not None:
-            name = Path(resumed).parent.name
-            version = int(name.removeprefix("version_")) if name.startswith("version_") else None
-        else:
-            used = set(places) if self.logger is None else {*places, Path(self.logger.root_dir)}
-            version = max((number for each in used for number in runs.versions(each)[:1]), default=-1) + 1
-        for place in places:
-            directory = place if version is None else place / f"version_{version}"
+        used = places if self.logger is None else {*places, Path(self.logger.root_dir)}
+        version = max((number for each in used for number in runs.versions(each)[:1]), default=-1) + 1
+        if resumed is not None and (name := Path(resumed).parent.name).startswith("version_"):
+            version = int(name.removeprefix("version_"))
+        for directory in (place / f"version_{version}" for place in places):
             try:
                 directory.mkdir(parents=True, exist_ok=resumed is not None)
                 self._locks.append(os.open(directory, os.O_RDONLY))
@@ -121,11 +99,11 @@ class RunFiles:
                     f"another run writes to {seen_from_here(directory)}: wait until it ends, or begin a new run"
                 ) from error
         for callback, place in self.checkpoints.items():
-            callback.dirpath = str(place if version is None else place / f"version_{version}")
+            callback.dirpath = str(place / f"version_{version}")
             # So that a run that is stopped, in its first epoch too, can go on.
             callback.save_on_exception = callback.monitor is None
-        if self.logger is not None and version is not None:
-            self.logger.use_version(version)
+        if self.logger is not None:
+            self.logger._version = version
 
     def release(self) -> None:
         """Let other runs write there."""
