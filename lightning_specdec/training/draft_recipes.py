@@ -185,7 +185,7 @@ class MultiTokenTraining(DistillationTraining):
         def make_drafter(target: LanguageModel) -> MultiTokenDrafter:
             return MultiTokenDrafter(
                 num_heads,
-                hidden_size=hidden_size_of(target),
+                hidden_size=target.hidden_size or 0,
                 vocab_size=target.vocab_size,
                 num_blocks=num_blocks,
                 shared_output=shared_output,
@@ -216,14 +216,3 @@ class MultiTokenTraining(DistillationTraining):
 
     def step_logits(self, number: int, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N W"]:
         return self.drafter.head_logits(number, hidden, self.target)
-
-
-def hidden_size_of(target: LanguageModel) -> int:
-    """The width of the hidden states that heads read.
-
-    Raises:
-        ValueError: the target has none.
-    """
-    if target.hidden_size is None:
-        raise ValueError(f"{type(target).__name__} gives no hidden states, which heads read: take another target")
-    return target.hidden_size

@@ -20,7 +20,6 @@ from lightning_specdec.drafters.heads import rows_of
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.distillation import DistillationTraining
 from lightning_specdec.training.draft_losses import position_weights
-from lightning_specdec.training.draft_recipes import hidden_size_of
 from lightning_specdec.training.target_outputs import DraftStep, TargetOutputs
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class EagleTraining(DistillationTraining):
         **options: Any,
     ) -> None:
         def make_drafter(target: LanguageModel) -> EagleDrafter:
-            size = hidden_size_of(target)
+            size = target.hidden_size or 0
             heads = num_heads or max(1, size // HEAD_SIZE)
             return EagleDrafter(
                 low_middle_high(target.num_layers or 1) if feature_layers is None else feature_layers,

@@ -194,11 +194,11 @@ def _logits(
     """The output head's float32 logits of some tokens, of all when None: from their rows alone if it is linear."""
     if tokens is not None:
         sample = 64 * hidden[:1, :8]  # caps and norms show in large numbers
-        wanted = pick(target.output_logits(sample), tokens)
-        rows = target.output_weight.index_select(0, tokens)
+        wanted, bias = (pick(target.output_logits(each), tokens) for each in (sample, torch.zeros_like(sample[:, :1])))
+        head = target.output_weight.index_select(0, tokens), bias[0, 0]
         tolerance = max(1e-3, 4 * torch.finfo(hidden.dtype).eps) * wanted.abs().max()
-        if (linear(sample, rows) - wanted).abs().max() <= tolerance:
-            return linear(hidden, rows).float()
+        if (linear(sample, *head) - wanted).abs().max() <= tolerance:
+            return linear(hidden, *head).float()
     pieces = hidden.split(rows_at_once(hidden.shape[1], target.vocab_size))
     return torch.cat([pick(target.output_logits(piece), tokens).float() for piece in pieces])
 

@@ -145,7 +145,7 @@ def check_checkpoint(path: str, trainer: Trainer, model: LightningModule, data: 
     if not whole:
         raise ValueError(f"{path} holds no training run to resume, or a damaged one: give the last.ckpt of a run")
     if isinstance(model, SpeculativeTraining):
-        _check_config(path, content[checkpoint_file.KEY]["recipe"], model, data)
+        _check_config(path, content[checkpoint_file.KEY], model, data)
     if trainer.max_epochs not in (None, -1) and done >= trainer.max_epochs:
         raise ValueError(
             f"{path} has {done} epochs behind it and the run ends after {trainer.max_epochs}: raise "
@@ -153,16 +153,17 @@ def check_checkpoint(path: str, trainer: Trainer, model: LightningModule, data: 
         )
 
 
-def _check_config(path: str, recipe: Mapping[str, Any], model: SpeculativeTraining, data: Any) -> None:
-    """Raise ValueError where a setting of the training or its data, as far as the checkpoint knows it, has changed."""
-    given = {**model.settings(), "data": type(data).__name__}
-    before = {name: recipe[name] for name in given if name in recipe}
+def _check_config(path: str, described: Mapping[str, Any], model: SpeculativeTraining, data: Any) -> None:
+    """Raise ValueError where a network has changed, or a setting of the training or its data that the file knows."""
+    given = {**model.describe(), **model.settings(), "data": type(data).__name__}
+    before = {**described, **described["recipe"]}
     if isinstance(data, TokenData):
-        before |= recipe.get("data_arguments", {})
+        before |= before.get("data_arguments", {})
         given |= data.arguments()
-    given.pop("target_checkpoint", None)  # the same target, which may have moved
-    for name, value in json.loads(json.dumps(given)).items():
-        if name in before and before[name] != value:
+    moved = {"target_checkpoint"} | ({"target"} if "sha256" in described["target"] else set())
+    for name in before.keys() & given.keys() - moved - {"format", "recipe", "versions", "prompts", "tokenizer"}:
+        value = json.loads(json.dumps(given[name]))
+        if before[name] != value:
             raise ValueError(
                 f"{path} cannot resume: {name} changed from {str(before[name])[:60]} to {str(value)[:60]}: {_CONFIG}, "
                 "or begin a new run"
