@@ -74,4 +74,4 @@ checkpoints/smollm2/config.json: | $(VENV)/.installed
 	$(BIN)/python benchmarks/make_smollm2.py --output checkpoints/smollm2
 
 clean:
-	rm -rf $(VENV) logs lightning_logs predictions.jsonl $(RUNS:%=checkpoints/%) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) logs lightning_logs $(RUNS:%=checkpoints/%) .mypy_cache .pytest_cache .ruff_cache

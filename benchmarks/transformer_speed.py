@@ -40,7 +40,7 @@ from lightning_specdec.drafters.multi_token import MultiTokenDrafter
 from lightning_specdec.drafters.staged import StagedDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.packed import limit_threads
-from lightning_specdec.training.metrics import NextToken
+from lightning_specdec.training.metrics import next_token_loss
 
 NAMES = ("transformer", "early_exit", "multi_token", "staged", "text", "draft_sizes")
 SETTINGS: list[tuple[AcceptanceRule, float]] = [(ExactMatch(), 0.0), (ExactMatch(), 1.0), (RejectionSampling(), 1.0)]
@@ -229,28 +229,29 @@ def quality(decoder: SpeculativeDecoder, data: TokenData) -> list[dict[str, Any]
     predictors: list[Predictor] = [("target", 1, lambda tokens: target(tokens).logits)]
     for name, candidate in candidates(decoder).items():
         predictors += predictors_of(name, candidate.drafter.eval(), target)
-    counts = {name: NextToken() for name, _, _ in predictors}
-    agreeing, compared = dict.fromkeys(counts, 0), dict.fromkeys(counts, 0)
+    losses = {name: 0.0 for name, _, _ in predictors}
+    correct, agreeing, compared = (dict.fromkeys(losses, 0) for _ in range(3))
     for batch in chain(data.val_dataloader(), data.test_dataloader()):
         likeliest = target(batch.tokens).logits.argmax(-1)
         for name, ahead, score in predictors:
             logits, labels = score(batch.tokens), batch.next_tokens()
             logits, labels = logits[:, :-ahead], labels[:, ahead - 1 :]
-            counts[name].update(logits, labels)
+            losses[name] += float(next_token_loss(logits, labels, "sum"))
             own, others = logits.argmax(-1), likeliest[:, ahead - 1 : ahead - 1 + labels.shape[1]]
             real = labels != IGNORED
+            correct[name] += int((own == labels)[real].sum())
             agreeing[name] += int((own == others)[real].sum())
             compared[name] += int(real.sum())
     num_bytes = data.bytes_per_token("val", "test")
     return [
         {
             "predictor": name,
-            "loss": float(found.loss),
-            "accuracy": float(found.accuracy),
-            "bits_per_byte": None if num_bytes is None else float(found.loss) / math.log(2) / num_bytes,
+            "loss": losses[name] / compared[name],
+            "accuracy": correct[name] / compared[name],
+            "bits_per_byte": None if num_bytes is None else losses[name] / compared[name] / math.log(2) / num_bytes,
             "agreement": agreeing[name] / compared[name],
         }
-        for name, found in ((name, counts[name].compute()) for name in counts)
+        for name in losses
     ]
 
 

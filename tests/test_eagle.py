@@ -9,7 +9,6 @@ import torch
 from cases import PROMPTS, related, target
 from tiny_eagle import eagle, fitted_eagle
 
-import lightning_specdec.training.eagle as eagle_rollout
 from lightning_specdec.decoding import Session, autoregressive_decode
 from lightning_specdec.drafters import DraftRequest, EagleDrafter, ModelDrafter, StagedDrafter, TargetContext, last_two
 from lightning_specdec.models import LanguageModel, ModelOutput
@@ -67,9 +66,7 @@ def test_guesses_are_those_of_the_rollouts_that_it_is_trained_on(
             torch.testing.assert_close(draft.logits[0, i], wanted, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("at_once", [2**20, 1])
-def test_what_lies_behind_the_attention_window_is_not_seen(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eagle_rollout, "_SCORES_AT_ONCE", at_once)
+def test_what_lies_behind_the_attention_window_is_not_seen() -> None:
     model = target("transformer")
     network = windowed(fitted_eagle(model), 3).network
     with torch.no_grad():
@@ -83,9 +80,7 @@ def test_what_lies_behind_the_attention_window_is_not_seen(at_once: int, monkeyp
     assert not torch.allclose(first[1][:, 3], second[1][:, 3])
 
 
-@pytest.mark.parametrize("at_once", [2**20, 1])
-def test_training_attends_as_a_round_does(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eagle_rollout, "_SCORES_AT_ONCE", at_once)
+def test_training_attends_as_a_round_does() -> None:
     model = target("transformer")
     network = fitted_eagle(model).network
     tokens = torch.tensor([TEXT, TEXT[::-1]])

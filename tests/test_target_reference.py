@@ -131,7 +131,7 @@ def test_the_draft_is_exported_alone_and_needs_no_target_for_that() -> None:
     succeed("decode", "--ckpt", "small.ckpt", *BRIEF)
 
 
-@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+@pytest.mark.parametrize("verb", ["validate", "test"])
 def test_the_trainer_uses_such_a_checkpoint(verb: str) -> None:
     outcome = train(verb, "--ckpt_path", "run/version_0/best.ckpt")
     assert outcome.code == 0, outcome.err
