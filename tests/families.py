@@ -22,7 +22,6 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 96,
 }
 _NONE = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-_MIXED = {**_SIZES, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**_SIZES},
     "qwen2": {**_SIZES},
@@ -31,14 +30,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {**_SIZES, "pad_token_id": 0},
     "gpt2": {"vocab_size": 67, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 96},
     "gpt_neox": {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"},
-    "gemma3_text": {**_MIXED, "head_dim": 8},
+    "gemma3_text": {
+        **_SIZES,
+        "head_dim": 8,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
 }
 """What sets each family apart is in it: shared key heads, sliding windows of 5 tokens, learned positions."""
+_MIXED = {**_SIZES, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-_LATENT = {
-    **{"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
-    **{"n_routed_experts": 4, "num_experts_per_tok": 2},
-}
 MORE: dict[str, dict[str, Any]] = {
     "gemma2": {**_MIXED, "head_dim": 8, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 3.0},
     "gpt_oss": {**_MIXED, **_EXPERTS, "head_dim": 8},
@@ -57,8 +58,14 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": {
         **_SIZES,
-        **_LATENT,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
         "v_head_dim": 12,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
         "n_group": 1,
         "topk_group": 1,
@@ -66,12 +73,17 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "longcat_flash": {
         **_SIZES,
-        **_LATENT,
+        "num_key_value_heads": 4,
         "num_layers": 2,
         "head_dim": 8,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
         "v_head_dim": 8,
         "ffn_hidden_size": 48,
         "expert_ffn_hidden_size": 24,
+        "n_routed_experts": 4,
         "zero_expert_num": 1,
         "moe_topk": 2,
     },

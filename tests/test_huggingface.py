@@ -91,7 +91,7 @@ def test_padding_far_behind_the_end_poisons_no_row(family: str, attention: str) 
     assert second.text[50:] == autoregressive_decode(target, long, max_new_tokens=8).tokens[0]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MORE])
+@every_family
 @pytest.mark.parametrize("form", [ours, packed])
 def test_greedy_decoding_equals_generate(family: str, form: object) -> None:
     model, number = form(family), 40  # type: ignore[operator]
@@ -136,6 +136,26 @@ def test_a_text_may_fill_the_context_to_its_last_token(family: str) -> None:
     prompts = [list(range(60)), [1, 2]]
     result = speculative_decode(target, drafter, prompts, max_new_tokens=36, num_draft_tokens=5)
     assert result.tokens == autoregressive_decode(target, prompts, max_new_tokens=36).tokens
+
+
+@every_family
+def test_features_are_the_hidden_states_of_transformers(family: str) -> None:
+    tokens = random_tokens(2, 7)
+    expected = reference(family)(tokens, output_hidden_states=True).hidden_states
+    found = ours(family)(tokens, features=(0, 2)).features
+    assert_close(found[0], expected[1])
+    assert_close(found[2], expected[3])
+
+
+@every_family
+def test_the_users_model_generates_as_before(family: str) -> None:
+    """The attention implementation that a model is given changes nothing for transformers' own code."""
+    model: Any = tiny(family)
+    ids = random_tokens(1, 9)
+    before = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    HuggingFaceLM(model).fused()
+    after = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    assert before.tolist() == after.tolist()
 
 
 def test_a_loaded_model_and_tokenizer_of_transformers_serve_as_they_are() -> None:

@@ -13,6 +13,7 @@ from families import FAMILIES, MORE, tiny
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from lightning_specdec.decoding import autoregressive_decode
 from lightning_specdec.drafters import EarlyExitDrafter
 from lightning_specdec.models import ExitStates, ModelOutput
 from lightning_specdec.models.huggingface import HuggingFaceLM
@@ -117,6 +118,15 @@ def test_wherever_a_pass_is_split_it_is_the_whole_pass(family: str, num_layers: 
         assert split.consumed == whole.consumed
 
 
+@torch.inference_mode()
+def test_an_exits_logits_are_those_of_the_final_norm_and_the_head_on_its_layer() -> None:
+    model, tokens = ours("qwen2"), random_tokens(2, 6)
+    expected = tiny("qwen2")(tokens, output_hidden_states=True).hidden_states[2]
+    head = model.model.lm_head(model.model.model.norm(expected))
+    assert_close(EarlyExitDrafter(2).exit_model(model)(tokens).logits, head)
+    assert_close(model.exit_logits(expected), head)
+
+
 def test_a_copy_is_taken_apart_by_itself() -> None:
     model, tokens = HuggingFaceLM(tiny("llama")), random_tokens(1, 5)
     before = model(tokens).logits
@@ -153,11 +163,17 @@ def test_in_training_the_parts_have_the_models_own_gradients(family: str, checkp
 
 
 @pytest.mark.parametrize("family", WHOLE)
-def test_a_model_that_cannot_be_taken_apart_says_so_by_name(family: str) -> None:
-    target = HuggingFaceLM(tiny(family))
+def test_a_model_that_cannot_be_taken_apart_says_so_by_name_and_decodes_as_before(family: str) -> None:
+    inner: Any = tiny(family)
+    target = HuggingFaceLM(inner)
     for _ in range(2):
         with pytest.raises(ValueError, match=f"{type(target.model).__name__} cannot be taken apart: ."):
             EarlyExitDrafter(1).check_target(target)
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    expected = inner.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
+    )
+    assert autoregressive_decode(target, ids, max_new_tokens=12).tokens[0] == expected[0, 5:].tolist()
 
 
 class Scaled(LlamaForCausalLM):

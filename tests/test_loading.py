@@ -5,17 +5,14 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Callable
-from fnmatch import fnmatch
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
-import huggingface_hub
 import pytest
 import torch
+from fake_hub import COMMIT, serve
 from families import FAMILIES, tiny
-from huggingface_hub import errors
 from tiny_models import cut, drop, edit_config, put, write, write_text_model
 from tiny_tokenizers import byte_level
 
@@ -41,8 +38,12 @@ def copied(plain: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches are the test's own."""
+    """Caches are the test's own, and no token of the user's goes anywhere."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
 
 
 def refusal(source: object, **options: Any) -> str:
@@ -132,13 +133,16 @@ MINE = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (drop("config.json"), "no config.json (it holds generation_config.json, model.safetensors)"),
     "config is cut off": (put("config.json", '{"model_type": '), "config.json describes no model"),
+    "config is a list": (put("config.json", "[1, 2]"), "config.json describes no model"),
     "unknown model": (edit_config(model_type="llama9"), "llama9"),
     "code of its own": (edit_config(model_type="mine", auto_map=MINE), "--trust_remote_code"),
+    "an encoder": (edit_config(model_type="bert", architectures=["BertForMaskedLM"]), "not a causal language model"),
     "an encoder and a decoder": (
         edit_config(model_type="t5", architectures=["T5ForConditionalGeneration"]),
         "cannot be decoded here",
     ),
     "a size that is none": (edit_config(hidden_size="wide"), "expected int, got str"),
+    "sizes that do not fit": (edit_config(num_attention_heads=3), "config.json describes no model"),
     "a million layers": (edit_config(num_hidden_layers=1_000_000), "far larger than its weight files"),
     "a million experts": (
         edit_config(model_type="mixtral", architectures=["MixtralForCausalLM"], num_local_experts=1_000_000),
@@ -148,7 +152,9 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "other sizes than the weights": (edit_config(intermediate_size=64), "another shape than its config for"),
     "more layers than weights": (edit_config(num_hidden_layers=4), "lack model.layers.3."),
     "no weights": (drop("model.safetensors"), "no weights in safetensors files"),
+    "weights of another kind": (renamed("model.safetensors", "pytorch_model.bin"), "no weights in safetensors files"),
     "weights cut off": (cut(0.9), "truncated or damaged"),
+    "weights empty": (cut(0.0), "header"),
     "a header of garbage": (put("model.safetensors", (8).to_bytes(8, "little") + b"{{{{{{{{"), "header"),
     "a shard is missing": (
         indexed('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'),
@@ -182,21 +188,29 @@ def test_code_of_a_model_never_runs_unless_it_is_trusted(copied: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("source", "options", "told"),
+    ("source", "told"),
     [
-        ("./nowhere", {}, "./nowhere: there is no such directory"),
-        ("two words", {}, "'two words' is neither a directory here nor a name on the hub"),
-        (__file__, {}, "is a file"),
-        (None, {"dtype": "int8"}, "dtype must be one of"),
-        (None, {"quantization": "int2"}, "one of int8, int4"),
-        (None, {"quantization": "int4"}, "CUDA GPU only"),
-        (None, {"revision": "main"}, "revision"),
+        ("./nowhere", "./nowhere: there is no such directory"),
+        ("two words", "'two words' is neither a directory here nor a name on the hub"),
+        ("lab/..", "neither a directory here"),
+        (__file__, "is a file"),
     ],
 )
-def test_a_name_or_argument_that_can_be_none_is_refused(
-    source: str | None, options: dict[str, str], told: str, plain: Path
-) -> None:
-    assert told in refusal(source or plain, **options)
+def test_a_name_that_can_be_no_model_is_refused(source: str, told: str) -> None:
+    assert told in refusal(source)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"dtype": "int8"}, "dtype must be one of"),
+        ({"quantization": "int2"}, "one of int8, int4"),
+        ({"quantization": "int4"}, "CUDA GPU only"),
+        ({"revision": "main"}, "revision"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(options: dict[str, str], told: str, plain: Path) -> None:
+    assert told in refusal(plain, **options)
 
 
 def test_too_little_memory_is_told_before_a_weight_is_read(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,52 +220,50 @@ def test_too_little_memory_is_told_before_a_weight_is_read(plain: Path, monkeypa
     assert f"it needs {needed / 1e6:.1f} MB" in message and "0.1 MB are free" in message
 
 
-def failed(kind: type[Exception], status: int) -> Exception:
-    return kind("no", response=httpx.Response(status, request=httpx.Request("GET", "https://hub")))  # type: ignore[call-arg]
-
-
-REFUSED = {
-    "lab/gated": (failed(errors.GatedRepoError, 403), "lab/gated is gated: accept its terms at "),
-    "lab/private": (failed(errors.RepositoryNotFoundError, 401), "no model 'lab/private' on the hub, or it is private"),
-    "lab/broken": (failed(errors.HfHubHTTPError, 500), "answered 500 for lab/broken"),
-    "lab/other": (failed(errors.RevisionNotFoundError, 404), "no revision None"),
-    "lab/away": (errors.LocalEntryNotFoundError("no"), "the hub cannot be reached at "),
-}
-
-
 @pytest.fixture
-def asked(copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that a hub is asked for, which has `lab/model` and refuses others."""
-    patterns: list[str] = []
-
-    def snapshot_download(name: str, *, allow_patterns: list[str], **options: Any) -> str:
-        if name in REFUSED:
-            raise REFUSED[name][0]
-        patterns.extend(allow_patterns)
-        for file in copied.iterdir():
-            if any(fnmatch(file.name, pattern) for pattern in allow_patterns):
-                (tmp_path / "snapshot").mkdir(exist_ok=True)
-                shutil.copy(file, tmp_path / "snapshot")
-        return str(tmp_path / "snapshot")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    return patterns
+def on_hub(plain: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The requests to a hub that has a model `lab/model`, and many that cannot be had."""
+    with serve({"lab/model": plain}) as (address, requests):
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        yield requests
 
 
-def test_a_model_of_the_hub_is_the_directory_that_it_serves(asked: list[str], plain: Path) -> None:
-    assert torch.equal(load_model("lab/model")(TOKENS).logits, load_model(plain)(TOKENS).logits)
-    assert "model*.safetensors" in asked and "*.py" not in asked
+def test_a_model_of_the_hub_is_the_directory_that_it_serves(on_hub: list[str], plain: Path) -> None:
+    expected = load_model(plain)(TOKENS).logits
+    assert torch.equal(load_model("lab/model")(TOKENS).logits, expected)
+    assert f"GET /lab/model/resolve/{COMMIT}/model.safetensors" in on_hub
+    on_hub.clear()
+    assert torch.equal(load_model("lab/model", revision=COMMIT)(TOKENS).logits, expected)
+    assert not any(request.startswith("GET /lab") for request in on_hub), "it was downloaded before"
+    assert "no revision 'v9'" in refusal("lab/model", revision="v9")
 
 
-@pytest.mark.usefixtures("asked")
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_the_hub_refuses_is_told_in_one_line(name: str) -> None:
-    assert REFUSED[name][1] in refusal(name)
+def test_nothing_big_is_downloaded_for_a_memory_that_cannot_hold_it(
+    on_hub: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "available_bytes", lambda device: 50_000)
+    assert "not enough memory for lab/model" in refusal("lab/model")
+    assert on_hub and not any("safetensors" in request for request in on_hub)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("gated", "gated: accept its terms at "),
+        ("private", "no model 'lab/private' on the hub, or it is private"),
+        ("unknown", "no model 'lab/unknown' on the hub"),
+        ("broken", "answered 500 for lab/broken"),
+    ],
+)
+def test_what_the_hub_refuses_is_told_in_one_line_at_once(on_hub: list[str], name: str, told: str) -> None:
+    assert told in refusal(f"lab/{name}")
 
 
 def test_a_config_of_the_hub_that_never_ends_is_refused_before_its_weights_are_here(
-    asked: list[str], copied: Path
+    copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     edit_config(num_hidden_layers=1_000_000)(copied)
-    assert "far larger than" in refusal("lab/model")
-    assert "model*.safetensors" not in asked
+    with serve({"lab/endless": copied}) as (address, requests):
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        assert "far larger than" in refusal("lab/endless")
+        assert not any("safetensors" in request for request in requests)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from tiny_models import write, write_text_model
-from tiny_tokenizers import sentencepiece
+from tiny_tokenizers import byte_level, sentencepiece
 
 from lightning_specdec import NGramDrafter, SpeculativeDecoder
 from lightning_specdec.checkpoints import loading
@@ -78,6 +78,31 @@ def test_whatever_guesses_the_greedy_text_is_the_targets_own(models: dict[str, s
     assert found.num_draft_tokens == options.get("num_draft_tokens", 3)
 
 
+def test_a_target_ends_at_its_own_eos_unless_told(models: dict[str, str]) -> None:
+    decoder = SpeculativeDecoder.from_pretrained(models["target"])
+    eos = byte_level().eos_token_id
+    first = decoder.decode(PROMPTS[0], max_new_tokens=12, eos=()).tokens[0]
+    assert decoder.tokenizer is not None and decoder.tokenizer.eos == {eos}
+    decoder.tokenizer.eos = frozenset({first[5]})  # a token that it does say
+    cut = first.index(first[5]) + 1
+    for decode in (decoder.decode, decoder.decode_standard):
+        (row,) = decode(PROMPTS[0], max_new_tokens=12).rows
+        assert row.tokens == first[:cut] and row.stop_reason == "eos"
+        assert decode(PROMPTS[0], max_new_tokens=12, eos=()).tokens[0] == first
+        assert decode(PROMPTS[0], max_new_tokens=12, eos=first[2]).tokens[0] == first[: first.index(first[2]) + 1]
+
+
+def test_dtypes_are_the_stored_ones_the_given_ones_and_the_targets_for_the_draft(models: dict[str, str]) -> None:
+    def dtypes(**options: Any) -> list[torch.dtype]:
+        decoder = SpeculativeDecoder.from_pretrained(models["target"], models["draft"], pack=False, **options)
+        assert isinstance(decoder.drafter, ModelDrafter)
+        return [next(model.parameters()).dtype for model in (decoder.target, decoder.drafter.model)]
+
+    assert dtypes() == [torch.float32] * 2
+    assert dtypes(dtype="bfloat16") == [torch.bfloat16] * 2
+    assert dtypes(dtype="float32", draft_dtype=torch.bfloat16) == [torch.float32, torch.bfloat16]
+
+
 @pytest.mark.parametrize(
     ("target", "options", "told"),
     [
@@ -138,17 +163,22 @@ def registry(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("registry")
-def test_a_pair_brings_its_models_types_and_window_and_what_is_given_goes_first(models: dict[str, str]) -> None:
-    load = SpeculativeDecoder.from_pair
-    decoder = load("mine", pack=False)
+def test_a_pair_brings_its_models_types_and_window() -> None:
+    decoder = SpeculativeDecoder.from_pair("mine", pack=False)
     assert isinstance(decoder.drafter, ModelDrafter) and decoder.num_draft_tokens == 5
     assert next(decoder.target.parameters()).dtype == torch.float64
     assert next(decoder.drafter.parameters()).dtype == torch.float32
     found = decoder.decode(PROMPTS, max_new_tokens=12)
     assert found.tokens == decoder.decode_standard(PROMPTS, max_new_tokens=12).tokens and found.num_draft_tokens == 5
+
+
+@pytest.mark.usefixtures("registry")
+def test_what_is_given_goes_before_what_the_pair_says(models: dict[str, str]) -> None:
+    load = SpeculativeDecoder.from_pair
     other = load("mine", dtype="bfloat16", num_draft_tokens=2)
     assert other.num_draft_tokens == 2
     assert {next(part.parameters()).dtype for part in (other.target, other.drafter)} == {torch.bfloat16}
+    assert isinstance(load("mine", drafter="NGramDrafter").drafter, NGramDrafter)
     assert isinstance(load("mine", models["foreign"]).drafter, CrossVocabulary)
     given = NGramDrafter(4)
     assert load("mine", given).drafter is given

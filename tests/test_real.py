@@ -16,6 +16,7 @@ from lightning_specdec.decoding import autoregressive_decode, speculative_decode
 from lightning_specdec.drafters import Drafter, ModelDrafter, NGramDrafter
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.packed import quantize
+from lightning_specdec.rules import ExactMatch, Sampling
 from lightning_specdec.text.tokenizer import TextTokenizer
 
 pytestmark = pytest.mark.real
@@ -84,10 +85,27 @@ def test_standard_decoding_equals_generate_alone_and_in_a_ragged_batch() -> None
     assert autoregressive_decode(target(), prompts(), max_new_tokens=NUMBER, eos=eos()).tokens == generated()
 
 
+@pytest.mark.parametrize("window", [3, 8])
 @pytest.mark.parametrize("make", [NGramDrafter, int8_self, shipped_head], ids=["lookup", "int8 self", "head"])
-def test_speculative_decoding_equals_generate(make: Any) -> None:
+def test_speculative_decoding_equals_generate(make: Any, window: int) -> None:
     drafter = make()
     for batch, expected in ((prompts(), generated()), (prompts()[:1], generated()[:1])):
-        result = speculative_decode(target(), drafter, batch, max_new_tokens=NUMBER, eos=eos())
+        result = speculative_decode(target(), drafter, batch, max_new_tokens=NUMBER, num_draft_tokens=window, eos=eos())
         assert result.tokens == expected
         assert result.block_efficiency is not None and result.block_efficiency > 1
+
+
+def test_sampled_exact_match_is_standard_decoding() -> None:
+    sampling = Sampling(0.9, top_p=0.95)
+    options: dict[str, Any] = {"max_new_tokens": 24, "sampling": sampling, "seed": 3}
+    expected = autoregressive_decode(target(), prompts(), **options).tokens
+    for drafter in (NGramDrafter(), int8_self(), shipped_head()):
+        assert speculative_decode(target(), drafter, prompts(), rule=ExactMatch(), **options).tokens == expected
+
+
+def test_the_caches_are_all_that_decoding_adds_to_the_weights() -> None:
+    """Of a row of 512 tokens: 30 layers, keys and values, 3 heads of 64 numbers of 4 bytes."""
+    state = target().init_state(1, 511)
+    target()(torch.tensor(prompts()[:1]), state)
+    held = sum(buffer.nbytes for pair in state.storage.layers.values() for buffer in pair)
+    assert held == 30 * 2 * 3 * 64 * 512 * 4

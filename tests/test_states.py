@@ -209,3 +209,20 @@ def test_what_a_recurrent_state_holds_does_not_grow_with_the_text() -> None:
         states: list[Any] = [session._batch.target_state, draft_state.model_state]
         held.append([state._past.shape for state in states])
     assert held[-1] == held[2]
+
+
+def addresses(state: KVState) -> list[int]:
+    """Where the buffers lie."""
+    return [buffer.data_ptr() for pair in state.storage.layers.values() for buffer in pair]
+
+
+def test_static_buffers_stay_where_they_are() -> None:
+    """No concatenation and no new allocation: what compiled graphs need."""
+    target = cases.target("transformer")
+    session = open_session(target, cases.drafter("near", "transformer"), cases.PROMPTS[1:2], max_new_tokens=20)
+    session.step()
+    state = session._batch.target_state
+    assert isinstance(state, KVState)
+    address = addresses(state)
+    while session.step():
+        assert addresses(state) == address
