@@ -116,7 +116,8 @@ class SpeculativeTraining(LightningModule, ABC):
                 f"the data have a vocabulary of {data.vocab_size} tokens, the models one of {self.target.vocab_size}: "
                 "give both the same vocab_size"
             )
-        for name, reader in (("target", self.target), *self.drafters.items()):
+        readers: dict[str, LanguageModel | Drafter] = {"target": self.target, **self.drafters}
+        for name, reader in readers.items():
             if reader.max_positions is not None and data.max_length > reader.max_positions:
                 raise ValueError(
                     f"sequences have {data.max_length} tokens, and {name} reads {reader.max_positions}: shorten them, "

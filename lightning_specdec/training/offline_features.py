@@ -70,15 +70,13 @@ class OfflineFeatures(OnlineFeatures):
         """Compute what is missing, each process its share.
 
         Raises:
-            ValueError: the rows are not the same each epoch, the target learns or has no output head, or there is no
-                room.
+            ValueError: the target learns or has no output head, or there is no room.
         """
         if not splits:
             return
-        if not data.fixed_rows or is_trained(target):
+        if is_trained(target):
             raise ValueError(
-                f"{type(data).__name__} reads other rows each epoch, or the target learns, so its outputs cannot be "
-                "kept: give OnlineFeatures as model.target_features, or train on GeneratedText with a frozen target"
+                "the target learns, so its outputs cannot be kept: give OnlineFeatures as model.target_features"
             )
         target.check_output_head()
         assert target.num_layers is not None and target.hidden_size is not None

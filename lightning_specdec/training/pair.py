@@ -54,11 +54,10 @@ class PairTraining(SpeculativeTraining):
         if not all(name.isidentifier() and name != STAGED for name in models):
             raise ValueError(f"drafts must have names that are identifiers and not {STAGED!r}, got {', '.join(models)}")
         self.names = list(models) if stage_windows is None else list(models)[::-1]
-        named: Drafter | Mapping[str, Drafter] = {name: drafters[name] for name in self.names}
-        if draft is not None:
-            named = drafters["draft"]
-        elif stage_windows is not None:
-            named = {STAGED: StagedDrafter(list(drafters.values()), stage_windows=stage_windows), **named}
+        several: dict[str, Drafter] = {name: drafters[name] for name in self.names}
+        if stage_windows is not None:
+            several = {STAGED: StagedDrafter(list(drafters.values()), stage_windows=stage_windows), **several}
+        named: Drafter | Mapping[str, Drafter] = several if draft is None else drafters["draft"]
         super().__init__(target, named, **options)
 
     def new_metrics(self) -> RoundMetrics:
