@@ -56,7 +56,6 @@ def test_every_call_of_the_readme_works(
 SMALLER = {
     "smollm2_prompts": {"num_prompts: 3000": "num_prompts: 40", "dtype: bfloat16": "dtype: float32"},
     "smollm2_generate": {
-        "num_prompts: 800": "num_prompts: 6\n          length: 100",
         "max_new_tokens: 128": "max_new_tokens: 8",
         "dtype: bfloat16": "dtype: float32",
     },

@@ -96,7 +96,7 @@ def test_decode_finds_the_target_or_is_given_it_anew(tmp_path: Path) -> None:
     own = SpeculativeDecoder.from_checkpoint("run/version_0/best.ckpt", target=load_model("moved"))
     assert own.decode([[1, 2, 3]], max_new_tokens=6, eos=()).tokens == [both["speculative"]["tokens"]]
     shown = succeed("info", "run/version_0/best.ckpt").out
-    assert "target      target (sha256 " in shown and "not in this file" in shown and "MultiTokenDrafter(" in shown
+    assert "target (sha256 " in shown and "not in this file" in shown and "MultiTokenDrafter(" in shown
 
 
 def test_another_target_is_refused_by_name() -> None:

@@ -184,7 +184,7 @@ def test_document_section_3_round_is_what_its_uniform_numbers_say() -> None:
     for index, row in enumerate(table("verdicts")):
         guess = inverse_transform(draft_probs[index], value(row["uniform, draft"]))
         draft_prob, target_prob = draft_probs[index][WORDS.index(guess)], target_probs[index][WORDS.index(guess)]
-        assert row["guess"] == guess and agrees(row["draft prob"], draft_prob)
+        assert row["draft token"] == guess and agrees(row["draft prob"], draft_prob)
         assert agrees(row["target prob"], target_prob)
         if rejected is not None:
             assert row["verdict"] == "not tested"
@@ -213,7 +213,7 @@ def test_document_section_5_acceptance_of_the_two_lossless_rules() -> None:
     for row, drafted, wanted in zip(table("acceptance"), probs("draft_probs"), probs("target_probs")[:4], strict=True):
         assert agrees(row["rejection sampling"], sum(map(min, drafted, wanted)))
         matched = sum(draft * target for draft, target in zip(drafted, wanted, strict=True))
-        assert agrees(row["exact match, guess drawn from the draft"], matched)
+        assert agrees(row["exact match, draft token drawn from the draft"], matched)
         likeliest = wanted[drafted.index(max(drafted))]
         assert agrees(row["either rule, the draft's most likely word"], likeliest)
 

@@ -128,8 +128,22 @@ class DecodeResult:
         return [row.tokens for row in self.rows]
 
     def __repr__(self) -> str:
-        tokens, speed = self.num_new_tokens, self.tokens_per_second
-        return f"DecodeResult({len(self.rows)} prompts, {tokens} new tokens, {speed:.1f} tokens/s)"
+        shown = f"{len(self.rows)} prompts, {self.num_new_tokens} new tokens, {self.tokens_per_second:.1f} tokens/s"
+        if self.rule is not None and self.block_efficiency is not None:
+            shown += f", block efficiency {self.block_efficiency:.2f}"
+        return f"DecodeResult({shown})"
+
+    @property
+    def texts(self) -> list[str | None]:
+        """The new text of each prompt; None without a tokenizer."""
+        return [row.text for row in self.rows]
+
+    @property
+    def text(self) -> str | None:
+        """The new text of the only prompt; None without a tokenizer."""
+        if len(self.rows) != 1:
+            raise ValueError(f"there are {len(self.rows)} prompts: take result.texts")
+        return self.rows[0].text
 
     @property
     def num_new_tokens(self) -> int:
@@ -156,6 +170,11 @@ class DecodeResult:
     def acceptance_rate(self) -> float | None:
         """num_accepted / num_tested, over all rows."""
         return self.counts.acceptance_rate if self.counts else None
+
+    @property
+    def draft_utilization(self) -> float | None:
+        """num_accepted / num_proposed, over all rows."""
+        return self.counts.draft_utilization if self.counts else None
 
     @property
     def block_efficiency(self) -> float | None:
