@@ -24,10 +24,10 @@ pytestmark = pytest.mark.usefixtures("here")
         (["--completion", "tcsh"], "--completion takes bash, zsh or fish"),
         (["decode", "--ckpt", "x.ckpt"], "x.ckpt: no such checkpoint"),
         (["export", "--ckpt", "x.ckpt"], "--output"),
-        (["fit"], "give a config that has them, as --config configs/rnn.yaml"),
+        (["fit"], "are required: fit.data, fit.model"),
         (["fit", "--config", "nowhere.yaml"], "File does not exist"),
         (["fit", *TRAINER, "--trainer.max_epoch", "3"], "unrecognized arguments: --trainer.max_epoch"),
-        (["fit", *TRAINER, "--ckpt_path", "last"], "there is no last checkpoint"),
+        (["fit", *TRAINER, "--ckpt_path", "last"], "no such checkpoint"),
     ],
 )
 def test_an_unknown_verb_option_or_file_is_refused(arguments: list[str], told: str) -> None:

@@ -134,7 +134,7 @@ def test_the_shipped_config_trains_a_draft_that_decodes(
         (lambda: exit_training(exit_layer=3), "exit_layer must be from 1 to 2, got 3"),
         (lambda: exit_training(draft_vocabulary=12), "draft_vocabulary must be from 2 to 11, got 12"),
         (lambda: ExitHeadTraining(cases.target("rnn")), "RNN has no layers to exit from"),
-        (lambda: ExitHeadTraining(), "need one target, got neither"),
+        (lambda: ExitHeadTraining(), "needs one target, got neither"),
         (lambda: heads_training(shared_output=True, draft_vocabulary=5), "shared_output"),
         (lambda: heads_training(draft_vocabulary=5, freeze_target=False), "needs all its tokens"),
         (lambda: heads_training(num_heads=2), "a round cannot have 3 draft tokens of 2 heads"),

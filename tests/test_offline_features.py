@@ -18,7 +18,7 @@ import torch
 from cli_fixtures import here, succeed
 from torch import Tensor
 
-from lightning_specdec.data import Batch, SequenceFile, TextFiles, TokenData
+from lightning_specdec.data import Batch, SequenceFile, TokenData
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training import OfflineFeatures, OnlineFeatures, offline_features
 from lightning_specdec.training.target_outputs import TargetOutputs
@@ -200,8 +200,6 @@ def test_features_of_something_else_are_computed_beside_them(tmp_path: Path, nam
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="TextFiles reads other rows each epoch.*OnlineFeatures.*GeneratedText"):
-        prepared(TextFiles(vocab_size=cases.VOCAB), tmp_path)
     for options, told in (
         ({"dtype": "float16"}, "dtype must be bfloat16 or float32"),
         ({"target": frozen("gemma3")}, "cannot be taken apart"),

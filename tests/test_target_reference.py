@@ -18,7 +18,7 @@ from lightning_specdec.checkpoints import checkpoint
 from lightning_specdec.models.loading import load_model
 from lightning_specdec.training import MultiTokenTraining
 
-DATA = ("--data", "QuadraticProgressions", "--data.vocab_size", "64", "--data.max_change", "0")
+DATA = ("--data", "QuadraticProgressions", "--data.vocab_size", "320", "--data.max_change", "0")
 TRAINER = ("--trainer.accelerator", "cpu", "--trainer.limit_train_batches", "2", "--trainer.limit_val_batches", "1")
 QUIET = (
     "--trainer.logger",

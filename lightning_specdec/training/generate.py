@@ -178,6 +178,8 @@ class GenerateText(LightningModule):
         if self.trainer.is_global_zero:
             if (self.output / corpus.MANIFEST).exists():
                 corpus.check_same(self.output, corpus.read_manifest(self.output), self.wanted)
+                for left in self.output.glob(".shard-*"):  # by a run that was killed
+                    left.unlink()
             elif self.output.is_dir() and any(self.output.glob("shard-*")):
                 raise ValueError(f"{self.output} holds shards without a manifest: give another model.output")
             else:

@@ -139,7 +139,10 @@ def check_checkpoint(path: str, trainer: Trainer, model: LightningModule, data: 
         return
     try:
         done = content["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
-        whole = _fits(content["optimizer_states"], model.configure_optimizers())
+        callbacks, loop = content["callbacks"], content["loops"]["fit_loop"]
+        whole = all(isinstance(state, dict) for state in callbacks.values())
+        whole = whole and _alike(loop, trainer.fit_loop.state_dict())
+        whole = whole and _fits(content["optimizer_states"], model.configure_optimizers())
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         whole = False
     if not whole:
@@ -170,14 +173,20 @@ def _check_config(path: str, described: Mapping[str, Any], model: SpeculativeTra
             )
 
 
+def _alike(given: object, fresh: object) -> bool:
+    """Whether a state has every entry of a fresh one, of the same type, and no negative or absurd count."""
+    if isinstance(fresh, dict):
+        return isinstance(given, dict) and all(key in given and _alike(given[key], fresh[key]) for key in fresh)
+    return type(given) is type(fresh) and (not isinstance(given, int) or 0 <= given < 2**53)
+
+
 def _fits(states: Any, configured: Any) -> bool:
     """Whether a state's tensors have the optimizer's shapes: its fused step would write beyond smaller ones."""
     optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     (state,) = states
-    same = [len(group["params"]) for group in state["param_groups"]] == [
-        len(group["params"]) for group in optimizer.param_groups
-    ]
+    groups = zip(state["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
+    same = all(_alike(given, fresh) and given["params"] == fresh["params"] for given, fresh in groups)
     return same and all(
         value.shape == (() if key == "step" else weights[index].shape)
         and value.untyped_storage().nbytes() >= value.numel() * value.element_size()
