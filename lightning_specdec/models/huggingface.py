@@ -75,7 +75,6 @@ class HuggingFaceLM(LanguageModel):
         head = self.model.get_output_embeddings()
         self.vocab_size = int(getattr(head, "out_features", None) or self.config.vocab_size)
         self.hidden_size = getattr(head, "in_features", None) or getattr(self.config, "hidden_size", None)
-        self.num_layers = getattr(self.config, "num_hidden_layers", None)
         self.max_positions = max_positions(self.config)
         if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
             tokenizer = TextTokenizer(tokenizer, generation_config=self.model.generation_config)
@@ -203,6 +202,11 @@ class HuggingFaceLM(LanguageModel):
         for wanted, got in ((whole.logits, parts.logits), (whole.features[last], parts.features[last])):
             if not (got - wanted).abs().max() <= tolerance * wanted.abs().max():
                 raise ValueError("its own forward pass does more than its parts in turn")
+
+    @property
+    def num_layers(self) -> int | None:  # type: ignore[override]
+        """Of the parts, where it can be taken apart: a config may count otherwise."""
+        return self.stack.num_layers if self.takes_apart else getattr(self.config, "num_hidden_layers", None)
 
     @property
     def takes_apart(self) -> bool:
