@@ -252,14 +252,16 @@ class DistillationTraining(SpeculativeTraining):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        rate, decay = self.learning_rate, self.weight_decay
         if self.optimizer == "adamw":
-            return torch.optim.AdamW(trained, lr=self.learning_rate, betas=BETAS, weight_decay=0.0)
+            return torch.optim.AdamW(trained, lr=rate, betas=BETAS, weight_decay=decay)
         # Embeddings and output heads are no hidden layers: a step touches few of their rows.
         sizes = {self.target.vocab_size, len(self.draft_vocabulary or range(self.target.vocab_size))}
         matrices = {each: None for each in trained if each.ndim == 2 and each.shape[0] not in sizes}
         if not matrices:
             raise ValueError("muon steps the matrices of hidden layers, and this draft trains none: give adamw")
-        return MuonAdamW(matrices, (each for each in trained if each not in matrices), lr=self.learning_rate)
+        others = (each for each in trained if each not in matrices)
+        return MuonAdamW(matrices, others, lr=rate, weight_decay=decay)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         num_steps, warmup = self.trainer.estimated_stepping_batches, self.warmup_steps

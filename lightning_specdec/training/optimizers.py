@@ -19,9 +19,11 @@ class MuonAdamW(Optimizer):
     Muon's steps are scaled to AdamW's in root mean square (Liu et al. 2025, "Muon is scalable for LLM training").
     """
 
-    def __init__(self, matrices: Iterable[nn.Parameter], others: Iterable[nn.Parameter], *, lr: float) -> None:
-        muon = Muon(matrices, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-        self.parts: list[Optimizer] = [muon, AdamW(others, lr=lr, betas=BETAS, weight_decay=0.0)]
+    def __init__(
+        self, matrices: Iterable[nn.Parameter], others: Iterable[nn.Parameter], *, lr: float, weight_decay: float
+    ) -> None:
+        muon = Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        self.parts: list[Optimizer] = [muon, AdamW(others, lr=lr, betas=BETAS, weight_decay=weight_decay)]
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self._share()
 

@@ -138,9 +138,9 @@ def check_checkpoint(path: str, trainer: Trainer, model: LightningModule, data: 
     if not resume:
         return
     try:
-        done = content["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
-        callbacks, loop = content["callbacks"], content["loops"]["fit_loop"]
-        whole = all(isinstance(state, dict) for state in callbacks.values())
+        loop = content["loops"]["fit_loop"]
+        done = loop["epoch_progress"]["current"]["processed"]
+        whole = all(isinstance(state, dict) for state in content["callbacks"].values())
         whole = whole and _alike(loop, trainer.fit_loop.state_dict())
         whole = whole and _fits(content["optimizer_states"], model.configure_optimizers())
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
