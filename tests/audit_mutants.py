@@ -44,7 +44,7 @@ class Mutant(RejectionSampling):
         return draw(weights, noise[..., Purpose.CORRECT])
 
     def target_probs(self, logits: Tensor, sampling: Sampling) -> Tensor:
-        """What guesses are kept by."""
+        """The probabilities that draft tokens are kept by."""
         return sampling.probs(logits)
 
     def correcting_probs(self, logits: Tensor, sampling: Sampling) -> Tensor:

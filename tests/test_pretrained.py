@@ -1,4 +1,4 @@
-"""Laws of pretrained pairs: what guesses follows from what is given, and changes nothing."""
+"""Laws of pretrained pairs: the drafter follows from what is given, and changes nothing."""
 
 from __future__ import annotations
 
