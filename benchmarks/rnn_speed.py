@@ -21,6 +21,8 @@ from lightning_specdec.bench.manifest import manifest
 from lightning_specdec.data import ArithmeticProgressions
 
 WINDOWS = (1, 2, 3, 4, 5, 6)
+MAX_NEW_TOKENS = 7
+"""The rest of a progression behind its prompt."""
 FIGURES = ("walltime_speedup", "predicted_speedup", "acceptance_rate", "block_efficiency")
 RULES: tuple[tuple[AcceptanceRule, float], ...] = (
     (ExactMatch(), 0.0),
@@ -44,12 +46,14 @@ def main() -> None:
     unseen = [list(row)[:length] for row in (*splits.val, *splits.test)]
     prompts = {"test": decoder.prompts, "unseen": unseen}
     found = manifest(options=vars(options) | {"output": None}, device=decoder.target.device, checkpoint=options.ckpt)
-    print(f"{found['processor']}, 1 thread, torch {found['torch']}, commit {found['commit']}; 7 new tokens, batch 1")
+    print(f"{found['processor']}, 1 thread, torch {found['torch']}, commit {found['commit']}")
+    print(f"{MAX_NEW_TOKENS} new tokens, batch 1")
     rows = []
     for rule, temperature in RULES:
         for name, texts in prompts.items():
             settings = {"windows": WINDOWS, "rule": rule, "temperature": temperature, "repeats": options.repeats}
-            for each in decoder.sweep(texts, drafters={"fused": decoder.drafter}, **settings):
+            settings |= {"max_new_tokens": MAX_NEW_TOKENS, "drafters": {"fused": decoder.drafter}}
+            for each in decoder.sweep(texts, **settings):
                 row = {"prompts": name, "rule": type(rule).__name__, "temperature": temperature, **each.summary()}
                 rows.append(row)
                 figures = (f"{key} {row[key]:.2f}" for key in FIGURES if row[key] is not None)
