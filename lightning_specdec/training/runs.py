@@ -164,7 +164,8 @@ def _check_config(path: str, described: Mapping[str, Any], model: SpeculativeTra
         before |= before.get("data_arguments", {})
         given |= data.arguments()
     moved = {"target_checkpoint"} | ({"target"} if "sha256" in described["target"] else set())
-    for name in before.keys() & given.keys() - moved - {"format", "recipe", "versions", "prompts", "tokenizer"}:
+    free = moved | {"format", "recipe", "versions", "prompts", "tokenizer"}
+    for name in (name for name in given if name in before and name not in free):
         value = json.loads(json.dumps(given[name]))
         if before[name] != value:
             raise ValueError(
