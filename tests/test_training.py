@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from cli_fixtures import call
+from cli_fixtures import Bomb, call
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_fixtures import CONFIGS, EPOCHS, TrainedRun, shipped_run, shrunk, verb
 
@@ -36,45 +36,30 @@ def events(shipped_run: TrainedRun) -> EventAccumulator:
     return accumulator
 
 
-@pytest.mark.parametrize("model", ["draft", "target"])
-def test_training_losses_fall_from_about_3_9_to_half_or_less(events: EventAccumulator, model: str) -> None:
-    losses = [event.value for event in events.Scalars(f"train/{model}_loss")]
-    assert len(losses) == EPOCHS
-    assert 3.6 < losses[0] < 4.1, "the first epoch's mean is a little below log(50) = 3.9"
-    assert losses[-1] <= 0.5
-
-
-def test_tensorboard_holds_every_promised_tag(events: EventAccumulator) -> None:
+def test_the_losses_fall_and_tensorboard_holds_every_promised_tag(events: EventAccumulator) -> None:
+    for model in ("draft", "target"):
+        losses = [event.value for event in events.Scalars(f"train/{model}_loss")]
+        assert len(losses) == EPOCHS and 3.6 < losses[0] < 4.1, "it begins a little below log(50) = 3.9"
+        assert losses[-1] <= 0.5
     tags = events.Tags()
     wanted = {f"val/{rate}" for rate in RATES} | {"train/loss", "train/draft_loss", "train/target_loss", "epoch"}
     assert set(tags["scalars"]) == wanted, "a second copy of metrics is no curve"
     assert set(tags["histograms"]) == {"val/accepted_per_round", "val/sampling_accepted_per_round"}
-    assert all(len(events.Scalars(f"val/{rate}")) == EPOCHS for rate in RATES)
     histogram = events.Histograms("val/accepted_per_round")[-1].histogram_value
     efficiency = events.Scalars("val/block_efficiency")[-1].value
     assert histogram.bucket_limit == [0.5, 1.5, 2.5, 3.5]
-    # Every round adds its kept guesses and one token of the target's own.
+    # Every round adds the draft tokens that it keeps and one token of the target.
     assert (histogram.sum + histogram.num) / histogram.num == pytest.approx(efficiency)
-
-
-def test_the_hparams_tab_shows_what_was_given_and_the_last_metrics(events: EventAccumulator) -> None:
-    content = events.PluginTagToContent("hparams")
-    given = content["_hparams_/session_start_info"].decode(errors="replace")
-    assert "target/hidden_size" in given and "batch_size" in given
-    announced = content["_hparams_/experiment"].decode(errors="replace")
-    for name in ("draft_loss", "target_loss", "acceptance_rate", "block_efficiency"):
-        assert f"val/{name}" in announced, "the tab shows the last value of that scalar"
-
-
-def test_a_run_says_what_it_reached_and_nothing_else(shipped_run: TrainedRun) -> None:
-    assert "best checkpoint: checkpoints/rnn/version_0/best.ckpt" in shipped_run.output
-    assert "step 00:" in shipped_run.output
-    assert "arning" not in shipped_run.output and "tip" not in shipped_run.output.lower()
+    hparams = events.PluginTagToContent("hparams")
+    assert b"target/hidden_size" in hparams["_hparams_/session_start_info"]
+    assert b"val/block_efficiency" in hparams["_hparams_/experiment"], "the tab shows the last value of that scalar"
 
 
 def test_checkpoints_are_enough_by_themselves_and_say_how_they_were_made(
     shipped_run: TrainedRun, events: EventAccumulator
 ) -> None:
+    assert "best checkpoint: checkpoints/rnn/version_0/best.ckpt" in shipped_run.output
+    assert "arning" not in shipped_run.output and "tip" not in shipped_run.output.lower()
     made = checkpoint.load(shipped_run.last)
     assert made.prompts == ArithmeticProgressions(seed=26).prompts()
     assert made.recipe["epochs"] == EPOCHS and made.recipe["data"] == "ArithmeticProgressions"
@@ -107,31 +92,15 @@ def test_a_strangers_checkpoint_deletes_nothing(
     precious = tmp_path / "precious.ckpt"
     shutil.copy(shipped_run.best, precious)
     content = torch.load(shipped_run.last, weights_only=True)
-    victims = [str(precious), "checkpoints/rnn/../../precious.ckpt"]
-    for victim in victims:
-        for name, state in content["callbacks"].items():
-            if "val/loss" in name:
-                state.pop("dirpath", None)
-                worst = torch.tensor(99.0)
-                state |= {"best_k_models": {victim: worst}, "kth_best_model_path": victim}
-                state |= {"kth_value": worst, "best_model_score": worst, "best_model_path": victim}
+    for victim in (str(precious), "checkpoints/rnn/../../precious.ckpt"):
+        (state,) = (state for name, state in content["callbacks"].items() if "val/loss" in name)
+        state.pop("dirpath", None)
+        state |= {"best_k_models": {victim: torch.tensor(99.0)}, "kth_value": torch.tensor(99.0)}
+        state |= {"kth_best_model_path": victim, "best_model_path": victim, "best_model_score": torch.tensor(99.0)}
         torch.save(content, tmp_path / "stranger.ckpt")
         options = ["--ckpt_path", "stranger.ckpt", "--trainer.max_epochs", str(EPOCHS + 2)]
         verb(monkeypatch, tmp_path, "fit", *options)
         assert precious.read_bytes() == shipped_run.best.read_bytes()
-
-
-def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("whole", "halves"):
-        (tmp_path / name).mkdir()
-    verb(monkeypatch, tmp_path / "whole", "fit", "--trainer.max_epochs", "4")
-    verb(monkeypatch, tmp_path / "halves", "fit", "--trainer.max_epochs", "2")
-    verb(monkeypatch, tmp_path / "halves", "fit", "--trainer.max_epochs", "4", "--ckpt_path", "last")
-    whole, halves = (checkpoint.read(tmp_path / n / "checkpoints/rnn") for n in ("whole", "halves"))
-    assert whole["epoch"] == halves["epoch"] == 3 and whole["global_step"] == halves["global_step"] == 200
-    assert whole["lightning_specdec"]["recipe"] == halves["lightning_specdec"]["recipe"]
-    for name, weight in whole["state_dict"].items():
-        assert torch.equal(weight, halves["state_dict"][name]), name
 
 
 @pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -171,23 +140,15 @@ def test_a_users_own_file_takes_the_datas_place_and_sets_the_vocabulary(
     ("arguments", "told"),
     [
         (["--trainer.max_epoch", "3"], "unrecognized arguments: --trainer.max_epoch"),
-        (["--trainer.max_epochs", "three"], "trainer.max_epochs"),
         (["--config", "nowhere.yaml"], "config: File does not exist"),
         (["--model.target.hiden_size", "3"], "hiden_size"),
-        (["--model.lerning_rate", "3"], "lerning_rate"),
-        (["--data.xyzzy", "3"], "xyzzy"),
-        (["--model.target", "RMM"], "RMM"),
         (["--model.target", "subprocess.Popen"], "Popen"),
         (["--trainer.callbacks+=torch.nn.Linear"], "not correspond to a subclass of Callback"),
-        (["--trainer.callbacks+=GenerationBar"], "GenerationBar"),
         (["--model.target.hidden_size", "-3"], "hidden_size must be from 1 to 16384, got -3"),
-        (["--model.learning_rate", "0"], "learning_rate must be in (0, inf)"),
         (["--data.num_train", "104"], "115 distinct sequences, and the splits need 119"),
         (["--data", "SequenceFile", "--data.path", "nowhere.csv"], "nowhere.csv cannot be read"),
         (["--ckpt_path", "nowhere.ckpt"], "nowhere.ckpt: no such checkpoint"),
-        (["--ckpt_path", "last"], "no such checkpoint"),
         (["--weights_only", "false"], "unrecognized arguments: --weights_only"),
-        (["--trainer.accelerator", "gpux"], "invalid accelerator name"),
     ],
 )
 def test_a_fault_of_the_command_line_is_one_line_and_runs_nothing(
@@ -199,39 +160,25 @@ def test_a_fault_of_the_command_line_is_one_line_and_runs_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-class Bomb:
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.mkdir, ("exploded",)
-
-
 def test_a_bad_checkpoint_is_refused_before_anything_runs(
     shipped_run: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = checkpoint.read(shipped_run.last)
     (tmp_path / "text.ckpt").write_text("hello")
-    (tmp_path / "empty.ckpt").write_text("")
     (tmp_path / "folder.ckpt").mkdir()
     (tmp_path / "half.ckpt").write_bytes(shipped_run.last.read_bytes()[:50_000])
     torch.save({**good, "callbacks": Bomb()}, tmp_path / "bomb.ckpt")
     torch.save({"state_dict": good["state_dict"]}, tmp_path / "foreign.ckpt")
-    smaller = {**good, "optimizer_states": [{**good["optimizer_states"][0]}]}
-    state = {0: {name: value.flatten()[:1] for name, value in smaller["optimizer_states"][0]["state"][0].items()}}
-    smaller["optimizer_states"][0]["state"] = {**smaller["optimizer_states"][0]["state"], **state}
     before = sorted(tmp_path.iterdir())
     for path in before:
         for name in ("fit", "test"):
             with pytest.raises((ValueError, FileNotFoundError), match=path.name) as caught:
                 verb(monkeypatch, tmp_path, name, "--ckpt_path", path.name, logger=True)
             assert "\n" not in str(caught.value)
-    torch.save(smaller, tmp_path / "smaller.ckpt")
-    with pytest.raises(ValueError, match="no training run to resume, or a damaged one"):
-        verb(monkeypatch, tmp_path, "fit", "--ckpt_path", "smaller.ckpt", "--trainer.max_epochs", str(EPOCHS + 1))
-    (tmp_path / "smaller.ckpt").unlink()
     best, last = str(shipped_run.best), str(shipped_run.last)
     with pytest.raises(ValueError, match="is of other networks, .*embedding"):
         verb(monkeypatch, tmp_path, "test", "--ckpt_path", best, "--data.vocab_size", "60", logger=True)
-    told = f"{EPOCHS} epochs behind it and the run ends after 50: raise --trainer.max_epochs"
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=f"{EPOCHS} epochs behind it and the run ends after 50"):
         verb(monkeypatch, tmp_path, "fit", "--ckpt_path", last, "--trainer.max_epochs", "50", logger=True)
     assert sorted(tmp_path.iterdir()) == before
 
@@ -262,31 +209,19 @@ def test_a_run_killed_at_any_moment_leaves_a_whole_checkpoint(shipped_run: Train
         assert checkpoint.load(path).training["epoch"] == EPOCHS - 1
 
 
-@pytest.mark.parametrize("num_values", [1, 2**18])
-def test_a_full_disk_names_the_file_and_leaves_the_old_checkpoint_alone(tmp_path: Path, num_values: int) -> None:
+def test_a_full_disk_names_the_file_and_leaves_the_old_checkpoint_alone(tmp_path: Path) -> None:
     path = tmp_path / "best.ckpt"
     SafeCheckpointIO().save_checkpoint({"epoch": 1}, path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
     try:
         with pytest.raises(OSError) as refused:
-            SafeCheckpointIO().save_checkpoint({"epoch": 2, "weights": torch.ones(num_values)}, path)
+            SafeCheckpointIO().save_checkpoint({"epoch": 2, "weights": torch.ones(2**18)}, path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert refused.value.filename == str(path)
     assert [each.name for each in tmp_path.iterdir()] == ["best.ckpt"]
     assert SafeCheckpointIO().load_checkpoint(path)["epoch"] == 1
-
-
-def test_only_what_this_run_has_written_is_ever_removed(tmp_path: Path) -> None:
-    io = SafeCheckpointIO()
-    (tmp_path / "folder.ckpt").mkdir()
-    for name in ("notes.txt", "old.ckpt"):
-        (tmp_path / name).write_text("")
-    io.save_checkpoint({}, tmp_path / "mine.ckpt")
-    for path in sorted(tmp_path.iterdir()):
-        io.remove_checkpoint(path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.ckpt", "notes.txt", "old.ckpt"]
 
 
 class Stop:
@@ -303,24 +238,27 @@ class Stop:
         monkeypatch.setattr(SpeculativeTraining, "on_train_batch_end", stop)
 
 
-@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "error"])
-def test_a_run_stopped_in_its_first_epoch_goes_on_and_ends_where_a_whole_one_does(
+@pytest.mark.parametrize("how", ["finished", "SIGINT", "SIGTERM", "error"])
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
+    """After its first epoch, or stopped within it."""
     for name in ("whole", "halves"):
         (tmp_path / name).mkdir()
-    verb(monkeypatch, tmp_path / "whole", "fit", "--trainer.max_epochs", "1")
-    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    with monkeypatch.context() as stopped, pytest.raises((SystemExit, RuntimeError)):
-        Stop(stopped, how)
-        verb(stopped, tmp_path / "halves", "fit", "--trainer.max_epochs", "1", logger=True)
-    for each, handler in handlers.items():
-        signal.signal(each, handler)
-    events = EventAccumulator(str(tmp_path / "halves" / "logs" / "rnn" / "version_0"))
-    assert "hparams" not in events.Reload().Tags().get("tensors", []) and not events.summary_metadata
-    verb(monkeypatch, tmp_path / "halves", "fit", "--trainer.max_epochs", "1", "--ckpt_path", "last", logger=True)
+    verb(monkeypatch, tmp_path / "whole", "fit", "--trainer.max_epochs", "2")
+    if how == "finished":
+        verb(monkeypatch, tmp_path / "halves", "fit", "--trainer.max_epochs", "1", logger=True)
+    else:
+        handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+        with monkeypatch.context() as stopped, pytest.raises((SystemExit, RuntimeError)):
+            Stop(stopped, how)
+            verb(stopped, tmp_path / "halves", "fit", "--trainer.max_epochs", "2", logger=True)
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    verb(monkeypatch, tmp_path / "halves", "fit", "--trainer.max_epochs", "2", "--ckpt_path", "last", logger=True)
     whole, halves = (checkpoint.read(tmp_path / n / "checkpoints/rnn") for n in ("whole", "halves"))
-    assert whole["global_step"] == halves["global_step"] == 50
+    assert whole["epoch"] == halves["epoch"] == 1 and whole["global_step"] == halves["global_step"] == 100
+    assert whole["lightning_specdec"]["recipe"] == halves["lightning_specdec"]["recipe"]
     assert all(torch.equal(weight, halves["state_dict"][name]) for name, weight in whole["state_dict"].items())
     assert [path.name for path in (tmp_path / "halves" / "logs" / "rnn").iterdir()] == ["version_0"]
 
@@ -353,15 +291,11 @@ def test_a_new_run_leaves_the_files_of_the_one_before_and_decode_takes_the_newes
     verb(monkeypatch, tmp_path, "fit", "--trainer.max_epochs", "2", logger=True)
     assert files() == before and len(before) == 5
     home = tmp_path / "checkpoints" / "rnn"
-    assert runs.find(home) == home / "version_1" / "best.ckpt" and runs.find(home, ("last",)).parent.name == "version_1"
-    assert [path.name for path in sorted((tmp_path / "logs" / "rnn").iterdir())] == ["version_0", "version_1"]
+    assert runs.find(home) == home / "version_1" / "best.ckpt"
     assert checkpoint.load(home).recipe["epochs"] == 2
-    for folder in ("version_9", "version_10", "version_x"):
-        (home / folder).mkdir()
+    (home / "version_10").mkdir()
     shutil.copy(home / "version_0" / "best.ckpt", home / "version_10" / "last.ckpt")
-    assert runs.find(home) == home / "version_10" / "last.ckpt", "numbers, not words, and runs without a checkpoint not"
-    with pytest.raises(FileNotFoundError, match="no best or last checkpoint in"):
-        runs.find(home / "version_x")
+    assert runs.find(home) == home / "version_10" / "last.ckpt", "numbers, not words"
 
 
 def test_a_directory_has_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tiny_distillation import VOCAB, batch_of, texts
+from tiny_distillation import target as frozen
 from torch import Tensor
 
-from lightning_specdec.data import ArithmeticProgressions, Batch
+from lightning_specdec.data import Batch
 from lightning_specdec.decoding import speculative_decode
 from lightning_specdec.drafters import ModelDrafter
-from lightning_specdec.models import RNN, LanguageModel
-from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.training import RoundMetrics
-from lightning_specdec.training.metrics import draft_windows, expected_rounds, next_token_means
-
-
-def pair(seed: int = 0) -> tuple[RNN, RNN]:
-    torch.manual_seed(seed)
-    return RNN(50, hidden_size=16), RNN(50, hidden_size=16, num_layers=1)
+from lightning_specdec.models import RNN
+from lightning_specdec.training import PairTraining, RoundMetrics
+from lightning_specdec.training.metrics import ExpectedRounds, draft_windows, expected_rounds, next_token_means
 
 
 def one_hot_logits(tokens: list[list[int]], vocab_size: int = 9) -> Tensor:
     return torch.nn.functional.one_hot(torch.tensor(tokens), vocab_size).float() * 50
-
-
-def batch_of(*sequences: list[int], prompt_length: int = 3) -> Batch:
-    return ArithmeticProgressions(prompt_length=prompt_length).collate(list(enumerate(sequences)))
 
 
 def counted(draft_logits: Tensor, target_logits: Tensor, batch: Batch, window: int) -> RoundMetrics:
@@ -39,12 +30,13 @@ def counted(draft_logits: Tensor, target_logits: Tensor, batch: Batch, window: i
 
 
 def test_padding_is_masked_out_of_means_and_rounds() -> None:
-    target, draft = pair()
+    torch.manual_seed(0)
+    target, draft = RNN(50, hidden_size=16), RNN(50, hidden_size=16, num_layers=1)
     sequences = [[1, 2, 3, 4, 5, 6], [9, 8, 7, 6], [3, 30, 4, 7]]
-    padded, total, apart = batch_of(*sequences), 0.0, RoundMetrics([""], 3)
+    padded, total, apart = batch_of(sequences), 0.0, RoundMetrics([""], 3)
     with torch.no_grad():
         for row in sequences:
-            batch = batch_of(row)
+            batch = batch_of([row])
             inputs = batch.tokens[:, :-1]
             apart.count(draft(inputs).logits, target(inputs).logits, batch)
             loss, count = next_token_means("target", target(inputs).logits, batch.next_tokens())["target_loss"]
@@ -54,24 +46,12 @@ def test_padding_is_masked_out_of_means_and_rounds() -> None:
         loss, count = next_token_means("target", target(inputs).logits, padded.next_tokens())["target_loss"]
     assert count == 5 + 3 + 3 and float(loss) == pytest.approx(total / count, rel=1e-5)
     torch.testing.assert_close(together.compute(), apart.compute())
-    together.reset()
-    assert together.of().accepted_per_round.sum() == 0
-
-
-def test_next_token_means_are_their_formulas() -> None:
-    logits = torch.tensor([[[0.0, 0.0, 0.0], [9.0, 0.0, 0.0]], [[0.0, 9.0, 0.0], [5.0, 5.0, 5.0]]])
-    means = next_token_means("draft", logits, torch.tensor([[0, 0], [0, -100]]))
-    wrong = torch.tensor([0.0, 9.0, 0.0]).logsumexp(0)
-    (loss, count), (accuracy, _) = means["draft_loss"], means["draft_accuracy"]
-    assert count == 3
-    torch.testing.assert_close(loss, (torch.tensor(3.0).log() + wrong - 9 + wrong) / 3)
-    torch.testing.assert_close(accuracy, torch.tensor(2 / 3))  # a tie goes to the first token
 
 
 def test_greedy_rounds_are_counted_by_hand() -> None:
     # Seven new tokens after a prompt of three; draft and target agree on new tokens 0, 1, 3, 4, 5 and 6.
     target, draft = [[0, 0, 1, 1, 1, 1, 1, 1, 1]], [[5, 5, 1, 1, 2, 1, 1, 1, 1]]
-    metrics = counted(one_hot_logits(draft), one_hot_logits(target), batch_of(list(range(10))), 3)
+    metrics = counted(one_hot_logits(draft), one_hot_logits(target), batch_of([list(range(10))]), 3)
     counts = metrics.of().compute()
     # Round 1 keeps 2 of 3 and adds a correction: 3 tokens. Round 2 drafts 3 of the 4 left, keeps all, adds one.
     assert counts["accepted_per_round"].tolist() == [0, 0, 1, 1] and counts["num_tested"] == 6
@@ -79,15 +59,8 @@ def test_greedy_rounds_are_counted_by_hand() -> None:
     torch.testing.assert_close(counts["acceptance_rate"], torch.tensor(5 / 6))
 
 
-def test_expected_rounds_are_counted_by_hand() -> None:
-    # Two new tokens, window 3: one guess at most, kept with probability 0.25; if not, a second round guesses nothing.
-    acceptance = torch.tensor([[[0.25, 0.9, 0.0], [0.9, 0.0, 0.0]]])
-    rounds = expected_rounds(acceptance, draft_windows(torch.tensor([2]), 3))
-    assert rounds[0].tolist() == [[0.75, 0.25, 0, 0], [0.75, 0, 0, 0]]
-
-
-def test_expected_rounds_of_heads_follow_every_path() -> None:
-    """Against a walk over all outcomes: what a guess is worth depends on where its round starts."""
+def test_expected_rounds_follow_every_path() -> None:
+    """Against a walk over all outcomes: what a draft token is worth depends on where its round starts."""
     num_new, num_draft_tokens = 6, 3
     acceptance = torch.rand(num_new, num_draft_tokens, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for first_round in (True, False):
@@ -112,7 +85,7 @@ def test_expected_rounds_of_heads_follow_every_path() -> None:
 
 def test_sampled_rounds_go_by_the_overlap() -> None:
     draft, target = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.7, 0.1])
-    batch, beta = batch_of([0, 1, 2, 0, 1], prompt_length=2), 0.2 + 0.3 + 0.1
+    batch, beta = batch_of([[0, 1, 2, 0, 1]], prompt_length=2), 0.2 + 0.3 + 0.1
     metrics = counted(draft.log().expand(1, 4, 3), target.log().expand(1, 4, 3), batch, 2)
     # Three new tokens. Round 1 drafts 2 and keeps 0, 1 or 2; what is left is 2, 1 or 0 tokens.
     rounds = 1 + (1 - beta) * (1 + (1 - beta)) + beta * (1 - beta) * 1
@@ -120,42 +93,24 @@ def test_sampled_rounds_go_by_the_overlap() -> None:
     torch.testing.assert_close(metrics.compute()["sampling_acceptance_rate"], torch.tensor(beta))
 
 
-def test_identical_models_keep_every_guess() -> None:
-    logits = torch.randn(2, 10, 50, generator=torch.Generator().manual_seed(0))
-    rates = counted(logits, logits, batch_of(list(range(11)), list(range(11))), 3).compute()
-    assert list(rates.values()) == pytest.approx([1.0, 4.0, 1.0, 4.0])
-
-
-def recurrent() -> tuple[LanguageModel, LanguageModel]:
-    target, draft = pair(3)
-    with torch.no_grad():
-        draft.output.bias[:25] -= 1
-    return target, draft
-
-
-def transformers() -> tuple[LanguageModel, LanguageModel]:
-    """Random models whose output wanders, and differs now and then."""
-    config: dict[str, Any] = {"vocab_size": 23, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    config |= {"num_attention_heads": 2, "max_position_embeddings": 64, "model_type": "llama"}
-    models = []
-    for spread in (0.4, 0.39):
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            models.append(HuggingFaceLM({**config, "initializer_range": spread}).eval())
-    return models[0], models[1]
+def test_the_rounds_of_each_of_several_drafts_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    updates: list[ExpectedRounds] = []
+    monkeypatch.setattr(ExpectedRounds, "update", lambda self, *_: updates.append(self))
+    drafts: dict[str, Any] = {name: RNN(VOCAB, hidden_size=4) for name in ("small", "large")}
+    module = PairTraining(RNN(VOCAB, hidden_size=8), drafts=drafts)
+    module.measure(batch_of([[1, 2, 3, 4, 5]]), "val")
+    assert len(updates) == 2 * 2 and module.metrics.of() is module.metrics.of("small/"), "greedy and sampled, of two"
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 5])
-@pytest.mark.parametrize(("make", "num_prompts", "num_new"), [(recurrent, 12, 9), (transformers, 16, 20)])
-def test_along_the_targets_own_text_the_counts_are_those_of_decoding(
-    make: Callable[[], tuple[LanguageModel, LanguageModel]], num_prompts: int, num_new: int, num_draft_tokens: int
-) -> None:
-    target, draft = make()
-    prompts = [[start, start + 1, start + 2] for start in range(num_prompts)]
+def test_along_the_targets_own_text_the_counts_are_those_of_decoding(num_draft_tokens: int) -> None:
+    target, draft = frozen(), frozen().with_layers([0, 2])
+    rows = texts(16, 3)
+    prompts = [row[:3] for row in rows]
     decoded = speculative_decode(
-        target, ModelDrafter(draft), prompts, max_new_tokens=num_new, num_draft_tokens=num_draft_tokens
+        target, ModelDrafter(draft), prompts, max_new_tokens=19, num_draft_tokens=num_draft_tokens
     )
-    batch = batch_of(*(row.prompt + row.tokens for row in decoded.rows))
+    batch = batch_of(rows)
     with torch.no_grad():
         inputs = batch.tokens[:, :-1]
         metrics = counted(draft(inputs).logits, target(inputs).logits, batch, num_draft_tokens)

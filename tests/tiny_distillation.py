@@ -39,10 +39,13 @@ def texts(num_rows: int, prompt_length: int) -> list[list[int]]:
     return [prompt + new for prompt, new in zip(prompts, tokens, strict=True)]
 
 
+def batch_of(rows: list[list[int]], prompt_length: int = 3) -> Batch:
+    return ArithmeticProgressions(prompt_length=prompt_length).collate(list(enumerate(rows)))
+
+
 def own_texts(num_rows: int = 24, prompt_length: int = 3) -> Batch:
     """The same as a batch."""
-    rows = list(enumerate(texts(num_rows, prompt_length)))
-    return ArithmeticProgressions(prompt_length=prompt_length).collate(rows)
+    return batch_of(texts(num_rows, prompt_length), prompt_length)
 
 
 def begun(module: DistillationTraining) -> DistillationTraining:

@@ -85,7 +85,7 @@ class EarlyExitTraining(SpeculativeTraining):
 
     def new_metrics(self) -> RoundMetrics:
         exits = [self.exit_prefix(layer) for layer in range(1, self.num_layers)]
-        return RoundMetrics(["", *exits], self.num_draft_tokens)
+        return RoundMetrics(["", *exits], self.num_draft_tokens, main=self.exit_prefix(self.exit_layer))
 
     @staticmethod
     def exit_prefix(layer: int) -> str:
@@ -122,7 +122,6 @@ class EarlyExitTraining(SpeculativeTraining):
         logits = [self.target.exit_logits(hidden) for hidden in self.hidden_states(batch.tokens[:, :-1])]
         values = next_token_means("target", logits[-1], labels)
         values |= next_token_means("draft", logits[self.exit_layer - 1], labels)
-        self.metrics.count(logits[self.exit_layer - 1], logits[-1], batch)
         losses = [next_token_loss(each, labels) for each in logits]
         num_tokens = values["target_loss"][1]
         for layer, each in enumerate(logits[:-1], start=1):

@@ -157,17 +157,19 @@ class RoundMetrics(nn.ModuleDict):
 
     Args:
         prefixes: of the drafts' rates; one is "".
+        main: the prefix of the draft whose rates those without a prefix are: they are counted once.
         num_draft_tokens, first_round: see `ExpectedRounds`.
     """
 
-    def __init__(self, prefixes: Sequence[str], num_draft_tokens: int, *, first_round: bool = True) -> None:
-        super().__init__(
-            {
-                f"{prefix}{sampling}rounds": ExpectedRounds(num_draft_tokens, first_round=first_round)
-                for prefix in prefixes
-                for sampling in SAMPLINGS
-            }
-        )
+    def __init__(
+        self, prefixes: Sequence[str], num_draft_tokens: int, *, main: str = "", first_round: bool = True
+    ) -> None:
+        rounds = {
+            f"{prefix}{sampling}rounds": ExpectedRounds(num_draft_tokens, first_round=first_round)
+            for prefix in prefixes
+            for sampling in SAMPLINGS
+        }
+        super().__init__(rounds | {f"{each}rounds": rounds[f"{main}{each}rounds"] for each in SAMPLINGS})
 
     def of(self, prefix: str = "") -> ExpectedRounds:
         """The rounds whose rates have that prefix."""

@@ -61,14 +61,18 @@ class PairTraining(SpeculativeTraining):
         super().__init__(target, named, **options)
 
     def new_metrics(self) -> RoundMetrics:
-        others = [f"{name}/" for name in self.names] if len(self.names) > 1 else []
-        return RoundMetrics(["", *others], self.num_draft_tokens)
+        prefixes = self.prefixes()
+        return RoundMetrics(["", *prefixes], self.num_draft_tokens, main=prefixes[0])
+
+    def prefixes(self) -> list[str]:
+        """The prefixes of the drafts' metrics, the main one first: its metrics are shown without a prefix too."""
+        return [f"{name}/" for name in self.names] if len(self.names) > 1 else [""]
 
     def score_all(self, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
-        """Logits `[B, T - 1, V]` of every draft, the main one first, and of the target."""
+        """Logits `[B, T - 1, V]` of every draft by its prefix, the main one first, and of the target."""
         inputs = batch.tokens[:, :-1]
         drafters = [each for each in self.drafters.values() if isinstance(each, ModelDrafter)]
-        logits = {name: each.model(inputs).logits for name, each in zip(self.names, drafters, strict=True)}
+        logits = {name: each.model(inputs).logits for name, each in zip(self.prefixes(), drafters, strict=True)}
         return logits, self.target(inputs).logits
 
     def measure(self, batch: Batch, split: str) -> Means:
@@ -76,22 +80,18 @@ class PairTraining(SpeculativeTraining):
         draft_logits, target_logits = self.score_all(batch)
         values = next_token_means("target", target_logits, labels)
         loss, num_tokens = values["target_loss"]
-        for number, (name, logits) in enumerate(draft_logits.items()):
-            found = next_token_means("draft", logits, labels)
-            loss = loss + found["draft_loss"][0]
-            for prefix in ([] if number else [""]) + ([f"{name}/"] if len(draft_logits) > 1 else []):
-                self.metrics.count(logits, target_logits, batch, prefix)
-                values |= {f"{prefix}{key}": value for key, value in found.items()}
+        for prefix, logits in draft_logits.items():
+            self.metrics.count(logits, target_logits, batch, prefix)
+            values |= next_token_means(f"{prefix}draft", logits, labels)
+            loss = loss + values[f"{prefix}draft_loss"][0]
+        main = next(iter(draft_logits))
+        values |= {name: values[main + name] for name in ("draft_loss", "draft_accuracy")}
         return {**values, "loss": (loss, num_tokens)}
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         labels = batch.next_tokens()
         draft_logits, target_logits = self.score_all(batch)
-        of_one = len(draft_logits) == 1
-        losses = {
-            "draft_loss" if of_one else f"{name}/draft_loss": next_token_loss(logits, labels)
-            for name, logits in draft_logits.items()
-        }
+        losses = {f"{prefix}draft_loss": next_token_loss(each, labels) for prefix, each in draft_logits.items()}
         losses["target_loss"] = next_token_loss(target_logits, labels)
         self.log_losses(losses, (labels != IGNORED).sum())
         return torch.stack(list(losses.values())).sum()
