@@ -12,20 +12,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_specdec.data import ArithmeticProgressions
 from lightning_specdec.decoder import SpeculativeDecoder
-from lightning_specdec.models import RNN, LanguageModel
-from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.models import RNN
 from lightning_specdec.training import DecodeHeldOut, PairTraining
 
 VOCAB = 23
-
-
-def llama(seed: int, **sizes: Any) -> HuggingFaceLM:
-    """A random model whose output wanders."""
-    config: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    config |= {"num_attention_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.4, **sizes}
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return HuggingFaceLM({"model_type": "llama", **config})
 
 
 def data(**arguments: Any) -> ArithmeticProgressions:
@@ -39,7 +29,7 @@ def fit(tmp_path: Path, *callbacks: Callback, max_epochs: int = 3, **options: An
     trainer = Trainer(
         max_epochs=max_epochs,
         accelerator="cpu",
-        logger=options.pop("logger", False),
+        logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
@@ -62,12 +52,6 @@ def test_the_plain_names_are_measured_and_the_estimates_say_so(tmp_path: Path) -
     assert logged["val/acceptance_rate"] == pytest.approx(greedy.acceptance_rate or 0.0)
     assert logged["val/walltime_speedup"] > 0
     assert "val/teacher_forced_acceptance_rate" in logged and "val/sampling_acceptance_rate" in logged
-
-
-def test_without_the_callback_the_plain_names_are_the_estimates(tmp_path: Path) -> None:
-    trainer, _ = fit(tmp_path, max_epochs=1)
-    assert "val/block_efficiency" in trainer.callback_metrics
-    assert not any("teacher_forced" in name or "walltime" in name for name in trainer.callback_metrics)
 
 
 def test_a_checkpoint_can_be_chosen_by_what_was_measured(tmp_path: Path) -> None:
@@ -95,18 +79,6 @@ def test_decoding_changes_nothing_of_the_run(tmp_path: Path) -> None:
 
 
 def test_mixed_precision_trains_and_decodes(tmp_path: Path) -> None:
-    target: LanguageModel = llama(1)
-    module = PairTraining(target, llama(2, num_hidden_layers=1), num_draft_tokens=2)
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        precision="bf16-mixed",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[DecodeHeldOut(num_prompts=1, max_new_tokens=4)],
-    )
-    trainer.fit(module, datamodule=data())
-    assert next(target.parameters()).dtype == torch.float32
+    trainer, module = fit(tmp_path, DecodeHeldOut(num_prompts=1, max_new_tokens=4), precision="bf16-mixed")
+    assert next(module.target.parameters()).dtype == torch.float32
     assert float(trainer.callback_metrics["val/block_efficiency"]) >= 1

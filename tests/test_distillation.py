@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 from pathlib import Path
@@ -14,9 +13,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_distillation import (
     VOCAB,
+    batch_of,
     check_that_counts_are_decodings,
     check_that_it_learns,
-    own_texts,
     target,
     texts,
 )
@@ -25,17 +24,10 @@ from torch import Tensor
 
 from lightning_specdec.data import ArithmeticProgressions, Batch
 from lightning_specdec.drafters import EagleDrafter
-from lightning_specdec.training import EagleTraining, ExitHeadTraining, OnlineFeatures
+from lightning_specdec.training import EagleTraining, ExitHeadTraining
 from lightning_specdec.training.draft_losses import CrossEntropy, TotalVariation
-from lightning_specdec.training.eagle import low_middle_high
-from lightning_specdec.training.optimizers import warmup_cosine
-from lightning_specdec.training.target_outputs import token_counts
 
 QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-
-
-def batch_of(rows: list[list[int]], prompt_length: int = 3) -> Batch:
-    return ArithmeticProgressions(prompt_length=prompt_length).collate(list(enumerate(rows)))
 
 
 def progressions(**arguments: Any) -> ArithmeticProgressions:
@@ -110,35 +102,12 @@ def test_prompts_are_learned_from_only_when_asked() -> None:
 def test_the_draft_says_what_the_training_texts_say_most_and_begins_with_the_targets_own_rows() -> None:
     module = training(draft_vocabulary=6)
     data = progressions()
-    counts = token_counts(data, VOCAB)
-    rows = data.rows("train")
-    batch = data.collate([rows[i] for i in range(len(rows))])
-    labels = [row[p:n] for row, p, n in zip(batch.tokens.tolist(), batch.prompt_lengths, batch.lengths, strict=True)]
-    assert counts.tolist() == [sum(row.count(token) for row in labels) for token in range(VOCAB)]
+    labels = [token for row in data.splits().train for token in row[3:]]
+    counts = torch.tensor([labels.count(token) for token in range(VOCAB)])
     module.check_data(data)
     own = module.draft_vocabulary
     assert own is not None and sorted(counts[own.tokens].tolist()) == sorted(counts.tolist())[-6:]
     assert torch.equal(module.drafter.network.output.weight, target().output_weight[own.tokens])
-    with torch.no_grad():
-        module.drafter.network.output.weight.zero_()
-    module.check_data(data)  # asked again, as the command line and the Trainer both do
-    assert not module.drafter.network.output.weight.any()
-
-
-def test_outputs_are_the_targets_whole_distribution_at_the_drafts_tokens() -> None:
-    batch, tokens = own_texts(3), torch.tensor([2, 5, 7])
-    outputs = OnlineFeatures().read(target(), batch, "train", layers=[0, 2], tokens=tokens)
-    output = target()(batch.tokens, features=(0, 2))
-    torch.testing.assert_close(outputs.log_probs, output.logits.log_softmax(-1)[..., tokens])
-    assert torch.equal(outputs.choices, output.logits.argmax(-1))
-    assert all(torch.equal(outputs.features[layer], output.features[layer]) for layer in (0, 2))
-
-
-def test_the_learning_rate_rises_then_falls_by_half_a_cosine() -> None:
-    rates = [warmup_cosine(step, 110, warmup_steps=10, final=0.1) for step in range(111)]
-    assert [rates[i] for i in (0, 9, 10, 60, 110)] == pytest.approx([0.1, 1.0, 1.0, 0.55, 0.1])
-    assert warmup_cosine(500, math.inf, warmup_steps=10, final=0.1) == 1.0
-    assert low_middle_high(3) == [0, 1, 2] and low_middle_high(30) == [2, 15, 27]
 
 
 def run(
@@ -159,9 +128,9 @@ def same_weights(one: EagleTraining, other: EagleTraining) -> bool:
     return all(torch.equal(weight, weights[name]) for name, weight in one.drafter.state_dict().items())
 
 
-@pytest.mark.parametrize("stops", [3, 12])
+@pytest.mark.parametrize("settings", [{}, {"random_lengths": True, "optimizer": "muon", "attention_window": 4}])
 def test_a_run_that_was_stopped_in_an_epoch_goes_on_in_it(
-    stops: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By Ctrl-C in the middle of a step, which is made again."""
     seen: list[list[int]] = []
@@ -175,15 +144,15 @@ def test_a_run_that_was_stopped_in_an_epoch_goes_on_in_it(
 
     monkeypatch.setattr(sys.modules[__name__], "EagleTraining", Watched)
     keep, stop = {"filename": "last", "save_on_exception": True}, 0
-    whole, _ = run(tmp_path, {}, keep)
+    whole, _ = run(tmp_path, settings, keep)
     order = list(seen)
     seen.clear()
-    stop = stops
+    stop = 12
     with pytest.raises(RuntimeError, match="stopped"):
-        run(tmp_path, {}, keep)
+        run(tmp_path, settings, keep)
     before, stop = list(seen), 0
     seen.clear()
-    resumed, _ = run(tmp_path, {}, keep, ckpt_path=str(tmp_path / "last.ckpt"), weights_only=True)
+    resumed, _ = run(tmp_path, settings, keep, ckpt_path=str(tmp_path / "last.ckpt"), weights_only=True)
     assert len(order) == 2 * 8 and before[:-1] + seen == order and same_weights(whole, resumed)
 
 
@@ -194,37 +163,23 @@ def test_rollouts_of_random_lengths_have_the_whole_ones_loss_on_average() -> Non
         assert abs(sum(length > guess for length in lengths) / len(lengths) - share) < 0.04
         counted = [random.loss_weights(length)[guess] if length > guess else 0.0 for length in lengths]
         assert sum(counted) / len(counted) == pytest.approx(whole.loss_weights(3)[guess], abs=0.03)
-    assert {whole.rollout_length(number) for number in range(9)} == {random.eval().rollout_length(0)} == {3}, (
-        "measured whole"
-    )
+    assert {whole.rollout_length(number) for number in range(9)} == {random.eval().rollout_length(0)} == {3}
 
 
-def test_muon_steps_the_matrices_of_hidden_layers() -> None:
-    module = training(draft_vocabulary=9, optimizer="muon")
-    optimizer = module.configure_optimizers()
-    names = {id(each): name for name, each in module.drafter.named_parameters()}
-    of_muon, others = ({names[id(each)] for each in group["params"]} for group in optimizer.param_groups)
-    assert of_muon | others == set(names.values()) and not of_muon & others
-    assert "network.output.weight" in others and {"network.join.weight", "network.down.weight"} <= of_muon
+def test_the_drafts_tokens_are_those_of_its_checkpoint_whatever_the_data(tmp_path: Path) -> None:
+    made, trainer = run(tmp_path, {}, {"filename": "last"})
+    other = training(draft_vocabulary=9)
+    trainer.test(other, datamodule=progressions(seed=5), ckpt_path=str(tmp_path / "last.ckpt"), verbose=False)
+    assert made.draft_vocabulary is not None and other.draft_vocabulary is not None
+    assert made.draft_vocabulary.arguments() == other.draft_vocabulary.arguments()
+    trained = other.drafter.network.output.weight.clone()
+    other.check_data(progressions(seed=6))
+    assert torch.equal(other.drafter.network.output.weight, trained), "other data begin nothing anew"
+
+
+def test_an_optimizer_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="optimizer must be adamw or muon, got 'sgd'"):
         training(optimizer="sgd")
     head = ExitHeadTraining(target(), exit_layer=1, num_blocks=0, optimizer="muon")
     with pytest.raises(ValueError, match="this draft trains none: give adamw"):
         head.configure_optimizers()
-
-
-@pytest.mark.parametrize("settings", [{}, {"random_lengths": True, "optimizer": "muon", "attention_window": 4}])
-def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path: Path, settings: dict[str, Any]) -> None:
-    keep: dict[str, Any] = {"filename": "{epoch}", "save_top_k": -1}
-    path = str(tmp_path / "epoch=0.ckpt")
-    whole, _ = run(tmp_path, settings, keep)
-    resumed, trainer = run(tmp_path, settings, keep, ckpt_path=path, weights_only=True)
-    assert trainer.global_step == 2 * 8
-    assert same_weights(whole, resumed)
-    others = training(draft_vocabulary=9, **settings)
-    trainer.test(others, datamodule=progressions(seed=5), ckpt_path=path, verbose=False)
-    vocabularies = [each.draft_vocabulary.arguments() for each in (whole, resumed, others) if each.draft_vocabulary]
-    assert len(vocabularies) == 3 and vocabularies[0] == vocabularies[1] == vocabularies[2], "whatever the data"
-    trained = others.drafter.network.output.weight.clone()
-    others.check_data(progressions(seed=6))
-    assert torch.equal(others.drafter.network.output.weight, trained), "other data begin nothing anew"

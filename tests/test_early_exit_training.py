@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from cli_fixtures import call
 from families import tiny
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_distillation import batch_of
 from torch import Tensor
-from training_fixtures import shrunk
 
-from lightning_specdec.checkpoints import checkpoint
-from lightning_specdec.data import ArithmeticProgressions, Batch
+from lightning_specdec.data import ArithmeticProgressions
 from lightning_specdec.decoding import autoregressive_decode, speculative_decode
 from lightning_specdec.models import RNN
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.training import EarlyExitTraining, next_token_loss
-from lightning_specdec.training.early_exit import draw_kept, dropout_rates, step_scale
-
-
-def test_later_layers_are_skipped_more_often_and_more_so_as_training_goes_on() -> None:
-    rates = dropout_rates(5, 0.2)
-    assert rates == pytest.approx([0.2 * (2 ** (layer / 4) - 1) for layer in range(5)])
-    assert rates[0] == 0 and rates[-1] == pytest.approx(0.2)
-    scales = [step_scale(step, 101) for step in (0, 50, 100, 500)]
-    assert scales == pytest.approx([0, math.sqrt(2) - 1, 1, 1])
-    assert dropout_rates(5, 0.2, scales[1])[-1] == pytest.approx(0.2 * scales[1])
+from lightning_specdec.training.early_exit import draw_kept
 
 
 def test_each_sample_is_skipped_by_itself_as_often_as_the_rate_says() -> None:
@@ -44,18 +31,12 @@ def test_each_sample_is_skipped_by_itself_as_often_as_the_rate_says() -> None:
 
 
 VOCAB, LAYERS = 23, 4
-TWO_STEPS = ["--data.batch_size", "16"]
-LOGGED = ["--trainer.logger", "TensorBoardLogger", "--trainer.logger.save_dir", "logs"]
 
 
 @functools.cache
 def target() -> HuggingFaceLM:
     """A random model; read it, do not write to it."""
     return HuggingFaceLM(tiny("llama", vocab_size=VOCAB, num_hidden_layers=LAYERS, sharpness=4.0))
-
-
-def batch_of(rows: list[list[int]], prompt_length: int = 3) -> Batch:
-    return ArithmeticProgressions(prompt_length=prompt_length).collate(list(enumerate(rows)))
 
 
 def text(num_rows: int = 3, length: int = 9) -> Tensor:
@@ -70,18 +51,6 @@ def test_the_layers_one_by_one_are_the_models_own_pass() -> None:
         whole = target()(tokens, features=range(LAYERS - 1))
         assert all(torch.equal(states[layer], whole.features[layer]) for layer in range(LAYERS - 1))
         torch.testing.assert_close(target().exit_logits(states[-1]), whole.logits)
-
-
-def test_a_skipped_layer_leaves_its_samples_alone_and_reads_the_others_as_ever() -> None:
-    training, tokens = EarlyExitTraining(target(), 2), text()
-    kept = torch.tensor([[True] * 3, [True, False, True], [False] * 3, [True] * 3])
-    with torch.no_grad():
-        whole, dropped = training.hidden_states(tokens), training.hidden_states(tokens, kept)
-        assert torch.equal(dropped[1][1], dropped[0][1])
-        torch.testing.assert_close(dropped[1][[0, 2]], whole[1][[0, 2]])
-        assert torch.equal(dropped[2], dropped[1])
-        hidden, call = target().begin(tokens)
-        torch.testing.assert_close(dropped[3], target().stack.run(dropped[2], call, 3, 4))
 
 
 def test_in_expectation_a_layers_update_counts_as_often_as_it_is_not_skipped() -> None:
@@ -136,19 +105,13 @@ def test_rounds_counted_on_the_targets_own_texts_are_those_of_decoding() -> None
             assert 1 < counted["block_efficiency"] < 4, "the law says little of an exit that is never right, or always"
 
 
-def test_metrics_show_every_exit_beside_the_model() -> None:
-    weights = [0.0, 1.0, 3.0, 6.0]
-    training = EarlyExitTraining(target(), 3, exit_weights=weights).eval()
-    batch = batch_of(text().tolist())
-    labels = batch.next_tokens()
+def test_the_loss_is_the_weighted_mean_of_all_exits() -> None:
+    training = EarlyExitTraining(target(), 3, exit_weights=[0.0, 1.0, 3.0, 6.0]).eval()
     with torch.no_grad():
-        means = training.measure(batch, "val")
-        states = training.hidden_states(batch.tokens[:, :-1])
-        losses = [next_token_loss(target().exit_logits(hidden), labels) for hidden in states]
-    for layer in range(1, LAYERS):
-        torch.testing.assert_close(means[f"exit_{layer}/loss"][0], losses[layer - 1])
-    assert means["draft_loss"][0] == means["exit_3/loss"][0]
-    torch.testing.assert_close(means["loss"][0], (1 * losses[1] + 3 * losses[2] + 6 * losses[3]) / 10)
+        means = {name: value for name, (value, _) in training.measure(batch_of(text().tolist()), "val").items()}
+    assert means["draft_loss"] == means["exit_3/loss"]
+    wanted = (1 * means["exit_2/loss"] + 3 * means["exit_3/loss"] + 6 * means["target_loss"]) / 10
+    torch.testing.assert_close(means["loss"], wanted)
 
 
 def test_on_bytes_every_loss_is_shown_in_bits_per_byte(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +131,6 @@ def test_on_bytes_every_loss_is_shown_in_bits_per_byte(monkeypatch: pytest.Monke
     ("arguments", "told"),
     [
         ({"exit_layer": 0}, "exit_layer must be from 1 to 3, got 0"),
-        ({"exit_layer": 4}, "exit_layer must be from 1 to 3, got 4"),
         ({"exit_layer": 2, "layer_dropout": 1.5}, r"layer_dropout must be in \[0, 1\], got 1.5"),
         ({"exit_layer": 2, "exit_weights": [1.0, 2.0]}, "exit_weights must be 4 numbers"),
         ({"exit_layer": 2, "exit_weights": [1.0, 1.0, 1.0, 0.0]}, "above 0 for exit 2 and the model itself"),
@@ -177,31 +139,8 @@ def test_on_bytes_every_loss_is_shown_in_bits_per_byte(monkeypatch: pytest.Monke
 def test_what_does_not_fit_the_model_is_refused(arguments: dict[str, object], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         EarlyExitTraining(target(), **arguments)  # type: ignore[arg-type]
-
-
-def test_a_model_without_open_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="RNN has no layers to exit from"):
         EarlyExitTraining(RNN(50), 1)
-
-
-def test_two_steps_of_the_shipped_config_write_a_checkpoint_that_decodes_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = str(shrunk("early_exit", tmp_path))
-    outcome = call("fit", "--config", config, *TWO_STEPS, *LOGGED)
-    assert outcome.code == 0 and "Warning" not in outcome.err, outcome.err
-    made = checkpoint.load("checkpoints/early_exit")
-    assert made.training["global_step"] == 2 and made.recipe["exit_layer"] == 3
-    shown = call("decode", "checkpoints/early_exit", "--repeats", "0")
-    assert shown.code == 0 and "output identical" in shown.out
-    accumulator = EventAccumulator(str(next(tmp_path.rglob("events.out*")).parent))
-    accumulator.Reload()
-    tags = set(accumulator.Tags()["scalars"])
-    for layer in range(1, 6):
-        assert f"val/exit_{layer}/loss" in tags
-        assert {f"val/exit_{layer}/teacher_forced_{rate}" for rate in ("acceptance_rate", "block_efficiency")} <= tags
-    assert {"train/exit_3/loss", "train/target_loss", "val/target_loss", "val/loss", "val/walltime_speedup"} <= tags
 
 
 def test_what_is_skipped_depends_on_the_step_alone() -> None:

@@ -7,18 +7,15 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
-from cli_fixtures import call
+from cli_fixtures import refused, succeed
 from families import tiny
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_distillation import begun, own_texts
+from tiny_distillation import VOCAB, begun, own_texts
 from training_fixtures import shrunk
 
 from lightning_specdec.checkpoints import checkpoint
+from lightning_specdec.drafters import MultiTokenDrafter
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.training import MultiTokenTraining, next_token_loss
-
-VOCAB = 11
-LOGGED = ["--trainer.logger", "TensorBoardLogger", "--trainer.logger.save_dir", "logs"]
 
 
 def training(**options: object) -> MultiTokenTraining:
@@ -26,6 +23,14 @@ def training(**options: object) -> MultiTokenTraining:
     module = MultiTokenTraining(model, num_heads=2, num_draft_tokens=2, **options)  # type: ignore[arg-type]
     begun(module)
     return module
+
+
+def stored(path: Path, vocab_size: int, tokenizer: str | None = None) -> str:
+    """A checkpoint with a target of that vocabulary."""
+    target = HuggingFaceLM(tiny("llama", vocab_size=vocab_size))
+    drafter = MultiTokenDrafter(2, hidden_size=32, vocab_size=vocab_size).init_from(target)
+    checkpoint.save(path, target, drafter, tokenizer=tokenizer)
+    return str(path)
 
 
 def test_with_their_target_the_sum_of_all_cross_entropies_is_minimized() -> None:
@@ -38,8 +43,7 @@ def test_with_their_target_the_sum_of_all_cross_entropies_is_minimized() -> None
         wanted = wanted + next_token_loss(logits, labels[:, 1 + i :])
     torch.testing.assert_close(loss, wanted)
     loss.backward()
-    assert all(weight.grad is not None for weight in module.parameters())
-    assert module.target.training
+    assert all(weight.grad is not None for weight in module.parameters()) and module.target.training
 
 
 @pytest.mark.parametrize("shared_output", [False, True])
@@ -51,38 +55,22 @@ def test_on_a_frozen_target_only_the_heads_learn(shared_output: bool) -> None:
     assert not module.train().target.training
 
 
-def test_what_learns_is_measured_too() -> None:
-    means = training().eval().measure(own_texts(3), "val")
-    losses = {name: float(value) for name, (value, _) in means.items()}
-    assert {"loss", "target_loss", "target_accuracy", "position_1/acceptance_rate"} <= losses.keys()
-    assert losses["loss"] > losses["target_loss"]
-
-
-def test_two_steps_of_the_shipped_config_write_a_checkpoint_that_decodes_alone(
+def test_a_checkpoints_target_takes_new_heads_and_stays_as_it_is_in_every_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = ["--config", str(shrunk("multi_token", tmp_path)), "--data.batch_size", "16"]
-    outcome = call("fit", *config, *LOGGED)
-    assert outcome.code == 0 and "Warning" not in outcome.err, outcome.err
-    path = tmp_path / "checkpoints" / "multi_token" / "version_0" / "last.ckpt"
-    made = checkpoint.load(path)
-    shown = call("decode", "--ckpt", str(path), "--repeats", "0")
-    assert shown.code == 0 and "output identical" in shown.out
-    accumulator = EventAccumulator(str(next(tmp_path.rglob("events.out*")).parent))
-    accumulator.Reload()
-    tags = set(accumulator.Tags()["scalars"])
-    assert {f"val/position_{i}/acceptance_rate" for i in range(1, 5)} <= tags
-    # The same file is a target for new heads, and stays as it is in every bit.
-    (tmp_path / "again").mkdir()
-    monkeypatch.chdir(tmp_path / "again")
-    given = ["--model.target", "null", "--model.target_checkpoint", str(path), "--model.freeze_target", "true"]
-    outcome = call("fit", *config, *given)
-    assert outcome.code == 0 and "Warning" not in outcome.err, outcome.err
-    frozen = checkpoint.load("checkpoints/multi_token")
-    assert frozen.recipe["target_checkpoint"] == str(path)
-    for name, weight in frozen.target.state_dict().items():
-        assert torch.equal(weight, made.target.state_dict()[name]), name
+    fit = ("fit", "--config", str(shrunk("multi_token", tmp_path)), "--model.target", "null")
+    fit += ("--model.freeze_target", "true", "--model.target_checkpoint")
+    succeed(*fit, source := stored(tmp_path / "same.ckpt", 24))
+    made = checkpoint.load("checkpoints/multi_token")
+    assert made.recipe["target_checkpoint"] == source
+    weights = made.target.state_dict()
+    before = checkpoint.load(source).target.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in before.items())
+    for vocab_size in (256, 24):
+        other = stored(tmp_path / f"{vocab_size}.ckpt", vocab_size, "bytes")
+        told = f"has {vocab_size} tokens and the tokenizer bytes, the data have 24 and none"
+        refused(*fit, other, told=told)
 
 
 def test_the_target_may_be_a_directory_of_transformers(tmp_path: Path) -> None:

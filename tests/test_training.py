@@ -14,13 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from cli_fixtures import Bomb, call
+from cli_fixtures import Bomb, call, succeed
+from families import tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_fixtures import CONFIGS, EPOCHS, TrainedRun, shipped_run, shrunk, verb
 
 from lightning_specdec.checkpoints import checkpoint, runs
-from lightning_specdec.data import ArithmeticProgressions, PromptSource
-from lightning_specdec.training import SafeCheckpointIO, SpeculativeTraining
+from lightning_specdec.data import ArithmeticProgressions, PromptSource, QuadraticProgressions
+from lightning_specdec.models import RNN
+from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.training import PairTraining, SafeCheckpointIO, SpeculativeTraining
 from lightning_specdec.training.cli import CliTrainer, run
 
 __all__ = ["shipped_run"]
@@ -263,21 +266,55 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     assert [path.name for path in (tmp_path / "halves" / "logs" / "rnn").iterdir()] == ["version_0"]
 
 
-@pytest.mark.parametrize("name", ["draft_sizes", "early_exit", "multi_token", "staged", "transformer"])
-def test_every_shipped_config_goes_on_after_an_interrupt_in_its_first_epoch(
+SHIPPED: dict[str, set[str]] = {
+    "draft_sizes": {"val/small/acceptance_rate"},
+    "early_exit": {"val/exit_5/teacher_forced_block_efficiency", "val/exit_1/loss", "train/exit_3/loss"},
+    "multi_token": {"val/position_4/acceptance_rate", "val/walltime_speedup"},
+    "staged": {"val/small/acceptance_rate"},
+    "transformer": {"val/walltime_speedup"},
+}
+"""Scalars of each config that the others do not have."""
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_config_resumes_after_an_interrupt_and_its_checkpoint_decodes_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     config, last = shrunk(name, tmp_path), tmp_path / "checkpoints" / name / "version_0" / "last.ckpt"
     monkeypatch.chdir(tmp_path)
-    steps = ("--data.batch_size", "4")
+    logged = ("--trainer.logger", "TensorBoardLogger", "--trainer.logger.save_dir", "logs")
+    fit = ("fit", "--config", str(config), "--data.batch_size", "4", *logged)
     handler = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as stopped:
         Stop(stopped, "SIGINT")
-        assert call("fit", "--config", str(config), *steps).code == 130
+        assert call(*fit).code == 130
     signal.signal(signal.SIGINT, handler)
     assert checkpoint.read(last)["global_step"] == 3
-    assert call("fit", "--config", str(config), *steps, "--ckpt_path", "last").code == 0
+    outcome = call(*fit, "--ckpt_path", "last")
+    assert outcome.code == 0 and "Warning" not in outcome.err, outcome.err
     assert checkpoint.read(last)["global_step"] == 8
+    events = [EventAccumulator(str(path)).Reload().Tags()["scalars"] for path in tmp_path.rglob("events.out*")]
+    assert SHIPPED[name] <= {tag for tags in events for tag in tags}
+    config.unlink()
+    assert "output identical" in succeed("decode", "--ckpt", str(last), "--repeats", "0").out
+
+
+def test_a_metric_that_is_not_there_to_stop_by_is_one_line_with_those_that_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stopping = ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "val/los"]
+    outcome = call("fit", "--config", str(shrunk("multi_token", tmp_path)), *stopping)
+    assert outcome.code == 2 and "Traceback" not in outcome.err
+    line = outcome.err.splitlines()[-1]
+    assert line.startswith("error: ") and "`val/los`" in line and "`val/loss`" in line
+
+
+def test_of_several_drafts_the_one_that_reads_too_little_is_named() -> None:
+    small = HuggingFaceLM(tiny("llama", vocab_size=24, max_position_embeddings=10))
+    module = PairTraining(RNN(24), drafts={"small": small, "medium": RNN(24, hidden_size=96)})
+    with pytest.raises(ValueError, match="sequences have 14 tokens, and small reads 10"):
+        module.check_data(QuadraticProgressions(24, 14, num_train=4, num_val=2, num_test=2))
 
 
 def test_a_new_run_leaves_the_files_of_the_one_before_and_decode_takes_the_newest(
