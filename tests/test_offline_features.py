@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import shutil
-from collections import Counter
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from torch import Tensor
 from lightning_specdec.data import Batch, SequenceFile, TokenData
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training import OfflineFeatures, OnlineFeatures, offline_features
-from lightning_specdec.training.target_outputs import TargetOutputs
 
 __all__ = ["here"]
 
@@ -48,10 +46,6 @@ def sequences(directory: Path, *, seed: int = 0) -> SequenceFile:
     rows = [torch.randint(cases.VOCAB, (2 + (7 * i) % 20,), generator=noise).tolist() for i in range(40)]
     path = directory / "rows.csv"
     path.write_text("".join(",".join(map(str, row)) + "\n" for row in rows))
-    return of_file(path)
-
-
-def of_file(path: Path) -> SequenceFile:
     return SequenceFile(str(path), cases.VOCAB, num_val=5, num_test=3, batch_size=4)
 
 
@@ -74,13 +68,6 @@ def real(values: Tensor, batch: Batch) -> Tensor:
     return values[torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]]
 
 
-def both(
-    target: LanguageModel, features: OfflineFeatures, batch: Batch, split: str, tokens: Tensor | None
-) -> tuple[TargetOutputs, TargetOutputs]:
-    offline = features.read(target, batch, split, layers=LAYERS, tokens=tokens)
-    return offline, OnlineFeatures().read(target, batch, split, layers=LAYERS, tokens=tokens)
-
-
 def contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("shard-*"))}
 
@@ -100,34 +87,26 @@ def test_features_kept_in_float32_are_the_targets_outputs(tmp_path: Path, name: 
     assert len(list(tmp_path.glob(SHARDS))) > 2, "rows of several shards"
     for split in ("train", "val"):
         for batch in batches(data, split):
-            found, wanted = both(target, features, batch, split, tokens)
+            found, wanted = (
+                each.read(target, batch, split, layers=LAYERS, tokens=tokens) for each in (features, OnlineFeatures())
+            )
             pairs = [(found.log_probs, wanted.log_probs)]
             pairs += [(found.features[layer], wanted.features[layer]) for layer in LAYERS]
             for own, other in pairs:
                 torch.testing.assert_close(real(own, batch), real(other, batch), atol=1e-5, rtol=1e-5)
-                assert own.isfinite().all() and own.shape[:2] == batch.tokens.shape
             assert torch.equal(real(found.choices, batch), real(wanted.choices, batch))
 
 
-def test_nothing_is_computed_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data, seen, target = sequences(tmp_path), Counter[int](), deepcopy(frozen("llama"))
-    target.register_forward_pre_hook(lambda _, inputs: seen.update([inputs[0].numel() > 1]))
-    prepared(data, tmp_path, target)
-    assert seen[True] > 1 and "keeping " in capsys.readouterr().err
-    seen.clear()
-    prepared(data, tmp_path, target)
-    assert not seen[True] and "keeping" not in capsys.readouterr().err
-
-
-def test_drafts_that_read_other_layers_share_features(
+def test_nothing_is_computed_twice_and_drafts_that_read_other_layers_share_features(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     data, target = sequences(tmp_path), frozen("llama")
-    for layers in ([0], [1], []):
+    for layers in ([0], [0], [1], []):
         features = OfflineFeatures(also_layers=[1, 0], dtype="float32")
+        said = list(tmp_path.rglob("shard-*"))
         features.prepare(target, data, layers, ["train"])
-        assert ("keeping " in capsys.readouterr().err) == (layers == [0]), "computed for the first alone"
+        assert ("keeping " in capsys.readouterr().err) == (not said), "computed for the first alone"
         batch = batches(data, "train")[0]
         found = features.read(target, batch, "train", layers=layers, tokens=TOKENS)
         wanted = OnlineFeatures().read(target, batch, "train", layers=layers, tokens=TOKENS)
@@ -171,7 +150,7 @@ def test_a_full_disk_is_one_line_and_finished_shards_stay(tmp_path: Path, monkey
     assert times == {name: (tmp_path / name).stat().st_mtime_ns for name in left}
 
 
-def test_a_torn_shard_is_computed_again(tmp_path: Path) -> None:
+def test_a_torn_shard_is_computed_again_and_a_dtype_that_is_none_refused(tmp_path: Path) -> None:
     data = sequences(tmp_path)
     prepared(data, tmp_path)
     whole = contents(tmp_path)
@@ -179,6 +158,8 @@ def test_a_torn_shard_is_computed_again(tmp_path: Path) -> None:
     torn.write_bytes(torn.read_bytes()[:-9])
     prepared(data, tmp_path)
     assert contents(tmp_path) == whole
+    with pytest.raises(ValueError, match="dtype must be bfloat16 or float32"):
+        prepared(data, tmp_path, dtype="float16")
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -197,15 +178,6 @@ def test_features_of_something_else_are_computed_beside_them(tmp_path: Path, nam
     data = sequences(tmp_path, seed=options.pop("seed", 0))
     prepared(data, tmp_path, options.pop("target", None), **options)
     assert before.items() < contents(tmp_path).items() and len(contents(tmp_path)) == 2 * len(before)
-
-
-def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
-    for options, told in (
-        ({"dtype": "float16"}, "dtype must be bfloat16 or float32"),
-        ({"target": frozen("gemma3")}, "cannot be taken apart"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            prepared(sequences(tmp_path), tmp_path, **options)
 
 
 def command(data: SequenceFile) -> tuple[str, ...]:
