@@ -6,15 +6,18 @@ from typing import Any
 
 import cases
 import pytest
+import tiny_tokenizers
 import torch
-from test_states import assert_close
 from tiny_vocabularies import cross, letters
+from transformers import GPT2Config, LlamaConfig
 
 from lightning_specdec.decoding import autoregressive_decode, speculative_decode
-from lightning_specdec.drafters import DraftRequest, ModelDrafter
+from lightning_specdec.drafters import ModelDrafter
 from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.rules import RULES, RejectionSampling, Sampling
+from lightning_specdec.text.tokenizer import TextTokenizer
 from lightning_specdec.text.vocabulary import Vocabulary
 
 
@@ -34,7 +37,7 @@ SIZES = [(9, 12), (12, 9), (11, 13), (13, 11)]
 """Rows of draft and target over nine tokens: either is padded, or both."""
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2), Sampling(0.9, top_p=0.8)], ids=["greedy", "t", "p"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_p=0.8)], ids=["greedy", "top_p"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", ["rnn", "transformer"])
 @pytest.mark.parametrize(("draft_size", "target_size"), SIZES)
@@ -67,32 +70,14 @@ def test_logits_processors_may_choose_a_row_that_the_draft_does_not_have(tempera
         assert any(11 in each.drafted for row in result.rows for each in row.rounds or [])
 
 
-@pytest.mark.parametrize(("draft_size", "target_size"), SIZES)
-def test_a_guess_is_drawn_from_the_distribution_over_the_targets_rows(draft_size: int, target_size: int) -> None:
-    drafter, num_rows = ModelDrafter(model(draft_size, TOKENS, seed=3)), 500
-    grid = ((torch.arange(num_rows) + 0.5) / num_rows)[:, None]
-    request = DraftRequest([[1, 2]] * num_rows, torch.tensor([[1, 2]] * num_rows), grid, vocab_size=target_size)
-    with torch.inference_mode():
-        draft = drafter.propose(drafter.init_state(num_rows, 4), request, [1] * num_rows, Sampling(1.0))
-    assert draft.probs is not None and draft.probs.shape == (num_rows, 1, target_size)
-    assert_close(draft.probs.sum(-1), torch.ones(num_rows, 1))
-    shares = torch.bincount(draft.tokens[:, 0], minlength=target_size) / num_rows
-    assert shares.tolist() == pytest.approx(draft.probs[0, 0].tolist(), abs=1.01 / num_rows)
-
-
-def test_other_tokens_are_refused_though_as_many_and_the_first_is_named() -> None:
+def test_other_tokens_or_as_many_of_unknown_meaning_are_refused() -> None:
     names = vocabulary(b"a", b"b", b"x", *(piece for piece in TOKENS.token_bytes[3:] if piece))
     with pytest.raises(ValueError, match="token 2 is b'x' in the first and b'c' in the second.*CrossVocabulary"):
         ModelDrafter(model(9, names)).check_target(model(9, TOKENS))
-
-
-@pytest.mark.parametrize(("own", "others"), [(None, None), (TOKENS, None), (None, TOKENS)])
-def test_where_one_vocabulary_is_not_known_the_sizes_must_be_equal(
-    own: Vocabulary | None, others: Vocabulary | None
-) -> None:
-    ModelDrafter(model(9, own)).check_target(model(9, others))
-    with pytest.raises(ValueError, match="a vocabulary of 10 tokens, the target one of 9"):
-        ModelDrafter(model(10, own)).check_target(model(9, others))
+    for own, others in ((None, None), (TOKENS, None), (None, TOKENS)):
+        ModelDrafter(model(9, own)).check_target(model(9, others))
+        with pytest.raises(ValueError, match="a vocabulary of 10 tokens, the target one of 9"):
+            ModelDrafter(model(10, own)).check_target(model(9, others))
 
 
 class Reader:
@@ -124,13 +109,6 @@ def test_the_drafter_for_a_model_is_chosen_by_what_its_tokens_mean() -> None:
 
 @pytest.mark.parametrize("target_first", [True, False])
 def test_transformers_models_with_tokenizers_of_their_own_are_paired(target_first: bool) -> None:
-    pytest.importorskip("transformers")
-    import tiny_tokenizers
-    from transformers import GPT2Config, LlamaConfig
-
-    from lightning_specdec.models.huggingface import HuggingFaceLM
-    from lightning_specdec.text.tokenizer import TextTokenizer
-
     words, pieces = TextTokenizer(tiny_tokenizers.byte_level()), TextTokenizer(tiny_tokenizers.sentencepiece())
     sizes: dict[str, Any] = {"num_attention_heads": 2, "num_hidden_layers": 2, "hidden_size": 16}
     with torch.random.fork_rng():
@@ -149,11 +127,6 @@ def test_transformers_models_with_tokenizers_of_their_own_are_paired(target_firs
 
 
 def test_plain_text_that_spells_a_special_token_is_no_special_token() -> None:
-    pytest.importorskip("transformers")
-    import tiny_tokenizers
-
-    from lightning_specdec.text.tokenizer import TextTokenizer
-
     tokenizer = TextTokenizer(tiny_tokenizers.byte_level())
     assert tokenizer.vocabulary.join(tokenizer.encode_plain("a</s>b")) == b"a</s>b"
     assert tokenizer.encode_rendered("a</s>b")[1] == 1
@@ -163,30 +136,18 @@ def test_plain_text_that_spells_a_special_token_is_no_special_token() -> None:
     assert TextTokenizer(own).start == 0 and TextTokenizer(own).encode_plain("a") == tokenizer.encode_plain("a")
 
 
-def test_too_small_an_intersection_is_refused_with_its_number_and_share() -> None:
-    draft = cases.MODELS["rnn"](1, vocab_size=4)
-    draft.vocabulary = vocabulary(b"a", b"x", b"y", b"z")
+def test_a_vocabulary_that_shares_too_little_or_another_targets_is_refused() -> None:
+    draft = model(4, vocabulary(b"a", b"x", b"y", b"z"))
     with pytest.raises(ValueError, match=r"1 tokens in common, 25.0% of the smaller vocabulary \(min_share is 50.0%\)"):
         CrossVocabulary(draft, letters(11), min_share=0.5)
     assert CrossVocabulary(draft, letters(11), min_share=0.2).translation.pairs == {0: 0}
-    with pytest.raises(ValueError, match="0 tokens in common"):
-        CrossVocabulary(draft, vocabulary(b"q", b"r"), min_share=0)
     with pytest.raises(ValueError, match=r"min_share must be in \[0, 1\]"):
         CrossVocabulary(draft, letters(11), min_share=2)
-
-
-def test_the_drafter_serves_the_target_that_it_was_made_for_alone() -> None:
-    drafter = cross(cases.MODELS["rnn"](1))
+    drafter = cross(model(11))
     with pytest.raises(ValueError, match="made for a target of 11 tokens, this one has 12"):
-        drafter.check_target(cases.MODELS["rnn"](1, vocab_size=12))
-    other = cases.MODELS["rnn"](1)
-    other.vocabulary = vocabulary(*(bytes([ord("b") + i]) for i in range(11)))
+        drafter.check_target(model(12))
     with pytest.raises(ValueError, match="another target's vocabulary .token 0 is b'a' in the first and b'b'"):
-        drafter.check_target(other)
-    other.vocabulary = letters(11)
-    drafter.check_target(other)
-
-
-def test_it_cannot_be_kept_in_a_checkpoint() -> None:
+        drafter.check_target(model(11, vocabulary(*(bytes([ord("b") + i]) for i in range(11)))))
+    drafter.check_target(model(11, letters(11)))
     with pytest.raises(ValueError, match="keeps no tokenizer"):
-        cross(cases.MODELS["rnn"](1)).arguments()
+        drafter.arguments()

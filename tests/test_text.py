@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import text_cases
 import torch
-from cli_fixtures import call, here, refused, succeed
+from cli_fixtures import call, here, succeed
 from transformers import GenerationConfig
 
 from lightning_specdec import RNN, ModelDrafter, SpeculativeDecoder
-from lightning_specdec.checkpoints import checkpoint
 from lightning_specdec.text.chat import Chat
 from lightning_specdec.text.tokenizer import ByteTokenizer, TextTokenizer, Tokenizer
 
@@ -24,19 +23,11 @@ REAL = Path(__file__).parent.parent / "checkpoints" / "smollm2"
 HELLO = [{"role": "user", "content": "the oak"}]
 TEXTS = [
     *text_cases.SAMPLES,
-    "def main(\n\tx):\n",
     "\x00\x7f\u0080\uffff\U0010ffff",
     "a\r\nb",
     "".join(map(chr, range(0, 3000, 7))),
 ]
-by_bytes = pytest.mark.parametrize("kind", text_cases.TOKENIZERS)
-
-
-def of_kind(kind: str, template: str = text_cases.CHATML) -> TextTokenizer:
-    """A tokenizer that the test may change."""
-    tokenizer = text_cases.TOKENIZERS[kind]()
-    tokenizer.chat_template = template
-    return TextTokenizer(tokenizer)
+of_every_kind = pytest.mark.parametrize("kind", text_cases.TOKENIZERS)
 
 
 def shared(kind: str) -> TextTokenizer:
@@ -59,7 +50,7 @@ def check_stream(tokenizer: Tokenizer, tokens: list[int], generator: random.Rand
     assert "".join(pieces) == tokenizer.decode(tokens), tokens
 
 
-@pytest.mark.parametrize("kind", text_cases.TOKENIZERS)
+@of_every_kind
 def test_the_pieces_of_random_tokens_add_up_to_the_whole_decode(kind: str) -> None:
     generator, tokenizer = random.Random(1), shared(kind)
     size = len(tokenizer.vocabulary)
@@ -68,7 +59,7 @@ def test_the_pieces_of_random_tokens_add_up_to_the_whole_decode(kind: str) -> No
         check_stream(tokenizer, tokens, generator)
 
 
-@by_bytes
+@of_every_kind
 def test_the_pieces_of_broken_characters_add_up_to_the_whole_decode(kind: str) -> None:
     """Among tokens of single bytes, where characters are complete, cut short or never begun."""
     generator, tokenizer = random.Random(2), shared(kind)
@@ -103,7 +94,7 @@ def test_any_text_comes_back_and_streams_without_half_a_character(kind: str, tex
     assert shown + stream.finish() == tokenizer.decode(tokens) == text
 
 
-@by_bytes
+@of_every_kind
 def test_what_is_held_is_shown_later_and_what_is_dropped_never(kind: str) -> None:
     generator, tokenizer = random.Random(3), shared(kind)
     for text in text_cases.TEXT:
@@ -145,13 +136,10 @@ def text_ckpt(tmp_path: Path, here: object) -> str:
 def test_a_checkpoint_of_text_takes_and_gives_text(text_ckpt: str, tmp_path: Path) -> None:
     decoder = SpeculativeDecoder.from_checkpoint(text_ckpt)
     assert isinstance(decoder.tokenizer, ByteTokenizer)
-    result = decoder.decode("def main(", max_new_tokens=12)
-    assert result.rows[0].prompt == list(b"def main(")
-    assert result.rows[0].text == bytes(result.tokens[0]).decode("utf-8", "replace")
-    assert result.tokens == decoder.decode_standard("def main(", max_new_tokens=12).tokens
     whole = decoder.decode_standard("def main(", max_new_tokens=30, temperature=1.0)
     place, stop = next((i, chr(token)) for i, token in enumerate(whole.tokens[0]) if 32 < token < 127)
     row = decoder.decode("def main(", max_new_tokens=30, stop=stop, temperature=1.0).rows[0]
+    assert row.prompt == list(b"def main(")
     assert row.stop_reason == "stop" and row.tokens == whole.tokens[0][: place + 1]
     assert row.text == bytes(row.tokens[:-1]).decode("utf-8", "replace")
     options = ["--max_new_tokens", "6", "--repeats", "0"]
@@ -161,19 +149,6 @@ def test_a_checkpoint_of_text_takes_and_gives_text(text_ckpt: str, tmp_path: Pat
     succeed("export", "--ckpt", text_ckpt, "--output", exported)
     assert "bytes" in succeed("info", "--ckpt", exported).out
     assert call("decode", "--ckpt", exported, "--prompt", "def main(", *options).out == shown
-
-
-def test_a_tokenizer_that_is_not_there_is_named(text_ckpt: str, tmp_path: Path) -> None:
-    decoder = SpeculativeDecoder.from_checkpoint(text_ckpt)
-    checkpoint.save(tmp_path / "other.ckpt", decoder.target, decoder.drafter, tokenizer="./nowhere")
-    refused("decode", "--ckpt", str(tmp_path / "other.ckpt"), told="./nowhere")
-
-
-def test_bos_comes_where_the_tokenizer_adds_it_and_once_in_a_chat() -> None:
-    with_bos, without = shared("sentencepiece"), shared("byte_level")
-    bos = with_bos.tokenizer.bos_token_id
-    assert with_bos.encode("the oak")[0] == bos and bos not in without.encode("the oak")
-    assert with_bos.encode_chat(HELLO).count(bos) == 2  # one a turn, as the template writes them
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
@@ -214,7 +189,6 @@ def test_a_directory_gives_the_tokenizer_with_all_that_ends_an_answer(saved: Pat
     [
         ("tokenizer.json", '{"version": "1.0", "added'),
         ("tokenizer_config.json", "{"),
-        ("generation_config.json", "{"),
         ("tokenizer.json", None),
     ],
 )
@@ -231,7 +205,6 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in ran
 @pytest.mark.parametrize(
     ("template", "told"),
     [
-        (None, "no chat template"),
         ("{{ raise_exception('no system\n role') }}", "no system role"),
         ("{% if %}", "does not take this chat"),
         (ENDLESS + "{% endfor %}", "does not end"),
@@ -239,7 +212,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in ran
         ("{{ 9 ** 9 ** 9 ** 9 }}", "powers"),
     ],
 )
-def test_a_template_that_does_not_take_a_chat_says_why_in_one_line_at_once(template: str | None, told: str) -> None:
+def test_a_template_that_does_not_take_a_chat_says_why_in_one_line_at_once(template: str, told: str) -> None:
     tokenizer = text_cases.byte_level()
     tokenizer.chat_template = template
     started = time.perf_counter()
@@ -260,7 +233,7 @@ def test_smollm2_encodes_and_ends_as_transformers_does() -> None:
 
 
 def test_a_chat_is_the_encoding_of_all_that_was_said() -> None:
-    tokenizer = of_kind("byte_level")
+    tokenizer = shared("byte_level")
     chat = Chat(tokenizer, system="Be brief")
     chat.ask("never mind")
     system = {"role": "system", "content": "Be brief"}

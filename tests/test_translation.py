@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import random
-from copy import deepcopy
 from typing import Any
 
 import pytest
+import tiny_tokenizers
 from tiny_vocabularies import encode_letters
 
 from lightning_specdec.text.translation import LONGEST_LOOSE, TranslatedText, Translation
@@ -28,58 +28,43 @@ FIRST = vocabulary(b"a", b"b", b"c", b"abc", b"\xe6", b"\xbc\xa2", b"x\xe6\xbc",
 SECOND = vocabulary(b"ab", b"c", b"a", "\u6f22".encode(), b"\xa2", b"x", "eos=<end>", "<x>", b"b", "bos=<begin>")
 
 
-def translated(*steps: list[int], **options: Any) -> TranslatedText:
-    text = TranslatedText(Translation(FIRST, SECOND, **options))
-    for step in steps:
-        text.extend(step)
-    return text
-
-
 def test_tokens_are_matched_by_bytes_and_special_ones_by_text_or_role() -> None:
     assert Translation(FIRST, SECOND).pairs == {0: 2, 1: 8, 2: 1, 7: 4, 8: 6, 9: 9, 10: 7}
     assert Translation(FIRST, SECOND).share == 7 / 10
+    double = Translation(vocabulary(b"a", b"b", b"a"), vocabulary(b"b", b"a", b"a", b"b"))
+    assert double.pairs == {2: 2, 1: 3}, "of the same bytes one is drafted"
+    assert double.whole == {0: 2, 1: 3, 2: 2}, "and all are read"
 
 
-def test_tokens_of_the_same_bytes_are_guessed_as_one_and_all_are_read() -> None:
-    first, second = vocabulary(b"a", b"b", b"a"), vocabulary(b"b", b"a", b"a", b"b")
-    translation = Translation(first, second)
-    assert translation.pairs == {2: 2, 1: 3}
-    assert len(set(translation.pairs.values())) == len(translation.pairs)
-    assert translation.whole == {0: 2, 1: 3, 2: 2}
+STEPS: dict[str, tuple[list[list[int]], list[int]]] = {
+    "a prompt is encoded as a whole": ([[0, 1, 2]], [0, 1]),
+    "what follows it token by token": ([[2], [0], [1]], [1, 2, 8]),
+    "however many come at once": ([[2], [0, 1]], [1, 2, 8]),
+    "abc, which the second does not have, as ab and c": ([[2], [3]], [1, 0, 1]),
+    "a character that is cut waits": ([[2], [4]], [1]),
+    "for its other part": ([[2], [4], [5]], [1, 3]),
+    "within a token too": ([[2], [6, 7]], [1, 5, 3]),
+    "and at the end of a prompt": ([[2, 4], [5]], [1, 3]),
+    "bytes that are no text are spelt": ([[2], [7], [7, 0]], [1, 4, 4, 2]),
+    "the first part of a character, and no other part": ([[2], [4, 0]], [1, 2]),
+    "special tokens are read by themselves": ([[2, 8, 0, 1]], [1, 6, 0]),
+    "and end what waits": ([[2], [4, 10, 5]], [1, 7, 4]),
+    "BOS is BOS": ([[9, 2]], [9, 1]),
+    "a text of no token begins with BOS": ([[99]], [9]),
+    "no text": ([], []),
+}
 
 
-def test_the_prompt_is_encoded_as_a_whole_and_what_follows_token_by_token() -> None:
-    assert translated([0, 1, 2]).tokens == [0, 1], "ab, c"
-    assert translated([2], [0], [1]).tokens == [1, 2, 8], "c, a, b"
-    assert translated([2], [0, 1]).tokens == [1, 2, 8], "however many come at once"
+@pytest.mark.parametrize("name", STEPS)
+def test_a_text_is_read_in_the_seconds_tokens(name: str) -> None:
+    steps, wanted = STEPS[name]
+    text = TranslatedText(Translation(FIRST, SECOND))
+    for step in steps:
+        text.extend(step)
+    assert text.tokens == wanted
 
 
-def test_a_token_that_the_second_does_not_have_is_encoded_anew() -> None:
-    assert translated([2], [3]).tokens == [1, 0, 1], "abc as ab, c"
-
-
-def test_a_character_that_is_cut_waits_for_its_other_part() -> None:
-    text = translated([2], [4])
-    assert (text.tokens, text.waiting()) == ([1], [])
-    text.extend([5])
-    assert (text.tokens, text.waiting()) == ([1, 3], [])
-    assert translated([2], [6, 7]).tokens == [1, 5, 3], "x and the character"
-    assert translated([2, 4], [5]).tokens == [1, 3], "cut at the end of the prompt"
-
-
-def test_bytes_that_wait_are_spelt_by_the_tokens_for_bytes() -> None:
-    second = vocabulary(b"c", b"\xe6", b"\xbc", b"\xa2", "\u6f22".encode())
-    text = TranslatedText(Translation(FIRST, second))
-    text.extend([2])
-    text.extend([6])
-    assert (text.tokens, text.waiting()) == ([0], [1, 2]), "x is not there at all"
-    text.extend([7])
-    assert (text.tokens, text.waiting()) == ([0, 4], [])
-
-
-def test_bytes_that_are_no_text_are_spelt_and_hold_nothing_up() -> None:
-    assert translated([2], [7], [7, 0]).tokens == [1, 4, 4, 2]
-    assert translated([2], [4, 0]).tokens == [1, 2], "the first part of a character, and no other part"
+def test_what_has_no_end_is_not_waited_for() -> None:
     endless = vocabulary(b"c", b"x\xe6", b"\xbc\xa2y\xe6")
     text = TranslatedText(Translation(endless, vocabulary(b"c", b"x", b"y", "\u6f22".encode())))
     text.extend([0])
@@ -87,49 +72,11 @@ def test_bytes_that_are_no_text_are_spelt_and_hold_nothing_up() -> None:
     assert len(text.tokens) > LONGEST_LOOSE and text.tokens[:6] == [0, 1, 3, 2, 3, 2]
 
 
-def test_special_tokens_end_what_is_loose_and_are_left_out_where_nothing_is_like_them() -> None:
-    assert translated([2, 8, 0, 1]).tokens == [1, 6, 0]
-    assert translated([2], [4, 10, 5]).tokens == [1, 7, 4]
-    lonely = Translation(FIRST, vocabulary(b"c", b"a"))
-    text = TranslatedText(lonely)
-    text.extend([9, 2, 10, 99])
-    assert text.tokens == [0]
-
-
 def test_a_text_begins_with_the_seconds_own_first_token_once() -> None:
-    assert translated([2], start=9).tokens == [9, 1]
-    assert translated([9, 2], start=9).tokens == [9, 1]
-    assert translated([9, 2]).tokens == [9, 1]
-
-
-def test_a_text_without_any_token_of_the_second_is_not_empty() -> None:
-    assert TranslatedText(Translation(FIRST, SECOND)).tokens == []
-    assert translated([99]).tokens == [9], "its BOS"
-    text = TranslatedText(Translation(FIRST, vocabulary(b"q", b"c")))
-    text.extend([0])
-    assert text.tokens == [0]
-
-
-def test_going_back_and_on_equals_a_text_that_was_never_ahead() -> None:
-    ahead = translated([2, 8], [0], [3], [6])
-    ahead.go_back(4)
-    assert (ahead.num_covered, ahead.tokens) == (4, [1, 6, 2, 0, 1])
-    ahead.go_back(2)
-    ahead.extend([0, 1])
-    assert (ahead.num_covered, ahead.tokens) == (4, [1, 6, 2, 8]), "what follows is no prompt, and read one by one"
-    ahead.go_back(1)
-    assert (ahead.num_covered, ahead.tokens) == (0, []), "the prompt's tokens are one whole"
-    ahead.extend([2])
-    assert (ahead.num_covered, ahead.tokens) == (1, [1])
-
-
-def test_a_copy_goes_on_by_itself() -> None:
-    text = translated([2], [4])
-    other = deepcopy(text)
-    other.extend([5, 0])
-    assert (text.tokens, other.tokens) == ([1], [1, 3, 2])
-    text.extend([5])
-    assert text.tokens == [1, 3]
+    for prompt in ([2], [9, 2]):
+        text = TranslatedText(Translation(FIRST, SECOND, start=9))
+        text.extend(prompt)
+        assert text.tokens == [9, 1]
 
 
 def test_only_tokens_of_exactly_the_bytes_are_taken_from_a_tokenizer() -> None:
@@ -146,9 +93,6 @@ def test_only_tokens_of_exactly_the_bytes_are_taken_from_a_tokenizer() -> None:
 
 
 def real(name: str) -> tuple[Any, Vocabulary]:
-    pytest.importorskip("transformers")
-    import tiny_tokenizers
-
     tokenizer = tiny_tokenizers.KINDS[name]()
     return tokenizer, Vocabulary.of(tokenizer)
 
