@@ -59,8 +59,8 @@ def test_a_checkpoints_target_takes_new_heads_and_stays_as_it_is_in_every_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    fit = ("fit", "--config", str(shrunk("multi_token", tmp_path)), "--model.target", "null")
-    fit += ("--model.freeze_target", "true", "--model.target_checkpoint")
+    fit = ["fit", "--config", str(shrunk("multi_token", tmp_path)), "--model.target", "null"]
+    fit += ["--model.freeze_target", "true", "--model.target_checkpoint"]
     succeed(*fit, source := stored(tmp_path / "same.ckpt", 24))
     made = checkpoint.load("checkpoints/multi_token")
     assert made.recipe["target_checkpoint"] == source
