@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from tiny_tokenizers import byte_level
 from lightning_specdec.checkpoints import checkpoint
 from lightning_specdec.data import ArithmeticProgressions
 from lightning_specdec.data.prompts import Prompt, by_domain, read_prompts, shipped_prompts
-from lightning_specdec.data.prompts.domains import TEXTS
 from lightning_specdec.data.prompts.prompt import INSTRUCTION, MAX_ARTICLE_TOKENS
 from lightning_specdec.text.tokenizer import ByteTokenizer, TextTokenizer
 
@@ -26,21 +24,6 @@ def lines(path: Path, *rows: Any) -> Path:
     """A file of JSON lines; what is a string already stays as it is."""
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
-
-
-def test_50_different_prompts_of_each_domain_ship() -> None:
-    found = by_domain(shipped_prompts(), BYTES)
-    assert tuple(found) == TEXTS and len({prompt.id for several in found.values() for prompt in several}) == 150
-    for domain, several in found.items():
-        texts = [prompt.text or "" for prompt in several]
-        assert len(set(texts)) == len(texts) == 50
-        for text in texts:
-            words = len(text.split())
-            if domain == "code":
-                (node,) = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-                assert ">>> " in (ast.get_docstring(node) or "") and text.endswith('"""\n')
-            else:
-                assert 120 <= words <= 400 if domain == "summarization" else 8 <= words <= 60
 
 
 def test_the_sequences_that_ship_are_those_that_the_rnn_has_not_learned() -> None:
@@ -59,14 +42,6 @@ def test_articles_are_cut_to_512_tokens_and_the_instruction_stays() -> None:
     assert MAX_ARTICLE_TOKENS - 4 <= len(tokenizer.encode_plain(kept)) <= MAX_ARTICLE_TOKENS
     short = Prompt("x", "summarization", text="Short.", instruction=INSTRUCTION).encoded(tokenizer)
     assert tokenizer.decode(short.tokens) == "Short." + INSTRUCTION
-
-
-def test_the_chat_template_goes_round_each_text_unless_it_is_raw() -> None:
-    tokenizer = TextTokenizer(byte_level(chat_template=TEMPLATE))
-    prompt = Prompt("x", "code", text="def f")
-    framed = list(prompt.encoded(tokenizer).tokens)
-    assert framed == tokenizer.encode_chat([{"role": "user", "content": "def f"}])
-    assert list(prompt.encoded(tokenizer, raw=True).tokens) == tokenizer.encode("def f") != framed
 
 
 def test_each_target_takes_the_domains_that_it_can_read(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import multiprocessing
 import os
 import random
@@ -16,13 +15,11 @@ from typing import Any
 import cases
 import pytest
 import torch
-from tiny_bench import PROMPTS, config, measured, pair, plain
+from tiny_bench import PROMPTS, config, measured, pair
 
-from lightning_specdec.bench.config import BenchConfig
 from lightning_specdec.bench.measure import Case
-from lightning_specdec.bench.pairs import BenchPair, weights_digest
+from lightning_specdec.bench.pairs import BenchPair
 from lightning_specdec.bench.results import read
-from lightning_specdec.bench.rows import comparisons
 from lightning_specdec.decoding import PHASES, calibration
 from lightning_specdec.drafters import ModelDrafter, NGramDrafter
 
@@ -50,7 +47,6 @@ def test_a_row_says_what_its_run_did(tmp_path: Path) -> None:
         else:
             assert row.histogram is None and row.rule is None
         assert row.same_tokens is True, "ExactMatch gives standard decoding's tokens"
-    assert any((row.num_tested or 0) > 0 for row in found.rows if row.draft == "model")
     order = [(row.temperature, row.repeat, row.draft, row.num_draft_tokens) for row in found.rows]
     each = [(None, None), ("model", 1), ("model", 2), ("ngram", 1), ("ngram", 2)]
     assert order == [(t, repeat, *one) for t in (0, 1) for repeat in range(2) for one in each], "cases take turns"
@@ -58,16 +54,6 @@ def test_a_row_says_what_its_run_did(tmp_path: Path) -> None:
     assert made["pairs"]["tiny"]["draft_parameters"]["ngram"] is None
     assert made["prompts"]["tiny"]["sequences"]["p0"] == cases.PROMPTS[0]
     assert {"threads", "processor", "cores", "memory_bytes", "cuda", "torch", "commit", "config"} <= made.keys()
-
-
-def test_a_config_comes_back_from_its_plain_values_whatever_their_order() -> None:
-    more: dict[str, Any] = {"rules": [{"EpsilonThreshold": {"epsilon": 0.2}}, "ExactMatch"], "domains": ["code"]}
-    more["pairs"] = {"a": {"target": "x", "dtype": "bfloat16", "drafts": {"b": {"draft": "y"}}}, "c": {"pair": "d"}}
-    chosen = config(**more)
-    turned = BenchConfig.from_dict(dict(reversed(list(plain(**more).items()))))
-    assert turned == chosen == BenchConfig.from_dict(json.loads(json.dumps(chosen.to_dict())))
-    source = chosen.pairs["a"].source("b", "cpu")
-    assert (source.target, source.dtype, source.draft) == ("x", "bfloat16", "y")
 
 
 def test_every_case_has_a_cell_and_those_that_would_do_the_same_are_measured_once() -> None:
@@ -99,7 +85,7 @@ def count_runs(monkeypatch: pytest.MonkeyPatch, stop_at: int | None = None) -> l
     return runs
 
 
-@pytest.mark.parametrize("number", [0, 1, 4, 5])
+@pytest.mark.parametrize("number", [0, 4])
 def test_a_run_that_was_interrupted_resumes_and_runs_no_finished_case_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -145,19 +131,6 @@ def test_a_run_that_is_killed_ten_times_has_every_finished_row_once(tmp_path: Pa
     assert {row.same_tokens for row in rows} == {True}
 
 
-def test_a_case_that_fails_is_shown_with_its_error_and_is_not_tried_again(tmp_path: Path) -> None:
-    chosen = config({"ngram": {}, "torn": {}}, rules=["ExactMatch", "EpsilonThreshold"])
-    given = pair(drafts={"ngram": NGramDrafter(), "torn": "this draft does not fit"})
-    rows = measured(tmp_path / "r", chosen, given).rows
-    failed = [(row.draft, row.rule, row.error) for row in rows if row.error is not None]
-    wanted = [("torn", "ExactMatch"), ("torn", "EpsilonThreshold"), ("ngram", "EpsilonThreshold")]
-    assert [each[:2] for each in failed] == wanted, "once each, however many repeats there are"
-    assert failed[0][2] == "this draft does not fit" and "NGramDrafter has none" in str(failed[2][2])
-    assert sum(row.error is None for row in rows) == 2 * 2
-    assert {each.case.label: each.error is None for each in comparisons(rows)}["ngram 2 ExactMatch"]
-    assert len(measured(tmp_path / "r", chosen, given).rows) == len(rows)
-
-
 def test_other_weights_or_prompts_under_one_name_are_refused(tmp_path: Path) -> None:
     measured(tmp_path / "r", config())
     target = cases.MODELS["rnn"]()
@@ -170,8 +143,6 @@ def test_other_weights_or_prompts_under_one_name_are_refused(tmp_path: Path) -> 
     for what, other in others.items():
         with pytest.raises(ValueError, match=f"another {what} of tiny"):
             measured(tmp_path / "r", config(), other)
-    half = torch.nn.ParameterList([torch.tensor(1.0, dtype=torch.bfloat16), torch.empty(0)])
-    assert weights_digest(half) != weights_digest(torch.nn.ParameterList([torch.tensor(2.0), torch.empty(0)]))
 
 
 def test_an_adaptive_window_is_recorded_and_a_cache_that_cannot_be_written_is_one_line(
@@ -204,11 +175,9 @@ def test_hugging_faces_methods_give_the_same_tokens_with_each_window(tmp_path: P
     given = transformer()
     assert given.baseline is not None
     models = (given.baseline.target, given.baseline.assistants["model"])
-    before = [(model.generation_config, model.config, model.config._attn_implementation) for model in models]
-    values = [deepcopy((model.generation_config.to_dict(), model.config.to_dict())) for model in models]
+    before = [deepcopy((model.generation_config.to_dict(), model.config.to_dict())) for model in models]
     chosen = config(max_new_tokens=8, repeats=1, warmup=1, num_draft_tokens=[2, 3])
-    found = measured(tmp_path / "r", chosen, given)
-    rows = {(row.method, row.num_draft_tokens): row for row in found.rows if row.draft != "ngram"}
+    rows = {(row.method, row.num_draft_tokens): row for row in measured(tmp_path / "r", chosen, given).rows}
     both = [(method, window) for method in ("speculative", "assisted", "prompt_lookup") for window in (2, 3)]
     assert set(rows) == {("standard", None), ("generate", None), *both}
     for (method, _), row in rows.items():
@@ -216,8 +185,10 @@ def test_hugging_faces_methods_give_the_same_tokens_with_each_window(tmp_path: P
             assert row.error is None and row.same_tokens is True and row.prompt_new_tokens == [8, 8]
             assert row.phase_seconds is None and row.seconds >= sum(row.prompt_seconds)
     assert rows["generate", None].num_target_calls == 16 > rows["assisted", 3].num_target_calls
-    assert [(model.generation_config, model.config, model.config._attn_implementation) for model in models] == before
-    assert [(model.generation_config.to_dict(), model.config.to_dict()) for model in models] == values
+    assert [(model.generation_config.to_dict(), model.config.to_dict()) for model in models] == before
+    batches = measured(tmp_path / "b", config(batch_sizes=[2], baselines=["assisted"], repeats=1), given)
+    (failed,) = [row for row in batches.rows if row.error]
+    assert failed.method == "assisted" and "batch" in str(failed.error)
 
 
 def test_generate_decodes_batches_stops_and_draws_as_it_is_told() -> None:
@@ -234,9 +205,3 @@ def test_generate_decodes_batches_stops_and_draws_as_it_is_told() -> None:
     given.eos, state = (), torch.get_rng_state()
     outputs = [tokens(seed, temperatures=[5.0], batch_sizes=[2]) for seed in (0, 0, 1)]
     assert outputs[0] == outputs[1] != outputs[2] and torch.equal(torch.get_rng_state(), state)
-
-
-def test_assisting_a_batch_fails_by_name(tmp_path: Path) -> None:
-    chosen = config(batch_sizes=[2], baselines=["assisted"], repeats=1)
-    failed = [row for row in measured(tmp_path / "r", chosen, transformer()).rows if row.error is not None]
-    assert [row.method for row in failed] == ["assisted"] and "batch" in str(failed[0].error)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lightning_specdec.bench.statistics import Interval, ratio_interval, student
+from lightning_specdec.bench.statistics import Interval, ratio_interval
 
 TRUE_RATIO = 1.8
 
@@ -35,29 +35,6 @@ def test_an_interval_contains_the_truth_in_95_of_100_cases(prompts: int, repeats
     intervals = [ratio_interval(*timings(rng, repeats, prompts, runs=runs)) for _ in range(200)]
     assert sum(low <= TRUE_RATIO <= high for _, low, high in intervals) >= 178
     assert sum(low <= 10 * TRUE_RATIO <= high for _, low, high in intervals) < 20  # not by containing everything
-
-
-@pytest.mark.parametrize(
-    ("freedom", "outside", "expected"),
-    [(1, 0.025, 12.7062), (3, 0.025, 3.18245), (8, 0.025, 2.30600), (2, 0.001, 22.3271)],
-)
-def test_quantiles_of_students_t_are_those_of_the_tables(freedom: int, outside: float, expected: float) -> None:
-    assert student(freedom, outside) == pytest.approx(expected, rel=1e-3)
-
-
-def test_an_interval_is_its_formula() -> None:
-    numerators = [[1.0, 10.0], [3.0, 30.0], [2.0, 20.0]]
-    found = ratio_interval(numerators, [[1.0, 1.0]] * 3)
-    assert found.value == pytest.approx((2 + 20) / 2), "medians over repeats, summed"
-    prompts, repeats = [math.log(2), math.log(20)], [math.log(each / 2) for each in (11, 33, 22)]
-    terms = [(12.7062, prompts, 1.0), (4.30265, repeats, math.pi / 2)]
-    width = 0.0
-    for quantile, logs, factor in terms:
-        mean = sum(logs) / len(logs)
-        width += factor * quantile**2 * sum((log - mean) ** 2 for log in logs) / (len(logs) - 1) / len(logs)
-    assert math.log(found.high / found.value) == pytest.approx(math.sqrt(width), rel=1e-3)
-    assert found.value / found.low == pytest.approx(found.high / found.value)
-    assert ratio_interval(numerators, [[1.0, 1.0]] * 3, level=0.8).low > found.low
 
 
 def test_what_both_sides_share_is_not_in_the_interval() -> None:
