@@ -40,14 +40,6 @@ def test_a_shorter_text_is_not_a_faster_method_and_a_batch_is_one_unit() -> None
     assert cell.timings == ([[2.0, 3.0]], [[1.0, 1.5]]), "a batch ends with its last prompt; the rest is shared out"
 
 
-@pytest.mark.parametrize("method", ["standard", "speculative"])
-def test_what_gave_no_token_or_took_no_time_has_no_speed(method: str) -> None:
-    for nothing in ({"num_new_tokens": 0, "prompt_new_tokens": [0] * 8}, {"seconds": 0.0, "prompt_seconds": [0.0] * 8}):
-        rows = [standard(), faster(SURE)]
-        rows = [replace(each, **nothing) if each.method == method else each for each in rows]  # type: ignore[arg-type]
-        assert speedup_of(rows) is None and advice_of(rows).sentence.startswith("nothing to say")
-
-
 def test_a_failed_repeat_is_shown_and_the_others_stay_but_are_not_advised() -> None:
     rows = [standard(), faster(SURE), row(repeat=1, error="no memory")]
     cell = cells_of(rows)[1]

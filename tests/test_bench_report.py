@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cli_fixtures import Outcome, refused, succeed
 from matplotlib.axes import Axes
-from report_rows import MANIFEST, cells_of, faster, report_of, row, standard, write_results
+from report_rows import MANIFEST, faster, report_of, row, standard, write_results
 
 from lightning_specdec.bench.rows import ResultRow
 from lightning_specdec.report.figures import Chart, speedup_charts
@@ -76,18 +76,6 @@ def test_speedups_are_bars_with_their_intervals_and_predictions_by_window() -> N
     assert [text.get_text() for text in axes.texts] == ["failed"]
     points = [np.asarray(each.get_ydata()).tolist() for each in axes.lines]
     assert [cell.predicted_speedup] in points and [1.0, 1.0] in points, "and standard decoding"
-
-
-def test_rules_and_drafts_are_told_apart() -> None:
-    rules = ("ExactMatch", "RejectionSampling")
-    rows = [standard(temperature=each) for each in (0.0, 1.0)]
-    rows += [faster([1.5] * 8, temperature=t, rule=rule) for t in (0.0, 1.0) for rule in rules]
-    titles = [each.title for each in speedup_charts(cells_of(rows))]
-    assert titles == ["pair: code, temperature 0"] * 2 + [f"pair: code, temperature 1, {rule}" for rule in rules]
-    names = [f"draft {i}" for i in range(9)]
-    (chart,) = speedup_charts(cells_of([standard(), *(faster([1.5] * 8, draft=name) for name in names)]))
-    bars: list[Any] = list(axes_of(chart).patches)
-    assert legend(chart)[1:] == names and len({(bar.get_facecolor(), bar.get_hatch()) for bar in bars}) == 9
 
 
 def test_a_pair_that_rounds_has_one_warning_and_another_pair_one_for_each_cell() -> None:

@@ -101,7 +101,6 @@ def test_results_that_were_begun_and_have_no_row_yet_begin_anew(tmp_path: Path) 
         ({"config": {**MADE["config"], "seed": 1}}, "config.seed changed from 0 to 1"),
         ({"config": {"seed": 0, "pairs": {"a": {"ckpt": "y"}}}}, "config.pairs.a.ckpt changed"),
         ({"threads": 2}, "threads changed from 1 to 2"),
-        ({"torch": "3"}, "torch changed from .2. to .3."),
     ],
 )
 def test_two_configs_or_machines_under_one_name_are_refused(tmp_path: Path, more: dict[str, Any], told: str) -> None:

@@ -70,42 +70,6 @@ def test_every_case_has_a_cell_and_those_that_would_do_the_same_are_measured_onc
     assert [case.config.num_draft_tokens for case in group] == [None, *range(1, most + 1)]
 
 
-def count_runs(monkeypatch: pytest.MonkeyPatch, stop_at: int | None = None) -> list[Any]:
-    """The cells and repeats that are measured from now on; the one of that number is interrupted."""
-    runs: list[Any] = []
-    run = Case.run
-
-    def counted(self: Case, repeat: int) -> Any:
-        if len(runs) == stop_at:
-            raise KeyboardInterrupt
-        runs.append((self.cell, repeat))
-        return run(self, repeat)
-
-    monkeypatch.setattr(Case, "run", counted)
-    return runs
-
-
-@pytest.mark.parametrize("number", [0, 4])
-def test_a_run_that_was_interrupted_resumes_and_runs_no_finished_case_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    given = pair()
-    with monkeypatch.context() as patch:
-        runs = count_runs(patch, number)
-        with pytest.raises(KeyboardInterrupt):
-            measured(tmp_path / "r", config(), given)
-    left = (tmp_path / "r" / "rows.jsonl").read_bytes()
-    assert left.count(b"\n") == number and left[-1:] in (b"", b"\n")
-    again = count_runs(monkeypatch)
-    rows = measured(tmp_path / "r", config(), given).rows
-    assert (tmp_path / "r" / "rows.jsonl").read_bytes().startswith(left)
-    assert len(again) == 6 - number and not set(runs) & set(again)
-    assert len({(row.cell, row.repeat) for row in rows}) == len(rows) == 6
-    assert all(row.same_tokens for row in rows), "beside standard decoding of an earlier run too"
-    measured(tmp_path / "r", config(), given)
-    assert len(again) == 6 - number, "nothing is left to do"
-
-
 def test_a_run_that_is_killed_ten_times_has_every_finished_row_once(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     given, chosen, path = pair(), config(repeats=100), tmp_path / "r" / "rows.jsonl"

@@ -167,17 +167,6 @@ def test_with_all_its_layers_it_is_the_target_and_with_some_what_these_make(fami
     torch.testing.assert_close(torch.cat(pieces, dim=1), wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_its_weights_are_its_own_in_float32_and_tied_where_the_targets_are() -> None:
-    model = HuggingFaceLM(tiny("llama", vocab_size=VOCAB, tie_word_embeddings=True).bfloat16())
-    made = model.with_layers([1])
-    assert made.model.get_input_embeddings().weight is made.model.get_output_embeddings().weight
-    assert made.dtype == torch.float32 and not made.training
-    theirs = {weight.data_ptr() for weight in model.parameters()}
-    assert not any(weight.data_ptr() in theirs for weight in made.parameters())
-    again = HuggingFaceLM(**made.arguments())
-    again.load_state_dict(made.state_dict())
-
-
 # --- an exit's head ---
 
 
@@ -223,15 +212,6 @@ def test_a_checkpoint_keeps_blocks_and_tokens(tmp_path: Path) -> None:
 
 
 # --- Medusa heads ---
-
-
-def test_head_i_at_place_t_predicts_token_t_and_two_and_i_and_short_texts_leave_it_nothing() -> None:
-    module, batch = heads_training(), own_texts(2)
-    steps = module.draft_steps(batch, module.read(batch, "train"))
-    assert [(step.first, step.hidden.shape[1]) for step in steps] == [(2, 20), (3, 19), (4, 18)]
-    short = batch._replace(tokens=batch.tokens[:, :3], lengths=batch.lengths.clamp(max=3))
-    assert [step.hidden.shape[1] for step in module.draft_steps(short, module.read(short, "train"))] == [1, 0, 0]
-    assert begun(module).training_step(short._replace(prompt_lengths=torch.ones(2).long()), 0).isfinite()
 
 
 def test_new_heads_say_what_the_target_says_of_the_tokens_that_they_have() -> None:

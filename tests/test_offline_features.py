@@ -164,7 +164,6 @@ def test_a_torn_shard_is_computed_again_and_a_dtype_that_is_none_refused(tmp_pat
 
 OTHERS: dict[str, dict[str, Any]] = {
     "target": {"target": other_weights()},
-    "type": {"target": deepcopy(frozen("llama")).bfloat16()},
     "layers": {"layers": [1, 2]},
     "dtype": {"dtype": "float32"},
     "rows": {"seed": 1},

@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import text_cases
@@ -19,7 +18,6 @@ from lightning_specdec.text.chat import Chat
 from lightning_specdec.text.tokenizer import ByteTokenizer, TextTokenizer, Tokenizer
 
 __all__ = ["here"]
-REAL = Path(__file__).parent.parent / "checkpoints" / "smollm2"
 HELLO = [{"role": "user", "content": "the oak"}]
 TEXTS = [
     *text_cases.SAMPLES,
@@ -219,17 +217,6 @@ def test_a_template_that_does_not_take_a_chat_says_why_in_one_line_at_once(templ
     with pytest.raises(ValueError, match=told) as error:
         TextTokenizer(tokenizer).encode_chat(HELLO)
     assert "\n" not in str(error.value) and time.perf_counter() - started < 5
-
-
-@pytest.mark.real
-@pytest.mark.skipif(not REAL.is_dir(), reason="checkpoints/smollm2 is absent: make smollm2")
-def test_smollm2_encodes_and_ends_as_transformers_does() -> None:
-    tokenizer = TextTokenizer.load(REAL)
-    own: Any = tokenizer.tokenizer
-    assert tokenizer.eos == {2} and own.pad_token_id == 2
-    assert tokenizer.encode_chat(HELLO) == own.apply_chat_template(HELLO, add_generation_prompt=True)["input_ids"]
-    for text in text_cases.SAMPLES:
-        check_stream(tokenizer, tokenizer.encode(text), random.Random(0))
 
 
 def test_a_chat_is_the_encoding_of_all_that_was_said() -> None:

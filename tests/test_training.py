@@ -127,18 +127,6 @@ def test_every_shipped_config_is_parsed_and_built(
     assert [isinstance(data, PromptSource) for data in started] == [True] * generates
 
 
-def test_a_users_own_file_takes_the_datas_place_and_sets_the_vocabulary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "mine.csv"
-    path.write_text("".join(",".join(str(start + i) for i in range(3 + start % 4)) + "\n" for start in range(40)))
-    own = ("--data", "SequenceFile", "--data.path", "mine.csv")
-    verb(monkeypatch, tmp_path, "fit", "--trainer.max_epochs", "1", *own)
-    verb(monkeypatch, tmp_path, "fit", "--trainer.max_epochs", "1", *own, "--data.vocab_size", "70")
-    made = checkpoint.load(tmp_path / "checkpoints/rnn")
-    assert made.target.vocab_size == 70 and made.recipe["data_arguments"]["path"] == "mine.csv"
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -131,16 +131,3 @@ def test_texts_that_go_back_and_on_are_as_if_they_had_never_been_ahead(other: st
         text.extend(prompt)
         again.extend(prompt)
         assert (text.tokens, text.waiting()) == (again.tokens, again.waiting())
-
-
-def test_the_tokens_of_whole_words_are_the_tokenizers_own() -> None:
-    tokenizer, first = real("byte_level")
-    reader, second = real("sentencepiece")
-    text = TranslatedText(
-        Translation(first, second, encode=lambda plain: reader.encode(plain, add_special_tokens=False))
-    )
-    prompt = "where the cat was"
-    text.extend(tokenizer.encode(prompt, add_special_tokens=False))
-    assert text.tokens == reader.encode(prompt, add_special_tokens=False)
-    text.extend(tokenizer.encode(" \u20ac", add_special_tokens=False))
-    assert text.tokens[-1:] == reader.convert_tokens_to_ids(["\u2581\u20ac"]), "split over tokens in the first"

@@ -5,7 +5,6 @@ The draft's tokens are the target's in another order; some are missing, some are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -71,8 +70,3 @@ def encode_letters(vocabulary: Vocabulary, text: str) -> list[int]:
         tokens += [pieces.index(first)] if first else []
         text = text[max(1, len(first)) :]
     return tokens
-
-
-def spell(tokens: Sequence[int], vocabulary: Vocabulary) -> str:
-    """The text of tokens."""
-    return vocabulary.join(tokens).decode()
