@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_specdec.checkpoints import checkpoint, load_pair
-from lightning_specdec.checkpoints.target_reference import TargetReference, forget_origin
+from lightning_specdec.checkpoints.target_reference import TargetReference
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.models import PairSource
 from lightning_specdec.decoding import (
@@ -420,7 +420,7 @@ class SpeculativeDecoder:
         if not isinstance(self.drafter, ModelDrafter):
             raise ValueError(f"only a ModelDrafter is trained with its target, this is a {type(self.drafter).__name__}")
         quiet_lightning()
-        forget_origin(self.target)
+        self.target.origin = None  # training changes its weights
         module = PairTraining(self.target, self.drafter.model)
         trainer = Trainer(max_epochs=max_epochs, logger=False, enable_checkpointing=False, enable_model_summary=False)
         trainer.fit(module.train(), datamodule=datamodule)

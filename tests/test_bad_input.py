@@ -48,7 +48,7 @@ def test_an_unknown_verb_option_or_file_is_refused(arguments: list[str], told: s
         ("--rule EpsilonThreshold --rule.delta 0.1", "delta"),
         ("--rule EpsilonThreshold --rule.epsilon 0", "epsilon must be in (0, 1], got 0"),
         ("--rule.epsilon 0.1", "--rule.epsilon needs the rule's name: give --rule NAME"),
-        ("--num_draft_tokens many", "must be an integer or auto, got 'many'"),
+        ("--num_draft_tokens many", "must be one of auto or an integer, got 'many'"),
         ("--max_new_tokens -3", "max_new_tokens must be from 1 to 1048576, got -3"),
         ("--eos 50", "eos must be from 0 to 49, got 50"),
         ("--threads 0", "threads must be from 1"),
@@ -66,7 +66,7 @@ def test_an_option_out_of_range_is_refused(ckpt: str, options: str, told: str) -
 ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
 ALIASES += "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))
 BAD_YAML = {"deep": ("[" * 100_000, "nested at most"), "aliases": (ALIASES, "repeated ones counted again")}
-BAD_YAML |= {"cyclic": ("a: &a [*a]", "repeats what it stands in"), "long": ("#" * 2**21, "characters, got")}
+BAD_YAML |= {"cyclic": ("a: &a [*a]", "repeated ones counted again"), "long": ("#" * 2**21, "characters, got")}
 
 
 @pytest.mark.parametrize("bad", BAD_YAML)
@@ -83,7 +83,10 @@ def test_a_checkpoint_that_asks_to_run_code_is_refused(verb: str) -> None:
     before = listing(Path.cwd())
     done = subprocess.run([SCRIPT, *OF_A_CHECKPOINT[verb]("bomb.ckpt")], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "") and listing(Path.cwd()) == before
-    assert done.stderr.startswith("error: bomb.ckpt asks to run code") and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith("error: bomb.ckpt is truncated or damaged, asks to run code")
+        and done.stderr.count("\n") == 1
+    )
 
 
 def test_debug_shows_the_traceback_of_an_error() -> None:

@@ -175,7 +175,7 @@ def test_other_bad_input_is_one_line() -> None:
     refused("bench", "--config", "gone.yaml", told="gone.yaml: No such file or directory")
     refused("bench", "--config", "tiny.yaml", "tiny.yaml", told="two configs are called tiny")
     Path("tiny.yaml").write_text("pairs: [")
-    refused("bench", "--config", "tiny.yaml", told="is no YAML (line")
+    refused("bench", "--config", "tiny.yaml", told="is no YAML")
 
 
 def test_another_config_under_the_same_name_is_refused() -> None:

@@ -106,7 +106,7 @@ def test_info_says_what_a_checkpoint_holds_and_how_it_was_made(ckpt: str, tmp_pa
     lines = {" ".join(line.split()) for line in shown.splitlines()}
     assert shown == succeed("info", "--ckpt", ckpt).out and f"recipe epochs {EPOCHS}" in lines
     assert "RNN(vocab_size=50, embedding_size=32, hidden_size=64, num_layers=2) of 19,442 parameters" in shown
-    assert "ModelDrafter(model=RNN(" in shown and f"training epoch {EPOCHS - 1}" in lines
+    assert "ModelDrafter(model=RNN(" in shown
     document = succeed("info", ckpt, "--output", "json").json
     assert document["prompts"] == checkpoint.load(ckpt).prompts and document["recipe"]["epochs"] == EPOCHS
     path = str(tmp_path / "text.ckpt")
@@ -120,7 +120,7 @@ def test_info_says_what_a_checkpoint_holds_and_how_it_was_made(ckpt: str, tmp_pa
 def test_an_exported_checkpoint_decodes_the_same_and_holds_no_training(ckpt: str, tmp_path: Path) -> None:
     exported = str(tmp_path / "new" / "small.ckpt")
     assert succeed("export", "--ckpt", ckpt, "--output", exported).out.startswith(exported)
-    assert Path(exported).stat().st_size < Path(ckpt).stat().st_size and not checkpoint.load(exported).training
+    assert Path(exported).stat().st_size < Path(ckpt).stat().st_size and "epoch" not in checkpoint.read(exported)
     documents = [succeed("decode", path, *QUICK, "--output", "json").json for path in (ckpt, exported)]
     first, second = ([each["speculative"]["tokens"] for each in document["prompts"]] for document in documents)
     assert first == second and [path.name for path in Path(exported).parent.iterdir()] == ["small.ckpt"]
@@ -132,7 +132,7 @@ def test_an_export_replaces_nothing_but_an_earlier_export(ckpt: str, here: None)
     Path("README.md").write_text("read me")
     for path in ("trained.ckpt", "link.ckpt", "README.md", "/dev/null"):
         refused("export", "--ckpt", "trained.ckpt", "--output", path, told="choose another")
-    refused("export", "--ckpt", "trained.ckpt", "--output", "README.md/new.ckpt", told="director")
+    refused("export", "--ckpt", "trained.ckpt", "--output", "README.md/new.ckpt", told="README.md")
     for path in ("new.ckpt", "new.ckpt"):
         succeed("export", "--ckpt", "trained.ckpt", "--output", path)
     succeed("export", "--ckpt", "new.ckpt", "--output", "new.ckpt", "--dtype", "bfloat16")

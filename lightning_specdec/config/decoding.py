@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lightning_specdec.config.checks import require_int
-from lightning_specdec.config.settings import Settings, check_names, setting
+from lightning_specdec.config.settings import Settings, check, check_names, setting
 
 MAX_TOKENS = 2**20
 """Largest number of tokens that any setting accepts."""
@@ -58,13 +57,10 @@ class DecodingConfig(SamplingSettings):
     processors: tuple[Any, ...] = setting(())
 
     def __post_init__(self) -> None:
-        for name, value in _as_tuples(vars(self)).items():
-            object.__setattr__(self, name, value)
         super().__post_init__()
-        if isinstance(self.num_draft_tokens, int | float | bool):
-            require_int("num_draft_tokens", self.num_draft_tokens, 1, MAX_TOKENS)
-        elif isinstance(self.num_draft_tokens, str) and self.num_draft_tokens != "auto":
-            raise ValueError(f"num_draft_tokens must be an integer or auto, got {self.num_draft_tokens!r}")
+        if isinstance(self.num_draft_tokens, int | float | str):  # else a `Window`
+            limits = {"minimum": 1, "maximum": MAX_TOKENS, "choices": ("auto",)}
+            check("num_draft_tokens", self.num_draft_tokens, int | str, limits)
 
     @classmethod
     def of(cls, config: DecodingConfig | None = None, **changes: Any) -> DecodingConfig:
@@ -80,27 +76,16 @@ class DecodingConfig(SamplingSettings):
             names = [each.name for each in fields(SamplingSettings)]
             changes = {name: getattr(sampling, name, None) for name in names} | changes
             changes.setdefault("processors", tuple(getattr(sampling, "processors", ())))
+        for name, single in (("eos", int), ("stop", str)):
+            value = changes.get(name)
+            if isinstance(value, single):
+                changes[name] = (value,)
+            elif isinstance(value, Iterable):
+                changes[name] = tuple(value)
         check_names(changes, cls)
-        changes = _as_tuples(changes)
         return cls(**changes) if config is None else config.changed(**changes) if changes else config
-
-    @classmethod
-    def from_dict(cls, values: object, where: str = "") -> DecodingConfig:
-        return super().from_dict(_as_tuples(values) if isinstance(values, Mapping) else values, where)
 
     @property
     def sampling(self) -> SamplingSettings:
         """The sampling fields alone."""
         return SamplingSettings(**{each.name: getattr(self, each.name) for each in fields(SamplingSettings)})
-
-
-def _as_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a `DecodingConfig`, lists and single ones of `eos`, `stop` and `processors` as tuples."""
-    given = dict(values)
-    for name, single in (("eos", int), ("stop", str), ("processors", ())):
-        value = given.get(name)
-        if isinstance(value, single):
-            given[name] = (value,)
-        elif isinstance(value, Sequence):
-            given[name] = tuple(value)
-    return given

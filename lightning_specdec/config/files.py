@@ -27,8 +27,6 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
     """
     if path.is_dir():
         raise ValueError(f"{path} is a directory: name the file to write in it")
-    if path.parent.exists() and not path.parent.is_dir():
-        raise ValueError(f"{path} cannot be written, for {path.parent} is no directory: choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:

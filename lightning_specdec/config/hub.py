@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-HUB = "https://huggingface.co"
 _SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
 _WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json")
 
@@ -26,15 +25,13 @@ def find(source: str | os.PathLike[str], *, revision: str | None = None, code: b
         ValueError: there is no such model, or it cannot be read.
     """
     name, path = os.fspath(source), Path(source).expanduser()
-    if name and path.is_dir():
-        if revision is not None:
-            raise ValueError(f"{source} is a directory, and only models of the hub have revisions: drop the revision")
-        return path
-    if path.is_file():
+    if not name or not path.exists():
+        return _snapshot(name, revision, (*_SMALL, "*.py") if code else _SMALL)
+    if revision is not None:
+        raise ValueError(f"{name} is here, and only models of the hub have revisions: drop the revision")
+    if not path.is_dir():
         raise ValueError(f"{name} is a file: name the directory of a model, or its id on the hub")
-    if path.is_absolute() or name.startswith((".", "~")) or name.endswith("/") or name.count("/") > 1 or "\\" in name:
-        raise ValueError(f"{name}: there is no such directory")
-    return _snapshot(name, revision, (*_SMALL, "*.py") if code else _SMALL)
+    return path
 
 
 def download_weights(source: str, path: Path) -> None:
@@ -51,44 +48,30 @@ def download_weights(source: str, path: Path) -> None:
 
 def cached(name: str) -> Path | None:
     """The copy of an earlier download, without asking the hub; None where there is none."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HTTPError
-
     try:
-        path = Path(snapshot_download(name, local_files_only=True, allow_patterns=["config.json"]))
-    except (HFValidationError, HTTPError, OSError):
+        path = _snapshot(name, None, ["config.json"], offline=True)
+    except ValueError:
         return None
     return path if (path / "config.json").is_file() else None
 
 
-def _snapshot(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
+def _snapshot(name: str, revision: str | None, patterns: Sequence[str], *, offline: bool = False) -> Path:
     """The snapshot of a model in the hub's cache; an earlier download where the hub cannot be reached."""
     from huggingface_hub import errors, snapshot_download
 
-    endpoint = (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
     try:
-        return Path(snapshot_download(name, revision=revision, endpoint=endpoint, allow_patterns=list(patterns)))
-    except errors.HFValidationError as error:
-        raise ValueError(
-            f"{name[:80]!r} is neither a directory here nor a name on the hub: give one like openai-community/gpt2"
-        ) from error
-    except (errors.HTTPError, OSError) as error:
-        missing = isinstance(error, errors.LocalEntryNotFoundError)
-        cause = error.__cause__ if missing else error
-        code = getattr(getattr(cause, "response", None), "status_code", None)
-        if isinstance(cause, errors.GatedRepoError):
-            reason = f"{name} is gated: accept its terms at {endpoint}/{name}, then set HF_TOKEN to your access token"
-        elif isinstance(cause, errors.RevisionNotFoundError):
-            reason = f"{name} has no revision {revision!r}: see {endpoint}/{name} for its branches and tags"
-        elif isinstance(cause, errors.RepositoryNotFoundError) or code == 404:
-            reason = f"there is no model {name!r} on the hub, or it is private: check the name, or set HF_TOKEN"
-        elif code is not None:
-            reason = f"the hub answered {code} for {name}: try again later, or set HF_TOKEN to a token that may read it"
-        elif missing:
-            reason = (
-                f"{name} is not a directory here, was not downloaded before, and the hub cannot be reached at "
-                f"{endpoint}: check the network, and that HF_HUB_OFFLINE is not set"
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                endpoint=os.environ.get("HF_ENDPOINT"),
+                allow_patterns=list(patterns),
+                local_files_only=offline,
             )
-        else:
-            reason = f"{name} cannot be downloaded: {getattr(error, 'strerror', None) or 'the connection broke'}"
-        raise ValueError(reason) from error
+        )
+    except (errors.HFValidationError, errors.HTTPError, OSError) as error:
+        cause = " ".join(str(error.__cause__ or error).split())[:300]
+        raise ValueError(
+            f"there is no directory {name}, and the hub gives none (revision {revision or 'main'}: {cause}): check "
+            "the name and the network; set HF_TOKEN for gated and private models"
+        ) from error

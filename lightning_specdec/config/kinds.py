@@ -5,7 +5,6 @@ A room is scanned for top-level classes; what a user types may also be an import
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_specdec.config.settings import plain
+from lightning_specdec.config.settings import nearest, plain
 
 _CLASS = re.compile(r'^class (_?[A-Z]\w*)\(([\w, .\[\]]*)\):\n(?:    r?"""(.*?)(?:"""|\n))?', re.MULTILINE)
 _PACKAGE = Path(__file__).parents[1]
@@ -66,13 +65,12 @@ class Kinds:
 
     def check(self, name: str) -> None:
         """Raise ValueError unless this is a known kind, or looks like an import path."""
-        if name in self._found or _is_path(name):
+        if name in self._found or ("." in name and all(part.isidentifier() for part in name.split("."))):
             return
         if name in self.renamed:
             raise ValueError(f"{self.noun} {name} is called {self.renamed[name]} now: use that name")
-        near = difflib.get_close_matches(name, self, n=1)
-        advice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(self)}, or give an import path"
-        raise ValueError(f"there is no {self.noun} {name!r}: {advice}")
+        advice = nearest(name, self) or f": choose from {', '.join(self)}, or give an import path"
+        raise ValueError(f"there is no {self.noun} {name!r}{advice}")
 
     def load(self, name: str, *, trusted: bool = True) -> type[Any]:
         """The class of that name.
@@ -108,10 +106,6 @@ class Kinds:
         return kind.__name__ if own and own[0] == kind.__module__ else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _is_path(name: str) -> bool:
-    return "." in name and all(part.isidentifier() for part in name.split("."))
-
-
 DRAFTERS = Kinds("drafter", "drafters", "Drafter", {"LookupFirstDrafter": "NGramWithFallback"})
 RULES = Kinds("rule", "rules", "AcceptanceRule")
 MODELS = Kinds("model", "models", "LanguageModel", internal=("FusedRNN",))
@@ -136,26 +130,17 @@ class Choice:
 
     @classmethod
     def read(cls, value: object, where: str) -> Choice:
-        """From a name, `{class_path: NAME, init_args: {...}}` or `{NAME: {...}}`.
+        """From a name or `{class_path: NAME, init_args: {...}}`.
 
         Raises:
             ValueError: it is none of these.
         """
         if isinstance(value, Choice):
             return value
-        if isinstance(value, str) and value:
-            return cls(value)
-        if isinstance(value, Mapping):
-            if "class_path" in value and not value.keys() - {"class_path", "init_args"}:
-                name, settings = value["class_path"], value.get("init_args") or {}
-            elif len(value) == 1:
-                name, settings = next(iter(value.items()))
-            else:
-                name, settings = None, None
-            if (
-                isinstance(name, str)
-                and isinstance(settings, Mapping)
-                and all(isinstance(key, str) for key in settings)
-            ):
+        if isinstance(value, str):
+            value = {"class_path": value}
+        if isinstance(value, Mapping) and not value.keys() - {"class_path", "init_args"}:
+            name, settings = value.get("class_path"), value.get("init_args") or {}
+            if name and isinstance(name, str) and isinstance(settings, Mapping):
                 return cls(name, dict(settings))
         raise ValueError(f"{where} must be a name, or {{class_path: NAME, init_args: {{...}}}}, got {value!r}")

@@ -96,10 +96,7 @@ def check_directory(source: str) -> None:
     A path begins as one, or has a parent directory here: anything else may be a name on the hub.
     """
     path = Path(source).expanduser()
-    if source and path.is_dir():
-        names = sorted(entry.name for entry in path.iterdir())
-        if "config.json" not in names:
-            listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing"
-            raise ValueError(f"{source} is not a model directory: it has no config.json (it holds {listed})")
-    elif not path.exists() and (source.startswith((".", "/", "~")) or ("/" in source and path.parent.is_dir())):
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"{source} is not a model directory: it has no config.json")
+    if not path.exists() and (source.startswith((".", "/", "~")) or ("/" in source and path.parent.is_dir())):
         raise ValueError(f"there is no directory {source}: check the path")

@@ -6,7 +6,6 @@ files win over shipped ones of the same name.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from lightning_specdec.config.decoding import MAX_TOKENS
 from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.memory import ModelSize, peak_bytes
 from lightning_specdec.config.models import DTYPES, QUANTIZATIONS, PairSource
-from lightning_specdec.config.settings import Settings, check, setting
+from lightning_specdec.config.settings import Settings, nearest, setting
 from lightning_specdec.config.yaml_text import read_yaml
 
 OWN = Path("configs/pairs")
@@ -30,10 +29,8 @@ class PairModel(Settings):
     dtype: str = setting(help="compute in this dtype", choices=DTYPES)
     size: ModelSize = setting(help="what decides its memory")
     local: str | None = setting(None, "directory that is taken instead of the source where it exists")
-    hint: str | None = setting(None, "command that makes this directory")
     quantization: str | None = setting(None, "quantize its matrices", choices=QUANTIZATIONS)
     revision: str | None = setting(None, "branch, tag or commit on the hub")
-    gated: bool = setting(False, "the hub wants a token (HF_TOKEN) of an account that accepted its terms")
 
     @property
     def place(self) -> str:
@@ -45,11 +42,6 @@ class PairModel(Settings):
         """The revision to load from that place; a local copy has none."""
         return None if self.place == self.local else self.revision
 
-    @property
-    def advice(self) -> str:
-        """What to do where the source cannot be had; empty where nothing is known."""
-        return "" if self.hint is None or self.place == self.local else f"; or make {self.local}: `{self.hint}`"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Pair(Settings):
@@ -58,17 +50,16 @@ class Pair(Settings):
     description: str = setting(help="one line")
     target: PairModel = setting(help="the model whose output is wanted")
     drafter: Any = setting(help="drafter class, by name, or with its settings as {class_path: ..., init_args: ...}")
-    num_draft_tokens: Any = setting(help="draft tokens per round, or auto")
+    num_draft_tokens: int | str = setting(
+        help="draft tokens per round, or auto", minimum=1, maximum=MAX_TOKENS, choices=("auto",)
+    )
     draft: PairModel | None = setting(None, "the draft model, for drafters that need one")
     name: str = setting("", "name of its file, without the ending")
-    path: Path = setting(Path(), "the file")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "drafter", Choice.read(self.drafter, "drafter"))
         DRAFTERS.check(self.drafter.name)
-        if self.num_draft_tokens != "auto":
-            check("num_draft_tokens", self.num_draft_tokens, int, {"minimum": 1, "maximum": MAX_TOKENS})
 
     @property
     def models(self) -> tuple[PairModel, ...]:
@@ -80,13 +71,9 @@ class Pair(Settings):
         """Whether a model's weights have a kernel on GPUs only."""
         return any(model.quantization == "int4" for model in self.models)
 
-    def weight_bytes(self, *, packed: bool) -> tuple[int, int]:
-        """Bytes of all weights, and the peak while they are loaded; `packed`: as on a CPU."""
+    def needed_bytes(self, *, packed: bool) -> int:
+        """Bytes that loading takes; `packed`: as on a CPU. Caches and computing take more."""
         return peak_bytes([(model.size, model.dtype, model.quantization) for model in self.models], packed=packed)
-
-    def cache_bytes(self, *, batch_size: int, length: int) -> int:
-        """Bytes of all keys and values for so many rows and tokens; computing takes a little more."""
-        return sum(model.size.cache_bytes(model.dtype, batch_size=batch_size, length=length) for model in self.models)
 
     def complete(self, source: PairSource) -> PairSource:
         """The pretrained models that a source means which names this pair; what it says itself goes first.
@@ -103,8 +90,8 @@ class Pair(Settings):
         choice, names = source.drafter, (self.drafter.name, "NGramWithFallback")
         if source.draft is None and (choice is None or choice.name in names):
             if choice is None or choice.name == self.drafter.name:
-                settings = {} if choice is None else choice.settings
-                choice = Choice(self.drafter.name, {**self.drafter.settings, **settings})
+                given = {} if choice is None else choice.settings
+                choice = Choice(self.drafter.name, {**self.drafter.settings, **given})
             if self.draft is not None:
                 own |= {
                     "draft": self.draft.place,
@@ -133,9 +120,8 @@ def get_pair(name: str) -> Pair:
     """
     files = _files()
     if name not in files:
-        near = difflib.get_close_matches(name, files, n=1)
-        advice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(sorted(files))}"
-        raise ValueError(f"there is no pair {name!r}: {advice}")
+        advice = nearest(name, files) or f": choose from {', '.join(sorted(files))}"
+        raise ValueError(f"there is no pair {name!r}{advice}")
     return read_pair(files[name])
 
 
@@ -153,12 +139,7 @@ def read_pair(path: Path) -> Pair:
     """
     values = read_yaml(path)
     try:
-        for name in ("name", "path"):
-            if isinstance(values, dict) and name in values:
-                raise ValueError(f"{name} follows from the file's name: drop it")
-        if isinstance(values, dict) and "drafter_arguments" in values:
-            raise ValueError("drafter_arguments is part of drafter now: {class_path: NAME, init_args: {...}}")
-        return Pair.from_dict({**values, "name": path.stem, "path": path} if isinstance(values, dict) else values)
+        return Pair.from_dict({**values, "name": path.stem} if isinstance(values, dict) else values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

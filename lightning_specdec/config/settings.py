@@ -6,10 +6,9 @@ Flags, YAML entries, checkpoints, hashes and the Python API are all made from th
 from __future__ import annotations
 
 import difflib
-import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, ClassVar, TypeVar
@@ -63,22 +62,18 @@ def check(name: str, value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
     kinds = options_of(hint)
     if Any in kinds or (value is None and type(None) in kinds):
         return value
-    choices = limits.get("choices")
-    if isinstance(value, str) and str in kinds:
-        if choices is not None and value not in choices:
-            near = difflib.get_close_matches(value, choices, n=1)
-            advice = f" (did you mean {near[0]}?)" if near else ""
-            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}{advice}")
-        return value
-    if isinstance(value, bool) and bool in kinds:
-        return value
     for kind in kinds:
-        if typing.get_origin(kind) is tuple and isinstance(value, list | tuple):
+        outer = typing.get_origin(kind) or kind
+        if outer is tuple and isinstance(value, list | tuple):
             inner = typing.get_args(kind)[0]
             return tuple(check(name, each, inner, limits) for each in value)
-        if typing.get_origin(kind) in (dict, Mapping) and isinstance(value, Mapping):
+        if outer in (dict, Mapping) and isinstance(value, Mapping):
             return dict(value)
-        if isinstance(kind, type) and kind not in (int, float, bool, str) and isinstance(value, kind):
+        if isinstance(outer, type) and outer not in (int, float) and isinstance(value, outer):
+            choices = limits.get("choices")
+            if choices is not None and value not in choices:
+                allowed = ", ".join(choices) + (" or an integer" if int in kinds else "")
+                raise ValueError(f"{name} must be one of {allowed}, got {value!r}{nearest(value, choices)}")
             return value
     low, high, above = limits.get("minimum"), limits.get("maximum"), limits.get("above")
     if int in kinds and not isinstance(value, float):
@@ -87,9 +82,13 @@ def check(name: str, value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
         bottom = above if above is not None else -float("inf") if low is None else low
         top = float("inf") if high is None else high
         return require_number(name, value, low=bottom, high=top, low_open=above is not None)
-    wanted = " or ".join("a list" if typing.get_origin(k) is tuple else getattr(k, "__name__", str(k)) for k in kinds)
-    wanted = wanted.replace("NoneType", "nothing").replace("str", "text")
-    raise ValueError(f"{name} must be {wanted}, got {value!r}")
+    raise ValueError(f"{name} must be {getattr(hint, '__name__', hint)}, got {value!r}")
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """Advice that names the known name that was probably meant; empty where none is similar."""
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f": did you mean {near[0]}?" if near else ""
 
 
 @dataclass(frozen=True)
@@ -105,10 +104,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         known = hints(type(self))  # type: ignore[arg-type]
-        for each in fields(self):
-            if each.init:
-                value = check(each.name, getattr(self, each.name), known[each.name], each.metadata)
-                object.__setattr__(self, each.name, value)
+        for each in setting_fields(type(self)):
+            value = check(each.name, getattr(self, each.name), known[each.name], each.metadata)
+            object.__setattr__(self, each.name, value)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `from_dict` is the inverse."""
@@ -131,9 +129,11 @@ class Settings:
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"{where.rstrip('.') or cls.__name__} must be a mapping, got {values!r}")
-        values = {cls.RENAMED.get(name, name): value for name, value in values.items()}
-        check_names(values, cls, where)
-        given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        given = {
+            cls.RENAMED.get(name, name): tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+        check_names(given, cls, where)
         for each in fields(cls):
             if each.default is MISSING and each.default_factory is MISSING and each.name not in given:
                 raise ValueError(f"{where}{each.name} is missing")
@@ -167,12 +167,9 @@ def check_names(values: Mapping[str, Any], settings: type[Settings], where: str 
     """Raise ValueError for a name that is not a field, with the nearest field name."""
     known = [each.name for each in setting_fields(settings)]
     for name in values:
-        if name in settings.RENAMED:
-            raise ValueError(f"{where}{name} is called {settings.RENAMED[name]} now: use that name")
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}" if known else "drop it"
-            raise ValueError(f"unknown setting {where}{name}: {advice}")
+            advice = nearest(name, known) or f": choose from {', '.join(known) or 'nothing'}"
+            raise ValueError(f"unknown setting {where}{name}{advice}")
 
 
 def plain(value: Any) -> Any:
@@ -186,6 +183,14 @@ def plain(value: Any) -> Any:
     return value
 
 
+_PARSERS: dict[type, Callable[[str], Any]] = {
+    int: int,
+    float: float,
+    bool: {"true": True, "false": False}.__getitem__,
+    type(None): {"null": None, "none": None}.__getitem__,
+}
+
+
 def parse(text: str, hint: Any) -> Any:
     """The value that a word of a command line stands for, by a field's type; ranges are checked by the class.
 
@@ -193,18 +198,13 @@ def parse(text: str, hint: Any) -> Any:
         ValueError: the word is no such value.
     """
     kinds = [typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else kind for kind in options_of(hint)]
-    if int in kinds and re.fullmatch(r"[+-]?[0-9]{1,40}", text):
-        return int(text)
-    if float in kinds:
-        try:
-            return float(text)
-        except ValueError:
-            pass
-    if bool in kinds and text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if type(None) in kinds and text.lower() in ("null", "none") and str not in kinds:
-        return None
-    if str in kinds or Any in kinds:
+    is_text = str in kinds or Any in kinds
+    for kind, parser in _PARSERS.items():
+        if kind in kinds and not (is_text and kind is type(None)):
+            try:
+                return parser(text.lower())
+            except (ValueError, KeyError):
+                pass  # another kind may fit
+    if is_text:
         return text
-    names = {int: "an integer", float: "a number", bool: "true or false"}
-    raise ValueError(f"must be {' or '.join(names[kind] for kind in kinds if kind in names)}, got {text!r}")
+    raise ValueError(f"must be {getattr(hint, '__name__', hint)}, got {text!r}")

@@ -24,27 +24,22 @@ def check_yaml(text: str) -> None:
     """
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(f"YAML must have at most {_MOST_CHARACTERS:,} characters, got {len(text):,}")
-    sizes: dict[str, int] = {}
-    num_nodes = [0]
-    anchors: list[str | None] = [None]
+    sizes: dict[str | None, int] = {}
+    num_values = 0
+    open_parts: list[tuple[str | None, int]] = []
     for event in yaml.parse(text, yaml.SafeLoader):
         if isinstance(event, yaml.CollectionStartEvent):
-            anchors.append(event.anchor)
-            num_nodes.append(1)
+            open_parts.append((event.anchor, num_values))
+            num_values += 1
         elif isinstance(event, yaml.CollectionEndEvent):
-            size, anchor = num_nodes.pop(), anchors.pop()
-            num_nodes[-1] += size
-            if anchor is not None:
-                sizes[anchor] = size
+            anchor, before = open_parts.pop()
+            sizes[anchor] = num_values - before
         elif isinstance(event, yaml.AliasEvent):
-            if event.anchor not in sizes:
-                raise ValueError(f"the YAML alias *{event.anchor} repeats what it stands in, or nothing: write it out")
-            num_nodes[-1] += sizes[event.anchor]
+            num_values += sizes.get(event.anchor, _MOST_NODES + 1)  # not there: it repeats what it stands in
         elif isinstance(event, yaml.ScalarEvent):
-            num_nodes[-1] += 1
-            if event.anchor is not None:
-                sizes[event.anchor] = 1
-        if len(num_nodes) > _DEEPEST or sum(num_nodes) > _MOST_NODES:
+            num_values += 1
+            sizes[event.anchor] = 1
+        if len(open_parts) > _DEEPEST or num_values > _MOST_NODES:
             raise ValueError(
                 f"YAML must be nested at most {_DEEPEST} deep and have at most {_MOST_NODES:,} values, repeated ones "
                 "counted again: simplify it"
@@ -73,8 +68,6 @@ def read_yaml(path: Path) -> Any:
         check_yaml(text)
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
-        raise ValueError(f"{path} is no YAML{place}: {getattr(error, 'problem', None) or 'check the file'}") from error
+        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())[:300]}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_specdec.config import hub
-from lightning_specdec.config.memory import ModelSize, available_bytes, require_memory
+from lightning_specdec.config.memory import ModelSize, require_memory
 from lightning_specdec.config.models import DTYPES
 from lightning_specdec.models.model_config import FOREIGN, first_line, quiet, read_config
 from lightning_specdec.models.packed import check_quantization, is_linear, quantize
@@ -60,8 +60,7 @@ def load_model(source: str | os.PathLike[str], **options: Any) -> HuggingFaceLM:
     """
     examined = examine(source, **options)
     needed = examined.size.weight_bytes(examined.dtype)  # what is quantized is read as it is first
-    available = available_bytes(examined.device)
-    require_memory(examined.source, weights=needed, device=examined.device, available=available)
+    require_memory(examined.source, needed, examined.device)
     return load(examined)
 
 
@@ -151,17 +150,10 @@ def measure(model: PreTrainedModel) -> ModelSize:
     shared = {id(table.weight) for table in model.modules() if isinstance(table, torch.nn.Embedding)}
     alone = {id(module.weight): module.weight.numel() for module in maps if id(module.weight) not in shared}
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    text = model.config.get_text_config()
-    heads = text.num_attention_heads
     return ModelSize(
         parameters=parameters,
         kept_parameters=parameters - sum(alone.values()),
         matrix_parameters=sum(module.weight.numel() for module in maps),
-        matrix_rows=sum(getattr(module, "nf", None) or module.out_features for module in maps),
-        layers=text.num_hidden_layers,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        context=getattr(text, "max_position_embeddings", None),
     )
 
 

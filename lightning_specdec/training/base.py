@@ -16,7 +16,6 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_specdec.checkpoints import checkpoint as checkpoint_file
-from lightning_specdec.checkpoints.target_reference import forget_origin
 from lightning_specdec.config.checks import require_int, require_number
 from lightning_specdec.data import Batch, TokenData
 from lightning_specdec.data.base import plain_arguments
@@ -201,7 +200,7 @@ class SpeculativeTraining(LightningModule, ABC):
         """Add the weights of a target that lies elsewhere: this one, which must be the same."""
         reference = checkpoint_file.reference_of(checkpoint)
         if reference is None:
-            forget_origin(self.target)
+            self.target.origin = None
             return
         reference.check(self.target, "the checkpoint")
         own = {checkpoint_file.TARGET + name: value for name, value in self.target.state_dict().items()}

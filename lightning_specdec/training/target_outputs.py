@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_specdec.checkpoints import checkpoint as checkpoint_file
-from lightning_specdec.checkpoints.target_reference import TargetReference, forget_origin, origin_of
+from lightning_specdec.checkpoints.target_reference import TargetReference
 from lightning_specdec.data import Batch, TokenData
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.text.tokenizer import named_tokenizer
@@ -173,13 +173,13 @@ def given_target(
         if loaded.reference is not None and not freeze:
             found = found.float()
     if not freeze:
-        forget_origin(found)
+        found.origin = None
     return found, tokenizer
 
 
 def stored_elsewhere(target: LanguageModel) -> TargetReference | None:
     """The reference to a frozen target with weight files of its own, which a checkpoint need not contain; else None."""
-    if origin_of(target) is None or is_trained(target):
+    if target.origin is None or is_trained(target):
         return None
     return TargetReference.of(target)
 
