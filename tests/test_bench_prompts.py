@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from tiny_tokenizers import byte_level
 
-from lightning_specdec.checkpoints import checkpoint
-from lightning_specdec.data import ArithmeticProgressions
 from lightning_specdec.data.prompts import Prompt, by_domain, read_prompts, shipped_prompts
 from lightning_specdec.data.prompts.prompt import INSTRUCTION, MAX_ARTICLE_TOKENS
 from lightning_specdec.text.tokenizer import ByteTokenizer, TextTokenizer
@@ -23,13 +21,6 @@ def lines(path: Path, *rows: Any) -> Path:
     """A file of JSON lines; what is a string already stays as it is."""
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
-
-
-def test_the_sequences_that_ship_are_those_that_the_rnn_has_not_learned() -> None:
-    shipped = [list(prompt.tokens) for prompt in shipped_prompts(["sequences"])]
-    splits = ArithmeticProgressions(batch_size=2, seed=26).splits()
-    assert shipped == [sequence[:3] for sequence in splits.test + splits.val]
-    assert shipped[:3] == checkpoint.load(ROOT / "checkpoints" / "rnn.safetensors").prompts
 
 
 def test_articles_are_cut_to_512_tokens_and_the_instruction_stays() -> None:

@@ -78,14 +78,6 @@ def test_speedups_are_bars_with_their_intervals_and_predictions_by_window() -> N
     assert [cell.predicted_speedup] in points and [1.0, 1.0] in points, "and standard decoding"
 
 
-def test_a_pair_that_rounds_has_one_warning_and_another_pair_one_for_each_cell() -> None:
-    rows = [standard(), *(faster([1.5] * 8, num_draft_tokens=w, same_tokens=w > 2) for w in (1, 2, 3))]
-    for dtype, number in (("bfloat16", 1), ("float32", 2)):
-        warnings = report_of(rows, pairs={"pair": {"dtype": dtype}}).warnings
-        assert len(warnings) == number and all("`audit`" in line for line in warnings)
-        assert ("in 2 of 4 cells" in warnings[0]) == (number == 1)
-
-
 def test_nothing_of_the_results_can_run_or_load(page: str) -> None:
     assert "<script" not in page and "<b onclick" not in page and "default-src 'none'" in page
     assert html.escape("</script><script>alert(1)</script>") in page

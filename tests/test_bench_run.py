@@ -20,7 +20,7 @@ from tiny_bench import PROMPTS, config, measured, pair
 from lightning_specdec.bench.measure import Case
 from lightning_specdec.bench.pairs import BenchPair
 from lightning_specdec.bench.results import read
-from lightning_specdec.decoding import PHASES, calibration
+from lightning_specdec.decoding import PHASES
 from lightning_specdec.drafters import ModelDrafter, NGramDrafter
 
 
@@ -107,19 +107,6 @@ def test_other_weights_or_prompts_under_one_name_are_refused(tmp_path: Path) -> 
     for what, other in others.items():
         with pytest.raises(ValueError, match=f"another {what} of tiny"):
             measured(tmp_path / "r", config(), other)
-
-
-def test_an_adaptive_window_is_recorded_and_a_cache_that_cannot_be_written_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "cache").write_text("a file, where there should be a directory")
-    monkeypatch.setattr(calibration, "calibrate", functools.partial(calibration.calibrate, seconds=0.01))
-    rows = measured(tmp_path / "r", config(num_draft_tokens=["auto"], repeats=1)).rows
-    assert all(row.error is None for row in rows)
-    own = [row for row in rows if row.method == "speculative"]
-    assert all(row.num_draft_tokens == "auto" and row.window and row.window["calibration"] for row in own)
-    told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert len(told) == 1 and "cannot be written (Not a directory)" in told[0]
 
 
 # --- Hugging Face's baselines ---

@@ -43,7 +43,7 @@ def training(drafter: EagleDrafter | None = None, **options: Any) -> EagleTraini
     sizes: dict[str, Any] = {"num_heads": 2, "num_key_heads": 1, "intermediate_size": 16}
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        made = EagleTraining(target(), feature_layers=[0, 1, 2], num_draft_tokens=3, **sizes, **options)
+        made = EagleTraining(target(), num_draft_tokens=3, **sizes, **options)
     if drafter is not None:
         made.drafter.load_state_dict(drafter.state_dict())
         if drafter.draft_vocabulary is not None:

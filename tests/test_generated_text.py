@@ -13,7 +13,6 @@ from generated import PROMPTS, contents, corpus, generate, prompt_file, target
 from lightning_specdec.data import GeneratedText, PromptFiles, TokenData
 from lightning_specdec.data.base import SPLITS
 from lightning_specdec.data.corpus import open_corpus, read_manifest, write_manifest
-from lightning_specdec.text.tokenizer import TextTokenizer
 
 __all__ = ["corpus", "target"]
 SMALL: dict[str, Any] = {"num_val": 2, "num_test": 2, "batch_size": 4}
@@ -58,13 +57,6 @@ def test_the_splits_have_every_row_once_and_share_no_prompt(target: str, corpus:
     assert len(splits["val"]) > 2, "a case that tells something: several rows of a prompt"
 
 
-def test_held_out_prompts_are_real_ones(target: str, corpus: Path) -> None:
-    data = GeneratedText(str(corpus), VOCABULARY, **SMALL)
-    tokenizer = TextTokenizer.load(target)
-    known = [tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in PROMPTS]
-    assert len(data.prompts()) == 2 and all(prompt in known for prompt in data.prompts())
-
-
 def test_rows_are_cut_to_max_length_and_prompts_without_room_left_out(corpus: Path) -> None:
     whole = stored(corpus)
     length = sorted(length for _, length in whole)[len(whole) // 2]
@@ -72,13 +64,6 @@ def test_rows_are_cut_to_max_length_and_prompts_without_room_left_out(corpus: Pa
     kept = [row for rows in dealt(data).values() for row in rows]
     assert sorted(kept) == sorted((row[:length], size) for row, size in whole if size < length)
     assert data.max_length == length and len(whole) > len(kept)
-
-
-def test_the_seed_deals_and_the_record_says_how(corpus: Path) -> None:
-    one, same, other = (GeneratedText(str(corpus), VOCABULARY, **SMALL, seed=seed) for seed in (0, 0, 1))
-    assert dealt(one) == dealt(same) and one.prompts() != other.prompts()
-    again = GeneratedText(**one.arguments())
-    assert dealt(again) == dealt(one)
 
 
 def changed(**values: Any) -> Callable[[Path], object]:

@@ -16,7 +16,7 @@ from lightning_specdec.drafters import ModelDrafter
 from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.rules import RULES, RejectionSampling, Sampling
+from lightning_specdec.rules import RULES, Sampling
 from lightning_specdec.text.tokenizer import TextTokenizer
 from lightning_specdec.text.vocabulary import Vocabulary
 
@@ -53,21 +53,6 @@ def test_models_of_one_vocabulary_and_padded_outputs_fit(
     if rule == "ExactMatch" or (RULES[rule].lossless and sampling.greedy):
         assert result.tokens == standard.tokens
     assert all(len(row) == 14 for row in result.tokens)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_processors_may_choose_a_row_that_the_draft_does_not_have(temperature: float) -> None:
-    def raised(prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.index_fill(1, torch.tensor([11]), 4.0)
-
-    target, draft = model(12, TOKENS), model(9, TOKENS, seed=2)
-    options: dict[str, Any] = {"max_new_tokens": 10, "sampling": Sampling(temperature, processors=[raised])}
-    expected = autoregressive_decode(target, PROMPTS, **options).tokens
-    assert any(11 in row for row in expected)
-    for rule in (RULES["ExactMatch"](), RejectionSampling()):
-        result = speculative_decode(target, ModelDrafter(draft), PROMPTS, rule=rule, **options)
-        assert result.tokens == expected or not rule.ignores_windows and temperature
-        assert any(11 in each.drafted for row in result.rows for each in row.rounds or [])
 
 
 def test_other_tokens_or_as_many_of_unknown_meaning_are_refused() -> None:

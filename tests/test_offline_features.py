@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import json
 import os
 import shutil
 from copy import deepcopy
@@ -14,7 +13,7 @@ from typing import Any
 import cases
 import pytest
 import torch
-from cli_fixtures import here, succeed
+from cli_fixtures import here
 from torch import Tensor
 
 from lightning_specdec.data import Batch, SequenceFile, TokenData
@@ -166,34 +165,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "target": {"target": other_weights()},
     "layers": {"layers": [1, 2]},
     "dtype": {"dtype": "float32"},
-    "rows": {"seed": 1},
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", [*OTHERS, "rows"])
 def test_features_of_something_else_are_computed_beside_them(tmp_path: Path, name: str) -> None:
     prepared(sequences(tmp_path), tmp_path)
-    before, options = contents(tmp_path), dict(OTHERS[name])
-    data = sequences(tmp_path, seed=options.pop("seed", 0))
-    prepared(data, tmp_path, options.pop("target", None), **options)
+    before = contents(tmp_path)
+    prepared(sequences(tmp_path, seed=int(name == "rows")), tmp_path, **OTHERS.get(name, {}))
     assert before.items() < contents(tmp_path).items() and len(contents(tmp_path)) == 2 * len(before)
-
-
-def command(data: SequenceFile) -> tuple[str, ...]:
-    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
-    given = {"model": "EagleTraining", "model.num_heads": "2", "model.intermediate_size": "16"}
-    given |= {"model.target": "HuggingFaceLM", "model.target.vocab_size": str(cases.VOCAB)}
-    given |= {"model.target.model": json.dumps({"model_type": "llama", **sizes})}
-    given |= {"model.target_features": "OfflineFeatures", "model.target_features.cache_dir": "cache"}
-    given |= {"data": "SequenceFile", "data.path": data.path, "data.vocab_size": str(cases.VOCAB)}
-    given |= {"trainer.max_epochs": "1", "trainer.logger": "false", "trainer.accelerator": "cpu"}
-    given |= {"trainer.enable_checkpointing": "false", "trainer.enable_model_summary": "false"}
-    return ("fit", *(word for name, value in given.items() for word in (f"--{name}", value)))
-
-
-def test_the_command_line_trains_on_them(tmp_path: Path, here: None) -> None:
-    data = sequences(tmp_path)
-    outcome = succeed(*command(data))
-    assert "keeping " in outcome.err and "GB free)" in outcome.err
-    assert sorted(path.name.partition("-")[0] for path in Path("cache").iterdir()) == ["train", "val"]
-    assert "keeping" not in succeed(*command(data)).err

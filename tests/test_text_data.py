@@ -13,7 +13,6 @@ from training_fixtures import verb
 
 from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.data import TextFiles
-from lightning_specdec.data.text import find_texts
 from lightning_specdec.text.tokenizer import named_tokenizer
 
 SPLITS = ("train", "val", "test")
@@ -139,15 +138,6 @@ def test_names_alone_decide_the_split(make: Callable[..., TextFiles], corpus: Pa
     moved = corpus.rename(tmp_path / "elsewhere")
     before, after = make(paths=str(moved), seed=1), make(paths=[str(moved / "**" / "*.txt")], seed=2)
     assert [text_of(before, split) for split in SPLITS] == [text_of(after, split) for split in SPLITS]
-
-
-def test_empty_repeated_and_hidden_files_are_left_out(corpus: Path) -> None:
-    (corpus / "empty.txt").write_text("")
-    (corpus / "again.txt").write_bytes((corpus / "even" / "4.txt").read_bytes())
-    (corpus / ".hidden").write_bytes(b"\xff")
-    (corpus / "__pycache__").mkdir()
-    (corpus / "__pycache__" / "x").write_bytes(b"\xff")
-    assert len(find_texts([str(corpus)])) == NUM_FILES == len(find_texts([str(corpus), str(corpus / "even")]))
 
 
 @pytest.mark.parametrize(

@@ -160,9 +160,13 @@ def test_a_bad_checkpoint_is_refused_before_anything_runs(
     (tmp_path / "half.ckpt").write_bytes(shipped_run.last.read_bytes()[:50_000])
     torch.save({**good, "callbacks": Bomb()}, tmp_path / "bomb.ckpt")
     torch.save({"state_dict": good["state_dict"]}, tmp_path / "foreign.ckpt")
+    optimizer = good["optimizer_states"][0]
+    entry = {name: value.flatten()[:1] for name, value in optimizer["state"][0].items()}
+    smaller = {**optimizer, "state": {**optimizer["state"], 0: entry}}
+    torch.save({**good, "optimizer_states": [smaller]}, tmp_path / "smaller.ckpt")
     before = sorted(tmp_path.iterdir())
     for path in before:
-        for name in ("fit", "test"):
+        for name in ("fit", "test") if path.stem != "smaller" else ("fit",):
             with pytest.raises((ValueError, FileNotFoundError), match=path.name) as caught:
                 verb(monkeypatch, tmp_path, name, "--ckpt_path", path.name, logger=True)
             assert "\n" not in str(caught.value)

@@ -14,7 +14,6 @@ from tokenizers import decoders
 from lightning_specdec.text.vocabulary import Vocabulary
 
 SMOLLM2 = Path(__file__).parent.parent / "checkpoints" / "smollm2"
-HARD = "the naïve cat paid 12 €\n\tfor 🙂 and 漢字 at the café  "
 
 
 def tokenizer(kind: str) -> Any:
@@ -56,18 +55,6 @@ def test_special_tokens_have_no_bytes_and_are_known_by_role_and_by_text(kind: st
         assert vocabulary.token_bytes[number] is None and vocabulary.special[text] == number
     assert len(vocabulary) == len(own)
     assert sum(piece is None for piece in vocabulary.token_bytes) == len(vocabulary.special_texts)
-
-
-def test_added_tokens_are_plain_text_or_special() -> None:
-    own: Any = tiny_tokenizers.byte_level()
-    own.add_tokens(["<|user|>", "two words"])
-    own.add_tokens(["<|end|>"], special_tokens=True)
-    vocabulary, first = Vocabulary.of(own), own.convert_tokens_to_ids("<|user|>")
-    assert vocabulary.token_bytes[first:] == (b"<|user|>", b"two words", None)
-    assert vocabulary.special["<|end|>"] == first + 2
-    tokens = own.encode("the <|user|> cat two words<|end|>", add_special_tokens=False)
-    assert {first, first + 1, first + 2} <= set(tokens)
-    assert vocabulary.join(tokens).decode() == "the <|user|> cat two words"
 
 
 def test_equality_is_by_content_and_the_difference_names_the_first_token_that_differs() -> None:

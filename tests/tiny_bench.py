@@ -22,17 +22,12 @@ from lightning_specdec.models import LanguageModel
 PROMPTS = {"sequences": [Prompt(f"p{i}", "sequences", tuple(text)) for i, text in enumerate(cases.PROMPTS[:2])]}
 
 
-def plain(drafts: Mapping[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    """The values of a config."""
+def config(drafts: Mapping[str, Any] | None = None, **more: Any) -> BenchConfig:
+    """A config of one group: standard decoding, a draft model, and lookup."""
     drafts = drafts or {"model": {}, "ngram": {"drafter": "NGramDrafter"}}
     values: dict[str, Any] = {"name": "tiny", "pairs": {"tiny": {"ckpt": "tiny.ckpt", "drafts": drafts}}}
     values |= {"num_draft_tokens": [2], "max_new_tokens": 3, "repeats": 2, "warmup": 0, "threads": 1}
-    return values | more
-
-
-def config(drafts: Mapping[str, Any] | None = None, **more: Any) -> BenchConfig:
-    """A config of one group: standard decoding, a draft model, and lookup."""
-    return BenchConfig.from_dict(plain(drafts, **more))
+    return BenchConfig.from_dict(values | more)
 
 
 def pair(

@@ -261,8 +261,6 @@ class TokenData(LightningDataModule, ABC):
     def test_dataloader(self) -> DataLoader[Row]:
         return self._dataloader("test")
 
-    predict_dataloader = test_dataloader
-
     def _dataloader(self, split: str) -> DataLoader[Row]:
         return DataLoader(self.rows(split), batch_size=self.batch_size, collate_fn=self.collate)
 

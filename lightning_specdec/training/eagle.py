@@ -32,7 +32,6 @@ class EagleTraining(DistillationTraining):
     """Trains an `EagleDrafter` by training-time test (Li et al. 2025, "EAGLE-3", section 3).
 
     Args:
-        feature_layers: the target's layers whose hidden states are read; a low, a middle and a high one when None.
         num_heads: attention heads; as many as make each 64 wide when None.
         num_key_heads: key heads that they share; as many when None.
         intermediate_size: width of the inner network; four times the hidden size when None.
@@ -52,7 +51,6 @@ class EagleTraining(DistillationTraining):
         self,
         target: LanguageModel | None = None,
         *,
-        feature_layers: Sequence[int] | None = None,
         num_heads: int | None = None,
         num_key_heads: int | None = None,
         intermediate_size: int | None = None,
@@ -65,7 +63,7 @@ class EagleTraining(DistillationTraining):
             size = target.hidden_size or 0
             heads = num_heads or max(1, size // HEAD_SIZE)
             return EagleDrafter(
-                low_middle_high(target.num_layers or 1) if feature_layers is None else feature_layers,
+                low_middle_high(target.num_layers or 1),
                 hidden_size=size,
                 vocab_size=target.vocab_size,
                 num_heads=heads,
