@@ -139,7 +139,7 @@ def rounds() -> list[dict[str, Any]]:
     }
     drafters: dict[str, Drafter] = {
         "early exit": EarlyExitDrafter(2),
-        "heads": MultiTokenDrafter(4, shared_output=True, **more),
+        "heads": MultiTokenDrafter(4, draft_vocabulary=list(range(8000)), **more),
         "model": ModelDrafter(llama(2048, 8192, 2, 32000).packed()),
         "autoregressive head": EagleDrafter([2, 8, 14], **more, **eagle),
     }

@@ -258,8 +258,8 @@ def quality(decoder: SpeculativeDecoder, data: TokenData) -> list[dict[str, Any]
 def predictors_of(name: str, drafter: Drafter, target: LanguageModel) -> Iterator[Predictor]:
     """What a drafter predicts with: one network, or as many heads as it has."""
     if isinstance(drafter, EarlyExitDrafter):
-        model = ExitModel(target, drafter.exit_layer, drafter.head)
-        yield name, 1, lambda tokens: model(tokens).logits
+        model, layer = ExitModel(target, drafter), drafter.exit_layer - 1
+        yield name, 1, lambda tokens: model.logits(target(tokens, features=(layer,)).features[layer])
     elif isinstance(drafter, ModelDrafter):
         yield name, 1, lambda tokens: drafter.model(tokens).logits
     elif isinstance(drafter, MultiTokenDrafter):
@@ -275,7 +275,7 @@ def predictors_of(name: str, drafter: Drafter, target: LanguageModel) -> Iterato
 def _head(drafter: MultiTokenDrafter, target: LanguageModel, layer: int, head: int) -> Callable[[Tensor], Tensor]:
     def score(tokens: Tensor) -> Tensor:
         hidden = target(tokens, features=(layer,)).features[layer]
-        return drafter.logits(hidden, target, head + 1)[head]
+        return drafter.logits(head, hidden)
 
     return score
 

@@ -162,7 +162,6 @@ DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
     "early_exit_reduced": lambda target: with_own_head(2, target, reduced=True),
     "early_exit_hotter": lambda target: EarlyExitDrafter(1, sampling=Sampling(1.5, top_k=3)),
     "heads": lambda target: heads(target),
-    "heads_shared": lambda target: heads(target, shared_output=True),
     "heads_reduced": lambda target: heads(target, reduced=True),
     "eagle": lambda target: fitted_eagle(target),
     "eagle_reduced": lambda target: fitted_eagle(target, reduced=True),

@@ -65,7 +65,8 @@ def test_rounds_counted_on_the_targets_own_texts_are_those_of_decoding(
 
 def test_the_chance_of_each_position_is_the_overlap_of_both_distributions_there() -> None:
     drafter = fitted_eagle(target(), reduced=True)
-    module, rows = training(drafter).eval(), texts(2, 3)
+    module, rows, vocabulary = training(drafter).eval(), texts(2, 3), drafter.draft_vocabulary
+    assert vocabulary is not None
     with torch.no_grad():
         batch = batch_of(rows)
         means = module.measure(batch, "val")
@@ -73,7 +74,7 @@ def test_the_chance_of_each_position_is_the_overlap_of_both_distributions_there(
         target_probs = target()(batch.tokens).logits.softmax(-1)
         guesses = module.draft_steps(batch, outputs)
         for i, guess in enumerate(guesses):
-            draft_probs = module.drafter.logits(guess.hidden).softmax(-1)
+            draft_probs = vocabulary.spread(module.step_logits(i, guess.hidden), -torch.inf).softmax(-1)
             overlaps: list[Tensor] = []
             for row in range(2):
                 for token in range(max(3 + i, guess.first), len(rows[row])):  # the round's first guess is a new token

@@ -23,6 +23,7 @@ from tiny_heads import heads, some_tokens
 
 from lightning_specdec.decoding import speculative_decode
 from lightning_specdec.drafters import EarlyExitDrafter, ModelDrafter, MultiTokenDrafter, StagedDrafter
+from lightning_specdec.drafters.early_exit import ExitModel
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.layers import LayerStack
 from lightning_specdec.rules import RejectionSampling, Sampling
@@ -68,9 +69,8 @@ def fitted_heads() -> MultiTokenTraining:
         (exit_training, {"draft_vocabulary": 9}, 25),
         (heads_training, {}, 25),
         (heads_training, {"draft_vocabulary": 9}, 25),
-        (heads_training, {"shared_output": True}, 25),
     ],
-    ids=["layers", "small model", "exit", "exit, reduced", "heads", "heads, reduced", "heads, shared"],
+    ids=["layers", "small model", "exit", "exit, reduced", "heads", "heads, reduced"],
 )
 def test_a_few_steps_raise_the_acceptance_and_leave_the_target_as_it_is(
     make: Any, options: dict[str, Any], num_steps: int
@@ -128,7 +128,6 @@ def test_the_shipped_config_trains_a_draft_that_decodes(
         (lambda: ExitHeadTraining(), "needs one target, got neither"),
         (lambda: frozen().with_layers([2, 0]), "layers must ascend"),
         (lambda: frozen().packed().with_layers([0, 1]), "cannot be built"),
-        (lambda: heads_training(shared_output=True, draft_vocabulary=5), "shared_output"),
         (lambda: heads_training(draft_vocabulary=5, freeze_target=False), "needs all its tokens"),
         (lambda: heads_training(num_heads=2), "a round cannot have 3 draft tokens of 2 heads"),
         (lambda: heads_training(draft_vocabulary=12), "draft_vocabulary must be from 2 to 11, got 12"),
@@ -181,7 +180,7 @@ def test_a_new_head_says_what_the_targets_own_head_makes_of_that_layer() -> None
     module = begun(ExitHeadTraining(model, exit_layer=2, draft_vocabulary=9))
     assert isinstance(module, ExitHeadTraining) and module.draft_vocabulary is not None
     hidden = model(own_texts().tokens, features=(1,)).features[1]
-    wanted = module.draft_vocabulary.restrict(model.exit_logits(hidden))
+    wanted = model.exit_logits(hidden)[..., module.draft_vocabulary.tokens]
     torch.testing.assert_close(module.head(hidden), wanted, atol=1e-3, rtol=1e-3)
 
 
@@ -189,7 +188,7 @@ def test_what_it_cannot_say_has_no_probability_and_its_stages_and_copies_know_it
     drafter, model = reduced_exit(), cases.target("llama")
     own = drafter.draft_vocabulary
     assert own is not None and own.arguments() == some_tokens(model.vocab_size)
-    logits = drafter.exit_model(model)(torch.tensor([[1, 2, 3]])).logits
+    logits = ExitModel(model, drafter).logits(torch.randn(1, 3, 32))
     assert logits.shape[-1] == model.vocab_size
     assert logits.softmax(-1)[..., [4, 9]].sum() == 0 and logits[..., own.tokens].isfinite().all()
     options: dict[str, Any] = {"max_new_tokens": 10, "rule": RejectionSampling(), "sampling": Sampling(1.0)}

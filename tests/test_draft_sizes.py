@@ -177,7 +177,7 @@ def test_one_run_decodes_in_stages_and_with_each_draft_alone(tmp_path: Path, mon
     made = checkpoint.load("checkpoints/staged")
     assert next(iter(made.drafts)) == "staged" and isinstance(made.drafter, StagedDrafter)
     assert list(made.drafts) == ["staged", "medium", "small"]
-    assert isinstance(made.drafts["small"], ModelDrafter) and made.drafter.stage_windows == [4]
+    assert isinstance(made.drafts["small"], ModelDrafter) and made.drafter.window == 4
     for name in made.drafts:
         shown = call("decode", "--ckpt", "checkpoints/staged", "--draft", name, "--repeats", "0")
         assert shown.code == 0 and "output identical" in shown.out, shown.err

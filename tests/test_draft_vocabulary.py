@@ -11,9 +11,8 @@ from lightning_specdec.drafters import DraftVocabulary
 def test_logits_go_to_the_target_and_back() -> None:
     own = DraftVocabulary([1, 4, 6], 8)
     logits = torch.tensor([[0.5, -1.0, 2.0]])
-    spread = own.to_target(logits)
+    spread = own.spread(logits, -torch.inf)
     assert spread.tolist() == [[-torch.inf, 0.5, -torch.inf, -torch.inf, -1.0, -torch.inf, 2.0, -torch.inf]]
-    assert torch.equal(own.restrict(spread), logits)
     assert own.to_draft(torch.tensor([6, 0, 1, -100]), -7).tolist() == [2, -7, 0, -7]
     assert spread.softmax(-1).sum() == 1
 

@@ -6,8 +6,6 @@ The laws of all drafters go through early exits too, see `cases`; here are those
 from __future__ import annotations
 
 import functools
-import random
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,20 +13,14 @@ import cases
 import pytest
 import torch
 from families import tiny
-from torch import Tensor
 
 from lightning_specdec.decoding import (
-    Row,
     Session,
-    Window,
     autoregressive_decode,
     open_session,
     speculative_decode,
 )
-from lightning_specdec.decoding.calibration import calibrate
-from lightning_specdec.decoding.windows import Plan
 from lightning_specdec.drafters import Draft, DraftRequest, DraftState, EarlyExitDrafter, ModelDrafter, TargetContext
-from lightning_specdec.drafters.early_exit import ExitState
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.layers import LayerStack
 from lightning_specdec.models.packed import quantize
@@ -136,58 +128,7 @@ def test_every_layer_reads_every_token_once(family: str, exit_layer: int) -> Non
     assert row.num_rounds > 4
 
 
-def test_in_a_ragged_batch_the_upper_layers_are_called_once_a_round() -> None:
-    target = HuggingFaceLM(tiny("llama"))
-    session = open_session(target, EarlyExitDrafter(2), PROMPTS, max_new_tokens=9, num_draft_tokens=3)
-    seen = count_tokens(target)
-    session.step()
-    assert seen == [[12, 1, 1, 1], [12, 1, 1, 1], [15]], "no layer reads the prompts twice"
-    session.step()
-    assert seen == [[12, 1, 1, 1] + [1] * 4] * 2 + [[15, 4]]
-
-
-def test_it_keeps_no_keys_and_values_of_its_own() -> None:
-    target = ours("llama")
-    early = open_session(target, EarlyExitDrafter(1), PROMPTS, max_new_tokens=20)
-    other = open_session(target, ModelDrafter(cut_off("llama", 1)), PROMPTS, max_new_tokens=20)
-    for session in (early, other):
-        session.step()
-    state = early._batch.draft_state
-    assert isinstance(state, ExitState) and state.whole is early._batch.target_state
-    assert not state.rows
-
-
-class Watching(EarlyExitDrafter):
-    """Notes what the lower layers made of each round's tokens, and does not hold it."""
-
-    made: weakref.ref[Tensor] | None = None
-
-    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
-        draft = super().propose(state, request, windows, sampling)
-        assert draft.exit_states is not None
-        self.made = weakref.ref(draft.exit_states.hidden)
-        return draft
-
-
-def test_what_the_lower_layers_made_is_let_go_with_its_round() -> None:
-    """Of a long prompt it is as large as a layer's keys and values."""
-    drafter = Watching(1)
-    session = open_session(ours("llama"), drafter, PROMPTS, max_new_tokens=6)
-    while session.step():
-        assert drafter.made is not None and drafter.made() is None
-
-
 # What it leaves as it was.
-
-
-@every_family
-def test_a_ragged_batch_equals_its_rows(family: str) -> None:
-    target, drafter = ours(family), EarlyExitDrafter(2)
-    options: dict[str, Any] = {"max_new_tokens": 6, "rule": RejectionSampling(), "sampling": Sampling(0.8)}
-    together = speculative_decode(target, drafter, PROMPTS, **options)
-    for i, prompt in enumerate(PROMPTS):
-        alone = speculative_decode(target, drafter, [prompt], indices=[i], **options)
-        assert alone.rows[0].rounds == together.rows[i].rounds
 
 
 @every_family
@@ -198,46 +139,14 @@ def test_a_text_may_fill_the_context_to_its_last_token(family: str) -> None:
     assert result.tokens == autoregressive_decode(target, prompts, max_new_tokens=10).tokens
 
 
-class Uneven(Window, Plan):
-    """Every row another window in every round, none at all among them."""
-
-    def __init__(self, seed: int) -> None:
-        self.largest, self.random = 5, random.Random(seed)
-
-    def plan(self, *, jointly: bool) -> Plan:
-        return self
-
-    def windows(self, rows: Sequence[Row]) -> list[int]:
-        wanted = [self.random.choice([0, 0, 1, 2, 5]) for _ in rows]
-        return [min(window, row.remaining - 1) if row.live else 0 for window, row in zip(wanted, rows, strict=True)]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"kind": "Uneven"}
-
-
-@pytest.mark.parametrize(("family", "temperature"), [("llama", 0.9), ("mistral", 0.0), ("gpt2", 0.9)])
-def test_rows_without_guesses_stand_beside_rows_with_many(family: str, temperature: float) -> None:
-    target, options = ours(family), {"max_new_tokens": 14, "sampling": Sampling(temperature)}
-    expected = autoregressive_decode(target, PROMPTS, **options).tokens  # type: ignore[arg-type]
-    drafted: set[int] = set()
-    for seed in range(2):
-        window = Uneven(seed)
-        result = speculative_decode(target, EarlyExitDrafter(2), PROMPTS, num_draft_tokens=window, **options)  # type: ignore[arg-type]
-        assert result.tokens == expected
-        drafted |= {len(each.drafted) for row in result.rows for each in row.rounds or ()}
-    assert {0, 1, 2, 5} <= drafted
-
-
 class Listening(EarlyExitDrafter):
-    """Keeps the lengths of the texts that it is shown, and fills what nobody may look at with what is no number."""
+    """Fills what nobody may look at with what is no number."""
 
     def __init__(self, exit_layer: int) -> None:
         super().__init__(exit_layer)
-        self.lengths: list[list[int]] = []
         self.num_spoilt = 0
 
     def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
-        self.lengths.append([len(text) for text in request.texts])
         draft = super().propose(state, request, windows, sampling)
         assert draft.exit_states is not None
         for row, length in enumerate(draft.exit_states.lengths):
@@ -289,44 +198,6 @@ def test_a_round_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPat
     assert session.result().tokens == expected.tokens and num_failed == 3
 
 
-# What a round costs.
-
-
-class Clock:
-    """Goes on by what every layer's call costs: 1 second, and a tenth for each token."""
-
-    def __init__(self, model: HuggingFaceLM, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        monkeypatch.setattr("lightning_specdec.decoding.timing.time.perf_counter", lambda: self.now)
-        for layer in model.stack.layers:
-            layer.register_forward_hook(self.advance)
-
-    def advance(self, module: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        self.now += 1 + 0.1 * inputs[0].shape[1]
-
-
-def test_a_calibration_has_the_costs_of_real_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lower two layers read the last guess when it is verified, the upper one all of them."""
-    target, drafter = HuggingFaceLM(tiny("llama", max_position_embeddings=512)), EarlyExitDrafter(2)
-    clock = Clock(target, monkeypatch)
-    costs = calibrate(target, drafter, context_length=100, windows=(1, 2, 4, 8), seconds=0.0)
-    assert costs.round_seconds(0) == pytest.approx(3 * 1.1)
-    for window in (1, 2, 3, 4, 8):
-        assert costs.round_seconds(window) == pytest.approx(2 * 1.1 + 1 + 0.1 * (window + 1))
-    assert costs.draft_step_seconds == pytest.approx(2 * 1.1) and costs.draft_seconds == pytest.approx(0, abs=1e-9)
-    assert costs.target_token_seconds == pytest.approx(0.3, rel=0.02)
-    before = clock.now
-    result = speculative_decode(target, drafter, PROMPTS[3], max_new_tokens=30, num_draft_tokens=4)
-    rounds = [len(each.drafted) for each in result.rows[0].rounds or ()]
-    planned = sum(costs.draft_step_seconds * window + costs.round_seconds(window) for window in rounds)
-    planned += (len(PROMPTS[3]) - 1) * costs.target_token_seconds
-    assert clock.now - before == pytest.approx(planned, rel=0.01)
-    before = clock.now
-    autoregressive_decode(target, PROMPTS[3], max_new_tokens=30)
-    planned = 30 * costs.round_seconds(0) + (len(PROMPTS[3]) - 1) * costs.target_token_seconds
-    assert clock.now - before == pytest.approx(planned, rel=0.01)
-
-
 # Other forms of the target.
 
 
@@ -341,18 +212,6 @@ def test_the_target_may_be_packed_or_rounded(family: str, form: str) -> None:
     result = speculative_decode(target, EarlyExitDrafter(1), PROMPTS, max_new_tokens=20)
     assert result.tokens == autoregressive_decode(target, PROMPTS, max_new_tokens=20).tokens
     assert result.acceptance_rate is not None and result.acceptance_rate > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("own", [False, True])
-def test_half_precision_drafts_with_the_targets_head_and_with_an_own_one(dtype: torch.dtype, own: bool) -> None:
-    target = idle_above("llama", 1).to(dtype)
-    drafter = EarlyExitDrafter(1, head_layers=[1] if own else [], hidden_size=32, vocab_size=67)
-    if drafter.head is not None:  # in float32, as a checkpoint may have it
-        drafter.head.output.load_state_dict({"weight": target.model.lm_head.weight.float()})
-    result = speculative_decode(target, drafter, PROMPTS, max_new_tokens=16)
-    assert [len(tokens) for tokens in result.tokens] == [16] * 4
-    assert result.acceptance_rate is not None and result.acceptance_rate > 0.8
 
 
 # What is refused.

@@ -10,20 +10,19 @@ from typing import Any
 import cases
 import pytest
 import torch
-from tiny_heads import OPEN, Chain, family, heads, perfect
-from torch import Tensor, nn
+from tiny_heads import Chain, heads, perfect, small
+from torch import nn
+from torch.nn.functional import one_hot
 
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoding import Row, Session, autoregressive_decode, speculative_decode
 from lightning_specdec.decoding.conversation import Conversation
 from lightning_specdec.decoding.windows import Plan, Window
-from lightning_specdec.drafters import Draft, DraftRequest, DraftState, MultiTokenDrafter, TargetContext, last_two
-from lightning_specdec.drafters.multi_token import MultiTokenState
+from lightning_specdec.drafters import Draft, DraftRequest, DraftState, MultiTokenDrafter, TargetContext
+from lightning_specdec.drafters.multi_token import MOST_STACKED
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.packed import PackedLinear
 from lightning_specdec.rules import RejectionSampling, Sampling
-
-PAIRS = [(target, shared) for target in cases.MODELS for shared in (False, True) if target != "gemma3" or not shared]
-BOTH = pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 
 
 class Checked(MultiTokenDrafter):
@@ -37,21 +36,19 @@ class Checked(MultiTokenDrafter):
     def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
         draft, (target,) = super().propose(state, request, windows, sampling), self.target
         lengths = [draft.tokens.shape[1]] * len(windows) if draft.lengths is None else draft.lengths.tolist()
+        probs = one_hot(draft.tokens, self.settings.vocab_size) if draft.probs is None else draft.probs
         for row, (text, length, window) in enumerate(zip(request.texts, lengths, windows, strict=True)):
             if not window:
                 continue
             self.made.append((list(text), length))
             assert length in (0, min(window, self.settings.num_heads))
-            if length:
-                (layer,) = self.features(target)
-                hidden = target(torch.tensor([text[:-1]]), features=(layer,)).features[layer][:, -1:]
-                expected = sampling.probs(self.logits(hidden, target, length)[:, 0, 0])
-                probs = (
-                    nn.functional.one_hot(draft.tokens, self.settings.vocab_size)
-                    if draft.probs is None
-                    else draft.probs
-                )
-                torch.testing.assert_close(probs[row, :length].float(), expected, atol=2e-4, rtol=2e-3)
+            if not length:
+                continue
+            (layer,) = self.features(target)
+            hidden = target(torch.tensor([text[:-1]]), features=(layer,)).features[layer][0, -1]
+            for i in range(length):
+                expected = sampling.probs(self.logits(i, hidden))
+                torch.testing.assert_close(probs[row, i].float(), expected, atol=2e-4, rtol=2e-3)
         return draft
 
 
@@ -75,12 +72,12 @@ class Script(Window, Plan):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("window", [Script(3), Script(2, 0, 0, 5), Script(0, 1)], ids=["3", "2,0,0,5", "0,1"])
-@pytest.mark.parametrize(("name", "shared"), PAIRS)
+@pytest.mark.parametrize("name", cases.MODELS)
 def test_every_guess_comes_from_the_state_behind_the_last_token_but_one(
-    name: str, shared: bool, window: Window, temperature: float
+    name: str, window: Window, temperature: float
 ) -> None:
     target, sampling = cases.target(name), Sampling(temperature)
-    checked = Checked(heads(target, shared_output=shared), target)
+    checked = Checked(heads(target), target)
     result = speculative_decode(
         target, checked, cases.PROMPTS, max_new_tokens=12, num_draft_tokens=window, sampling=sampling, eos=cases.EOS
     )
@@ -119,51 +116,6 @@ def test_rows_join_leave_and_go_on_without_taking_over_each_others_states(name: 
     assert len(silent) < len(checked.made) / 2
 
 
-@pytest.mark.parametrize("rule", cases.LOSSLESS)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("num_heads", [1, 3])
-@BOTH
-def test_perfect_heads_are_kept_whole_in_every_round_but_the_first(
-    num_heads: int, temperature: float, rule: str, shared: bool
-) -> None:
-    target = Chain()
-    result = speculative_decode(
-        target,
-        perfect(target, num_heads, shared=shared),
-        [[3], [1, 2, 3], [7, 7]],
-        max_new_tokens=1 + 3 * (num_heads + 1),
-        num_draft_tokens=5,
-        rule=cases.RULES[rule](),
-        sampling=Sampling(temperature),
-    )
-    for row in result.rows:
-        assert row.rounds is not None and row.rounds[0].drafted == []
-        assert [len(each.drafted) for each in row.rounds[1:]] == [num_heads] * 3
-        later = row.rounds[1:]
-        assert sum(each.num_accepted + 1 for each in later) / len(later) == num_heads + 1
-    assert result.acceptance_rate == 1.0 and result.num_target_calls == 4 and result.num_draft_calls == 3
-
-
-def test_fitted_heads_are_right_often_and_the_cases_test_something() -> None:
-    for name, shared in PAIRS:
-        drafter = heads(cases.target(name), shared_output=shared)
-        result = speculative_decode(cases.target(name), drafter, cases.PROMPTS, max_new_tokens=30)
-        assert result.acceptance_rate is not None and 0.3 < result.acceptance_rate < 0.95, (name, shared)
-
-
-@BOTH
-@pytest.mark.parametrize("name", [*OPEN, "gemma3_text", "gemma3n_text"])
-def test_heads_on_a_pretrained_target_change_no_token(name: str, shared: bool) -> None:
-    if shared and name not in OPEN:
-        pytest.skip("its output head cannot be called by itself, which another test asks for")
-    target = family(name)
-    drafter, target = heads(target, shared_output=shared).fused(), target.fused()
-    for temperature in (0.0, 0.8):
-        expected = autoregressive_decode(target, cases.PROMPTS, max_new_tokens=9, sampling=Sampling(temperature))
-        result = speculative_decode(target, drafter, cases.PROMPTS, max_new_tokens=9, sampling=Sampling(temperature))
-        assert result.tokens == expected.tokens
-
-
 def test_only_as_many_heads_are_asked_as_guesses_are_wanted() -> None:
     target, calls = cases.target("transformer"), [0]
     drafter = deepcopy(heads(target, num_steps=0))
@@ -173,36 +125,6 @@ def test_only_as_many_heads_are_asked_as_guesses_are_wanted() -> None:
     assert calls == [0], "nothing is known of the text in its first round"
     result = speculative_decode(target, drafter, [1, 2, 3], max_new_tokens=12, num_draft_tokens=2)
     assert calls == [sum(len(each.drafted) for each in result.rows[0].rounds or ())]
-
-
-class Bigram:
-    """Forbids to say a token twice in a row."""
-
-    def __call__(self, tokens: Tensor, scores: Tensor) -> Tensor:
-        return scores.scatter(1, tokens[:, -1:], -torch.inf)
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_processors_see_the_guesses_before_and_the_report_is_what_was_drawn_from(own: bool) -> None:
-    target, sampling = cases.target("transformer"), Sampling(1.0, top_k=5, processors=[Bigram()])
-    drafter = deepcopy(heads(target))
-    drafter.sampling = sampling if own else None
-    state = drafter.init_state(2, 20, TargetContext(target, target.init_state(2, 20)))
-    texts = [[1, 2, 3, 4], [5, 6, 7]]
-    state._hidden, state.lengths = torch.randn(2, 16, generator=torch.Generator().manual_seed(0)), [4, 2]
-    uniform = torch.rand(2, 3, generator=torch.Generator().manual_seed(1))
-    request = DraftRequest(texts, last_two(texts, target.device), uniform, wants_logits=True)
-    draft = drafter.propose(state, request, [3, 3], Sampling() if own else sampling)
-    assert draft.lengths is not None and draft.lengths.tolist() == [3, 0], "the second row's state is of another text"
-    assert draft.probs is not None and draft.logits is not None
-    text = list(texts[0])
-    for i, logits in enumerate(drafter.logits(state.hidden[:1, None], target)[:, 0, 0]):
-        logits = logits.clone()
-        logits[text[-1]] = -torch.inf
-        torch.testing.assert_close(draft.logits[0, i], logits)
-        torch.testing.assert_close(draft.probs[0, i], sampling.probs(logits))
-        assert int(draft.tokens[0, i]) == int(sampling.sample(logits[None], uniform[:1, i]))
-        text.append(int(draft.tokens[0, i]))
 
 
 @pytest.mark.parametrize("name", ["rnn", "llama"])
@@ -220,15 +142,44 @@ def test_a_turn_begins_without_a_guess_and_answers_as_if_read_from_scratch(name:
         text = row.text
 
 
+@pytest.mark.parametrize("rule", cases.LOSSLESS)
+@pytest.mark.parametrize("num_heads", [1, 3])
+def test_perfect_heads_are_kept_whole_in_every_round_but_the_first(num_heads: int, rule: str) -> None:
+    target = Chain()
+    result = speculative_decode(
+        target,
+        perfect(target, num_heads),
+        [[3], [1, 2, 3], [7, 7]],
+        max_new_tokens=1 + 3 * (num_heads + 1),
+        num_draft_tokens=5,
+        rule=cases.RULES[rule](),
+        sampling=Sampling(1.0),
+    )
+    for row in result.rows:
+        assert [len(each.drafted) for each in row.rounds or ()] == [0, *[num_heads] * 3]
+    assert result.acceptance_rate == 1.0 and result.num_target_calls == 4 and result.num_draft_calls == 3
+
+
 def test_what_is_remembered_moves_with_its_row() -> None:
     target = cases.target("rnn")
-    state = heads(target).init_state(3, 9, TargetContext(target, target.init_state(3, 9)))
-    assert isinstance(state, MultiTokenState)
-    state.select([0, 2])
-    state._hidden, state.lengths = torch.arange(8.0).view(2, 4), [5, 7]
-    state.select([1, -1, 0, 1])
-    assert state.lengths == [7, 0, 5, 7] and state.hidden[:, 0].tolist()[::2] == [4.0, 0.0]
-    state.clear([0])
-    state.go_back(3, 6)
+    state = heads(target).init_state(2, 9, TargetContext(target, target.init_state(2, 9)))
+    state.scored, state.lengths, state.num_added = torch.arange(16.0).view(2, 2, 4), [5, 7], [1, 2]
+    state.select([1, -1, 0])
+    assert state.lengths == [7, 0, 5] and state.num_added[::2] == [2, 1]
+    assert state.scored is not None and state.scored[:, 0, 0].tolist()[::2] == [8.0, 0.0]
+    state.go_back(0, 6)
     state.go_back(2, 3)
-    assert state.lengths == [0, 0, 0, 7], "a state is of the tokens before its text's last one, and may stay with them"
+    assert state.lengths == [7, 0, 0], "a state is of the tokens before its text's last one, and may stay with them"
+
+
+@pytest.mark.parametrize("num_tokens", [5, MOST_STACKED + 3])
+def test_fused_heads_say_the_same_and_are_packed_where_they_are_large(num_tokens: int) -> None:
+    drafter = small(num_heads=3, hidden_size=24, vocab_size=MOST_STACKED + 9, draft_vocabulary=num_tokens)
+    for parameter in drafter.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    fused, hidden = drafter.fused(), torch.randn(2, 24)
+    assert fused.arguments() == drafter.arguments()
+    assert any(isinstance(part, PackedLinear) for part in fused.modules()) == (num_tokens > MOST_STACKED)
+    with torch.no_grad():
+        for number, made in enumerate(fused.first_logits(3, hidden)):
+            torch.testing.assert_close(made, drafter.logits(number, hidden), atol=1e-5, rtol=1e-5)

@@ -13,7 +13,7 @@ import torch
 from test_whole_decodes import BOUND, NUM_NEW, NUM_ROWS, SAMPLING, chi_square, expected
 from test_whole_decodes import target as whole_target
 
-from lightning_specdec.decoding import Session, autoregressive_decode, open_session, speculative_decode
+from lightning_specdec.decoding import Session, open_session, speculative_decode
 from lightning_specdec.drafters import (
     Draft,
     Drafter,
@@ -23,7 +23,6 @@ from lightning_specdec.drafters import (
     ModelDrafter,
     NGramDrafter,
     NGramWithFallback,
-    StagedDrafter,
     TargetContext,
     last_two,
     ngram_with_fallback,
@@ -81,16 +80,6 @@ def test_where_the_look_up_finds_something_for_every_row_the_fallback_is_not_ask
     session.step()
     assert not fallback.asked and session.num_draft_calls == 0
     assert all(row.rounds[0].drafted for row in session.live)
-
-
-def test_the_fallback_is_asked_for_the_rows_that_want_guesses_and_have_found_none() -> None:
-    fallback = Counted(cases.related(cases.target("rnn")))
-    drafter, texts = NGramWithFallback(NGramDrafter(), fallback), [*PROMPTS[1:3], [5, 6, 7]]
-    state = drafter.init_state(3, 20)
-    draft = drafter.propose(state, start(texts), [2, 2, 0], Sampling())
-    assert fallback.asked == [[1]] and draft.lengths is not None and draft.lengths.tolist() == [2, 2, 0]
-    assert drafter.propose(state, start(texts), [2, 0, 0], Sampling()).tokens[0].tolist() == [4, 6]
-    assert fallback.asked == [[1]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -232,27 +221,3 @@ def test_it_needs_of_a_session_what_its_fallback_needs() -> None:
         Session(target, heads, max_length=9, rule=EpsilonThreshold())
     with pytest.raises(ValueError, match="the draft is for"):
         Session(cases.MODELS["transformer"](1, vocab_size=7), heads, max_length=9)
-
-
-def test_it_may_guess_for_a_larger_draft() -> None:
-    target = cases.target("rnn")
-    first = NGramWithFallback(cases.LONG_MATCHES, cases.small(target))
-    staged = StagedDrafter([first, ModelDrafter(cases.related(target))], stage_windows=2)
-    found = speculative_decode(target, staged, PROMPTS, max_new_tokens=12, num_draft_tokens=5)
-    alone = speculative_decode(target, staged.larger, PROMPTS, max_new_tokens=12, num_draft_tokens=5)
-    assert [row.rounds for row in found.rows] == [row.rounds for row in alone.rows]
-
-
-def test_as_a_stage_of_an_early_exit_it_takes_rows_that_join() -> None:
-    model = cases.target("llama")
-    small = cases.small(model)
-    drafter = StagedDrafter([NGramWithFallback(NGramDrafter(min_ngram=1), small), EarlyExitDrafter(1)])
-    session = Session(model, drafter, max_length=40, num_draft_tokens=3)
-    rows = [session.add(prompt, max_new_tokens=12) for prompt in PROMPTS[:1]]
-    for prompt in PROMPTS[1:]:  # the batch grows while others go on
-        session.step()
-        rows.append(session.add(prompt, max_new_tokens=12))
-    while session.live:
-        session.step()
-    expected = autoregressive_decode(model, PROMPTS, max_new_tokens=12).tokens
-    assert [row.text[row.prompt_length :] for row in rows] == expected

@@ -60,7 +60,6 @@ def heads(
     target: LanguageModel,
     *,
     num_heads: int = 3,
-    shared_output: bool = False,
     reduced: bool = False,
     num_steps: int = 8,
 ) -> MultiTokenDrafter:
@@ -78,7 +77,6 @@ def heads(
             num_heads,
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
-            shared_output=shared_output,
             draft_vocabulary=some_tokens(target.vocab_size) if reduced else None,
         )
     try:
@@ -90,7 +88,7 @@ def heads(
     weights = list(drafter.parameters())
     optimizer = torch.optim.Adam(weights, lr=0.1)
     for _ in range(num_steps):
-        made = [drafter.head_logits(i, hidden[:, : -2 - i], target) for i in range(num_heads)]
+        made = [drafter.logits(i, hidden[:, : -2 - i]) for i in range(num_heads)]
         losses = [
             nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 2 + i :].flatten(), ignore_index=-1)
             for i, logits in enumerate(made)
@@ -141,23 +139,12 @@ class Chain(LanguageModel):
         hidden = nn.functional.one_hot(tokens, self.vocab_size).float()
         return ModelOutput(self.output(select(hidden, logits_for)), dict.fromkeys(features, hidden), logits_for)
 
-    def check_output_head(self) -> None:
-        pass
 
-    def output_logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.output(hidden)
-        return logits
-
-
-def perfect(target: Chain, num_heads: int, *, shared: bool) -> MultiTokenDrafter:
+def perfect(target: Chain, num_heads: int) -> MultiTokenDrafter:
     """Heads that are always right about that target."""
     size = target.vocab_size
-    drafter = MultiTokenDrafter(num_heads, hidden_size=size, vocab_size=size, shared_output=shared)
+    drafter = MultiTokenDrafter(num_heads, hidden_size=size, vocab_size=size)
     with torch.no_grad():
-        for i, head in enumerate(drafter.heads.children()):
-            assert isinstance(head, nn.Sequential)
-            if shared:  # what the block adds outweighs what it leaves there
-                head[0].linear.weight.copy_(10 * target.steps(i + 1))  # type: ignore[union-attr, operator]
-            else:
-                head[-1].weight.copy_(Chain.CERTAIN * target.steps(i + 2))  # type: ignore[operator]
+        for i, head in enumerate(drafter.heads):
+            head[-1].weight.copy_(Chain.CERTAIN * target.steps(i + 2))  # type: ignore[index]
     return drafter

@@ -74,11 +74,22 @@ def build(described: object, kinds: tuple[Kinds, ...], trusted: str | None = Non
     if not isinstance(described, dict) or not isinstance(described.get("arguments"), dict):
         raise ValueError(f"expected a class and its arguments, got {short(repr(described), 80)}")
     kind = _kind(described.get("class"), kinds, trusted)
-    arguments = {_FORMER.get(key, key): built(value) for key, value in described["arguments"].items()}
+    arguments = {key: built(value) for key, value in _current(described["arguments"]).items()}
     found = kind(**arguments)
     if foreign := arguments.keys() - found.arguments().keys():
         raise ValueError(f"a checkpoint's {kind.__name__} has no argument {short(str(min(foreign)), 80)!r}")
     return found
+
+
+def _current(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of older files as they are given now."""
+    arguments = {_FORMER.get(key, key): value for key, value in arguments.items()}
+    if arguments.get("shared_output") is False:  # no heads share the target's output layer
+        del arguments["shared_output"]
+    windows = arguments.get("stage_windows")
+    if isinstance(windows, list) and windows:  # one for each stage; the draft is the same with any
+        arguments["stage_windows"] = windows[-1]
+    return arguments
 
 
 def _kind(name: object, kinds: tuple[Kinds, ...], trusted: str | None) -> type[Any]:

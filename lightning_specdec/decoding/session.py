@@ -213,7 +213,6 @@ class Session:
             uniform=None if noise is None else noise[:, :width, self.rule.draft_purpose],
             wants_logits=self.rule.needs_draft_logits,
             vocab_size=self.target.vocab_size,
-            windows=windows,
             device=device,
         )
         draft = self.drafter.propose(self._batch.draft_state, request, windows, self.sampling)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ class DraftRequest:
         wants_logits: whether the rule compares the draft's logits.
         vocab_size: rows of the target's output, which draft tokens and their distributions are over; as many as the
             draft's own when None.
-        windows: draft tokens wanted of each row, which is all that logits processors are asked about; K when None.
         settled: how many tokens of each text are final, all of them when None. The others are draft tokens, and
             `go_back` takes them back; a state that cannot go back so far has to read the text again.
         device: the round's numbers on the device; None where calls are not recorded.
@@ -43,7 +41,6 @@ class DraftRequest:
     uniform: Float[Tensor, "B K"] | None
     wants_logits: bool = False
     vocab_size: int | None = None
-    windows: Sequence[int] | None = None
     settled: Sequence[int] | None = None
     device: DeviceRound | None = None
 
@@ -90,17 +87,16 @@ class TargetContext:
 class DraftState:
     """What a drafter remembers of a batch of rows: by default one value per row, made by `new_row`."""
 
+    drafted_at: list[int] | None = None
+    """Lengths of the texts that were last drafted on, where draft tokens are remembered until some are kept."""
+
     def __init__(self, batch_size: int = 0, new_row: Callable[[], Any] = lambda: None) -> None:
         self.new_row = new_row
         self.rows: list[Any] = [new_row() for _ in range(batch_size)]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Row i becomes the former row `rows[i]`, or an empty one where that is -1."""
-        moved = [
-            self.new_row() if row < 0 else copy.deepcopy(self.rows[row]) if row in rows[:i] else self.rows[row]
-            for i, row in enumerate(rows)
-        ]
-        self.rows = moved
+        """Row i becomes the former row `rows[i]`, each of which is named once, or an empty one where that is -1."""
+        self.rows = [self.new_row() if row < 0 else self.rows[row] for row in rows]
 
     def clear(self, rows: Sequence[int]) -> None:
         """Empty these rows for the next request."""
@@ -115,9 +111,48 @@ class DraftState:
         """
         self.clear([row])
 
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Every row goes on after so many tokens."""
+        for row, length in enumerate(lengths):
+            self.go_back(row, length)
+
+    def settle(self, num_accepted: Sequence[int] | None = None) -> None:
+        """Forget the draft tokens that were not kept, all when None."""
+        if self.drafted_at is not None:
+            counts = num_accepted or [0] * len(self.drafted_at)
+            self.truncate([length + count for length, count in zip(self.drafted_at, counts, strict=True)])
+            self.drafted_at = None
+
     def resume(self, row: int, length: int) -> None:
         """Another prompt follows in a row, which begins with `length` tokens of its text: forget all behind them."""
         self.go_back(row, length)
+
+
+class JointState(DraftState):
+    """The states of several drafters, whose rows move together."""
+
+    def __init__(self, *states: DraftState) -> None:
+        self.states = states
+
+    def select(self, rows: Sequence[int]) -> None:
+        for state in self.states:
+            state.select(rows)
+
+    def clear(self, rows: Sequence[int]) -> None:
+        for state in self.states:
+            state.clear(rows)
+
+    def go_back(self, row: int, length: int) -> None:
+        for state in self.states:
+            state.go_back(row, length)
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        for state in self.states:
+            state.truncate(lengths)
+
+    def resume(self, row: int, length: int) -> None:
+        for state in self.states:
+            state.resume(row, length)
 
 
 class Drafter(nn.Module, ABC):
@@ -129,13 +164,17 @@ class Drafter(nn.Module, ABC):
     Attributes:
         Settings: fields, limits and help of what the constructor takes.
         gives_logits: whether `propose` can give its logits, which some rules compare with the target's.
+        from_file: whether it is trained or put together beforehand, so that no settings make one.
         inside_target: whether it works on the target's own state; then it always sees whole texts.
+        takes_model: whether it drafts with a draft model, the constructor's first argument.
     """
 
     Settings: ClassVar[type[BaseSettings]] = NoSettings
     settings: Any
     gives_logits: ClassVar[bool] = False
-    inside_target: ClassVar[bool] = False
+    from_file: ClassVar[bool] = False
+    inside_target: bool = False
+    takes_model: ClassVar[bool] = False
 
     def __init__(self, *values: Any, **settings: Any) -> None:
         super().__init__()
@@ -151,9 +190,14 @@ class Drafter(nn.Module, ABC):
         Raises:
             ValueError: it takes no draft model, a setting is wrong, or it cannot draft for this target.
         """
-        if draft is not None:
-            raise ValueError(f"{cls.__name__} takes no draft model: drop the draft")
-        drafter = cls(**settings)
+        if cls.from_file:
+            raise ValueError(
+                f"a {cls.__name__} comes from a draft file or checkpoint: give that, or build it in Python"
+            )
+        if not (isinstance(draft, LanguageModel) if cls.takes_model else draft is None):
+            wants = "needs a" if cls.takes_model else "takes no"
+            raise ValueError(f"{cls.__name__} {wants} draft model, got {type(draft).__name__}")
+        drafter = cls(draft, **settings) if cls.takes_model else cls(**settings)
         drafter.check_target(target)
         return drafter
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.drafters.base import Drafter, DraftRequest, DraftState, TargetContext
 from lightning_specdec.drafters.layout import pad
-from lightning_specdec.drafters.model import ModelDrafter, RollingDrafter, fit, make_draft, require_model
+from lightning_specdec.drafters.model import DrawingDrafter, Drawn, ModelDrafter, fit, make_draft
 from lightning_specdec.models import LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
 from lightning_specdec.text.translation import TranslatedText, Translation
@@ -33,7 +34,7 @@ class _Row:
         self.waiting: list[int] = []
         """Tokens behind the text's own that the state has read, and that the next tokens may change."""
         self.num_kept = 0
-        """Draft tokens of the last round that were kept and that the state has read."""
+        """Draft tokens of the last round that the state has read, less those that were rejected."""
         self.num_right = 0
         """Leading tokens that the state, if it has read so many, has read as they are now."""
         self.first = 0
@@ -70,30 +71,19 @@ class CrossDraftState(DraftState):
         super().__init__(batch_size, lambda: _Row(TranslatedText(translation)))
         self.model, self.capacity = model, capacity
         self.model_state = model.init_state(batch_size, capacity)
-        self.num_fed: list[int] | None = None
-        """Each row's draft tokens that the state has read, until it is known how many of them were kept."""
 
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
         self.model_state.select(rows)
-        self.num_fed = None
 
     def clear(self, rows: Sequence[int]) -> None:
         super().clear(rows)
         self.model_state.clear(rows)
-        for row in rows:
-            self._drop(row)
-
-    def _drop(self, row: int) -> None:
-        """Forget the row's draft tokens."""
-        if self.num_fed is not None:
-            self.num_fed[row] = 0
 
     def go_back(self, row: int, length: int) -> None:
         own = self.rows[row]
         own.text.go_back(length)
         own.waiting, own.num_kept = [], 0  # the state may have read others in their place
-        self._drop(row)
         if len(own.text.tokens) <= own.first:
             self.clear([row])
 
@@ -146,16 +136,15 @@ class CrossVocabularySettings(Settings):
     min_share: float = setting(0.1, "least share of tokens in common, of the smaller vocabulary", minimum=0, maximum=1)
 
 
-class CrossVocabulary(RollingDrafter):
+class CrossVocabulary(DrawingDrafter):
     """Drafts with a language model of another vocabulary, by the tokens that both have.
 
     The draft's logits are restricted to the intersection and renormalized by the sampling, so every lossless rule stays
     lossless (Timor et al. 2025, token-level intersection); see `TranslatedText` for what the draft reads.
 
     Args:
-        model: the draft.
+        model: the draft, whose `vocabulary` says what its tokens mean.
         target_vocabulary: what the target's tokens mean.
-        vocabulary: what the draft's tokens mean; the model's own when None.
         encode: the draft's tokenizer for plain text, without special tokens; when None, text is spelt by the longest
             tokens that fit.
         start: a token that the draft's texts begin with: its BOS, if it was trained with one.
@@ -167,25 +156,22 @@ class CrossVocabulary(RollingDrafter):
 
     Settings = CrossVocabularySettings
     settings: CrossVocabularySettings
-    renames = True
 
     def __init__(
         self,
         model: LanguageModel,
         target_vocabulary: Vocabulary,
         *,
-        vocabulary: Vocabulary | None = None,
         encode: Callable[[str], Sequence[int]] | None = None,
         start: int | None = None,
         sampling: Sampling | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(sampling=sampling, **settings)
-        own = model.vocabulary if vocabulary is None else vocabulary
+        own = model.vocabulary
         if own is None:
-            raise ValueError("the draft's tokens are not known: give its vocabulary (Vocabulary.of(tokenizer))")
+            raise ValueError("the draft's tokens are not known: load it with its tokenizer, or set its `vocabulary`")
         self.model, self.target_vocabulary = model, target_vocabulary
-        self._options = {"vocabulary": own, "encode": encode, "start": start}
         # A tokenizer may have tokens that the model has no rows for.
         special = {name: token for name, token in own.special.items() if token < model.vocab_size}
         readable = Vocabulary(own.token_bytes[: model.vocab_size], special)
@@ -209,17 +195,12 @@ class CrossVocabulary(RollingDrafter):
     @classmethod
     def for_target(cls, target: LanguageModel, draft: Any = None, **settings: Any) -> Drafter:
         """As `Drafter.for_target`; where the vocabularies are the same, a `ModelDrafter`."""
-        model = require_model(cls, draft)
-        own, others, tokenizer = model.vocabulary, target.vocabulary, getattr(model, "tokenizer", None)
-        drafter: Drafter
-        if own is None or others is None or own == others:
-            drafter = ModelDrafter(model, sampling=settings.get("sampling"))
-        elif tokenizer is None:
+        own, tokenizer = getattr(draft, "vocabulary", None), getattr(draft, "tokenizer", None)
+        if own is None or target.vocabulary is None or own == target.vocabulary:
+            return ModelDrafter.for_target(target, draft, sampling=settings.get("sampling"))
+        if tokenizer is None:
             raise ValueError("the draft's vocabulary is not the target's: load the draft with its tokenizer")
-        else:
-            drafter = cls(model, others, encode=tokenizer.encode_plain, start=tokenizer.start, **settings)
-        drafter.check_target(target)
-        return drafter
+        return cls(draft, target.vocabulary, encode=tokenizer.encode_plain, start=tokenizer.start, **settings)
 
     @property
     def max_positions(self) -> None:
@@ -237,10 +218,7 @@ class CrossVocabulary(RollingDrafter):
         raise ValueError("a checkpoint keeps no tokenizer, which a CrossVocabulary needs: save the two models apart")
 
     def fused(self) -> CrossVocabulary:
-        model, options = self.model.fused(), {**self._options, **self.settings.to_dict()}
-        if model is self.model:
-            return self
-        return CrossVocabulary(model, self.target_vocabulary, sampling=self.sampling, **options)
+        return deepcopy(self, {id(self.model): self.model.fused()})
 
     def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> CrossDraftState:
         # The draft's tokens are shorter as a rule, so there are more of them.
@@ -249,11 +227,9 @@ class CrossVocabulary(RollingDrafter):
         return CrossDraftState(self.model, self.translation, batch_size, capacity)
 
     def to_target(self, logits: Float[Tensor, "B W"], request: DraftRequest) -> Float[Tensor, "B V"]:
+        """Logits of the draft's W tokens as logits of the target's V; -inf for what the draft does not have."""
         padded = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)
         return fit(padded.index_select(1, self._sources), request.vocab_size)
-
-    def to_draft(self, tokens: Int[Tensor, "B"], model: LanguageModel) -> Int[Tensor, "B"]:
-        return self._read_as.index_select(0, tokens.clamp(max=len(self._read_as) - 1))
 
     def propose(self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
         limit, num_draft_tokens = self.model.max_positions, max(windows)
@@ -263,13 +239,20 @@ class CrossVocabulary(RollingDrafter):
             row.extend(text)
         state.make_room(num_draft_tokens)
         tokens, valid_lengths = pad(state.unread(), request.tail.device)
-        outputs = self.roll(self.model, state.model_state, tokens, valid_lengths, num_draft_tokens, request, sampling)
-        state.num_fed = [num_draft_tokens - 1] * len(windows)
         wanted = [min(window, num_draft_tokens) for window in windows]
+
+        def call(drawn: Drawn) -> None:
+            def choose(logits: Float[Tensor, "B W"], i: int) -> Int[Tensor, "B"]:
+                token = drawn.draw(self.to_target(logits, request))
+                return self._read_as.index_select(0, token.clamp(max=len(self._read_as) - 1))
+
+            self.model.rollout(tokens, state.model_state, num_draft_tokens, choose, valid_lengths=valid_lengths)
+
+        outputs = self.run(request, wanted, sampling, call)
+        for row in state.rows:
+            row.num_kept = num_draft_tokens - 1
         return make_draft(outputs, wanted, request)
 
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
-        if state.num_fed is not None:
-            for row, count, fed in zip(state.rows, num_accepted, state.num_fed, strict=True):
-                row.num_kept = min(count, fed)
-            state.num_fed = None
+        for row, count in zip(state.rows, num_accepted, strict=True):
+            row.num_kept = min(row.num_kept, count)

@@ -16,10 +16,15 @@ from lightning_specdec.drafters.eagle_network import EagleNetwork, EagleSettings
 from lightning_specdec.drafters.layout import pad
 from lightning_specdec.drafters.model import Drawn, TrainedDrafter, make_draft, nothing
 from lightning_specdec.models import KVState, LanguageModel, ModelOutput
+from lightning_specdec.models.base import select
 from lightning_specdec.rules import Draft, Sampling
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Float
+
+
+FEATURES = 1
+"""Where the features lie, beside the keys and values of the network's layer 0."""
 
 
 class EagleState(DraftState):
@@ -30,55 +35,36 @@ class EagleState(DraftState):
     """
 
     def __init__(self, batch_size: int, max_length: int, context: TargetContext) -> None:
-        self.context = context
+        self.context, self.read = context, KVState(batch_size, max_length, device=context.model.device)
         self.known = [0] * batch_size
         """Tokens of each row whose features are known: once the target has read the text, all of it but the last."""
-        self.read = KVState(batch_size, max_length, device=context.model.device)
         self.num_scored = 1
         """Places that the target scored in its last call."""
-        self._features: Float[Tensor, "B S D"] | None = None
 
     def learn(self, features: Float[Tensor, "B T D"], num_scored: int, num_accepted: Sequence[int]) -> None:
         """Keep the features of the tokens of the target's last call: unread text, its last token, then draft tokens."""
-        if self._features is None:
-            # One slot more than tokens takes the padding.
-            self._features = features.new_zeros(len(features), self.read.num_slots, features.shape[-1])
-        self.num_scored, num_tokens = num_scored, features.shape[1]
+        self.num_scored = num_scored
         # The target has read all of the text and the draft tokens, so its lengths tell how long the text was.
         texts = [length - num_scored + 1 for length in self.context.state.consumed]
         starts = [min(known, length - 1) for known, length in zip(self.known, texts, strict=True)]
-        self._features.scatter_(1, self._places(starts, num_tokens), features)
+        slots = self.read.slots(features.shape[1], starts)
+        self.read.storage.update(FEATURES, slots, features[:, None], features[:, None, :, :0])
         self.known = [length + count for length, count in zip(texts, num_accepted, strict=True)]
 
     def features(self, starts: Sequence[int], num_tokens: int, lengths: Sequence[int]) -> Float[Tensor, "B T D"]:
         """The features of so many tokens of each row, `lengths` of which are wanted, zeros behind those: the features
         of rejected tokens may be NaN."""
-        assert self._features is not None, "the target has not been called yet"
-        found = self._features.gather(1, self._places(starts, num_tokens))
-        device = self.read.device
+        places = self.read.slots(num_tokens, starts).positions.clamp(max=self.read.num_slots - 1)
+        found, device = select(self.read.storage.layers[FEATURES][0][:, 0], places), self.read.device
         padding = torch.arange(num_tokens, device=device) >= torch.tensor(lengths, device=device)[:, None]
         return found.masked_fill(padding[..., None], 0)
 
-    def _places(self, starts: Sequence[int], num_tokens: int) -> Int[Tensor, "B T D"]:
-        assert self._features is not None
-        _, num_slots, size = self._features.shape
-        places = torch.tensor(starts, device=self.read.device)[:, None] + torch.arange(
-            num_tokens, device=self.read.device
-        )
-        return places.clamp(max=num_slots - 1)[..., None].expand(-1, -1, size)
-
     def select(self, rows: Sequence[int]) -> None:
         self.read.select(rows)
-        if self._features is not None:
-            source = torch.tensor(rows, device=self.read.device)
-            taken = self._features[source.clamp(min=0)]
-            self._features = taken.masked_fill((source < 0)[:, None, None], 0)
         self.known = [0 if row < 0 else self.known[row] for row in rows]
 
     def clear(self, rows: Sequence[int]) -> None:
         self.read.clear(rows)
-        if self._features is not None:  # a request that ended in NaN must not poison the next one
-            self._features[list(rows)] = 0
         for row in rows:
             self.known[row] = 0
 
@@ -132,42 +118,36 @@ class EagleDrafter(TrainedDrafter):
         num_draft_tokens = max(wanted)
         if not num_draft_tokens:
             return nothing(request)
-        hidden, entries = self._read(state, request, known)
-        drawn = Drawn(request, wanted, self.sampling or sampling, self.draft_vocabulary)
-        for i in range(num_draft_tokens):
-            token = drawn.draw(self.network.logits(hidden[:, -1]))
-            if i + 1 < num_draft_tokens:
-                embedded = state.context.model.embeddings(token[:, None])
-                hidden = self._advance(state.read, embedded, hidden[:, -1:], None)
+        hidden, entries = self._read(state, request)
+
+        def call(drawn: Drawn, hidden: Float[Tensor, "B 1 D"]) -> None:
+            for i in range(num_draft_tokens):
+                token = drawn.draw(self.network.logits(hidden[:, -1]))
+                if i + 1 < num_draft_tokens:
+                    embedded = state.context.model.embeddings(token[:, None])
+                    hidden = self._advance(state.read, embedded, hidden, None)
+
+        outputs = self.run(request, wanted, sampling, call, hidden, vocabulary=self.draft_vocabulary)
         state.read.truncate(entries)
-        return make_draft(drawn.outputs, wanted, request)
+        return make_draft(outputs, wanted, request)
 
-    def logits(self, hidden: Float[Tensor, "*B D"]) -> Float[Tensor, "*B V"]:
-        """Logits over the target's tokens from the network's output: -inf for those that the draft does not have."""
-        scores = self.network.logits(hidden)
-        return scores if self.draft_vocabulary is None else self.draft_vocabulary.to_target(scores)
-
-    def _read(
-        self, state: EagleState, request: DraftRequest, known: Sequence[bool]
-    ) -> tuple[Float[Tensor, "B 1 D"], list[int]]:
+    def _read(self, state: EagleState, request: DraftRequest) -> tuple[Float[Tensor, "B 1 D"], list[int]]:
         """Read the entries of the settled text that have not been read: the last one's output, and how many they are.
 
-        The last one is read in any case. Rows whose features are not known read nothing.
+        The last one is read in any case.
         """
-        texts, read = request.texts, state.read.consumed
-        ends = [len(text) - 1 if each else length for text, each, length in zip(texts, known, read, strict=True)]
-        starts = [min(end - 1, length) if each else end for end, each, length in zip(ends, known, read, strict=True)]
+        texts = request.texts
+        ends = [min(len(text) - 1, known) for text, known in zip(texts, state.known, strict=True)]
+        starts = [min(max(end - 1, 0), length) for end, length in zip(ends, state.read.consumed, strict=True)]
         state.read.truncate(starts)
-        unread = [text[start + 1 : end + 1] for text, start, end in zip(request.texts, starts, ends, strict=True)]
-        tokens, lengths = pad(unread, request.tail.device)
-        missing = state.num_scored - tokens.shape[1]
-        lengths = lengths or [tokens.shape[1]] * len(tokens)
-        if missing > 0:  # as many as any round settles, so that shapes do not depend on acceptance
-            tokens = torch.nn.functional.pad(tokens, (0, missing))
+        unread = [text[start + 1 : end + 1] for text, start, end in zip(texts, starts, ends, strict=True)]
+        lengths = [len(each) for each in unread]
+        # As many as any round settles, so that shapes do not depend on acceptance.
+        tokens, _ = pad(unread, request.tail.device, state.num_scored)
         embedded = state.context.model.embeddings(tokens)
         hidden = self._advance(state.read, embedded, state.features(starts, tokens.shape[1], lengths), lengths)
-        last = torch.tensor([max(length - 1, 0) for length in lengths], device=hidden.device)
-        return hidden.gather(1, last[:, None, None].expand(-1, -1, hidden.shape[-1])), ends
+        last = torch.tensor([[max(length - 1, 0)] for length in lengths], device=hidden.device)
+        return select(hidden, last), ends
 
     def _advance(
         self,

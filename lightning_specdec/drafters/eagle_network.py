@@ -48,8 +48,8 @@ class EagleSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         layers = self.feature_layers
-        if not layers or len(set(layers)) < len(layers):
-            raise ValueError(f"feature_layers must be one layer or several different ones, got {list(layers)}")
+        if not layers:
+            raise ValueError("feature_layers must be one layer at least")
         if self.hidden_size % (2 * self.num_heads) or self.num_heads % self.num_key_heads:
             raise ValueError(
                 f"{self.num_heads} heads of {self.num_key_heads} keys do not divide a hidden size of "
@@ -73,7 +73,6 @@ class EagleNetwork(nn.Module):
         hidden_size, inner_size = settings.hidden_size, settings.intermediate_size
         self.num_heads, self.num_key_heads = settings.num_heads, settings.num_key_heads
         self.attention_window, self.head_size = settings.attention_window, hidden_size // settings.num_heads
-        self.hidden_size = hidden_size
         width = (self.num_heads + 2 * self.num_key_heads) * self.head_size
         # Layers differ a hundredfold in how large their states are, and so do the first token's from all others'.
         self.layer_norms = nn.ModuleList(_norm(hidden_size) for _ in settings.feature_layers)

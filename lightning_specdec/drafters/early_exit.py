@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, N places, D hidden size, V vocabulary, W tokens that a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_specdec.config.settings import Settings, setting
-from lightning_specdec.drafters.base import Drafter, DraftRequest, DraftState, TargetContext
-from lightning_specdec.drafters.heads import Block, DraftVocabulary
+from lightning_specdec.drafters.base import DraftRequest, DraftState, TargetContext
+from lightning_specdec.drafters.heads import Block
 from lightning_specdec.drafters.layout import pad
-from lightning_specdec.drafters.model import RollingDrafter, TrainedDrafter, make_draft
+from lightning_specdec.drafters.model import TrainedDrafter, make_draft
 from lightning_specdec.models import DecodeState, ExitStates, LanguageModel, ModelOutput
 from lightning_specdec.models.base import Plain, select
 from lightning_specdec.models.state import Lengths
@@ -65,25 +66,15 @@ class LowerState(DecodeState):
 
 
 class ExitModel(LanguageModel):
-    """The target's lower layers and an output head as a language model over a `LowerState`.
-
-    Args:
-        target: the whole model.
-        num_layers: how many lower layers.
-        head: turns their output to logits; the target's own final norm and head when None.
-        tokens: those that the head scores; others are -inf in the model's logits. All when None.
-    """
+    """The target's lower layers and an output head as a language model over a `LowerState`."""
 
     num_layers: int
 
-    def __init__(
-        self, target: LanguageModel, num_layers: int, head: nn.Module | None, tokens: DraftVocabulary | None = None
-    ) -> None:
+    def __init__(self, target: LanguageModel, drafter: EarlyExitDrafter) -> None:
         super().__init__()
-        target.check_exit(num_layers)
-        self.target, self.num_layers, self.head, self.tokens = target, num_layers, head, tokens
-        self.vocab_size, self.vocabulary = target.vocab_size, target.vocabulary
-        self.max_positions = target.max_positions
+        self.target, self.num_layers, self.head = target, drafter.exit_layer, drafter.head
+        self.tokens = drafter.draft_vocabulary
+        self.vocab_size = target.vocab_size
 
     def init_state(self, batch_size: int, max_length: int) -> LowerState:
         return LowerState(self.target.init_state(batch_size, max_length))
@@ -97,15 +88,9 @@ class ExitModel(LanguageModel):
         logits_for: Int[Tensor, "B N"] | slice | None = None,
         features: Sequence[int] = (),
     ) -> ModelOutput:
-        if features:
-            raise ValueError("the lower layers read one path of tokens, and give no features")
-        if state is None:
-            layer = self.num_layers - 1
-            hidden = self.target(tokens, features=(layer,), logits_for=slice(0, 0)).features[layer]
-        else:
-            assert isinstance(state, LowerState)
-            hidden = self.target.lower(tokens, state.whole, state.consumed, self.num_layers)
-            state.append(hidden, valid_lengths)
+        assert isinstance(state, LowerState)
+        hidden = self.target.lower(tokens, state.whole, state.consumed, self.num_layers)
+        state.append(hidden, valid_lengths)
         return ModelOutput(self.logits(select(hidden, logits_for)), logits_for=logits_for)
 
     def logits(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
@@ -113,7 +98,7 @@ class ExitModel(LanguageModel):
         if self.head is None:
             return self.target.exit_logits(hidden)
         scores: Tensor = self.head(hidden)
-        return scores if self.tokens is None else self.tokens.to_target(scores)
+        return scores if self.tokens is None else self.tokens.spread(scores, -torch.inf)
 
     def arguments(self) -> dict[str, Plain]:
         raise ValueError("the lower layers belong to their target: save that")
@@ -128,14 +113,8 @@ class ExitState(DraftState):
     """
 
     def __init__(self, model: ExitModel, whole: DecodeState) -> None:
-        super().__init__()
+        super().__init__(len(whole.consumed))
         self.model, self.whole = model, whole
-
-    def select(self, rows: Sequence[int]) -> None:
-        pass
-
-    def clear(self, rows: Sequence[int]) -> None:
-        pass
 
 
 class ExitHead(nn.Module):
@@ -180,11 +159,12 @@ class EarlyExitSettings(Settings):
             raise ValueError("heads need hidden_size and vocab_size of their target: give both beside head_layers")
 
 
-class EarlyExitDrafter(RollingDrafter, TrainedDrafter):
+class EarlyExitDrafter(TrainedDrafter):
     """Drafts with the target's first layers (Elhoushi et al. 2024, "LayerSkip", section 4.3); needs no draft model."""
 
     Settings = EarlyExitSettings
     settings: EarlyExitSettings
+    from_file = False
 
     def __init__(self, *values: Any, sampling: Sampling | None = None, **settings: Any) -> None:
         super().__init__(*values, sampling=sampling, **settings)
@@ -194,10 +174,6 @@ class EarlyExitDrafter(RollingDrafter, TrainedDrafter):
             assert own.hidden_size is not None
             self.heads[str(layer)] = ExitHead(own.hidden_size, self.num_tokens, own.num_blocks)
 
-    @classmethod
-    def for_target(cls, target: LanguageModel, draft: Any = None, **settings: Any) -> Drafter:
-        return super(TrainedDrafter, cls).for_target(target, draft, **settings)
-
     @property
     def head(self) -> ExitHead | None:
         """The exit's own output head; None where the target's serves."""
@@ -205,8 +181,8 @@ class EarlyExitDrafter(RollingDrafter, TrainedDrafter):
 
     def head_of(self, exit_layer: int) -> ExitHead | None:
         """Another exit's own output head; None where the target's serves."""
-        heads: dict[str, Any] = dict(self.heads)
-        return heads.get(str(exit_layer))
+        found: Any = self.heads[str(exit_layer)] if str(exit_layer) in self.heads else None
+        return found
 
     def check_target(self, target: LanguageModel) -> None:
         target.check_exit(self.exit_layer)
@@ -215,36 +191,26 @@ class EarlyExitDrafter(RollingDrafter, TrainedDrafter):
 
     def at(self, exit_layer: int) -> EarlyExitDrafter:
         """The same drafter with another exit; the heads are shared."""
-        other = EarlyExitDrafter(exit_layer, sampling=self.sampling)
-        other.settings = self.settings.changed(exit_layer=exit_layer)
-        other.heads, other.draft_vocabulary = self.heads, self.draft_vocabulary
+        other = copy(self)
+        other.exit_layer, other.settings = exit_layer, self.settings.changed(exit_layer=exit_layer)
         return other
 
     def fused(self) -> EarlyExitDrafter:
         return self.packed("heads")
 
-    def exit_model(self, target: LanguageModel) -> ExitModel:
-        """The language model that drafts, over the target's own state."""
-        return ExitModel(target, self.exit_layer, self.head, None if self.head is None else self.draft_vocabulary)
-
-    def arguments(self) -> dict[str, Any]:
-        plain, defaults = super().arguments(), EarlyExitSettings(self.exit_layer).to_dict()
-        return {key: value for key, value in plain.items() if key == "exit_layer" or value != defaults[key]}
-
     def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> ExitState:
         assert context is not None, "an early exit drafts inside its target, so a session must say which that is"
-        return ExitState(self.exit_model(context.model), context.state)
+        return ExitState(ExitModel(context.model, self), context.state)
 
     def propose(self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
-        whole = state.whole
+        whole, model, layer = state.whole, state.model, self.exit_layer
         unread = [text[length:] for text, length in zip(request.texts, whole.consumed, strict=True)]
         tails = request.tail[:, 1:] if all(len(each) == 1 for each in unread) else None
-        target, layer, model = state.model.target, self.exit_layer, state.model
-        outputs = self.recorded_roll(target, whole, tails, request, sampling, num_layers=layer, head=model.logits)
+        outputs = self.recorded_roll(model.target, whole, tails, request, sampling, num_layers=layer, head=model.logits)
         if outputs is None:
             lower = LowerState(whole)
             tokens, lengths = pad(unread, request.tail.device) if tails is None else (tails, None)
-            outputs = self.roll(model, lower, tokens, lengths, max(windows), request, sampling)
+            outputs = self.roll(model, lower, tokens, lengths, windows, request, sampling)
             states = lower.exit_states(layer)
         else:
             assert outputs[3] is not None

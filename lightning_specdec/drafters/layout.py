@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from jaxtyping import Int
 
 
-def pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Int[Tensor, "B T"], list[int] | None]:
-    """Rows of tokens as one right-padded tensor, and their lengths where these differ."""
+def pad(
+    rows: Sequence[Sequence[int]], device: torch.device, num_columns: int = 0
+) -> tuple[Int[Tensor, "B T"], list[int] | None]:
+    """Rows of tokens as one right-padded tensor of `num_columns` at least, and their lengths where some are shorter."""
     lengths = [len(row) for row in rows]
-    width = max(lengths)
+    width = max(num_columns, *lengths)
     tokens = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
     return tokens, None if min(lengths) == width else lengths
 

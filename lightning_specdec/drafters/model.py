@@ -5,9 +5,8 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Hashable, Sequence
 from copy import deepcopy
-from dataclasses import replace
-from operator import le
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,57 +23,53 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
+@dataclass
 class Drawn:
-    """Draws draft tokens one after the other, and keeps what a draft must report of them.
+    """Draws draft tokens one after the other, and keeps what a draft reports of them.
 
     Args:
+        uniform: `[B]` numbers to draw each token with; None where nothing is drawn at random.
+        texts: each row's tokens so far, for logits processors; none without them.
         windows: tokens wanted of each row, which is all that logits processors are asked about.
         vocabulary: what the logits are over, where the draft has some tokens alone; the target's tokens when None.
     """
 
-    def __init__(
-        self,
-        request: DraftRequest,
-        windows: Sequence[int],
-        sampling: Sampling,
-        vocabulary: DraftVocabulary | None = None,
-    ) -> None:
-        self.windows, self.sampling, self.wants_logits = windows, sampling, request.wants_logits
-        self.vocabulary = vocabulary
-        self._uniform = None if request.uniform is None else request.uniform.unbind(1)
-        self._texts = [list(text) for text in request.texts] if sampling.processors else []
-        self._tokens: list[Tensor] = []
-        self._probs: list[Tensor] = []
-        self._logits: list[Tensor] = []
+    sampling: Sampling
+    uniform: Sequence[Tensor] | None
+    wants_logits: bool
+    texts: list[list[int]]
+    windows: Sequence[int]
+    vocabulary: DraftVocabulary | None
+    tokens: list[Tensor] = field(default_factory=list)
+    probs: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
 
     def draw(self, logits: Float[Tensor, "B W"]) -> Int[Tensor, "B"]:
         """The next token of every row, in the target's numbers."""
-        i, own = len(self._tokens), self.vocabulary
+        i, own = len(self.tokens), self.vocabulary
         if own is not None and (self.sampling.processors or self.wants_logits):  # which are about the target's tokens
-            logits, own = own.to_target(logits), None
+            logits, own = own.spread(logits, -torch.inf), None
         if self.sampling.processors:
-            wanted = [text if i < window else None for text, window in zip(self._texts, self.windows, strict=True)]
+            wanted = [text if i < window else None for text, window in zip(self.texts, self.windows, strict=True)]
             logits = self.sampling.process(logits[:, None], wanted)[:, 0]
-        token, probs = self.sampling.sample_with_probs(logits, None if self._uniform is None else self._uniform[i])
+        token, probs = self.sampling.sample_with_probs(logits, None if self.uniform is None else self.uniform[i])
         if self.sampling.processors:
-            for text, drawn in zip(self._texts, token.tolist(), strict=True):
+            for text, drawn in zip(self.texts, token.tolist(), strict=True):
                 text.append(drawn)
         if probs is not None:
             token = token.clamp(max=probs.shape[-1] - 1)  # a row of NaN draws no token, and something has to be read
-            self._probs.append(probs if own is None else own.spread(probs))
+            self.probs.append(probs if own is None else own.spread(probs, 0.0))
         if own is not None:  # its tokens ascend, so the same number draws the same one of fewer
             token = own.tokens[token]
         if self.wants_logits:
-            self._logits.append(logits)
-        self._tokens.append(token)
+            self.logits.append(logits)
+        self.tokens.append(token)
         return token
 
     @property
     def outputs(self) -> Outputs:
         """Tokens, the distributions that they were drawn from (None where certain), and the logits if wanted."""
-        probs = torch.stack(self._probs, dim=1) if self._probs else None
-        logits = torch.stack(self._logits, dim=1) if self._logits else None
-        return torch.stack(self._tokens, dim=1), probs, logits
+        return tuple(torch.stack(each, dim=1) if each else None for each in (self.tokens, self.probs, self.logits))
 
 
 class DrawingDrafter(Drafter, ABC):
@@ -98,33 +93,98 @@ class DrawingDrafter(Drafter, ABC):
     def needs_noise(self, sampling: Sampling) -> bool:
         return not (self.sampling or sampling).greedy
 
-    def recorded(
+    def run(
         self,
         request: DraftRequest,
-        num_draft_tokens: int,
+        windows: Sequence[int],
         sampling: Sampling,
-        key: Hashable,
         call: Callable[..., Tensor | None],
         *inputs: Tensor,
+        key: Hashable = None,
         vocabulary: DraftVocabulary | None = None,
     ) -> Outputs:
-        """The outputs of `call(drawn, *inputs)`, which draws the tokens, and its result; as one recorded call.
+        """`Drawn.outputs` of `call(drawn, *inputs)`, which draws the tokens, and its result.
 
         Args:
-            key: distinguishes models, states and spans.
+            key: distinguishes models, states and spans of a recorded call; it is not recorded when None.
         """
-        assert request.device is not None
-        num_rows, options = len(request.tail), (request.wants_logits, request.vocab_size)
-        blank = DraftRequest([[]] * num_rows, request.tail, None, *options)
+        own, wants_logits = self.sampling or sampling, request.wants_logits
+        texts = [list(text) for text in request.texts] if own.processors else []
 
-        def run(uniform: Tensor | None, *inputs: Tensor) -> Outputs:
-            windows = [num_draft_tokens] * num_rows
-            drawn = Drawn(replace(blank, uniform=uniform), windows, sampling, vocabulary)
+        def draw(uniform: Tensor | None, *inputs: Tensor) -> Outputs:
+            numbers = None if uniform is None else uniform.unbind(1)
+            drawn = Drawn(own, numbers, wants_logits, texts, windows, vocabulary)
             made = call(drawn, *inputs)
             return *drawn.outputs, made
 
-        full = id(self), num_draft_tokens, sampling, *options, key
-        return request.device.graphs.run(full, run, request.uniform, *inputs)
+        if key is None:
+            return draw(request.uniform, *inputs)
+        assert request.device is not None
+        full = id(self), len(request.tail), own, wants_logits, request.vocab_size, key
+        return request.device.graphs.run(full, draw, request.uniform, *inputs)
+
+    def roll(
+        self,
+        model: LanguageModel,
+        state: DecodeState,
+        tokens: Int[Tensor, "B T"],
+        valid_lengths: Sequence[int] | None,
+        windows: Sequence[int],
+        request: DraftRequest,
+        sampling: Sampling,
+    ) -> Outputs:
+        """Have a model read tokens and draft one token after the other: `Drawn.outputs`."""
+        padded = (request.vocab_size or 0) > model.vocab_size
+
+        def call(drawn: Drawn) -> None:
+            def choose(logits: Float[Tensor, "B V"], i: int) -> Int[Tensor, "B"]:
+                token = drawn.draw(fit(logits, request.vocab_size))
+                # A logits processor may choose what only pads the target's output.
+                return token.clamp(max=model.vocab_size - 1) if padded else token
+
+            model.rollout(tokens, state, max(windows), choose, valid_lengths=valid_lengths)
+
+        return self.run(request, windows, sampling, call)
+
+    def recorded_roll(
+        self,
+        model: LanguageModel,
+        state: DecodeState,
+        tokens: Int[Tensor, "B T"] | None,
+        request: DraftRequest,
+        sampling: Sampling,
+        *,
+        num_layers: int | None = None,
+        head: Callable[[Tensor], Tensor] | None = None,
+    ) -> Outputs | None:
+        """As `roll`, in one recorded call for `DeviceRound.width` tokens; None where calls are not recorded.
+
+        Args:
+            tokens: the last ones of each text, whose places the device knows; None where rows read others.
+            num_layers: layers that draft, all when None; their outputs are the fourth one.
+            head: turns their output to logits; the model's own when None.
+        """
+        device, vocab_size = request.device, request.vocab_size
+        if tokens is None or device is None or (self.sampling or sampling).processors:
+            return None
+        num_read, width = tokens.shape[1], device.width
+        if not isinstance(state, KVState) or not model.records(state, num_read):
+            return None
+        storage, span = state.storage, state.recorded_span(width + num_read)
+        head = head or model.exit_logits
+
+        def call(drawn: Drawn, tokens: Tensor, starts: Tensor) -> Tensor | None:
+            made = []
+            for _ in range(width):
+                hidden = model.read_at(storage, span, tokens, starts, num_layers)
+                logits = head(hidden[:, -1:])[:, -1]
+                starts = starts + tokens.shape[1]
+                tokens = drawn.draw(fit(logits, vocab_size))[:, None].clamp(max=logits.shape[-1] - 1)
+                made.append(hidden)
+            return None if num_layers is None else torch.cat(made, dim=1)
+
+        key = width, id(storage), span
+        return self.run(request, (), sampling, call, tokens, device.starts - (num_read - 1), key=key)
 
 
 def make_draft(
@@ -159,6 +219,7 @@ class TrainedDrafter(DrawingDrafter, ABC):
     """
 
     inside_target = True
+    from_file = True
 
     def __init__(self, *values: Any, sampling: Sampling | None = None, **settings: Any) -> None:
         super().__init__(*values, sampling=sampling, **settings)
@@ -166,14 +227,9 @@ class TrainedDrafter(DrawingDrafter, ABC):
         self.draft_vocabulary = None if tokens is None else DraftVocabulary(tokens, vocab_size)
         self.num_tokens: Any = vocab_size if self.draft_vocabulary is None else len(self.draft_vocabulary)
 
-    @classmethod
-    def for_target(cls, target: LanguageModel, draft: Any = None, **settings: Any) -> Drafter:
-        raise ValueError(f"a {cls.__name__} is trained for its target: give its draft file or checkpoint")
-
     def arguments(self) -> dict[str, Any]:
-        plain, own = super().arguments(), self.draft_vocabulary
-        plain.pop("draft_vocabulary", None)
-        return plain if own is None else {**plain, "draft_vocabulary": own.arguments()}
+        own = self.draft_vocabulary
+        return {**super().arguments(), "draft_vocabulary": None if own is None else own.arguments()}
 
     def check_target(self, target: LanguageModel) -> None:
         if target.hidden_size is None or target.num_layers is None:
@@ -194,107 +250,17 @@ class TrainedDrafter(DrawingDrafter, ABC):
         return other.eval()
 
 
-class RollingDrafter(DrawingDrafter, ABC):
-    """Rolls out a language model, one token after the other.
-
-    Attributes:
-        renames: whether its model has other numbers for the target's tokens.
-    """
-
-    renames: ClassVar[bool] = False
-
-    def to_target(self, logits: Float[Tensor, "B W"], request: DraftRequest) -> Float[Tensor, "B V"]:
-        """Logits of the draft's W tokens as logits of the target's V; -inf for what the draft does not have."""
-        return fit(logits, request.vocab_size)
-
-    def to_draft(self, tokens: Int[Tensor, "B"], model: LanguageModel) -> Int[Tensor, "B"]:
-        """What the model reads for drawn tokens; a logits processor may choose what only pads the target's output."""
-        return tokens.clamp(max=model.vocab_size - 1)
-
-    def roll(
-        self,
-        model: LanguageModel,
-        state: DecodeState,
-        tokens: Int[Tensor, "B T"],
-        valid_lengths: Sequence[int] | None,
-        num_draft_tokens: int,
-        request: DraftRequest,
-        sampling: Sampling,
-    ) -> Outputs:
-        """Have a model read tokens and draft: `Drawn.outputs`."""
-        drawn = Drawn(request, request.windows or [num_draft_tokens] * len(tokens), self.sampling or sampling)
-        renames = self.renames or (request.vocab_size or 0) > model.vocab_size
-
-        def choose(logits: Float[Tensor, "B V"], i: int) -> Int[Tensor, "B"]:
-            token = drawn.draw(self.to_target(logits, request))
-            return self.to_draft(token, model) if renames else token
-
-        model.rollout(tokens, state, num_draft_tokens, choose, valid_lengths=valid_lengths)
-        return drawn.outputs
-
-    def recorded_roll(
-        self,
-        model: LanguageModel,
-        state: DecodeState,
-        tokens: Int[Tensor, "B T"] | None,
-        request: DraftRequest,
-        sampling: Sampling,
-        *,
-        num_layers: int | None = None,
-        head: Callable[[Tensor], Tensor] | None = None,
-    ) -> Outputs | None:
-        """As `roll`, in one recorded call for `DeviceRound.width` tokens; None where calls are not recorded.
-
-        Args:
-            tokens: the last ones of each text, whose places the device knows; None where rows read others.
-            num_layers: layers that draft, all when None; their outputs are the fourth one.
-            head: turns their output to logits; the model's own when None.
-        """
-        if tokens is None or request.device is None or (self.sampling or sampling).processors or self.renames:
-            return None
-        num_read, width = tokens.shape[1], request.device.width
-        if not isinstance(state, KVState) or not model.records(state, num_read):
-            return None
-        storage = state.storage
-        span, head = state.recorded_span(width + num_read), head or model.exit_logits
-        vocab_size = request.vocab_size
-
-        def call(drawn: Drawn, tokens: Tensor, starts: Tensor) -> Tensor | None:
-            made = []
-            for _ in range(width):
-                hidden = model.read_at(storage, span, tokens, starts, num_layers)
-                logits = head(hidden[:, -1:])[:, -1]
-                starts = starts + tokens.shape[1]
-                tokens = drawn.draw(fit(logits, vocab_size))[:, None].clamp(max=logits.shape[-1] - 1)
-                made.append(hidden)
-            return None if num_layers is None else torch.cat(made, dim=1)
-
-        starts, key = request.device.starts - (num_read - 1), (id(storage), span)
-        return self.recorded(request, width, self.sampling or sampling, key, call, tokens, starts)
-
-
 class ModelDraftState(DraftState):
     """The state of the draft's model."""
 
     def __init__(self, model_state: DecodeState) -> None:
         self.model_state = model_state
-        self.drafted_at: list[int] | None = None
-        """Lengths of the texts that were last drafted on, until it is known how many draft tokens were kept."""
-
-    def settle(self, num_accepted: Sequence[int] | None = None) -> None:
-        """Forget the draft tokens that were not kept, all when None."""
-        if self.drafted_at is not None:
-            counts = num_accepted or [0] * len(self.drafted_at)
-            right = [length + count for length, count in zip(self.drafted_at, counts, strict=True)]
-            self.model_state.truncate([min(pair) for pair in zip(right, self.model_state.consumed, strict=True)])
-            self.drafted_at = None
 
     def select(self, rows: Sequence[int]) -> None:
         self.settle()
         self.model_state.select(rows)
 
     def clear(self, rows: Sequence[int]) -> None:
-        self.settle()
         self.model_state.clear(rows)
 
     def go_back(self, row: int, length: int) -> None:
@@ -305,8 +271,23 @@ class ModelDraftState(DraftState):
             lengths[row] = length
             self.model_state.truncate(lengths)
 
+    def truncate(self, lengths: Sequence[int]) -> None:
+        self.model_state.truncate([min(pair) for pair in zip(lengths, self.model_state.consumed, strict=True)])
 
-class ModelDrafter(RollingDrafter):
+    def begin(self, request: DraftRequest, num_again: int) -> list[Sequence[int]]:
+        """Go back to the texts; gives what is not read of each, its last `num_again` tokens at least."""
+        state, texts, settled = self.model_state, request.texts, request.settled
+        starts = [min(read, max(0, len(text) - num_again)) for read, text in zip(state.consumed, texts, strict=True)]
+        state.truncate(starts)
+        if settled is None:
+            state.commit(starts)
+        else:
+            known = zip(starts, settled, strict=True)
+            state.commit([min(start, max(0, length - num_again)) for start, length in known])
+        return [text[start:] for start, text in zip(starts, texts, strict=True)]
+
+
+class ModelDrafter(DrawingDrafter):
     """Drafts with a smaller language model of the same vocabulary (Leviathan et al. 2023; Chen et al. 2023).
 
     After verification the model has not read one or two of the text's last tokens. It always reads the last two again,
@@ -317,15 +298,11 @@ class ModelDrafter(RollingDrafter):
         sampling: how it draws, if not as the session does.
     """
 
+    takes_model = True
+
     def __init__(self, model: LanguageModel, *, sampling: Sampling | None = None) -> None:
         super().__init__(sampling=sampling)
         self.model = model
-
-    @classmethod
-    def for_target(cls, target: LanguageModel, draft: Any = None, **settings: Any) -> Drafter:
-        drafter = cls(require_model(cls, draft), **settings)
-        drafter.check_target(target)
-        return drafter
 
     def arguments(self) -> dict[str, Any]:
         return {**super().arguments(), "model": self.model}
@@ -350,48 +327,21 @@ class ModelDrafter(RollingDrafter):
         return ModelDraftState(self.model.init_state(batch_size, max_length))
 
     def propose(self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
-        own = state.model_state
-        tokens, valid_lengths = self._unread(own, request)
-        if request.vocab_size is not None and request.vocab_size > self.model.vocab_size:
-            tokens = tokens.clamp(max=self.model.vocab_size - 1)  # as in `to_draft`
+        own, unread = state.model_state, state.begin(request, 2)
         state.drafted_at = [len(text) for text in request.texts]
-        tails = tokens if valid_lengths is None and tokens.shape[1] == 2 else None
-        outputs = self.recorded_roll(self.model, own, tails, request, sampling)
+        caught_up = all(len(each) == 2 for each in unread)
+        tokens, valid_lengths = (request.tail, None) if caught_up else pad(unread, request.tail.device)
+        if request.vocab_size is not None and request.vocab_size > self.model.vocab_size:
+            tokens = tokens.clamp(max=self.model.vocab_size - 1)  # as in `roll`
+        outputs = self.recorded_roll(self.model, own, tokens if caught_up else None, request, sampling)
         if outputs is None:
-            outputs = self.roll(self.model, own, tokens, valid_lengths, max(windows), request, sampling)
+            outputs = self.roll(self.model, own, tokens, valid_lengths, windows, request, sampling)
         elif request.device is not None:
             own.advance(request.device.width + 1)
         return make_draft(outputs, windows, request)
 
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
         state.settle(num_accepted)
-
-    def _unread(self, state: DecodeState, request: DraftRequest) -> tuple[Int[Tensor, "B T"], list[int] | None]:
-        """The tokens to read before drafting, right-padded, and how many of each row's are real (None: all)."""
-        tails = [len(text) - 2 for text in request.texts]
-        if min(tails) >= 0 and all(map(le, tails, state.consumed)):
-            state.truncate(tails)
-            commit(state, tails, request)
-            return request.tail, None
-        starts = [min(length, max(tail, 0)) for length, tail in zip(state.consumed, tails, strict=True)]
-        if starts != state.consumed:
-            state.truncate(starts)
-        commit(state, starts, request)
-        return pad([text[start:] for start, text in zip(starts, request.texts, strict=True)], request.tail.device)
-
-
-def require_model(kind: type[Drafter], draft: Any) -> LanguageModel:
-    """The draft model that `for_target` was given."""
-    if not isinstance(draft, LanguageModel):
-        raise ValueError(f"{kind.__name__} needs a draft model, got {type(draft).__name__}: give one as the draft")
-    return draft
-
-
-def commit(state: DecodeState, lengths: Sequence[int], request: DraftRequest) -> None:
-    """Forget the way back below these lengths, but not below a settled text's last two tokens."""
-    if request.settled is not None:
-        lengths = [min(length, max(0, settled - 2)) for length, settled in zip(lengths, request.settled, strict=True)]
-    state.commit(lengths)
 
 
 def fit(logits: Float[Tensor, "*B W"], vocab_size: int | None) -> Float[Tensor, "*B V"]:

@@ -1,28 +1,58 @@
 """Heads on the target's last hidden state as the draft: each drafts one token further ahead, all in one pass.
 
-Shapes: B rows, T tokens, D width of the hidden state, V vocabulary, W tokens that the heads score, H heads.
+Shapes: B rows, N scored places, D width of the hidden state, W tokens that the heads score.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.drafters.base import DraftRequest, DraftState, TargetContext
-from lightning_specdec.drafters.heads import FusedHeads, Heads, rows_of
+from lightning_specdec.drafters.heads import Block, rows_of
 from lightning_specdec.drafters.model import Drawn, TrainedDrafter, make_draft, nothing
 from lightning_specdec.models import LanguageModel, ModelOutput
+from lightning_specdec.models.base import select
 from lightning_specdec.rules import Draft, Sampling
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
+
+
+MOST_STACKED = 4096
+"""Tokens up to which output layers are stacked; larger ones are packed for the processor."""
+
+
+class StackedHeads:
+    """The heads' weights as they are now, one stack of matrices for each layer: all heads in one launch.
+
+    The matrices are transposed, which a product with a single row reads faster on a CPU.
+    """
+
+    def __init__(self, heads: Iterable[nn.Module]) -> None:
+        *blocks, outputs = zip(*(head.children() for head in heads), strict=True)
+        self.blocks = [
+            (_stack(block.linear.weight.T for block in place), _stack(block.linear.bias[None] for block in place))
+            for place in blocks
+        ]
+        self.output = _stack(layer.weight.T for layer in outputs)
+
+    def __call__(self, hidden: Float[Tensor, "B D"], num_heads: int) -> Float[Tensor, "H B W"]:
+        """The logits of the first heads."""
+        states = hidden.expand(num_heads, -1, -1)
+        for weight, bias in self.blocks:
+            states = states + nn.functional.silu(torch.baddbmm(bias[:num_heads], states, weight[:num_heads]))
+        return torch.bmm(states, self.output[:num_heads])
+
+
+def _stack(weights: Iterable[Tensor]) -> Tensor:
+    return torch.stack([weight.detach() for weight in weights])
 
 
 class MultiTokenState(DraftState):
@@ -36,39 +66,33 @@ class MultiTokenState(DraftState):
         self.context, self.layer = context, layer
         self.lengths = [0] * batch_size
         """Tokens of the texts that the hidden states are for; 0 where there is none."""
-        self._hidden: Float[Tensor, "B D"] | None = None
         self.scored: Float[Tensor, "B N D"] | None = None
-        """The target's hidden states at its last call's places; None where the rows have moved since."""
-        self._num_accepted: Sequence[int] = ()
-
-    @property
-    def hidden(self) -> Float[Tensor, "B D"]:
-        """The hidden states; those of rows whose length is 0 mean nothing."""
-        if self._hidden is None:
-            assert self.scored is not None, "the target has not been called yet"
-            self._hidden = _at(self.scored, torch.tensor(self._num_accepted, device=self.scored.device))
-        return self._hidden
+        """The target's hidden states at its last call's places."""
+        self.num_added = [1] * batch_size
+        """New tokens of each row's last round: the last one was drawn from the state at this place, counted from 1."""
+        self.moved = False
+        """Whether the rows have moved since, so that the device's own numbers are of others."""
 
     def learn(self, scored: Float[Tensor, "B N D"], num_accepted: Sequence[int]) -> None:
-        """Keep the state that the next token came from; N places are the text's last token and N - 1 draft tokens."""
-        self.scored, self._num_accepted, self._hidden = scored, num_accepted, None
+        """Keep the states of the last call; N places are the text's last token and N - 1 draft tokens."""
+        self.scored, self.num_added, self.moved = scored, [count + 1 for count in num_accepted], False
         # The target has read the whole text and all draft tokens; the kept ones and one token more are text now.
-        reads = zip(self.context.state.consumed, num_accepted, strict=True)
-        self.lengths = [length - scored.shape[1] + count + 2 for length, count in reads]
+        reads = zip(self.context.state.consumed, self.num_added, strict=True)
+        self.lengths = [length - scored.shape[1] + added + 1 for length, added in reads]
 
     def select(self, rows: Sequence[int]) -> None:
-        if self.scored is not None or self._hidden is not None:
-            self._hidden = self.hidden[torch.tensor(rows, device=self.hidden.device).clamp(min=0)]
-            self.scored = None
+        if self.scored is not None:
+            self.scored = self.scored[torch.tensor(rows, device=self.scored.device).clamp(min=0)]
         self.lengths = [0 if row < 0 else self.lengths[row] for row in rows]
+        self.num_added = [self.num_added[max(row, 0)] for row in rows]
+        self.moved = True
 
     def clear(self, rows: Sequence[int]) -> None:
         for row in rows:
             self.lengths[row] = 0
 
     def go_back(self, row: int, length: int) -> None:
-        if self.scored is not None:  # another row goes on there, whose last round was not this one
-            self._hidden, self.scored = self.hidden, None
+        self.moved = True  # another row goes on there, whose last round was not this one
         if self.lengths[row] > length + 1:  # it is of a text with other tokens
             self.clear([row])
 
@@ -81,22 +105,16 @@ class MultiTokenSettings(Settings):
     hidden_size: int = setting(help="hidden size of the target", minimum=1, maximum=2**16)
     vocab_size: int = setting(help="vocabulary of the target", minimum=2, maximum=2**20)
     num_blocks: int = setting(1, "residual blocks of each head", minimum=1, maximum=16)
-    shared_output: bool = setting(False, "end in the target's own output head")
     draft_vocabulary: int | tuple[int, ...] | None = setting(
         None, "tokens that the heads score, ascending, or how many to choose before training; default: all"
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.shared_output and self.draft_vocabulary is not None:
-            raise ValueError("a shared output head scores all tokens: drop draft_vocabulary or shared_output")
 
 
 class MultiTokenDrafter(TrainedDrafter):
     """Drafts with trained heads on the target's last hidden state, all in one pass.
 
-    Cai et al. 2024, "Medusa", section 3.1, with one token for each place instead of a tree; heads that share the
-    target's output layer are those of Gloeckle et al. 2024.
+    Cai et al. 2024, "Medusa", section 3.1, with one token for each place instead of a tree. Weights are named as in
+    Medusa's published files, behind `heads.`.
     """
 
     Settings = MultiTokenSettings
@@ -104,38 +122,40 @@ class MultiTokenDrafter(TrainedDrafter):
 
     def __init__(self, *values: Any, sampling: Sampling | None = None, **settings: Any) -> None:
         super().__init__(*values, sampling=sampling, **settings)
-        own = self.settings
-        self.heads: Heads | FusedHeads = Heads(
-            own.num_heads, own.hidden_size, None if own.shared_output else self.num_tokens, own.num_blocks
+        size, own = self.settings.hidden_size, self.settings
+        self.heads = nn.ModuleList(
+            nn.Sequential(*(Block(size) for _ in range(own.num_blocks)), nn.Linear(size, self.num_tokens, bias=False))
+            for _ in range(own.num_heads)
         )
+        # Keeps the heads' type where their weights are packed.
+        self.register_buffer("_like", torch.empty(0), persistent=False)
+        self._like: Tensor
+        self.stacked: StackedHeads | None = None
+        """The heads for decoding, which training does not reach."""
 
     @property
     def max_draft_tokens(self) -> int:
         return self.settings.num_heads
 
     def fused(self) -> MultiTokenDrafter:
-        if isinstance(self.heads, FusedHeads):
+        if self.num_tokens > MOST_STACKED:
+            return self.packed("heads")
+        if self.stacked is not None:
             return self
-        with torch.device("meta"):  # its own heads are not used
-            other = MultiTokenDrafter(sampling=self.sampling, **self.settings.to_dict())
-        other.heads, other.draft_vocabulary = FusedHeads(self.heads), deepcopy(self.draft_vocabulary)
-        return other.eval()
-
-    def check_target(self, target: LanguageModel) -> None:
-        super().check_target(target)
-        if self.settings.shared_output:
-            target.check_output_head()
+        other = copy(self)
+        other.stacked = StackedHeads(self.heads)
+        return other
 
     @torch.no_grad()
     def init_from(self, target: LanguageModel) -> MultiTokenDrafter:
-        """Make each head's own output layer a copy of the target's output head, as Medusa begins.
+        """Make each head's output layer a copy of the target's output head, as Medusa begins.
 
         Raises:
             ValueError: as `check_target`.
         """
         self.check_target(target)
         heads: Any = self.heads
-        for head in () if self.settings.shared_output else heads:
+        for head in heads:
             head[-1].weight.copy_(rows_of(target.output_weight, self.draft_vocabulary))
         return self
 
@@ -143,82 +163,44 @@ class MultiTokenDrafter(TrainedDrafter):
         assert target.num_layers is not None
         return (target.num_layers - 1,)
 
-    def logits(
-        self, hidden: Float[Tensor, "B T D"], target: LanguageModel, num_heads: int | None = None
-    ) -> Float[Tensor, "H B T V"]:
-        """The logits of the first `num_heads` heads (all when None) from the target's last hidden states.
+    def logits(self, number: int, hidden: Float[Tensor, "*B D"]) -> Float[Tensor, "*B W"]:
+        """One head's logits from the target's last hidden states, of the draft's tokens.
 
-        Head i's logits at place t are of token t + 2 + i, when the target's own are of token t + 1.
+        Those of head i at place t are of token t + 2 + i, when the target's own are of token t + 1.
         """
-        scores = self.scores(hidden, target, num_heads)
-        return scores if self.draft_vocabulary is None else self.draft_vocabulary.to_target(scores)
+        scores: Tensor = self.heads[number](hidden.to(self._like.dtype))
+        return scores
 
-    def scores(
-        self, hidden: Float[Tensor, "B T D"], target: LanguageModel, num_heads: int | None = None
-    ) -> Float[Tensor, "H B T W"]:
-        """As `logits`, of the draft's tokens."""
-        outputs: Tensor = self.heads(hidden.to(self.heads.dtype), num_heads)
-        if not self.settings.shared_output:
-            return outputs
-        return target.output_logits(outputs.flatten(0, 1).to(hidden.dtype)).unflatten(0, outputs.shape[:2])
-
-    def head_logits(self, number: int, hidden: Float[Tensor, "*N D"], target: LanguageModel) -> Float[Tensor, "*N W"]:
-        """One head's logits from the target's last hidden states, of the draft's tokens: for training."""
-        assert isinstance(self.heads, Heads), "fused heads are for decoding: train those that they were made of"
-        output: Tensor = self.heads[number](hidden.to(self.heads.dtype))
-        if not self.settings.shared_output:
-            return output
-        flat = output.to(hidden.dtype).flatten(end_dim=-2)
-        return target.output_logits(flat[None])[0].unflatten(0, output.shape[:-1])
+    def first_logits(self, num_heads: int, hidden: Float[Tensor, "B D"]) -> Iterable[Float[Tensor, "B W"]]:
+        """The logits of so many heads."""
+        if self.stacked is not None:
+            return self.stacked(hidden.to(self._like.dtype), num_heads)
+        return [self.logits(number, hidden) for number in range(num_heads)]
 
     def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> MultiTokenState:
         assert context is not None, "heads read their target's hidden states, so a session must say which that is"
         return MultiTokenState(batch_size, context, self.features(context.model)[0])
 
     def propose(self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+        most, device = self.max_draft_tokens, request.device
         known = (len(text) == length for text, length in zip(request.texts, state.lengths, strict=True))
-        wanted = [
-            min(window, self.max_draft_tokens) if each else 0 for window, each in zip(windows, known, strict=True)
-        ]
+        wanted = [min(window, most) if each else 0 for window, each in zip(windows, known, strict=True)]
         if not max(wanted):
             return nothing(request)
-        own, model, vocabulary = self.sampling or sampling, state.context.model, self.draft_vocabulary
+        if device is None or state.moved or (self.sampling or sampling).processors:
+            width, key, added = max(wanted), None, torch.tensor(state.num_added, device=request.tail.device)
+        else:
+            width = min(device.width, most)
+            key, added = ("heads", width), device.num_added
 
-        def draw(drawn: Drawn, hidden: Tensor, num_draft_tokens: int) -> None:
-            for scores in self.scores(hidden[:, None], model, num_draft_tokens)[:, :, 0]:
+        def call(drawn: Drawn, scored: Float[Tensor, "B N D"], added: Int[Tensor, "B"]) -> None:
+            hidden = select(scored, (added - 1).clamp(max=scored.shape[1] - 1)[:, None])[:, 0]
+            for scores in self.first_logits(width, hidden):
                 drawn.draw(scores)
 
-        if state.scored is None or request.device is None or own.processors:
-            drawn = Drawn(request, wanted, own, vocabulary)
-            draw(drawn, state.hidden, max(wanted))
-            return make_draft(drawn.outputs, wanted, request, num_calls=1)
-        width = min(request.device.width, self.max_draft_tokens)
-
-        def call(drawn: Drawn, scored: Tensor, num_added: Tensor) -> None:
-            draw(drawn, _at(scored, (num_added - 1).clamp(max=scored.shape[1] - 1)), width)
-
-        added = request.device.num_added
-        outputs = self.recorded(request, width, own, "heads", call, state.scored, added, vocabulary=vocabulary)
+        vocabulary = self.draft_vocabulary
+        outputs = self.run(request, wanted, sampling, call, state.scored, added, key=key, vocabulary=vocabulary)
         return make_draft(outputs, wanted, request, num_calls=1)
 
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
         state.learn(output.scored(state.layer), num_accepted)
-
-
-def _at(scored: Float[Tensor, "B N D"], places: Tensor) -> Float[Tensor, "B D"]:
-    """Each row's hidden state at its place."""
-    return scored.gather(1, places[:, None, None].expand(-1, -1, scored.shape[-1])).squeeze(1)
-
-
-def to_medusa(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A drafter's `state_dict` under the names of Medusa's published `medusa_lm_head` files."""
-    return {name.removeprefix("heads."): weight for name, weight in weights.items()}
-
-
-def from_medusa(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `to_medusa`; ValueError if these are no weights of Medusa's heads."""
-    if not weights or not all(
-        re.fullmatch(r"\d+\.\d+\.(linear\.weight|linear\.bias|weight)", name) for name in weights
-    ):
-        raise ValueError("this is no file of Medusa's heads, whose weights are named like 0.0.linear.weight")
-    return {f"heads.{name}": weight for name, weight in weights.items()}

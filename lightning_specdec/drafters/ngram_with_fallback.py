@@ -7,48 +7,30 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_specdec.config.settings import setting
-from lightning_specdec.drafters.base import Drafter, DraftRequest, DraftState, TargetContext
+from lightning_specdec.drafters.base import Drafter, DraftRequest, DraftState, JointState, TargetContext
 from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary
 from lightning_specdec.drafters.ngram import NGramDrafter, NGramSettings, certain
 from lightning_specdec.models import ExitStates, LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
 
-SHORTEST_MATCH = 2
-"""Tokens. A continuation of a single matched token is right less often than a trained draft (docs/log.md)."""
 
-
-class FallbackState(DraftState):
+class FallbackState(JointState):
     """The states of both drafters."""
 
     def __init__(self, lookup: DraftState, fallback: DraftState, context: TargetContext | None) -> None:
+        super().__init__(lookup, fallback)
         self.lookup, self.fallback, self.context = lookup, fallback, context
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.lookup.select(rows)
-        self.fallback.select(rows)
-
-    def clear(self, rows: Sequence[int]) -> None:
-        self.lookup.clear(rows)
-        self.fallback.clear(rows)
-
-    def go_back(self, row: int, length: int) -> None:
-        self.lookup.go_back(row, length)
-        self.fallback.go_back(row, length)
-
-    def resume(self, row: int, length: int) -> None:
-        self.lookup.resume(row, length)
-        self.fallback.resume(row, length)
 
 
 @dataclass(frozen=True)
 class FallbackSettings(NGramSettings):
     """Settings of `NGramWithFallback`: those of its lookup."""
 
-    min_ngram: int = setting(SHORTEST_MATCH, "shortest suffix to look up", minimum=1)
+    # A continuation of a single matched token is right less often than a trained draft (docs/log.md).
+    min_ngram: int = setting(2, "shortest suffix to look up", minimum=1)
 
 
 class NGramWithFallback(Drafter):
@@ -68,11 +50,11 @@ class NGramWithFallback(Drafter):
     Settings = FallbackSettings
 
     def __init__(self, lookup: NGramDrafter, fallback: Drafter) -> None:
-        for name, given, kind in (("lookup", lookup, NGramDrafter), ("fallback", fallback, Drafter)):
-            if not isinstance(given, kind):
-                raise ValueError(f"{name} must be a {kind.__name__}, got a {type(given).__name__}: wrap a model in one")
+        if not isinstance(lookup, NGramDrafter) or not isinstance(fallback, Drafter):
+            given = f"{type(lookup).__name__} and {type(fallback).__name__}"
+            raise ValueError(f"lookup must be an NGramDrafter and fallback a Drafter, got {given}: wrap a model in one")
         super().__init__(**lookup.settings.to_dict())
-        self.lookup, self.fallback = lookup, fallback
+        self.lookup, self.fallback, self.inside_target = lookup, fallback, fallback.inside_target
 
     @classmethod
     def for_target(cls, target: LanguageModel, draft: Any = None, **settings: Any) -> Drafter:
@@ -81,11 +63,6 @@ class NGramWithFallback(Drafter):
         drafter = cls(sure_lookup(**settings), fallback)
         drafter.check_target(target)
         return drafter
-
-    @property
-    def inside_target(self) -> bool:  # type: ignore[override]
-        """Whether the fallback works on the target's own state."""
-        return self.fallback.inside_target
 
     @property
     def max_positions(self) -> int | None:
@@ -119,7 +96,7 @@ class NGramWithFallback(Drafter):
         wanted = [0 if tokens else window for tokens, window in zip(found, windows, strict=True)]
         if not any(wanted):
             return copied
-        other = self.fallback.propose(state.fallback, replace(request, windows=wanted), wanted, sampling)
+        other = self.fallback.propose(state.fallback, request, wanted, sampling)
         rows = [row for row, tokens in enumerate(found) if tokens]
         for row in rows:  # the target reads other tokens there than the fallback drafted
             state.fallback.go_back(row, len(request.texts[row]))
@@ -137,9 +114,8 @@ class NGramWithFallback(Drafter):
 
 
 def sure_lookup(**settings: Any) -> NGramDrafter:
-    """A lookup to go before a draft: `min_ngram` is `SHORTEST_MATCH` where the settings have none."""
-    shortest = min(SHORTEST_MATCH, settings.get("max_ngram", SHORTEST_MATCH))
-    return NGramDrafter(**{"min_ngram": shortest, **settings})
+    """A lookup to go before a draft, which looks up long matches alone."""
+    return NGramDrafter(**FallbackSettings(**settings).to_dict())
 
 
 def _joined(copied: Draft, other: Draft, exit_states: ExitStates | None) -> Draft:
@@ -148,17 +124,15 @@ def _joined(copied: Draft, other: Draft, exit_states: ExitStates | None) -> Draf
     width = max(copied.tokens.shape[1], other.tokens.shape[1])
     found = (copied.lengths > 0)[:, None]
     copies, others = (pad(draft.tokens, (0, width - draft.tokens.shape[1])) for draft in (copied, other))
-    other_lengths = other.lengths
-    if other_lengths is None:
-        other_lengths = torch.full_like(copied.lengths, other.tokens.shape[1])
-    probs: Tensor | None = other.probs
+    lengths = torch.full_like(copied.lengths, other.tokens.shape[1]) if other.lengths is None else other.lengths
+    probs = other.probs
     if probs is not None:
         probs = pad(probs, (0, 0, 0, width - probs.shape[1]))
         one_hot = torch.zeros_like(probs).scatter_(-1, copies[..., None], 1.0)
         probs = torch.where(found[..., None], one_hot, probs)
     return Draft(
         torch.where(found, copies, others),
-        torch.where(found[:, 0], copied.lengths, other_lengths),
+        torch.where(found[:, 0], copied.lengths, lengths),
         probs,
         num_calls=other.num_calls,
         exit_states=exit_states,

@@ -150,7 +150,9 @@ class RejectionSampling(AcceptanceRule):
         noise: Float[Tensor, "B K1 3"] | None,
     ) -> Verdict:
         target_probs = sampling.probs(target_logits)
-        draft_probs = _one_hot(draft.tokens, target_probs) if draft.probs is None else draft.probs
+        draft_probs = draft.probs
+        if draft_probs is None:
+            draft_probs = torch.zeros_like(target_probs[:, :-1]).scatter_(-1, draft.tokens[..., None], 1.0)
         if noise is None:  # both sides are certain, and any number decides alike
             noise = target_probs.new_zeros(*target_probs.shape[:2], len(Purpose))
         kept = noise[:, :-1, Purpose.ACCEPT].double() * _prob_of(draft.tokens, draft_probs) < _prob_of(
@@ -171,11 +173,20 @@ class _LossyRule(AcceptanceRule):
 
     lossless = False
 
-    def _verdict(
-        self, kept: Bool[Tensor, "B K"], draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
+    @abstractmethod
+    def agrees(self, draft: Draft, target_logits: Float[Tensor, "B K V"], sampling: Sampling) -> Bool[Tensor, "B K"]:
+        """Whether the target finds each draft token good enough."""
+
+    def judge(
+        self,
+        draft: Draft,
+        target_logits: Float[Tensor, "B K1 V"],
+        sampling: Sampling,
+        noise: Float[Tensor, "B K1 3"] | None,
     ) -> Verdict:
         own = sampling.sample(target_logits, column(noise, Purpose.CORRECT))
-        return Verdict(_within(kept, draft.lengths), own, changed=draft.tokens != own[:, :-1])
+        kept = _within(self.agrees(draft, target_logits[:, :-1], sampling), draft.lengths)
+        return Verdict(kept, own, changed=draft.tokens != own[:, :-1])
 
 
 @dataclass(frozen=True)
@@ -195,18 +206,11 @@ class EpsilonThreshold(_LossyRule):
     settings: EpsilonSettings
     needs_draft_logits = True
 
-    def judge(
-        self,
-        draft: Draft,
-        target_logits: Float[Tensor, "B K1 V"],
-        sampling: Sampling,
-        noise: Float[Tensor, "B K1 3"] | None,
-    ) -> Verdict:
+    def agrees(self, draft: Draft, target_logits: Float[Tensor, "B K V"], sampling: Sampling) -> Bool[Tensor, "B K"]:
         assert draft.logits is not None, "the session refuses drafters without logits"
-        target_prob = _prob_of(draft.tokens, SOFTMAX.probs(target_logits[:, :-1]))
+        target_prob = _prob_of(draft.tokens, SOFTMAX.probs(target_logits))
         draft_prob = _prob_of(draft.tokens, SOFTMAX.probs(draft.logits))
-        kept = (draft_prob - target_prob).abs() < self.settings.epsilon
-        return self._verdict(kept, draft, target_logits, sampling, noise)
+        return (draft_prob - target_prob).abs() < self.settings.epsilon
 
 
 @dataclass(frozen=True)
@@ -227,17 +231,11 @@ class TypicalAcceptance(_LossyRule):
     Settings = TypicalSettings
     settings: TypicalSettings
 
-    def judge(
-        self,
-        draft: Draft,
-        target_logits: Float[Tensor, "B K1 V"],
-        sampling: Sampling,
-        noise: Float[Tensor, "B K1 3"] | None,
-    ) -> Verdict:
-        target_probs = (SOFTMAX if sampling.greedy else sampling).probs(target_logits[:, :-1])
+    def agrees(self, draft: Draft, target_logits: Float[Tensor, "B K V"], sampling: Sampling) -> Bool[Tensor, "B K"]:
+        target_probs = (SOFTMAX if sampling.greedy else sampling).probs(target_logits)
         entropy = torch.special.entr(target_probs).sum(-1)
         threshold = (self.settings.delta * (-entropy).exp()).clamp(max=self.settings.epsilon)
-        return self._verdict(_prob_of(draft.tokens, target_probs) > threshold, draft, target_logits, sampling, noise)
+        return _prob_of(draft.tokens, target_probs) > threshold
 
 
 def make_rule(rule: str | Choice | AcceptanceRule | None) -> AcceptanceRule:
@@ -261,8 +259,3 @@ def _within(kept: Bool[Tensor, "B K"], lengths: Int[Tensor, "B"] | None) -> Bool
 def _prob_of(tokens: Int[Tensor, "B K"], probs: Float[Tensor, "B K V"]) -> Float[Tensor, "B K"]:
     """Each token's probability."""
     return probs.gather(-1, tokens[..., None]).squeeze(-1)
-
-
-def _one_hot(tokens: Int[Tensor, "B K"], like: Float[Tensor, "B K1 V"]) -> Float[Tensor, "B K V"]:
-    """All probability on each token."""
-    return like.new_zeros(*tokens.shape, like.shape[-1]).scatter_(-1, tokens[..., None], 1.0)

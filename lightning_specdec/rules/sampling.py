@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,16 +24,6 @@ It must be a function of these two alone, for any prefix: it is also called for 
 other rows, and for the draft's scores, so one that remembers its calls breaks losslessness. Those of transformers that
 keep no state qualify.
 """
-
-
-class SamplingOptions(TypedDict, total=False):
-    """The arguments of `Sampling`."""
-
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    processors: Sequence[LogitsProcessor]
 
 
 @dataclass(frozen=True)
@@ -62,9 +52,6 @@ class Sampling(SamplingSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for each in self.processors:
-            if not callable(each):
-                raise ValueError(f"processors must be callables (prefix, scores) -> scores, got {each!r}")
         given = tuple(each for each in self.processors if not isinstance(each, RepetitionPenalty))
         own = () if self.repetition_penalty is None else (RepetitionPenalty(self.repetition_penalty),)
         object.__setattr__(self, "processors", own + given)
@@ -94,20 +81,17 @@ class Sampling(SamplingSettings):
         if not self.processors:
             return logits
         processed = logits.float().clone()
-        for row, text in enumerate(texts):
+        for row, (text, drafted) in enumerate(zip(texts, draft_tokens or [()] * len(texts), strict=True)):
             if text is None:
                 continue
-            drafted = draft_tokens[row] if draft_tokens is not None else ()
             whole = torch.tensor([[*text, *drafted]], device=logits.device)
             for i in range(len(drafted) + 1):
-                prefix, scores = whole[:, : len(text) + i], processed[row, i : i + 1].clone()
+                scores = processed[row, i : i + 1].clone()
                 for processor in self.processors:
-                    answer = processor(prefix, scores)
-                    if not isinstance(answer, Tensor) or answer.shape != scores.shape:
-                        name = getattr(processor, "__qualname__", type(processor).__name__)
-                        raise ValueError(f"the logits processor {name} must return scores {tuple(scores.shape)}")
-                    scores = answer
-                processed[row, i] = scores[0]
+                    scores = processor(whole[:, : len(text) + i], scores)
+                    if not isinstance(scores, Tensor) or scores.shape != processed[row, :1].shape:
+                        raise ValueError(f"the logits processor {processor} must return scores [1, V]")
+                processed[row, i : i + 1] = scores
                 if stop_at_impossible and i < len(drafted) and scores[0, drafted[i]] == -torch.inf:
                     break
         return processed
@@ -120,16 +104,13 @@ class Sampling(SamplingSettings):
         probs = (logits if self.temperature == 1 else logits / self.temperature).softmax(-1)
         if self.top_k is not None and self.top_k < probs.shape[-1]:
             kept = torch.zeros_like(probs, dtype=torch.bool)
-            probs = probs * kept.scatter_(-1, probs.topk(self.top_k).indices, True)
-            probs = probs / probs.sum(-1, keepdim=True)
+            probs = _filtered(probs, kept.scatter_(-1, probs.topk(self.top_k).indices, True))
         if self.top_p is not None and self.top_p < 1:  # Holtzman et al. 2020
             ordered, order = probs.sort(dim=-1, descending=True, stable=True)
             before = ordered.cumsum(-1) - ordered
-            probs = probs * torch.zeros_like(probs).scatter_(-1, order, (before < self.top_p).float())
-            probs = probs / probs.sum(-1, keepdim=True)
+            probs = _filtered(probs, torch.zeros_like(probs).scatter_(-1, order, (before < self.top_p).float()))
         if self.min_p is not None and self.min_p > 0:  # Nguyen et al. 2024
-            probs = probs * (probs >= self.min_p * probs.amax(-1, keepdim=True))
-            probs = probs / probs.sum(-1, keepdim=True)
+            probs = _filtered(probs, probs >= self.min_p * probs.amax(-1, keepdim=True))
         return probs
 
     def sample(self, logits: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"] | None) -> Int[Tensor, "*B"]:
@@ -150,6 +131,12 @@ class Sampling(SamplingSettings):
     def log_probs(logits: Float[Tensor, "*B V"], tokens: Int[Tensor, "*B"]) -> Float[Tensor, "*B"]:
         """Each token's log probability under the model itself: temperature 1, no filters."""
         return logits.float().log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+
+
+def _filtered(probs: Float[Tensor, "*B V"], kept: Tensor) -> Float[Tensor, "*B V"]:
+    """The distribution of the tokens that are kept."""
+    probs = probs * kept
+    return probs / probs.sum(-1, keepdim=True)
 
 
 SOFTMAX = Sampling(temperature=1.0)

@@ -158,7 +158,6 @@ class MultiTokenTraining(DistillationTraining):
     Args:
         num_heads: most draft tokens of a round.
         num_blocks: residual blocks of each head.
-        shared_output: whether the heads use the target's own output head.
         draft_vocabulary: size of the heads' vocabulary for a frozen target, the most frequent tokens of the training
             texts; the target's vocabulary when None.
         freeze_target: whether the heads alone learn.
@@ -174,7 +173,6 @@ class MultiTokenTraining(DistillationTraining):
         *,
         num_heads: int = 4,
         num_blocks: int = 1,
-        shared_output: bool = False,
         draft_vocabulary: int | None = None,
         freeze_target: bool = False,
         **options: Any,
@@ -188,7 +186,6 @@ class MultiTokenTraining(DistillationTraining):
                 hidden_size=target.hidden_size or 0,
                 vocab_size=target.vocab_size,
                 num_blocks=num_blocks,
-                shared_output=shared_output,
                 draft_vocabulary=draft_vocabulary,
             )
 
@@ -215,4 +212,4 @@ class MultiTokenTraining(DistillationTraining):
         return [DraftStep(hidden[:, :end], 2 + i) for i, end in enumerate(ends)]
 
     def step_logits(self, number: int, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N W"]:
-        return self.drafter.head_logits(number, hidden, self.target)
+        return self.drafter.logits(number, hidden)

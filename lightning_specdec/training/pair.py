@@ -32,8 +32,8 @@ class PairTraining(SpeculativeTraining):
         draft: the draft model; it must share the target's vocabulary.
         drafts: draft models by name, instead of one; the first decodes unless another is named.
         stage_windows: make the drafts the stages of a `StagedDrafter`, the smallest first: draft tokens that a stage
-            makes for the next one, one number for all or one for each but the last. Staging changes what the last
-            draft costs and never what it proposes, so each draft is trained by itself.
+            makes for the next one. Staging changes what the last draft costs and never what it proposes, so each draft
+            is trained by itself.
         options: those of `SpeculativeTraining`.
     """
 
@@ -43,7 +43,7 @@ class PairTraining(SpeculativeTraining):
         draft: LanguageModel | None = None,
         *,
         drafts: dict[str, LanguageModel] | None = None,
-        stage_windows: int | list[int] | None = None,
+        stage_windows: int | None = None,
         **options: Any,
     ) -> None:
         if (draft is None) == (not drafts):
