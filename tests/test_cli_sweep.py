@@ -97,9 +97,7 @@ def test_ctrl_c_leaves_the_rows_that_are_over(monkeypatch: pytest.MonkeyPatch) -
     [
         (["--num_draft_tokens", "0"], "num_draft_tokens must be"),
         (["--repeats", "0"], "repeats must be at least 1"),
-        (["--num_prompts", "0"], "num_prompts must be at least 1"),
         (["--drafts", "tiny"], "tiny"),
-        (["--prompt", "1 99"], "holds 99"),
         (["--exit_layers", "1"], "give --drafter EarlyExitDrafter"),
     ],
     ids=str,

@@ -195,16 +195,3 @@ def test_rows_are_resumed_while_others_go_on(target: str, drafter: str) -> None:
         prompt, wanted = row.text[: row.prompt_length], row.max_length - row.prompt_length
         expected = autoregressive_decode(model, prompt, max_new_tokens=wanted, eos=cases.EOS)
         assert row.text[row.prompt_length :] == expected.tokens[0]
-
-
-def test_a_conversation_keeps_to_the_models_context() -> None:
-    model = cases.make(cases.RNN, 1, embedding_size=8, hidden_size=16)
-    model.max_positions = 10
-    conversation = Conversation(model, cases.drafter("ngram", "rnn"), DecodingConfig(max_new_tokens=99))
-    row = conversation.begin([1, 2, 3, 4])
-    while row.live:
-        conversation.session.step()
-    assert len(row.text) == 10 and row.stop_reason == "length"
-    with pytest.raises(ValueError, match="10 tokens fill the chat's context of 10: begin a new one"):
-        conversation.begin(row.text)
-    assert conversation.begin([1]).live  # the conversation goes on with less

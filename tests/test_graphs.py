@@ -7,13 +7,10 @@ from copy import deepcopy
 from typing import Any
 
 import cases
-import families
 import pytest
-import torch
 
-from lightning_specdec.decoding import Session, autoregressive_decode, speculative_decode
+from lightning_specdec.decoding import Session, speculative_decode
 from lightning_specdec.drafters import Drafter, EarlyExitDrafter, ModelDrafter
-from lightning_specdec.models.graphs import GraphCache
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.rules import Sampling
 
@@ -62,34 +59,6 @@ def test_a_second_session_records_nothing() -> None:
         keys: list[Any] = list(storage.graphs._recordings)
         counts.append(len(keys))
     assert counts[1] == counts[2], "a text of the same length was recorded again"
-    widths = {key[3] for key, _ in keys if key[0] == "read"}
-    assert widths == {"slice(-4, None, None)", "slice(-1, None, None)"}, (
-        "the last rounds, which want fewer guesses, were recorded by themselves"
-    )
-
-
-def test_rows_that_come_and_go_over_recorded_calls() -> None:
-    model, drafter = recorded(cases.target("llama")), EarlyExitDrafter(1)
-    session = Session(model, drafter, max_length=40, num_draft_tokens=3)
-    first = session.add([1, 2, 3], max_new_tokens=20)
-    for _ in range(2):
-        session.step()
-    second = session.add([7, 7], max_new_tokens=9)
-    while session.live:
-        session.step()
-    for row, prompt, wanted in ((first, [1, 2, 3], 20), (second, [7, 7], 9)):
-        alone = autoregressive_decode(cases.target("llama"), prompt, max_new_tokens=wanted)
-        assert row.result().tokens == alone.tokens[0]
-
-
-def test_inputs_that_stay_are_read_where_they_are_and_others_copied() -> None:
-    graphs = GraphCache(torch.device(families.DEVICE))
-    stays = graphs.buffer("numbers", (2,), torch.float32)
-    for a, b in ((1.0, 5.0), (2.0, 6.0)):
-        stays.fill_(a)
-        (total,) = graphs.run("sum", lambda x, y: (x + y,), stays, torch.full((2,), b))
-        assert total is not None and total.tolist() == [a + b] * 2
-    assert len(graphs._recordings) == 1
 
 
 @pytest.mark.parametrize("name", ["near", "early_exit", "heads"])

@@ -65,14 +65,6 @@ def test_ragged_pieces_through_the_state_give_the_logits_of_the_whole(family: st
         state.truncate([length - each for length, each in zip(state.consumed, back, strict=True)])
 
 
-@torch.inference_mode()
-def test_a_window_that_no_layer_heeds_is_not_heeded_here() -> None:
-    """As in a config that was written for another architecture: the model's own forward pass is what counts."""
-    tokens, reference_model = random_tokens(1, 20), tiny("llama", sliding_window=5)
-    model = HuggingFaceLM(tiny("llama", sliding_window=5))
-    assert_close(model(tokens, model.init_state(1, 20)).logits, reference_model(tokens, use_cache=False).logits)
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
 def test_padding_far_behind_the_end_poisons_no_row(family: str, attention: str) -> None:
@@ -170,23 +162,14 @@ def test_a_loaded_model_and_tokenizer_of_transformers_serve_as_they_are() -> Non
     assert bare.decode([1, 2], max_new_tokens=5).tokens == bare.decode_standard([1, 2], max_new_tokens=5).tokens
 
 
-def test_a_config_makes_a_new_model_that_learns() -> None:
-    model = HuggingFaceLM({"model_type": "gpt2", "vocab_size": 11, "n_embd": 16, "n_layer": 2, "n_head": 2})
-    assert model.vocab_size == 11
-    model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
-    assert all(weight.grad is not None for name, weight in model.named_parameters() if "wpe" not in name)
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("form", ["quantized", "packed"])
-def test_an_int8_copy_is_a_good_draft_and_changes_nothing(family: str, form: str) -> None:
+def test_an_int8_copy_is_a_good_draft_and_changes_nothing(family: str) -> None:
     """The rounded weights are near the target's, so most guesses are kept; the output stays the target's own."""
     target, draft = ours(family), HuggingFaceLM(tiny(family))
     quantize(draft.model, "int8")
     weights = [weight for weight in draft.parameters() if hasattr(weight, "qdata")]
     assert len(weights) >= 12 and all(weight.qdata.dtype == torch.int8 for weight in weights)
-    drafter = ModelDrafter(draft if form == "quantized" else draft.pack())
-    result = speculative_decode(target, drafter, PROMPTS, max_new_tokens=20)
+    result = speculative_decode(target, ModelDrafter(draft.pack()), PROMPTS, max_new_tokens=20)
     assert result.tokens == autoregressive_decode(target, PROMPTS, max_new_tokens=20).tokens
     assert result.acceptance_rate is not None and result.acceptance_rate > 0.7
 
@@ -195,14 +178,10 @@ def test_an_int8_copy_is_a_good_draft_and_changes_nothing(family: str, form: str
     ("family", "sizes", "words"),
     [
         ("mamba", {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}, "linear_attention"),
-        ("qwen3_next", {"num_hidden_layers": 4, "num_experts": 2, "num_attention_heads": 2}, "linear_attention"),
         ("llama4_text", {"num_hidden_layers": 4, "num_local_experts": 2}, "chunked_attention"),
         ("bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2}, "position_ids"),
         ("falcon", {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "alibi": True}, "masks"),
-        ("gpt_neo", {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["local"], 2]]}, "masks"),
-        ("doge", {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}, "masks"),
         ("roberta", {"hidden_size": 16, "num_attention_heads": 2, "is_decoder": True}, "decoder-only"),
-        ("bert-generation", {"hidden_size": 16, "num_attention_heads": 2}, "decoder-only"),
         ("gemma3_text", {"num_hidden_layers": 1, "use_bidirectional_attention": True}, "decoder-only"),
         ("llama", {"_attn_implementation": "flex_attention"}, "runs on flex_attention"),
     ],

@@ -18,9 +18,8 @@ from tiny_tokenizers import byte_level
 
 from lightning_specdec.config import memory
 from lightning_specdec.config.files import cache_home
-from lightning_specdec.models import loading
 from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.models.loading import examine, load_model
+from lightning_specdec.models.loading import load_model
 from lightning_specdec.models.safetensors_file import Origin, weights_sha256
 
 TOKENS = torch.tensor([[1, 2, 3, 60, 5]])
@@ -134,7 +133,6 @@ MINE = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (drop("config.json"), "it has no config.json"),
     "config is cut off": (put("config.json", '{"model_type": '), "config.json describes no model"),
-    "config is a list": (put("config.json", "[1, 2]"), "config.json describes no model"),
     "unknown model": (edit_config(model_type="llama9"), "llama9"),
     "code of its own": (edit_config(model_type="mine", auto_map=MINE), "--trust_remote_code"),
     "an encoder": (edit_config(model_type="bert", architectures=["BertForMaskedLM"]), "not a causal language model"),
@@ -143,7 +141,6 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         "cannot be decoded here",
     ),
     "a size that is none": (edit_config(hidden_size="wide"), "expected int, got str"),
-    "sizes that do not fit": (edit_config(num_attention_heads=3), "config.json describes no model"),
     "a million layers": (edit_config(num_hidden_layers=1_000_000), "far larger than its weight files"),
     "a million experts": (
         edit_config(model_type="mixtral", architectures=["MixtralForCausalLM"], num_local_experts=1_000_000),
@@ -153,16 +150,13 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "other sizes than the weights": (edit_config(intermediate_size=64), "another shape than its config for"),
     "more layers than weights": (edit_config(num_hidden_layers=4), "lack model.layers.3."),
     "no weights": (drop("model.safetensors"), "no weights in safetensors files"),
-    "weights of another kind": (renamed("model.safetensors", "pytorch_model.bin"), "no weights in safetensors files"),
     "weights cut off": (cut(0.9), "truncated or damaged"),
-    "weights empty": (cut(0.0), "header"),
     "a header of garbage": (put("model.safetensors", (8).to_bytes(8, "little") + b"{{{{{{{{"), "header"),
     "a shard is missing": (
         indexed('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'),
         "model-00001-of-00002.safetensors is missing",
     ),
     "an index that leads out": (indexed('{"weight_map": {"a": "../elsewhere.safetensors"}}'), "is incomplete"),
-    "an index of nothing": (indexed("[]"), "names no files"),
     "a tokenizer that is none": (put("tokenizer.json", "{}"), "tokenizer"),
     "a state that cannot go back": (
         edit_config(model_type="mamba", architectures=["MambaForCausalLM"], state_size=4),
@@ -192,33 +186,12 @@ def test_code_of_a_model_never_runs_unless_it_is_trusted(copied: Path, tmp_path:
     ("source", "told"),
     [
         ("./nowhere", "there is no directory ./nowhere"),
-        ("two words", "there is no directory two words"),
         ("lab/..", "there is no directory lab/.."),
         (__file__, "is a file"),
     ],
 )
 def test_a_name_that_can_be_no_model_is_refused(source: str, told: str) -> None:
     assert told in refusal(source)
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"dtype": "int8"}, "dtype must be one of"),
-        ({"quantization": "int2"}, "one of int8, int4"),
-        ({"quantization": "int4"}, "CUDA GPU only"),
-        ({"revision": "main"}, "revision"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(options: dict[str, str], told: str, plain: Path) -> None:
-    assert told in refusal(plain, **options)
-
-
-def test_too_little_memory_is_told_before_a_weight_is_read(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 50_000)
-    monkeypatch.setattr(loading, "load", lambda *arguments, **options: pytest.fail("weights were read"))
-    message, needed = refusal(plain), examine(plain).size.weight_bytes("float32")
-    assert f"it needs {needed / 1e6:.1f} MB" in message and "0.1 MB are free" in message
 
 
 @pytest.fixture
@@ -249,22 +222,7 @@ def test_nothing_big_is_downloaded_for_a_memory_that_cannot_hold_it(
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [
-        ("gated", "gated"),
-        ("private", "401"),
-        ("unknown", "404"),
-        ("broken", "500"),
-    ],
+    [("gated", "gated"), ("private", "401"), ("unknown", "404"), ("broken", "500")],
 )
 def test_what_the_hub_refuses_is_told_in_one_line_at_once(on_hub: list[str], name: str, told: str) -> None:
     assert told in refusal(f"lab/{name}")
-
-
-def test_a_config_of_the_hub_that_never_ends_is_refused_before_its_weights_are_here(
-    copied: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    edit_config(num_hidden_layers=1_000_000)(copied)
-    with serve({"lab/endless": copied}) as (address, requests):
-        monkeypatch.setenv("HF_ENDPOINT", address)
-        assert "far larger than" in refusal("lab/endless")
-        assert not any("safetensors" in request for request in requests)

@@ -16,7 +16,6 @@ from lightning_specdec.config import memory
 from lightning_specdec.config.pairs import shipped_directory
 from lightning_specdec.drafters import ModelDrafter
 from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary
-from lightning_specdec.models import compiled
 from lightning_specdec.models.loading import load_model
 
 PROMPTS = ["the cat sat on the mat and", "a guess is kept when the target"]
@@ -55,29 +54,6 @@ def test_what_guesses_follows_from_the_draft(models: dict[str, str]) -> None:
     assert isinstance(cross.drafter, CrossVocabulary) and cross.drafter.settings.min_share == 0.05
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"draft": "draft"},
-        {"draft": "foreign"},
-        {"draft_quantization": "int8"},
-        {"draft": "draft", "draft_quantization": "int8"},
-        {**of("EarlyExitDrafter", exit_layer=1), "pack": False},
-    ],
-    ids=str,
-)
-def test_whatever_guesses_the_greedy_text_is_the_targets_own(models: dict[str, str], options: dict[str, Any]) -> None:
-    if "draft" in options:
-        options = {**options, "draft": models[options["draft"]]}
-    decoder = SpeculativeDecoder.from_pretrained(models["target"], **options)
-    expected = decoder.decode_standard(PROMPTS, max_new_tokens=24)
-    found = decoder.decode(PROMPTS, max_new_tokens=24)
-    assert found.tokens == expected.tokens and found.num_new_tokens == 48
-    assert [row.text for row in found.rows] == [row.text for row in expected.rows]
-    assert found.num_draft_tokens == options.get("num_draft_tokens", 3)
-
-
 def test_a_target_ends_at_its_own_eos_unless_told(models: dict[str, str]) -> None:
     decoder = SpeculativeDecoder.from_pretrained(models["target"])
     eos = byte_level().eos_token_id
@@ -92,31 +68,17 @@ def test_a_target_ends_at_its_own_eos_unless_told(models: dict[str, str]) -> Non
         assert decode(PROMPTS[0], max_new_tokens=12, eos=first[2]).tokens[0] == first[: first.index(first[2]) + 1]
 
 
-def test_dtypes_are_the_stored_ones_the_given_ones_and_the_targets_for_the_draft(models: dict[str, str]) -> None:
-    def dtypes(**options: Any) -> list[torch.dtype]:
-        decoder = SpeculativeDecoder.from_pretrained(models["target"], models["draft"], pack=False, **options)
-        assert isinstance(decoder.drafter, ModelDrafter)
-        return [next(model.parameters()).dtype for model in (decoder.target, decoder.drafter.model)]
-
-    assert dtypes() == [torch.float32] * 2
-    assert dtypes(dtype="bfloat16") == [torch.bfloat16] * 2
-    assert dtypes(dtype="float32", draft_dtype=torch.bfloat16) == [torch.float32, torch.bfloat16]
-
-
 @pytest.mark.parametrize(
     ("target", "options", "told"),
     [
         ("target", {"drafter": "ModelDrafter"}, "needs a draft model"),
         ("target", {"drafter": "NGramDrafter", "draft": "draft"}, "NGramDrafter takes no draft model"),
-        ("target", {"drafter": "Oracle"}, "no drafter 'Oracle'"),
         ("target", of("EarlyExitDrafter", exit_layer=3), "exit_layer must be from 1 to 2"),
         ("target", {"drafter": "ModelDrafter", "draft": "foreign"}, "the draft's vocabulary is not the target's"),
         ("target", of("NGramDrafter", max_gram=3), "max_gram"),
         ("target", {"drafter": "no_such.Module"}, "cannot import the drafter no_such.Module"),
         ("target", {"draft": NGramDrafter(), **of("EarlyExitDrafter", exit_layer=1)}, "NGramDrafter already"),
         ("tokens", {"draft": "other size"}, "the draft has a vocabulary of 71 tokens, the target one of 67"),
-        ("target", {"draft_quantization": "int4"}, "int4 weights have a kernel on a CUDA GPU only"),
-        ("target", {"draft": "./nowhere"}, "there is no directory ./nowhere"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -134,21 +96,6 @@ def test_two_models_must_fit_the_memory_together(models: dict[str, str], monkeyp
     monkeypatch.setattr("lightning_specdec.models.loading.load", lambda *arguments: pytest.fail("weights were read"))
     with pytest.raises(ValueError, match="not enough memory for .*target with .*draft: it needs"):
         SpeculativeDecoder.from_pretrained(models["target"], models["draft"], pack=False)
-
-
-def test_compiling_takes_both_sides(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = SpeculativeDecoder.from_pretrained(models["target"], models["draft"])
-    taken: list[Any] = []
-
-    def take(model: Any) -> float:
-        taken.append(model)
-        return 1.5
-
-    monkeypatch.setattr(compiled, "compile_layers", take)
-    assert decoder.compile() == 3.0
-    assert isinstance(decoder.drafter, ModelDrafter) and taken == [decoder.target, decoder.drafter.model]
-    taken.clear()
-    assert SpeculativeDecoder.from_pretrained(models["target"]).compile() == 1.5 and len(taken) == 1
 
 
 @pytest.fixture

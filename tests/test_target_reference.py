@@ -20,14 +20,7 @@ from lightning_specdec.training import MultiTokenTraining
 
 DATA = ("--data", "QuadraticProgressions", "--data.vocab_size", "320", "--data.max_change", "0")
 TRAINER = ("--trainer.accelerator", "cpu", "--trainer.limit_train_batches", "2", "--trainer.limit_val_batches", "1")
-QUIET = (
-    "--trainer.logger",
-    "false",
-    "--trainer.enable_progress_bar",
-    "false",
-    "--trainer.enable_model_summary",
-    "false",
-)
+QUIET = ("--trainer.logger=false", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false")
 HEADS = ("--model", "MultiTokenTraining", "--model.num_heads", "2", "--model.num_draft_tokens", "2")
 BRIEF = ("--repeats", "1", "--max_new_tokens", "6", "--output", "json", "--prompt", "1 2 3")
 
@@ -84,13 +77,7 @@ def test_decode_finds_the_target_or_is_given_it_anew(tmp_path: Path) -> None:
     (both,) = succeed("decode", "--ckpt", "run/version_0/best.ckpt", *BRIEF).json["prompts"]
     assert both["standard"]["tokens"] == both["speculative"]["tokens"]
     Path("target").rename("moved")
-    refused(
-        "decode",
-        "--ckpt",
-        "run/version_0/best.ckpt",
-        *BRIEF,
-        told="which is not here: give its directory with --target",
-    )
+    refused("decode", "--ckpt", "run/version_0/best.ckpt", *BRIEF, told="give its directory with --target")
     (moved,) = succeed("decode", "--ckpt", "run/version_0/best.ckpt", "--target", "moved", *BRIEF).json["prompts"]
     assert moved["speculative"]["tokens"] == both["speculative"]["tokens"]
     own = SpeculativeDecoder.from_checkpoint("run/version_0/best.ckpt", target=load_model("moved"))
