@@ -13,6 +13,8 @@ import tiny_models
 from cli_fixtures import shipped_run, succeed
 from training_fixtures import EPOCHS, TrainedRun
 
+from lightning_specdec.models.safetensors_file import read_header
+
 __all__ = ["shipped_run"]
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -130,3 +132,9 @@ def test_every_block_of_python_runs(
     program = [text for language, text in BLOCKS if language == "python"][number]
     exec(compile(program, f"README.md, block {number}", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out
+
+
+def test_no_shipped_file_names_a_directory_of_the_machine_that_made_it() -> None:
+    for path in (ROOT / "checkpoints").glob("*.safetensors"):
+        source = json.loads(read_header(path)[0]["lightning_specdec"])["target"].get("source")
+        assert source is None or not Path(source).is_absolute(), path.name
