@@ -57,7 +57,7 @@ def test_a_row_says_what_its_run_did(tmp_path: Path) -> None:
 
 
 def test_every_case_has_a_cell_and_those_that_would_do_the_same_are_measured_once() -> None:
-    lossy: Any = {"EpsilonThreshold": {"epsilon": 0.2}}
+    lossy = {"class_path": "EpsilonThreshold", "init_args": {"epsilon": 0.2}}
     chosen = config(temperatures=[0, 1], num_draft_tokens=[1, "auto"], rules=[lossy, "RejectionSampling", "ExactMatch"])
     cells = [case.cell for group in pair().cases(chosen) for case in group]
     assert len(set(cells)) == len(cells) == (1 + 2 * 2 * 2) + (1 + 2 * 2 * 3)

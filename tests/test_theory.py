@@ -104,7 +104,7 @@ def test_the_limits_are_a_perfect_draft_a_wrong_one_and_an_endless_text(num_draf
 
 @pytest.mark.parametrize("alpha", [1.1, math.nan, -0.1])
 def test_a_rate_that_is_none_is_refused(alpha: float) -> None:
-    with pytest.raises(ValueError, match="alpha must be from 0 to 1"):
+    with pytest.raises(ValueError, match="alpha must be 2 rates from 0 to 1"):
         theory.expected_tokens(alpha, 2)
     with pytest.raises(ValueError, match="num_new_tokens must be at least 1, got 0"):
         predict(0.8, 4, num_new_tokens=0)

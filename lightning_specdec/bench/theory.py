@@ -1,14 +1,19 @@
 """Closed forms of speculative decoding: tokens per round, rounds for a text, speedup from measured costs.
 
 `alpha` is the acceptance rate: each tested token is accepted with that probability, independently (Leviathan et al.
-2023, whose gamma is `num_draft_tokens` here). EOS is not modelled. See docs/theory.md, section 8.
+2023, whose gamma is `num_draft_tokens` here). Where it is a sequence, entry i is the rate
+of the draft token behind i accepted ones. EOS is not modelled. See docs/theory.md, section 8.
 """
 
 import itertools
 import math
+from collections.abc import Sequence
+
+Rates = float | Sequence[float]
+"""One acceptance rate for all positions of a window, or one for each."""
 
 
-def accepted_distribution(alpha: float, num_draft_tokens: int) -> list[float]:
+def accepted_distribution(alpha: Rates, num_draft_tokens: int) -> list[float]:
     """The probabilities that a round accepts 0, 1, ..., k draft tokens.
 
     (1 - alpha) alpha^i for i < k, alpha^k for i = k (Leviathan et al. 2023, before equation 1).
@@ -17,15 +22,15 @@ def accepted_distribution(alpha: float, num_draft_tokens: int) -> list[float]:
     return [here - there for here, there in itertools.pairwise(reached)] + [reached[-1]]
 
 
-def expected_tokens(alpha: float, num_draft_tokens: int) -> float:
+def expected_tokens(alpha: Rates, num_draft_tokens: int) -> float:
     """The block efficiency of an endless text: (1 - alpha^(k+1)) / (1 - alpha) (Leviathan et al. 2023, equation 1).
 
-    Summed as 1 + alpha + ... + alpha^k, which is exact near 1.
+    Summed as 1 + alpha + ... + alpha^k, which is exact near 1 and holds for a rate per position too.
     """
     return math.fsum(_reached(alpha, num_draft_tokens))
 
 
-def expected_rounds(alpha: float, num_draft_tokens: int, *, num_new_tokens: int) -> float:
+def expected_rounds(alpha: Rates, num_draft_tokens: int, *, num_new_tokens: int) -> float:
     """The expected number of rounds until `num_new_tokens` are there.
 
     rounds(0) = 0; rounds(m) = 1 + sum over i = 0..w of P(i of w accepted) rounds(m - i - 1), with w = min(k, m - 1).
@@ -33,13 +38,13 @@ def expected_rounds(alpha: float, num_draft_tokens: int, *, num_new_tokens: int)
     return _rounds_and_steps(alpha, num_draft_tokens, num_new_tokens)[0]
 
 
-def block_efficiency_finite(alpha: float, num_draft_tokens: int, *, num_new_tokens: int) -> float:
+def block_efficiency_finite(alpha: Rates, num_draft_tokens: int, *, num_new_tokens: int) -> float:
     """The block efficiency of a text of that length: num_new_tokens / expected_rounds."""
     return num_new_tokens / expected_rounds(alpha, num_draft_tokens, num_new_tokens=num_new_tokens)
 
 
 def predicted_speedup(
-    alpha: float,
+    alpha: Rates,
     num_draft_tokens: int,
     *,
     draft_step_seconds: float,
@@ -67,7 +72,7 @@ def predicted_speedup(
     return tokens * (target_seconds + step_overhead_seconds) / speculative
 
 
-def _rounds_and_steps(alpha: float, num_draft_tokens: int, num_new_tokens: int) -> tuple[float, float]:
+def _rounds_and_steps(alpha: Rates, num_draft_tokens: int, num_new_tokens: int) -> tuple[float, float]:
     """Expected rounds and draft steps: two recursions over the tokens still wanted."""
     if num_new_tokens < 1:
         raise ValueError(f"num_new_tokens must be at least 1, got {num_new_tokens}")
@@ -80,8 +85,9 @@ def _rounds_and_steps(alpha: float, num_draft_tokens: int, num_new_tokens: int) 
     return rounds[-1], steps[-1]
 
 
-def _reached(alpha: float, num_draft_tokens: int) -> list[float]:
+def _reached(alpha: Rates, num_draft_tokens: int) -> list[float]:
     """The probabilities that at least 0, 1, ..., k draft tokens are accepted."""
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha must be from 0 to 1, got {alpha}")
-    return [alpha**i for i in range(num_draft_tokens + 1)]
+    rates = alpha[:num_draft_tokens] if isinstance(alpha, Sequence) else [alpha] * num_draft_tokens
+    if len(rates) != num_draft_tokens or not all(0 <= rate <= 1 for rate in rates):
+        raise ValueError(f"alpha must be {num_draft_tokens} rates from 0 to 1, or one for all positions, got {alpha}")
+    return list(itertools.accumulate(rates, lambda kept, rate: kept * rate, initial=1.0))
