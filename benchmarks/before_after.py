@@ -45,7 +45,7 @@ def run(tree: Path, command: list[str]) -> tuple[float, str]:
     """Seconds and output of a command that imports the package from this tree."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     started = time.perf_counter()
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-P", *command], env=environment, capture_output=True, text=True, check=True)
     return time.perf_counter() - started, done.stdout
 
 

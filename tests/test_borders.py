@@ -118,9 +118,9 @@ def test_the_house_stays_small() -> None:
     assert len([file for file in FILES if "/" not in file]) <= MOST_ROOT_FILES
 
 
-def loaded_after(statement: str) -> set[str]:
-    """Top-level names of all modules that a fresh process has loaded after this statement."""
-    program = f"{statement}\nimport sys; print(*{{name.split('.')[0] for name in sys.modules}})"
+def loaded_after(statement: str, *, depth: int = 1) -> set[str]:
+    """Names, to that depth, of all modules that a fresh process has loaded after this statement."""
+    program = f"{statement}\nimport sys; print(*{{'.'.join(name.split('.')[:{depth}]) for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     return set(done.stdout.split())
 
@@ -145,6 +145,13 @@ def test_decoding_loads_no_lightning() -> None:
     assert "torch" in loaded
     ours = loaded - loaded_after("import torch") - {"lightning_specdec"} - set(sys.stdlib_module_names)
     assert ours.isdisjoint({"lightning", "jsonargparse", "torchmetrics", "tensorboard", "transformers", "jaxtyping"})
+
+
+def test_loading_a_checkpoint_does_not_load_the_compiler_of_torch() -> None:
+    """It takes a second; building modules without memory loads it where initial weights are drawn."""
+    path = str(Path(__file__).parent.parent / "checkpoints" / "rnn.safetensors")
+    loaded = loaded_after(f"from lightning_specdec import checkpoints; checkpoints.load({path!r}).drafter", depth=2)
+    assert "lightning_specdec.checkpoints" in loaded and "torch._dynamo" not in loaded
 
 
 def test_every_public_name_is_where_the_package_says() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from lightning_specdec.config.kinds import DRAFTERS, MODELS, Kinds
 from lightning_specdec.config.terminal import short
@@ -115,7 +116,7 @@ def with_weights(make: Callable[[], nn.Module], owner: str, weights: Mapping[str
     if len(dtypes) > 1 or not dtypes <= set(FLOATS.values()):
         raise ValueError(f"the weights of the {owner} are of {dtypes}: expected one of {', '.join(FLOATS)}")
     for device in ("meta", "cpu"):  # first without any memory: buffers take it only where names and shapes fit
-        with _without_weights(2 * len(weights) + 100), torch.device(device):
+        with torch.device(device), _without_weights(2 * len(weights) + 100):
             module = make()
         first: dict[int, str] = {}
         parameters = module.named_parameters(remove_duplicate=False)
@@ -137,6 +138,15 @@ def with_weights(make: Callable[[], nn.Module], owner: str, weights: Mapping[str
     return module
 
 
+class _NoRandomValues(TorchFunctionMode):
+    """Skips drawing initial weights: on the meta device that does nothing, but imports torch's compiler, a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("normal_", "uniform_", "kaiming_uniform_", "trunc_normal_"):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def _without_weights(most: int) -> Iterator[None]:
     """Let modules take no memory for parameters, draw no random numbers for them, and have at most `most` of them."""
@@ -153,7 +163,8 @@ def _without_weights(most: int) -> Iterator[None]:
 
     hook = register_module_parameter_registration_hook(drop)  # type: ignore[arg-type]
     try:
-        yield
+        with _NoRandomValues():
+            yield
     finally:
         hook.remove()
 
