@@ -39,7 +39,7 @@ def poison(state: DecodeState) -> None:
         else:
             assert isinstance(state, RecurrentState)
             if row == 0:
-                state._past = state._past.clone()
+                state._keep(state._past.clone())
             state._past[row, length - state._origin[row] + 1 :] = torch.nan
 
 
@@ -168,15 +168,18 @@ def test_the_fused_network_is_the_same_function() -> None:
 def test_a_rollout_equals_feeding_the_tokens_it_chose(kind: str, valid_lengths: Sequence[int] | None) -> None:
     model, tokens = KINDS[kind](), torch.tensor([[1, 2, 3], [4, 5, 6]])
     seen: list[Tensor] = []
+    drawn: list[Tensor] = []
 
     def choose(logits: Tensor, i: int) -> Tensor:
         assert i == len(seen)
         seen.append(logits)
-        return logits.argmax(-1)
+        drawn.append(logits.argmax(-1))
+        return drawn[-1]
 
     with torch.inference_mode():
         state = model.init_state(2, 12)
-        chosen = model.rollout(tokens, state, 4, choose, valid_lengths=valid_lengths)
+        model.rollout(tokens, state, 4, choose, valid_lengths=valid_lengths)
+        chosen = torch.stack(drawn, dim=1)
         for row, count in enumerate(valid_lengths or [3, 3]):
             text = tokens[row, :count].tolist() + chosen[row].tolist()
             fresh = model(torch.tensor([text])).logits[0, count - 1 : -1]

@@ -24,15 +24,23 @@ from safetensors import torch as safetensors
 from torch import Tensor
 
 from lightning_specdec.checkpoints import runs
+from lightning_specdec.config.checks import BUILTIN_ERRORS
 from lightning_specdec.config.files import replaced
 from lightning_specdec.config.terminal import short
-from lightning_specdec.models.model_config import FOREIGN
 from lightning_specdec.models.safetensors_file import read_header
 
 KEY = "lightning_specdec"
 """Where the document stands in either kind of file."""
 FORMAT = 2
-BROKEN = (*FOREIGN, EOFError, SafetensorError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile, zlib.error)
+BROKEN = (
+    *BUILTIN_ERRORS,
+    EOFError,
+    SafetensorError,
+    pickle.UnpicklingError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 """Everything that reading a stranger's file, or building what it describes, can raise."""
 _LONGEST_DOCUMENT = 2**24
 _MOST_CHARACTERS, _CHARACTERS_PER_VALUE, _DEEPEST = 2**26, 64, 100

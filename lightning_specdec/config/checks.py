@@ -4,6 +4,20 @@ from __future__ import annotations
 
 import math
 
+BUILTIN_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What building a network from broken data raises of Python's own errors."""
+
 
 def require_int(name: str, value: object, low: int, high: int | None = None) -> int:
     """`value`, if it is an integer from `low` to `high`."""

@@ -99,7 +99,7 @@ class Batch:
         least."""
         state, texts = self.target_state, [row.text for row in self.rows]
         starts = [min(length, len(text) - 1) for length, text in zip(state.consumed, texts, strict=True)]
-        caught_up = all(start == len(text) - 1 for start, text in zip(starts, texts, strict=True))
+        caught_up = upload is not None and starts == [len(text) - 1 for text in texts]
         state.truncate(starts, upload.starts if upload is not None and caught_up else None)
         state.commit(starts)
         return [text[start:] for start, text in zip(starts, texts, strict=True)]

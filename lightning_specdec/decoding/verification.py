@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,31 +93,33 @@ class Verification:
             The new tokens, what became of the draft tokens, and how many of each row's were accepted.
         """
         width = draft.tokens.shape[1]
-        sizes = [width, width + 1, width, int(draft.lengths is not None)]
-        ends, num_scores = list(accumulate(sizes)), (2 * width + 1) * self.logprobs
+        judged, num_scores = 3 * width + 1, (2 * width + 1) * self.logprobs
         events, outcomes, counts = [], [], []
         for row, window, numbers in zip(rows, windows, values, strict=True):
             if not row.live:
                 counts.append(0)
                 continue
-            scores = numbers[len(numbers) - num_scores :]
-            if scores:
-                numbers = list(map(int, numbers[:-num_scores]))
-            kept, endings, drafted, length = (numbers[end - size : end] for size, end in zip(sizes, ends, strict=True))
-            if length:
-                drafted = drafted[: length[0]]
-            num_accepted = [*kept, 0].index(0)
+            num_accepted, logprobs = [*numbers[:width], 0].index(0), None
             counts.append(num_accepted)
-            logprobs = [*scores[:num_accepted], scores[width + num_accepted]] if scores else None
+            if num_scores:
+                scores = numbers[-num_scores:]
+                logprobs = [*scores[:num_accepted], scores[width + num_accepted]]
+                numbers = list(map(int, numbers[:-num_scores]))
+            endings, drafted, changed = (
+                numbers[width : 2 * width + 1],
+                numbers[2 * width + 1 : judged],
+                numbers[judged:],
+            )
+            if draft.lengths is not None:
+                length, *changed = changed
+                drafted = drafted[:length]
             ending: int | None = endings[num_accepted]
             if self.vocab_size in endings[: num_accepted + 1]:
                 # Where the draw is certain, the positions of accepted tokens count too.
                 first = endings.index(self.vocab_size) if self.sampling.greedy else num_accepted
                 if endings[first] == self.vocab_size:
                     drafted, num_accepted, ending = drafted[:first], first, None
-            added = row.commit(
-                drafted, num_accepted, ending, seconds=seconds, changed=numbers[ends[-1] :], logprobs=logprobs
-            )
+            added = row.commit(drafted, num_accepted, ending, seconds=seconds, changed=changed, logprobs=logprobs)
             events.append((row, added))
             num_made = len(drafted)
             if len(added) <= num_accepted:  # nothing is learnt of tokens behind a stop: a next turn has their noise

@@ -69,7 +69,9 @@ class Drawn:
     @property
     def outputs(self) -> Outputs:
         """Tokens, the distributions that they were drawn from (None where certain), and the logits if wanted."""
-        return tuple(torch.stack(each, dim=1) if each else None for each in (self.tokens, self.probs, self.logits))
+        probs = torch.stack(self.probs, dim=1) if self.probs else None
+        logits = torch.stack(self.logits, dim=1) if self.logits else None
+        return torch.stack(self.tokens, dim=1) if self.tokens else None, probs, logits
 
 
 class DrawingDrafter(Drafter, ABC):
@@ -333,7 +335,9 @@ class ModelDrafter(DrawingDrafter):
         tokens, valid_lengths = (request.tail, None) if caught_up else pad(unread, request.tail.device)
         if request.vocab_size is not None and request.vocab_size > self.model.vocab_size:
             tokens = tokens.clamp(max=self.model.vocab_size - 1)  # as in `roll`
-        outputs = self.recorded_roll(self.model, own, tokens if caught_up else None, request, sampling)
+        outputs = None
+        if caught_up and request.device is not None:
+            outputs = self.recorded_roll(self.model, own, tokens, request, sampling)
         if outputs is None:
             outputs = self.roll(self.model, own, tokens, valid_lengths, windows, request, sampling)
         elif request.device is not None:

@@ -204,7 +204,7 @@ class LanguageModel(nn.Module, ABC):
         choose: Callable[[Float[Tensor, "B V"], int], Int[Tensor, "B"]],
         *,
         valid_lengths: Lengths | None = None,
-    ) -> Int[Tensor, "B num_tokens"]:
+    ) -> None:
         """Consume `tokens`, then continue them by `num_tokens` tokens without the host reading any.
 
         Args:
@@ -214,10 +214,8 @@ class LanguageModel(nn.Module, ABC):
         last: Tensor | slice = slice(-1, None)
         if valid_lengths is not None:
             last = torch.tensor([[length - 1] for length in as_list(valid_lengths)], device=tokens.device)
-        chosen: list[Tensor] = []
         for i in range(num_tokens):
             output = self(tokens, state, valid_lengths=valid_lengths, logits_for=last)
             # A copy, since the next recorded call overwrites its logits, which may be the choice's memory.
-            chosen.append(choose(output.logits[:, -1].clone(), i).clone())
-            tokens, valid_lengths, last = chosen[-1][:, None], None, slice(-1, None)
-        return torch.stack(chosen, dim=1)
+            tokens = choose(output.logits[:, -1].clone(), i).clone()[:, None]
+            valid_lengths, last = None, slice(-1, None)

@@ -16,25 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
 
-from lightning_specdec.config.checks import require_int
+from lightning_specdec.config.checks import BUILTIN_ERRORS, require_int
 from lightning_specdec.config.models import DTYPES, check_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-FOREIGN = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    StrictDataclassError,
-    TypeError,
-    ValueError,
-)
+FOREIGN = (*BUILTIN_ERRORS, StrictDataclassError)
 """What transformers raises over broken files."""
 _LARGEST, _MOST_PARTS = 2**24, 1024
 """Of any integer; of the number of layers, experts and heads, each of which takes time to build."""

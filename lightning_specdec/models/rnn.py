@@ -156,20 +156,23 @@ class FusedRNN(RNN):
         choose: Callable[[Tensor, int], Tensor],
         *,
         valid_lengths: Lengths | None = None,
-    ) -> Tensor:
+    ) -> None:
         if valid_lengths is not None:
-            return super().rollout(tokens, state, num_tokens, choose, valid_lengths=valid_lengths)
+            super().rollout(tokens, state, num_tokens, choose, valid_lengths=valid_lengths)
+            return
         assert isinstance(state, RecurrentState), f"{type(self).__name__} needs a RecurrentState, got {state}"
         layers: Sequence[Tensor] = state.hidden().split(self.hidden_size, dim=-1)
         steps: list[Tensor] = []
-        chosen: list[Tensor] = []
-        known = tokens.unbind(1)
-        for place in range(len(known) + num_tokens - 1):
-            token = known[place] if place < len(known) else chosen[-1]
+
+        def read(token: Tensor) -> None:
+            nonlocal layers
             layers = self._step(self._table.index_select(0, token), layers)
             steps.append(torch.cat(layers, dim=1) if self.num_layers > 1 else layers[0])
-            if place >= len(known) - 1:
-                logits = torch.addmm(self._head_bias, layers[-1], self._head_weight)
-                chosen.append(choose(logits, len(chosen)))
+
+        for token in tokens.unbind(1):
+            read(token)
+        for i in range(num_tokens):
+            token = choose(torch.addmm(self._head_bias, layers[-1], self._head_weight), i)
+            if i < num_tokens - 1:
+                read(token)
         state.append(torch.stack(steps, dim=1))
-        return torch.stack(chosen, dim=1)

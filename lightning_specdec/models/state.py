@@ -129,33 +129,54 @@ class RecurrentState(DecodeState):
 
     def __init__(self, batch_size: int, state_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(batch_size, device)
-        # Slot s holds a row's state after `_origin + s` tokens.
+        # Slot s holds a row's state after `_origin + s` tokens; consecutive slots lie in chunks, joined when needed.
         self._origin = self.consumed
-        self._past = torch.zeros(batch_size, 1, state_size, device=device, dtype=dtype)
-        self._current: Tensor | None = self._past[:, 0]
+        self._chunks = [torch.zeros(batch_size, 1, state_size, device=device, dtype=dtype)]
+        self._num_slots = 1
+        self._current: Tensor | None = self._chunks[0][:, 0]
+
+    @property
+    def _past(self) -> Float[Tensor, "B S D"]:
+        """All slots."""
+        if len(self._chunks) > 1:
+            self._chunks = [torch.cat(self._chunks, dim=1)]
+        return self._chunks[0]
+
+    def _keep(self, past: Float[Tensor, "B S D"]) -> None:
+        """Replace all slots."""
+        self._chunks, self._num_slots = [past], past.shape[1]
 
     def hidden(self) -> Float[Tensor, "B D"]:
         """Every row's hidden states after the tokens that it has consumed."""
         if self._current is None:
-            slots, num_slots = self._slots, self._past.shape[1]
+            slots = self._slots
             if min(slots) == max(slots):
-                self._current = self._past[:, slots[0]]
+                self._current = self._slot(slots[0])
             else:
-                places = [row * num_slots + slot for row, slot in enumerate(slots)]
+                places = [row * self._num_slots + slot for row, slot in enumerate(slots)]
                 self._current = self._past.flatten(0, 1).index_select(0, torch.tensor(places, device=self.device))
         return self._current
+
+    def _slot(self, slot: int) -> Float[Tensor, "B D"]:
+        """One slot of all rows."""
+        for chunk in self._chunks:
+            if slot < chunk.shape[1]:
+                return chunk[:, slot]
+            slot -= chunk.shape[1]
+        raise AssertionError("the slot lies behind everything that was consumed")
 
     def append(self, hidden: Float[Tensor, "B T D"], valid_lengths: Lengths | None = None) -> None:
         """Store the hidden states after each of T more tokens, and count the valid ones as consumed."""
         num_tokens, first = hidden.shape[1], self._slots
-        if min(first) == self._past.shape[1] - 1:
-            self._past = torch.cat((self._past, hidden), dim=1)
+        if min(first) == self._num_slots - 1:
+            self._chunks.append(hidden)
+            self._num_slots += num_tokens
         else:
             slots = torch.tensor(first, device=self.device)[:, None] + torch.arange(
                 1, num_tokens + 1, device=self.device
             )
             room = torch.cat((self._past, torch.zeros_like(hidden)), dim=1)
-            self._past = room.scatter_(1, slots[..., None].expand_as(hidden), hidden)
+            self._keep(room.scatter_(1, slots[..., None].expand_as(hidden), hidden))
         self._current = hidden[:, -1] if valid_lengths is None else None
         self.advance(num_tokens, valid_lengths)
 
@@ -170,16 +191,19 @@ class RecurrentState(DecodeState):
     def commit(self, lengths: Sequence[int]) -> None:
         super().commit(lengths)
         if self.committed == self.consumed:  # to where the rows are: the past can go
-            self._past, self._origin = self.hidden()[:, None], self.consumed
+            self._keep(self.hidden()[:, None])
+            self._origin = self.consumed
 
     def _select(self, rows: Sequence[int], source: Tensor, empty: Tensor) -> None:
-        self._past, self._current = _take(self._past, source, empty), None
+        self._keep(_take(self._past, source, empty))
+        self._current = None
         self._origin = _chosen(self._origin, rows)
 
     def clear(self, rows: Sequence[int]) -> None:
         super().clear(rows)
-        self._past = self._past.clone()  # it may be a view of what a model gave
-        self._past[list(rows)] = 0
+        past = self._past.clone()  # it may be a view of what a model gave
+        past[list(rows)] = 0
+        self._keep(past)
         self._origin, self._current = _cleared(self._origin, rows), None
 
 
