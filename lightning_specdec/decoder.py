@@ -12,6 +12,7 @@ import torch
 from lightning_specdec.checkpoints import checkpoint, load_pair
 from lightning_specdec.checkpoints.target_reference import TargetReference
 from lightning_specdec.config.decoding import DecodingConfig
+from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.models import PairSource
 from lightning_specdec.decoding import (
     AdaptiveWindow,
@@ -42,12 +43,28 @@ WindowChoice = int | str | Window
 """Draft tokens per round; "auto" for as many as pay on this machine; or a `Window` that chooses."""
 
 
+AnyDrafter = Drafter | LanguageModel | str | Mapping[str, Any]
+
+
+def _made(drafter: AnyDrafter, target: LanguageModel) -> Drafter:
+    """The drafter that a model or a kind's name means; ValueError where it cannot draft for that target."""
+    if isinstance(drafter, LanguageModel):
+        drafter = ModelDrafter(drafter)
+    if isinstance(drafter, Drafter):
+        drafter.check_target(target)
+        return drafter
+    choice = Choice.read(drafter, "drafter")
+    made: Drafter = DRAFTERS.load(choice.name).for_target(target, **choice.settings)
+    return made
+
+
 class SpeculativeDecoder:
     """A target with its drafter.
 
     Args:
         target: the model whose output is wanted.
-        drafter: proposes draft tokens; a `LanguageModel` is wrapped in a `ModelDrafter`.
+        drafter: proposes draft tokens: a `Drafter`; a `LanguageModel`, which is wrapped in a `ModelDrafter`; or a kind
+            by name or import path, `{class_path: NAME, init_args: {...}}` where it has settings.
         prompts: held-out prompts that belong to the pair, used where none are given.
         recipe: how the pair was made, as plain values; saved with it.
         num_draft_tokens: draft tokens per round where a call names none; "auto" for as many as pay, or a `Window`.
@@ -57,7 +74,7 @@ class SpeculativeDecoder:
     def __init__(
         self,
         target: LanguageModel,
-        drafter: Drafter | LanguageModel,
+        drafter: AnyDrafter,
         *,
         prompts: Sequence[Sequence[int]] = (),
         recipe: dict[str, Any] | None = None,
@@ -65,8 +82,7 @@ class SpeculativeDecoder:
         drafts: Mapping[str, Drafter] | None = None,
     ) -> None:
         self.target = target
-        self.drafter = ModelDrafter(drafter) if isinstance(drafter, LanguageModel) else drafter
-        self.drafter.check_target(target)
+        self.drafter = _made(drafter, target)
         self.prompts = [list(prompt) for prompt in prompts]
         self.recipe, self.drafts = recipe or {}, dict(drafts or {})
         self.num_draft_tokens = num_draft_tokens
@@ -130,11 +146,10 @@ class SpeculativeDecoder:
     def __repr__(self) -> str:
         return f"SpeculativeDecoder({type(self.target).__name__}, {type(self.drafter).__name__})"
 
-    def with_drafter(self, drafter: Drafter) -> SpeculativeDecoder:
-        """The same target and settings with another draft."""
-        drafter.check_target(self.target)
+    def with_drafter(self, drafter: AnyDrafter) -> SpeculativeDecoder:
+        """The same target and settings with another drafter, given as to the constructor."""
         other = copy(self)
-        other.drafter, other._ready = drafter, None
+        other.drafter, other._ready = _made(drafter, self.target), None
         return other
 
     def with_exit(self, exit_layer: int) -> SpeculativeDecoder:
@@ -365,7 +380,7 @@ class SpeculativeDecoder:
         *,
         rules: Mapping[str, AcceptanceRule],
         samplings: Mapping[str, Sampling],
-        drafts: Mapping[str, Drafter] | None = None,
+        drafters: Mapping[str, Drafter] | None = None,
         num_places: int = 3,
         **changes: Any,
     ) -> Auditor:
@@ -373,13 +388,13 @@ class SpeculativeDecoder:
 
         Args:
             prompts: those that belong to the pair when None.
-            drafts: by name; all `candidates` when None.
+            drafters: by name; all `candidates` when None.
         """
         from lightning_specdec.audit.auditor import Auditor
 
         return Auditor(
             self.ready()[0],
-            self._all_drafters(drafts),
+            self._all_drafters(drafters),
             self._tokens(prompts),
             self.config(config, **changes),
             rules=rules,
@@ -387,13 +402,13 @@ class SpeculativeDecoder:
             num_places=num_places,
         )
 
-    def _all_drafters(self, drafts: Mapping[str, Drafter] | None) -> dict[str, Drafter]:
+    def _all_drafters(self, drafters: Mapping[str, Drafter] | None) -> dict[str, Drafter]:
         """The drafters by name, ready to decode; all `candidates` when None."""
         from lightning_specdec.bench.candidates import candidates
 
-        if drafts is None:
-            drafts = {name: each.drafter for name, each in candidates(self).items()}
-        return {name: drafter.eval().fused() for name, drafter in drafts.items()}
+        if drafters is None:
+            drafters = {name: each.drafter for name, each in candidates(self).items()}
+        return {name: drafter.eval().fused() for name, drafter in drafters.items()}
 
     def compile(self) -> float:
         """Compile the layers of transformers models, target and draft alike; gives the seconds that it took.

@@ -273,6 +273,8 @@ def target_of(drafter_name: str) -> str:
 
 COMBINATIONS = pairs()
 """Every target with every drafter that takes it."""
+ONE_EACH = [(target_of(name), name) for name in DRAFTERS]
+"""Every drafter with one target, for laws of what happens between rows and rounds."""
 BUT_LLAMA = [name for name in MODELS if name != "llama"]
 """For laws that llama meets with drafters alone that work inside it: for the others gemma3 stands for its kind."""
 
@@ -282,9 +284,14 @@ def applies(drafter_name: str, rule_name: str) -> bool:
     return drafter(drafter_name, target_of(drafter_name)).gives_logits or not RULES[rule_name].needs_draft_logits
 
 
+def rules_of(drafter_name: str) -> list[str]:
+    """The rules that the drafter can serve."""
+    return [rule for rule in RULES if applies(drafter_name, rule)]
+
+
 def triples(drafters: Iterable[str], targets: Iterable[str]) -> list[tuple[str, str, str]]:
     """The `pairs`, each with all rules that its drafter can serve."""
-    return [(*pair, rule) for pair in pairs(drafters, targets) for rule in RULES if applies(pair[1], rule)]
+    return [(*pair, rule) for pair in pairs(drafters, targets) for rule in rules_of(pair[1])]
 
 
 def few(values: Sequence[Any], target_name: str, drafter_name: str) -> Sequence[Any]:

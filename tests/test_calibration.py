@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_specdec.decoding import Calibration
 from lightning_specdec.decoding import calibration as measuring
 from lightning_specdec.decoding.calibration import WINDOWS, calibrate, load_or_measure
-from lightning_specdec.drafters import ModelDrafter, NGramDrafter, NGramWithFallback
+from lightning_specdec.drafters import Draft, ModelDrafter, NGramDrafter, NGramWithFallback
 from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.rules import RejectionSampling, Sampling
 
@@ -59,6 +59,27 @@ def test_every_drafter_can_be_measured(target: str, drafter: str, rule: Any, win
     seconds = [found.round_seconds(i) for i in range(found.widths[-1])]
     assert all(math.isfinite(each) and each > 0 for each in seconds)
     assert found.widths[-1] <= max(windows) + 1
+
+
+class OneToken(cases.Repeater):
+    """Drafts token 0 once, whatever the window."""
+
+    most = 0
+
+    def propose(self, state: Any, request: Any, windows: Any, sampling: Sampling) -> Draft:
+        return Draft(request.tail[:, :1] * 0)
+
+    def observe(self, state: Any, output: ModelOutput, num_accepted: Any) -> None:
+        self.most = max(self.most, *num_accepted)
+
+
+def test_no_more_draft_tokens_are_accepted_than_were_drafted() -> None:
+    """The target always says 0, which drafts are filled up with."""
+    target, drafter = cases.MODELS["rnn"](), OneToken()
+    for parameter in target.parameters():
+        parameter.data.zero_()
+    calibrate(target, drafter, context_length=20, seconds=0.0)
+    assert drafter.most == 1
 
 
 def broken(**changes: Any) -> str:

@@ -11,6 +11,8 @@ from cli_fixtures import call, refused, succeed
 from tiny_models import write_drafts, write_text_model
 
 from lightning_specdec.bench.measure import Case
+from lightning_specdec.bench.rows import Comparison
+from lightning_specdec.bench.statistics import Interval
 
 RNN = str(Path(__file__).parent.parent / "checkpoints" / "rnn.safetensors")
 BRIEF = ("--repeats", "1", "--max_new_tokens", "6", "--num_draft_tokens", "2", "3")
@@ -67,12 +69,15 @@ def test_every_draft_and_window_is_a_row_and_the_command_decodes_like_the_best(
     assert all(each["standard"]["tokens"] == each["speculative"]["tokens"] for each in decoded["prompts"])
 
 
-def test_the_table_shows_every_row_and_marks_the_best() -> None:
+@pytest.mark.parametrize("speedup", [0.4, 2.0])
+def test_the_table_shows_every_row_and_marks_the_best(speedup: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Comparison, "walltime_speedup", Interval(speedup, speedup, speedup))
     shown = succeed("sweep", "--target", "target", *BRIEF, "--prompt", "the cat").out
     header, *rows = shown.splitlines()[:3]
     assert header.split()[:2] == ["method", "window"] and header.split()[-1] == "walltime_speedup"
     assert [row.split()[:2] for row in rows] == [["NGramDrafter", "2"], ["NGramDrafter", "3"]]
-    assert shown.count("<- best") == 1 and "\nlightning_specdec decode " in shown and "\n1 prompt, batch" in shown
+    assert shown.count("<- best") == shown.count("\nlightning_specdec decode ") == (speedup > 1)
+    assert ("\nnothing here is faster" in shown) == (speedup < 1) and "\n1 prompt, batch" in shown
 
 
 def test_other_tokens_and_failures_are_shown_and_make_the_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +87,7 @@ def test_other_tokens_and_failures_are_shown_and_make_the_exit_code_1(monkeypatc
     assert outcome.code == 1 and outcome.out.count("OTHER TOKENS than standard decoding") == 2
     fail(monkeypatch, RuntimeError("out of\nmemory"))
     outcome = call("sweep", "--ckpt", RNN, *BRIEF)
-    assert outcome.code == 1 and "failed: out of memory\n" in outcome.out and "<- best" in outcome.out
+    assert outcome.code == 1 and "failed: out of memory\n" in outcome.out
 
 
 def test_ctrl_c_leaves_the_rows_that_are_over(monkeypatch: pytest.MonkeyPatch) -> None:

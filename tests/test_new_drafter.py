@@ -105,11 +105,22 @@ def test_a_decoder_takes_its_name_and_a_file_gives_it_back_to_who_names_it(kind:
     assert again.decode(cases.PROMPTS, max_new_tokens=9).tokens == expected.tokens
 
 
-def test_the_kinds_that_a_user_may_name_are_found_in_the_rooms() -> None:
-    ours = "CrossVocabulary EagleDrafter EarlyExitDrafter ModelDrafter MultiTokenDrafter NGramDrafter NGramWithFallback"
-    assert [*DRAFTERS] == [*ours.split(), "StagedDrafter"]
+def test_every_kind_that_is_found_in_the_rooms_goes_through_the_laws() -> None:
+    met = {type(cases.drafter(name, target)) for target, name in cases.ONE_EACH}
+    assert {*DRAFTERS} == {kind.__name__ for kind in met if kind.__module__.startswith("lightning_specdec.")}
     assert all(DRAFTERS.load(name).__name__ == name and DRAFTERS.summary(name) for name in DRAFTERS)
-    assert [*RULES] == ["EpsilonThreshold", "ExactMatch", "RejectionSampling", "TypicalAcceptance"]
+    assert {"ExactMatch", "RejectionSampling"} <= {*RULES} == {*cases.RULES}
+
+
+def test_a_decoder_takes_a_kind_by_its_name_too(kind: type[Any]) -> None:
+    target = cases.target("rnn")
+    decoder = SpeculativeDecoder(target, {"class_path": NAME, "init_args": {"period": 3}})
+    assert type(decoder.drafter) is kind and decoder.drafter.settings.period == 3
+    assert type(decoder.with_drafter("NGramDrafter").drafter) is NGramDrafter
+    for wrong, told in (("NGramDraftr", "did you mean NGramDrafter"), (3, "drafter must be a name"), (kind, "a name")):
+        with pytest.raises(ValueError, match=told):
+            decoder.with_drafter(wrong)  # type: ignore[arg-type]
+    assert Choice(NAME, {"period": 3}).label == f"{NAME}(period=3)" and Choice("NGramDrafter").label == "NGramDrafter"
 
 
 def test_a_rule_is_made_from_nothing_a_name_a_choice_or_itself() -> None:

@@ -25,22 +25,14 @@ from lightning_specdec.decoding import (
 from lightning_specdec.decoding.rows import power_of_two
 from lightning_specdec.rules import Sampling
 
-COMING_AND_GOING = [
-    ("rnn", "near", "RejectionSampling"),
-    ("rnn", "ragged", "ExactMatch"),
-    ("fused", "repeater", "RejectionSampling"),
-    ("transformer", "near", "ExactMatch"),
-    ("transformer", "cross", "ExactMatch"),
-    ("transformer", "transformer", "RejectionSampling"),
-    ("fused", "ngram", "RejectionSampling"),
-    ("transformer", "heads", "RejectionSampling"),
-]
 
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
-    ("target", "drafter", "rule"),
-    cases.triples(["near", "ragged", "certain", "ngram", "cross", "early_exit", "heads"], ["rnn", "transformer"]),
+    ("target", "drafter", "rule", "temperature"),
+    [
+        (*pair, *turn)
+        for pair in cases.ONE_EACH
+        for turn in cases.few(cases.in_turn(cases.rules_of(pair[1]), (0.0, 1.0), *pair), *pair)
+    ],
 )
 def test_a_ragged_batch_equals_its_rows_decoded_one_by_one(
     target: str, drafter: str, rule: str, temperature: float
@@ -79,9 +71,8 @@ def test_standard_decoding_of_a_ragged_batch_equals_its_rows_decoded_one_by_one(
 @pytest.mark.parametrize(
     ("target", "drafter", "rule", "seed"),
     [
-        *((*names, seed) for names in COMING_AND_GOING for seed in range(3)),
-        ("llama", "early_exit", "ExactMatch", 0),
-        ("llama", "early_exit_own", "RejectionSampling", 1),
+        *((*pair, "RejectionSampling", i % 3) for i, pair in enumerate(cases.ONE_EACH)),
+        *((*pair, "ExactMatch", 0) for pair in cases.ONE_EACH if pair[1] in ("ragged", "cross", "early_exit")),
     ],
 )
 def test_rows_that_come_and_go_change_nothing_for_the_others(target: str, drafter: str, rule: str, seed: int) -> None:

@@ -169,12 +169,11 @@ def test_with_an_adaptive_window_exact_match_equals_standard_decoding(
     assert result.tokens == autoregressive_decode(model, cases.PROMPTS, **options).tokens
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
-    ("target", "drafter", "rule"),
+    ("target", "drafter", "rule", "temperature"),
     [
-        *cases.triples(["near", "unrelated", "ragged", "ngram", "cross"], ["rnn"]),
-        ("llama", "early_exit", "RejectionSampling"),
+        *((*pair, "RejectionSampling", 1.0) for pair in cases.ONE_EACH),
+        *((*triple, temperature) for triple in cases.triples(["near", "ngram"], ["rnn"]) for temperature in (0.0, 1.0)),
     ],
 )
 def test_a_ragged_batch_with_adaptive_windows_equals_its_rows_decoded_one_by_one(

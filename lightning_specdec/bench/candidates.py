@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from lightning_specdec.config.kinds import DRAFTERS
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.drafters import Drafter, EarlyExitDrafter
 from lightning_specdec.models import LanguageModel
@@ -54,7 +55,7 @@ def candidates(decoder: SpeculativeDecoder, drafts: Sequence[str] | None = None)
         ValueError: there is no draft of that name.
     """
     if foreign := [name for name in drafts or () if name not in decoder.drafts]:
-        known = ", ".join(decoder.drafts) or f"one {type(decoder.drafter).__name__}, which has no name"
+        known = ", ".join(decoder.drafts) or f"one {DRAFTERS.name_of(type(decoder.drafter))}, which has no name"
         raise ValueError(f"there is no draft {foreign[0]!r} to choose: there is {known}")
     chosen: dict[str | None, Drafter] = {None: decoder.drafter}
     if drafts is not None or any(drafter is decoder.drafter for drafter in decoder.drafts.values()):
@@ -62,7 +63,7 @@ def candidates(decoder: SpeculativeDecoder, drafts: Sequence[str] | None = None)
     found: dict[str, Candidate] = {}
     for name, drafter in chosen.items():
         if not isinstance(drafter, EarlyExitDrafter):
-            found[name or type(drafter).__name__] = Candidate(drafter, name)
+            found[name or DRAFTERS.name_of(type(drafter))] = Candidate(drafter, name)
             continue
         for layer, exiting in exits(decoder.target, drafter).items():
             found[f"exit {layer}" if name is None else f"{name}, exit {layer}"] = Candidate(exiting, name, layer)

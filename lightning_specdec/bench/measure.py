@@ -25,7 +25,7 @@ from lightning_specdec.bench.rows import (
 )
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
-from lightning_specdec.config.kinds import Choice
+from lightning_specdec.config.kinds import DRAFTERS, RULES, Choice
 from lightning_specdec.data.prompts import Prompt
 from lightning_specdec.decoding import (
     AdaptiveWindow,
@@ -251,7 +251,7 @@ def benchmark(
     if mode not in ("both", *OURS):
         raise ValueError(f"mode must be both, standard or speculative, got {mode!r}")
     standard = _standard(target, prompts, config, batch_size)
-    comparison = _compared(standard, drafter, type(drafter).__name__, repeats, warmup, mode)
+    comparison = _compared(standard, drafter, DRAFTERS.name_of(type(drafter)), repeats, warmup, mode)
     if comparison.error is not None and not comparison.rows:
         raise ValueError(comparison.error)
     return comparison
@@ -320,7 +320,9 @@ def windows_of(most: int | None, windows: Sequence[int]) -> list[int]:
 
 def rule_label(rule: Any) -> str:
     """Its name, with the settings that were given."""
-    return type(rule).__name__ if isinstance(rule, AcceptanceRule) else Choice.read(rule or "ExactMatch", "rule").label
+    if isinstance(rule, AcceptanceRule):
+        return RULES.name_of(type(rule))
+    return Choice.read(rule or "ExactMatch", "rule").label
 
 
 def in_one_line(error: BaseException) -> str:

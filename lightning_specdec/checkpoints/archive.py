@@ -43,6 +43,10 @@ BROKEN = (
 )
 """Everything that reading a stranger's file, or building what it describes, can raise."""
 _LONGEST_DOCUMENT = 2**24
+_FOREIGN = (
+    "{} is no checkpoint of this program: take one that `lightning_specdec fit` writes for its own training modules, "
+    "or `export`"
+)
 _MOST_CHARACTERS, _CHARACTERS_PER_VALUE, _DEEPEST = 2**26, 64, 100
 """Of the plain values of a file, each counted wherever it stands: one list in many places costs what all of them do."""
 
@@ -72,16 +76,22 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         FileNotFoundError, ValueError: as `read_any`; and for files of another program or version.
     """
-    content = read_any(path)
-    document = content.get(KEY) if isinstance(content, dict) else None
-    if not isinstance(document, dict) or not isinstance(content.get("state_dict"), dict):
-        raise ValueError(
-            f"{path} is no checkpoint of this program: take one that `lightning_specdec fit` or `export` writes"
-        )
+    content = read_weights(path)
+    document = content.get(KEY)
+    if not isinstance(document, dict):
+        raise ValueError(_FOREIGN.format(path))
     found = document.get("format")
     if type(found) is not int or not 1 <= found <= FORMAT:
         shown = short(repr(found), 40)
         raise ValueError(f"{path} has format {shown}, this version reads 1 to {FORMAT}: update or export it anew")
+    return content
+
+
+def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The content of a file with weights under "state_dict", by whatever program; raises as `read_any`."""
+    content = read_any(path)
+    if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
+        raise ValueError(_FOREIGN.format(path))
     for name, value in content["state_dict"].items():
         whole = isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
         if not isinstance(name, str) or not whole or value.untyped_storage().nbytes() < value.nbytes:

@@ -72,8 +72,8 @@ def _from_file(source: PairSource, target: LanguageModel | None) -> LoadedPair:
         model.tokenizer = named_tokenizer(loaded.tokenizer)
         model.vocabulary = model.tokenizer.vocabulary
     own = loaded.draft(source.draft)
-    loaded.drafter = _choose(choice, model, own, keep=source.draft is not None)
-    if choice is not None and choice.name not in ("NGramWithFallback", DRAFTERS.name_of(type(own))):
+    loaded.drafter = _choose(_asked(choice, loaded, source.draft), model, own, keep=source.draft is not None)
+    if type(loaded.drafter) not in (NGramWithFallback, type(own)):
         loaded.num_draft_tokens = None  # the recipe's is of the other drafter
     loaded.target = model
     return loaded
@@ -95,14 +95,14 @@ def _pretrained(source: PairSource, target: LanguageModel | None, pack: bool) ->
     models = _load_models(wanted, source, pack) if wanted else []
     if isinstance(model, str):
         model = models.pop(0)
-    window, recipe = None, {}
+    window, recipe, choice = None, {}, source.drafter
     if is_file:
-        loaded = load(draft, target=model, drafter=None if source.drafter is None else source.drafter.name)
+        loaded = load(draft, target=model, drafter=None if choice is None else choice.name)
         assert loaded.target is model
         recipe, window = loaded.recipe, loaded.num_draft_tokens
         dtype = dtype_of(model) if source.draft_dtype is None else getattr(torch, source.draft_dtype)
-        draft = loaded.drafter.to(source.device, dtype)
-    drafter = _choose(source.drafter, model, models[0] if models else draft, keep=True)
+        draft, choice = loaded.drafter.to(source.device, dtype), _asked(choice, loaded)
+    drafter = _choose(choice, model, models[0] if models else draft, keep=True)
     return LoadedPair(lambda: model, drafter, {MAIN: drafter}, recipe=recipe, num_draft_tokens=window)
 
 
@@ -122,6 +122,23 @@ def _load_models(
     require_memory(" with ".join(model.source for model in examined), peak_bytes(parts, packed=packed), source.device)
     loaded = [loading.load(model) for model in examined]
     return [model.pack() if pack else model for model in loaded]
+
+
+def _asked(choice: Choice | None, loaded: LoadedPair, draft: str | None = None) -> Choice | None:
+    """What a choice asks of a file: nothing where it names a foreign class that is in it, so that it may be read."""
+    if choice is None or choice.name in DRAFTERS:
+        return choice
+    held = [
+        name
+        for name, drafter in loaded.drafts.items()
+        if any(DRAFTERS.name_of(type(part)) == choice.name for part in drafter.modules())
+    ]
+    if held and choice.settings:
+        setting = next(iter(choice.settings))
+        raise ValueError(f"the draft is a {choice.name} with its own settings: drop --drafter.{setting}")
+    if held and draft is None and next(iter(loaded.drafts)) not in held:
+        raise ValueError(f"{choice.name} is the class of the draft {held[0]}: say which draft to take with --draft")
+    return None if held else choice
 
 
 def _choose(

@@ -19,7 +19,7 @@ from lightning_specdec.cli.options import (
     chosen,
 )
 from lightning_specdec.config.decoding import MAX_TOKENS, SamplingSettings
-from lightning_specdec.config.kinds import RULES
+from lightning_specdec.config.kinds import DRAFTERS, RULES
 from lightning_specdec.config.settings import setting, setting_fields
 from lightning_specdec.config.terminal import say
 
@@ -73,7 +73,7 @@ def run(options: Namespace) -> int:
     from lightning_specdec.bench.manifest import made_on
     from lightning_specdec.rules import Sampling
 
-    drafts = {type(decoder.drafter).__name__: decoder.drafter}
+    drafts = {DRAFTERS.name_of(type(decoder.drafter)): decoder.drafter}
     if decoder.drafts and source.draft is None and source.drafter is None:
         drafts = dict(decoder.drafts)
     if absent := [name for name in settings.drafts if name not in drafts]:
@@ -81,7 +81,7 @@ def run(options: Namespace) -> int:
     rules = {name: RULES.load(name) for name in settings.rules or RULES}
     auditor = decoder.audit(
         prompts,
-        drafts={name: drafts[name] for name in settings.drafts or drafts},
+        drafters={name: drafts[name] for name in settings.drafts or drafts},
         rules={name: rules[name]() for name in sorted(rules, key=lambda name: not rules[name].lossless)},
         samplings={label(each): Sampling.of(each) for each in plain},
         num_draft_tokens=settings.num_draft_tokens,

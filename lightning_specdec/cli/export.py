@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_specdec.cli.common import set_up_logs
-from lightning_specdec.cli.options import Parser, UsageError, chosen
+from lightning_specdec.cli.options import Parser, UsageError, add_class, chosen, class_named
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.config.terminal import say
 
@@ -33,6 +33,7 @@ class ExportSettings(Settings):
 def add_arguments(parser: Parser) -> None:
     """The flags of the verb."""
     parser.add_settings("files", ExportSettings)
+    add_class(parser)
 
 
 def run(options: Namespace) -> int:
@@ -43,7 +44,7 @@ def run(options: Namespace) -> int:
     settings = chosen(options, ExportSettings)
     from lightning_specdec.checkpoints import checkpoint
 
-    loaded, output = checkpoint.load(settings.ckpt), Path(settings.output)
+    loaded, output = checkpoint.load(settings.ckpt, drafter=class_named(options)), Path(settings.output)
     if output.exists() and not output.is_dir() and not checkpoint.is_exported(output):
         raise ValueError(f"{output} is not an exported checkpoint and stays as it is: choose another --output")
     checkpoint.save(

@@ -13,7 +13,8 @@ from typing import Any
 
 from lightning_specdec import __version__
 from lightning_specdec.cli.common import find_device, progress, set_up_logs
-from lightning_specdec.cli.options import OutputSettings, Parser, chosen, model_flag
+from lightning_specdec.cli.options import OutputSettings, Parser, UsageError, add_class, chosen, class_named, model_flag
+from lightning_specdec.config.kinds import DRAFTERS
 from lightning_specdec.config.memory import available_bytes, gigabytes
 from lightning_specdec.config.models import TargetSource, check_directory
 from lightning_specdec.config.pairs import Pair, get_pair, list_pairs
@@ -33,6 +34,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("MODEL", nargs="?", help="a checkpoint, a draft file, a model's directory or name, or a pair")
     parser.add_settings("Model", TargetSource, skip=("target",))
     parser.add_settings("Output", OutputSettings)
+    add_class(parser)
 
 
 def run(options: Namespace) -> int:
@@ -42,9 +44,11 @@ def run(options: Namespace) -> int:
         setattr(options, model_flag(options.MODEL), options.MODEL)
     elif "ckpt" not in options and "pair" not in options:
         return _show(_environment(), options)
-    source = chosen(options, TargetSource)
+    source, drafter = chosen(options, TargetSource), class_named(options)
     if source.ckpt is not None:
-        return _show(_file(Path(source.ckpt).expanduser()), options)
+        return _show(_file(Path(source.ckpt).expanduser(), drafter), options)
+    if drafter is not None:
+        raise UsageError("--drafter says whose class a file names: give a checkpoint or a draft file with it")
     if source.pair is not None:
         return _show(_pair(get_pair(source.pair), source.device), options)
     check_directory(source.target)
@@ -132,12 +136,12 @@ def _model(source: TargetSource) -> dict[str, Any]:
     }
 
 
-def _file(path: Path) -> dict[str, Any]:
+def _file(path: Path, drafter: str | None) -> dict[str, Any]:
     """A checkpoint or a draft file, whose target may be elsewhere."""
     from lightning_specdec.checkpoints import checkpoint, runs
 
     path = runs.find(path)
-    loaded = checkpoint.load(path)
+    loaded = checkpoint.load(path, drafter=drafter)
     return {
         "file": str(path),
         "size_bytes": path.stat().st_size,
@@ -156,4 +160,5 @@ def _described(module: Any) -> str:
         for name, value in module.arguments().items()
     ]
     number = sum(parameter.numel() for parameter in module.parameters())
-    return f"{type(module).__name__}({', '.join(arguments)}) of {number:,} parameters"
+    name = DRAFTERS.name_of(type(module)) if hasattr(module, "propose") else type(module).__name__
+    return f"{name}({', '.join(arguments)}) of {number:,} parameters"

@@ -227,6 +227,23 @@ def add_decoding(parser: Parser, *, skip: Sequence[str] = (), **defaults: Any) -
     parser.add_kinds("rule")
 
 
+def add_class(parser: Parser) -> None:
+    """The flag by which the user names a file's foreign drafter class."""
+    parser.add_argument("--drafter", metavar="NAME", help="import path of the file's drafter class, if that is foreign")
+
+
+def class_named(options: Namespace) -> str | None:
+    """The import path that --drafter gives; its settings are the file's.
+
+    Raises:
+        UsageError: others are given.
+    """
+    choice: Choice | None = getattr(options, "drafter", None)
+    if choice is not None and choice.settings:
+        raise UsageError(f"the file has the drafter's settings: drop --drafter.{next(iter(choice.settings))}")
+    return None if choice is None else choice.name
+
+
 def pair_source(options: Namespace) -> PairSource:
     """The models that the flags name; MODEL becomes the flag that it stands for.
 

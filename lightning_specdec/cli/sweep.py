@@ -21,7 +21,7 @@ from lightning_specdec.cli.options import (
     decoding,
 )
 from lightning_specdec.config.decoding import MAX_TOKENS
-from lightning_specdec.config.kinds import Choice
+from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.settings import setting, setting_fields
 from lightning_specdec.config.terminal import say
 
@@ -69,7 +69,7 @@ def run(options: Namespace) -> int:
     from lightning_specdec.bench.table import comparison_table
 
     if source.drafter is not None or source.draft is not None:
-        drafters = {str(source.draft or type(decoder.drafter).__name__): Candidate(decoder.drafter)}
+        drafters = {str(source.draft or DRAFTERS.name_of(type(decoder.drafter))): Candidate(decoder.drafter)}
     else:
         drafters = candidates(decoder, settings.drafts or None)
     measured: list[Comparison] = []
@@ -96,8 +96,9 @@ def run(options: Namespace) -> int:
         table = {"rows": [row.summary() for row in measured], "best": place, "command": command}
         say(json.dumps({**table, "interrupted": interrupted, "manifest": made}))
     else:
-        say(comparison_table(measured, remark=lambda row: "<- best" if row is top else ""))
-        say(f"\n{command}\n" if command else "")
+        faster = top is not None and top.walltime_speedup is not None and top.walltime_speedup.value > 1
+        say(comparison_table(measured, remark=lambda row: "<- best" if row is top and faster else ""))
+        say(f"\n{command if faster else 'nothing here is faster than standard decoding'}\n" if command else "")
         say(f"{counted(len(prompts), 'prompt')}, batch size {measure.batch_size}, {made_on(made)}")
     if interrupted:
         say("interrupted: what is above was measured by then", file=sys.stderr)

@@ -6,6 +6,7 @@ A room is scanned for top-level classes; what a user types may also be an import
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -91,6 +92,7 @@ class Kinds:
                 f"give it yourself, as --{self.noun} {name} (Python: {self.noun}=)"
             )
         module, _, attribute = name.rpartition(".")
+        search_here()
         try:
             found = getattr(import_module(module), attribute)
         except (ImportError, AttributeError, ValueError) as error:
@@ -104,6 +106,12 @@ class Kinds:
         """The name that `load` finds a class by: short for our own, the import path for others."""
         own = self._found.get(kind.__name__)
         return kind.__name__ if own and own[0] == kind.__module__ else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def search_here() -> None:
+    """Let what a user names by import path lie in the current directory, behind all that is installed."""
+    if "" not in sys.path:
+        sys.path.append("")
 
 
 DRAFTERS = Kinds("drafter", "drafters", "Drafter", {"LookupFirstDrafter": "NGramWithFallback"})
@@ -122,7 +130,7 @@ class Choice:
     def label(self) -> str:
         """The name, and the given settings in brackets."""
         given = ", ".join(f"{key}={value}" for key, value in self.settings.items())
-        return f"{self.name.rpartition('.')[2]}({given})" if given else self.name.rpartition(".")[2]
+        return f"{self.name}({given})" if given else self.name
 
     def to_dict(self) -> dict[str, Any]:
         """`class_path` and `init_args`; `read` is the inverse."""

@@ -56,12 +56,15 @@ class _FullSession(Session):
 
     def _propose(self, *arguments: Any) -> Draft:
         draft, windows = super()._propose(*arguments), arguments[1]
-        missing = max(windows) - draft.tokens.shape[1]
+        width, lengths = draft.tokens.shape[1], draft.lengths
+        missing = max(windows) - width
+        if missing and lengths is None:
+            lengths = torch.full((len(windows),), width, device=draft.tokens.device)
         pad = torch.nn.functional.pad
         probs, logits = (
             None if each is None else pad(each, (0, 0, 0, missing)) for each in (draft.probs, draft.logits)
         )
-        return replace(draft, tokens=pad(draft.tokens, (0, missing)), probs=probs, logits=logits)
+        return replace(draft, tokens=pad(draft.tokens, (0, missing)), lengths=lengths, probs=probs, logits=logits)
 
 
 def calibrate(

@@ -18,14 +18,20 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from lightning_specdec import training as _training  # noqa: F401  # YAML can name a class once it is imported
-from lightning_specdec.config.kinds import MODELS
+from lightning_specdec.config.kinds import MODELS, search_here
 from lightning_specdec.config.terminal import say
 from lightning_specdec.config.yaml_text import check_yaml
 from lightning_specdec.models.packed import limit_threads
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.callbacks import RunProgressBar
 from lightning_specdec.training.generate import GenerateText
-from lightning_specdec.training.runs import RunFiles, SafeCheckpointIO, check_checkpoint, seen_from_here
+from lightning_specdec.training.runs import (
+    CheckOptimizers,
+    RunFiles,
+    SafeCheckpointIO,
+    check_checkpoint,
+    seen_from_here,
+)
 
 _TAKES_YAML = ("--config", "--trainer", "--model", "--data")
 _SUMMARY = ("loss", "acceptance_rate", "block_efficiency", "walltime_speedup")
@@ -69,10 +75,17 @@ class TrainingCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Give drafts by name the data's vocabulary, as links do for a target and a draft."""
         config = self.config[self.subcommand]
-        drafts = config.get("model.init_args.drafts")
-        for draft in (drafts or {}).values():
-            if (given := draft.get("init_args")) is not None:
-                given["vocab_size"] = config["data.init_args.vocab_size"]
+        size = config.get("data.init_args.vocab_size")
+        drafts = config.get("model.init_args.drafts") or {}
+        for draft in drafts.values():
+            if size is not None and (given := draft.get("init_args")) is not None:
+                given["vocab_size"] = size
+        for model in (*drafts.values(), *(config.get(f"model.init_args.{name}") for name in ("target", "draft"))):
+            if model and (model.get("init_args") or {}).get("vocab_size", 0) is None:
+                raise ValueError(
+                    "the data module has no argument vocab_size to size the networks by: give it one, or state "
+                    "vocab_size in the init_args of target and draft"
+                )
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -116,6 +129,7 @@ class TrainingCLI(LightningCLI):
         if name:
             kwargs["ckpt_path"] = files.find(str(name))
             check_checkpoint(kwargs["ckpt_path"], self.trainer, self.model, self.datamodule, resume=subcommand == "fit")
+            self.trainer.callbacks.append(CheckOptimizers())  # type: ignore[attr-defined]
         if subcommand == "fit":
             files.claim(kwargs["ckpt_path"] if name == "last" else None)
         return {**kwargs, "weights_only": True}
@@ -135,7 +149,8 @@ class TrainingCLI(LightningCLI):
         say("  ".join(f"{name} {values[name]:.3f}" for name in shown))
         for callback in self.trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and Path(callback.best_model_path).is_file():
-                say(f"{callback.filename} checkpoint: {seen_from_here(callback.best_model_path)}")
+                name = f"{callback.filename} checkpoint" if callback.filename else "checkpoint"
+                say(f"{name}: {seen_from_here(callback.best_model_path)}")
         if self.trainer.logger and self.trainer.log_dir:
             say(f"curves: tensorboard --logdir {seen_from_here(self.trainer.log_dir)}")
 
@@ -159,7 +174,7 @@ def prepare(arguments: list[str]) -> None:
     for name in MODELS:
         if any(name in text for text in texts):
             MODELS.load(name)
-    sys.path.append("")  # a user's own classes may lie in the current directory
+    search_here()
 
 
 def one_line(report: str) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-from lightning.pytorch import LightningModule, Trainer
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -46,6 +47,17 @@ class SafeCheckpointIO(TorchCheckpointIO):
         # The path may come from a resumed checkpoint, which may be a stranger's: delete only what this run has written.
         if Path(path).resolve() in self.written:
             Path(path).unlink(missing_ok=True)
+
+
+class CheckOptimizers(Callback):
+    """Refuses a restored optimizer whose fused step would write beyond what it remembers of a weight."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for optimizer in trainer.optimizers:
+            for weight in (each for group in optimizer.param_groups if group.get("fused") for each in group["params"]):
+                for name, value in optimizer.state[weight].items():
+                    if isinstance(value, torch.Tensor) and name != "step" and value.shape != weight.shape:
+                        raise ValueError(f"the checkpoint's {name} is of other weights: give the last.ckpt of this run")
 
 
 class RunFiles:
@@ -120,14 +132,20 @@ def seen_from_here(path: str | Path) -> str:
 def check_checkpoint(path: str, trainer: Trainer, model: LightningModule, data: Any, *, resume: bool) -> None:
     """Raise unless the Trainer can use this checkpoint for this model, or resume from it with these data.
 
+    Of a LightningModule that is no `SpeculativeTraining`, what its own optimizers remember is checked when the Trainer
+    has restored it: see `CheckOptimizers`.
+
     Raises:
         FileNotFoundError, ValueError: as `checkpoint.load`; and for weights of other networks, files without a run's
             state, runs that are over, and runs of another config.
     """
-    reference = checkpoint_file.load(path).reference
-    content = checkpoint_file.read(path)
-    if reference is not None and isinstance(model, SpeculativeTraining):
-        reference.check(model.target, path)
+    ours, reference = isinstance(model, SpeculativeTraining), None
+    if isinstance(model, SpeculativeTraining):
+        content, reference = checkpoint_file.read(path), checkpoint_file.load(path).reference
+        if reference is not None:
+            reference.check(model.target, path)
+    else:
+        content = archive.read_weights(path)
     held = {name: tensor.shape for name, tensor in content["state_dict"].items()}
     wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
     if reference is not None:
@@ -142,7 +160,7 @@ def check_checkpoint(path: str, trainer: Trainer, model: LightningModule, data: 
         done = loop["epoch_progress"]["current"]["processed"]
         whole = all(isinstance(state, dict) for state in content["callbacks"].values())
         whole = whole and _alike(loop, trainer.fit_loop.state_dict())
-        whole = whole and _fits(content["optimizer_states"], model.configure_optimizers())
+        whole = whole and (not ours or _fits(content["optimizer_states"], model.configure_optimizers()))
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         whole = False
     if not whole:
