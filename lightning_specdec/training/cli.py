@@ -77,11 +77,12 @@ class TrainingCLI(LightningCLI):
         config = self.config[self.subcommand]
         size = config.get("data.init_args.vocab_size")
         drafts = config.get("model.init_args.drafts") or {}
-        for draft in drafts.values():
-            if size is not None and (given := draft.get("init_args")) is not None:
-                given["vocab_size"] = size
-        for model in (*drafts.values(), *(config.get(f"model.init_args.{name}") for name in ("target", "draft"))):
-            if model and (model.get("init_args") or {}).get("vocab_size", 0) is None:
+        models = [draft["init_args"] for draft in drafts.values() if draft.get("init_args") is not None]
+        for given in models if size is not None else ():
+            given["vocab_size"] = size
+        models += [config.get(f"model.init_args.{name}.init_args") or {} for name in ("target", "draft")]
+        for given in models:
+            if given.get("vocab_size", 0) is None:
                 raise ValueError(
                     "the data module has no argument vocab_size to size the networks by: give it one, or state "
                     "vocab_size in the init_args of target and draft"
