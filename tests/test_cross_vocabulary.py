@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -230,3 +231,32 @@ def test_a_row_that_goes_on_with_another_turn_is_read_on_from_where_the_texts_pa
         expected = autoregressive_decode(target, prompt, max_new_tokens=9, eos=cases.EOS).tokens[0]
         assert row.text[len(prompt) :] == expected
     assert drafter.num_watched > 10
+
+
+def test_its_fused_form_shares_what_is_not_the_models() -> None:
+    class Locked:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()  # cannot be copied
+
+        def __call__(self, prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return scores
+
+    recurrent, other = (
+        CrossVocabulary(renamed(model), letters(cases.VOCAB), sampling=Sampling(1.0, processors=[Locked()]))
+        for model in (cases.MODELS["rnn"](3), cases.MODELS["transformer"](3))
+    )
+    assert other.fused() is other
+    recurrent.model.fused = lambda: recurrent.model.model  # type: ignore[method-assign]
+    fused = recurrent.fused()
+    assert fused.model is recurrent.model.model and fused._sources is not recurrent._sources
+    assert fused.sampling is recurrent.sampling and fused.target_vocabulary is recurrent.target_vocabulary
+
+
+def test_what_it_has_read_counts_once_however_often_the_target_answers() -> None:
+    target = cases.target("rnn")
+    drafter, texts = CrossVocabulary(renamed(cases.related(target)), letters(cases.VOCAB)), [[1, 2, 3]]
+    state = drafter.init_state(1, 30)
+    drafter.propose(state, DraftRequest(texts, torch.tensor([[2, 3]]), None, vocab_size=cases.VOCAB), [4], Sampling())
+    for num_accepted in (3, 0):  # another drafter drafts for the second answer
+        drafter.observe(state, target(torch.tensor(texts)), [num_accepted])
+    assert state.rows[0].num_kept == 3

@@ -183,3 +183,6 @@ def test_fused_heads_say_the_same_and_are_packed_where_they_are_large(num_tokens
     with torch.no_grad():
         for number, made in enumerate(fused.first_logits(3, hidden)):
             torch.testing.assert_close(made, drafter.logits(number, hidden), atol=1e-5, rtol=1e-5)
+    if fused.stacked is not None:
+        with pytest.raises(ValueError, match="convert the drafter before"):
+            fused.to(torch.float64)

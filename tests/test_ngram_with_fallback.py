@@ -217,6 +217,8 @@ def test_it_needs_of_a_session_what_its_fallback_needs() -> None:
     assert heads.inside_target and not hotter.inside_target
     assert hotter.needs_noise(Sampling(0.0)) and not heads.needs_noise(Sampling(0.0))
     assert heads.max_draft_tokens is None and heads.fallback.max_draft_tokens == 3
+    shortest = NGramWithFallback.for_target(target, heads.fallback, max_ngram=1)
+    assert shortest.settings.min_ngram == 1, "its default is no larger than what is given"
     with pytest.raises(ValueError, match="NGramWithFallback has none: use another rule"):
         Session(target, heads, max_length=9, rule=EpsilonThreshold())
     with pytest.raises(ValueError, match="the draft is for"):

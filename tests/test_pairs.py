@@ -52,6 +52,7 @@ def test_pairs_and_models_of_the_current_directory_come_first(tmp_path: Path, mo
         ("target.trust_remote_code", True, "target.trust_remote_code"),
         ("draft.dtype", "int8", "draft.dtype must be one of float32, bfloat16"),
         ("num_draft_tokens", 0, "num_draft_tokens must be"),
+        ("name", "gpt3", "name follows from the file's name: drop it"),
     ],
 )
 def test_a_wrong_entry_is_one_line_with_its_file(entry: str, value: Any, told: str, tmp_path: Path) -> None:

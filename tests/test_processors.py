@@ -203,3 +203,8 @@ def test_a_round_with_processors_has_exactly_the_processed_targets_distribution(
     expected = exact.block_probs(by_definition, own)
     probs = {prefix: own.probs(logits).double() for prefix, logits in by_definition.items()}
     assert exact.error_of(law, probs, expected) < exact.TOLERANCE
+
+
+def test_a_processor_that_cannot_be_called_is_refused() -> None:
+    with pytest.raises(ValueError, match="processors must be callables"):
+        Sampling(processors=[5])

@@ -255,6 +255,7 @@ def test_its_arguments_build_it_again() -> None:
 
 RNN = cases.MODELS["rnn"]
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "none": (lambda: StagedDrafter([]), "stages must be .* got none"),
     "one": (lambda: StagedDrafter([NGramDrafter()]), "stages must be"),
     "model": (lambda: StagedDrafter([NGramDrafter(), RNN(1)]), "got NGramDrafter, RNN"),  # type: ignore[list-item]
     "n-gram": (lambda: StagedDrafter([ModelDrafter(RNN(1)), NGramDrafter()]), "got ModelDrafter, NGramDrafter"),
@@ -275,3 +276,9 @@ def test_stages_that_cannot_work_are_refused_by_name(case: str) -> None:
     make, message = WRONG[case]
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_its_texts_are_as_long_as_its_stages_may_have_them() -> None:
+    first = cross(RNN(1))
+    first.model.max_positions = 16  # of which it reads the end
+    assert StagedDrafter([first, ModelDrafter(RNN(1))]).max_positions is None

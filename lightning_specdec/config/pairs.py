@@ -139,6 +139,8 @@ def read_pair(path: Path) -> Pair:
     """
     values = read_yaml(path)
     try:
+        if isinstance(values, dict) and "name" in values:
+            raise ValueError("name follows from the file's name: drop it")
         return Pair.from_dict({**values, "name": path.stem} if isinstance(values, dict) else values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

@@ -196,7 +196,8 @@ class Drafter(nn.Module, ABC):
             )
         if not (isinstance(draft, LanguageModel) if cls.takes_model else draft is None):
             wants = "needs a" if cls.takes_model else "takes no"
-            raise ValueError(f"{cls.__name__} {wants} draft model, got {type(draft).__name__}")
+            given = "none: name one with --draft (draft=)" if draft is None else type(draft).__name__
+            raise ValueError(f"{cls.__name__} {wants} draft model, got {given}")
         drafter = cls(draft, **settings) if cls.takes_model else cls(**settings)
         drafter.check_target(target)
         return drafter

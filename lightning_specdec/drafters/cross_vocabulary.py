@@ -71,6 +71,8 @@ class CrossDraftState(DraftState):
         super().__init__(batch_size, lambda: _Row(TranslatedText(translation)))
         self.model, self.capacity = model, capacity
         self.model_state = model.init_state(batch_size, capacity)
+        self.awaits_result = False
+        """Whether it has drafted since the target's last output: another drafter may have drafted instead."""
 
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
@@ -156,6 +158,7 @@ class CrossVocabulary(DrawingDrafter):
 
     Settings = CrossVocabularySettings
     settings: CrossVocabularySettings
+    takes_model = True
 
     def __init__(
         self,
@@ -195,7 +198,9 @@ class CrossVocabulary(DrawingDrafter):
     @classmethod
     def for_target(cls, target: LanguageModel, draft: Any = None, **settings: Any) -> Drafter:
         """As `Drafter.for_target`; where the vocabularies are the same, a `ModelDrafter`."""
-        own, tokenizer = getattr(draft, "vocabulary", None), getattr(draft, "tokenizer", None)
+        if not isinstance(draft, LanguageModel):
+            return super().for_target(target, draft, **settings)  # says what is wrong
+        own, tokenizer = draft.vocabulary, getattr(draft, "tokenizer", None)
         if own is None or target.vocabulary is None or own == target.vocabulary:
             return ModelDrafter.for_target(target, draft, sampling=settings.get("sampling"))
         if tokenizer is None:
@@ -218,7 +223,11 @@ class CrossVocabulary(DrawingDrafter):
         raise ValueError("a checkpoint keeps no tokenizer, which a CrossVocabulary needs: save the two models apart")
 
     def fused(self) -> CrossVocabulary:
-        return deepcopy(self, {id(self.model): self.model.fused()})
+        model = self.model.fused()
+        if model is self.model:
+            return self
+        shared = {id(part): part for part in (self.translation, self.target_vocabulary, self.sampling)}
+        return deepcopy(self, {**shared, id(self.model): model})
 
     def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> CrossDraftState:
         # The draft's tokens are shorter as a rule, so there are more of them.
@@ -251,8 +260,11 @@ class CrossVocabulary(DrawingDrafter):
         outputs = self.run(request, wanted, sampling, call)
         for row in state.rows:
             row.num_kept = num_draft_tokens - 1
+        state.awaits_result = True
         return make_draft(outputs, wanted, request)
 
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
         for row, count in zip(state.rows, num_accepted, strict=True):
-            row.num_kept = min(row.num_kept, count)
+            if state.awaits_result:
+                row.num_kept = min(row.num_kept, count)
+        state.awaits_result = False

@@ -146,6 +146,11 @@ class MultiTokenDrafter(TrainedDrafter):
         other.stacked = StackedHeads(self.heads)
         return other
 
+    def _apply(self, *arguments: Any, **options: Any) -> Any:
+        if self.stacked is not None:  # its weights are copies of others that it shares with the original
+            raise ValueError("fused heads stay as they are: move or convert the drafter before `fused`")
+        return super()._apply(*arguments, **options)
+
     @torch.no_grad()
     def init_from(self, target: LanguageModel) -> MultiTokenDrafter:
         """Make each head's output layer a copy of the target's output head, as Medusa begins.

@@ -115,6 +115,8 @@ class NGramWithFallback(Drafter):
 
 def sure_lookup(**settings: Any) -> NGramDrafter:
     """A lookup to go before a draft, which looks up long matches alone."""
+    if settings.get("max_ngram") == 1:  # less than the default of the shortest one
+        settings = {"min_ngram": 1, **settings}
     return NGramDrafter(**FallbackSettings(**settings).to_dict())
 
 

@@ -148,7 +148,7 @@ class StagedDrafter(Drafter):
 
     def __init__(self, stages: Sequence[Drafter], *, stage_windows: int = 4) -> None:
         super().__init__(stage_windows=stage_windows)
-        *first, last = stages
+        first, last = [*stages[:-1]], stages[-1] if stages else None
         behind = isinstance(last, ModelDrafter | EarlyExitDrafter) and all(
             isinstance(stage, ModelDrafter) for stage in first[1:]
         )
@@ -156,7 +156,7 @@ class StagedDrafter(Drafter):
             names = ", ".join(type(stage).__name__ for stage in stages)
             raise ValueError(
                 "stages must be two drafters or more: one that works outside its target, then ModelDrafters, of which "
-                f"the last may be an EarlyExitDrafter instead, got {names}"
+                f"the last may be an EarlyExitDrafter instead, got {names or 'none'}"
             )
         sizes = [stage.model.num_parameters for stage in stages if isinstance(stage, ModelDrafter)]
         if sizes != sorted(sizes):
@@ -165,6 +165,10 @@ class StagedDrafter(Drafter):
         self.smaller = first[0] if len(first) == 1 else StagedDrafter(first, stage_windows=stage_windows)
         self.larger: Any = last
         self.inside_target = last.inside_target
+
+    @property
+    def max_positions(self) -> int | None:
+        return min((limit for stage in self.stages if (limit := stage.max_positions) is not None), default=None)
 
     def check_target(self, target: LanguageModel) -> None:
         for stage in self.stages:

@@ -52,6 +52,9 @@ class Sampling(SamplingSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for each in self.processors:
+            if not callable(each):
+                raise ValueError(f"processors must be callables (prefix, scores) -> scores, got {each!r}")
         given = tuple(each for each in self.processors if not isinstance(each, RepetitionPenalty))
         own = () if self.repetition_penalty is None else (RepetitionPenalty(self.repetition_penalty),)
         object.__setattr__(self, "processors", own + given)
