@@ -42,6 +42,21 @@ def optimizer(key: str, value: object) -> Callable[..., None]:
     return lambda content: content["optimizer_states"][0]["state"][0].update({key: value})
 
 
+def many_networks(content: dict[str, Any]) -> None:
+    """Each takes half a second to build and holds no number."""
+    heads = {"num_heads": 1, "hidden_size": 1, "vocab_size": 2**20, "draft_vocabulary": 2**20}
+    stages = [{"class": "MultiTokenDrafter", "arguments": heads}] * 200
+    changed(drafter={"class": "StagedDrafter", "arguments": {"stages": stages, "stage_windows": 2}})(content)
+    content["state_dict"] |= {f"drafter.{number}": torch.zeros(0) for number in range(400)}
+
+
+def deep(content: dict[str, Any]) -> None:
+    for _ in range(20):
+        lookup = {"class": "NGramDrafter", "arguments": {}}
+        arguments = {"lookup": lookup, "fallback": content[checkpoint.KEY]["drafter"]}
+        changed(drafter={"class": "NGramWithFallback", "arguments": arguments})(content)
+
+
 RNN_SPEC = {"class": "RNN", "arguments": {"vocab_size": 50}}
 DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "foreign class": changed(target={"class": "os.system", "arguments": {"command": "mkdir exploded"}}),
@@ -66,6 +81,14 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "weight larger than the file": weight(lambda value: torch.ones(1, 1).expand(value.shape)),
     "weight without memory": weight(lambda value: value.to("meta")),
     "sparse weight": weight(lambda value: value.to_sparse()),
+    "weight of integers in a smaller file": lambda content: (
+        changed(computes_in="float32")(content),
+        weight(lambda value: value.long())(content),
+    ),
+    "weight of a draft that it does not describe": weight(lambda value: value, "others.z.weight"),
+    "two drafts of one name": changed(name="a", others={"a": {"class": "NGramDrafter", "arguments": {}}}),
+    "two hundred networks": many_networks,
+    "networks in networks": deep,
     "code in a corner": lambda content: content.update(corner=Bomb()),
 }
 

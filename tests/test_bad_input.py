@@ -76,7 +76,7 @@ def test_a_checkpoint_that_asks_to_run_code_is_refused(verb: str) -> None:
     before = listing(Path.cwd())
     done = subprocess.run([SCRIPT, *OF_A_CHECKPOINT[verb]("bomb.ckpt")], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "") and listing(Path.cwd()) == before
-    assert done.stderr.startswith("error: bomb.ckpt is ") and "asks to run code" in done.stderr
+    assert done.stderr.startswith("error: bomb.ckpt asks to run code")
     assert done.stderr.count("\n") == 1
 
 

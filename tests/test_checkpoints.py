@@ -17,6 +17,7 @@ from tiny_models import write, write_text_model
 from lightning_specdec import SpeculativeDecoder, checkpoints
 from lightning_specdec.checkpoints import TargetReference
 from lightning_specdec.checkpoints.archive import KEY, read
+from lightning_specdec.checkpoints.checkpoint import describe
 from lightning_specdec.checkpoints.networks import spec
 from lightning_specdec.config.models import PairSource
 from lightning_specdec.data import ArithmeticProgressions
@@ -221,6 +222,9 @@ def test_a_draft_of_another_target_is_refused(tmp_path: Path) -> None:
         assert checkpoints.load(path, target=load_model("narrow")).target
     with pytest.raises(ValueError, match="which is not here: give its directory"):
         assert checkpoints.load(path).target
+    checkpoints.save(path, TargetReference.of(target), eagle(target, [5, 7]))
+    with pytest.raises(ValueError, match=r"vocabulary of 2 tokens leaves out tokens that end a text \("):
+        assert checkpoints.load(path, target=target).target
     with pytest.raises(ValueError, match="holds its target itself"):
         checkpoints.load("pair.safetensors", target="other")
 
@@ -229,6 +233,11 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "torn": (lambda path: path.write_bytes(Path("draft.safetensors").read_bytes()[:-100]), "truncated or damaged"),
     "other weights": (lambda path: path.write_bytes(Path("target/model.safetensors").read_bytes()), "no checkpoint"),
     "a later format": (lambda path: altered(path, lambda it: it.update(format=3)), "has format 3"),
+    "shared heads": (
+        lambda path: altered(path, lambda it: it["drafter"]["arguments"].update(shared_output=True)),
+        "train them anew",
+    ),
+    "no prompts": (lambda path: altered(path, lambda it: it.pop("prompts")), "it has no 'prompts'"),
     "no target": (lambda path: altered(path, lambda it: it.update(target=None)), "expected a class"),
     "no digest": (lambda path: altered(path, lambda it: it["target"].update(sha256=5)), "its target.sha256 must be"),
     "an absurd size": (lambda path: altered(path, lambda it: it["drafter"]["arguments"].update(num_heads=64)), "more"),
@@ -259,6 +268,20 @@ def test_int8_scales_must_fit_their_matrices(tmp_path: Path) -> None:
         save_file(bad, path, metadata)
         with pytest.raises(ValueError, match=told):
             checkpoints.load(path)
+
+
+def test_a_weight_of_two_names_has_one_value(tmp_path: Path) -> None:
+    target, path = load_model("target"), tmp_path / "pair.ckpt"
+    drafter = KINDS["model"](target)
+    content: dict[str, Any] = {KEY: describe(TargetReference.of(target), drafter)}
+    weights = content["state_dict"] = {f"drafter.{name}": value for name, value in drafter.state_dict().items()}
+    torch.save(content, path)
+    checkpoints.load(path)
+    (head,) = (name for name in weights if name.endswith("lm_head.weight"))
+    weights[head] = weights[head] + 1
+    torch.save(content, path)
+    with pytest.raises(ValueError, match="differ, and it has one weight for both"):
+        checkpoints.load(path)
 
 
 def test_the_shipped_recurrent_target_continues_progressions_that_it_has_not_learned() -> None:

@@ -55,13 +55,17 @@ def test_a_wrong_value_is_named(values: Any, told: str) -> None:
 def test_words_of_a_command_line_are_parsed_by_their_field() -> None:
     assert parse("3", int) == 3 and parse("0.5", float) == 0.5 and parse("true", bool) is True
     assert parse("none", int | None) is None and parse("none", str | None) == "none"
-    with pytest.raises(ValueError, match="must be int"):
-        parse("x", int)
+    for word, hint, told in (("x", int | None, "an integer or none"), ("1_000", int, "int"), (" 7", float, "a number")):
+        with pytest.raises(ValueError, match=f"must be .*{told}"):
+            parse(word, hint)
 
 
 def test_a_decoding_config_takes_changes_and_a_sampling_at_once() -> None:
     config = DecodingConfig.of(None, eos=3, stop="x", sampling=SamplingSettings(0.7, top_k=2))
     assert (config.eos, config.stop, config.temperature, config.top_k) == ((3,), ("x",), 0.7, 2)
+    assert DecodingConfig(eos=3, stop="x") == DecodingConfig.from_dict({"eos": 3, "stop": "x"})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="eos must be a list of integers or none, got 1.5"):
+        DecodingConfig(eos=1.5)  # type: ignore[arg-type]
     assert DecodingConfig.of(config) is config and DecodingConfig.of(config, seed=1).top_k == 2
     for changes, told in (({"sead": 1}, "did you mean seed"), ({"num_draft_tokens": "many"}, "one of auto")):
         with pytest.raises(ValueError, match=told):

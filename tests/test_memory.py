@@ -38,3 +38,19 @@ def test_too_little_memory_is_refused_with_both_numbers(monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match=r"for a model: it needs 3\.5 GB, but 3\.0 GB are free on cpu"):
         require_memory("a model", 35 * 10**8, "cpu")
     assert gigabytes(16_060_000_000) == "16.1 GB"
+
+
+def test_a_containers_limit_counts_where_it_leaves_less(tmp_path: Path) -> None:
+    files = {
+        "proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 8000 kB\n",
+        "sys/fs/cgroup/memory.max": "max\n",
+        "sys/fs/cgroup/memory.current": "900\n",
+        "sys/fs/cgroup/memory.stat": "anon 500\ninactive_file 300\n",
+    }
+    assert available_bytes(root=tmp_path) is None
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_bytes(root=tmp_path) == 8000 * 1024
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("1000\n")
+    assert available_bytes(root=tmp_path) == 1000 - 900 + 300

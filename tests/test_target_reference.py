@@ -15,6 +15,7 @@ from tiny_models import write_text_model
 
 from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.checkpoints import checkpoint
+from lightning_specdec.models import loading
 from lightning_specdec.models.loading import load_model
 from lightning_specdec.training import MultiTokenTraining
 
@@ -86,12 +87,14 @@ def test_decode_finds_the_target_or_is_given_it_anew(tmp_path: Path) -> None:
     assert "target (sha256 " in shown and "not in this file" in shown and "MultiTokenDrafter(" in shown
 
 
-def test_another_target_is_refused_by_name() -> None:
+def test_another_target_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ("decode", "--ckpt", "run/version_0/best.ckpt", *BRIEF)
     refused(*given, "--target", "other", told="run/version_0/best.ckpt was trained for target (sha256 ")
     shutil.rmtree("target")
     Path("other").rename("target")
-    refused(*given, told="has another sha256")
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "load_model", None)  # its weights are not read
+        refused(*given, told="has another sha256")
     refused("decode", "--ckpt", "run/version_0/best.ckpt", "--pair", "smollm2", told="name the models by one of")
 
 
@@ -117,6 +120,10 @@ def test_the_trainer_uses_such_a_checkpoint() -> None:
 
 def test_a_run_is_resumed_where_its_target_is_now_and_on_no_other() -> None:
     Path("target").rename("moved")
+    content = torch.load("run/version_0/last.ckpt", weights_only=True)
+    arguments = content[checkpoint.KEY]["drafter"]["arguments"]
+    arguments["shared_output"] = arguments.pop("draft_vocabulary") is not None  # as older runs say it
+    torch.save(content, "run/version_0/last.ckpt")
     more = ("--ckpt_path", "run/version_0/last.ckpt", "--trainer.max_epochs", "2")
     outcome = train("fit", *more, target="moved")
     assert outcome.code == 0, outcome.err
@@ -151,7 +158,11 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no name of one": (lambda it: it[checkpoint.KEY]["target"].update(source="a//\n../b"), "which is not here"),
     "a place of other files": (
         lambda it: it[checkpoint.KEY]["target"].update(source="run/version_0"),
-        "not a model directory",
+        "holds no weights",
+    ),
+    "weights beside the place": (
+        lambda it: it["state_dict"].update({"target.x": torch.ones(1)}),
+        "describes no network",
     ),
     "an unknown type": (lambda it: it[checkpoint.KEY]["target"].update(dtype="int3"), "dtype must be one of"),
 }

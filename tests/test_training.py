@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -364,3 +365,12 @@ def test_a_users_own_data_module_is_named_by_its_import_path(tmp_path: Path, mon
     assert call("fit", *options, "--trainer.max_epochs", "2").code == 0
     assert call("fit", *options, "--trainer.max_epochs", "3", "--ckpt_path", "last").code == 0
     assert checkpoint.load(tmp_path / "checkpoints" / "rnn").recipe["data"] == "Mine"
+
+
+def test_a_checkpoint_is_written_without_a_copy_of_it_in_memory(tmp_path: Path) -> None:
+    weights = torch.ones(2**22)
+    tracemalloc.start()
+    SafeCheckpointIO().save_checkpoint({"weights": weights}, tmp_path / "large.ckpt")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < weights.nbytes / 2

@@ -6,7 +6,6 @@ their metadata.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
@@ -57,10 +56,11 @@ def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
     Raises:
         OSError, ValueError: it cannot be written; the old file stays.
     """
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
     with replaced(Path(path)) as file:
-        file.write(buffer.getbuffer())
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:  # torch's writer raises its own error over the system's
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 def write_document(path: str | os.PathLike[str], document: dict[str, Any], weights: Mapping[str, Tensor]) -> None:
@@ -115,10 +115,17 @@ def read_any(path: str | os.PathLike[str]) -> Any:
             is_archive = file.read(2) == b"PK"
         content = _read_archive(path) if is_archive else _read_document(path)
         _check_size(content)
-    except BROKEN as error:
-        reason = short(" ".join(str(error).split()), 120)
+    except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path} is truncated or damaged, asks to run code, or is no checkpoint of this program ({reason})"
+            f"{path} asks to run code or holds objects other than tensors and plain values, and was not read: take a "
+            "file that `lightning_specdec fit` or `export` writes"
+        ) from error
+    except BROKEN as error:
+        found = f"it has no {error}" if isinstance(error, KeyError) else str(error.__cause__ or error)
+        reason = short(" ".join(found.split()), 120)
+        raise ValueError(
+            f"{path} is truncated or damaged, or is no checkpoint of this program ({reason}): copy it "
+            "again, or take a file that `lightning_specdec fit` or `export` writes"
         ) from error
     return content
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_specdec.checkpoints import archive
 from lightning_specdec.checkpoints.archive import BROKEN, FORMAT, KEY, read
-from lightning_specdec.checkpoints.networks import FLOATS, build, spec, with_weights
+from lightning_specdec.checkpoints.networks import FLOATS, build, check_parts, spec, with_weights
 from lightning_specdec.checkpoints.target_reference import TargetReference
 from lightning_specdec.config.decoding import MAX_TOKENS
 from lightning_specdec.config.kinds import DRAFTERS, MODELS, Kinds
@@ -174,6 +174,8 @@ def load(
             raise ValueError("it holds its target itself, and decodes with no other: leave --target out")
         others, name = document.get("others", {}), document.get("name", MAIN)
         _check_names([name, *others])
+        check_parts([document.get("target"), document.get("drafter"), others])
+        _check_owners(weights, ([TARGET] if reference is None else []) + [f"{_OTHERS}{key}." for key in others])
         weights = _dequantized(weights, document.get("computes_in"))
         part = partial(_part, weights=weights, trusted=drafter)
         held = None if reference is not None else part("target", document.get("target"), MODELS)
@@ -189,8 +191,8 @@ def load(
         for each in drafts.values() if held is not None else ():
             each.check_target(held)
     except BROKEN as error:
-        reason = short(" ".join(str(error).split()), 300)
-        raise ValueError(f"{path} cannot be used: {reason}") from error
+        reason = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise ValueError(f"{path} cannot be used: {short(reason, 300)}") from error
 
     def find_target() -> LanguageModel:
         if held is not None:
@@ -199,9 +201,19 @@ def load(
         found = reference.load(target, str(path))
         for each in drafts.values():
             each.check_target(found)
+            _check_ends(each, found)
         return found
 
     return LoadedPair(find_target, drafts[name], drafts, prompts, recipe, tokenizer, window, reference)
+
+
+def _check_ends(drafter: Drafter, target: LanguageModel) -> None:
+    """Raise ValueError for a draft that has some tokens only, and not all that end a text of this target."""
+    ends = [] if target.tokenizer is None else [token for token in target.tokenizer.eos if token < target.vocab_size]
+    for part in drafter.modules():
+        vocabulary: Any = getattr(part, "draft_vocabulary", None)
+        if vocabulary is not None:
+            vocabulary.check_has(ends, "tokens that end a text")
 
 
 def reference_of(content: Mapping[str, Any]) -> TargetReference | None:
@@ -226,6 +238,15 @@ def _check_names(names: list[Any]) -> None:
     """Raise ValueError unless these can be the names of drafters: weights are found by them."""
     if not all(isinstance(each, str) and each.isidentifier() and len(each) <= 80 for each in names):
         raise ValueError("draft names must be identifiers of at most 80 characters")
+    if len(set(names)) < len(names):
+        raise ValueError(f"it has two drafts of the name {names[0]}")
+
+
+def _check_owners(weights: Mapping[str, Tensor], owners: list[str]) -> None:
+    """Raise ValueError for weights of a target or another draft that the file does not describe."""
+    for name in weights:
+        if name.startswith((TARGET, _OTHERS)) and not name.startswith(tuple(owners)):
+            raise ValueError(f"among its weights is {short(name, 80)!r}, and it describes no network that has it")
 
 
 def _plain(recipe: object) -> dict[str, Any]:
@@ -273,6 +294,10 @@ def _dequantized(weights: Mapping[str, Tensor], computes_in: object) -> dict[str
         if value.dtype == torch.int8:
             scales = weights.get(name + _SCALE, value[:0])
             value = value.float() * scales.view(len(value), *[1] * (value.dim() - 1))
+        elif value.dtype not in FLOATS.values():
+            raise ValueError(
+                f"its weight {short(name, 80)!r} is of {value.dtype}: expected int8 or {', '.join(FLOATS)}"
+            )
         if not name.endswith(_SCALE):
             found[name] = value.to(FLOATS[str(computes_in)])
     return found

@@ -69,7 +69,10 @@ def _from_file(source: PairSource, target: LanguageModel | None) -> LoadedPair:
     for drafter in loaded.drafts.values():
         drafter.to(source.device, dtype or (None if loaded.reference is None else dtype_of(model)))
     if loaded.tokenizer is not None and model.tokenizer is None:
-        model.tokenizer = named_tokenizer(loaded.tokenizer)
+        try:
+            model.tokenizer = named_tokenizer(loaded.tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{source.ckpt} needs its tokenizer {loaded.tokenizer}: put it there ({error})") from error
         model.vocabulary = model.tokenizer.vocabulary
     own = loaded.draft(source.draft)
     loaded.drafter = _choose(_asked(choice, loaded, source.draft), model, own, keep=source.draft is not None)

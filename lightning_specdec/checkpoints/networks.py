@@ -25,6 +25,8 @@ from lightning_specdec.models import LanguageModel
 FLOATS = {
     str(kind).removeprefix("torch."): kind for kind in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 }
+_MOST_PARTS, _DEEPEST = 32, 8
+"""Networks that a file describes, and networks inside networks."""
 _FORMER = {"guesses_per_token": "tokens_per_match"}
 """Arguments that older files name otherwise."""
 _COMPUTED_BYTES = 2**28
@@ -85,12 +87,34 @@ def build(described: object, kinds: tuple[Kinds, ...], trusted: str | None = Non
 def _current(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of older files as they are given now."""
     arguments = {_FORMER.get(key, key): value for key, value in arguments.items()}
-    if arguments.get("shared_output") is False:  # no heads share the target's output layer
-        del arguments["shared_output"]
+    if arguments.pop("shared_output", False):
+        raise ValueError("its heads share the target's output layer, which heads no longer do: train them anew")
     windows = arguments.get("stage_windows")
     if isinstance(windows, list) and windows:  # one for each stage; the draft is the same with any
         arguments["stage_windows"] = windows[-1]
     return arguments
+
+
+def check_parts(described: object) -> None:
+    """Raise ValueError where plain values describe more networks than any checkpoint has: each takes time to build."""
+
+    def count(value: object, depth: int) -> int:
+        if isinstance(value, dict):
+            is_part = "arguments" in value
+            if depth + is_part > _DEEPEST:
+                raise ValueError("its parts are nested too deeply")
+            return is_part + sum(count(each, depth + is_part) for each in value.values())
+        return sum(count(each, depth) for each in value) if isinstance(value, list) else 0
+
+    if (number := count(described, 0)) > _MOST_PARTS:
+        raise ValueError(f"it describes {number} networks, and a checkpoint has at most {_MOST_PARTS}")
+
+
+def current(described: Any) -> Any:
+    """Descriptions of older files, wherever they stand among plain values, as they are written now."""
+    if isinstance(described, dict):
+        return _current({key: current(value) for key, value in described.items()})
+    return [current(each) for each in described] if isinstance(described, list) else described
 
 
 def _kind(name: object, kinds: tuple[Kinds, ...], trusted: str | None) -> type[Any]:
@@ -128,6 +152,8 @@ def with_weights(make: Callable[[], nn.Module], owner: str, weights: Mapping[str
                 f"the {owner} wants tables of more than {_COMPUTED_BYTES:,} bytes: its positions are absurd"
             )
     for name, other in tied.items():
+        if not torch.equal(given[name], given[other]):
+            raise ValueError(f"the {owner}'s {other} and {name} differ, and it has one weight for both")
         parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, module.get_parameter(other))
     if not all(value.isfinite().all() for value in weights.values()):

@@ -16,7 +16,7 @@ from lightning_specdec.config import hub
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.config.terminal import short
 from lightning_specdec.models import LanguageModel
-from lightning_specdec.models.safetensors_file import Origin
+from lightning_specdec.models.safetensors_file import Origin, weights_sha256
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ class TargetReference(Settings):
         place = self._place() if given is None else given
         if place is None:
             raise ValueError(f"{who} needs its target {self}, which is not here: give its directory with --target")
+        if isinstance(place, Path) and weights_sha256(place) != self.sha256:  # a stranger may have named any place
+            raise ValueError(f"{who} was trained for {self}, which has another sha256 now: give its own with --target")
         target = place if isinstance(place, LanguageModel) else load_model(place, dtype=self.dtype)
         self.check(target, who)
         if isinstance(place, Path) and self.source is not None:

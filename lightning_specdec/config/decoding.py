@@ -57,6 +57,10 @@ class DecodingConfig(SamplingSettings):
     processors: tuple[Any, ...] = setting(())
 
     def __post_init__(self) -> None:
+        for name, single in (("eos", int), ("stop", str)):
+            value = getattr(self, name)
+            values = (value,) if isinstance(value, single) else tuple(value) if isinstance(value, Iterable) else value
+            object.__setattr__(self, name, values)
         super().__post_init__()
         if isinstance(self.num_draft_tokens, int | float | str):  # else a `Window`
             limits = {"minimum": 1, "maximum": MAX_TOKENS, "choices": ("auto",)}
@@ -76,12 +80,6 @@ class DecodingConfig(SamplingSettings):
             names = [each.name for each in fields(SamplingSettings)]
             changes = {name: getattr(sampling, name, None) for name in names} | changes
             changes.setdefault("processors", tuple(getattr(sampling, "processors", ())))
-        for name, single in (("eos", int), ("stop", str)):
-            value = changes.get(name)
-            if isinstance(value, single):
-                changes[name] = (value,)
-            elif isinstance(value, Iterable):
-                changes[name] = tuple(value)
         check_names(changes, cls)
         return cls(**changes) if config is None else config.changed(**changes) if changes else config
 

@@ -27,7 +27,10 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
     """
     if path.is_dir():
         raise ValueError(f"{path} is a directory: name the file to write in it")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(f"{path} cannot be written: {error.filename} is a file, not a directory") from error
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,18 +50,29 @@ def peak_bytes(models: Sequence[tuple[ModelSize, str, str | None]], *, packed: b
     return max(peak, kept)
 
 
-def available_bytes(device: str = "cpu") -> int | None:
-    """Bytes that a new model may take on this device; None where the system does not tell."""
+def available_bytes(device: str = "cpu", *, root: Path = Path("/")) -> int | None:
+    """Bytes that a new model may take on this device; None where the system does not tell.
+
+    On a CPU: what the machine has free, or the container's limit (control groups, version 2) leaves.
+    """
     if device.startswith("cuda"):
         import torch
 
         free: int = torch.cuda.mem_get_info(torch.device(device))[0]
         return free
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    found: list[int] = []
+    group = root / "sys/fs/cgroup"
+    with suppress(OSError, KeyError):
+        found.append(1024 * _entries(root / "proc/meminfo")["MemAvailable:"])
+    with suppress(OSError, KeyError, ValueError):  # without a limit it says "max"
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        found.append(max(0, limit - used + _entries(group / "memory.stat")["inactive_file"]))  # files can be dropped
+    return min(found, default=None)
+
+
+def _entries(path: Path) -> dict[str, int]:
+    """The number behind each name of a file."""
+    return {words[0]: int(words[1]) for words in map(str.split, path.read_text().splitlines())}
 
 
 def require_memory(what: str, needed: int, device: str) -> None:

@@ -6,11 +6,12 @@ Flags, YAML entries, checkpoints, hashes and the Python API are all made from th
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, TypeVar
 
 from lightning_specdec.config.checks import require_int, require_number
@@ -82,7 +83,22 @@ def check(name: str, value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
         bottom = above if above is not None else -float("inf") if low is None else low
         top = float("inf") if high is None else high
         return require_number(name, value, low=bottom, high=top, low_open=above is not None)
-    raise ValueError(f"{name} must be {getattr(hint, '__name__', hint)}, got {value!r}")
+    raise ValueError(f"{name} must be {_in_words(kinds)}, got {value!r}")
+
+
+_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+
+
+def _in_words(kinds: Iterable[Any]) -> str:
+    """Types as a user calls them."""
+
+    def words(kind: Any) -> str:
+        if typing.get_origin(kind) is tuple:
+            inner = words(typing.get_args(kind)[0]).partition(" ")[2]
+            return f"a list of {inner}s" if inner else "a list"
+        return _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
+
+    return " or ".join(map(words, kinds))
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
@@ -183,9 +199,16 @@ def plain(value: Any) -> Any:
     return value
 
 
+def _number(text: str, kind: Callable[[str], Any]) -> Any:
+    """A number, without the underscores, blanks and digits of other scripts that Python reads too."""
+    if not re.fullmatch(r"[-+.0-9a-z]+", text):
+        raise ValueError(text)
+    return kind(text)
+
+
 _PARSERS: dict[type, Callable[[str], Any]] = {
-    int: int,
-    float: float,
+    int: partial(_number, kind=int),
+    float: partial(_number, kind=float),
     bool: {"true": True, "false": False}.__getitem__,
     type(None): {"null": None, "none": None}.__getitem__,
 }
@@ -207,4 +230,4 @@ def parse(text: str, hint: Any) -> Any:
                 pass  # another kind may fit
     if is_text:
         return text
-    raise ValueError(f"must be {getattr(hint, '__name__', hint)}, got {text!r}")
+    raise ValueError(f"must be {_in_words(kinds)}, got {text!r}")

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
 
-from lightning_specdec.checkpoints import archive, runs
+from lightning_specdec.checkpoints import archive, networks, runs
 from lightning_specdec.checkpoints import checkpoint as checkpoint_file
 from lightning_specdec.data import TokenData
 from lightning_specdec.training.base import SpeculativeTraining
@@ -177,19 +177,26 @@ def check_checkpoint(path: str, trainer: Trainer, model: LightningModule, data: 
 def _check_config(path: str, described: Mapping[str, Any], model: SpeculativeTraining, data: Any) -> None:
     """Raise ValueError where a network has changed, or a setting of the training or its data that the file knows."""
     given = {**model.describe(), **model.settings(), "data": type(data).__name__}
-    before = {**described, **described["recipe"]}
+    before = networks.current({**described, **described["recipe"]})
     if isinstance(data, TokenData):
         before |= before.get("data_arguments", {})
         given |= data.arguments()
     moved = {"target_checkpoint"} | ({"target"} if "sha256" in described["target"] else set())
     free = moved | {"format", "recipe", "versions", "prompts", "tokenizer"}
     for name in (name for name in given if name in before and name not in free):
-        value = json.loads(json.dumps(given[name]))
-        if before[name] != value:
-            raise ValueError(
-                f"{path} cannot resume: {name} changed from {str(before[name])[:60]} to {str(value)[:60]}: {_CONFIG}, "
-                "or begin a new run"
-            )
+        if difference := _difference(name, before[name], json.loads(json.dumps(given[name]))):
+            raise ValueError(f"{path} cannot resume: {difference}: {_CONFIG}, or begin a new run")
+
+
+def _difference(name: str, before: Any, now: Any) -> str | None:
+    """The first entry in which plain values differ; one that is missing is None."""
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        before, now = dict(enumerate(before)), dict(enumerate(now))
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = [*before, *(key for key in now if key not in before)]
+        found = (_difference(f"{name}.{key}", before.get(key), now.get(key)) for key in keys)
+        return next((each for each in found if each), None)
+    return None if before == now else f"{name} changed from {str(before)[:60]} to {str(now)[:60]}"
 
 
 def _alike(given: object, fresh: object) -> bool:
