@@ -119,7 +119,7 @@ CHANGES: dict[str, tuple[list[str], str]] = {
         "data changed from QuadraticProgressions to ArithmeticProgressions",
     ),
     "vocabulary": (["--data.vocab_size", "25"], "is of other networks"),
-    "network": (["--model.target.model.rms_norm_eps", "0.1"], "target.arguments.rms_norm_eps changed from"),
+    "network": (["--model.target.model.rms_norm_eps", "0.1"], "target.arguments.model.rms_norm_eps changed from"),
 }
 
 

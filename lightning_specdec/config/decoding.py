@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -57,10 +57,8 @@ class DecodingConfig(SamplingSettings):
     processors: tuple[Any, ...] = setting(())
 
     def __post_init__(self) -> None:
-        for name, single in (("eos", int), ("stop", str)):
-            value = getattr(self, name)
-            values = (value,) if isinstance(value, single) else tuple(value) if isinstance(value, Iterable) else value
-            object.__setattr__(self, name, values)
+        for name, value in _with_tuples(vars(self)).items():
+            object.__setattr__(self, name, value)
         super().__post_init__()
         if isinstance(self.num_draft_tokens, int | float | str):  # else a `Window`
             limits = {"minimum": 1, "maximum": MAX_TOKENS, "choices": ("auto",)}
@@ -80,6 +78,7 @@ class DecodingConfig(SamplingSettings):
             names = [each.name for each in fields(SamplingSettings)]
             changes = {name: getattr(sampling, name, None) for name in names} | changes
             changes.setdefault("processors", tuple(getattr(sampling, "processors", ())))
+        changes = _with_tuples(changes)
         check_names(changes, cls)
         return cls(**changes) if config is None else config.changed(**changes) if changes else config
 
@@ -87,3 +86,15 @@ class DecodingConfig(SamplingSettings):
     def sampling(self) -> SamplingSettings:
         """The sampling fields alone."""
         return SamplingSettings(**{each.name: getattr(self, each.name) for each in fields(SamplingSettings)})
+
+
+def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a `DecodingConfig`, with a tuple for a single one of `eos` or `stop`, and for other iterables."""
+    given = dict(values)
+    for name, single in (("eos", int), ("stop", str)):
+        value = given.get(name)
+        if isinstance(value, single):
+            given[name] = (value,)
+        elif isinstance(value, Iterable):
+            given[name] = tuple(value)
+    return given

@@ -37,12 +37,14 @@ class DraftVocabulary(nn.Module):
         super().__init__()
         self.vocab_size = require_int("vocab_size", vocab_size, 2, 2**20)
         if isinstance(tokens, int):
-            tokens = range(require_int("draft_vocabulary", tokens, 2, vocab_size))
-        numbers = [require_int("a token of draft_vocabulary", token, 0, vocab_size - 1) for token in tokens]
-        if len(numbers) < 2 or numbers != sorted(set(numbers)):
-            raise ValueError(f"draft_vocabulary must ascend and have two tokens at least, got {numbers[:8]}")
+            values = torch.arange(require_int("draft_vocabulary", tokens, 2, vocab_size), device="cpu")
+        else:
+            numbers = [require_int("a token of draft_vocabulary", token, 0, vocab_size - 1) for token in tokens]
+            if len(numbers) < 2 or numbers != sorted(set(numbers)):
+                raise ValueError(f"draft_vocabulary must ascend and have two tokens at least, got {numbers[:8]}")
+            values = torch.tensor(numbers, device="cpu")
         # Not stored with the weights: a setting has them.
-        self.register_buffer("tokens", torch.tensor(numbers, device="cpu"), persistent=False)
+        self.register_buffer("tokens", values, persistent=False)
 
     def __len__(self) -> int:
         return len(self.tokens)

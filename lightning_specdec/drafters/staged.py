@@ -148,7 +148,8 @@ class StagedDrafter(Drafter):
 
     def __init__(self, stages: Sequence[Drafter], *, stage_windows: int = 4) -> None:
         super().__init__(stage_windows=stage_windows)
-        first, last = [*stages[:-1]], stages[-1] if stages else None
+        given: list[Any] = [*stages] or [None]
+        *first, last = given
         behind = isinstance(last, ModelDrafter | EarlyExitDrafter) and all(
             isinstance(stage, ModelDrafter) for stage in first[1:]
         )
