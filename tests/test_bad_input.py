@@ -70,6 +70,12 @@ def test_yaml_that_would_exhaust_stack_or_memory_is_one_line(bad: str) -> None:
         refused(verb, "--config", "bad.yaml", told=told)
 
 
+def test_a_file_below_a_file_is_refused_with_what_to_do(ckpt: str) -> None:
+    Path("afile").touch()
+    told = "afile: a file is where a directory must be: name another place"
+    refused("export", "--ckpt", ckpt, "--output", "afile/x.safetensors", told=told)
+
+
 @pytest.mark.parametrize("verb", ["decode", "fit", "export"])
 def test_a_checkpoint_that_asks_to_run_code_is_refused(verb: str) -> None:
     torch.save(Bomb(), "bomb.ckpt")

@@ -30,7 +30,8 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise ValueError(f"{path} cannot be written: {error.filename} is a file, not a directory") from error
+        reason = "a file is where a directory must be: name another place to write to"
+        raise NotADirectoryError(error.errno, reason, str(path.parent)) from error
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             try:
