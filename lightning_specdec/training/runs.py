@@ -189,16 +189,13 @@ def _check_config(path: str, described: Mapping[str, Any], model: SpeculativeTra
 
 
 def _difference(name: str, before: Any, now: Any) -> str | None:
-    """The first entry in which plain values differ; one that is missing, None or an empty list is the same."""
+    """The first entry in which plain values differ: of those that were known before, where none is the same as None."""
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         before, now = dict(enumerate(before)), dict(enumerate(now))
     if isinstance(before, dict) and isinstance(now, dict):
-        keys = [*before, *(key for key in now if key not in before)]
-        found = (_difference(f"{name}.{key}", before.get(key), now.get(key)) for key in keys)
+        found = (_difference(f"{name}.{key}", before[key], now.get(key)) for key in before)
         return next((each for each in found if each), None)
-    if before == now or (before in (None, []) and now in (None, [])):
-        return None
-    return f"{name} changed from {str(before)[:60]} to {str(now)[:60]}"
+    return None if before == now else f"{name} changed from {str(before)[:60]} to {str(now)[:60]}"
 
 
 def _alike(given: object, fresh: object) -> bool:
