@@ -105,7 +105,7 @@ def test_prompts_come_from_files_and_stdin_as_text_or_json(tmp_path: Path) -> No
         ("target --max_new_tokens 600", "context of 512"),
         ("--pair mime", "there is no pair 'mime': did you mean mine?"),
         ("target --drafter.max_ngram 3", "max_ngram needs the drafter's name"),
-        ("target --drafter NGramDrafter --drafter.max_ngram x", "--drafter.max_ngram must be int"),
+        ("target --drafter NGramDrafter --drafter.max_ngram x", "--drafter.max_ngram must be an integer"),
         ("layered --drafter EarlyExitDrafter --drafter.exit_layer=1", "cannot be taken"),
         ("target --ignore_eos --eos 3", "--ignore_eos and --eos exclude each other"),
         ("tokens", "the target keeps no prompts of its own"),
