@@ -33,6 +33,7 @@ from lightning_specdec.drafters import (
 )
 from lightning_specdec.models import RNN, DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.models.openvino import OpenVINOLM
 from lightning_specdec.rules import RULES as REGISTERED_RULES
 from lightning_specdec.rules import AcceptanceRule, Sampling
 
@@ -132,14 +133,19 @@ class Ragged(ModelDrafter):
 LONG_MATCHES = NGramDrafter(min_ngram=2)
 """Finds something in some rows, and nothing in others."""
 
+
+def _llama(seed: int, **sizes: Any) -> HuggingFaceLM:
+    sizes = {"vocab_size": VOCAB, "sharpness": 14.0, "max_position_embeddings": 512, **sizes}
+    return HuggingFaceLM(tiny("llama", seed, **sizes))
+
+
 MODELS: dict[str, Callable[..., LanguageModel]] = {
     "rnn": lambda seed=1, **sizes: make(RNN, seed, **{"embedding_size": 8, "hidden_size": 16, **sizes}),
     "fused": lambda seed=1, **sizes: MODELS["rnn"](seed, **sizes).fused(),
     "transformer": lambda seed=1, **sizes: make(TinyTransformer, seed, **{"sharpness": 2.5, **sizes}),
     "gemma3": lambda seed=1, vocab_size=VOCAB: HuggingFaceLM(tiny("gemma3_text", seed, vocab_size=vocab_size)),
-    "llama": lambda seed=1, **sizes: HuggingFaceLM(
-        tiny("llama", seed, **{"vocab_size": VOCAB, "sharpness": 14.0, "max_position_embeddings": 512, **sizes})
-    ),
+    "llama": lambda seed=1, **sizes: _llama(seed, **sizes),
+    "openvino": lambda seed=1, **sizes: OpenVINOLM.of(_llama(seed, **sizes)),
 }
 
 DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
@@ -275,7 +281,7 @@ COMBINATIONS = pairs()
 """Every target with every drafter that takes it."""
 ONE_EACH = [(target_of(name), name) for name in DRAFTERS]
 """Every drafter with one target, for laws of what happens between rows and rounds."""
-BUT_LLAMA = [name for name in MODELS if name != "llama"]
+BUT_LLAMA = [name for name in MODELS if name not in ("llama", "openvino")]
 """For laws that llama meets with drafters alone that work inside it: for the others gemma3 stands for its kind."""
 
 
@@ -295,9 +301,10 @@ def triples(drafters: Iterable[str], targets: Iterable[str]) -> list[tuple[str, 
 
 
 def few(values: Sequence[Any], target_name: str, drafter_name: str) -> Sequence[Any]:
-    """Of values for llama, which costs more than most targets: all for an early exit, every third one for other
-    drafters that work inside it, and the middle one for those that do not: to them it is a model like gemma3."""
-    if target_name != "llama" or drafter_name == "early_exit":
+    """Of values for llama, which costs more than most targets, in torch and in OpenVINO: all for an early exit, every
+    third one for other drafters that work inside it, and the middle one for those that do not: to them it is a model
+    like gemma3."""
+    if target_name not in ("llama", "openvino") or drafter_name == "early_exit":
         return values
     step = 3 if drafter(drafter_name, target_name).inside_target else len(values)
     return values[len(values) // 2 % step :: step]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import nn
 
 from lightning_specdec.bench.config import OWN, SHIPPED, BenchConfig
 from lightning_specdec.bench.huggingface import HuggingFace
@@ -28,6 +24,7 @@ from lightning_specdec.decoding.rows import check_prompt
 from lightning_specdec.decoding.windows import DEFAULT_WINDOW
 from lightning_specdec.drafters import Drafter, ModelDrafter
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.base import weights_digest
 from lightning_specdec.rules import make_rule
 
 log = logging.getLogger(__name__)
@@ -161,20 +158,6 @@ def load_bench_pair(name: str, config: BenchConfig) -> BenchPair:
     eos = () if target.tokenizer is None else target.tokenizer.eos
     ends = tuple(sorted(token for token in eos if token < target.vocab_size))
     return BenchPair.of(name, target, drafts, prompts, eos=ends)
-
-
-def weights_digest(module: nn.Module) -> str:
-    """A hash of a network's weights; weights that lie in files count by those files' hashes."""
-    found, known = hashlib.sha256(), set[int]()
-    for name, part in module.named_modules():
-        if (origin := getattr(part, "origin", None)) is not None:
-            found.update(f"{name} {origin.sha256}".encode())
-            known |= {id(tensor) for tensor in chain(part.parameters(), part.buffers())}
-    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-        if id(tensor) not in known:
-            found.update(name.encode())
-            found.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
 
 
 def _num_parameters(draft: Drafter) -> int | None:

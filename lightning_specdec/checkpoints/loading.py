@@ -15,7 +15,14 @@ from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.memory import peak_bytes, require_memory
 from lightning_specdec.config.models import PairSource
 from lightning_specdec.config.pairs import get_pair
-from lightning_specdec.drafters import CrossVocabulary, Drafter, EarlyExitDrafter, NGramDrafter, NGramWithFallback
+from lightning_specdec.drafters import (
+    CrossVocabulary,
+    Drafter,
+    EarlyExitDrafter,
+    ModelDrafter,
+    NGramDrafter,
+    NGramWithFallback,
+)
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.text.tokenizer import named_tokenizer
 
@@ -48,6 +55,18 @@ def load_pair(source: PairSource, *, target: LanguageModel | None = None, pack: 
     return loaded
 
 
+def _in_backend(model: LanguageModel, source: PairSource) -> LanguageModel:
+    """A model of a file in the source's backend."""
+    if source.backend == "torch":
+        return model
+    from lightning_specdec.models import loading
+    from lightning_specdec.models.huggingface import HuggingFaceLM
+
+    if source.backend == "openvino":
+        loading.check_openvino(source.device)
+    return loading.in_backend(model, source.backend) if isinstance(model, HuggingFaceLM) else model
+
+
 def find_device(name: str) -> torch.device:
     """The device of that name, if this machine has it and torch can use it; ValueError otherwise."""
     try:
@@ -65,9 +84,11 @@ def _from_file(source: PairSource, target: LanguageModel | None) -> LoadedPair:
     choice = source.drafter
     loaded = load(str(source.ckpt), target=source.target, drafter=None if choice is None else choice.name)
     dtype = None if source.dtype is None else getattr(torch, source.dtype)
-    model = target or loaded.target.to(source.device, dtype)
+    model = target or _in_backend(loaded.target.to(source.device, dtype), source)
     for drafter in loaded.drafts.values():
         drafter.to(source.device, dtype or (None if loaded.reference is None else dtype_of(model)))
+        if isinstance(drafter, ModelDrafter):
+            drafter.model = _in_backend(drafter.model, source)
     if loaded.tokenizer is not None and model.tokenizer is None:
         try:
             model.tokenizer = named_tokenizer(loaded.tokenizer)
@@ -118,13 +139,16 @@ def _load_models(
     examined = []
     for name, dtype, quantization, revision in wanted:
         options: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "revision": revision}
-        trust = source.trust_remote_code
-        examined.append(loading.examine(name, device=source.device, trust_remote_code=trust, **options))
+        options |= {"device": source.device, "trust_remote_code": source.trust_remote_code, "backend": source.backend}
+        examined.append(loading.examine(name, **options))
     parts = [(model.size, model.dtype, model.quantization) for model in examined]
     packed = pack and torch.device(source.device).type == "cpu"
     require_memory(" with ".join(model.source for model in examined), peak_bytes(parts, packed=packed), source.device)
-    loaded = [loading.load(model) for model in examined]
-    return [model.pack() if pack else model for model in loaded]
+    loaded = [loading.load(each) for each in examined]
+    if not pack:
+        return list(loaded)
+    pairs = zip(loaded, examined, strict=True)
+    return [loading.in_backend(model, source.backend, each.quantization).pack() for model, each in pairs]
 
 
 def _asked(choice: Choice | None, loaded: LoadedPair, draft: str | None = None) -> Choice | None:

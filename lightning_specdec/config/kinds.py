@@ -116,7 +116,7 @@ def search_here() -> None:
 
 DRAFTERS = Kinds("drafter", "drafters", "Drafter", {"LookupFirstDrafter": "NGramWithFallback"})
 RULES = Kinds("rule", "rules", "AcceptanceRule")
-MODELS = Kinds("model", "models", "LanguageModel", internal=("FusedRNN",))
+MODELS = Kinds("model", "models", "LanguageModel", internal=("FusedRNN", "OpenVINOLM"))
 
 
 @dataclass(frozen=True)

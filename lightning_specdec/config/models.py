@@ -12,6 +12,7 @@ from lightning_specdec.config.settings import Settings, setting
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTIZATIONS = ("int8", "int4")
+BACKENDS = ("auto", "torch", "openvino")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,11 @@ class TargetSource(Settings):
     revision: str | None = setting(None, "branch, tag or commit of the target on the hub")
     trust_remote_code: bool = setting(False, "run Python code that comes with a model: read it first")
     device: str = setting("cpu", "device to decode on, as cpu or cuda:0")
+    backend: str = setting(
+        "torch",
+        "what runs pretrained models; auto: OpenVINO on a CPU where it is installed and faster",
+        choices=BACKENDS,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,10 +5,12 @@ Shapes: B rows, T tokens, N scored positions, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -219,3 +221,17 @@ class LanguageModel(nn.Module, ABC):
             # A copy, since the next recorded call overwrites its logits, which may be the choice's memory.
             tokens = choose(output.logits[:, -1].clone(), i).clone()[:, None]
             valid_lengths, last = None, slice(-1, None)
+
+
+def weights_digest(module: nn.Module) -> str:
+    """A hash of a network's weights; weights that lie in files count by those files' hashes."""
+    found, known = hashlib.sha256(), set[int]()
+    for name, part in module.named_modules():
+        if (origin := getattr(part, "origin", None)) is not None:
+            found.update(f"{name} {origin.sha256}".encode())
+            known |= {id(tensor) for tensor in chain(part.parameters(), part.buffers())}
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if id(tensor) not in known:
+            found.update(name.encode())
+            found.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()

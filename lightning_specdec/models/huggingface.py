@@ -278,7 +278,7 @@ class HuggingFaceLM(LanguageModel):
         return output
 
     def _completed(
-        self, tokens: Int[Tensor, "B T"], state: KVState, valid_lengths: Lengths | None, done: ExitStates
+        self, tokens: Int[Tensor, "B T"], state: DecodeState, valid_lengths: Lengths | None, done: ExitStates
     ) -> Float[Tensor, "B T D"]:
         """The lower layers' output for all tokens: what they have made already, and now the rest."""
         num_tokens, known = tokens.shape[1], done.lengths

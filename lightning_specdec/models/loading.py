@@ -5,18 +5,29 @@ No weight is read before the files are known to be whole and the memory to suffi
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 import os
+import statistics
+import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_specdec import __version__
 from lightning_specdec.config import hub
+from lightning_specdec.config.files import cache_home, replaced
 from lightning_specdec.config.memory import ModelSize, require_memory
 from lightning_specdec.config.models import DTYPES
+from lightning_specdec.models.base import weights_digest
 from lightning_specdec.models.model_config import FOREIGN, first_line, quiet, read_config
 from lightning_specdec.models.packed import check_quantization, is_linear, quantize
 from lightning_specdec.models.safetensors_file import Origin, read_header, weight_files
@@ -29,6 +40,10 @@ if TYPE_CHECKING:
 
 _ON_HUB = 20_000, 2**53
 """Most tensors of a model whose weights are not here yet, and most numbers in them."""
+OPENVINO, OPENVINO_DTYPES = "2026.4", ("float32", "bfloat16")
+"""The release whose operations are called, and what it computes in here."""
+_WORTH_MEASURING = 10_000_000
+"""Parameters below which a model is not converted unless asked for."""
 log = logging.getLogger(__name__)
 
 
@@ -45,6 +60,7 @@ class Examined:
     dtype: str
     device: str
     quantization: str | None
+    backend: str
     size: ModelSize
     trust_remote_code: bool
 
@@ -70,6 +86,7 @@ def examine(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device = "cpu",
     quantization: str | None = None,
+    backend: str = "torch",
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Examined:
@@ -80,13 +97,17 @@ def examine(
         dtype: what it computes in; when None as its config says, float32 where that says nothing.
         device: where it goes.
         quantization: "int8" or "int4" for weights stored so, None for plain ones.
+        backend: "torch", "openvino" or "auto", see `in_backend`.
         revision: branch, tag or commit on the hub.
         trust_remote_code: whether the model's own Python code may run; without it such a model is refused.
 
     Raises:
         ValueError: it is not there, is no causal language model, or is damaged.
     """
-    check_quantization(quantization, device)
+    if backend == "openvino":
+        check_openvino(device)
+    else:
+        check_quantization(quantization, device)
     name, limits = os.fspath(source), _ON_HUB
     with quiet():
         from lightning_specdec.models.huggingface import HuggingFaceLM
@@ -106,7 +127,9 @@ def examine(
     wanted = str(dtype or stored or "float32").removeprefix("torch.")
     if wanted not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {wanted!r}")
-    return Examined(name, path, config, wanted, str(device), quantization, measure(empty), trust_remote_code)
+    if backend == "openvino" and wanted not in OPENVINO_DTYPES:
+        raise ValueError(f"OpenVINO computes in {' or '.join(OPENVINO_DTYPES)}, got {wanted}: give --dtype")
+    return Examined(name, path, config, wanted, str(device), quantization, backend, measure(empty), trust_remote_code)
 
 
 def _read_shapes(path: Path) -> list[list[int]]:
@@ -191,6 +214,84 @@ def load(examined: Examined) -> HuggingFaceLM:
         log.warning("%s holds %d weights that its config has no place for, as %s", name, len(foreign), foreign[0])
     built = HuggingFaceLM(model, tokenizer=tokenizer).to(examined.device)
     built.origin = Origin(name, path)
-    if examined.quantization is not None:
+    if examined.quantization is not None and examined.backend != "openvino":
         quantize(built.model, examined.quantization)
     return built.eval()
+
+
+def check_openvino(device: str | torch.device) -> None:
+    """Raise ValueError unless the right release of OpenVINO is installed, and the device is a CPU."""
+    found = metadata.version("openvino") if find_spec("openvino") else None
+    if found is None or not found.startswith(OPENVINO):
+        got = "is not installed" if found is None else f"is of release {found}"
+        command = f"{sys.executable} -m pip install 'openvino~={OPENVINO}.0' nncf"
+        raise ValueError(f"--backend openvino needs OpenVINO {OPENVINO}, which {got}: {command}")
+    if torch.device(device).type != "cpu":
+        raise ValueError(f"--backend openvino runs on a CPU, not on {device}: drop --device, or take --backend torch")
+
+
+def in_backend(model: HuggingFaceLM, backend: str, quantization: str | None = None) -> HuggingFaceLM:
+    """The model itself, or the same in OpenVINO, for decoding only.
+
+    Args:
+        backend: "torch", "openvino", or "auto": on a CPU with OpenVINO, the faster one of the two, measured once for
+            each model and machine and kept in the cache directory.
+        quantization: of the weights in OpenVINO; torch's are quantized as they are loaded.
+
+    Raises:
+        ValueError: it cannot run in OpenVINO, where that was asked for.
+    """
+    if backend == "auto":
+        backend = _faster(model) if quantization is None else "torch"
+    if backend == "torch":
+        return model
+    from lightning_specdec.models.openvino import OpenVINOLM
+
+    return OpenVINOLM.of(model, quantization)
+
+
+def _faster(model: HuggingFaceLM) -> str:
+    """The backend whose calls on one and on eight tokens take less time together."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    try:
+        check_openvino(model.device)
+    except ValueError:
+        return "torch"
+    if dtype not in OPENVINO_DTYPES or model.num_parameters < _WORTH_MEASURING or not model.takes_apart:
+        return "torch"
+    versions = torch.__version__, metadata.version("openvino"), __version__
+    machine = torch.backends.cpu.get_cpu_capability(), os.cpu_count(), torch.get_num_threads()
+    key = repr((weights_digest(model), dtype, versions, machine))
+    kept = cache_home() / f"backend-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    if not kept.is_file():
+        from lightning_specdec.models.openvino import OpenVINOLM
+
+        log.info("comparing OpenVINO with torch, once for this model and machine: about a minute")
+        try:
+            seconds = _call_seconds({"torch": model.packed(), "openvino": OpenVINOLM.of(model)})
+        except ValueError as error:
+            log.warning("%s", error)
+            return "torch"
+        with suppress(OSError), replaced(kept) as file:  # measured again next time
+            file.write(json.dumps(seconds).encode())
+    else:
+        seconds = json.loads(kept.read_text(encoding="utf-8"))
+    return min(seconds, key=seconds.__getitem__)
+
+
+@torch.no_grad()
+def _call_seconds(models: dict[str, HuggingFaceLM], *, repeats: int = 7) -> dict[str, float]:
+    """The median seconds of a call on one token and one on eight, behind 128 tokens, in turn."""
+    found: dict[str, list[float]] = {name: [] for name in models}
+    states = {name: model.init_state(1, 256) for name, model in models.items()}
+    tokens = torch.arange(128)[None]
+    for name, model in models.items():
+        model(tokens, states[name], logits_for=slice(-1, None))
+    for _ in range(repeats + 2):
+        for name, model in models.items():
+            started = time.perf_counter()
+            for num_tokens in (1, 8):
+                model(tokens[:, :num_tokens], states[name])
+                states[name].truncate([128])
+            found[name].append(time.perf_counter() - started)
+    return {name: statistics.median(seconds[2:]) for name, seconds in found.items()}

@@ -1,0 +1,162 @@
+"""Convert a transformers model to OpenVINO's files: its layers, with attention left open, and its output head.
+
+Shapes: B rows, D hidden size, P tokens of one call, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import openvino as ov
+import torch
+from openvino.frontend import GeneralFailure, OpConversionFailure
+from openvino.frontend.pytorch import ConversionExtension, ModuleExtension
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+
+from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.models.model_config import FOREIGN, first_line
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+GROUP = 64
+"""Weights of a group of the int4 quantization, which share a scale."""
+_ATTENTION = "lightning_specdec_openvino"
+"""The attention of a model that is converted: its name in transformers and in OpenVINO."""
+
+
+class Attention(ov.Op):
+    """One layer's attention in a converted file. A compiled model has `_paged_attention` in its place, which OpenVINO
+    writes to files but cannot read."""
+
+    def __init__(self, inputs: Any = None) -> None:
+        super().__init__(self, inputs)
+
+    def validate_and_infer_types(self) -> None:
+        self.set_output_type(0, self.get_input_element_type(0), self.get_input_partial_shape(0))
+
+    def clone_with_new_inputs(self, new_inputs: Any) -> Attention:
+        return Attention(new_inputs)
+
+    def get_type_info(self) -> ov.DiscreteTypeInfo:
+        return ov.DiscreteTypeInfo("Attention", "lightning_specdec")
+
+
+class _Traced(nn.Module):
+    """`Attention` while a model is traced: it only gives the right shape."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sizes: Tensor, scale: Tensor) -> Tensor:
+        return query + key.sum() + value.sum()
+
+
+_traced = _Traced()
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """The attention that transformers calls while a model is traced, on one row of P tokens."""
+    for name in ("softcap", "s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise ValueError(f"its attention has a {name}, which OpenVINO's paged attention does not compute")
+    _, heads, num_tokens, size = query.shape
+    flat = [each.transpose(1, 2).reshape(num_tokens, -1) for each in (query, key, value)]
+    sizes = torch.tensor([key.shape[1], size, value.shape[-1], options.get("sliding_window") or 0], dtype=torch.int32)
+    scale = torch.tensor(options.get("scaling") or size**-0.5)
+    return _traced(*flat, sizes, scale).reshape(1, num_tokens, heads, -1), None
+
+
+AttentionInterface.register(_ATTENTION, _attention)
+
+
+class _NewTokens(Cache):
+    """Hands on a layer's new keys and values: the converted attention keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+
+class _Layers(nn.Module):
+    """All layers in turn; gives the output of each."""
+
+    def __init__(self, model: HuggingFaceLM) -> None:
+        super().__init__()
+        self.model, self.stack, self.traced = model.model, model.stack, _traced
+
+    def forward(self, hidden: Float[Tensor, "1 P D"], positions: Int[Tensor, "1 P"]) -> tuple[Tensor, ...]:
+        hidden, outputs = hidden.to(self.model.dtype), []
+        call = self.stack.begin(hidden, positions, None, _NewTokens())
+        for layer in range(self.stack.num_layers):
+            hidden = self.stack.run(hidden, call, layer, layer + 1)
+            outputs.append(hidden.float())
+        return tuple(outputs)
+
+
+class _Head(nn.Module):
+    """The output head alone."""
+
+    def __init__(self, model: HuggingFaceLM) -> None:
+        super().__init__()
+        self.head: Any = model.model.get_output_embeddings()
+
+    def forward(self, hidden: Float[Tensor, "P D"]) -> Float[Tensor, "P V"]:
+        logits: Tensor = self.head(hidden.to(self.head.weight.dtype))
+        return logits.float()
+
+
+def convert(model: HuggingFaceLM, directory: Path, quantization: str | None = None) -> None:
+    """Write a model's layers and its output head to a directory, as `layers.xml` and `head.xml` with their weights.
+
+    Args:
+        quantization: of the weights, by NNCF: "int8" with a scale for each output, "int4" with one for each group of
+            `GROUP` weights (the output head in int8); None for plain ones.
+
+    Raises:
+        ValueError: OpenVINO cannot run it.
+    """
+    extension = [
+        ModuleExtension(
+            _Traced,
+            _ATTENTION,
+            evaluate=lambda module, *inputs: module(*inputs),
+            convert=lambda module, target, *inputs: target(*inputs),
+        ),
+        ConversionExtension(_ATTENTION, lambda context: Attention([context.get_input(i) for i in range(5)]).outputs()),
+    ]
+    before = model.model.config._attn_implementation
+    try:
+        model.model.set_attn_implementation(_ATTENTION)
+        hidden = torch.zeros(1, 4, model.hidden_size or 0)
+        traced = {"layers": (_Layers(model), (hidden, torch.arange(4)[None])), "head": (_Head(model), (hidden[0],))}
+        for name, (module, example) in traced.items():
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")
+                converted = ov.convert_model(module.eval(), example_input=example, extension=extension)
+            if quantization is not None:
+                converted = _quantized(converted, "int8" if name == "head" else quantization)
+            ov.save_model(converted, directory / f"{name}.xml", compress_to_fp16=False)
+    except (*FOREIGN, GeneralFailure, OpConversionFailure) as error:
+        what = type(model.model).__name__
+        raise ValueError(f"OpenVINO cannot run {what}: {first_line(error)}: use --backend torch") from error
+    finally:
+        model.model.set_attn_implementation(before)
+
+
+def _quantized(model: ov.Model, quantization: str) -> ov.Model:
+    import nncf
+
+    nncf.set_log_level("ERROR")
+    options: dict[str, Any] = {"mode": nncf.CompressWeightsMode.INT8_SYM}
+    if quantization == "int4":
+        options = {"mode": nncf.CompressWeightsMode.INT4_SYM, "group_size": GROUP, "all_layers": True}
+    with redirect_stdout(StringIO()):  # it shows its progress there
+        return nncf.compress_weights(model, **options)

@@ -1,0 +1,175 @@
+"""The OpenVINO backend computes what torch computes, keeps what it converted, and refuses in one line what it cannot
+run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import openvino
+import pytest
+import torch
+from cli_fixtures import refused, succeed
+from families import tiny
+
+from lightning_specdec import SpeculativeDecoder
+from lightning_specdec.config.files import cache_home
+from lightning_specdec.drafters import NGramDrafter
+from lightning_specdec.models import loading
+from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.models.openvino import OpenVINOLM
+
+FAMILIES = ["llama", "qwen3", "gpt2", "mistral"]
+"""Grouped queries; norms of queries and keys; learned positions; a sliding window of 5."""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache directory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return cache_home()
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused writes nothing here."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_features_are_those_of_torch(family: str) -> None:
+    """Of whole texts, and of ragged calls after going back, on rows that change places."""
+    model = HuggingFaceLM(tiny(family))
+    other = OpenVINOLM.of(model)
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(num_tokens: int) -> torch.Tensor:
+        return torch.randint(model.vocab_size, (3, num_tokens), generator=generator)
+
+    tokens = drawn(40)
+    wanted, got = model(tokens, features=(0, 2)), other(tokens, features=(0, 2))
+    for expected, found in ((wanted.logits, got.logits), *((wanted.features[i], got.features[i]) for i in (0, 2))):
+        torch.testing.assert_close(found, expected.detach(), atol=1e-4, rtol=1e-4)
+    states = model.init_state(3, 60), other.init_state(3, 60)
+    for num_tokens, valid, back in ((33, [33, 3, 7], [31, 2, 7]), (5, [5, 0, 5], [32, 2, 9]), (4, [4, 1, 3], None)):
+        tokens = drawn(num_tokens)
+        wanted, got = (
+            each(tokens, state, valid_lengths=valid) for each, state in zip((model, other), states, strict=True)
+        )
+        real = torch.arange(num_tokens) < torch.tensor(valid)[:, None]
+        torch.testing.assert_close(got.logits[real], wanted.logits[real].detach(), atol=1e-4, rtol=1e-4)
+        for state in states:
+            if back is not None:
+                state.truncate(back)
+    for state in states:
+        state.select([2, -1, 0])
+    tokens = drawn(2)
+    wanted, got = model(tokens, states[0]), other(tokens, states[1])
+    torch.testing.assert_close(got.logits, wanted.logits.detach(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_decoding_equals_generate_of_transformers(family: str) -> None:
+    hugging_face = tiny(family)
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    expected = hugging_face.generate(  # type: ignore[operator]
+        torch.tensor([prompt]), **options
+    )[0, len(prompt) :].tolist()
+    decoder = SpeculativeDecoder(OpenVINOLM.of(HuggingFaceLM(hugging_face)), NGramDrafter())
+    assert decoder.decode([prompt], max_new_tokens=24).tokens == [expected]
+
+
+def test_keys_and_values_of_float32_models_are_kept_in_float32() -> None:
+    model = OpenVINOLM.of(HuggingFaceLM(tiny("llama")))
+    compiled = model._graphs[0]._request.get_compiled_model()
+    for name in ("KV_CACHE_PRECISION", "INFERENCE_PRECISION_HINT"):
+        assert compiled.get_property(name) == openvino.Type.f32
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_drafting_is_lossless_towards_the_quantized_target(quantization: str) -> None:
+    model = OpenVINOLM.of(HuggingFaceLM(tiny("llama", hidden_size=64, intermediate_size=128)), quantization)
+    decoder = SpeculativeDecoder(model, NGramDrafter())
+    prompts = [[5, 6, 7, 5, 6], [9]]
+    for temperature in (0.0, 1.0):
+        standard = decoder.decode_standard(prompts, max_new_tokens=16, temperature=temperature)
+        assert decoder.decode(prompts, max_new_tokens=16, temperature=temperature).tokens == standard.tokens
+
+
+def test_a_model_is_converted_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = HuggingFaceLM(tiny("llama"))
+    first = OpenVINOLM.of(model)
+    monkeypatch.setattr("lightning_specdec.models.openvino.convert", None)
+    assert OpenVINOLM.of(model).directory == first.directory
+    (weights,) = (first.directory).glob("layers.bin")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="is damaged: delete it"):
+        OpenVINOLM.of(model)
+
+
+def test_a_converted_model_differs_by_its_settings_too(cache: Path) -> None:
+    """A window of attention is no weight."""
+    same = {"num_hidden_layers": 2, "seed": 3}
+    directories = {OpenVINOLM.of(HuggingFaceLM(tiny(family, **same))).directory for family in ("llama", "mistral")}
+    assert len(directories) == 2
+
+
+def test_auto_takes_the_faster_backend_and_remembers_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = HuggingFaceLM(tiny("llama"))
+    assert loading.in_backend(model, "auto") is model  # too small to be worth it
+    monkeypatch.setattr(loading, "_WORTH_MEASURING", 1)
+    for seconds, kind in (
+        ({"torch": 2.0, "openvino": 1.0}, OpenVINOLM),
+        ({"torch": 1.0, "openvino": 2.0}, HuggingFaceLM),
+    ):
+        monkeypatch.setattr(loading, "_call_seconds", lambda models, seconds=seconds: seconds)
+        assert type(loading.in_backend(model, "auto")) is kind
+        monkeypatch.setattr(loading, "_call_seconds", None)
+        assert type(loading.in_backend(model, "auto")) is kind
+        (kept,) = cache.glob("backend-*.json")
+        assert json.loads(kept.read_text()) == seconds
+        kept.unlink()
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "told"),
+    [
+        ("mixtral", [], "OpenVINO cannot run MixtralForCausalLM"),
+        ("llama", ["--dtype", "float64"], "OpenVINO computes in float32 or bfloat16, got float64"),
+    ],
+)
+def test_what_it_cannot_run_is_refused(family: str, options: list[str], told: str, tmp_path: Path, cache: Path) -> None:
+    tiny(family).save_pretrained(tmp_path / "model")
+    refused("decode", "--target", str(tmp_path / "model"), "--backend", "openvino", *options, told=told)
+
+
+def test_another_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="runs on a CPU, not on cuda"):
+        loading.check_openvino("cuda")
+
+
+def test_a_missing_installation_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny("llama").save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    refused("decode", "--target", str(tmp_path / "model"), "--backend", "openvino", told="which is not installed")
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny("llama").save_pretrained(tmp_path / "model")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    refused("decode", "--target", str(tmp_path / "model"), "--backend", "openvino", told="file")
+
+
+def test_decode_runs_in_openvino(tmp_path: Path, cache: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path / "model")
+    prompt = ["--prompt", "3 1 4 1 5", "--max_new_tokens", "8", "--output", "json"]
+    outputs = [
+        succeed("decode", "--target", str(tmp_path / "model"), "--backend", backend, *prompt)
+        for backend in ("torch", "openvino")
+    ]
+    assert list(cache.glob("openvino-*"))
+    in_torch, in_openvino = ([each["speculative"]["tokens"] for each in output.json["prompts"]] for output in outputs)
+    assert in_torch == in_openvino
