@@ -69,6 +69,22 @@ def test_logits_and_features_are_those_of_torch(family: str) -> None:
     torch.testing.assert_close(got.logits, wanted.logits.detach(), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+def test_layers_divided_behind_an_exit_compute_the_same(dtype: torch.dtype, tolerance: float) -> None:
+    model = HuggingFaceLM(tiny("llama")).to(dtype)
+    other, tokens = OpenVINOLM.of(model), torch.randint(67, (2, 9), generator=torch.Generator().manual_seed(1))
+    whole = other(tokens, features=(0, 2))
+    other.check_exit(1)
+    divided = other(tokens, features=(0, 2))
+    for expected, found in (
+        (whole.logits, divided.logits),
+        *((whole.features[i], divided.features[i]) for i in (0, 2)),
+    ):
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    lower = [each.lower(tokens, each.init_state(2, 9), [0, 0], 1).detach() for each in (model, other)]
+    torch.testing.assert_close(lower[1], lower[0], atol=tolerance, rtol=tolerance)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_decoding_equals_generate_of_transformers(family: str) -> None:
     hugging_face = tiny(family)

@@ -111,9 +111,9 @@ class _Graph:
                 heads, key, value, window = (int(each) for each in node.input_value(3).get_node().data)
                 pair = [ops.parameter([-1, heads, BLOCK, size], PRECISIONS[dtype][1]) for size in (key, value)]
                 paged = _paged_attention(node, pair, places, window)
-                for name, number in {"num_{}_heads": heads, "{}_head_size": key}.items():
-                    paged.set_rt_info(number, name.format("k"))
-                    paged.set_rt_info(value if number == key else number, name.format("v"))
+                for kind, size in (("k", key), ("v", value)):
+                    paged.set_rt_info(heads, f"num_{kind}_heads")
+                    paged.set_rt_info(size, f"{kind}_head_size")
                 node.output(0).replace(paged.output(0))
                 caches += pair
                 self.sizes.append((heads, key, value))
@@ -138,10 +138,16 @@ def _entry_behind(layers: ov.Model, layer: int) -> Any:
     """A new input that takes the place of a layer's output, and of the first layer's input, whose shape may be read."""
     entry = ops.parameter([1, -1, -1], ov.Type.f32)
     source = layers.outputs[layer].get_node().input_value(0)
-    for each in (source, layers.inputs[0].get_node().output(0)):
+    while source.get_node().get_type_name() == "Convert":  # what a bfloat16 model hands on is its input
+        source = source.get_node().input_value(0)
+    given = entry.output(0)
+    entered = (
+        given if source.get_element_type() == ov.Type.f32 else ops.convert(entry, source.get_element_type()).output(0)
+    )
+    for each, other in ((source, entered), (layers.inputs[0].get_node().output(0), given)):
         for reader in each.get_target_inputs():
             if reader.get_node().get_type_name() != "Result":
-                reader.replace_source_output(entry.output(0))
+                reader.replace_source_output(other)
     return entry
 
 
