@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_specdec.cli.common import counted, find_device, log, progress, set_up_logs
+from lightning_specdec.cli.common import counted, log, progress, set_up_logs
 from lightning_specdec.cli.options import Parser, UsageError, chosen
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.config.terminal import say
@@ -79,6 +79,7 @@ def _measure(config: BenchConfig, settings: BenchSettings, several: list[Results
     from lightning_specdec.bench.manifest import manifest
     from lightning_specdec.bench.pairs import load_bench_pair
     from lightning_specdec.bench.run import open_results, run
+    from lightning_specdec.checkpoints.loading import find_device
 
     directory = Path(settings.output).expanduser() / config.name
     with _threads(config.threads):

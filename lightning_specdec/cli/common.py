@@ -15,8 +15,6 @@ from lightning_specdec.config.settings import Settings
 from lightning_specdec.config.terminal import visible
 
 if TYPE_CHECKING:
-    import torch
-
     from lightning_specdec.decoder import SpeculativeDecoder
 
 log = logging.getLogger("lightning_specdec")
@@ -59,18 +57,6 @@ def progress(text: str) -> None:
 def counted(number: int, noun: str) -> str:
     """As "3 prompts" or "1 prompt"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def find_device(name: str) -> torch.device:
-    """The device, if this machine has it and torch can use it."""
-    import torch
-
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device).tolist()
-    except (RuntimeError, AssertionError, ImportError) as error:
-        raise ValueError(f"there is no usable device {name!r}: try --device cpu (`lightning_specdec info`)") from error
-    return device
 
 
 class Loaded(NamedTuple):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_specdec import __version__
-from lightning_specdec.cli.common import find_device, progress, set_up_logs
+from lightning_specdec.cli.common import progress, set_up_logs
 from lightning_specdec.cli.options import OutputSettings, Parser, UsageError, add_class, chosen, class_named, model_flag
 from lightning_specdec.config.kinds import DRAFTERS
 from lightning_specdec.config.memory import available_bytes, gigabytes
@@ -97,6 +97,8 @@ def _fit(pair: Pair) -> str:
 
 def _pair(pair: Pair, device: str) -> dict[str, Any]:
     """A pair, the memory that it needs, and whether the device has it (None: unknown)."""
+    from lightning_specdec.checkpoints.loading import find_device
+
     on_cpu = device == "cpu"
     available = available_bytes(device if on_cpu else str(find_device(device)))
     needed = pair.needed_bytes(packed=on_cpu)
@@ -118,6 +120,7 @@ def _pair(pair: Pair, device: str) -> dict[str, Any]:
 
 def _model(source: TargetSource) -> dict[str, Any]:
     """A pretrained model, loaded."""
+    from lightning_specdec.checkpoints.loading import find_device
     from lightning_specdec.models.loading import load_model
 
     progress(f"loading {source.target} ...")
