@@ -301,10 +301,10 @@ def triples(drafters: Iterable[str], targets: Iterable[str]) -> list[tuple[str, 
 
 
 def few(values: Sequence[Any], target_name: str, drafter_name: str) -> Sequence[Any]:
-    """Of values for llama, which costs more than most targets, in torch and in OpenVINO: all for an early exit, every
-    third one for other drafters that work inside it, and the middle one for those that do not: to them it is a model
-    like gemma3."""
-    if target_name not in ("llama", "openvino") or drafter_name == "early_exit":
+    """Of values for the targets with a KV cache other than gemma3, the one with the most kinds of layers: all for an
+    early exit, every third one for other drafters that work inside it, and the middle one for those that do not: to
+    them it is a model like gemma3."""
+    if target_name not in ("transformer", "llama", "openvino") or drafter_name == "early_exit":
         return values
     step = 3 if drafter(drafter_name, target_name).inside_target else len(values)
     return values[len(values) // 2 % step :: step]

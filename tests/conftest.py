@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 from zlib import crc32
 
 import jaxtyping
+import lightning.pytorch  # noqa: F401 - before the hook below: what is imported under it is compiled anew
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -42,8 +44,8 @@ jaxtyping.config.update("jaxtyping_disable", True)  # while tests are collected:
 
 @pytest.fixture(autouse=True)
 def _shapes(request: pytest.FixtureRequest) -> None:
-    """Every eighth test, by its name, checks the shapes of all calls, which takes thrice as long as the calls."""
-    unchecked = request.config.getoption("shapes") == "some" and crc32(request.node.nodeid.encode()) % 8 != 0
+    """Every sixteenth test, by its name, checks the shapes of all calls, which takes thrice as long as the calls."""
+    unchecked = request.config.getoption("shapes") == "some" and crc32(request.node.nodeid.encode()) % 16 != 0
     jaxtyping.config.update("jaxtyping_disable", unchecked)
 
 
@@ -85,6 +87,10 @@ class _TestTensors(TorchFunctionMode):
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported by now stays: no later collection goes through it
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

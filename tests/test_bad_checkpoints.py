@@ -14,7 +14,7 @@ import pytest
 import torch
 from cli_fixtures import OF_A_CHECKPOINT, Bomb, call, ckpt, here, refused, shipped_run, succeed
 
-from lightning_specdec.checkpoints import checkpoint
+from lightning_specdec.checkpoints import archive, checkpoint
 
 __all__ = ["ckpt", "here", "shipped_run"]
 pytestmark = pytest.mark.usefixtures("here")
@@ -137,8 +137,9 @@ LARGE: dict[str, Callable[[], object]] = {
     + [("others", "nested"), ("format", "cyclic")],
 )
 def test_a_small_checkpoint_that_would_fill_any_memory_is_refused_before_it_is_copied(
-    ckpt: str, place: str, large: str
+    ckpt: str, place: str, large: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(archive, "_MOST_CHARACTERS", archive._MOST_CHARACTERS // 16)  # the walk up to it takes seconds
     content, value = torch.load(ckpt, weights_only=True), LARGE[large]()
     if place == "loops":
         content[place] = value
@@ -237,7 +238,7 @@ def rewrite(source: str, path: str, change: Callable[[bytes], bytes]) -> None:
 @pytest.mark.parametrize("forged", [False, True], ids=["damaged", "forged"])
 def test_random_damage_gives_one_line_or_none(ckpt: str, forged: bool) -> None:
     codes = []
-    for seed in range(60):
+    for seed in range(30):
         if forged:
             rewrite(ckpt, "bad.ckpt", lambda data, seed=seed: mutated(data, seed))  # type: ignore[misc]
         else:
@@ -247,5 +248,5 @@ def test_random_damage_gives_one_line_or_none(ckpt: str, forged: bool) -> None:
             codes.append(outcome.code)
             assert outcome.code in (0, 2), (seed, outcome)
             assert outcome.code == 0 or (outcome.out == "" and outcome.err.count("\n") == 1), (seed, outcome)
-    assert codes.count(2) > 60
+    assert codes.count(2) > 30
     assert [path.name for path in Path.cwd().iterdir()] == ["bad.ckpt"]

@@ -51,7 +51,8 @@ def test_every_call_of_the_readme_works(
     tiny_models.write_text_model(tmp_path / "checkpoints" / "smollm2", chat=True)  # the real one is a download
     monkeypatch.chdir(tmp_path)
     trains = arguments[0] in ("fit", "validate", "test")
-    outcome = succeed(*arguments, *(SHORT if trains else []), stdin="Hello\n")
+    few = SHORT if trains else ["--repeats", "1"] if arguments[0] == "decode" and "--repeats" not in arguments else []
+    outcome = succeed(*arguments, *few, stdin="Hello\n")
     assert outcome.out
 
 
