@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import resource
@@ -10,6 +11,7 @@ import signal
 import sys
 import time
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ import yaml
 from cli_fixtures import Bomb, call, succeed
 from families import tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from training_fixtures import CONFIGS, EPOCHS, TrainedRun, shipped_run, shrunk, verb
+from training_fixtures import CONFIGS, EPOCHS, RNN_CONFIG, TrainedRun, shipped_run, shrunk, verb
 
 from lightning_specdec.checkpoints import checkpoint, runs
 from lightning_specdec.data import ArithmeticProgressions, PromptSource, QuadraticProgressions
@@ -28,6 +30,7 @@ from lightning_specdec.training import PairTraining, SafeCheckpointIO, Speculati
 from lightning_specdec.training.cli import CliTrainer, run
 
 __all__ = ["shipped_run"]
+FILES = ["best.ckpt", "config.yaml", "last.ckpt"]
 RATES = ["loss", "draft_loss", "target_loss", "draft_accuracy"]
 RATES += ["target_accuracy", "acceptance_rate", "block_efficiency"]
 RATES += ["sampling_acceptance_rate", "sampling_block_efficiency"]
@@ -46,7 +49,7 @@ def test_the_losses_fall_and_tensorboard_holds_every_promised_tag(events: EventA
         assert len(losses) == EPOCHS and 3.6 < losses[0] < 4.1, "it begins a little below log(50) = 3.9"
         assert losses[-1] < 1
     tags = events.Tags()
-    wanted = {f"val/{rate}" for rate in RATES} | {"train/loss", "train/draft_loss", "train/target_loss", "epoch"}
+    wanted = {f"val/{rate}" for rate in RATES} | {"train/loss", "train/draft_loss", "train/target_loss", "train/epoch"}
     assert set(tags["scalars"]) == wanted, "a second copy of metrics is no curve"
     assert set(tags["histograms"]) == {"val/accepted_per_round", "val/sampling_accepted_per_round"}
     histogram = events.Histograms("val/accepted_per_round")[-1].histogram_value
@@ -220,30 +223,66 @@ def test_a_full_disk_names_the_file_and_leaves_the_old_checkpoint_alone(tmp_path
     assert SafeCheckpointIO().load_checkpoint(path)["epoch"] == 1
 
 
-class Stop:
-    """Ends a run at its third step: by Ctrl-C, a signal, or an error."""
+def test_a_full_disk_ends_a_run_with_one_line_and_it_goes_on_from_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fit = ("fit", "--config", str(RNN_CONFIG), "--trainer.accelerator", "cpu", "--trainer.logger", "false")
+    succeed(*fit, "--trainer.max_epochs", "1")
+    last = tmp_path / "checkpoints/rnn/version_0/last.ckpt"
+    content, before = last.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        outcome = call(*fit, "--trainer.max_epochs", "2", "--ckpt_path", "last")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert outcome.code == 2 and "Traceback" not in outcome.err
+    assert outcome.err.splitlines()[-1].startswith("error: ") and "last.ckpt" in outcome.err.splitlines()[-1]
+    assert last.read_bytes() == content and sorted(each.name for each in last.parent.iterdir()) == FILES
+    succeed(*fit, "--trainer.max_epochs", "2", "--ckpt_path", "last")
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+
+class Stop:
+    """Ends a run at its third step, or within its first validation: by Ctrl-C, a signal, or an error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, how: str, hook: str = "on_train_batch_end") -> None:
         def stop(module: SpeculativeTraining, *_: object) -> None:
-            if module.trainer.global_step == 3:
-                if how == "SIGTERM":
-                    os.kill(os.getpid(), signal.SIGTERM)
+            if module.trainer.global_step == 3 or hook != "on_train_batch_end":
+                if how in ("SIGTERM", "SIGKILL"):
+                    os.kill(os.getpid(), signal.Signals[how])
                 else:
                     raise KeyboardInterrupt if how == "SIGINT" else RuntimeError("broken")
 
-        monkeypatch.setattr(SpeculativeTraining, "on_train_batch_end", stop)
+        monkeypatch.setattr(SpeculativeTraining, hook, stop)
 
 
-@pytest.mark.parametrize("how", ["finished", "SIGINT", "SIGTERM", "error"])
+def killed(start: Callable[[], object]) -> None:
+    """Run this in a process of its own, which must end by kill -9."""
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            start()
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("how", ["finished", "SIGINT", "SIGTERM", "SIGKILL", "validation", "error"])
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """After its first epoch, or stopped within it."""
+    """After its first epoch, or stopped within it; killed, it goes on from the newest checkpoint."""
     for name in ("whole", "halves"):
         (tmp_path / name).mkdir()
     verb(monkeypatch, tmp_path / "whole", "fit", "--trainer.max_epochs", "2")
     if how == "finished":
         verb(monkeypatch, tmp_path / "halves", "fit", "--trainer.max_epochs", "1", logger=True)
+    elif how in ("SIGKILL", "validation"):
+        often = ("fit", "--trainer.max_epochs", "2", "--save_seconds", "0")
+        with monkeypatch.context() as stopped:
+            Stop(stopped, "SIGKILL", "on_train_batch_end" if how == "SIGKILL" else "validation_step")
+            killed(lambda: verb(stopped, tmp_path / "halves", *often, logger=True))
+        left = checkpoint.read(tmp_path / "halves" / "checkpoints/rnn/version_0/last.ckpt")
+        assert left["global_step"] == (3 if how == "SIGKILL" else 50)
     else:
         handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
         with monkeypatch.context() as stopped, pytest.raises((SystemExit, RuntimeError)):
@@ -270,24 +309,40 @@ SHIPPED: dict[str, set[str]] = {
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_config_resumes_after_an_interrupt_and_its_checkpoint_decodes_alone(
+def test_every_shipped_config_resumes_after_kill_9_and_its_checkpoint_decodes_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     config, last = shrunk(name, tmp_path), tmp_path / "checkpoints" / name / "version_0" / "last.ckpt"
     monkeypatch.chdir(tmp_path)
-    logged = ("--trainer.logger", "TensorBoardLogger", "--trainer.logger.save_dir", "logs")
+    logged = (
+        "--trainer.logger",
+        "TensorBoardCurves",
+        "--trainer.logger.name",
+        name,
+        "--trainer.log_every_n_steps",
+        "1",
+    )
     fit = ("fit", "--config", str(config), "--data.batch_size", "4", *logged)
-    handler = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as stopped:
-        Stop(stopped, "SIGINT")
-        assert call(*fit).code == 130
-    signal.signal(signal.SIGINT, handler)
+        Stop(stopped, "SIGKILL")
+        killed(lambda: call(*fit, "--save_seconds", "0"))
+    (last.parent / ".last.ckpt.half").write_text("half")
     assert checkpoint.read(last)["global_step"] == 3
     outcome = call(*fit, "--ckpt_path", "last")
     assert outcome.code == 0 and "Warning" not in outcome.err, outcome.err
+    assert "loss=" in outcome.err and "tokens/s=" in outcome.err and not list(last.parent.glob(".last*"))
     assert checkpoint.read(last)["global_step"] == 8
-    events = [EventAccumulator(str(path)).Reload().Tags()["scalars"] for path in tmp_path.rglob("events.out*")]
-    assert SHIPPED[name] <= {tag for tags in events for tag in tags}
+    events = [EventAccumulator(str(path)).Reload() for path in tmp_path.rglob("events.out*")]
+    tags = {tag for each in events for tag in each.Tags()["scalars"]}
+    assert SHIPPED[name] <= tags and {tag.split("/")[0] for tag in tags} == {"train", "val"}
+    steps = [
+        event.step for each in events if "train/loss" in each.Tags()["scalars"] for event in each.Scalars("train/loss")
+    ]
+    assert sorted({*steps}) == list(range(8))[-len({*steps}) :] and len({*steps}) >= 5, "the curve by step"
+    if "DecodeHeldOut" in config.read_text():
+        (samples,) = (tmp_path / "logs" / name / "version_0").glob("samples.md")
+        assert samples.read_text().startswith("| prompt | standard | speculative |")
+        assert any("val/samples/text_summary" in each.Tags()["tensors"] for each in events)
     config.unlink()
     assert "output identical" in succeed("decode", "--ckpt", str(last), "--repeats", "0").out
 

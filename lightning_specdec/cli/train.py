@@ -29,6 +29,7 @@ lightning_specdec generate --model.help GenerateText""",
 _OPTIONS = """\
   --config FILE         YAML of the run; repeat to lay one over another
   --ckpt_path FILE      last, best or a checkpoint: fit resumes from it, the others use it
+  --save_seconds X      seconds between checkpoints while fit runs (default 60)
   --seed_everything INT seed of initialization and data order
   --trainer.KEY VALUE   any argument of Lightning's Trainer, as --trainer.max_epochs 10
   --model CLASS         training module, as PairTraining; --model.KEY VALUE sets its arguments

@@ -1,7 +1,12 @@
 """Training: Lightning modules, their metrics, and what a run leaves behind."""
 
 from lightning_specdec.training.base import SpeculativeTraining
-from lightning_specdec.training.callbacks import AcceptedPerRound, HyperparameterTable, RunProgressBar
+from lightning_specdec.training.callbacks import (
+    AcceptedPerRound,
+    HyperparameterTable,
+    RunProgressBar,
+    TensorBoardCurves,
+)
 from lightning_specdec.training.decode_callback import DecodeHeldOut
 from lightning_specdec.training.distillation import DistillationTraining
 from lightning_specdec.training.draft_losses import CrossEntropy, DraftLoss, ForwardKL, TotalVariation
@@ -11,6 +16,7 @@ from lightning_specdec.training.early_exit import EarlyExitTraining
 from lightning_specdec.training.generate import GenerateText
 from lightning_specdec.training.metrics import ExpectedRounds, RoundMetrics, next_token_loss
 from lightning_specdec.training.offline_features import OfflineFeatures
+from lightning_specdec.training.optimizers import TimeLimit
 from lightning_specdec.training.pair import PairTraining
 from lightning_specdec.training.runs import SafeCheckpointIO
 from lightning_specdec.training.target_outputs import OnlineFeatures
@@ -36,6 +42,8 @@ __all__ = [
     "RoundMetrics",
     "RunProgressBar",
     "SafeCheckpointIO",
+    "TensorBoardCurves",
+    "TimeLimit",
     "TotalVariation",
     "SpeculativeTraining",
     "next_token_loss",

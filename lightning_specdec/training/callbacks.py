@@ -1,27 +1,40 @@
-"""What a run shows and leaves behind: a progress bar, TensorBoard's histograms and HParams."""
+"""What a run shows and leaves behind: a progress bar, TensorBoard's curves, histograms and HParams."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.metrics import SAMPLINGS
+from lightning_specdec.training.optimizers import time_share
 
 
 def tensorboards(trainer: Trainer) -> list[TensorBoardLogger]:
     """The run's TensorBoard loggers."""
     return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+
+
+class TensorBoardCurves(TensorBoardLogger):
+    """A `TensorBoardLogger` whose first groups are `train` and `val`: the epoch is `train/epoch`, and there is no
+    metric that nobody measured."""
+
+    def __init__(self, save_dir: str = "logs", name: str = "runs") -> None:
+        super().__init__(save_dir, name, default_hp_metric=False)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        super().log_metrics({"train/epoch" if name == "epoch" else name: metrics[name] for name in metrics}, step)
 
 
 def progress_bar(total: int | None, unit: str, *, initial: int = 0, shown: bool = True) -> Tqdm:
@@ -39,7 +52,7 @@ def progress_bar(total: int | None, unit: str, *, initial: int = 0, shown: bool 
 
 
 class RunProgressBar(ProgressBar):
-    """One bar for the whole run of `fit` or `generate`, with the newest losses or the tokens per second beside it.
+    """One bar for the whole run of `fit` or `generate`: time left, the newest losses, and tokens per second.
 
     A module that reports its own progress, as `GenerateText`, has the attributes `num_rows` and `watch`.
     """
@@ -48,6 +61,8 @@ class RunProgressBar(ProgressBar):
         super().__init__()
         self._enabled = True
         self._bar: Tqdm | None = None
+        self._num_tokens: Any = 0  # a tensor on the device once there is one
+        self._seconds, self._began, self._shown = 0.0, 0.0, -math.inf
 
     def disable(self) -> None:
         self._enabled = False
@@ -59,24 +74,41 @@ class RunProgressBar(ProgressBar):
         steps = trainer.estimated_stepping_batches
         total = None if math.isinf(steps) else int(steps)
         self._bar = progress_bar(total, "step", initial=trainer.global_step, shown=self._enabled)
+        self._num_tokens, self._seconds, self._shown = 0, 0.0, -math.inf
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._began = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._bar is not None:
-            self._bar.update(trainer.global_step - self._bar.n)
-            # Reading a loss waits for the device.
-            if trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-                self._show_metrics(trainer, pl_module)
+        now = time.perf_counter()
+        if isinstance(lengths := getattr(batch, "lengths", None), torch.Tensor):
+            self._num_tokens, self._seconds = self._num_tokens + lengths.sum(), self._seconds + now - self._began
+        if self._bar is None:
+            return
+        if now - self._shown >= self._bar.mininterval:  # reading a loss waits for the device
+            self._shown = now
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+            self._show_metrics(trainer, pl_module, loss)
+        if timed := time_share(trainer):  # the steps that the time is enough for
+            self._bar.total = max(trainer.global_step, round(trainer.global_step / timed))
+        self._bar.update(trainer.global_step - self._bar.n)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._show_metrics(trainer, pl_module)
 
-    def _show_metrics(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._bar is not None:
-            metrics = self.get_metrics(trainer, pl_module)
-            metrics.pop("v_num", None)
-            self._bar.set_postfix({name.partition("/")[2]: value for name, value in metrics.items()}, refresh=False)
+    def _show_metrics(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor | None = None) -> None:
+        if self._bar is None:
+            return
+        metrics = {
+            name.partition("/")[2]: value for name, value in self.get_metrics(trainer, pl_module).items() if "/" in name
+        }
+        if loss is not None:
+            metrics["loss"] = float(loss) * trainer.accumulate_grad_batches
+        if self._seconds:
+            metrics["tokens/s"] = f"{float(self._num_tokens) / self._seconds:,.0f}"
+        self._bar.set_postfix(metrics, refresh=False)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         module: Any = pl_module
@@ -106,6 +138,34 @@ class RunProgressBar(ProgressBar):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+class SaveNewest(Callback):
+    """Saves the newest state after the first step and then every so many seconds, and before validations, which may be
+    long: a run that is killed loses no more.
+
+    Args:
+        checkpoints: the run's `ModelCheckpoint`s that keep its newest state.
+        seconds: between two checkpoints.
+    """
+
+    def __init__(self, checkpoints: Sequence[ModelCheckpoint], seconds: float) -> None:
+        self.checkpoints, self.seconds = list(checkpoints), seconds
+        self._saved = -math.inf
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.strategy.broadcast(time.monotonic() - self._saved >= self.seconds):
+            self._save(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        fits = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        if fits and trainer.strategy.broadcast(time.monotonic() - self._saved >= self.seconds / 4):
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        for each in self.checkpoints:
+            trainer.save_checkpoint(Path(str(each.dirpath)) / f"{each.filename}.ckpt")
+        self._saved = time.monotonic()
 
 
 class AcceptedPerRound(Callback):

@@ -18,12 +18,13 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from lightning_specdec import training as _training  # noqa: F401  # YAML can name a class once it is imported
+from lightning_specdec.config.checks import require_number
 from lightning_specdec.config.kinds import MODELS, search_here
 from lightning_specdec.config.terminal import say
 from lightning_specdec.config.yaml_text import check_yaml
 from lightning_specdec.models.packed import limit_threads
 from lightning_specdec.training.base import SpeculativeTraining
-from lightning_specdec.training.callbacks import RunProgressBar
+from lightning_specdec.training.callbacks import RunProgressBar, SaveNewest
 from lightning_specdec.training.generate import GenerateText
 from lightning_specdec.training.runs import (
     CheckOptimizers,
@@ -43,11 +44,15 @@ _SCAFFOLD = re.compile(
 
 
 class SaveConfig(SaveConfigCallback):
-    """Saves the resolved config beside the logs of a training run; the other verbs change nothing."""
+    """Saves the resolved config beside a training run's checkpoints, or its logs; the other verbs change nothing."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":
-            super().setup(trainer, pl_module, stage)
+        if stage == "fit" and trainer.is_global_zero:
+            callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+            for place in {str(each.dirpath) for each in callbacks if each.dirpath} or {trainer.log_dir} - {None}:
+                Path(str(place)).mkdir(parents=True, exist_ok=True)
+                path = Path(str(place)) / self.config_filename
+                self.parser.save(self.config, path, skip_none=False, overwrite=True, multifile=False)
 
 
 class CliTrainer(Trainer):
@@ -71,6 +76,7 @@ class TrainingCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         for model in ("target", "draft"):
             parser.link_arguments("data.init_args.vocab_size", f"model.init_args.{model}.init_args.vocab_size")
+        parser.add_argument("--save_seconds", type=float, default=60.0, help="seconds between checkpoints of a run")
 
     def before_instantiate_classes(self) -> None:
         """Give drafts by name the data's vocabulary, as links do for a target and a draft."""
@@ -133,6 +139,8 @@ class TrainingCLI(LightningCLI):
             self.trainer.callbacks.append(CheckOptimizers())  # type: ignore[attr-defined]
         if subcommand == "fit":
             files.claim(kwargs["ckpt_path"] if name == "last" else None)
+            seconds = require_number("save_seconds", self._get(self.config, "save_seconds"), low=0.0)
+            self.trainer.callbacks.append(SaveNewest(files.newest, seconds))  # type: ignore[attr-defined]
         return {**kwargs, "weights_only": True}
 
     def _run_subcommand(self, subcommand: str) -> None:
@@ -210,6 +218,7 @@ def run() -> None:
             load_from_checkpoint_support=False,
             save_config_callback=SaveConfig,
             save_config_kwargs={"overwrite": True},
+            trainer_defaults={"log_every_n_steps": 10},
             parser_kwargs={**parser_kwargs, **{verb: dict(parser_kwargs) for verb in VERBS}},
         )
     except SIGTERMException:  # which is a SystemExit, of code 0
@@ -238,6 +247,8 @@ def quiet_lightning() -> None:
         r"(?s)\s.*only one JsonargparseDeprecationWarning per type is shown.*",
         "Checkpoint directory .* exists and is not empty.*",
         ".*is smaller than the logging interval.*",
+        # A run killed in a validation goes on behind it; a name that no validation logs is an error of its own.
+        r".*could not find the monitored key in the returned metrics: \['epoch', 'step'\].*",
         r"Found \d+ module\(s\) in eval mode at the start of training.*",
         ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
     ):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -10,8 +12,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.data import TokenData
 from lightning_specdec.decoding import autoregressive_decode, speculative_decode
-from lightning_specdec.decoding.results import merge_results
+from lightning_specdec.decoding.results import RowResult, merge_results
+from lightning_specdec.text.tokenizer import named_tokenizer
 from lightning_specdec.training.base import SpeculativeTraining
+from lightning_specdec.training.callbacks import tensorboards
 
 MEASURED = frozenset(("acceptance_rate", "block_efficiency"))
 
@@ -23,6 +27,9 @@ class DecodeHeldOut(Callback):
     from known texts are logged as `val/teacher_forced_acceptance_rate` and so on. They are logged ahead of
     `ModelCheckpoint`, which can choose by them (`monitor: val/block_efficiency, mode: max`) where the target is trained
     already: two untrained networks agree all the time.
+
+    The texts are a table in TensorBoard (`val/samples`) and in samples.md beside it: prompt, standard, speculative.
+    Draft tokens that were kept are bold.
 
     Of several processes the first decodes. The module decodes in evaluation mode, without mixed precision.
 
@@ -61,6 +68,7 @@ class DecodeHeldOut(Callback):
                 speculative_decode(module.target, module.drafter, [prompt], num_draft_tokens=window, **given)
             )
             standard.append(autoregressive_decode(module.target, [prompt], **given))
+        self._show(trainer, [(one.rows[0], two.rows[0]) for one, two in zip(standard[1:], drafted[1:], strict=True)])
         result = merge_results(drafted[1:])
         assert result.block_efficiency is not None
         return {
@@ -68,6 +76,29 @@ class DecodeHeldOut(Callback):
             "block_efficiency": result.block_efficiency,
             "walltime_speedup": result.tokens_per_second / merge_results(standard[1:]).tokens_per_second,
         }
+
+    def _show(self, trainer: Trainer, pairs: Sequence[tuple[RowResult, RowResult]]) -> None:
+        """Write the table of prompts with their standard and speculative output."""
+        name = trainer.datamodule.tokenizer  # type: ignore[attr-defined]
+        tokenizer = None if name is None else named_tokenizer(name)
+
+        def shown(tokens: Sequence[int]) -> str:
+            text = " ".join(map(str, tokens)) if tokenizer is None else tokenizer.decode(list(tokens))
+            plain = (each if each.isalnum() or each == " " else f"&#{ord(each)};" for each in text)
+            return "".join(plain).replace("&#10;", " ↵ ")
+
+        lines = ["| prompt | standard | speculative |", "|---|---|---|"]
+        for standard, drafted in pairs:
+            parts, rest = [], list(drafted.tokens)
+            for each in drafted.rounds or []:
+                kept, own = rest[: each.num_accepted], rest[each.num_accepted :][: each.next_token is not None]
+                parts += [f"<strong>{shown(kept)}</strong>"] * bool(kept) + [shown(own)] * bool(own)
+                del rest[: len(kept) + len(own)]
+            text = ("" if tokenizer else " ").join(parts)
+            lines.append(f"| {shown(drafted.prompt)} | {shown(standard.tokens)} | {text} |")
+        for logger in tensorboards(trainer):
+            logger.experiment.add_text("val/samples", "\n".join(lines), trainer.global_step)
+            Path(logger.log_dir, "samples.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
 
     def _prompts(self, trainer: Trainer) -> list[list[int]]:
         """Prompts of the validation split: choosing by those of the test split would spoil the test."""

@@ -23,7 +23,7 @@ from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.draft_losses import CrossEntropy, DraftLoss, ForwardKL, position_weights
 from lightning_specdec.training.metrics import SAMPLINGS, Means, next_token_loss, next_token_means
-from lightning_specdec.training.optimizers import BETAS, MuonAdamW, warmup_cosine
+from lightning_specdec.training.optimizers import BETAS, MuonAdamW, time_share, warmup_cosine
 from lightning_specdec.training.target_outputs import (
     DraftStep,
     OnlineFeatures,
@@ -181,7 +181,6 @@ class DistillationTraining(SpeculativeTraining):
             target_loss = next_token_loss(outputs.log_probs[:, :-1], batch.next_tokens())
             loss = loss + target_loss
             self.log_losses({"target_loss": target_loss.detach()}, num_positions)
-        self.log_losses({"loss": loss.detach()}, num_positions)
         if len(losses) > 1:
             each = {f"position_{i}/loss": value.detach() for i, value in enumerate(losses, start=1)}
             self.log_losses(each, num_positions, prog_bar=False)
@@ -265,6 +264,8 @@ class DistillationTraining(SpeculativeTraining):
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         num_steps, warmup = self.trainer.estimated_stepping_batches, self.warmup_steps
+        if share := time_share(self.trainer):
+            num_steps = min(num_steps, self.global_step / share)
         rate = self.learning_rate * warmup_cosine(self.global_step, num_steps, warmup_steps=warmup, final=FINAL_RATE)
         for optimizer in self.trainer.optimizers:
             for group in optimizer.param_groups:

@@ -1,14 +1,21 @@
-"""Muon with AdamW as one optimizer, and the learning rate of each step."""
+"""Muon with AdamW as one optimizer, the learning rate of each step, and runs of a given time."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from datetime import timedelta
+from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
+
+from lightning_specdec.config.checks import require_number
 
 BETAS = (0.9, 0.95)
 
@@ -62,3 +69,44 @@ def warmup_cosine(step: int, num_steps: float, *, warmup_steps: int, final: floa
         return 1.0
     done = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+class TimeLimit(Timer):
+    """Ends a run so many minutes after its process began, start-up and the last validation included.
+
+    The learning rate falls with the time then. A resumed run has what the one before left.
+
+    Args:
+        minutes: of the whole run.
+
+    Attributes:
+        began: when the process began, on the clock of `time.monotonic`.
+    """
+
+    began: ClassVar[float] = time.monotonic()
+
+    def __init__(self, minutes: float) -> None:
+        self.minutes = require_number("minutes", minutes, low=0.0, high=1e6, low_open=True)
+        super().__init__(timedelta(minutes=0.92 * minutes), verbose=False)  # the rest is for the last validation
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start_time[RunningStage.TRAINING] = self.began
+        if (self.time_remaining() or 0) <= 0:
+            raise ValueError(
+                f"{self.minutes:g} minutes are too few for one checkpoint: {self.time_elapsed():.0f} s were gone "
+                "before the first step, give more --minutes"
+            )
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        if not trainer.sanity_checking:
+            self._duration = 60 * self.minutes - self.time_elapsed(RunningStage.VALIDATING)
+
+
+def time_share(trainer: Trainer) -> float | None:
+    """How much of a run's time is over, from 0 to 1; None for a run without a time limit."""
+    for timer in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(timer, Timer) and (left := timer.time_remaining()) is not None:
+            done = timer.time_elapsed()
+            return min(1.0, done / max(1e-9, done + left))
+    return None

@@ -65,11 +65,17 @@ class RunFiles:
 
     Checkpoints go to `DIRPATH/version_N`, for each `ModelCheckpoint` of the config that has a dirpath, and curves to
     `SAVE_DIR/NAME/version_N`. A run that resumes from `last` continues in its version; any other one begins a new one.
+
+    Attributes:
+        newest: the `ModelCheckpoint`s that keep the newest state.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
         self.checkpoints = {callback: Path(str(callback.dirpath)) for callback in callbacks if callback.dirpath}
+        self.newest = [callback for callback in self.checkpoints if callback.monitor is None]
+        for callback in self.newest:  # so that a run that is stopped, in its first epoch too, can go on
+            callback.save_on_exception = True
         self.logger = trainer.logger if isinstance(trainer.logger, TensorBoardLogger) else None
         self._locks: list[int] = []
 
@@ -106,14 +112,14 @@ class RunFiles:
                 directory.mkdir(parents=True, exist_ok=resumed is not None)
                 self._locks.append(os.open(directory, os.O_RDONLY))
                 fcntl.flock(self._locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for half in directory.glob(".*.ckpt.*"):  # of a run that was killed while it wrote
+                    half.unlink()
             except (FileExistsError, BlockingIOError) as error:
                 raise ValueError(
                     f"another run writes to {seen_from_here(directory)}: wait until it ends, or begin a new run"
                 ) from error
         for callback, place in self.checkpoints.items():
             callback.dirpath = str(place / f"version_{version}")
-            # So that a run that is stopped, in its first epoch too, can go on.
-            callback.save_on_exception = callback.monitor is None
         if self.logger is not None:
             self.logger._version = version
 
