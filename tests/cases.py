@@ -172,6 +172,8 @@ DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
     "eagle": lambda target: fitted_eagle(target),
     "eagle_reduced": lambda target: fitted_eagle(target, reduced=True),
     "eagle_windowed": lambda target: fitted_eagle(target, attention_window=3),
+    "eagle_31_windowed": lambda target: fitted_eagle(target, norm_output=True, attention_window=3),
+    "eagle_3_reduced": lambda target: fitted_eagle(target, reduced=True, feature_norms=False),
     "staged": lambda target: StagedDrafter([small(target), ModelDrafter(related(target))], stage_windows=2),
     "staged_three": lambda target: StagedDrafter(
         [NGramDrafter(), small(target), ModelDrafter(related(target), sampling=Sampling(1.5, top_k=3))]

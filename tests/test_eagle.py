@@ -46,6 +46,19 @@ def proposed(drafter: EagleDrafter, model: LanguageModel, text: list[int], read:
         return drafter.propose(memory, request, [window], Sampling())
 
 
+@torch.no_grad()
+def rolled(drafter: EagleDrafter, model: LanguageModel, text: list[int], window: int) -> torch.Tensor:
+    """What the rollouts of training say of the last tokens of a text, a round's guesses."""
+    whole, layers = torch.tensor([text]), drafter.settings.feature_layers
+    found = model(whole, features=tuple(layers)).features
+    features = drafter.network.features([found[layer][:, :-1] for layer in layers])
+    steps = rollouts(drafter.network, model.embeddings(whole[:, 1:]), features, window)
+    first = len(text) - window - 2
+    logits = torch.stack([drafter.network.logits(hidden[0, first + i]) for i, hidden in enumerate(steps)])
+    own = drafter.draft_vocabulary
+    return logits if own is None else own.spread(logits, -torch.inf)
+
+
 @pytest.mark.parametrize("name", ["transformer", "llama", "gemma3"])
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("attention_window", [None, 6, 3, 1])
@@ -56,16 +69,33 @@ def test_guesses_are_those_of_the_rollouts_that_it_is_trained_on(
     drafter = windowed(fitted_eagle(model, reduced=reduced), attention_window)
     window = 4
     draft = proposed(drafter, model, TEXT, 5, window)
-    whole = torch.tensor([[*TEXT, *draft.tokens[0].tolist()]])
-    with torch.no_grad():
-        found = model(whole, features=tuple(drafter.settings.feature_layers)).features
-        features = drafter.network.features([found[layer][:, :-1] for layer in drafter.settings.feature_layers])
-        steps = rollouts(drafter.network, model.embeddings(whole[:, 1:]), features, window)
-        for i, hidden in enumerate(steps):
-            wanted = drafter.network.logits(hidden[0, len(TEXT) - 2 + i])
-            if drafter.draft_vocabulary is not None:
-                wanted = drafter.draft_vocabulary.spread(wanted, -torch.inf)
-            torch.testing.assert_close(draft.logits[0, i], wanted, atol=1e-4, rtol=1e-4)
+    wanted = rolled(drafter, model, [*TEXT, *draft.tokens[0].tolist()], window)
+    torch.testing.assert_close(draft.logits[0], wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"norm_output": True},
+        {"feature_norms": False},
+        {"norm_before_residual": True},
+        {"head_size": 6, "rotary_base": 5e5},
+    ],
+)
+def test_each_variant_drafts_as_it_is_trained_and_differs_from_the_others(changes: dict[str, Any]) -> None:
+    model = target("llama")
+    plain, drafter = fitted_eagle(model), fitted_eagle(model, num_steps=2, **changes)
+    draft = proposed(drafter, model, TEXT, 5, 3)
+    wanted = rolled(drafter, model, [*TEXT, *draft.tokens[0].tolist()], 3)
+    torch.testing.assert_close(draft.logits[0], wanted, atol=1e-4, rtol=1e-4)
+    if "head_size" not in changes:
+        other = EagleDrafter(**{**drafter.arguments(), **plain.arguments()}).eval()
+        other.load_state_dict(
+            drafter.state_dict() | {key: value for key, value in plain.state_dict().items() if "layer_norms" in key}
+        )
+        assert not torch.allclose(
+            rolled(other, model, [*TEXT, *draft.tokens[0].tolist()], 3)[-1], wanted[-1], atol=1e-3
+        )
 
 
 def test_what_lies_behind_the_attention_window_is_not_seen() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from tiny_heads import examples
@@ -18,9 +19,9 @@ def eagle(
     *,
     draft_vocabulary: list[int] | None = None,
     layers: list[int] | None = None,
-    attention_window: int | None = None,
+    **more: Any,
 ) -> EagleDrafter:
-    """A random one; the global seed stays as it was."""
+    """A random one, `more` of whose settings are not the default; the global seed stays as it was."""
     assert target.hidden_size is not None and target.num_layers is not None
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -31,19 +32,17 @@ def eagle(
             num_heads=2,
             num_key_heads=1,
             intermediate_size=16,
-            attention_window=attention_window,
             draft_vocabulary=draft_vocabulary,
+            **more,
         ).eval()
 
 
 @functools.cache
-def fitted_eagle(
-    target: LanguageModel, *, reduced: bool = False, attention_window: int | None = None, num_steps: int = 30
-) -> EagleDrafter:
+def fitted_eagle(target: LanguageModel, *, reduced: bool = False, num_steps: int = 30, **more: Any) -> EagleDrafter:
     """One fitted by a few steps where it takes the target; read it, do not write to it."""
     vocabulary = [token for token in range(target.vocab_size) if token % 5 != 4] if reduced else None
     drafter = (
-        eagle(target, draft_vocabulary=vocabulary, attention_window=attention_window)
+        eagle(target, draft_vocabulary=vocabulary, **more)
         if target.hidden_size is not None and target.num_layers is not None
         else EagleDrafter([0], hidden_size=4, vocab_size=7, num_heads=1, num_key_heads=1, intermediate_size=4)
     )

@@ -125,7 +125,7 @@ class EagleDrafter(TrainedDrafter):
                 token = drawn.draw(self.network.logits(hidden[:, -1]))
                 if i + 1 < num_draft_tokens:
                     embedded = state.context.model.embeddings(token[:, None])
-                    hidden = self._advance(state.read, embedded, hidden, None)
+                    hidden = self._advance(state.read, embedded, self.network.fed_back(hidden), None)
 
         outputs = self.run(request, wanted, sampling, call, hidden, vocabulary=self.draft_vocabulary)
         state.read.truncate(entries)

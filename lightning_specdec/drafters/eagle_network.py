@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     Attend = Callable[[Float[Tensor, "B H T E"], Float[Tensor, "B G T E"], Float[Tensor, "B G T E"]], Tensor]
 
-ROTARY_BASE = 10_000.0
-
 
 @dataclass(frozen=True)
 class EagleSettings(Settings):
@@ -44,13 +42,20 @@ class EagleSettings(Settings):
     draft_vocabulary: int | tuple[int, ...] | None = setting(
         None, "tokens that it scores, ascending, or how many to choose before training; default: all"
     )
+    feature_norms: bool = setting(True, "normalize each layer's hidden states before they are joined")
+    norm_output: bool = setting(False, "feed back its output behind the final norm")
+    norm_before_residual: bool = setting(False, "take the residual stream from the normalized feature")
+    head_size: int | None = setting(None, "size of a head; default: hidden_size / num_heads", minimum=2, maximum=2**12)
+    rotary_base: float = setting(10_000.0, "base of the rotary positions", minimum=1)
+    norm_eps: float = setting(1e-5, "epsilon of the norms", above=0, maximum=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         layers = self.feature_layers
         if not layers:
             raise ValueError("feature_layers must be one layer at least")
-        if self.hidden_size % (2 * self.num_heads) or self.num_heads % self.num_key_heads:
+        divided = self.hidden_size % (2 * self.num_heads) if self.head_size is None else self.head_size % 2
+        if divided or self.num_heads % self.num_key_heads:
             raise ValueError(
                 f"{self.num_heads} heads of {self.num_key_heads} keys do not divide a hidden size of "
                 f"{self.hidden_size} into even parts: choose other numbers of heads"
@@ -64,7 +69,7 @@ class EagleNetwork(nn.Module):
     RMSNorm, positions rotary (Su et al. 2021), the inner network SwiGLU, as in Llama.
 
     Args:
-        settings: sizes; the size of a head E is D / H.
+        settings: sizes; the size of a head E is D / H by default.
         num_tokens: W.
     """
 
@@ -72,19 +77,24 @@ class EagleNetwork(nn.Module):
         super().__init__()
         hidden_size, inner_size = settings.hidden_size, settings.intermediate_size
         self.num_heads, self.num_key_heads = settings.num_heads, settings.num_key_heads
-        self.attention_window, self.head_size = settings.attention_window, hidden_size // settings.num_heads
+        self.settings, self.attention_window = settings, settings.attention_window
+        self.head_size = settings.head_size or hidden_size // settings.num_heads
         width = (self.num_heads + 2 * self.num_key_heads) * self.head_size
         # Layers differ a hundredfold in how large their states are, and so do the first token's from all others'.
-        self.layer_norms = nn.ModuleList(_norm(hidden_size) for _ in settings.feature_layers)
+        normed = settings.feature_layers if settings.feature_norms else ()
+        self.layer_norms = nn.ModuleList(self._norm() for _ in normed)
         self.join = nn.Linear(len(settings.feature_layers) * hidden_size, hidden_size, bias=False)
-        self.token_norm, self.feature_norm = _norm(hidden_size), _norm(hidden_size)
+        self.token_norm, self.feature_norm = self._norm(), self._norm()
         self.query_key_value = nn.Linear(2 * hidden_size, width, bias=False)
-        self.attention_output = nn.Linear(hidden_size, hidden_size, bias=False)
-        self.inner_norm = _norm(hidden_size)
+        self.attention_output = nn.Linear(self.num_heads * self.head_size, hidden_size, bias=False)
+        self.inner_norm = self._norm()
         self.gate_up = nn.Linear(hidden_size, 2 * inner_size, bias=False)
         self.down = nn.Linear(inner_size, hidden_size, bias=False)
-        self.output_norm = _norm(hidden_size)
+        self.output_norm = self._norm()
         self.output = nn.Linear(hidden_size, num_tokens, bias=False)
+
+    def _norm(self) -> Any:
+        return nn.RMSNorm(self.settings.hidden_size, eps=self.settings.norm_eps)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,8 +103,10 @@ class EagleNetwork(nn.Module):
 
     def features(self, hidden: Sequence[Float[Tensor, "B T D"]]) -> Float[Tensor, "B T D"]:
         """One feature for each token from the hidden states of F layers."""
-        normed = [norm(each.to(self.dtype)) for norm, each in zip(self.layer_norms, hidden, strict=True)]
-        joined: Tensor = self.join(torch.cat(normed, dim=-1))
+        states = [each.to(self.dtype) for each in hidden]
+        if self.settings.feature_norms:
+            states = [norm(each) for norm, each in zip(self.layer_norms, states, strict=True)]
+        joined: Tensor = self.join(torch.cat(states, dim=-1))
         return joined.to(self.dtype)  # which autocast may have left in another type
 
     def layer(
@@ -104,18 +116,21 @@ class EagleNetwork(nn.Module):
         positions: Int[Tensor, "#B T"],
         attend: Attend,
     ) -> Float[Tensor, "B T D"]:
-        """The decoder layer's output for T entries, which is the feature of the entries after them.
+        """The decoder layer's output for T entries; through `fed_back`, the feature of the entries after them.
 
         Args:
             embedded: of each entry's token.
             positions: of the entries.
             attend: attention over these entries' keys and values and over what came before.
         """
-        both = torch.cat((self.token_norm(embedded.to(self.dtype)), self.feature_norm(features)), dim=-1)
+        normed = self.feature_norm(features)
+        both = torch.cat((self.token_norm(embedded.to(self.dtype)), normed), dim=-1)
         heads = self.query_key_value(both).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
         turned, values = heads.split((self.num_heads + self.num_key_heads, self.num_key_heads), dim=1)
-        queries, keys = rotate(turned, positions).split((self.num_heads, self.num_key_heads), dim=1)
-        hidden = features + self.attention_output(attend(queries, keys, values).transpose(1, 2).flatten(2))
+        turned = rotate(turned, positions, self.settings.rotary_base)
+        queries, keys = turned.split((self.num_heads, self.num_key_heads), dim=1)
+        residual = normed if self.settings.norm_before_residual else features
+        hidden = residual + self.attention_output(attend(queries, keys, values).transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.inner_norm(hidden)).chunk(2, dim=-1)
         output: Tensor = hidden + self.down(nn.functional.silu(gate) * up)
         return output
@@ -124,6 +139,13 @@ class EagleNetwork(nn.Module):
         """Scores of the next token from the layer's output."""
         scores: Tensor = self.output(self.output_norm(hidden))
         return scores
+
+    def fed_back(self, hidden: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
+        """The next entry's feature where the target has not been: the layer's output, normalized in EAGLE-3.1."""
+        if not self.settings.norm_output:
+            return hidden
+        normed: Tensor = self.output_norm(hidden)
+        return normed
 
 
 def attention(
@@ -142,15 +164,11 @@ def attention(
     return output.reshape(batch, heads, num_tokens, size)
 
 
-def rotate(vectors: Float[Tensor, "B H T E"], positions: Int[Tensor, "#B T"]) -> Float[Tensor, "B H T E"]:
+def rotate(vectors: Float[Tensor, "B H T E"], positions: Int[Tensor, "#B T"], base: float) -> Float[Tensor, "B H T E"]:
     """Rotary position embedding: pairs of coordinates turn by angles that grow with the position."""
     half = vectors.shape[-1] // 2
     exponents = torch.arange(half, device=vectors.device, dtype=torch.float32) / half
-    angles = positions[:, None, :, None] * ROTARY_BASE**-exponents
+    angles = positions[:, None, :, None] * base**-exponents
     cos, sin = angles.cos().to(vectors.dtype), angles.sin().to(vectors.dtype)
     first, second = vectors.split(half, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
-
-
-def _norm(size: int) -> Any:
-    return nn.RMSNorm(size, eps=1e-5)

@@ -37,6 +37,7 @@ class EagleTraining(DistillationTraining):
         intermediate_size: width of the inner network; four times the hidden size when None.
         attention_window: newest entries that the attention sees; all when None. With a window shorter than most
             training texts, the draft works at any length.
+        feature_norms, norm_output: as of `EagleSettings`. Both are EAGLE-3.1; neither is plain EAGLE-3.
         draft_vocabulary: size of the draft's vocabulary, the most frequent tokens of the training texts; the target's
             vocabulary when None.
         random_lengths: whether a step's rollouts end early at random, each draft token being followed by another with
@@ -55,6 +56,8 @@ class EagleTraining(DistillationTraining):
         num_key_heads: int | None = None,
         intermediate_size: int | None = None,
         attention_window: int | None = None,
+        feature_norms: bool = True,
+        norm_output: bool = False,
         draft_vocabulary: int | None = None,
         random_lengths: bool = False,
         **options: Any,
@@ -70,6 +73,8 @@ class EagleTraining(DistillationTraining):
                 num_key_heads=num_key_heads or heads,
                 intermediate_size=intermediate_size or 4 * size,
                 attention_window=attention_window,
+                feature_norms=feature_norms,
+                norm_output=norm_output,
                 draft_vocabulary=draft_vocabulary,
             )
 
@@ -140,7 +145,7 @@ def rollouts(
 
     for _ in range(num_steps):
         outputs.append(network.layer(embedded, features, positions, attend))
-        features = _shifted(outputs[-1], 1)
+        features = _shifted(network.fed_back(outputs[-1]), 1)
     return outputs
 
 
