@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_specdec.checkpoints.checkpoint import MAIN, LoadedPair, load
+from lightning_specdec.checkpoints.engine_heads import is_head, read_head
 from lightning_specdec.checkpoints.target_reference import dtype_of
 from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.memory import peak_bytes, require_memory
@@ -112,7 +113,10 @@ def _pretrained(source: PairSource, target: LanguageModel | None, pack: bool) ->
     wanted: list[tuple[str, str | None, str | None, str | None]] = []
     if isinstance(model, str):
         wanted.append((model, source.dtype, source.quantization, source.revision))
-    if isinstance(draft, str) and not is_file:
+    head = Path(draft).expanduser() if isinstance(draft, str) and not is_file else None
+    if head is not None and not is_head(head):
+        head = None
+    if isinstance(draft, str) and not is_file and head is None:
         wanted.append((draft, source.draft_dtype or source.dtype, source.draft_quantization, revision))
     elif source.draft_quantization or revision:
         raise ValueError("only a draft model that is named is quantized or has a revision: drop those settings")
@@ -120,14 +124,21 @@ def _pretrained(source: PairSource, target: LanguageModel | None, pack: bool) ->
     if isinstance(model, str):
         model = models.pop(0)
     window, recipe, choice = None, {}, source.drafter
+    if head is not None:
+        draft = read_head(head, model).to(source.device, _draft_dtype(source, model))
     if is_file:
         loaded = load(draft, target=model, drafter=None if choice is None else choice.name)
         assert loaded.target is model
         recipe, window = loaded.recipe, loaded.num_draft_tokens
-        dtype = dtype_of(model) if source.draft_dtype is None else getattr(torch, source.draft_dtype)
-        draft, choice = loaded.drafter.to(source.device, dtype), _asked(choice, loaded)
+        draft, choice = loaded.drafter.to(source.device, _draft_dtype(source, model)), _asked(choice, loaded)
     drafter = _choose(choice, model, models[0] if models else draft, keep=True)
     return LoadedPair(lambda: model, drafter, {MAIN: drafter}, recipe=recipe, num_draft_tokens=window)
+
+
+def _draft_dtype(source: PairSource, target: LanguageModel) -> torch.dtype:
+    """What a trained draft computes in: by default as its target."""
+    found: torch.dtype = dtype_of(target) if source.draft_dtype is None else getattr(torch, source.draft_dtype)
+    return found
 
 
 def _load_models(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +45,35 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
                 os.unlink(file.name)
                 raise
     except OSError as error:  # a full disk names no file; leaving the inner block flushes again, and fails again
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+@contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """A new directory, with a name of its own beside that one: it takes its place in one step, or is gone on an error.
+
+    Raises:
+        ValueError: something is there already.
+        OSError: the writing failed; nothing is left.
+    """
+    if path.is_symlink() or path.exists():
+        raise ValueError(f"{path} is there already and stays as it is: choose another directory")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+        try:
+            yield folder
+            for each in folder.iterdir():
+                with each.open("rb") as file:
+                    os.fsync(file.fileno())
+            os.chmod(folder, 0o755)  # a temporary directory is its owner's alone
+            os.rename(folder, path)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    except OSError as error:  # a full disk names no file
         if error.filename is None and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
