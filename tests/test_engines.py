@@ -283,7 +283,19 @@ def test_the_command_line_exports_imports_audits_and_writes_a_draft_file(here: N
         for draft in ("second", "head.safetensors")
     ]
     assert shown[0] == shown[1]
-    succeed("audit", "--target", "target", "--draft", "second", "--max_new_tokens", "4")
+    succeed(
+        "audit",
+        "--target",
+        "target",
+        "--draft",
+        "second",
+        "--max_new_tokens",
+        "4",
+        "--num_prompts",
+        "1",
+        "--num_places",
+        "1",
+    )
     refused("export", *models, "--format", "vllm", "--output", "second", told="is there already")
     refused(
         "export",
