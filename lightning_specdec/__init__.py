@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_specdec.drafters import Drafter as Drafter
     from lightning_specdec.drafters import ModelDrafter as ModelDrafter
     from lightning_specdec.drafters import NGramDrafter as NGramDrafter
+    from lightning_specdec.hf_generate import generate as generate
     from lightning_specdec.models import RNN as RNN
     from lightning_specdec.models import DecodeState as DecodeState
     from lightning_specdec.models import LanguageModel as LanguageModel
@@ -41,6 +42,7 @@ _ROOMS = {
     "decoder": ("SpeculativeDecoder",),
     "decoding": ("AdaptiveWindow", "DecodeResult", "Session", "autoregressive_decode"),
     "drafters": ("CrossVocabulary", "Draft", "Drafter", "ModelDrafter", "NGramDrafter"),
+    "hf_generate": ("generate",),
     "models": ("RNN", "DecodeState", "LanguageModel"),
     "models.huggingface": ("HuggingFaceLM",),
     "models.loading": ("load_model",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_specdec.checkpoints import checkpoint, load_pair
+from lightning_specdec.checkpoints.loading import wrapped
 from lightning_specdec.checkpoints.target_reference import TargetReference
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.kinds import DRAFTERS, Choice
@@ -18,6 +20,7 @@ from lightning_specdec.decoding import (
     AdaptiveWindow,
     DecodeResult,
     Session,
+    TextPieces,
     Window,
     autoregressive_decode,
     open_session,
@@ -25,16 +28,19 @@ from lightning_specdec.decoding import (
     stream,
 )
 from lightning_specdec.decoding.rows import Prompts, as_prompts, check_padding
-from lightning_specdec.drafters import Drafter, EarlyExitDrafter, ModelDrafter
+from lightning_specdec.drafters import Drafter, EarlyExitDrafter, ModelDrafter, NGramDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import AcceptanceRule, Sampling
-from lightning_specdec.text.tokenizer import named_tokenizer
+from lightning_specdec.text.tokenizer import TextTokenizer, Tokenizer, named_tokenizer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lightning_specdec.audit.auditor import Auditor
     from lightning_specdec.bench.rows import Comparison
     from lightning_specdec.data import TokenData
-    from lightning_specdec.text.tokenizer import Message, Tokenizer
+    from lightning_specdec.hf_generate import BoundGenerate
+    from lightning_specdec.text.tokenizer import Message
 
 TextPrompts = Prompts | str | Sequence[str]
 """Prompts as tokens or as text."""
@@ -43,11 +49,12 @@ WindowChoice = int | str | Window
 """Draft tokens per round; "auto" for as many as pay on this machine; or a `Window` that chooses."""
 
 
-AnyDrafter = Drafter | LanguageModel | str | Mapping[str, Any]
+AnyDrafter = Drafter | LanguageModel | torch.nn.Module | str | Mapping[str, Any] | None
 
 
 def _made(drafter: AnyDrafter, target: LanguageModel) -> Drafter:
     """The drafter that a model or a kind's name means; ValueError where it cannot draft for that target."""
+    drafter = NGramDrafter() if drafter is None else wrapped(drafter)
     if isinstance(drafter, LanguageModel):
         drafter = ModelDrafter(drafter)
     if isinstance(drafter, Drafter):
@@ -62,9 +69,11 @@ class SpeculativeDecoder:
     """A target with its drafter.
 
     Args:
-        target: the model whose output is wanted.
-        drafter: proposes draft tokens: a `Drafter`; a `LanguageModel`, which is wrapped in a `ModelDrafter`; or a kind
-            by name or import path, `{class_path: NAME, init_args: {...}}` where it has settings.
+        target: the model whose output is wanted: a `LanguageModel`, or one that transformers has loaded.
+        drafter: proposes draft tokens: a `Drafter`; a model, ours or of transformers, which is wrapped in a
+            `ModelDrafter`; or a kind by name or import path, `{class_path: NAME, init_args: {...}}` where it has
+            settings. Prompt lookup when None.
+        tokenizer: the target's, ours or of transformers, where it has none yet.
         prompts: held-out prompts that belong to the pair, used where none are given.
         recipe: how the pair was made, as plain values; saved with it.
         num_draft_tokens: draft tokens per round where a call names none; "auto" for as many as pay, or a `Window`.
@@ -73,20 +82,28 @@ class SpeculativeDecoder:
 
     def __init__(
         self,
-        target: LanguageModel,
-        drafter: AnyDrafter,
+        target: LanguageModel | torch.nn.Module,
+        drafter: AnyDrafter = None,
         *,
+        tokenizer: Any = None,
         prompts: Sequence[Sequence[int]] = (),
         recipe: dict[str, Any] | None = None,
         num_draft_tokens: WindowChoice = 3,
         drafts: Mapping[str, Drafter] | None = None,
     ) -> None:
-        self.target = target
-        self.drafter = _made(drafter, target)
+        self.target: LanguageModel = wrapped(target)
+        if tokenizer is not None:
+            if not isinstance(tokenizer, Tokenizer):
+                own = getattr(target, "generation_config", None)
+                tokenizer = TextTokenizer(tokenizer, generation_config=own)
+            self.read_text(tokenizer)
+        self.drafter = _made(drafter, self.target)
         self.prompts = [list(prompt) for prompt in prompts]
         self.recipe, self.drafts = recipe or {}, dict(drafts or {})
         self.num_draft_tokens = num_draft_tokens
         self._ready: tuple[object, LanguageModel, Drafter] | None = None
+        self._lock = threading.RLock()
+        """Held for a round, or a whole call of standard decoding: threads that share a decoder take turns."""
 
     @classmethod
     def load(
@@ -144,7 +161,10 @@ class SpeculativeDecoder:
         return cls.load(PairSource.from_dict(options), **own)
 
     def __repr__(self) -> str:
-        return f"SpeculativeDecoder({type(self.target).__name__}, {type(self.drafter).__name__})"
+        target = f"{type(getattr(self.target, 'model', self.target)).__name__}"
+        target += f" of {self.target.num_parameters / 1e6:.1f}M parameters"
+        window = getattr(self.num_draft_tokens, "largest", self.num_draft_tokens)
+        return f"SpeculativeDecoder({target}, {type(self.drafter).__name__}, num_draft_tokens={window})"
 
     def with_drafter(self, drafter: AnyDrafter) -> SpeculativeDecoder:
         """The same target and settings with another drafter, given as to the constructor."""
@@ -233,13 +253,14 @@ class SpeculativeDecoder:
 
     def ready(self) -> tuple[LanguageModel, Drafter]:
         """Target and drafter as decoding uses them: packed and fused, and made anew when weights have changed."""
-        both = (*self.target.parameters(), *self.drafter.parameters())
-        weights = [(id(weight), weight._version) for weight in both]
-        if self._ready is None or self._ready[0] != weights:
-            self.target.eval()
-            self.drafter.eval()
-            self._ready = weights, self.target.packed(), self.drafter.fused()
-        return self._ready[1:]
+        with self._lock:
+            both = (*self.target.parameters(), *self.drafter.parameters())
+            weights = [(id(weight), weight._version) for weight in both]
+            if self._ready is None or self._ready[0] != weights:
+                self.target.eval()
+                self.drafter.eval()
+                self._ready = weights, self.target.packed(), self.drafter.fused()
+            return self._ready[1:]
 
     def config(self, config: Config = None, **changes: Any) -> DecodingConfig:
         """The config with these changes, and with this decoder's window and the tokenizer's EOS where it names none."""
@@ -278,7 +299,7 @@ class SpeculativeDecoder:
         Raises:
             ValueError: a setting or a prompt is wrong, or a row is padded and no attention mask says where.
         """
-        return self._with_text(run(self._open(prompts, config, changes, indices)))
+        return self._with_text(run(self.session(prompts, config, indices=indices, **changes)))
 
     def decode_standard(
         self,
@@ -290,37 +311,52 @@ class SpeculativeDecoder:
     ) -> DecodeResult:
         """Decode with the target alone, one call for each token; the arguments are those of `decode`."""
         config, tokens = self.config(config, **changes), self._tokens(prompts)
-        return self._with_text(autoregressive_decode(self.ready()[0], tokens, config, indices=indices))
+        with self._lock:
+            return self._with_text(autoregressive_decode(self.ready()[0], tokens, config, indices=indices))
 
     def stream(self, prompts: TextPrompts, config: Config = None, **changes: Any) -> Iterator[tuple[int, int]]:
         """Decode speculatively and yield (prompt number, token) as tokens are committed; arguments as of `decode`."""
-        return stream(self._open(prompts, config, changes))
+        return stream(self.session(prompts, config, **changes))
 
-    def stream_text(self, prompts: TextPrompts, config: Config = None, **changes: Any) -> Iterator[tuple[int, str]]:
-        """Decode speculatively and yield (prompt number, piece of text); arguments as of `decode`.
+    def stream_text(self, prompts: TextPrompts, config: Config = None, **changes: Any) -> TextPieces:
+        """Decode speculatively and yield pieces of text, of several prompts pairs (prompt number, piece).
 
-        A prompt's pieces add up to its `RowResult.text`: what may become a stop string waits until it is none.
+        A prompt's pieces add up to its `RowResult.text`: what may become a stop string waits until it is none. Call
+        `cancel` of what is returned, from any thread, to end it early. Arguments are those of `decode`.
         """
-        tokenizer, session = self._tokenizer(), self._open(prompts, config, changes)
-        texts = {row: tokenizer.stream() for row in session.live}
-        while events := session.step():
-            for row, tokens in events:
-                piece = texts[row].push(tokens, hold=row.num_hidden)
-                piece += "" if row.live else texts[row].finish(drop=row.num_hidden)
-                if piece:
-                    yield row.index, piece
+        session = self.session(prompts, config, **changes)
+        return TextPieces(session, self._tokenizer(), numbered=not isinstance(prompts, str))
 
-    def _open(
-        self,
-        prompts: TextPrompts,
-        config: DecodingConfig | None,
-        changes: dict[str, Any],
-        indices: Sequence[int] | None = None,
+    def generate(
+        self, inputs: Tensor | None = None, generation_config: Any = None, *, streamer: Any = None, **options: Any
+    ) -> Any:
+        """`generate` of transformers with its arguments, decoded speculatively, for a target of transformers.
+
+        Rows padded on either side are read by their `attention_mask`. At temperature 0, in float32, new tokens are those
+        of the row alone and unpadded. `options` may hold `num_draft_tokens`, `rule` and `seed`, too; they, result and
+        errors are those of `lightning_specdec.generate`. Prompts that seem padded and have no mask are refused.
+        """
+        from lightning_specdec.hf_generate import generate_with
+
+        return generate_with(self, inputs, generation_config, streamer, options)
+
+    def as_generate(self, *, streamer: Any = None, stop_strings: str | Sequence[str] = ()) -> BoundGenerate:
+        """This decoder as `custom_generate` of its target's own `generate`, in a pipeline of transformers too; with what
+        transformers hands no `custom_generate`: a streamer, and the tokenizer for strings that end a row."""
+        from lightning_specdec.hf_generate import BoundGenerate
+
+        return BoundGenerate(self, streamer, stop_strings, knows_mask=False)
+
+    def session(
+        self, prompts: TextPrompts, config: Config = None, *, indices: Sequence[int] | None = None, **changes: Any
     ) -> Session:
-        """A session with these prompts in it; arguments as of `decode`."""
-        tokens, config = self._tokens(prompts), self.config(config, **changes)
-        config = config.changed(num_draft_tokens=self.window(config, batch_size=len(tokens)))
-        return open_session(*self.ready(), tokens, config, indices=indices)
+        """A session with these prompts in it, before its first round; arguments as of `decode`."""
+        with self._lock:
+            tokens, config = self._tokens(prompts), self.config(config, **changes)
+            config = config.changed(num_draft_tokens=self.window(config, batch_size=len(tokens)))
+            session = open_session(*self.ready(), tokens, config, indices=indices)
+        session.lock = self._lock
+        return session
 
     def benchmark(
         self,

@@ -106,9 +106,9 @@ def _from_file(source: PairSource, target: LanguageModel | None) -> LoadedPair:
 
 def _pretrained(source: PairSource, target: LanguageModel | None, pack: bool) -> LoadedPair:
     """A pretrained target, and a draft model, a draft file, a drafter or none."""
-    model, draft, revision = target or _wrapped(source.target), _wrapped(source.draft), source.draft_revision
+    model, draft, revision = target or wrapped(source.target), wrapped(source.draft), source.draft_revision
     if draft is None and source.draft_quantization is not None:
-        draft, revision = _wrapped(source.target), source.revision
+        draft, revision = wrapped(source.target), source.revision
     is_file = isinstance(draft, str) and Path(draft).expanduser().is_file()
     wanted: list[tuple[str, str | None, str | None, str | None]] = []
     if isinstance(model, str):
@@ -214,7 +214,7 @@ def _choose(
     return own
 
 
-def _wrapped(source: Any) -> Any:
+def wrapped(source: Any) -> Any:
     """A loaded module of transformers as a `HuggingFaceLM`; anything else as it is."""
     if not isinstance(source, nn.Module) or isinstance(source, LanguageModel | Drafter):
         return source

@@ -3,7 +3,7 @@
 from lightning_specdec.decoding.autoregressive import autoregressive_decode
 from lightning_specdec.decoding.results import Counts, DecodeInterrupted, DecodeResult, Round, RowResult, merge_results
 from lightning_specdec.decoding.rows import Row
-from lightning_specdec.decoding.session import Session, open_session, run, speculative_decode, stream
+from lightning_specdec.decoding.session import Session, TextPieces, open_session, run, speculative_decode, stream
 from lightning_specdec.decoding.timing import PHASES
 from lightning_specdec.decoding.windows import (
     AdaptiveWindow,
@@ -25,6 +25,7 @@ __all__ = [
     "Row",
     "RowResult",
     "Session",
+    "TextPieces",
     "Window",
     "autoregressive_decode",
     "merge_results",

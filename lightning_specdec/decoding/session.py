@@ -7,6 +7,7 @@ without looking, and reads their outcome once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from lightning_specdec.drafters.base import DeviceRound
 from lightning_specdec.drafters.layout import pad, with_guesses
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import Sampling, make_rule
+from lightning_specdec.text.tokenizer import Tokenizer
 
 
 class Session:
@@ -52,6 +54,9 @@ class Session:
     Raises:
         ValueError: the drafter cannot serve this target or this rule.
     """
+
+    lock: AbstractContextManager[Any] = nullcontext()
+    """Held during a round: one for all sessions of a pair that threads share."""
 
     @torch.inference_mode()
     def __init__(
@@ -164,9 +169,13 @@ class Session:
             raise ValueError("the row is still being decoded: cancel it, or wait for its end, before it is released")
         self._added.pop(row, None)
 
-    @torch.inference_mode()
     def step(self) -> list[tuple[Row, list[int]]]:
         """One round for all live rows; gives each one's new tokens."""
+        with self.lock:
+            return self._step()
+
+    @torch.inference_mode()
+    def _step(self) -> list[tuple[Row, list[int]]]:
         batch, timer, verification = self._batch, self.timer, self._verification
         if not batch.shrink():
             return []
@@ -276,6 +285,38 @@ def stream(session: Session) -> Iterator[tuple[int, int]]:
         for row, tokens in events:
             for token in tokens:
                 yield row.index, token
+
+
+class TextPieces(Iterator[Any]):
+    """Pieces of a session's text, as rounds commit them.
+
+    Args:
+        numbered: whether pieces come as pairs (prompt number, piece).
+    """
+
+    def __init__(self, session: Session, tokenizer: Tokenizer, *, numbered: bool) -> None:
+        self.session, self._numbered = session, numbered
+        self._texts = {row: tokenizer.stream() for row in session.live}
+        self._pieces = self._decode()
+
+    def __next__(self) -> Any:
+        return next(self._pieces)
+
+    def cancel(self) -> None:
+        """End it after the round that is under way, from any thread; what was committed is handed out."""
+        for row in self.session.live:
+            self.session.cancel(row)
+
+    def _decode(self) -> Iterator[Any]:
+        while events := self.session.step():
+            for row, tokens in events:
+                piece = self._texts[row].push(tokens, hold=row.num_hidden)
+                piece += "" if row.live else self._texts.pop(row).finish(drop=row.num_hidden)
+                if piece:
+                    yield (row.index, piece) if self._numbered else piece
+        for row, text in self._texts.items():  # cancelled
+            if piece := text.finish(drop=row.num_hidden):
+                yield (row.index, piece) if self._numbered else piece
 
 
 def speculative_decode(
