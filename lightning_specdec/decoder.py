@@ -332,17 +332,19 @@ class SpeculativeDecoder:
     ) -> Any:
         """`generate` of transformers with its arguments, decoded speculatively, for a target of transformers.
 
-        Rows padded on either side are read by their `attention_mask`. At temperature 0, in float32, new tokens are those
-        of the row alone and unpadded. `options` may hold `num_draft_tokens`, `rule` and `seed`, too; they, result and
-        errors are those of `lightning_specdec.generate`. Prompts that seem padded and have no mask are refused.
+        Rows padded on either side are read by their `attention_mask`; padding without one is refused. Greedy float32
+        tokens are those of the row alone. `options` may hold `num_draft_tokens`, `rule` and `seed`, too; these, the
+        result and errors are as of `lightning_specdec.generate`.
         """
         from lightning_specdec.hf_generate import generate_with
 
         return generate_with(self, inputs, generation_config, streamer, options)
 
     def as_generate(self, *, streamer: Any = None, stop_strings: str | Sequence[str] = ()) -> BoundGenerate:
-        """This decoder as `custom_generate` of its target's own `generate`, in a pipeline of transformers too; with what
-        transformers hands no `custom_generate`: a streamer, and the tokenizer for strings that end a row."""
+        """This decoder as `custom_generate` of its target's own `generate`, in a pipeline of transformers too.
+
+        It carries what transformers hands no function: a streamer, and strings that end a row.
+        """
         from lightning_specdec.hf_generate import BoundGenerate
 
         return BoundGenerate(self, streamer, stop_strings, knows_mask=False)

@@ -198,7 +198,8 @@ class _Request:
         self.real = (torch.ones_like(ids) if mask is None else mask).bool().tolist()
         pairs = zip(self.columns, self.real, strict=True)
         self.texts = [[token for token, seen in zip(row, each, strict=True) if seen] for row, each in pairs]
-        self.sampling, self.processors = _translated(logits_processor, bool(generation_config.do_sample))
+        ties = getattr(decoder.target, "dtype", None) != torch.float32
+        self.sampling, self.processors = _translated(logits_processor, bool(generation_config.do_sample), ties)
         self.processors = [self._of_rows(each) for each in self.processors]
         lengths, eos, self.criteria = list[int](), set[int](), list[Any]()
         for each in stopping_criteria:
@@ -293,8 +294,12 @@ def _kind(processor: Any) -> str:
     return name.removesuffix("LogitsWarper").removesuffix("LogitsProcessor")
 
 
-def _translated(processors: Sequence[Any], sampled: bool) -> tuple[dict[str, Any], list[Any]]:
-    """How tokens are drawn: the settings that the last processors amount to, and the processors before these."""
+def _translated(processors: Sequence[Any], sampled: bool, ties: bool) -> tuple[dict[str, Any], list[Any]]:
+    """How tokens are drawn: the settings that the last processors amount to, and the processors before these.
+
+    Args:
+        ties: whether equal logits are to be expected: `Sampling` keeps k of them, `TopKLogitsWarper` all.
+    """
     kept = list(processors)
     for each in kept:
         if type(each).__module__.startswith("transformers.") and _kind(each) not in _OF_TOKENS | _OF_COLUMNS:
@@ -304,7 +309,7 @@ def _translated(processors: Sequence[Any], sampled: bool) -> tuple[dict[str, Any
     if kept and _kind(kept[-1]) == "LogitNormalization":
         kept.pop()  # it leaves the distribution as it is
     settings: dict[str, Any] = {"temperature": 1.0}
-    order = list(_WARPERS)
+    order = [name for name in _WARPERS if not (ties and name == "TopK")]
     while kept and (name := _kind(kept[-1])) in order:
         last, order = kept[-1], order[: order.index(name)]
         plain = getattr(last, "filter_value", -torch.inf), getattr(last, "min_tokens_to_keep", 1)

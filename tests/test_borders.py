@@ -26,6 +26,7 @@ ORDER = {
             ("decoding",),
             ("checkpoints",),
             ("decoder",),
+            ("hf_generate",),
             ("data",),
             ("training", "bench"),
             ("report", "audit"),
@@ -37,9 +38,9 @@ ORDER = {
 """A room may import those on the floors below it."""
 TORCH_ONLY = ("rules/", "drafters/", "decoding/", "decoder.py", "models/rnn.py", "models/state.py", "models/base.py")
 MAY_IMPORT_LIGHTNING = ("training/", "data/", "cli/")
-MAY_REACH_UP = {"decoder.py": {"training", "bench", "data", "audit"}}
-"""Inside a method: `train`, `benchmark`, `sweep` and `audit` import what lies behind them."""
-MOST_LINES, MOST_FILES, MOST_FILE_LINES, MOST_ROOT_FILES = 21_570, 140, 500, 5
+MAY_REACH_UP = {"decoder.py": {"hf_generate", "training", "bench", "data", "audit"}}
+"""Inside a method: `generate`, `train`, `benchmark`, `sweep` and `audit` import what lies behind them."""
+MOST_LINES, MOST_FILES, MOST_FILE_LINES, MOST_ROOT_FILES = 22_000, 140, 500, 5
 
 
 def imports(tree: ast.AST, *, whole: bool) -> Iterator[str]:

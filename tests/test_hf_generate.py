@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -253,15 +255,20 @@ def test_warpers_are_translated_without_a_change_to_the_distribution(options: di
     text = torch.tensor([[5, 6, 7, 5]])
     model._prepare_special_tokens(config, device="cpu")
     processors = model._get_logits_processor(config, input_ids_seq_length=4, device="cpu", encoder_input_ids=text)
-    settings, kept = _translated(processors, True)
-    sampling = Sampling(**settings, processors=kept)
     generator = torch.Generator().manual_seed(3)
     for dtype in (torch.float32, torch.bfloat16):  # which has equals
         logits = (3 * torch.randn(1, model.config.vocab_size, generator=generator)).to(dtype)
         expected = processors(text, logits.float()).softmax(-1)
+        settings, kept = _translated(processors, True, dtype != torch.float32)
+        sampling = Sampling(**settings, processors=kept)
         found = sampling.probs(sampling.process(logits[:, None], text.tolist()))[0]
         torch.testing.assert_close(found, expected)
-    assert not {type(each).__name__ for each in kept} & {"TopKLogitsWarper"} or len(options) > 1
+
+
+def test_what_transformers_samples_by_default_needs_no_processor() -> None:
+    warpers = [theirs.TemperatureLogitsWarper(0.5), theirs.TopKLogitsWarper(50), theirs.TopPLogitsWarper(0.9)]
+    assert _translated(warpers, True, False) == ({"temperature": 0.5, "top_k": 50, "top_p": 0.9}, [])
+    assert _translated(warpers[::-1], True, False)[1] == warpers[:0:-1]
 
 
 def test_samples_have_the_distribution_of_the_target() -> None:
@@ -417,3 +424,16 @@ def test_what_changes_no_token_is_named_in_the_log(caplog: pytest.LogCaptureFixt
     inputs = padded(texts=TEXTS[:1])
     decoder().generate(**inputs, max_new_tokens=3, use_cache=False)
     assert "without effect in speculative decoding: use_cache" in caplog.text
+
+
+def test_the_guide_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a tiny model in the place of the one that it names."""
+    model, _, tokenizer = models()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    guide = (Path(__file__).parent.parent / "docs" / "transformers.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block.replace("checkpoints/smollm2", str(tmp_path)), names)
+    assert len(blocks) == 4 and "LlamaForCausalLM" in capsys.readouterr().out

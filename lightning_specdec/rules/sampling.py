@@ -106,7 +106,8 @@ class Sampling(SamplingSettings):
             return torch.zeros_like(logits).scatter_(-1, largest(logits)[..., None], 1.0)
         probs = (logits if self.temperature == 1 else logits / self.temperature).softmax(-1)
         if self.top_k is not None and self.top_k < probs.shape[-1]:
-            probs = _filtered(probs, probs >= probs.topk(self.top_k).values[..., -1:])  # equals stay together
+            kept = torch.zeros_like(probs, dtype=torch.bool)
+            probs = _filtered(probs, kept.scatter_(-1, probs.topk(self.top_k).indices, True))
         if self.top_p is not None and self.top_p < 1:  # Holtzman et al. 2020
             ordered, order = probs.sort(dim=-1, descending=True, stable=True)
             before = ordered.cumsum(-1) - ordered
