@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+import time
 from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
 
 from lightning_specdec.config.pairs import shipped_directory
 from lightning_specdec.config.terminal import say
 
 SUMMARIES = {
-    "fit": "train target and drafts from a YAML",
+    "fit": "train target and drafts from a YAML or a recipe",
     "validate": "measure on the validation sequences",
     "test": "measure on the held-out sequences",
     "generate": "write a target's own text, to train drafts on; run again to go on",
 }
 _EXAMPLES = {
     "fit": """\
+lightning_specdec fit --recipe eagle --target checkpoints/smollm2 --text shipped --minutes 5
+lightning_specdec fit --recipe medusa --target ./llama --text data/llama --print_config > mine.yaml
 lightning_specdec fit --config configs/rnn.yaml
 lightning_specdec fit --config configs/rnn.yaml --ckpt_path last --trainer.max_epochs 200
 lightning_specdec fit --config configs/rnn.yaml --data SequenceFile --data.path mine.csv
@@ -26,6 +33,12 @@ lightning_specdec generate --model GenerateText --model.target ./llama --model.o
     --data PromptFiles --data.paths prompts.txt
 lightning_specdec generate --model.help GenerateText""",
 }
+_RECIPE = """\
+  --recipe NAME         a draft for a pretrained target without a YAML: eagle, medusa, exit, layers or pair
+  --target DIR          its directory; all that depends on it follows from it
+  --text PATH...        directories that generate wrote, or text files; shipped is SmolLM2's own text
+  --minutes M           how long the run takes, start-up included (default: three epochs)
+"""
 _OPTIONS = """\
   --config FILE         YAML of the run; repeat to lay one over another
   --ckpt_path FILE      last, best or a checkpoint: fit resumes from it, the others use it
@@ -45,14 +58,40 @@ def run(verb: str, words: list[str]) -> int:
     if {"-h", "--help"} & set(words):
         configs = sorted(path.stem for path in shipped_directory().parent.glob("*.yaml"))
         example = _EXAMPLES.get(verb, f"lightning_specdec {verb} --config configs/rnn.yaml --ckpt_path last")
-        say(f"usage: lightning_specdec {verb} --config FILE [options]\n\n{SUMMARIES[verb]}\n\noptions:\n{_OPTIONS}\n")
+        say(f"usage: lightning_specdec {verb} --config FILE [options]\n\n{SUMMARIES[verb]}\n\noptions:")
+        say(_RECIPE * (verb == "fit") + _OPTIONS + "\n")
         say(f"configs that ship (configs/NAME.yaml): {', '.join(configs)}\n\nexamples:\n{example}")
         return 0
     sys.argv[2:] = ["--help" if word == "--help_all" else _found(word) for word in words if word != "--debug"]
+    began = time.monotonic()
+    if verb == "fit" and any(word.partition("=")[0] == "--recipe" for word in sys.argv[2:]):
+        values, rest = _by_recipe(sys.argv[2:])
+        if "--print_config" in rest:
+            say(yaml.safe_dump(values, sort_keys=False), end="")
+            return 0
+        sys.argv[2:] = ["--config", yaml.safe_dump(values, sort_keys=False), *rest]
     from lightning_specdec.training.cli import run
 
-    run()
+    run(began)
     return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}: fit --recipe NAME --target DIR --text PATH... [--minutes M]")
+
+
+def _by_recipe(words: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The config that a recipe's options stand for, and the options that are not the recipe's."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    for name in ("--recipe", "--target"):
+        parser.add_argument(name, required=True)
+    parser.add_argument("--text", nargs="+", required=True)
+    parser.add_argument("--minutes", type=float)
+    given, rest = parser.parse_known_args(words)
+    from lightning_specdec.training.recipes import config_for
+
+    return config_for(given.recipe, given.target, given.text, minutes=given.minutes), rest
 
 
 def _found(word: str) -> str:

@@ -18,7 +18,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.terminal import say
@@ -136,6 +136,25 @@ class EpochSampler(Sampler[int]):
         return torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
 
 
+class DealtOut(DistributedSampler[int]):
+    """Every n-th index of a sampler, for one of n processes, in the sampler's own order: Lightning would shuffle again.
+
+    Args:
+        sampler: of the order; the indices that do not go round are left out.
+        places: `num_replicas` and `rank`.
+    """
+
+    def __init__(self, sampler: EpochSampler, places: Mapping[str, int]) -> None:
+        super().__init__(sampler, shuffle=False, drop_last=True, **places)  # type: ignore[arg-type]
+        self.sampler = sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(self.sampler, self.rank, len(self) * self.num_replicas, self.num_replicas)
+
+
 class ResumableLoader(DataLoader[Any]):
     """A `DataLoader` that continues in the middle of an epoch once Lightning has restored its state.
 
@@ -250,7 +269,10 @@ class TokenData(LightningDataModule, ABC):
             trainer: Any = self.trainer
             return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
 
-        rows, sampler = self.rows("train"), self.train_sampler()
+        rows, trainer = self.rows("train"), self.trainer
+        sampler: Sampler[int] = self.train_sampler()
+        if trainer is not None and trainer.world_size > 1:
+            sampler = DealtOut(self.train_sampler(), trainer.distributed_sampler_kwargs or {})
         return ResumableLoader(
             rows, batch_size=self.batch_size, sampler=sampler, collate_fn=self.collate, num_done=num_done
         )

@@ -11,6 +11,7 @@ import torch
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.data.base import SPLITS, Batch, EpochSampler, NumberedRows, PlainValues, Row, TokenData
 from lightning_specdec.data.corpus import Shard, open_corpus
+from lightning_specdec.text.tokenizer import named_tokenizer
 
 IN_A_POOL = 32
 """Batches whose rows are sorted among each other: enough to be alike, few enough to keep the order random."""
@@ -53,13 +54,23 @@ class GeneratedText(TokenData):
         paths: directories that `lightning_specdec generate` wrote, all of one tokenizer.
         vocab_size: tokens of the models; what the directories' target has.
         max_length: tokens of a row at most: the rest is cut off. Rows whose prompt fills that are left out.
+        tokenizer: where the directories' tokenizer is now; as their manifests say when None.
         options: those of `TokenData`.
     """
 
-    def __init__(self, paths: str | list[str], vocab_size: int, *, max_length: int = 512, **options: Any) -> None:
+    def __init__(
+        self,
+        paths: str | list[str],
+        vocab_size: int,
+        *,
+        max_length: int = 512,
+        tokenizer: str | None = None,
+        **options: Any,
+    ) -> None:
         self.longest = require_int("max_length", max_length, 2)
         super().__init__(vocab_size, prompt_length=max_length - 1, **options)  # as many as the row's own prompt has
         self.paths = [paths] if isinstance(paths, str) else list(paths)
+        self.tokenizer = tokenizer
         self._places: dict[str, list[Place]] = {}
 
     @property
@@ -73,7 +84,8 @@ class GeneratedText(TokenData):
         )
 
     def train_sampler(self) -> EpochSampler:
-        return LikeLengths([self._length(place) for place in self._split()["train"]], self.batch_size, self.seed)
+        num_rows = self.batch_size * (self.trainer.world_size if self.trainer else 1)  # of all processes in a step
+        return LikeLengths([self._length(place) for place in self._split()["train"]], num_rows, self.seed)
 
     def _length(self, place: Place) -> int:
         """The tokens of a row."""
@@ -89,15 +101,17 @@ class GeneratedText(TokenData):
         if self._places:
             return self._places
         prompts: dict[bytes, list[Place]] = {}
-        fingerprints = set()
+        given = self.tokenizer
+        fingerprints = set() if given is None else {named_tokenizer(given).fingerprint}
         for path in self.paths:
             manifest, shards = open_corpus(Path(path).expanduser())
-            self.tokenizer = str(manifest["tokenizer"].get("name"))
+            name = str(manifest["tokenizer"].get("name"))
+            self.tokenizer = given or name
             fingerprints.add(manifest["tokenizer"].get("fingerprint"))
             if len(fingerprints) > 1 or manifest["vocab_size"] != self.vocab_size:
                 raise ValueError(
-                    f"{path} is text of the tokenizer {self.tokenizer} with {manifest['vocab_size']} tokens: give "
-                    f"directories of one tokenizer, and its data.vocab_size (it is {self.vocab_size})"
+                    f"{path} is text of the tokenizer {name} with {manifest['vocab_size']} tokens: give directories of "
+                    f"{given or 'one tokenizer'}, and its data.vocab_size (it is {self.vocab_size})"
                 )
             for shard in shards:
                 for number, length in enumerate(shard.prompt_lengths.tolist()):

@@ -15,7 +15,7 @@ from lightning_specdec.training.eagle import EagleTraining
 from lightning_specdec.training.early_exit import EarlyExitTraining
 from lightning_specdec.training.generate import GenerateText
 from lightning_specdec.training.metrics import ExpectedRounds, RoundMetrics, next_token_loss
-from lightning_specdec.training.offline_features import OfflineFeatures
+from lightning_specdec.training.offline_features import FeaturesByNeed, OfflineFeatures
 from lightning_specdec.training.optimizers import TimeLimit
 from lightning_specdec.training.pair import PairTraining
 from lightning_specdec.training.runs import SafeCheckpointIO
@@ -32,6 +32,7 @@ __all__ = [
     "EarlyExitTraining",
     "ExitHeadTraining",
     "ExpectedRounds",
+    "FeaturesByNeed",
     "ForwardKL",
     "GenerateText",
     "HyperparameterTable",

@@ -91,7 +91,7 @@ class SpeculativeTraining(LightningModule, ABC):
         """Log the newest loss, within the epoch."""
         if isinstance(outputs, Mapping) and "loss" in outputs:  # divided by Lightning for accumulated gradients
             loss = outputs["loss"].detach() * self.trainer.accumulate_grad_batches
-            self.log("train/loss", loss, on_step=True, on_epoch=False, prog_bar=True)
+            self.log("train/loss", loss, on_step=True, on_epoch=False, prog_bar=True, sync_dist=True)
 
     def log_losses(self, losses: Mapping[str, Tensor], num_tokens: int | Tensor, *, prog_bar: bool = True) -> None:
         """Log losses as `train/NAME`: each epoch's mean over tokens."""

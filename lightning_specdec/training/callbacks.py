@@ -85,7 +85,7 @@ class RunProgressBar(ProgressBar):
         now = time.perf_counter()
         if isinstance(lengths := getattr(batch, "lengths", None), torch.Tensor):
             self._num_tokens, self._seconds = self._num_tokens + lengths.sum(), self._seconds + now - self._began
-        if self._bar is None:
+        if self._bar is None or self._bar.disable:
             return
         if now - self._shown >= self._bar.mininterval:  # reading a loss waits for the device
             self._shown = now
@@ -99,7 +99,7 @@ class RunProgressBar(ProgressBar):
         self._show_metrics(trainer, pl_module)
 
     def _show_metrics(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor | None = None) -> None:
-        if self._bar is None:
+        if self._bar is None or self._bar.disable:
             return
         metrics = {
             name.partition("/")[2]: value for name, value in self.get_metrics(trainer, pl_module).items() if "/" in name
@@ -164,7 +164,7 @@ class SaveNewest(Callback):
 
     def _save(self, trainer: Trainer) -> None:
         for each in self.checkpoints:
-            trainer.save_checkpoint(Path(str(each.dirpath)) / f"{each.filename}.ckpt")
+            trainer.save_checkpoint(Path(str(each.dirpath)) / f"{each.filename}.ckpt", weights_only=False)
         self._saved = time.monotonic()
 
 

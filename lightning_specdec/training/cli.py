@@ -26,6 +26,7 @@ from lightning_specdec.models.packed import limit_threads
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.callbacks import RunProgressBar, SaveNewest
 from lightning_specdec.training.generate import GenerateText
+from lightning_specdec.training.optimizers import TimeLimit
 from lightning_specdec.training.runs import (
     CheckOptimizers,
     RunFiles,
@@ -47,9 +48,10 @@ class SaveConfig(SaveConfigCallback):
     """Saves the resolved config beside a training run's checkpoints, or its logs; the other verbs change nothing."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        log_dir = trainer.log_dir
         if stage == "fit" and trainer.is_global_zero:
             callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
-            for place in {str(each.dirpath) for each in callbacks if each.dirpath} or {trainer.log_dir} - {None}:
+            for place in {str(each.dirpath) for each in callbacks if each.dirpath} or {log_dir} - {None}:
                 Path(str(place)).mkdir(parents=True, exist_ok=True)
                 path = Path(str(place)) / self.config_filename
                 self.parser.save(self.config, path, skip_none=False, overwrite=True, multifile=False)
@@ -160,8 +162,9 @@ class TrainingCLI(LightningCLI):
             if isinstance(callback, ModelCheckpoint) and Path(callback.best_model_path).is_file():
                 name = f"{callback.filename} checkpoint" if callback.filename else "checkpoint"
                 say(f"{name}: {seen_from_here(callback.best_model_path)}")
-        if self.trainer.logger and self.trainer.log_dir:
-            say(f"curves: tensorboard --logdir {seen_from_here(self.trainer.log_dir)}")
+        # The Trainer's log_dir is a question to all processes.
+        if self.trainer.logger and (curves := self.trainer.logger.log_dir or self.trainer.logger.save_dir):
+            say(f"curves: tensorboard --logdir {seen_from_here(curves)}")
 
 
 def prepare(arguments: list[str]) -> None:
@@ -174,7 +177,7 @@ def prepare(arguments: list[str]) -> None:
     for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
         name, _, joined = option.partition("=")
         path = Path(joined or value)
-        if name in _TAKES_YAML and path.is_file():
+        if name in _TAKES_YAML and "\n" not in str(path) and path.is_file():
             texts.append(path.read_text(encoding="utf-8", errors="replace"))
             try:
                 check_yaml(texts[-1])
@@ -194,8 +197,11 @@ def one_line(report: str) -> str:
     return ": ".join([*(".".join(keys),) * bool(keys), "; ".join(reasons) or " ".join(report.split())])
 
 
-def run() -> None:
+def run(began: float | None = None) -> None:
     """Run the trainer verb that `sys.argv` names.
+
+    Args:
+        began: when the process began, on the clock of `time.monotonic`, for runs of a given time.
 
     Raises:
         ValueError: a fault of the command line, the config, the data or the checkpoint, in one line.
@@ -203,6 +209,8 @@ def run() -> None:
         SystemExit: the run was interrupted; its last checkpoint is whole.
     """
     quiet_lightning()
+    if began is not None:
+        TimeLimit.began = began
     # A model of transformers is described by plain values, which the parser would build itself.
     set_parsing_settings(import_path_denylist=["transformers"], instantiate_subclass_spec_in_any=False)
     prepare(sys.argv[1:])

@@ -16,6 +16,7 @@ from lightning_specdec.decoding.results import RowResult, merge_results
 from lightning_specdec.text.tokenizer import named_tokenizer
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.callbacks import tensorboards
+from lightning_specdec.training.target_outputs import is_sharded
 
 MEASURED = frozenset(("acceptance_rate", "block_efficiency"))
 
@@ -31,7 +32,8 @@ class DecodeHeldOut(Callback):
     The texts are a table in TensorBoard (`val/samples`) and in samples.md beside it: prompt, standard, speculative.
     Draft tokens that were kept are bold.
 
-    Of several processes the first decodes. The module decodes in evaluation mode, without mixed precision.
+    Of several processes the first decodes; all do where the target is sharded. The module decodes in evaluation mode,
+    without mixed precision.
 
     Args:
         num_prompts: how many prompts, one decoded after the other.
@@ -52,7 +54,7 @@ class DecodeHeldOut(Callback):
             return
         module = cast("SpeculativeTraining", pl_module)
         values: dict[str, float] = {}
-        if trainer.is_global_zero:
+        if trainer.is_global_zero or is_sharded(trainer):
             with torch.autocast(module.device.type, enabled=False):
                 values = self._measure(trainer, module)
         values = trainer.strategy.broadcast(values, src=0)
@@ -96,7 +98,7 @@ class DecodeHeldOut(Callback):
                 del rest[: len(kept) + len(own)]
             text = ("" if tokenizer else " ").join(parts)
             lines.append(f"| {shown(drafted.prompt)} | {shown(standard.tokens)} | {text} |")
-        for logger in tensorboards(trainer):
+        for logger in tensorboards(trainer) if trainer.is_global_zero else ():
             logger.experiment.add_text("val/samples", "\n".join(lines), trainer.global_step)
             Path(logger.log_dir, "samples.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 from lightning_specdec.checkpoints.checkpoint import KEY
@@ -20,6 +21,7 @@ from lightning_specdec.data import IGNORED, Batch, TokenData
 from lightning_specdec.data.base import SPLITS
 from lightning_specdec.drafters import Drafter, DraftVocabulary
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.draft_losses import CrossEntropy, DraftLoss, ForwardKL, position_weights
 from lightning_specdec.training.metrics import SAMPLINGS, Means, next_token_loss, next_token_means
@@ -30,6 +32,7 @@ from lightning_specdec.training.target_outputs import (
     TargetOutputs,
     check_same_tokens,
     given_target,
+    is_sharded,
     token_counts,
 )
 
@@ -90,7 +93,7 @@ class DistillationTraining(SpeculativeTraining):
         if optimizer not in ("adamw", "muon"):
             raise ValueError(f"optimizer must be adamw or muon, got {optimizer!r}")
         self.optimizer = optimizer
-        self._initialized = False
+        self._initialized = self._sharded = False
         target, self.target_tokenizer = given_target(target, target_checkpoint, freeze_target, dtype=target_dtype)
         super().__init__(target, make_drafter(target), **options)
         self.target.requires_grad_(not freeze_target)
@@ -149,8 +152,27 @@ class DistillationTraining(SpeculativeTraining):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         splits = {"fit": SPLITS[:2], "validate": SPLITS[1:2], "test": SPLITS[2:]}.get(stage, ())
-        self.target.to(self.trainer.strategy.root_device)  # where the Trainer moves it after setup
+        if not is_sharded(self.trainer):
+            self.target.to(self.trainer.strategy.root_device)  # where the Trainer moves it after setup
         self.target_features.prepare(self.target, self._data(), self.layers(), splits)
+
+    def configure_model(self) -> None:
+        """Shard a frozen target's layers under `ModelParallelStrategy` (FSDP2), where it does not fit one device."""
+        if not is_sharded(self.trainer) or self._sharded:
+            return
+        if not (self.freeze_target and isinstance(self.target, HuggingFaceLM)):
+            raise ValueError("ModelParallelStrategy shards a frozen transformers target alone: give strategy ddp")
+        assert self.device_mesh is not None
+        for layer in self.target.stack.layers:
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+        self._sharded = True
+
+    def on_after_backward(self) -> None:
+        """Average the draft's gradients over the processes that share a sharded target."""
+        if self._sharded:
+            for weight in self.parameters():
+                if weight.grad is not None:
+                    weight.grad = self.trainer.strategy.reduce(weight.grad)
 
     def read(self, batch: Batch, split: str) -> TargetOutputs:
         """The target's outputs for a batch."""
@@ -174,7 +196,7 @@ class DistillationTraining(SpeculativeTraining):
         for number, step in enumerate(self.draft_steps(batch, outputs)):
             _, (hidden, log_probs, labels, _) = self._chosen(step, batch, outputs, prompts=self.learn_from_prompts)
             values = self.loss(self.step_logits(number, hidden), log_probs, labels)
-            losses.append(values.sum() / max(1, len(values)))
+            losses.append(values.sum() / self._num_learned(values))
             num_positions += len(values)
         loss = (torch.stack(losses) * losses[0].new_tensor(self.loss_weights(len(losses)))).sum()
         if not self.freeze_target:
@@ -185,6 +207,12 @@ class DistillationTraining(SpeculativeTraining):
             each = {f"position_{i}/loss": value.detach() for i, value in enumerate(losses, start=1)}
             self.log_losses(each, num_positions, prog_bar=False)
         return loss
+
+    def _num_learned(self, values: Tensor) -> float:
+        """How many values each process has on average: then the mean over processes is the mean over all values."""
+        if self.trainer.world_size == 1:
+            return max(1, len(values))
+        return max(0.5, float(self.trainer.strategy.reduce(values.new_tensor(float(len(values))))))
 
     def measure(self, batch: Batch, split: str) -> Means:
         outputs = self.read(batch, split)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,10 +26,12 @@ from lightning_specdec.data import Batch, TokenData
 from lightning_specdec.data.base import tell
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.callbacks import progress_bar
+from lightning_specdec.training.optimizers import time_left
 from lightning_specdec.training.target_outputs import (
     OnlineFeatures,
     TargetOutputs,
     batches,
+    is_sharded,
     is_trained,
     pick,
     rows_at_once,
@@ -184,6 +187,48 @@ class OfflineFeatures(OnlineFeatures):
                 for line, of_row in zip(lines, each.cpu(), strict=True):
                     found[f"{rows[line]}.{name}"] = of_row[: lengths[line]].clone()
         return found
+
+
+class FeaturesByNeed(OfflineFeatures):
+    """Online where the run goes over the text about once, offline where it does so more often: decided by the epochs or
+    the time of the run, and by how fast the target reads."""
+
+    online = True
+
+    @torch.no_grad()
+    def prepare(self, target: LanguageModel, data: TokenData, layers: Sequence[int], splits: Sequence[str]) -> None:
+        if "train" in splits:
+            self.online = self._reads_once(target, data, layers)
+        if not self.online:
+            super().prepare(target, data, layers, splits)
+
+    def read(self, target: LanguageModel, batch: Batch, split: str, **wanted: Any) -> TargetOutputs:
+        return (OnlineFeatures if self.online else OfflineFeatures).read(self, target, batch, split, **wanted)
+
+    def _reads_once(self, target: LanguageModel, data: TokenData, layers: Sequence[int]) -> bool:
+        """Whether keeping outputs would not save time; says so, with the time that one reading takes."""
+        trainer: Any = data.trainer
+        if is_sharded(trainer):  # not yet on its devices
+            return True
+        sample = data.first_rows("train", 2 * data.batch_size)
+        for _ in range(2):  # the first one warms up
+            began = time.perf_counter()
+            OnlineFeatures.read(
+                self,
+                target,
+                sample._replace(tokens=sample.tokens.to(target.device)),
+                "train",
+                layers=layers,
+                tokens=None,
+            )
+        seconds = (time.perf_counter() - began) * len(data.rows("train")) / len(sample.tokens)
+        epochs: float = trainer.max_epochs
+        if (left := time_left(trainer)) is not None:
+            epochs = left / (2 * seconds)  # the draft's own steps take about as long
+        once = bool(trainer.strategy.broadcast(epochs <= 1.5)) or is_trained(target)
+        how = "it reads along" if once else "it reads once, and its outputs are kept"
+        tell(f"the target reads the text in about {seconds:,.0f} s, the run goes over it {epochs:.1f} times: {how}")
+        return once
 
 
 def _logits(

@@ -105,8 +105,19 @@ class TimeLimit(Timer):
 
 def time_share(trainer: Trainer) -> float | None:
     """How much of a run's time is over, from 0 to 1; None for a run without a time limit."""
-    for timer in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(timer, Timer) and (left := timer.time_remaining()) is not None:
-            done = timer.time_elapsed()
-            return min(1.0, done / max(1e-9, done + left))
+    for timer in _timers(trainer):
+        done = timer.time_elapsed()
+        return min(1.0, done / max(1e-9, done + (timer.time_remaining() or 0)))
     return None
+
+
+def time_left(trainer: Trainer) -> float | None:
+    """Seconds that a run has left before it begins its steps; None for a run without a time limit."""
+    for timer in _timers(trainer):
+        return (timer.time_remaining() or 0) - (time.monotonic() - TimeLimit.began)
+    return None
+
+
+def _timers(trainer: Trainer) -> list[Timer]:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return [each for each in callbacks if isinstance(each, Timer) and each.time_remaining() is not None]

@@ -74,8 +74,8 @@ class RunFiles:
         callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
         self.checkpoints = {callback: Path(str(callback.dirpath)) for callback in callbacks if callback.dirpath}
         self.newest = [callback for callback in self.checkpoints if callback.monitor is None]
-        for callback in self.newest:  # so that a run that is stopped, in its first epoch too, can go on
-            callback.save_on_exception = True
+        for callback in self.newest:  # where one of several processes fails, the others would not come to save
+            callback.save_on_exception = trainer.world_size == 1
         self.logger = trainer.logger if isinstance(trainer.logger, TensorBoardLogger) else None
         self._locks: list[int] = []
 

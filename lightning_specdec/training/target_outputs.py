@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 
 from lightning_specdec.checkpoints import checkpoint as checkpoint_file
@@ -80,6 +82,11 @@ class OnlineFeatures:
                     features[layer].append(output.features[layer])
         states = {layer: torch.cat(parts) for layer, parts in features.items()}
         return TargetOutputs(states, torch.cat(log_probs), torch.cat(choices))
+
+
+def is_sharded(trainer: Trainer) -> bool:
+    """Whether the target's layers are spread over the processes, which then must call it together."""
+    return isinstance(trainer.strategy, ModelParallelStrategy)
 
 
 def is_trained(target: LanguageModel) -> bool:

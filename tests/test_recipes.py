@@ -1,0 +1,112 @@
+"""Laws of recipes: a target, its text and a time are enough for a draft that decodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cli_fixtures import call, succeed
+from generated import corpus, target
+from test_training import Stop, killed
+from tiny_models import write, write_text_model
+
+from lightning_specdec.checkpoints import checkpoint
+from lightning_specdec.training.distillation import FINAL_RATE
+from lightning_specdec.training.recipes import RECIPES, config_for
+
+__all__ = ["corpus", "target"]
+
+
+@pytest.fixture(autouse=True)
+def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_killed_in_its_first_epoch_goes_on_and_its_draft_decodes(
+    recipe: str, target: str, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit: tuple[str, ...] = (
+        "fit",
+        "--recipe",
+        recipe,
+        "--target",
+        target,
+        "--text",
+        str(corpus),
+        "--trainer.accelerator",
+        "cpu",
+    )
+    fit += ("--trainer.max_epochs", "1", "--data.batch_size", "2")
+    with monkeypatch.context() as stopped:
+        Stop(stopped, "SIGKILL")
+        killed(lambda: call(*fit, "--save_seconds", "0"))
+    last = Path(f"checkpoints/target_{recipe}/version_0/last.ckpt")
+    assert checkpoint.read(last)["global_step"] == 3
+    outcome = succeed(*fit, "--ckpt_path", "last")
+    assert "val/block_efficiency" in outcome.out and "over it 1.0 times: it reads along" in outcome.err
+    assert checkpoint.read(last)["global_step"] > 3 and last.with_name("best.ckpt").is_file()
+    succeed("export", "--ckpt", str(last.parent.parent), "--output", "draft.safetensors")
+    told = succeed(
+        "decode", "--target", target, "--draft", "draft.safetensors", "--repeats", "0", "--max_new_tokens", "6"
+    )
+    assert "output identical" in told.out
+
+
+def test_a_run_of_given_minutes_ends_with_its_schedule_and_keeps_what_is_read_often(target: str, corpus: Path) -> None:
+    outcome = succeed("fit", "--recipe", "eagle", "--target", target, "--text", str(corpus), "--minutes", "0.08")
+    assert "it reads once, and its outputs are kept" in outcome.err and "free)" in outcome.err
+    content = checkpoint.read("checkpoints/target_eagle/version_0/best.ckpt")
+    rate = content["optimizer_states"][0]["param_groups"][0]["lr"]
+    assert FINAL_RATE * 0.002 <= rate < 0.1 * 0.002 and content["epoch"] > 1
+    assert Path("logs/target_eagle/version_0/samples.md").is_file()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_yaml_of_a_recipe_is_what_it_runs(recipe: str, target: str, corpus: Path) -> None:
+    printed = succeed("fit", "--recipe", recipe, "--target", target, "--text", str(corpus), "--print_config").out
+    assert yaml.safe_load(printed) == config_for(recipe, target, [str(corpus)])
+    Path("mine.yaml").write_text(printed)
+    assert "class_path" in succeed("fit", "--config", "mine.yaml", "--print_config").out
+
+
+def test_the_sizes_follow_from_the_target(tmp_path: Path, corpus: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    two = write_text_model(tmp_path / "two", num_hidden_layers=2, intermediate_size=48, **sizes)
+    thirty = write_text_model(tmp_path / "thirty", num_hidden_layers=32, **sizes)
+    small = config_for("eagle", two, [str(corpus)])["model"]["init_args"]
+    assert (small["num_heads"], small["num_key_heads"], small["intermediate_size"]) == (4, 2, 48)
+    assert config_for("layers", two, [str(corpus)])["model"]["init_args"]["draft_layers"] == [0]
+    assert config_for("layers", thirty, [str(corpus)])["model"]["init_args"]["draft_layers"] == [0, 1, 2, 29, 30, 31]
+    model = config_for("pair", thirty, [str(corpus)])["model"]["init_args"]["draft"]["init_args"]["model"]
+    assert model["num_hidden_layers"] == 4
+
+
+def test_a_fault_is_one_line_and_leaves_nothing(tmp_path: Path, target: str, corpus: Path) -> None:
+    text = str(corpus)
+    one = write(tmp_path / "one", num_hidden_layers=1)
+    (tmp_path / "empty").mkdir()
+    faults: list[tuple[tuple[str, ...], str]] = [
+        (("--recipe", "eegle", "--target", target, "--text", text), "there is no recipe 'eegle': give one of eagle"),
+        (("--recipe", "eagle", "--target", "nowhere", "--text", text), "nowhere: no such model directory"),
+        (("--recipe", "eagle", "--target", target), "--text"),
+        (("--recipe", "eagle", "--target", str(tmp_path / "empty"), "--text", text), "has no config.json"),
+        (("--recipe", "eagle", "--target", target, "--text", "nowhere"), "nowhere does not exist"),
+        (("--recipe", "exit", "--target", one, "--text", text), "has one layer"),
+        (("--recipe", "eagle", "--target", one, "--text", text), "tokenizer"),
+        (("--recipe", "eagle", "--target", target, "--text", "shipped"), "is text of the tokenizer"),
+        (("--recipe", "eagle", "--target", target, "--text", text, str(tmp_path)), "train on one kind at a time"),
+        (("--recipe", "eagle", "--target", target, "--text", text, "--minutes", "-1"), "minutes"),
+        (
+            ("--recipe", "eagle", "--target", target, "--text", text, "--minutes", "0.0001"),
+            "too few for one checkpoint",
+        ),
+    ]
+    for words, told in faults:
+        outcome = call("fit", *words)
+        assert outcome.code == 2 and "Traceback" not in outcome.err, words
+        assert told in outcome.err.splitlines()[-1], outcome.err
+    assert not list(tmp_path.rglob("*.ckpt"))
