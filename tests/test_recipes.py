@@ -14,7 +14,7 @@ from tiny_models import write, write_text_model
 
 from lightning_specdec.checkpoints import checkpoint
 from lightning_specdec.training.distillation import FINAL_RATE
-from lightning_specdec.training.recipes import RECIPES, config_for
+from lightning_specdec.training.draft_recipes import RECIPES, config_for
 
 __all__ = ["corpus", "target"]
 

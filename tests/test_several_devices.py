@@ -16,7 +16,7 @@ from generated import corpus, target
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_specdec.checkpoints import checkpoint
-from lightning_specdec.training.recipes import config_for
+from lightning_specdec.training.draft_recipes import config_for
 
 __all__ = ["corpus", "target"]
 SHARDED = {"data_parallel_size": 2, "tensor_parallel_size": 1, "save_distributed_checkpoint": False}

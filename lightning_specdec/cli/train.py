@@ -89,7 +89,7 @@ def _by_recipe(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     parser.add_argument("--text", nargs="+", required=True)
     parser.add_argument("--minutes", type=float)
     given, rest = parser.parse_known_args(words)
-    from lightning_specdec.training.recipes import config_for
+    from lightning_specdec.training.draft_recipes import config_for
 
     return config_for(given.recipe, given.target, given.text, minutes=given.minutes), rest
 
