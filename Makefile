@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 RUN := $(BIN)/lightning_specdec
 RUNS := rnn transformer draft_sizes early_exit multi_token staged text
 
-.PHONY: help setup dev demo test test-real lint bench bench-transformers tables checkpoints smollm2 clean
+.PHONY: help setup dev demo test test-real test-engines lint bench bench-transformers tables checkpoints smollm2 clean
 
 help:
 	@echo "make setup        create $(VENV) and install the project"
 	@echo "make demo         train the recurrent pair, decode both ways, report (about a minute)"
 	@echo "make test         lint, types and every test"
 	@echo "make test-real    the tests on a real model (minutes; make smollm2 first)"
+	@echo "make test-engines  vLLM with exported drafts, ENGINE=its python PROMPTS=Spec-Bench's question.jsonl (minutes)"
 	@echo "make smollm2      write SmolLM2-135M-Instruct to checkpoints/smollm2 (a download of 98 MB)"
 	@echo "make bench        the speed figures of the README; make bench-transformers those of the transformers"
 	@echo "make tables       write the tables of README.md and docs/ anew from docs/results"
@@ -43,6 +44,9 @@ test: lint
 
 test-real: dev
 	$(BIN)/python -m pytest -m real
+
+test-engines: dev
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/engines.py --engine $(ENGINE) --prompts $(PROMPTS) --output docs/results/engines.json
 
 lint: dev
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ import torch
 from cli_fixtures import here, refused, succeed
 from families import tiny
 from safetensors.torch import load_file, save_file
+from tiny_distillation import begun, check_that_it_learns
 from tiny_eagle import eagle, fitted_eagle
 from tiny_heads import heads
 
@@ -33,6 +34,7 @@ from lightning_specdec.drafters import (
 from lightning_specdec.models import RNN
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.loading import load_model
+from lightning_specdec.training import EagleTraining, MultiTokenTraining
 
 __all__ = ["here"]
 
@@ -106,6 +108,14 @@ def test_layers_are_counted_as_each_engine_counts_them(tmp_path: Path) -> None:
     inputs = json.loads((written(tmp_path / "a") / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"]
     plain = json.loads((written(tmp_path / "b", engine="sglang") / "config.json").read_text())["eagle_config"]
     assert inputs == [1, 3, 4] and plain["eagle_aux_hidden_state_layer_ids"] == [0, 2, 3]
+
+
+def test_nothing_is_left_to_defaults_that_readers_do_not_have(tmp_path: Path) -> None:
+    """vLLM gives a nested layer no defaults."""
+    config = json.loads((written(tmp_path) / "config.json").read_text())
+    layer = {"hidden_act", "attention_bias", "mlp_bias", "head_dim", "rope_parameters", "rms_norm_eps", "layer_types"}
+    assert layer <= config["transformer_layer_config"].keys()
+    assert {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "draft_vocab_size"} <= config.keys()
 
 
 def test_medusa_heads_come_back_as_they_went(tmp_path: Path) -> None:
@@ -264,6 +274,19 @@ def test_names_of_specforge_and_the_defaults_of_engines_are_read(exported: Path,
     save_file(tensors, tmp_path / "model.safetensors")
     back: Any = read_head(tmp_path, TARGET)
     assert back.settings.feature_layers == (1, 1, 1) and same(drafter, back)
+
+
+def test_training_goes_on_from_an_imported_head(tmp_path: Path) -> None:
+    target = HuggingFaceLM(tiny("llama", vocab_size=11, num_hidden_layers=4, sharpness=14.0))
+    drafter = eagle(target, layers=[0, 1, 2], norm_output=True, draft_vocabulary=[1, 2, 3, 4, 5, 7, 8, 10])
+    engines.export(tmp_path / "out", drafter, target, "vllm")
+    training = EagleTraining(target, draft=str(tmp_path / "out"), draft_vocabulary=3, num_draft_tokens=3)
+    begun(training)
+    assert all(torch.equal(each, training.drafter.state_dict()[key]) for key, each in drafter.state_dict().items())
+    assert training.drafter.arguments() == read_head(tmp_path / "out", target).arguments()
+    check_that_it_learns(training, 12)
+    with pytest.raises(ValueError, match="this trains a MultiTokenDrafter"):
+        MultiTokenTraining(target, draft=str(tmp_path / "out"), num_heads=2)
 
 
 def test_the_command_line_exports_imports_audits_and_writes_a_draft_file(here: None) -> None:

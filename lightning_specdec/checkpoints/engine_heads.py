@@ -44,18 +44,15 @@ _REFUSED = {
 }
 """What a head may have and `EagleNetwork` has not."""
 _SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_hidden_layers",
-    "head_dim",
-    "hidden_act",
-    "vocab_size",
-    "rms_norm_eps",
-    "rope_parameters",
-    "rope_theta",
-    "rope_scaling",
+    *(
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "num_hidden_layers",
+        "head_dim",
+    ),
+    *("hidden_act", "vocab_size", "rms_norm_eps", "rope_parameters", "rope_theta", "rope_scaling"),
 )
 _MEDUSA = ("num_heads", "num_heads"), ("num_layers", "num_hidden_layers")
 
@@ -86,7 +83,7 @@ def eagle_tensors(drafter: EagleDrafter, layer: str) -> dict[str, Tensor]:
 def eagle_config(drafter: EagleDrafter, target: str, num_draft_tokens: int, *, nested: bool) -> dict[str, Any]:
     """The config of an autoregressive head, as speculators writes it (`nested`) or as SpecForge does."""
     own, layers = drafter.settings, sorted(drafter.settings.feature_layers)
-    # `head_dim` stands in any case: readers differ in what they take when it does not.
+    # vLLM has no defaults for a nested layer, and readers differ in theirs: everything is stated.
     layer: dict[str, Any] = {
         "model_type": "llama",
         "hidden_size": own.hidden_size,
@@ -96,13 +93,13 @@ def eagle_config(drafter: EagleDrafter, target: str, num_draft_tokens: int, *, n
         "num_key_value_heads": own.num_key_heads,
         "head_dim": drafter.network.head_size,
         "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
         "vocab_size": own.vocab_size,
         "max_position_embeddings": _POSITIONS,
         "rms_norm_eps": own.norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": own.rotary_base},
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
         "num_aux_hidden_states": len(layers),
     }
     if own.attention_window is not None:

@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
+from lightning_specdec.checkpoints import load_pair
 from lightning_specdec.checkpoints.checkpoint import KEY
 from lightning_specdec.config.checks import require_int, require_number
+from lightning_specdec.config.models import PairSource
 from lightning_specdec.data import IGNORED, Batch, TokenData
 from lightning_specdec.data.base import SPLITS
 from lightning_specdec.drafters import Drafter, DraftVocabulary
@@ -57,6 +59,7 @@ class DistillationTraining(SpeculativeTraining):
         target: the target; None where `target_checkpoint` names it.
         target_checkpoint: a checkpoint that contains the target, or the directory of a transformers model.
         target_dtype: dtype of a target from a directory; as stored when None.
+        draft: a draft file, or the directory of a head, to go on from; it keeps its sizes and its vocabulary.
         freeze_target: whether the target stays as it is, to the last bit. Otherwise it learns from the text, and its
             loss is added to the draft's.
         loss: when None, `ForwardKL` for a frozen target, else `CrossEntropy`.
@@ -75,6 +78,7 @@ class DistillationTraining(SpeculativeTraining):
         *,
         target_checkpoint: str | None = None,
         target_dtype: str | None = None,
+        draft: str | None = None,
         freeze_target: bool = True,
         loss: DraftLoss | None = None,
         position_decay: float = 0.8,
@@ -93,9 +97,15 @@ class DistillationTraining(SpeculativeTraining):
         if optimizer not in ("adamw", "muon"):
             raise ValueError(f"optimizer must be adamw or muon, got {optimizer!r}")
         self.optimizer = optimizer
-        self._initialized = self._sharded = False
+        self._initialized, self._sharded = draft is not None, False
         target, self.target_tokenizer = given_target(target, target_checkpoint, freeze_target, dtype=target_dtype)
-        super().__init__(target, make_drafter(target), **options)
+        drafter = make_drafter(target)
+        if draft is not None:
+            source = PairSource(target=target, draft=draft, draft_dtype="float32")
+            kind, drafter = type(drafter), load_pair(source, pack=False).drafter
+            if type(drafter) is not kind:
+                raise ValueError(f"{draft} is a {type(drafter).__name__}, this trains a {kind.__name__}: give another")
+        super().__init__(target, drafter, **options)
         self.target.requires_grad_(not freeze_target)
         self.train()
 

