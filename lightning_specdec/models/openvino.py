@@ -26,11 +26,10 @@ from openvino import opset13 as ops
 from openvino.op import _PagedAttentionExtension
 from torch import Tensor
 
-from lightning_specdec import __version__
 from lightning_specdec.config.files import cache_home
 from lightning_specdec.models.base import ExitStates, ModelOutput, select, weights_digest
 from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.models.openvino_conversion import GROUP, Attention, convert
+from lightning_specdec.models.openvino_conversion import FORMAT, GROUP, Attention, convert, shared_tensor
 from lightning_specdec.models.state import DecodeState, Lengths, as_list
 
 BLOCK = 32
@@ -47,16 +46,17 @@ def converted(model: HuggingFaceLM, quantization: str | None = None) -> Path:
     Raises:
         ValueError: OpenVINO cannot run it, or the files are damaged or cannot be written.
     """
-    kind = model.dtype, quantization, GROUP, ov.get_version(), __version__
+    kind = model.dtype, quantization, GROUP, FORMAT, ov.get_version()
     settings = repr((weights_digest(model), model.arguments(), kind))
     home = cache_home() / f"openvino-{hashlib.sha256(settings.encode()).hexdigest()[:24]}"
     sums = home / "sha256.json"
     if not sums.is_file():
         home.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=home.parent, prefix=f".{home.name}.") as made:
-            convert(model, Path(made), quantization)
+            single = HuggingFaceLM(deepcopy(model.model).float())
+            convert(single, Path(made), model.dtype, quantization)
             if quantization is None:
-                _check(model, OpenVINOLM(model, Path(made)))
+                _check(single, OpenVINOLM(model, Path(made)))
             (Path(made) / sums.name).write_text(json.dumps(_sha256(Path(made))), encoding="ascii")
             try:
                 os.replace(made, home)
@@ -78,10 +78,10 @@ def _sha256(directory: Path) -> dict[str, str]:
 
 @torch.no_grad()
 def _check(model: HuggingFaceLM, made: OpenVINOLM) -> None:
-    """Raise ValueError unless the converted model gives the same logits."""
+    """Raise ValueError unless the converted model gives the logits of the model in float32."""
     tokens = torch.arange(12)[None] * 7919 % model.vocab_size
-    wanted, got = model(tokens).logits.float(), made(tokens).logits
-    tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
+    wanted, got = model(tokens).logits, made(tokens).logits
+    tolerance = 1e-3 if made.dtype == torch.float32 else 0.1
     if not (got - wanted).abs().max() <= tolerance * wanted.abs().max():
         what = type(model.model).__name__
         raise ValueError(f"OpenVINO computes other logits for {what} than torch does: use --backend torch")
@@ -136,18 +136,12 @@ class _Graph:
 
 def _entry_behind(layers: ov.Model, layer: int) -> Any:
     """A new input that takes the place of a layer's output, and of the first layer's input, whose shape may be read."""
-    entry = ops.parameter([1, -1, -1], ov.Type.f32)
     source = layers.outputs[layer].get_node().input_value(0)
-    while source.get_node().get_type_name() == "Convert":  # what a bfloat16 model hands on is its input
-        source = source.get_node().input_value(0)
-    given = entry.output(0)
-    entered = (
-        given if source.get_element_type() == ov.Type.f32 else ops.convert(entry, source.get_element_type()).output(0)
-    )
-    for each, other in ((source, entered), (layers.inputs[0].get_node().output(0), given)):
-        for reader in each.get_target_inputs():
+    entry = ops.parameter(source.get_partial_shape(), ov.Type.f32)
+    for replaced in (source, layers.inputs[0].get_node().output(0)):
+        for reader in replaced.get_target_inputs():
             if reader.get_node().get_type_name() != "Result":
-                reader.replace_source_output(other)
+                reader.replace_source_output(entry.output(0))
     return entry
 
 
@@ -183,13 +177,6 @@ def _compiled(model: ov.Model, dtype: torch.dtype) -> ov.InferRequest:
     return ov.Core().compile_model(model, "CPU", options).create_infer_request()
 
 
-def _shared(tensor: Tensor) -> ov.Tensor:
-    """The same memory as a tensor of OpenVINO."""
-    if tensor.dtype == torch.bfloat16:  # numpy has none
-        return ov.Tensor(tensor.view(torch.int16).numpy(), ov.Shape(tensor.shape), ov.Type.bf16)
-    return ov.Tensor(tensor.numpy(), shared_memory=True)
-
-
 class PagedState(DecodeState):
     """Attention's keys and values, layer by layer, in blocks of `BLOCK` tokens; a row's blocks lie together.
 
@@ -209,7 +196,7 @@ class PagedState(DecodeState):
         self._use([torch.zeros(shape, dtype=dtype) for shape in shapes])
 
     def _use(self, buffers: list[Tensor]) -> None:
-        self._buffers, self.caches = buffers, [_shared(buffer) for buffer in buffers]
+        self._buffers, self.caches = buffers, [shared_tensor(buffer) for buffer in buffers]
 
     def places(self, starts: Sequence[int], lengths: Sequence[int]) -> list[np.ndarray]:
         """The positions `[1, P]` of the next `lengths[b]` tokens of each row, from `starts[b]` on, and `_PLACES`."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import openvino as ov
 import torch
+from openvino import opset13 as ops
 from openvino.frontend import GeneralFailure, OpConversionFailure
 from openvino.frontend.pytorch import ConversionExtension, ModuleExtension
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ from lightning_specdec.models.model_config import FOREIGN, first_line
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
+FORMAT = 2
+"""Of the converted files: a change of what they hold raises it, so that kept ones are made anew."""
 GROUP = 64
 """Weights of a group of the int4 quantization, which share a scale."""
 _ATTENTION = "lightning_specdec_openvino"
@@ -93,11 +96,11 @@ class _Layers(nn.Module):
         self.model, self.stack, self.traced = model.model, model.stack, _traced
 
     def forward(self, hidden: Float[Tensor, "1 P D"], positions: Int[Tensor, "1 P"]) -> tuple[Tensor, ...]:
-        hidden, outputs = hidden.to(self.model.dtype), []
+        outputs = []
         call = self.stack.begin(hidden, positions, None, _NewTokens())
         for layer in range(self.stack.num_layers):
             hidden = self.stack.run(hidden, call, layer, layer + 1)
-            outputs.append(hidden.float())
+            outputs.append(hidden)
         return tuple(outputs)
 
 
@@ -109,14 +112,19 @@ class _Head(nn.Module):
         self.head: Any = model.model.get_output_embeddings()
 
     def forward(self, hidden: Float[Tensor, "P D"]) -> Float[Tensor, "P V"]:
-        logits: Tensor = self.head(hidden.to(self.head.weight.dtype))
-        return logits.float()
+        logits: Tensor = self.head(hidden)
+        return logits
 
 
-def convert(model: HuggingFaceLM, directory: Path, quantization: str | None = None) -> None:
+def convert(model: HuggingFaceLM, directory: Path, dtype: torch.dtype, quantization: str | None = None) -> None:
     """Write a model's layers and its output head to a directory, as `layers.xml` and `head.xml` with their weights.
 
+    They are traced in float32, as OpenVINO's fused operations expect them; what computes in bfloat16 is chosen when
+    they are compiled.
+
     Args:
+        model: the model in float32.
+        dtype: of the weights in the files, where they are not quantized.
         quantization: of the weights, by NNCF: "int8" with a scale for each output, "int4" with one for each group of
             `GROUP` weights (the output head in int8); None for plain ones.
 
@@ -143,12 +151,30 @@ def convert(model: HuggingFaceLM, directory: Path, quantization: str | None = No
                 converted = ov.convert_model(module.eval(), example_input=example, extension=extension)
             if quantization is not None:
                 converted = _quantized(converted, "int8" if name == "head" else quantization)
+            elif dtype == torch.bfloat16:
+                _narrow(converted)
             ov.save_model(converted, directory / f"{name}.xml", compress_to_fp16=False)
     except (*FOREIGN, GeneralFailure, OpConversionFailure) as error:
         what = type(model.model).__name__
         raise ValueError(f"OpenVINO cannot run {what}: {first_line(error)}: use --backend torch") from error
     finally:
         model.model.set_attn_implementation(before)
+
+
+def _narrow(model: ov.Model) -> None:
+    """Keep the matrices in bfloat16, from which they were made."""
+    for node in model.get_ordered_ops():
+        if node.get_type_name() == "Constant" and node.get_element_type() == ov.Type.f32 and len(node.shape) == 2:
+            values = torch.from_numpy(node.data.copy()).to(torch.bfloat16)
+            narrow = ops.constant(shared_tensor(values), shared_memory=False)
+            node.output(0).replace(ops.convert(narrow, "f32").output(0))
+
+
+def shared_tensor(tensor: Tensor) -> ov.Tensor:
+    """The same memory as a tensor of OpenVINO."""
+    if tensor.dtype == torch.bfloat16:  # numpy has none
+        return ov.Tensor(tensor.view(torch.int16).numpy(), ov.Shape(tensor.shape), ov.Type.bf16)
+    return ov.Tensor(tensor.numpy(), shared_memory=True)
 
 
 def _quantized(model: ov.Model, quantization: str) -> ov.Model:
