@@ -9,7 +9,7 @@ RUNS := rnn transformer draft_sizes early_exit multi_token staged text
 
 help:
 	@echo "make setup        create $(VENV) and install the project"
-	@echo "make demo         train the recurrent pair, decode both ways, report (about a minute)"
+	@echo "make demo         train the recurrent pair, decode both ways, report (a minute, and the installation)"
 	@echo "make test         lint, types and every test"
 	@echo "make test-real    the tests on a real model (minutes; make smollm2 first)"
 	@echo "make test-engines  vLLM with exported drafts, ENGINE=its python PROMPTS=Spec-Bench's question.jsonl (minutes)"

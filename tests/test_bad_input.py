@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("here")
     ("arguments", "told"),
     [
         (["decod"], "unknown verb 'decod': did you mean decode?"),
-        (["decode"], "name the models by one of --ckpt, --pair, --target, got none"),
+        (["decode"], "name the models by one of MODEL, --ckpt, --pair, --target"),
         (["decode", "--ckpt", "x.ckpt", "--num_draft_token", "3"], "did you mean --num_draft_tokens?"),
         (["decode", "--ckpt", "x.ckpt", "1 2 3"], "name the models once, got --ckpt and '1 2 3'"),
         (["decode", "--ckpt", "x.ckpt"], "x.ckpt: no such checkpoint"),
@@ -35,7 +35,7 @@ def test_an_unknown_verb_option_or_file_is_refused(arguments: list[str], told: s
     ("options", "told"),
     [
         ("--prompt 1 --prompt []", "--prompt 2 is empty"),
-        ("--prompt two", "--prompt 1: 'two' is no list of tokens"),
+        ("--prompt two", "--prompt 1: 'two' is not a list of tokens"),
         ("--prompt 50", "--prompt 1 holds 50: tokens of this model are integers from 0 to 49"),
         ("--prompts_file prompts.txt", "prompts.txt, line 3 holds 50"),
         ("--prompts_file binary.txt", "binary.txt is not text"),

@@ -158,7 +158,7 @@ def test_a_case_that_failed_is_in_the_table_and_the_exit_code(monkeypatch: pytes
         ({"rules": ["Luck"]}, "there is no rule 'Luck'"),
         ({"baselines": ["vllm"]}, "baselines must be one of generate"),
         ({"prompts": "gone.jsonl"}, "gone.jsonl"),
-        ({"device": "cuda:77"}, "there is no usable device 'cuda:77'"),
+        ({"device": "cuda:77"}, "no usable device 'cuda:77'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

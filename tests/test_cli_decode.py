@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import make
 from cli_fixtures import QUICK, call, ckpt, shipped_run, succeed
+from report_rows import cells_of, faster, standard
 
 from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.audit.identity import Divergence
@@ -44,8 +45,13 @@ def test_without_a_prompt_the_stored_prompts_get_seven_tokens_with_both_methods(
 def test_the_answer_comes_first_then_clean_outputs_then_the_fates_then_the_table(ckpt: str) -> None:
     options = ("decode", ckpt, *QUICK, "--num_draft_tokens", "4")
     printed, document = succeed(*options).out, succeed(*options, "--output", "json").json
-    first = r"(\d+\.\d\dx faster|not faster: \d\.\d\dx) \([\d.,]+ -> [\d.,]+ tokens/s\), output identical"
-    assert "\x1b" not in printed and re.fullmatch(first, printed.splitlines()[0])
+    told = r"(?:\d+\.\d\dx faster|slower: \d\.\d\dx|no gain proven: \d\.\d\dx|\d\.\d\dx, too few repeats to tell)"
+    speeds = r" \(([\d.,]+) -> ([\d.,]+) tokens/s(?:, 95% interval [\d.]+ to [\d.]+)?\), output identical"
+    first = re.fullmatch(told + speeds, printed.splitlines()[0])
+    assert "\x1b" not in printed and first
+    before, after = (float(each.replace(",", "")) for each in first.groups())
+    (ratio,) = re.findall(r"\d+\.\d\d(?=x)", printed.splitlines()[0])
+    assert after / before == pytest.approx(float(ratio), abs=0.006)
     for each in document["prompts"]:
         words: list[str] = []
         for turn in each["speculative"]["rounds"]:
@@ -59,6 +65,22 @@ def test_the_answer_comes_first_then_clean_outputs_then_the_fates_then_the_table
     assert "[draft token kept], -rejected-, the target's own" in printed and "time by phase" not in printed
     assert re.search(r"\nmethod .* walltime_speedup\nModelDrafter +4 ", printed)
     assert "time by phase" in succeed(*options, "-v").out
+
+
+@pytest.mark.parametrize(
+    ("speedups", "told"),
+    [
+        ([[1.5, 1.6], [1.6, 1.5]], "1.55x faster ("),
+        ([[0.5, 0.6], [0.6, 0.5]], "slower: 0.55x ("),
+        ([[0.8, 1.6], [1.5, 0.9]], "no gain proven: 1.10x ("),
+        ([[0.2, 9.0], [9.0, 0.1]], "0.26x, too few repeats to tell ("),
+        ([[1.5]], "1.50x, too few repeats to tell ("),
+    ],
+)
+def test_a_gain_is_claimed_only_where_its_interval_lies_above_one(speedups: list[list[float]], told: str) -> None:
+    rows = [standard(len(each), repeat=i) for i, each in enumerate(speedups)]
+    rows += [faster(each, repeat=i) for i, each in enumerate(speedups)]
+    assert shown.saved(cells_of(rows)[1]).startswith(told)
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_a_bad_checkpoint_is_refused_before_anything_runs(
                 verb(monkeypatch, tmp_path, name, "--ckpt_path", path.name, logger=True)
             assert "\n" not in str(caught.value)
     best, last = str(shipped_run.best), str(shipped_run.last)
-    with pytest.raises(ValueError, match="is of other networks, .*embedding"):
+    with pytest.raises(ValueError, match="has networks of other shapes .*embedding"):
         verb(monkeypatch, tmp_path, "test", "--ckpt_path", best, "--data.vocab_size", "60", logger=True)
     with pytest.raises(ValueError, match=f"{EPOCHS} epochs behind it and the run ends after {EPOCHS - 1}"):
         verb(monkeypatch, tmp_path, "fit", "--ckpt_path", last, "--trainer.max_epochs", str(EPOCHS - 1), logger=True)

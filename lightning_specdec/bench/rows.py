@@ -143,6 +143,15 @@ def timings(pairs: Sequence[tuple[ResultRow, ResultRow]]) -> Timings | None:
     return standard, [[two[i][0] * one[i][1] / two[i][1] for i in kept] for one, two in units]
 
 
+def speed(rows: Sequence[ResultRow]) -> float | None:
+    """New tokens / seconds, summed over batches, of medians over repeats, as `walltime_speedup` counts; None without."""
+    repeats = [_units(row) for row in rows]
+    if not repeats:
+        return None
+    seconds = sum(statistics.median(repeat[i][0] for repeat in repeats) for i in range(len(repeats[0])))
+    return statistics.median(row.num_new_tokens for row in rows) / seconds
+
+
 def _units(row: ResultRow) -> list[tuple[float, int]]:
     """Seconds and tokens of each batch, which ends with its last prompt. What a run takes besides is shared out."""
     seconds, tokens, size = row.prompt_seconds, row.prompt_new_tokens, row.batch_size
@@ -246,9 +255,8 @@ class Comparison:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """New tokens / seconds, the median of the repeats."""
-        speeds = [row.num_new_tokens / row.seconds for row in self.rows]
-        return statistics.median(speeds) if speeds else None
+        """New tokens / seconds, see `speed`."""
+        return speed(self.rows)
 
     @property
     def same_tokens(self) -> bool | None:

@@ -25,6 +25,7 @@ from torch import Tensor
 from lightning_specdec.checkpoints import runs
 from lightning_specdec.config.checks import BUILTIN_ERRORS
 from lightning_specdec.config.files import replaced
+from lightning_specdec.config.settings import nearest
 from lightning_specdec.config.terminal import short
 from lightning_specdec.models.safetensors_file import read_header
 
@@ -109,7 +110,9 @@ def read_any(path: str | os.PathLike[str]) -> Any:
     """
     path = runs.find(path)
     if not path.exists():
-        raise FileNotFoundError(f"{path}: no such checkpoint; `lightning_specdec fit --config ...` writes one")
+        there = [each.name for each in path.parent.glob("*")] if path.parent.is_dir() else []
+        advice = nearest(path.name, there) or "; `lightning_specdec fit --config ...` writes one"
+        raise FileNotFoundError(f"{path}: no such checkpoint{advice}")
     try:
         with path.open("rb") as file:
             is_archive = file.read(2) == b"PK"

@@ -74,9 +74,7 @@ def find_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device).tolist()
     except (RuntimeError, AssertionError, ImportError) as error:
-        raise ValueError(
-            f"there is no usable device {name!r} here: try --device cpu (`lightning_specdec info`)"
-        ) from error
+        raise ValueError(f"no usable device {name!r}: try --device cpu (`lightning_specdec info`)") from error
     return device
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lightning_specdec.decoding.conversation import Conversation
     from lightning_specdec.text.chat import Chat
 
-SUMMARY = "talk to a chat model, its draft at work"
+SUMMARY = "chat with a model, decoding speculatively"
 EXAMPLES = """\
 lightning_specdec chat --pair smollm2
 lightning_specdec chat checkpoints/smollm2 --drafter NGramDrafter --temperature 0.7

@@ -166,6 +166,6 @@ def _tokens(where: str, text: str, vocab_size: int) -> list[int]:
     try:
         prompt = [int(word) for word in words]
     except ValueError:
-        raise ValueError(f"{where}: {text[:40]!r} is no list of tokens: give integers, as `1 2 3`") from None
+        raise ValueError(f"{where}: {text[:40]!r} is not a list of tokens: give integers, as `1 2 3`") from None
     check_prompt(prompt, vocab_size, where)
     return prompt

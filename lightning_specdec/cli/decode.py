@@ -73,7 +73,7 @@ def run(options: Namespace) -> int:
         decoder.compile()
     from lightning_specdec.bench.manifest import made_on
     from lightning_specdec.bench.table import comparison_table, details
-    from lightning_specdec.cli.shown import agreement, outputs, speed
+    from lightning_specdec.cli.shown import agreement, outputs, saved
 
     results: dict[str, DecodeResult] = {}
     measured, interrupted, started = None, False, time.perf_counter()
@@ -97,7 +97,7 @@ def run(options: Namespace) -> int:
     if settings.output == "json":
         say(json.dumps({"summary": summary, "prompts": _by_prompt(results, texts), "manifest": made}))
     else:
-        answer = [speed(summary)] if summary else []
+        answer = [] if measured is None else [saved(measured)]
         if len(results) == 2 and (measured or not interrupted):
             answer.append(agreement(decoder, results["standard"], results["speculative"], config))
         say(f"{', '.join(answer) or 'decoded'}\n")

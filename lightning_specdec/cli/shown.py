@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.terminal import short, visible
 
 if TYPE_CHECKING:
+    from lightning_specdec.bench.rows import Comparison
     from lightning_specdec.decoder import SpeculativeDecoder
     from lightning_specdec.decoding import DecodeResult, RowResult
     from lightning_specdec.text.tokenizer import Tokenizer
@@ -25,13 +26,19 @@ MOST_SHOWN = 100
 """Characters of a prompt that are repeated above its output."""
 
 
-def speed(summary: Mapping[str, Any]) -> str:
-    """What speculation saved, from the summary of a measurement."""
-    sides = [side for name in ("standard", "speculative") if (side := summary[name]) is not None]
-    speeds = " -> ".join(f"{side['tokens_per_second']:,.1f}" for side in sides) + " tokens/s"
-    if (speedup := summary["walltime_speedup"]) is None:
-        return speeds
-    return f"{f'{speedup:.2f}x faster' if speedup >= 1.005 else f'not faster: {speedup:.2f}x'} ({speeds})"
+def saved(measured: Comparison) -> str:
+    """What speculation saved: faster or slower only where the interval says so."""
+    from lightning_specdec.bench.rows import speed
+
+    speeds = [each for rows in (measured.standard, measured.rows) if (each := speed(rows)) is not None]
+    told = " -> ".join(f"{each:,.1f}" for each in speeds) + " tokens/s"
+    if (speedup := measured.walltime_speedup) is None:
+        return told
+    if speedup.ends is None:
+        return f"{speedup.value:.2f}x, too few repeats to tell ({told})"
+    low, high = speedup.ends
+    answer = "{}x faster" if low > 1 else "slower: {}x" if high < 1 else "no gain proven: {}x"
+    return f"{answer.format(f'{speedup.value:.2f}')} ({told}, 95% interval {low:.2f} to {high:.2f})"
 
 
 def agreement(

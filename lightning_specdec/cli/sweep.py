@@ -101,7 +101,12 @@ def run(options: Namespace) -> int:
         say(f"\n{command if faster else 'nothing here is faster than standard decoding'}\n" if command else "")
         say(f"{counted(len(prompts), 'prompt')}, batch size {measure.batch_size}, {made_on(made)}")
     if interrupted:
-        say("interrupted: what is above was measured by then", file=sys.stderr)
+        say(
+            "interrupted: what is above was measured by then"
+            if measured
+            else "interrupted before anything was measured",
+            file=sys.stderr,
+        )
         return 130
     return int(any(row.error or row.same_tokens is False for row in measured))
 

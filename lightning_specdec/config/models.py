@@ -43,7 +43,8 @@ class TargetSource(Settings):
         named = [name for name in ("ckpt", "pair", "target") if getattr(self, name) is not None]
         if len(named) != 1 and named != ["ckpt", "target"]:
             got = " and ".join(f"--{name}" for name in named) or "none"
-            raise ValueError(f"name the models by one of --ckpt, --pair, --target, got {got}")
+            example = "checkpoints/rnn.safetensors or --target gpt2"
+            raise ValueError(f"name the models by one of MODEL, --ckpt, --pair, --target (as {example}), got {got}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -184,7 +184,8 @@ def check_names(values: Mapping[str, Any], settings: type[Settings], where: str 
     known = [each.name for each in setting_fields(settings)]
     for name in values:
         if name not in known:
-            advice = nearest(name, known) or f": choose from {', '.join(known) or 'nothing'}"
+            choice = f"choose from {', '.join(known)}" if known else "it has none"
+            advice = nearest(name, known) or f": {choice}"
             raise ValueError(f"unknown setting {where}{name}{advice}")
 
 

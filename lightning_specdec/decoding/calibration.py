@@ -154,7 +154,9 @@ def load_or_measure(
     try:
         return Calibration.from_dict(json.loads(kept.read_text()))
     except (OSError, ValueError, TypeError):
-        log.info("measuring what draft and target cost, once for this machine: some seconds")
+        log.info(
+            "measuring what draft and target cost, once for this machine: seconds for a small model, minutes for a large one"
+        )
     found = calibrate(target, drafter, config, batch_size=batch_size)
     try:
         with replaced(kept) as file:

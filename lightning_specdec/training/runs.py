@@ -158,7 +158,7 @@ def check_checkpoint(path: str, trainer: Trainer, model: LightningModule, data: 
         wanted = {name: shape for name, shape in wanted.items() if not name.startswith(checkpoint_file.TARGET)}
     if held != wanted:
         name = min(name for name in held.keys() | wanted.keys() if held.get(name) != wanted.get(name))
-        raise ValueError(f"{path} is of other networks, which {name[:80]} shows: {_CONFIG}")
+        raise ValueError(f"{path} has networks of other shapes ({name[:80]}): {_CONFIG}")
     if not resume:
         return
     try:
