@@ -144,7 +144,7 @@ def timings(pairs: Sequence[tuple[ResultRow, ResultRow]]) -> Timings | None:
 
 
 def speed(rows: Sequence[ResultRow]) -> float | None:
-    """New tokens / seconds, summed over batches, of medians over repeats, as `walltime_speedup` counts; None without."""
+    """New tokens / seconds, sums over batches of medians over repeats as in `walltime_speedup`; None without rows."""
     repeats = [_units(row) for row in rows]
     if not repeats:
         return None
