@@ -154,9 +154,7 @@ def load_or_measure(
     try:
         return Calibration.from_dict(json.loads(kept.read_text()))
     except (OSError, ValueError, TypeError):
-        log.info(
-            "measuring what draft and target cost, once for this machine: seconds, minutes for a large model"
-        )
+        log.info("measuring what draft and target cost, once for this machine: seconds, minutes for a large model")
     found = calibrate(target, drafter, config, batch_size=batch_size)
     try:
         with replaced(kept) as file:
