@@ -9,6 +9,7 @@ import pytest
 import yaml
 from cli_fixtures import call, succeed
 from generated import corpus, target
+from test_guides import ROOT, commands
 from test_training import Stop, killed
 from tiny_models import write, write_text_model
 
@@ -63,6 +64,19 @@ def test_a_run_of_given_minutes_ends_with_its_schedule_and_keeps_what_is_read_of
     rate = content["optimizer_states"][0]["param_groups"][0]["lr"]
     assert FINAL_RATE * 0.002 <= rate < 0.1 * 0.002 and content["epoch"] > 1
     assert Path("logs/target_eagle/version_0/samples.md").is_file()
+
+
+def test_the_guides_first_commands_work_as_written(target: str, corpus: Path) -> None:
+    """But for the size: a tiny target where SmolLM2 is, its text for the shipped one, seconds for minutes."""
+    Path("checkpoints").mkdir()
+    Path("checkpoints/smollm2").symlink_to(target)
+    first, *others = commands(ROOT / "docs" / "train_a_draft.md")[:3]
+    assert [first[0], *(each[0] for each in others)] == ["fit", "export", "decode"]
+    small = {"shipped": str(corpus), "5": "0.08"}
+    succeed(*(small.get(word, word) for word in first))
+    for each in others:
+        outcome = succeed(*each)
+    assert "Name three uses of a brick." in outcome.out
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

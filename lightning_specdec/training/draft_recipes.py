@@ -298,7 +298,7 @@ def config_for(recipe: str, target: str, text: Sequence[str], *, minutes: float 
     free, most = available_bytes("cuda" if torch.cuda.is_available() else "cpu"), 16 if torch.cuda.is_available() else 4
     batch_size = next((size for size in (16, 8, 4, 2) if size <= most and (free or 0) // 2 >= size * row_bytes), 1)
     data = _data(target, text, vocabulary, min(_LONGEST, positions - num_new)) | {"batch_size": batch_size}
-    name = f"{Path(target).expanduser().resolve().name}_{recipe}"
+    name = f"{Path(target).expanduser().absolute().name}_{recipe}"
     return {
         "seed_everything": 0,
         "data": {"class_path": data.pop("class_path"), "init_args": data},

@@ -1,0 +1,122 @@
+"""Kills a run of each recipe at random moments, resumes it each time, and compares its end with that of a whole run.
+
+    python benchmarks/kills.py --target checkpoints/smollm2 --text shipped --output docs/results/kills.json
+
+Without --target a tiny model is made, and its text with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_specdec.checkpoints import archive
+from lightning_specdec.training.draft_recipes import RECIPES
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def tiny(home: Path) -> tuple[str, str]:
+    """The directories of a tiny target and of its text."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from generated import generate, prompt_file
+    from tiny_models import write_text_model
+
+    from lightning_specdec.data import PromptFiles
+
+    target = write_text_model(home / "target", chat=True)
+    prompts = [f"the guess {number} of the draft is" for number in range(60)]
+    return target, str(generate(target, home / "text", PromptFiles(prompt_file(home, prompts))))
+
+
+def end(home: Path) -> dict[str, Any]:
+    """The newest state of the only run below a directory."""
+    (path,) = home.glob("checkpoints/*/version_*/last.ckpt")
+    return archive.read(path)
+
+
+def fit(home: Path, words: list[str], seconds: float | None = None) -> int:
+    """Run `fit` there; killed by SIGKILL after so many seconds. Returns its exit code."""
+    command = [sys.executable, "-m", "lightning_specdec", "fit", *words]
+    with (home / "printed.txt").open("ab") as printed:
+        process = subprocess.Popen(command, cwd=home, stdout=printed, stderr=printed)
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+
+def measure(recipe: str, words: list[str], home: Path, num_kills: int, draw: random.Random) -> dict[str, Any]:
+    """One recipe's row."""
+    whole = home / f"{recipe}_whole"
+    whole.mkdir()
+    began = time.monotonic()
+    assert fit(whole, words) == 0, (whole / "printed.txt").read_text()[-2000:]
+    duration, one = time.monotonic() - began, end(whole)
+    steps: list[int | None] = []
+    lost: list[float] = []
+    same: list[bool] = []
+    while len(steps) < num_kills:  # a run that comes to its end before its moment makes room for another one
+        killed, code = home / f"{recipe}_{len(same)}", -9
+        killed.mkdir()
+        while code:
+            found = list(killed.glob("checkpoints/*/version_*/last.ckpt"))
+            moment = draw.uniform(0.2, 1.0) * duration if len(steps) < num_kills else None
+            code = fit(killed, [*words, *["--ckpt_path", "last"][: 2 * len(found)]], moment)
+            assert code in (0, -9), (killed / "printed.txt").read_text()[-2000:]
+            found = list(killed.glob("checkpoints/*/version_*/last.ckpt"))
+            if code:
+                steps.append(archive.read(found[0])["global_step"] if found else None)
+                lost += [time.time() - found[0].stat().st_mtime] if found else []
+        other = end(killed)
+        weights = (torch.equal(value, other["state_dict"][name]) for name, value in one["state_dict"].items())
+        same.append(one["global_step"] == other["global_step"] and all(weights))
+    return {
+        "recipe": recipe,
+        "seconds": round(duration, 1),
+        "kills": len(steps),
+        "step_after_each": steps,
+        "most_seconds_since_checkpoint": round(max(lost, default=0.0), 2),
+        "runs": len(same),
+        "steps": one["global_step"],
+        "same_weights": sum(same),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target")
+    parser.add_argument("--text", nargs="+")
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES))
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--max_epochs", type=int, default=12)
+    parser.add_argument("--save_seconds", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "kills.json")
+    given = parser.parse_args()
+    draw, rows = random.Random(given.seed), []
+    with tempfile.TemporaryDirectory() as name:
+        home = Path(name)
+        target, text = (given.target, given.text) if given.target else ((made := tiny(home))[0], [made[1]])
+        for recipe in given.recipes:
+            words = ["--recipe", recipe, "--target", str(Path(target).resolve()), "--text", *text]
+            words += ["--trainer.max_epochs", str(given.max_epochs), "--save_seconds", str(given.save_seconds)]
+            words += ["--trainer.accelerator", "cpu"]
+            rows.append(measure(recipe, words, home, given.kills, draw))
+            print(json.dumps(rows[-1]), flush=True)
+            content = {"save_seconds": given.save_seconds, "max_epochs": given.max_epochs, "rows": rows}
+            given.output.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
