@@ -219,7 +219,7 @@ def _eagle_plan(
     if engine == "llama.cpp":
         gguf = output.with_suffix(".gguf")
         commands: tuple[str, ...] = (
-            _line("python convert_hf_to_gguf.py", output, "--target-model-dir", place, "--outfile", gguf),
+            _line("python convert_hf_to_gguf.py", output, "--target-model-dir", Path(place), "--outfile", gguf),
             _line("llama-server -m TARGET.gguf -md", gguf, f"--spec-type draft-eagle3 --spec-draft-n-max {window}"),
         )
     elif engine == "sglang":
@@ -324,10 +324,9 @@ def _write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> 
     (folder / SINGLE).write_bytes(safetensors.save(weights, {"format": "pt"}))
 
 
-def _line(*words: object) -> str:
-    return " ".join(
-        shlex.quote(str(word)) if isinstance(word, Path) or i else str(word) for i, word in enumerate(words)
-    )
+def _line(*words: str | Path) -> str:
+    """A command; places are quoted, words are flags."""
+    return " ".join(shlex.quote(str(word)) if isinstance(word, Path) else word for word in words)
 
 
 def _vllm(place: str, **speculative: Any) -> str:
