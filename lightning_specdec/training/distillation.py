@@ -23,7 +23,6 @@ from lightning_specdec.data import IGNORED, Batch, TokenData
 from lightning_specdec.data.base import SPLITS
 from lightning_specdec.drafters import Drafter, DraftVocabulary
 from lightning_specdec.models import LanguageModel
-from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.draft_losses import CrossEntropy, DraftLoss, ForwardKL, position_weights
 from lightning_specdec.training.metrics import SAMPLINGS, Means, next_token_loss, next_token_means
@@ -170,6 +169,8 @@ class DistillationTraining(SpeculativeTraining):
         """Shard a frozen target's layers under `ModelParallelStrategy` (FSDP2), where it does not fit one device."""
         if not is_sharded(self.trainer) or self._sharded:
             return
+        from lightning_specdec.models.huggingface import HuggingFaceLM
+
         if not (self.freeze_target and isinstance(self.target, HuggingFaceLM)):
             raise ValueError("ModelParallelStrategy shards a frozen transformers target alone: give strategy ddp")
         assert self.device_mesh is not None
