@@ -9,17 +9,20 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, generation
+from transformers import GenerationConfig, generation
 from transformers.generation import logits_process
 
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.decoding import Row, Session
 from lightning_specdec.decoding.rows import check_padding
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _HONOURED = frozenset(
     """max_length max_new_tokens min_length min_new_tokens max_time stop_strings do_sample temperature top_k top_p min_p
@@ -154,6 +157,10 @@ def _decoder_of(model: Any, draft: Any) -> SpeculativeDecoder:
 
 def _apart(model: Any) -> Any:
     """Another structure over the same weights: attention is replaced in it, and not in the model."""
+    from transformers import (
+        PreTrainedModel,
+    )  # not above: `fit` reads all signatures of the package, and needs no models
+
     if not isinstance(model, PreTrainedModel):
         return model
     return deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
