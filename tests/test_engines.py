@@ -199,6 +199,7 @@ def test_what_an_engine_cannot_run_is_refused_with_what_is_needed(
 
 def test_plain_heads_go_to_llama_cpp(tmp_path: Path) -> None:
     made = engines.export(tmp_path / "out", head(**PLAIN), TARGET, "llama.cpp")
+    assert not made.loaded
     assert "--target-model-dir" in made.commands[0] and " --spec-type draft-eagle3 " in made.commands[1]
     names = load_file(tmp_path / "out" / "model.safetensors")
     assert not any("fc_norm" in name for name in names) and "layers.0.hidden_norm.weight" in names

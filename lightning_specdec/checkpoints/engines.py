@@ -44,7 +44,7 @@ from lightning_specdec.models.safetensors_file import SINGLE
 from lightning_specdec.rules import Sampling
 
 FORMATS = ("vllm", "sglang", "llama.cpp", "transformers")
-NOT_RUN = ("sglang",)
+NOT_RUN = ("sglang", "llama.cpp")
 """Engines whose directories were checked by computing what they do, and never loaded in the engine itself."""
 _CLOSE = 1e-3
 """Largest difference of logits, relative to the largest logit."""
