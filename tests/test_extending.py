@@ -150,7 +150,11 @@ def test_a_lightning_module_of_ones_own_resumes_from_its_checkpoints_and_from_no
     torch.save(content, "smaller.ckpt")
     torch.save({"state_dict": {}}, "empty.ckpt")
     torch.save({**content, "hyper_parameters": {"cwd": Path()}}, "object.ckpt")
-    for name, told in (("smaller", "of other weights"), ("empty", "other networks"), ("object", "asks to run code")):
+    for name, told in (
+        ("smaller", "of other weights"),
+        ("empty", "networks of other shapes"),
+        ("object", "asks to run code"),
+    ):
         with pytest.raises(AssertionError, match=told):
             succeed("fit", *options, "--trainer.max_epochs", "9", "--ckpt_path", f"{name}.ckpt")
     refused(

@@ -69,14 +69,19 @@ def test_standard_decoding_of_a_ragged_batch_equals_its_rows_decoded_one_by_one(
 
 
 @pytest.mark.parametrize(
-    ("target", "drafter", "rule", "seed"),
+    ("target", "drafter", "rule"),
     [
-        *((*pair, "RejectionSampling", i % 3) for i, pair in enumerate(cases.ONE_EACH)),
-        *((*pair, "ExactMatch", 0) for pair in cases.ONE_EACH if pair[1] in ("ragged", "cross", "early_exit")),
+        *((*pair, "RejectionSampling") for pair in cases.ONE_EACH),
+        *((*pair, "ExactMatch") for pair in cases.ONE_EACH if pair[1] in ("ragged", "cross", "early_exit")),
     ],
 )
-def test_rows_that_come_and_go_change_nothing_for_the_others(target: str, drafter: str, rule: str, seed: int) -> None:
+def test_rows_that_come_and_go_change_nothing_for_the_others(target: str, drafter: str, rule: str) -> None:
     """Rows are added and cancelled at random: the batch grows, shrinks and reuses slots, each row is as if alone."""
+    assert any(_come_and_go(target, drafter, rule, seed) == {"eos", "length", "cancelled"} for seed in range(4))
+
+
+def _come_and_go(target: str, drafter: str, rule: str, seed: int) -> set[str | None]:
+    """Check the rows of one random session; gives the reasons for which they stopped."""
     generator, model, guesser = random.Random(seed), cases.target(target), cases.drafter(drafter, target)
     options: dict[str, Any] = {"rule": cases.RULES[rule](), "sampling": Sampling(0.9), "eos": cases.EOS, "seed": 7}
     session = Session(model, guesser, max_length=24, num_draft_tokens=3, **options)
@@ -104,7 +109,7 @@ def test_rows_that_come_and_go_change_nothing_for_the_others(target: str, drafte
             expected = expected[: len(result.tokens)]
         assert result.tokens == expected == events.get(row.index, [])
         reasons.add(result.stop_reason)
-    assert reasons == {"eos", "length", "cancelled"}
+    return reasons
 
 
 SAMPLE = """
