@@ -101,7 +101,7 @@ def _come_and_go(target: str, drafter: str, rule: str, seed: int) -> set[str | N
     assert not session.live and session.step() == []
     assert max(batch_sizes) >= 4 and batch_sizes[-1] < max(batch_sizes)
     assert all(size == power_of_two(size) for size in batch_sizes)
-    reasons = set()
+    reasons: set[str | None] = set()
     for (row, prompt, wanted), result in zip(added, session.result().rows, strict=True):
         alone = speculative_decode(model, guesser, prompt, max_new_tokens=wanted, indices=[row.index], **options)
         expected = alone.tokens[0]
