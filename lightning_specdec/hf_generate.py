@@ -157,9 +157,8 @@ def _decoder_of(model: Any, draft: Any) -> SpeculativeDecoder:
 
 def _apart(model: Any) -> Any:
     """Another structure over the same weights: attention is replaced in it, and not in the model."""
-    from transformers import (
-        PreTrainedModel,
-    )  # not above: `fit` reads all signatures of the package, and needs no models
+    # Not above: `fit` reads all signatures of the package, and needs no models.
+    from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
         return model

@@ -20,6 +20,7 @@ from tiny_heads import heads
 
 from lightning_specdec.checkpoints import engine_heads, engines
 from lightning_specdec.checkpoints.engine_heads import read_head
+from lightning_specdec.config.models import ENGINES
 from lightning_specdec.decoding import autoregressive_decode, speculative_decode
 from lightning_specdec.drafters import (
     Drafter,
@@ -130,7 +131,7 @@ def test_medusa_heads_come_back_as_they_went(tmp_path: Path) -> None:
 def test_a_draft_model_is_one_of_transformers_with_its_tokenizer(tmp_path: Path) -> None:
     path = tiny_models.write_text_model(tmp_path / "target", num_hidden_layers=1)
     target = load_model(path)
-    for engine in engines.FORMATS:
+    for engine in ENGINES:
         made = engines.export(tmp_path / engine, ModelDrafter(target), target, engine, dtype="bfloat16")
         assert made.difference < 1e-5 and (tmp_path / engine / "tokenizer.json").is_file() and made.commands
     assert load_file(tmp_path / "vllm" / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16

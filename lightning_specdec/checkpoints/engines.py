@@ -24,6 +24,7 @@ from lightning_specdec.checkpoints import engine_heads
 from lightning_specdec.checkpoints.engine_reference import Eagle3Reference, hidden_states, medusa_logits
 from lightning_specdec.checkpoints.networks import FLOATS
 from lightning_specdec.config.files import new_directory
+from lightning_specdec.config.models import ENGINES
 from lightning_specdec.drafters import (
     CrossVocabulary,
     Drafter,
@@ -43,7 +44,6 @@ from lightning_specdec.models.model_config import quiet
 from lightning_specdec.models.safetensors_file import SINGLE
 from lightning_specdec.rules import Sampling
 
-FORMATS = ("vllm", "sglang", "llama.cpp", "transformers")
 NOT_RUN = ("sglang", "llama.cpp")
 """Engines whose directories were checked by computing what they do, and never loaded in the engine itself."""
 _CLOSE = 1e-3
@@ -95,7 +95,7 @@ def export(
 
     Args:
         output: the directory, which must not be there yet.
-        engine: one of `FORMATS`.
+        engine: one of `ENGINES`.
         texts: tokens of the target, behind which drafts are compared; random ones when there are none.
         recipe: how the draft was trained, for the model card.
         num_draft_tokens: window to recommend; by default the recipe's, else 3.
@@ -106,8 +106,8 @@ def export(
         OSError: the directory cannot be written.
     """
     recipe = dict(recipe or {})
-    if engine not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {engine!r}")
+    if engine not in ENGINES:
+        raise ValueError(f"format must be one of {', '.join(ENGINES)}, got {engine!r}")
     if dtype is not None and dtype not in FLOATS:
         raise ValueError(f"engines read weights in {', '.join(FLOATS)}, not in {dtype}: choose another --dtype")
     if not isinstance(target, HuggingFaceLM):
@@ -207,7 +207,7 @@ def _eagle_plan(
 
     @torch.inference_mode()
     def compare(folder: Path, texts: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
-        precise, model = deepcopy(stored).float(), _precise(target)
+        precise, model = deepcopy(stored).float(), target.in_float32()
         reference, pairs = Eagle3Reference(folder), []
         table = model.embeddings(torch.arange(model.vocab_size)[None])[0]
         for text in texts:
@@ -235,7 +235,7 @@ def _medusa_plan(stored: MultiTokenDrafter, target: HuggingFaceLM, place: str, o
 
     @torch.inference_mode()
     def compare(folder: Path, texts: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
-        precise, model, pairs = deepcopy(stored).float(), _precise(target), []
+        precise, model, pairs = deepcopy(stored).float(), target.in_float32(), []
         for text in texts:
             layer = precise.features(model)[0]
             own = model(torch.tensor([text]), features=(layer,)).features[layer][0]
@@ -265,8 +265,9 @@ def _model_plan(
 
         with quiet():
             loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        precise = model.in_float32()
         rows = [torch.tensor([[token % model.vocab_size for token in text]]) for text in texts]
-        return [(_precise(model)(row).logits[0], loaded(row).logits[0]) for row in rows]
+        return [(precise(row).logits[0], loaded(row).logits[0]) for row in rows]
 
     crossed = {"use_heterogeneous_vocab": True} if isinstance(stored, CrossVocabulary) else {}
     if engine == "vllm":
@@ -299,10 +300,6 @@ def _drafted(drafter: EagleDrafter, model: HuggingFaceLM, text: list[int]) -> tu
     draft = drafter.propose(memory, request, [_STEPS], Sampling())
     assert draft.logits is not None
     return draft.tokens[0].tolist(), draft.logits[0]
-
-
-def _precise(model: HuggingFaceLM) -> HuggingFaceLM:
-    return model if model.dtype == torch.float32 else deepcopy(model).float()
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_specdec.cli.common import OWN_PROMPTS, counted, progress, set_up_logs
 from lightning_specdec.cli.options import Parser, UsageError, add_class, chosen, class_named
-from lightning_specdec.config.models import PairSource
+from lightning_specdec.config.models import ENGINES, PairSource
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.config.terminal import say
 
@@ -28,9 +28,7 @@ class ExportSettings(Settings):
     ckpt: str | None = setting(None, "checkpoint of a training run", metavar="FILE")
     draft: str | None = setting(None, "draft file, or the directory of a draft model or a head", metavar="FILE|DIR")
     target: str | None = setting(None, "directory of the target, for --format and for --draft DIR", metavar="DIR")
-    format: str | None = setting(
-        None, "write a directory for an engine", choices=("vllm", "sglang", "llama.cpp", "transformers")
-    )
+    format: str | None = setting(None, "write a directory for an engine", choices=ENGINES)
     output: str = setting(help="file to write, as safetensors; with --format, a new directory", metavar="PATH")
     dtype: str | None = setting(
         None,

@@ -13,6 +13,8 @@ from lightning_specdec.config.settings import Settings, setting
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTIZATIONS = ("int8", "int4")
 BACKENDS = ("auto", "torch", "openvino")
+ENGINES = ("vllm", "sglang", "llama.cpp", "transformers")
+"""Programs that an exported draft is written for."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,6 +97,10 @@ class HuggingFaceLM(LanguageModel):
     def init_state(self, batch_size: int, max_length: int) -> KVState:
         return KVState(batch_size, max_length, device=self.device, pool=self._pool)
 
+    def in_float32(self) -> HuggingFaceLM:
+        """This model, or a copy of it in float32."""
+        return self if self.dtype == torch.float32 else deepcopy(self).float()
+
     def packed(self) -> HuggingFaceLM:
         """This model as it decodes fastest, for decoding only: a copy with packed linear layers on a CPU, one that
         records its calls on a GPU. The copy shares the other weights."""

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import accumulate, pairwise
@@ -26,7 +24,7 @@ from openvino import opset13 as ops
 from openvino.op import _PagedAttentionExtension
 from torch import Tensor
 
-from lightning_specdec.config.files import cache_home
+from lightning_specdec.config.files import cache_home, new_directory
 from lightning_specdec.models.base import ExitStates, ModelOutput, select, weights_digest
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.openvino_conversion import FORMAT, GROUP, Attention, convert, shared_tensor
@@ -51,18 +49,16 @@ def converted(model: HuggingFaceLM, quantization: str | None = None) -> Path:
     home = cache_home() / f"openvino-{hashlib.sha256(settings.encode()).hexdigest()[:24]}"
     sums = home / "sha256.json"
     if not sums.is_file():
-        home.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=home.parent, prefix=f".{home.name}.") as made:
-            single = HuggingFaceLM(deepcopy(model.model).float())
-            convert(single, Path(made), model.dtype, quantization)
-            if quantization is None:
-                _check(single, OpenVINOLM(model, Path(made)))
-            (Path(made) / sums.name).write_text(json.dumps(_sha256(Path(made))), encoding="ascii")
-            try:
-                os.replace(made, home)
-            except OSError:  # another process was first
-                if not sums.is_file():
-                    raise
+        try:
+            with new_directory(home) as made:
+                single = model.in_float32()
+                convert(single, made, model.dtype, quantization)
+                if quantization is None:
+                    _check(single, OpenVINOLM(model, made))
+                (made / sums.name).write_text(json.dumps(_sha256(made)), encoding="ascii")
+        except (OSError, ValueError):  # another process may have been first
+            if not sums.is_file():
+                raise
     elif _sha256(home) != json.loads(sums.read_text(encoding="ascii")):
         raise ValueError(f"{home} is damaged: delete it, and it is made again")
     return home
