@@ -5,7 +5,7 @@
 
 Milliseconds of a call over so many tokens behind a text of 200, median of interleaved repeats: transformers' own
 forward pass with its dynamic cache, the same model over our state, with packed weights, with int8
-weights.
+weights, and in OpenVINO with plain and with int8 weights, where that is installed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformers.utils import logging
 
 from lightning_specdec.bench.manifest import manifest
 from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.models.loading import in_backend
 from lightning_specdec.models.packed import quantize
 
 CONTEXT, WIDTHS = 200, (1, 2, 4, 8, 16)
@@ -67,6 +69,9 @@ def _forms(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Call]:
     int8 = HuggingFaceLM(_load(options, dtype))
     quantize(int8.model, "int8")
     calls["int8"] = _ours(int8.pack())
+    if find_spec("openvino"):
+        for name, quantization in (("openvino", None), ("openvino int8", "int8")):
+            calls[name] = _ours(in_backend(HuggingFaceLM(_load(options, dtype)), "openvino", quantization))
     return calls
 
 
