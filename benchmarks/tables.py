@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import audits
+import peers
 import rnn_speed
 import smollm2_draft_kinds
 import smollm2_drafts
@@ -111,6 +112,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "transformer_grid": lambda: transformer_speed.grid_table(_record("transformers")["rows"]),
     "transformer_quality": lambda: transformer_speed.quality_table(_record("transformers")["quality"]),
 } | ({"bench": bench_table} if BENCHES else {})
+if (RESULTS / "peers.json").exists():
+    TABLES |= {
+        "peers": lambda: peers.table(_record("peers")["rows"]),
+        "peers_ratios": lambda: peers.beside_genai(_record("peers")["rows"]),
+        "peers_context": lambda: peers.table(_record("peers")["rows"], "context"),
+        "peers_ours": lambda: peers.own_table(_record("peers")["rows"]),
+    }
 
 if __name__ == "__main__":
     sys.exit(main())
