@@ -119,7 +119,7 @@ def test_a_model_is_converted_once(cache: Path, monkeypatch: pytest.MonkeyPatch)
     first = OpenVINOLM.of(model)
     monkeypatch.setattr("lightning_specdec.models.openvino.convert", None)
     assert OpenVINOLM.of(model).directory == first.directory
-    (weights,) = (first.directory).glob("layers.bin")
+    (weights,) = (first.directory).glob("model.bin")
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(ValueError, match="is damaged: delete it"):
         OpenVINOLM.of(model)

@@ -25,7 +25,7 @@ from openvino.op import _PagedAttentionExtension
 from torch import Tensor
 
 from lightning_specdec.config.files import cache_home, new_directory
-from lightning_specdec.models.base import ExitStates, ModelOutput, select, weights_digest
+from lightning_specdec.models.base import ExitStates, ModelOutput, weights_digest
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.openvino_conversion import FORMAT, GROUP, Attention, convert, shared_tensor
 from lightning_specdec.models.state import DecodeState, Lengths, as_list
@@ -84,25 +84,29 @@ def _check(model: HuggingFaceLM, made: OpenVINOLM) -> None:
 
 
 class _Graph:
-    """Some of a model's layers, compiled.
+    """Some of a model's layers, compiled; behind the last one also the final norm and the output head.
 
     Args:
-        layers: all of them, as `convert` wrote them; it is taken apart.
-        first, end: the layers from `first` to before `end`.
-        features: of these, those whose output is given too.
+        model: all of it, as `convert` wrote it; it is taken apart.
+        first, end: the layers from `first` to before `end`; none where they are equal.
+        features: layers whose output is given too.
         dtype: as of `PRECISIONS`.
     """
 
-    def __init__(self, layers: ov.Model, first: int, end: int, features: set[int], dtype: torch.dtype) -> None:
-        self.first, self.end = first, end
-        self.outputs = sorted({*(layer for layer in features if first <= layer < end), end - 1})
-        self.sizes: list[tuple[int, int, int]] = []
-        hidden, positions = (each.get_node() for each in layers.inputs)
+    def __init__(self, model: ov.Model, first: int, end: int, features: set[int], dtype: torch.dtype) -> None:
+        num_layers = len(model.outputs) - 2
+        self.first, self.end, self.sizes = first, end, list[tuple[int, int, int]]()
+        self._scores = end == num_layers
+        self.features = sorted(layer for layer in features if first <= layer < end)
+        outputs = [num_layers if layer == num_layers - 1 else layer for layer in self.features]
+        last = num_layers + 1 if self._scores else end - 1
+        outputs += [] if last in outputs else [last]  # one that is named twice ends the process
+        hidden, positions, scored = (each.get_node() for each in model.inputs)
         if first > 0:
-            hidden = _entry_behind(layers, first - 1)
+            hidden = _entry_behind(model, first - 1)
         places = [ops.parameter([] if name == _PLACES[-1] else [-1], ov.Type.i32, name) for name in _PLACES]
-        results, caches = [layers.outputs[layer].get_node() for layer in self.outputs], []
-        for node in ov.Model(results, [hidden, positions], "layers").get_ordered_ops():
+        results, caches, self._num_outputs = [model.outputs[i].get_node() for i in outputs], [], len(outputs)
+        for node in ov.Model(results, [hidden, positions, scored], "layers").get_ordered_ops():
             if node.get_type_name() == "Attention":
                 heads, key, value, window = (int(each) for each in node.input_value(3).get_node().data)
                 pair = [ops.parameter([-1, heads, BLOCK, size], PRECISIONS[dtype][1]) for size in (key, value)]
@@ -113,28 +117,33 @@ class _Graph:
                 node.output(0).replace(paged.output(0))
                 caches += pair
                 self.sizes.append((heads, key, value))
-        model = ov.Model(results, [hidden, positions, *places, *caches], "layers")
-        model.validate_nodes_and_infer_types()
-        self._request = _compiled(model, dtype)
+        inputs = [hidden, *([scored] if self._scores else []), *([positions, *places, *caches] if caches else [])]
+        compiled = ov.Model(results, inputs, "layers")
+        compiled.validate_nodes_and_infer_types()
+        self._request = _compiled(compiled, dtype)
         self._bound: object = None
 
-    def run(self, hidden: np.ndarray, state: PagedState, places: Sequence[np.ndarray]) -> dict[int, np.ndarray]:
-        """The layers' outputs `[1, P, D]` by layer, until the next call."""
-        if self._bound is not state.caches:
+    def run(
+        self, hidden: np.ndarray, scored: np.ndarray, state: PagedState | None, places: Sequence[np.ndarray]
+    ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+        """The logits `[N, V]`, or the last layer's output `[1, P, D]`; and the features. All until the next call."""
+        given = [hidden, *([scored] if self._scores else []), *places]
+        if state is not None and self._bound is not state.caches:
             for i, cache in enumerate(state.caches[2 * self.first : 2 * self.end]):
-                self._request.set_input_tensor(2 + len(_PLACES) + i, cache)
+                self._request.set_input_tensor(len(given) + i, cache)
             self._bound = state.caches
-        for i, each in enumerate((hidden, *places)):
+        for i, each in enumerate(given):
             self._request.set_input_tensor(i, ov.Tensor(each, shared_memory=True))
         self._request.infer()
-        return {layer: self._request.get_output_tensor(i).data for i, layer in enumerate(self.outputs)}
+        outputs = [self._request.get_output_tensor(i).data for i in range(self._num_outputs)]
+        return outputs[-1], dict(zip(self.features, outputs, strict=False))
 
 
-def _entry_behind(layers: ov.Model, layer: int) -> Any:
+def _entry_behind(model: ov.Model, layer: int) -> Any:
     """A new input that takes the place of a layer's output, and of the first layer's input, whose shape may be read."""
-    source = layers.outputs[layer].get_node().input_value(0)
+    source = model.outputs[layer].get_node().input_value(0)
     entry = ops.parameter(source.get_partial_shape(), ov.Type.f32)
-    for replaced in (source, layers.inputs[0].get_node().output(0)):
+    for replaced in (source, model.inputs[0].get_node().output(0)):
         for reader in replaced.get_target_inputs():
             if reader.get_node().get_type_name() != "Result":
                 reader.replace_source_output(entry.output(0))
@@ -241,9 +250,10 @@ class OpenVINOLM(HuggingFaceLM):
         self.origin, self.directory, self.settings = model.origin, directory, quantization
         self._core = ov.Core()
         self._core.add_extension(Attention)
-        self._head = _compiled(self._core.read_model(directory / "head.xml"), self.dtype)
         self._features: set[int] = set()
-        self._cut(())
+        self._exits: list[int] = []
+        self._head: _Graph | None = None
+        self._cut()
 
     @classmethod
     def of(cls, model: HuggingFaceLM, quantization: str | None = None) -> OpenVINOLM:
@@ -257,11 +267,12 @@ class OpenVINOLM(HuggingFaceLM):
             raise ValueError(f"the OpenVINO backend computes in {kinds} on a CPU, got {model.dtype} on {model.device}")
         return cls(model, converted(model, quantization), quantization)
 
-    def _cut(self, exits: Sequence[int]) -> None:
-        """Compile the layers, divided behind each of these numbers of layers."""
-        ends = pairwise((0, *exits, self.stack.num_layers))
-        file = self.directory / "layers.xml"
-        self._graphs = [_Graph(self._core.read_model(file), *each, self._features, self.dtype) for each in ends]
+    def _cut(self) -> None:
+        """Compile the layers, divided behind each number of layers in `_exits`."""
+        self._graphs = [self._part(*ends) for ends in pairwise((0, *self._exits, self.stack.num_layers))]
+
+    def _part(self, first: int, end: int) -> _Graph:
+        return _Graph(self._core.read_model(self.directory / "model.xml"), first, end, self._features, self.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HuggingFaceLM:
         return HuggingFaceLM(deepcopy(self.model, memo), tokenizer=self.tokenizer)
@@ -277,20 +288,18 @@ class OpenVINOLM(HuggingFaceLM):
 
     def check_exit(self, num_layers: int) -> None:
         super().check_exit(num_layers)
-        exits = {graph.first for graph in self._graphs} - {0}
-        if num_layers not in exits:
-            self._cut(sorted({*exits, num_layers}))
+        if num_layers not in self._exits:
+            self._exits = sorted({*self._exits, num_layers})
+            self._cut()
 
+    @torch.no_grad()
     def exit_logits(self, hidden: Tensor) -> Tensor:
-        return self.output_logits(self.stack.norm(hidden))
-
-    def output_logits(self, hidden: Tensor) -> Tensor:
-        if hidden.requires_grad:
-            return super().output_logits(hidden)
-        flat = hidden.detach().flatten(0, -2).float().contiguous().numpy()
-        self._head.set_input_tensor(ov.Tensor(flat, shared_memory=True))
-        self._head.infer()
-        return torch.from_numpy(self._head.get_output_tensor().data.copy()).unflatten(0, hidden.shape[:-1])
+        if self._head is None:
+            self._head = self._part(self.stack.num_layers, self.stack.num_layers)
+        flat = hidden.flatten(0, -2)
+        scored = np.arange(len(flat))
+        logits, _ = self._head.run(flat[None].float().contiguous().numpy(), scored, None, ())
+        return torch.from_numpy(logits.copy()).unflatten(0, hidden.shape[:-1])
 
     @torch.no_grad()
     def forward(
@@ -308,30 +317,37 @@ class OpenVINOLM(HuggingFaceLM):
             state = self.init_state(*tokens.shape)
         if not self._features.issuperset(features):
             self._features |= {*features}
-            self._cut([graph.first for graph in self._graphs[1:]])
-        num_tokens, last = tokens.shape[1], self.stack.num_layers - 1
-        lengths = [num_tokens] * len(tokens) if valid_lengths is None else as_list(valid_lengths)
+            self._cut()
+        lengths = [tokens.shape[1]] * len(tokens) if valid_lengths is None else as_list(valid_lengths)
         first, given = 0, tokens
         if exit_states is not None:
             first, given = exit_states.num_layers, self._completed(tokens, state, valid_lengths, exit_states)
-        outputs = self._run(given, state, state.consumed, lengths, first, last + 1)
-        state.advance(num_tokens, valid_lengths)
-        if last in features:
-            outputs[last] = self.stack.norm(outputs[last])
-            normed = select(outputs[last], logits_for)
-        else:
-            normed = self.stack.norm(select(outputs[last], logits_for))
-        return ModelOutput(self.output_logits(normed), {layer: outputs[layer] for layer in features}, logits_for)
+        scored = _places_of(lengths, tokens.shape[1], logits_for)
+        logits, hidden = self._run(given, state, state.consumed, lengths, scored, first, self.stack.num_layers)
+        state.advance(tokens.shape[1], valid_lengths)
+        return ModelOutput(logits, {layer: hidden[layer] for layer in features}, logits_for)
 
     @torch.no_grad()
     def lower(self, tokens: Tensor, state: DecodeState, starts: Sequence[int], num_layers: int) -> Tensor:
-        lengths = [tokens.shape[1]] * len(tokens)
-        return self._run(tokens, state, starts, lengths, 0, num_layers)[num_layers - 1]
+        lengths, nothing = [tokens.shape[1]] * len(tokens), np.zeros((len(tokens), 0), dtype=np.int64)
+        return self._run(tokens, state, starts, lengths, nothing, 0, num_layers)[0]
 
     def _run(
-        self, given: Tensor, state: DecodeState, starts: Sequence[int], lengths: Sequence[int], first: int, end: int
-    ) -> dict[int, Tensor]:
-        """The output `[B, T, D]` of some layers, for tokens or for the input of layer `first`; zeros at padding."""
+        self,
+        given: Tensor,
+        state: DecodeState,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        scored: np.ndarray,
+        first: int,
+        end: int,
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """The layers from `first` to before `end`, for tokens or for the input of layer `first`.
+
+        Returns:
+            The logits `[B, N, V]` of the scored places, or layer `end - 1`'s output `[B, T, D]` where there are layers
+            behind it; and the features by layer; zeros at padding.
+        """
         assert isinstance(state, PagedState), f"OpenVINO needs a PagedState, got {state}"
         shape, steps = given.shape[:2], torch.arange(given.shape[1])
         if not given.is_floating_point():
@@ -344,14 +360,29 @@ class OpenVINOLM(HuggingFaceLM):
         outputs: dict[int, np.ndarray] = {}
         for graph in self._graphs:
             if first <= graph.first and graph.end <= end:
-                outputs |= graph.run(hidden, state, places)
-                hidden = outputs[graph.end - 1]
-        made = {}
-        for layer, output in outputs.items():
+                hidden, features = graph.run(hidden, scored.reshape(-1), state, places)
+                outputs |= features
+
+        def padded(output: np.ndarray) -> Tensor:
             new = torch.from_numpy(output)[0].to(self.dtype, copy=True)
             if real is None:
-                made[layer] = new.unflatten(0, shape)
-            else:
-                made[layer] = new.new_zeros(*shape, new.shape[-1])
-                made[layer][real] = new
-        return made
+                return new.unflatten(0, shape)
+            made = new.new_zeros(*shape, new.shape[-1])
+            made[real] = new
+            return made
+
+        if end == self.stack.num_layers:
+            last = torch.from_numpy(hidden.copy()).unflatten(0, scored.shape)
+        else:
+            last = padded(hidden)
+        return last, {layer: padded(output) for layer, output in outputs.items()}
+
+
+def _places_of(lengths: Sequence[int], num_tokens: int, logits_for: Tensor | slice | None) -> np.ndarray:
+    """Where the wanted positions `[B, N]` lie among the P tokens; the first one for those at padding."""
+    if isinstance(logits_for, Tensor):
+        wanted = logits_for.numpy()
+    else:
+        wanted = np.arange(num_tokens)[None, logits_for or slice(None)]
+    starts = np.array([0, *accumulate(lengths)])[:-1, None]
+    return np.where(wanted < np.array(lengths)[:, None], starts + wanted, 0)

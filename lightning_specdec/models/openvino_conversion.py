@@ -1,6 +1,6 @@
-"""Convert a transformers model to OpenVINO's files: its layers, with attention left open, and its output head.
+"""Convert a transformers model to a file of OpenVINO's, with attention left open.
 
-Shapes: B rows, D hidden size, P tokens of one call, V vocabulary.
+Shapes: B rows, D hidden size, N scored tokens, P tokens of one call, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_specdec.models.model_config import FOREIGN, first_line
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-FORMAT = 2
+FORMAT = 3
 """Of the converted files: a change of what they hold raises it, so that kept ones are made anew."""
 GROUP = 64
 """Weights of a group of the int4 quantization, which share a scale."""
@@ -88,39 +88,32 @@ class _NewTokens(Cache):
         return key_states, value_states
 
 
-class _Layers(nn.Module):
-    """All layers in turn; gives the output of each."""
+class _Model(nn.Module):
+    """All layers in turn, the final norm, and the output head for some tokens; gives the output of each."""
 
     def __init__(self, model: HuggingFaceLM) -> None:
         super().__init__()
         self.model, self.stack, self.traced = model.model, model.stack, _traced
 
-    def forward(self, hidden: Float[Tensor, "1 P D"], positions: Int[Tensor, "1 P"]) -> tuple[Tensor, ...]:
+    def forward(
+        self, hidden: Float[Tensor, "1 P D"], positions: Int[Tensor, "1 P"], scored: Int[Tensor, "N"]
+    ) -> tuple[Tensor, ...]:
         outputs = []
         call = self.stack.begin(hidden, positions, None, _NewTokens())
         for layer in range(self.stack.num_layers):
             hidden = self.stack.run(hidden, call, layer, layer + 1)
             outputs.append(hidden)
-        return tuple(outputs)
-
-
-class _Head(nn.Module):
-    """The output head alone."""
-
-    def __init__(self, model: HuggingFaceLM) -> None:
-        super().__init__()
-        self.head: Any = model.model.get_output_embeddings()
-
-    def forward(self, hidden: Float[Tensor, "P D"]) -> Float[Tensor, "P V"]:
-        logits: Tensor = self.head(hidden)
-        return logits
+        normed = self.stack.norm(hidden)
+        return *outputs, normed, self.stack.head(normed[0].index_select(0, scored))
 
 
 def convert(model: HuggingFaceLM, directory: Path, dtype: torch.dtype, quantization: str | None = None) -> None:
-    """Write a model's layers and its output head to a directory, as `layers.xml` and `head.xml` with their weights.
+    """Write a model to a directory, as `model.xml` with its weights beside.
 
-    They are traced in float32, as OpenVINO's fused operations expect them; what computes in bfloat16 is chosen when
-    they are compiled.
+    Its outputs are those of each layer, of the final norm, and the logits.
+
+    It is traced in float32, as OpenVINO's fused operations expect it; what computes in bfloat16 is chosen when it is
+    compiled.
 
     Args:
         model: the model in float32.
@@ -143,17 +136,15 @@ def convert(model: HuggingFaceLM, directory: Path, dtype: torch.dtype, quantizat
     before = model.model.config._attn_implementation
     try:
         model.model.set_attn_implementation(_ATTENTION)
-        hidden = torch.zeros(1, 4, model.hidden_size or 0)
-        traced = {"layers": (_Layers(model), (hidden, torch.arange(4)[None])), "head": (_Head(model), (hidden[0],))}
-        for name, (module, example) in traced.items():
-            with warnings.catch_warnings(), torch.no_grad():
-                warnings.simplefilter("ignore")
-                converted = ov.convert_model(module.eval(), example_input=example, extension=extension)
-            if quantization is not None:
-                converted = _quantized(converted, "int8" if name == "head" else quantization)
-            elif dtype == torch.bfloat16:
-                _narrow(converted)
-            ov.save_model(converted, directory / f"{name}.xml", compress_to_fp16=False)
+        example = torch.zeros(1, 4, model.hidden_size or 0), torch.arange(4)[None], torch.arange(2)
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            converted = ov.convert_model(_Model(model).eval(), example_input=example, extension=extension)
+        if quantization is not None:
+            converted = _quantized(converted, quantization)
+        elif dtype == torch.bfloat16:
+            _narrow(converted)
+        ov.save_model(converted, directory / "model.xml", compress_to_fp16=False)
     except (*FOREIGN, GeneralFailure, OpConversionFailure) as error:
         what = type(model.model).__name__
         raise ValueError(f"OpenVINO cannot run {what}: {first_line(error)}: use --backend torch") from error
@@ -183,6 +174,6 @@ def _quantized(model: ov.Model, quantization: str) -> ov.Model:
     nncf.set_log_level("ERROR")
     options: dict[str, Any] = {"mode": nncf.CompressWeightsMode.INT8_SYM}
     if quantization == "int4":
-        options = {"mode": nncf.CompressWeightsMode.INT4_SYM, "group_size": GROUP, "all_layers": True}
+        options = {"mode": nncf.CompressWeightsMode.INT4_SYM, "group_size": GROUP}
     with redirect_stdout(StringIO()):  # it shows its progress there
         return nncf.compress_weights(model, **options)
