@@ -153,11 +153,14 @@ _BLOCK, _LARGE = 256, 4096
 def largest(logits: Float[Tensor, "*B V"]) -> Int[Tensor, "*B"]:
     """As `argmax`, the first of equals; faster for large vocabularies on a CPU.
 
-    torch finds a maximum with vector instructions and its index without, so only the winning block is searched.
+    numpy finds an index with vector instructions, and on one thread: torch's others would keep their cores busy for a
+    while. It has no bfloat16; there torch finds the maximum so, and only the winning block is searched.
     """
     size = logits.shape[-1]
     if size < _LARGE or logits.device.type != "cpu":
         return logits.argmax(-1)
+    if logits.dtype == torch.float32:
+        return torch.as_tensor(logits.detach().numpy().argmax(-1))
     whole = size - size % _BLOCK
     values = logits[..., :whole].unflatten(-1, (-1, _BLOCK)).amax(-1)
     if whole < size:
