@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import families
 import torch
 from families import tiny
+from tiny_block import fitted_block
 from tiny_eagle import fitted_eagle
 from tiny_heads import heads, some_tokens
 from tiny_transformer import TinyTransformer
@@ -174,6 +175,9 @@ DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
     "eagle_windowed": lambda target: fitted_eagle(target, attention_window=3),
     "eagle_31_windowed": lambda target: fitted_eagle(target, norm_output=True, attention_window=3),
     "eagle_3_reduced": lambda target: fitted_eagle(target, reduced=True, feature_norms=False),
+    "block": lambda target: fitted_block(target, min_confidence=0.3),
+    "block_reduced": lambda target: fitted_block(target, reduced=True, num_layers=1, feature_norms=False),
+    "block_windowed": lambda target: fitted_block(target, attention_window=6, markov_rank=0),
     "staged": lambda target: StagedDrafter([small(target), ModelDrafter(related(target))], stage_windows=2),
     "staged_three": lambda target: StagedDrafter(
         [NGramDrafter(), small(target), ModelDrafter(related(target), sampling=Sampling(1.5, top_k=3))]
@@ -182,6 +186,7 @@ DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
     "lookup_heads": lambda target: NGramWithFallback(LONG_MATCHES, heads(target)),
     "lookup_exit": lambda target: NGramWithFallback(LONG_MATCHES, EarlyExitDrafter(1)),
     "lookup_eagle": lambda target: NGramWithFallback(LONG_MATCHES, fitted_eagle(target)),
+    "lookup_block": lambda target: NGramWithFallback(LONG_MATCHES, fitted_block(target, min_confidence=0.3)),
     "staged_exit": lambda target: StagedDrafter([small(target), EarlyExitDrafter(1)], stage_windows=3),
 }
 """By the target that they are for; the laws go through those that take it, see `COMBINATIONS`."""

@@ -186,7 +186,7 @@ def test_the_form_that_decodes_fastest_drafts_the_same_and_leaves_the_original_a
 
 @pytest.mark.parametrize("name", [name for name in SAVED if name not in ("fused", "transformer")])
 def test_a_file_keeps_a_drafter_with_all_its_parts(name: str, tmp_path: Path) -> None:
-    target_name = "llama" if "exit" in name or "eagle" in name else "rnn"
+    target_name = "llama" if any(kind in name for kind in ("exit", "eagle", "block")) else "rnn"
     target = cases.target(target_name)
     drafter = cases.drafter(name, target_name)
     save(tmp_path / "pair.safetensors", target, drafter)

@@ -90,7 +90,7 @@ def test_standard_decoding_has_the_targets_distribution(name: str) -> None:
     ("name", "drafter"),
     [
         *(("rnn", kind) for kind in ("near", "unrelated", "hotter", "certain", "ragged", "ngram", "cross")),
-        *(("transformer", kind) for kind in ("unrelated", "heads")),
+        *(("transformer", kind) for kind in ("unrelated", "heads", "block")),
         *(("llama", kind) for kind in ("early_exit", "early_exit_own", "early_exit_hotter")),
     ],
 )

@@ -1,6 +1,7 @@
 """Drafters, one file each."""
 
 from lightning_specdec.drafters.base import Drafter, DraftRequest, DraftState, TargetContext, last_two
+from lightning_specdec.drafters.block import BlockDrafter
 from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary
 from lightning_specdec.drafters.eagle import EagleDrafter
 from lightning_specdec.drafters.early_exit import EarlyExitDrafter
@@ -13,6 +14,7 @@ from lightning_specdec.drafters.staged import StagedDrafter
 from lightning_specdec.rules import Draft
 
 __all__ = [
+    "BlockDrafter",
     "CrossVocabulary",
     "Draft",
     "DraftRequest",

@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, S slots, D width of the target's hidden states, V voca
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +24,16 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-FEATURES = 1
-"""Where the features lie, beside the keys and values of the network's layer 0."""
+FEATURES = -1
+"""Where the features lie, beside the keys and values of the network's layers."""
 
 
-class EagleState(DraftState):
+class FeatureState(DraftState):
     """The target's features of each row's settled text, and the keys and values of the entries that were read.
 
-    An entry joins a token's features with the token after it. Features lie in a static buffer by their positions, those
-    of draft tokens too: the ones behind a rejection are written over before they are known.
+    An entry has a token's features; that of an autoregressive head joins them with the token after it. Features lie in
+    a static buffer by their positions, those of draft tokens too: the ones behind a rejection are written over before
+    they are known.
     """
 
     def __init__(self, batch_size: int, max_length: int, context: TargetContext) -> None:
@@ -50,6 +52,11 @@ class EagleState(DraftState):
         slots = self.read.slots(features.shape[1], starts)
         self.read.storage.update(FEATURES, slots, features[:, None], features[:, None, :, :0])
         self.known = [length + count for length, count in zip(texts, num_accepted, strict=True)]
+
+    def wanted(self, request: DraftRequest, windows: Sequence[int]) -> list[int]:
+        """The windows; 0 for rows whose text the target has not read."""
+        rows = zip(windows, self.known, request.texts, strict=True)
+        return [window if known >= len(text) - 1 > 0 else 0 for window, known, text in rows]
 
     def features(self, starts: Sequence[int], num_tokens: int, lengths: Sequence[int]) -> Float[Tensor, "B T D"]:
         """The features of so many tokens of each row, `lengths` of which are wanted, zeros behind those: the features
@@ -75,22 +82,16 @@ class EagleState(DraftState):
         self.read.truncate(lengths)
 
 
-class EagleDrafter(TrainedDrafter):
-    """Drafts with one trained decoder layer over the target's hidden states and the tokens drawn from them.
+class FeatureDrafter(TrainedDrafter, ABC):
+    """A network with keys and values over the target's hidden states.
 
-    Li et al. 2024, "EAGLE"; Li et al. 2025, "EAGLE-3": features of several layers, its own output as the next feature,
-    a reduced vocabulary; here one path of tokens instead of a tree. A row's first round has no draft: the target has
-    not read anything yet.
+    A row's first round has no draft: the target has not read anything yet.
     """
 
-    Settings = EagleSettings
-    settings: EagleSettings
+    settings: Any
+    network: Any
 
-    def __init__(self, *values: Any, sampling: Sampling | None = None, **settings: Any) -> None:
-        super().__init__(*values, sampling=sampling, **settings)
-        self.network = EagleNetwork(self.settings, self.num_tokens)
-
-    def fused(self) -> EagleDrafter:
+    def fused(self) -> Any:
         return self.packed("network")
 
     def check_target(self, target: LanguageModel) -> None:
@@ -102,19 +103,34 @@ class EagleDrafter(TrainedDrafter):
         target.embeddings(torch.zeros(1, 1, dtype=torch.long, device=target.device))
 
     def features(self, target: LanguageModel) -> Sequence[int]:
-        return self.settings.feature_layers
+        layers: Sequence[int] = self.settings.feature_layers
+        return layers
 
-    def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> EagleState:
+    def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> FeatureState:
         assert context is not None, "this draft reads its target's hidden states, so a session must say which that is"
-        return EagleState(batch_size, max_length, context)
+        return FeatureState(batch_size, max_length, context)
 
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
         features = self.network.features([output.features[layer] for layer in self.settings.feature_layers])
         state.learn(features, output.logits.shape[1], num_accepted)
 
+
+class EagleDrafter(FeatureDrafter):
+    """Drafts with one trained decoder layer over the target's hidden states and the tokens drawn from them.
+
+    Li et al. 2024, "EAGLE"; Li et al. 2025, "EAGLE-3": features of several layers, its own output as the next feature,
+    a reduced vocabulary; here one path of tokens instead of a tree.
+    """
+
+    Settings = EagleSettings
+    settings: EagleSettings
+
+    def __init__(self, *values: Any, sampling: Sampling | None = None, **settings: Any) -> None:
+        super().__init__(*values, sampling=sampling, **settings)
+        self.network = EagleNetwork(self.settings, self.num_tokens)
+
     def propose(self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
-        known = [known >= len(text) - 1 > 0 for known, text in zip(state.known, request.texts, strict=True)]
-        wanted = [window if each else 0 for window, each in zip(windows, known, strict=True)]
+        wanted = state.wanted(request, windows)
         num_draft_tokens = max(wanted)
         if not num_draft_tokens:
             return nothing(request)
@@ -131,7 +147,7 @@ class EagleDrafter(TrainedDrafter):
         state.read.truncate(entries)
         return make_draft(outputs, wanted, request)
 
-    def _read(self, state: EagleState, request: DraftRequest) -> tuple[Float[Tensor, "B 1 D"], list[int]]:
+    def _read(self, state: FeatureState, request: DraftRequest) -> tuple[Float[Tensor, "B 1 D"], list[int]]:
         """Read the entries of the settled text that have not been read: the last one's output, and how many they are.
 
         The last one is read in any case.

@@ -1,4 +1,4 @@
-"""The network of an autoregressive head: one decoder layer over tokens and a target's hidden states.
+"""What drafters over a target's hidden states compute, and the network of an autoregressive head: one decoder layer.
 
 Entry j joins the target's hidden states at token j with the embedding of token j + 1, and its output scores token
 j + 2. Where the target has not been yet, the network's output at entry j - 1 stands for its hidden states at token j.
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class EagleSettings(Settings):
-    """Settings of `EagleDrafter`; its sizes are those of its network."""
+class FeatureSettings(Settings):
+    """Sizes of a network over a target's hidden states."""
 
     feature_layers: tuple[int, ...] = setting(
         help="the target's layers whose hidden states are read, from 0", minimum=0, maximum=1000
@@ -43,8 +43,6 @@ class EagleSettings(Settings):
         None, "tokens that it scores, ascending, or how many to choose before training; default: all"
     )
     feature_norms: bool = setting(True, "normalize each layer's hidden states before they are joined")
-    norm_output: bool = setting(False, "feed back its output behind the final norm")
-    norm_before_residual: bool = setting(False, "take the residual stream from the normalized feature")
     head_size: int | None = setting(None, "size of a head; default: hidden_size / num_heads", minimum=2, maximum=2**12)
     rotary_base: float = setting(10_000.0, "base of the rotary positions", minimum=1)
     norm_eps: float = setting(1e-5, "epsilon of the norms", above=0, maximum=1)
@@ -62,7 +60,52 @@ class EagleSettings(Settings):
             )
 
 
-class EagleNetwork(nn.Module):
+@dataclass(frozen=True)
+class EagleSettings(FeatureSettings):
+    """Settings of `EagleDrafter`."""
+
+    norm_output: bool = setting(False, "feed back its output behind the final norm")
+    norm_before_residual: bool = setting(False, "take the residual stream from the normalized feature")
+
+
+class FeatureNetwork(nn.Module):
+    """Joins the hidden states of several layers of a target.
+
+    Args:
+        settings: sizes; the size of a head E is D / H by default.
+    """
+
+    output_norm: Any
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__()
+        self.settings, self.attention_window = settings, settings.attention_window
+        self.num_heads, self.num_key_heads = settings.num_heads, settings.num_key_heads
+        self.head_size = settings.head_size or settings.hidden_size // settings.num_heads
+        # Layers differ a hundredfold in how large their states are, and so do the first token's from all others'.
+        normed = settings.feature_layers if settings.feature_norms else ()
+        self.layer_norms = nn.ModuleList(self._norm() for _ in normed)
+        self.join = nn.Linear(len(settings.feature_layers) * settings.hidden_size, settings.hidden_size, bias=False)
+
+    def _norm(self) -> Any:
+        return nn.RMSNorm(self.settings.hidden_size, eps=self.settings.norm_eps)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        dtype: torch.dtype = self.output_norm.weight.dtype
+        return dtype
+
+    def features(self, hidden: Sequence[Float[Tensor, "B T D"]]) -> Float[Tensor, "B T D"]:
+        """One feature for each token from the hidden states of F layers."""
+        states = [each.to(self.dtype) for each in hidden]
+        if self.settings.feature_norms:
+            states = [norm(each) for norm, each in zip(self.layer_norms, states, strict=True)]
+        joined: Tensor = self.join(torch.cat(states, dim=-1))
+        return joined.to(self.dtype)  # which autocast may have left in another type
+
+
+class EagleNetwork(FeatureNetwork):
     """Joins features, runs one decoder layer, scores tokens (Li et al. 2025, "EAGLE-3", figure 5).
 
     The layer's attention reads embedding and feature side by side; its residual stream is the feature's. Norms are
@@ -74,16 +117,9 @@ class EagleNetwork(nn.Module):
     """
 
     def __init__(self, settings: EagleSettings, num_tokens: int) -> None:
-        super().__init__()
+        super().__init__(settings)
         hidden_size, inner_size = settings.hidden_size, settings.intermediate_size
-        self.num_heads, self.num_key_heads = settings.num_heads, settings.num_key_heads
-        self.settings, self.attention_window = settings, settings.attention_window
-        self.head_size = settings.head_size or hidden_size // settings.num_heads
         width = (self.num_heads + 2 * self.num_key_heads) * self.head_size
-        # Layers differ a hundredfold in how large their states are, and so do the first token's from all others'.
-        normed = settings.feature_layers if settings.feature_norms else ()
-        self.layer_norms = nn.ModuleList(self._norm() for _ in normed)
-        self.join = nn.Linear(len(settings.feature_layers) * hidden_size, hidden_size, bias=False)
         self.token_norm, self.feature_norm = self._norm(), self._norm()
         self.query_key_value = nn.Linear(2 * hidden_size, width, bias=False)
         self.attention_output = nn.Linear(self.num_heads * self.head_size, hidden_size, bias=False)
@@ -92,22 +128,6 @@ class EagleNetwork(nn.Module):
         self.down = nn.Linear(inner_size, hidden_size, bias=False)
         self.output_norm = self._norm()
         self.output = nn.Linear(hidden_size, num_tokens, bias=False)
-
-    def _norm(self) -> Any:
-        return nn.RMSNorm(self.settings.hidden_size, eps=self.settings.norm_eps)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What it computes in."""
-        return self.output_norm.weight.dtype
-
-    def features(self, hidden: Sequence[Float[Tensor, "B T D"]]) -> Float[Tensor, "B T D"]:
-        """One feature for each token from the hidden states of F layers."""
-        states = [each.to(self.dtype) for each in hidden]
-        if self.settings.feature_norms:
-            states = [norm(each) for norm, each in zip(self.layer_norms, states, strict=True)]
-        joined: Tensor = self.join(torch.cat(states, dim=-1))
-        return joined.to(self.dtype)  # which autocast may have left in another type
 
     def layer(
         self,

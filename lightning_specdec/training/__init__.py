@@ -1,6 +1,7 @@
 """Training: Lightning modules, their metrics, and what a run leaves behind."""
 
 from lightning_specdec.training.base import SpeculativeTraining
+from lightning_specdec.training.block import BlockTraining
 from lightning_specdec.training.callbacks import (
     AcceptedPerRound,
     HyperparameterTable,
@@ -9,7 +10,7 @@ from lightning_specdec.training.callbacks import (
 )
 from lightning_specdec.training.decode_callback import DecodeHeldOut
 from lightning_specdec.training.distillation import DistillationTraining
-from lightning_specdec.training.draft_losses import CrossEntropy, DraftLoss, ForwardKL, TotalVariation
+from lightning_specdec.training.draft_losses import Blend, CrossEntropy, DraftLoss, ForwardKL, TotalVariation
 from lightning_specdec.training.draft_recipes import DistilledModelTraining, ExitHeadTraining, MultiTokenTraining
 from lightning_specdec.training.eagle import EagleTraining
 from lightning_specdec.training.early_exit import EarlyExitTraining
@@ -23,6 +24,8 @@ from lightning_specdec.training.target_outputs import OnlineFeatures
 
 __all__ = [
     "AcceptedPerRound",
+    "Blend",
+    "BlockTraining",
     "CrossEntropy",
     "DecodeHeldOut",
     "DistillationTraining",

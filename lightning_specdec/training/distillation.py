@@ -120,6 +120,12 @@ class DistillationTraining(SpeculativeTraining):
     def step_logits(self, number: int, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N W"]:
         """Logits of that draft step."""
 
+    def step_losses(
+        self, number: int, hidden: Float[Tensor, "N D"], log_probs: Float[Tensor, "N W"], labels: Int[Tensor, "N"]
+    ) -> Float[Tensor, "N"]:
+        """What a training step minimizes at each position of that draft step."""
+        return self.loss(self.step_logits(number, hidden), log_probs, labels)
+
     def init_from_target(self) -> None:  # noqa: B027
         """Initialize the draft's weights, once its vocabulary is known."""
 
@@ -206,7 +212,7 @@ class DistillationTraining(SpeculativeTraining):
         losses, num_positions = [], 0
         for number, step in enumerate(self.draft_steps(batch, outputs)):
             _, (hidden, log_probs, labels, _) = self._chosen(step, batch, outputs, prompts=self.learn_from_prompts)
-            values = self.loss(self.step_logits(number, hidden), log_probs, labels)
+            values = self.step_losses(number, hidden, log_probs, labels)
             losses.append(values.sum() / self._num_learned(values))
             num_positions += len(values)
         loss = (torch.stack(losses) * losses[0].new_tensor(self.loss_weights(len(losses)))).sum()
@@ -295,7 +301,7 @@ class DistillationTraining(SpeculativeTraining):
             return torch.optim.AdamW(trained, lr=rate, betas=BETAS, weight_decay=decay)
         # Embeddings and output heads are no hidden layers: a step touches few of their rows.
         sizes = {self.target.vocab_size, len(self.draft_vocabulary or range(self.target.vocab_size))}
-        matrices = {each: None for each in trained if each.ndim == 2 and each.shape[0] not in sizes}
+        matrices = {each: None for each in trained if each.ndim == 2 and each.shape[0] not in sizes | {1}}
         if not matrices:
             raise ValueError("muon steps the matrices of hidden layers, and this draft trains none: give adamw")
         others = (each for each in trained if each not in matrices)

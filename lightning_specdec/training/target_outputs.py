@@ -108,26 +108,28 @@ class DraftStep(NamedTuple):
     """The i-th draft token of every round that training texts contain.
 
     Args:
-        hidden: inputs of the draft's output head; `[:, x]` predicts token `first + x`.
+        hidden: inputs of the draft's output head; `[:, x]` predicts token `first + stride * x`.
         first: the first token that is predicted.
+        stride: from one predicted token to the next.
     """
 
     hidden: Float[Tensor, "B M D"]
     first: int
+    stride: int = 1
 
     @property
     def predicted(self) -> slice:
         """The tokens that are predicted."""
-        return slice(self.first, self.first + self.hidden.shape[1])
+        return slice(self.first, self.first + self.stride * self.hidden.shape[1], self.stride)
 
     @property
     def before(self) -> slice:
         """The tokens before those, whose target outputs predict the same."""
-        return slice(self.first - 1, self.first - 1 + self.hidden.shape[1])
+        return slice(self.predicted.start - 1, self.predicted.stop - 1, self.stride)
 
     def learned(self, batch: Batch, *, prompts: bool) -> Bool[Tensor, "B M"]:
         """The positions that are learned from; those of prompts only when asked for."""
-        tokens = self.first + torch.arange(self.hidden.shape[1], device=batch.tokens.device)
+        tokens = self.first + self.stride * torch.arange(self.hidden.shape[1], device=batch.tokens.device)
         starts = torch.ones_like(batch.lengths) if prompts else batch.prompt_lengths
         return (tokens < batch.lengths[:, None]) & (tokens >= starts[:, None])
 

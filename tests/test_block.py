@@ -1,0 +1,240 @@
+"""The block drafter: what its places see, that training sees what decoding does, and that its window looks at no token
+that it cuts off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import target
+from test_distribution import (
+    DRAFTS,
+    TOLERANCE,
+    VOCAB,
+    WINDOW,
+    Measured,
+    Proposal,
+    along,
+    block_probs,
+    error_of,
+    guess_probs,
+    world,
+)
+from test_eagle import TEXT, proposed
+from tiny_block import block, fitted_block
+from tiny_distillation import batch_of, begun, check_that_counts_are_decodings, check_that_it_learns, own_texts
+from tiny_distillation import target as tiny_target
+
+from lightning_specdec.decoding import Session, autoregressive_decode
+from lightning_specdec.drafters import BlockDrafter, DraftRequest, TargetContext, last_two
+from lightning_specdec.models import LanguageModel
+from lightning_specdec.rules import RejectionSampling, Sampling
+from lightning_specdec.training import BlockTraining
+from lightning_specdec.training.block import blocks
+from lightning_specdec.training.distillation import DistillationTraining
+
+
+@torch.no_grad()
+def scored(drafter: BlockDrafter, model: LanguageModel, text: list[int], start: int) -> torch.Tensor:
+    """What training says of a block that begins with that token of a text, given its own tokens."""
+    tokens, network, own = torch.tensor([text]), drafter.network, drafter.draft_vocabulary
+    found = model(tokens, features=drafter.features(model)).features
+    features = network.features([found[layer] for layer in drafter.settings.feature_layers])
+    hidden = blocks(network, model.embeddings(tokens[:, [start]]), features, torch.tensor([start]))[0, 0]
+    size = len(text) - 1 - start
+    logits = network.output(hidden[:size]) + network.bias(drafter.before(tokens[0, start:-1]))
+    return logits if own is None else own.spread(logits, -torch.inf)
+
+
+@pytest.mark.parametrize("name", ["transformer", "llama", "gemma3"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_layers": 1},
+        {"reduced": True, "feature_norms": False},
+        {"attention_window": 6},
+        {"markov_rank": 0, "head_size": 6, "rotary_base": 5e5},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_guesses_are_those_of_the_blocks_that_it_is_trained_on(name: str, changes: dict[str, Any]) -> None:
+    model = target(name)
+    drafter = fitted_block(model, **changes)
+    for window in (2, 6):  # what is drafted of a block does not depend on how much is
+        draft = proposed(drafter, model, TEXT, 5, window)
+        wanted = scored(drafter, model, [*TEXT, *draft.tokens[0].tolist()], len(TEXT) - 1)
+        torch.testing.assert_close(draft.logits[0], wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_block_sees_the_features_before_its_anchor_and_all_of_its_own_places() -> None:
+    model = target("transformer")
+    network = block(model, attention_window=6).network
+    anchors = torch.tensor([2, 7])
+    embedded = model.embeddings(torch.tensor([[1, 2]]))
+    features = torch.randn(1, 10, model.hidden_size or 0, generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def seen(places: slice, anchor: int) -> list[bool]:
+        """Whether each place of a block is another one where these features are."""
+        changed = features.clone()
+        changed[:, places] += 1.0
+        first, second = (blocks(network, embedded, each, anchors)[0, anchor] for each in (features, changed))
+        return [not torch.equal(one, other) for one, other in zip(first, second, strict=True)]
+
+    assert not any(seen(slice(2, None), 0)) and all(seen(slice(1, 2), 0))
+    assert not any(seen(slice(7, None), 1)) and all(seen(slice(6, 7), 1))
+    single = block(model, num_layers=1, attention_window=6)  # so that nothing is handed on from place to place
+    network = single.network
+    assert seen(slice(2, 3), 1) == [True] + [False] * 5  # seven is five further on, eight six: out of the window
+    with torch.no_grad():
+        first = blocks(network, embedded, features, anchors)
+        network.mask += 1.0
+        assert not torch.allclose(first[:, :, 0], blocks(network, embedded, features, anchors)[:, :, 0])
+
+
+@pytest.mark.parametrize("window", [1, 3, 8])
+def test_each_entry_is_read_once_and_no_round_drafts_more_than_a_block(window: int) -> None:
+    model = target("transformer")
+    session = Session(model, fitted_block(model), max_length=40, num_draft_tokens=window)
+    row = session.add(TEXT, max_new_tokens=20)
+    session.step()  # the target has read nothing yet: no guesses
+    state: Any = session._batch.draft_state
+    while row.live:
+        known, calls = len(row.text) - 1, session.num_draft_calls
+        assert state.known == [known]
+        session.step()
+        assert session.num_draft_calls == calls or state.read.consumed == [known]
+    assert row.text[len(TEXT) :] == autoregressive_decode(model, TEXT, max_new_tokens=20).rows[0].tokens
+    assert row.counts is not None and row.counts.num_accepted > 0
+    assert max(len(each.drafted) for each in row.rounds) == min(window, 6)
+
+
+def drafts(drafter: BlockDrafter, model: LanguageModel, uniform: torch.Tensor) -> Any:
+    """Guesses behind one text with these numbers, row by row."""
+    rows, window = uniform.shape
+    with torch.inference_mode():
+        state = model.init_state(rows, 40)
+        memory = drafter.init_state(rows, 40, TargetContext(model, state))
+        tokens = torch.tensor([TEXT[:-1]] * rows)
+        output = model(tokens, state, logits_for=slice(-1, None), features=drafter.features(model))
+        drafter.observe(memory, output, [0] * rows)
+        tail = last_two([TEXT] * rows, model.device)
+        request = DraftRequest([TEXT] * rows, tail, uniform, vocab_size=model.vocab_size)
+        return drafter.propose(memory, request, [window] * rows, Sampling(1.3))
+
+
+def test_where_a_window_ends_depends_on_no_token_that_it_cuts_off() -> None:
+    model = target("llama")
+    settings = {"num_layers": 1, "num_steps": 10}
+    whole = fitted_block(model, **settings)
+    uniform = torch.rand(400, 3, generator=torch.Generator().manual_seed(0))
+    tokens = drafts(whole, model, uniform).tokens.tolist()
+    chances = {}
+    for bound in (0.05, 0.1, 0.2, 0.3, 1.0):
+        cautious = BlockDrafter(**{**whole.arguments(), "min_confidence": bound}).eval()
+        cautious.load_state_dict(whole.state_dict())
+        made = drafts(cautious, model, uniform)
+        lengths = made.lengths.tolist()
+        assert min(lengths) == 1 and made.tokens.shape[1] == max(lengths)
+        chances[bound] = sum(lengths)
+        for end in (1, 2):  # whether there is a place `end` follows from the tokens before it
+            longer: dict[tuple[int, ...], set[bool]] = {}
+            for row, length in zip(tokens, lengths, strict=True):
+                if length >= end:
+                    longer.setdefault(tuple(row[:end]), set()).add(length > end)
+            assert all(len(each) == 1 for each in longer.values())
+    assert len(set(chances.values())) > 3 and chances[1.0] == 400, "the bounds cut alike, or nothing"
+
+
+ENDS = {
+    "before a token": (lambda draft: 2 if draft[0] else 1, True),
+    "at the token itself": (lambda draft: 2 if draft[1] else 1, False),
+    "before it is seen": (lambda draft: 1 if draft[0] else 0, False),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_window_that_ends_by_tokens_before_its_end_is_lossless_and_another_is_not(end: str) -> None:
+    length_of, lossless = ENDS[end]
+    sampling, proposal = Sampling(1.0), Proposal(Sampling(2.0), Sampling(2.0))
+    logits, guesses = along(world(1), WINDOW + 1), along(world(101), WINDOW)
+    chances, law = guess_probs(proposal.drawn, guesses), dict[tuple[int, ...], float]()
+    lengths = torch.tensor([length_of(draft) for draft in DRAFTS])
+    for length in range(WINDOW + 1):
+        measured = Measured(RejectionSampling(), logits, guesses, sampling, proposal, length)
+        for tokens, chance in measured.law(chances * (lengths == length)).items():
+            law[tokens] = law.get(tokens, 0.0) + chance
+    probs = {prefix: sampling.probs(each).double() for prefix, each in world(1).items()}
+    error = error_of(law, probs, block_probs(world(1), sampling))
+    assert error < TOLERANCE if lossless else error > 1000 * TOLERANCE
+    assert VOCAB > 2
+
+
+def training(**options: Any) -> BlockTraining:
+    sizes: dict[str, Any] = {"num_heads": 2, "num_key_heads": 1, "intermediate_size": 16, "markov_rank": 3}
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return BlockTraining(tiny_target(), num_draft_tokens=3, **{"block_size": 6, **sizes, **options})
+
+
+@pytest.mark.parametrize("prompt_length", [1, 3])
+def test_rounds_counted_on_the_targets_own_texts_are_those_of_decoding(prompt_length: int) -> None:
+    drafter = fitted_block(tiny_target(), num_steps=60, num_layers=1)
+    module = training()
+    module.drafter = drafter
+    check_that_counts_are_decodings(module, prompt_length)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"markov_rank": 0, "anchor_stride": 3}, {"num_layers": 2, "optimizer": "muon"}], ids=str
+)
+def test_a_few_steps_lower_the_loss_and_leave_the_target_as_it_is(options: dict[str, Any]) -> None:
+    check_that_it_learns(training(draft_vocabulary=9, learning_rate=0.01, **options), 25)
+
+
+def test_the_confidence_head_learns_how_often_a_guess_is_kept_and_changes_nothing_else() -> None:
+    module, batch = begun(training(learning_rate=0.01)), own_texts()
+    network = module.drafter.network
+    steps = module.draft_steps(batch, module.read(batch, "train"))
+    hidden = steps[0].hidden[0]
+    logits = torch.randn(len(hidden), module.target.vocab_size)
+    labels = torch.zeros(len(hidden), dtype=torch.long)
+    whole = module.step_losses(0, hidden, logits.log_softmax(-1), labels)
+    plain = DistillationTraining.step_losses(module, 0, hidden, logits.log_softmax(-1), labels)
+    weights = list(network.parameters())
+    gradients = [
+        torch.autograd.grad(each.sum(), weights, allow_unused=True, retain_graph=True) for each in (whole, plain)
+    ]
+    for name, ours, theirs in zip(dict(network.named_parameters()), *gradients, strict=True):
+        if name.startswith("confidence"):
+            assert theirs is None and ours is not None and bool(ours.any())
+        else:
+            assert (ours is None) == (theirs is None) and (ours is None or torch.equal(ours, theirs))
+
+
+def test_blocks_begin_all_over_a_text_and_everywhere_when_they_are_measured() -> None:
+    module = begun(training(anchor_stride=3))
+    batch = batch_of([[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 5, 6]])
+    outputs = module.read(batch, "train")
+    found = set()
+    for step in range(40):
+        module.trainer.global_step = step
+        steps = module.draft_steps(batch, outputs)
+        first = steps[0].first - 1
+        found.add(first)
+        for i, each in enumerate(steps):
+            predicted = range(10)[each.predicted]
+            assert list(predicted) == list(range(first + 1 + i, 10, 3)) and len(predicted) == each.hidden.shape[1]
+    assert found == {1, 2, 3}
+    assert [range(10)[each.predicted].start for each in module.eval().draft_steps(batch, outputs)] == [2, 3, 4, 5, 6, 7]
+    assert len(module.draft_steps(batch, outputs)[0].hidden[0]) == 8
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="a round cannot have 3 draft tokens of a block of 2"):
+        training(block_size=2)
+    with pytest.raises(ValueError, match="attention_window must be at least block_size, 6, got 4"):
+        training(attention_window=4)
+    with pytest.raises(ValueError, match="anchor_stride must be"):
+        training(anchor_stride=0)

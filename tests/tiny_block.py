@@ -1,0 +1,67 @@
+"""Block drafters for tests: fitted to what a tiny target itself writes, so right often, not always."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from tiny_heads import examples, some_tokens
+from torch import nn
+
+from lightning_specdec.drafters import BlockDrafter
+from lightning_specdec.models import LanguageModel
+from lightning_specdec.training.block import blocks
+
+
+def block(
+    target: LanguageModel, *, reduced: bool = False, layers: list[int] | None = None, **more: Any
+) -> BlockDrafter:
+    """A random one, `more` of whose settings are not the default; the global seed stays as it was."""
+    sizes: dict[str, Any] = {"hidden_size": 4, "vocab_size": 7, "feature_layers": [0]}
+    if target.hidden_size is not None and target.num_layers is not None:
+        sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        sizes |= {"feature_layers": layers or list(range(target.num_layers))}
+    settings: dict[str, Any] = {"num_heads": 2, "num_key_heads": 1, "intermediate_size": 16, "num_layers": 2}
+    settings |= {"block_size": 6, "markov_rank": 3} | more
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        own = some_tokens(sizes["vocab_size"]) if reduced else None
+        drafter = BlockDrafter(**sizes, **settings, draft_vocabulary=own)
+        if drafter.network.markov_output is not None:
+            nn.init.normal_(drafter.network.markov_output.weight)
+        nn.init.normal_(drafter.network.confidence.weight, std=0.2)
+    return drafter.eval()
+
+
+@functools.cache
+def fitted_block(target: LanguageModel, *, num_steps: int = 30, **more: Any) -> BlockDrafter:
+    """One fitted by a few steps where it takes the target; read it, do not write to it."""
+    drafter = block(target, **more)
+    try:
+        drafter.check_target(target)
+    except ValueError:
+        return drafter
+    network, texts = drafter.network, examples(target)[0]
+    tokens, own = texts.clamp(min=0), drafter.draft_vocabulary
+    labels = texts if own is None else own.to_draft(texts, -1)
+    with torch.no_grad():
+        found = target(tokens, features=tuple(drafter.settings.feature_layers)).features
+    anchors = torch.arange(1, tokens.shape[1] - 1)
+    weights = list(network.parameters())
+    optimizer = torch.optim.Adam(weights, lr=0.02)
+    for _ in range(num_steps):
+        features = network.features([found[layer][:, :-1] for layer in drafter.settings.feature_layers])
+        hidden = blocks(network, target.embeddings(tokens[:, anchors]), features, anchors)
+        losses = []
+        for i in range(drafter.settings.block_size):
+            inside = anchors[anchors + 1 + i < tokens.shape[1]]
+            before = drafter.before(tokens[:, inside + i])
+            logits = network.output(hidden[:, : len(inside), i]) + network.bias(before)
+            wanted = labels[:, inside + 1 + i]
+            losses.append(nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=-1))
+        gradients = torch.autograd.grad(torch.stack(losses).sum(), weights, allow_unused=True)
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient
+        optimizer.step()
+    return drafter.eval()
