@@ -176,7 +176,7 @@ DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
     "eagle_31_windowed": lambda target: fitted_eagle(target, norm_output=True, attention_window=3),
     "eagle_3_reduced": lambda target: fitted_eagle(target, reduced=True, feature_norms=False),
     "block": lambda target: fitted_block(target, min_confidence=0.3),
-    "block_reduced": lambda target: fitted_block(target, reduced=True, num_layers=1, feature_norms=False),
+    "block_reduced": lambda target: fitted_block(target, reduced=True, num_layers=1, feature_norms=True),
     "block_windowed": lambda target: fitted_block(target, attention_window=6, markov_rank=0),
     "staged": lambda target: StagedDrafter([small(target), ModelDrafter(related(target))], stage_windows=2),
     "staged_three": lambda target: StagedDrafter(

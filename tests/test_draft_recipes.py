@@ -22,7 +22,7 @@ from tiny_distillation import target as frozen
 from tiny_heads import heads, some_tokens
 
 from lightning_specdec.decoding import speculative_decode
-from lightning_specdec.drafters import EarlyExitDrafter, ModelDrafter, MultiTokenDrafter, StagedDrafter
+from lightning_specdec.drafters import BlockDrafter, EarlyExitDrafter, ModelDrafter, MultiTokenDrafter, StagedDrafter
 from lightning_specdec.drafters.early_exit import ExitModel
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.layers import LayerStack
@@ -97,6 +97,11 @@ def test_rounds_counted_on_the_targets_own_texts_are_those_of_decoding(make: Any
         ("smollm2_layers", {"draft_layers": [0, 2]}, ModelDrafter),
         ("smollm2_exit", {"exit_layer": 1, "draft_vocabulary": 200}, EarlyExitDrafter),
         ("smollm2_heads", {"draft_vocabulary": 200}, MultiTokenDrafter),
+        (
+            "smollm2_block",
+            {"draft_vocabulary": 200, "num_heads": 2, "num_key_heads": 1, "intermediate_size": 16, "markov_rank": 4},
+            BlockDrafter,
+        ),
     ],
 )
 def test_the_shipped_config_trains_a_draft_that_decodes(

@@ -14,6 +14,7 @@ import torch
 from cli_fixtures import here, refused, succeed
 from families import tiny
 from safetensors.torch import load_file, save_file
+from tiny_block import block
 from tiny_distillation import begun, check_that_it_learns
 from tiny_eagle import eagle, fitted_eagle
 from tiny_heads import heads
@@ -23,6 +24,7 @@ from lightning_specdec.checkpoints.engine_heads import read_head
 from lightning_specdec.config.models import ENGINES
 from lightning_specdec.decoding import autoregressive_decode, speculative_decode
 from lightning_specdec.drafters import (
+    BlockDrafter,
     Drafter,
     EagleDrafter,
     EarlyExitDrafter,
@@ -53,6 +55,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def head(**changes: Any) -> EagleDrafter:
     return eagle(TARGET, **{"layers": [0, 2, 3], **changes})
+
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "as trained": {"attention_window": 7, "draft_vocabulary": [1, 3, 4, 7, 20, 22], "min_confidence": 0.9},
+    "no Markov head": {"markov_rank": 0, "num_layers": 1},
+    "layers in another order": {"layers": [3, 0, 1], "head_size": 6, "rotary_base": 5e5, "norm_eps": 1e-3},
+}
+
+
+def blocks(**changes: Any) -> BlockDrafter:
+    return block(TARGET, **{"layers": [0, 2, 3], **changes})
 
 
 def written(folder: Path, drafter: Drafter | None = None, engine: str = "vllm") -> Path:
@@ -92,6 +105,36 @@ def test_a_head_comes_back_as_it_went(name: str, engine: str, tmp_path: Path) ->
     assert same(drafter, back)
     if "layers" not in VARIANTS[name]:
         assert all(torch.equal(value, back.state_dict()[key]) for key, value in drafter.state_dict().items())
+
+
+@pytest.mark.parametrize("name", list(BLOCKS))
+def test_a_block_drafter_is_written_as_dspark(name: str, tmp_path: Path) -> None:
+    made = engines.export(tmp_path / "out", blocks(**BLOCKS[name]), TARGET, "vllm")
+    assert made.difference < 1e-5 and made.num_compared == 12 and not made.loaded
+    assert '"method": "dspark"' in made.commands[0] and '"num_speculative_tokens": 6' in made.commands[0]
+    config, weights = (
+        json.loads((tmp_path / "out/config.json").read_text()),
+        load_file(tmp_path / "out/model.safetensors"),
+    )
+    assert weights["embed_tokens.weight"].shape == (24, 32) and config["mask_token_id"] == 23
+    assert len(weights["markov_head.markov_w1.weight"]) == config["transformer_layer_config"]["vocab_size"] == 24
+    with pytest.raises(ValueError, match="it is a dspark draft"):
+        read_head(tmp_path / "out", TARGET)
+
+
+@pytest.mark.parametrize("fault", ["embed_tokens", "k_norm", "v_proj", "markov_w1", "hidden_norm"])
+def test_what_dspark_would_compute_otherwise_is_not_written(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = engine_heads.block_tensors
+
+    def wrong(*arguments: Any) -> dict[str, torch.Tensor]:
+        return {name: value * (1.5 if fault in name else 1.0) for name, value in tensors(*arguments).items()}
+
+    monkeypatch.setattr(engine_heads, "block_tensors", wrong)
+    drafter = blocks()
+    with pytest.raises(ValueError, match="scores other tokens"):
+        engines.export(tmp_path / "out", drafter, TARGET, "vllm")
 
 
 def test_a_fitted_head_drafts_as_well_as_before(tmp_path: Path) -> None:
@@ -185,6 +228,9 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("llama.cpp", head(**PLAIN, attention_window=5), "train with no attention_window,"),
     ("llama.cpp", head(**PLAIN, norm_output=True), "train with norm_output: false,"),
     ("llama.cpp", head(**PLAIN, layers=[0, 1]), "three layers"),
+    ("vllm", blocks(feature_norms=True), "train with feature_norms: false"),
+    ("vllm", blocks(layers=[0, 4]), "last layer"),
+    ("sglang", blocks(), "no block drafters"),
     ("llamafile", head(), "format must be one of"),
 ]
 

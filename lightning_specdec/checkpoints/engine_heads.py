@@ -1,4 +1,5 @@
-"""Heads <-> the files of other programs: EAGLE-3 as speculators and SpecForge write it, and Medusa's heads.
+"""Heads <-> the files of other programs: EAGLE-3 as speculators and SpecForge write it, and Medusa's heads; block
+drafters -> DSpark as vLLM reads it.
 
 A directory holds `config.json` and safetensors files; nothing in it is run. speculators (and vLLM) count the target's
 layers by their inputs and name the head's layer `layers.0`; SpecForge (and SGLang) count by outputs and name it
@@ -20,7 +21,8 @@ from lightning_specdec.checkpoints.archive import BROKEN
 from lightning_specdec.checkpoints.networks import with_weights
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.terminal import short
-from lightning_specdec.drafters import Drafter, EagleDrafter, MultiTokenDrafter
+from lightning_specdec.drafters import BlockDrafter, Drafter, EagleDrafter, MultiTokenDrafter
+from lightning_specdec.drafters.eagle import FeatureDrafter
 from lightning_specdec.drafters.eagle_network import EagleSettings
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.model_config import to_config
@@ -30,6 +32,15 @@ _LAYER = {
     "input_layernorm": "token_norm",
     "hidden_norm": "feature_norm",
     "post_attention_layernorm": "inner_norm",
+    "self_attn.o_proj": "attention_output",
+    "mlp.down_proj": "down",
+}
+_BLOCK_LAYER = {
+    "input_layernorm": "input_norm",
+    "post_attention_layernorm": "inner_norm",
+    "self_attn.q_proj": "query",
+    "self_attn.q_norm": "query_norm",
+    "self_attn.k_norm": "key_norm",
     "self_attn.o_proj": "attention_output",
     "mlp.down_proj": "down",
 }
@@ -68,42 +79,88 @@ def eagle_tensors(drafter: EagleDrafter, layer: str) -> dict[str, Tensor]:
     found |= {f"{layer}.self_attn.{name}.weight": part for name, part in zip(_QUERY_KEY_VALUE, parts, strict=True)}
     halves = weights["gate_up.weight"].chunk(2)
     found |= {f"{layer}.mlp.{name}.weight": part for name, part in zip(_GATE_UP, halves, strict=True)}
-    order = sorted(range(len(own.feature_layers)), key=own.feature_layers.__getitem__)  # engines sort the layers
-    blocks = found["fc.weight"].chunk(len(order), dim=1)
-    found["fc.weight"] = torch.cat([blocks[i] for i in order], dim=1)
     if own.feature_norms:
+        order = sorted(range(len(own.feature_layers)), key=own.feature_layers.__getitem__)
         found |= {f"fc_norm.{i}.weight": weights[f"layer_norms.{old}.weight"] for i, old in enumerate(order)}
+    return _stored(found, drafter)
+
+
+def _stored(found: dict[str, Tensor], drafter: FeatureDrafter) -> dict[str, Tensor]:
+    """Weights as engines have them: layers of the target in order, and which tokens the draft scores."""
+    layers = drafter.settings.feature_layers
+    blocks = found["fc.weight"].chunk(len(layers), dim=1)
+    found["fc.weight"] = torch.cat([blocks[i] for i in sorted(range(len(layers)), key=layers.__getitem__)], dim=1)
     if (vocabulary := drafter.draft_vocabulary) is not None:
         tokens = vocabulary.tokens.cpu()
         found["d2t"] = tokens - torch.arange(len(tokens))
-        found["t2d"] = torch.zeros(own.vocab_size, dtype=torch.bool).index_fill_(0, tokens, True)
+        found["t2d"] = torch.zeros(drafter.settings.vocab_size, dtype=torch.bool).index_fill_(0, tokens, True)
     return {name: value.cpu().contiguous().clone() for name, value in found.items()}
+
+
+def block_tensors(drafter: BlockDrafter, table: Tensor) -> dict[str, Tensor]:
+    """The weights of a block drafter by DSpark's names.
+
+    The mask is a token more than the target has, so the target's embeddings, `table`, are stored with it. A Markov head
+    of rank 0 is one of rank 1 that adds nothing.
+    """
+    network, own, found = drafter.network, drafter.settings, dict[str, Tensor]()
+    weights = {name: value.detach() for name, value in network.named_parameters()}
+    for theirs, ours in {**_WHOLE, "hidden_norm": "context_norm"}.items():
+        found[f"{theirs}.weight"] = weights[f"{ours}.weight"]
+    for i in range(own.num_layers):
+        for theirs, ours in _BLOCK_LAYER.items():
+            found[f"layers.{i}.{theirs}.weight"] = weights[f"layers.{i}.{ours}.weight"]
+        for names, joined in ((_QUERY_KEY_VALUE[1:], "self_attn.key_value"), (_GATE_UP, "mlp.gate_up")):
+            room, _, ours = joined.partition(".")
+            halves = weights[f"layers.{i}.{ours}.weight"].chunk(2)
+            found |= {f"layers.{i}.{room}.{name}.weight": half for name, half in zip(names, halves, strict=True)}
+    mask = weights["mask"]
+    found["embed_tokens.weight"] = torch.cat([table.to(mask), mask[None]])
+    rank, scored = max(1, own.markov_rank), weights["output.weight"]
+    before = scored.new_zeros(own.vocab_size + 1, rank)
+    if own.markov_rank:
+        tokens = torch.arange(own.vocab_size) if drafter.draft_vocabulary is None else drafter.draft_vocabulary.tokens
+        before[tokens] = weights["markov_input.weight"]
+    found["markov_head.markov_w1.weight"] = before
+    found["markov_head.markov_w2.weight"] = weights.get("markov_output.weight", scored.new_zeros(len(scored), rank))
+    found |= {f"confidence_head.proj.{name}": weights[f"confidence.{name}"] for name in ("weight", "bias")}
+    return _stored(found, drafter)
+
+
+def block_config(drafter: BlockDrafter, target: str) -> dict[str, Any]:
+    """The config of a block drafter as speculators writes DSpark's."""
+    own = drafter.settings
+    layer = _layer_config(drafter, "qwen3", own.num_layers) | {
+        "vocab_size": own.vocab_size + 1,
+        "is_causal": False,  # else vLLM takes layers with a window for causal ones
+        "layer_types": ["full_attention" if own.attention_window is None else "sliding_attention"] * own.num_layers,
+    }
+    return {
+        "architectures": ["Qwen3DSparkModel"],
+        "speculators_model_type": "dspark",
+        "draft_vocab_size": drafter.num_tokens,
+        "target_hidden_size": own.hidden_size,
+        "aux_hidden_state_layer_ids": [each + 1 for each in sorted(own.feature_layers)],
+        "use_aux_hidden_state": True,
+        "mask_token_id": own.vocab_size,
+        "sample_from_anchor": True,
+        "block_size": own.block_size,
+        "markov_rank": max(1, own.markov_rank),
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": own.markov_rank > 0,
+        "dtype": str(drafter.network.dtype).removeprefix("torch."),
+        "transformer_layer_config": layer,
+        "speculators_config": _speculators("dspark", target, own.block_size),
+    }
 
 
 def eagle_config(drafter: EagleDrafter, target: str, num_draft_tokens: int, *, nested: bool) -> dict[str, Any]:
     """The config of an autoregressive head, as speculators writes it (`nested`) or as SpecForge does."""
     own, layers = drafter.settings, sorted(drafter.settings.feature_layers)
-    # vLLM has no defaults for a nested layer, and readers differ in theirs: everything is stated.
-    layer: dict[str, Any] = {
-        "model_type": "llama",
-        "hidden_size": own.hidden_size,
-        "intermediate_size": own.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": own.num_heads,
-        "num_key_value_heads": own.num_key_heads,
-        "head_dim": drafter.network.head_size,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "vocab_size": own.vocab_size,
-        "max_position_embeddings": _POSITIONS,
-        "rms_norm_eps": own.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": own.rotary_base},
-        "num_aux_hidden_states": len(layers),
-    }
+    layer = _layer_config(drafter, "llama", 1) | {"num_aux_hidden_states": len(layers)}
     if own.attention_window is not None:
-        layer |= {"layer_types": ["sliding_attention"], "sliding_window": own.attention_window}
+        layer["layer_types"] = ["sliding_attention"]
     head = {
         "draft_vocab_size": drafter.num_tokens,
         "target_hidden_size": own.hidden_size,
@@ -122,14 +179,42 @@ def eagle_config(drafter: EagleDrafter, target: str, num_draft_tokens: int, *, n
         **head,
         "eagle_aux_hidden_state_layer_ids": [each + 1 for each in layers],
         "transformer_layer_config": layer,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": num_draft_tokens, "verifier_accept_k": 1}
-            ],
-            "verifier": {"name_or_path": target, "architectures": []},
-        },
+        "speculators_config": _speculators("eagle3", target, num_draft_tokens),
+    }
+
+
+def _layer_config(drafter: FeatureDrafter, kind: str, num_layers: int) -> dict[str, Any]:
+    """The sizes of a draft's layers: vLLM has no defaults for a nested config, and readers differ in theirs, so
+    everything is stated."""
+    own = drafter.settings
+    return {
+        "model_type": kind,
+        "hidden_size": own.hidden_size,
+        "intermediate_size": own.intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": own.num_heads,
+        "num_key_value_heads": own.num_key_heads,
+        "head_dim": drafter.network.head_size,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "vocab_size": own.vocab_size,
+        "max_position_embeddings": _POSITIONS,
+        "rms_norm_eps": own.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": own.rotary_base},
+        **({} if own.attention_window is None else {"sliding_window": own.attention_window}),
+    }
+
+
+def _speculators(algorithm: str, target: str, num_draft_tokens: int) -> dict[str, Any]:
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {"proposal_type": "greedy", "speculative_tokens": num_draft_tokens, "verifier_accept_k": 1}
+        ],
+        "verifier": {"name_or_path": target, "architectures": []},
     }
 
 

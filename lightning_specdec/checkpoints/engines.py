@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,17 @@ from safetensors import torch as safetensors
 from torch import Tensor
 
 from lightning_specdec.checkpoints import engine_heads
-from lightning_specdec.checkpoints.engine_reference import Eagle3Reference, hidden_states, medusa_logits
+from lightning_specdec.checkpoints.engine_reference import (
+    DSparkReference,
+    Eagle3Reference,
+    hidden_states,
+    medusa_logits,
+)
 from lightning_specdec.checkpoints.networks import FLOATS
 from lightning_specdec.config.files import new_directory
 from lightning_specdec.config.models import ENGINES
 from lightning_specdec.drafters import (
+    BlockDrafter,
     CrossVocabulary,
     Drafter,
     DraftRequest,
@@ -39,6 +45,7 @@ from lightning_specdec.drafters import (
     TargetContext,
     last_two,
 )
+from lightning_specdec.drafters.eagle import FeatureDrafter
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.model_config import quiet
 from lightning_specdec.models.safetensors_file import SINGLE
@@ -132,7 +139,8 @@ def export(
                     "and nothing was written: report this with the draft's settings"
                 )
             count = sum(len(ours) for ours, _ in pairs)
-            made = Exported(output, plan.commands, difference, count, engine not in NOT_RUN)
+            loaded = engine not in NOT_RUN and not isinstance(stored, BlockDrafter)
+            made = Exported(output, plan.commands, difference, count, loaded)
             (folder / "README.md").write_text(_card(made, stored, target, engine, recipe), encoding="utf-8")
     except SafetensorError as error:
         raise OSError(f"{output} cannot be written: {error}") from error
@@ -148,6 +156,9 @@ def _plan(stored: Drafter, target: HuggingFaceLM, engine: str, window: int, plac
     if isinstance(stored, EagleDrafter):
         _check_eagle(stored, target, engine)
         return _eagle_plan(stored, target, engine, window, place, output)
+    if isinstance(stored, BlockDrafter):
+        _check_block(stored, target, engine)
+        return _block_plan(stored, target, place, output)
     if isinstance(stored, MultiTokenDrafter):
         if engine != "vllm":
             raise ValueError(f"{engine} cannot run a {name}: it has no Medusa heads; vllm has")
@@ -173,13 +184,30 @@ _NO_ENGINE: dict[type[Drafter], str] = {
 }
 
 
+def _wrong_layers(stored: FeatureDrafter, target: HuggingFaceLM) -> list[str]:
+    """What no engine can do of the layers that a draft reads."""
+    layers, lacks = stored.settings.feature_layers, []
+    if max(layers) == (target.num_layers or 0) - 1:
+        lacks.append("it reads the target's last layer behind the final norm, engines read it before: train without it")
+    if len(set(layers)) < len(layers):
+        lacks.append("it reads a layer twice: train with different ones")
+    return lacks
+
+
+def _check_block(stored: BlockDrafter, target: HuggingFaceLM, engine: str) -> None:
+    """Raise ValueError for a block drafter that the engine cannot run."""
+    lacks = _wrong_layers(stored, target)
+    if engine != "vllm":
+        lacks.append("it has no block drafters with a Markov head; vllm has")
+    if stored.settings.feature_norms:
+        lacks.append("DSpark joins the target's hidden states without norms: train with feature_norms: false")
+    if lacks:
+        raise ValueError(f"{engine} cannot run this {type(stored).__name__}: {'; '.join(lacks)}")
+
+
 def _check_eagle(stored: EagleDrafter, target: HuggingFaceLM, engine: str) -> None:
     """Raise ValueError for a head that the engine cannot run."""
-    own, lacks = stored.settings, []
-    if max(own.feature_layers) == (target.num_layers or 0) - 1:
-        lacks.append("it reads the target's last layer behind the final norm, engines read it before: train without it")
-    if len(set(own.feature_layers)) < len(own.feature_layers):
-        lacks.append("it reads a layer twice: train with different ones")
+    own, lacks = stored.settings, _wrong_layers(stored, target)
     if engine == "transformers":
         lacks.append("assisted generation takes language models alone: export a draft model")
     if engine in ("sglang", "llama.cpp") and len(own.feature_layers) != 3:
@@ -227,6 +255,26 @@ def _eagle_plan(
     else:
         commands = (_vllm(place, method="eagle3", model=str(output), num_speculative_tokens=window),)
     return _Plan(write, compare, commands)
+
+
+def _block_plan(stored: BlockDrafter, target: HuggingFaceLM, place: str, output: Path) -> _Plan:
+    def write(folder: Path) -> None:
+        table = target.embeddings(torch.arange(target.vocab_size, device=target.device)[None])[0].detach()
+        _write(folder, engine_heads.block_config(stored, place), engine_heads.block_tensors(stored, table))
+
+    @torch.inference_mode()
+    def compare(folder: Path, texts: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
+        precise, model = deepcopy(stored).float(), target.in_float32()
+        precise.settings = replace(precise.settings, min_confidence=0.0)
+        reference, pairs = DSparkReference(folder), []
+        for text in texts:
+            tokens, ours = _drafted(precise, model, text)
+            whole = [*text, *tokens]
+            pairs.append((ours, reference.logits(hidden_states(model.model, whole), whole, len(tokens))))
+        return pairs
+
+    size = stored.settings.block_size  # vLLM computes as many places as it drafts
+    return _Plan(write, compare, (_vllm(place, method="dspark", model=str(output), num_speculative_tokens=size),))
 
 
 def _medusa_plan(stored: MultiTokenDrafter, target: HuggingFaceLM, place: str, output: Path) -> _Plan:
@@ -288,7 +336,7 @@ def _model_plan(
     return _Plan(write, compare, commands)
 
 
-def _drafted(drafter: EagleDrafter, model: HuggingFaceLM, text: list[int]) -> tuple[list[int], Tensor]:
+def _drafted(drafter: FeatureDrafter, model: HuggingFaceLM, text: list[int]) -> tuple[list[int], Tensor]:
     """The draft behind a text of which the target has read all but the last token, and its logits."""
     state = model.init_state(1, len(text) + _STEPS)
     memory = drafter.init_state(1, len(text) + _STEPS, TargetContext(model, state))

@@ -34,7 +34,7 @@ lightning_specdec generate --model GenerateText --model.target ./llama --model.o
 lightning_specdec generate --model.help GenerateText""",
 }
 _RECIPE = """\
-  --recipe NAME         a draft for a pretrained target without a YAML: eagle, medusa, exit, layers or pair
+  --recipe NAME         a draft for a pretrained target without a YAML: eagle, block, medusa, exit, layers or pair
   --target DIR          its directory; all that depends on it follows from it
   --text PATH...        directories that generate wrote, or text files; shipped is SmolLM2's own text
   --minutes M           how long the run takes, start-up included (default: three epochs)

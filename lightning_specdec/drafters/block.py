@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 class BlockSettings(FeatureSettings):
     """Settings of `BlockDrafter`."""
 
+    feature_norms: bool = setting(
+        False, "normalize each layer's hidden states before they are joined, which other engines cannot"
+    )
     block_size: int = setting(7, "places, which is the most tokens drafted in a round", minimum=1, maximum=64)
     num_layers: int = setting(1, "decoder layers", minimum=1, maximum=64)
     markov_rank: int = setting(64, "rank of the bias that the token before a place adds; 0 for none", minimum=0)

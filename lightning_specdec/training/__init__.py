@@ -10,7 +10,7 @@ from lightning_specdec.training.callbacks import (
 )
 from lightning_specdec.training.decode_callback import DecodeHeldOut
 from lightning_specdec.training.distillation import DistillationTraining
-from lightning_specdec.training.draft_losses import Blend, CrossEntropy, DraftLoss, ForwardKL, TotalVariation
+from lightning_specdec.training.draft_losses import CrossEntropy, DraftLoss, ForwardKL, TotalVariation
 from lightning_specdec.training.draft_recipes import DistilledModelTraining, ExitHeadTraining, MultiTokenTraining
 from lightning_specdec.training.eagle import EagleTraining
 from lightning_specdec.training.early_exit import EarlyExitTraining
@@ -24,7 +24,6 @@ from lightning_specdec.training.target_outputs import OnlineFeatures
 
 __all__ = [
     "AcceptedPerRound",
-    "Blend",
     "BlockTraining",
     "CrossEntropy",
     "DecodeHeldOut",

@@ -62,7 +62,7 @@ class BlockTraining(DistillationTraining):
         num_key_heads: int | None = None,
         intermediate_size: int | None = None,
         attention_window: int | None = None,
-        feature_norms: bool = True,
+        feature_norms: bool = False,
         draft_vocabulary: int | None = None,
         num_draft_tokens: int = 4,
         **options: Any,

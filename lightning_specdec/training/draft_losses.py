@@ -81,19 +81,6 @@ class TotalVariation(DraftLoss):
         return 1 - torch.minimum(log_draft.exp(), log_target.exp()).sum(-1)
 
 
-class Blend(DraftLoss):
-    """A weighted sum of losses; by default DSpark's, whose L1 distance of the distributions is twice the variation."""
-
-    def __init__(self, *, cross_entropy: float = 0.1, forward_kl: float = 0.0, total_variation: float = 1.8) -> None:
-        parts = {CrossEntropy(): cross_entropy, ForwardKL(): forward_kl, TotalVariation(): total_variation}
-        self.parts = {loss: weight for loss, weight in parts.items() if weight}
-
-    def values(self, log_draft: Tensor, log_target: Tensor, labels: Tensor) -> Tensor:
-        return torch.stack(
-            [weight * loss.values(log_draft, log_target, labels) for loss, weight in self.parts.items()]
-        ).sum(0)
-
-
 def position_weights(decay: float, num_positions: int) -> list[float]:
     """decay^i for i = 0, 1, ...: draft token i is judged only if all before it were accepted."""
     return [decay**i for i in range(num_positions)]

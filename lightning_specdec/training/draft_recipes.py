@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 RECIPES = {
     "eagle": "EagleTraining",
+    "block": "BlockTraining",
     "medusa": "MultiTokenTraining",
     "exit": "ExitHeadTraining",
     "layers": "DistilledModelTraining",
@@ -263,14 +264,15 @@ def config_for(recipe: str, target: str, text: Sequence[str], *, minutes: float 
     given: dict[str, Any] = {"target_checkpoint": target, "target_dtype": dtype}
     given |= {"target_features": {"class_path": "FeaturesByNeed"}, "learn_from_prompts": True, "warmup_steps": 30}
     given |= {"learning_rate": 0.002, "optimizer": "muon" if hidden >= _LARGE else "adamw"}
-    if recipe == "eagle":
+    if recipe in ("eagle", "block"):
         heads = getattr(config, "num_attention_heads", 1)
         if hidden % heads or hidden // heads % 2:
             heads = 1
         keys = getattr(config, "num_key_value_heads", None) or heads
         wide = getattr(config, "intermediate_size", None) or 4 * hidden
         given |= {"num_heads": heads, "num_key_heads": heads if heads % keys else keys, "intermediate_size": wide}
-        given |= {"attention_window": 128, "random_lengths": True, "position_decay": 0.6, "num_draft_tokens": 4}
+        given |= {"attention_window": 128, "position_decay": 0.6, "num_draft_tokens": 4}
+        given |= {"random_lengths": True} if recipe == "eagle" else {"anchor_stride": 2}
     elif recipe == "medusa":
         given |= {"freeze_target": True, "num_heads": 4, "num_draft_tokens": 4}
     elif recipe == "exit":
@@ -289,7 +291,7 @@ def config_for(recipe: str, target: str, text: Sequence[str], *, minutes: float 
         model |= {"num_hidden_layers": max(1, layers // 8), "num_attention_heads": size // 32}
         model |= {"max_position_embeddings": positions, "tie_word_embeddings": True}
         given |= {"draft": {"class_path": "HuggingFaceLM", "init_args": {"model": model}}, "num_draft_tokens": 3}
-    if recipe in ("eagle", "medusa", "exit"):
+    if recipe in ("eagle", "block", "medusa", "exit"):
         given["draft_vocabulary"] = reduced
     width = reduced or vocabulary
     row_bytes = min(_LONGEST, positions) * (

@@ -1,0 +1,314 @@
+"""Drafts over SmolLM2's hidden states side by side: heads and block drafters, trained for equal minutes, then measured.
+
+    make smollm2
+    python benchmarks/draft_comparison.py drafts --prompts question.jsonl --minutes 60 \
+        --output docs/results/draft_comparison.json
+
+Trains what DIRECTORY lacks, then measures. All drafts learn in one process from the same batches of the shipped text,
+in the same order. The target's outputs are computed once for all; a draft's minutes count its own steps and those outputs,
+in processor time over threads, so that other work on the machine takes nothing from them. `--hours` ends training
+earlier; the record says how many minutes each had.
+
+Windows, and the confidence that ends them, are chosen on prompts of Spec-Bench behind those that are reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from spec_bench import load, mixed
+
+from lightning_specdec import SpeculativeDecoder, checkpoints
+from lightning_specdec.bench.manifest import manifest
+from lightning_specdec.bench.rows import Comparison
+from lightning_specdec.checkpoints import TargetReference
+from lightning_specdec.checkpoints.target_reference import dtype_of
+from lightning_specdec.config.files import replaced
+from lightning_specdec.data import Batch
+from lightning_specdec.data.generated_text import GeneratedText
+from lightning_specdec.drafters import BlockDrafter, Drafter, NGramDrafter, NGramWithFallback
+from lightning_specdec.drafters.ngram_with_fallback import sure_lookup
+from lightning_specdec.models.loading import load_model
+from lightning_specdec.training import BlockTraining, DistillationTraining, EagleTraining, OnlineFeatures
+from lightning_specdec.training.draft_recipes import config_for
+from lightning_specdec.training.optimizers import warmup_cosine
+
+KINDS: dict[str, tuple[str, type[DistillationTraining], dict[str, Any]]] = {
+    "eagle": ("eagle", EagleTraining, {}),
+    "eagle_31": ("eagle", EagleTraining, {"norm_output": True}),
+    "block": ("block", BlockTraining, {}),
+    "block_no_markov": ("block", BlockTraining, {"markov_rank": 0}),
+}
+"""The recipe, the module and what differs from the recipe; "eagle" is the head as it ships."""
+LOOKUP, TRAINING = "lookup", "training.json"
+MEASURED_TIMES = 4
+"""How often held-out text is measured while a draft learns."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path, help="where the drafts are, or will be")
+    parser.add_argument("--model", default="checkpoints/smollm2")
+    parser.add_argument("--prompts", help="Spec-Bench's question.jsonl; without it, training alone")
+    parser.add_argument("--minutes", type=float, default=60.0, help="of training for each draft")
+    parser.add_argument("--hours", type=float, default=24.0, help="training ends after these at the latest")
+    parser.add_argument("--num_held_out", type=int, default=8, help="rows of the text that measure the training")
+    parser.add_argument("--num_prompts", type=int, default=24, help="that are reported")
+    parser.add_argument("--num_chosen_on", type=int, default=6, help="prompts behind those, to choose windows on")
+    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--windows", nargs="+", type=int, default=[1, 2, 3, 4])
+    parser.add_argument("--confidences", nargs="+", type=float, default=[0.0, 0.3])
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if not (options.directory / TRAINING).is_file():
+        options.directory.mkdir(parents=True, exist_ok=True)
+        train(options)
+    if options.prompts:
+        measure(options)
+
+
+class Run:
+    """One draft's training, driven from outside."""
+
+    def __init__(self, name: str, target: Any, data: GeneratedText, options: argparse.Namespace) -> None:
+        recipe, kind, changes = KINDS[name]
+        config = config_for(recipe, options.model, ["shipped"])["model"]["init_args"] | changes
+        left_out = ("target_checkpoint", "target_dtype", "target_features")
+        given = {key: value for key, value in config.items() if key not in left_out}
+        torch.manual_seed(0)
+        self.name, self.given, self.seconds, self.step, self.tokens = name, given, 0.0, 0, 0
+        self.curve: list[dict[str, Any]] = []
+        self.module = kind(target, target_features=OnlineFeatures(), **given)
+        self.module.check_data(data)
+        self.trainer = type("NoTrainer", (), {"world_size": 1, "global_step": 0})()
+        self.module.trainer = self.trainer
+        self.module.log_losses = lambda *_, **__: None  # type: ignore[method-assign]
+        self.optimizer: Any = self.module.configure_optimizers()
+        self.weights = [each for each in self.module.parameters() if each.requires_grad]
+
+    def learn(self, batch: Batch, outputs: Any, share: float) -> None:
+        """One step, given how much of the run is over."""
+        module, self.trainer.global_step = self.module.train(), self.step
+        module.read = lambda *_: outputs  # type: ignore[method-assign]
+        of_rate = warmup_cosine(self.step, self.step / max(share, 1e-9), warmup_steps=module.warmup_steps, final=0.05)
+        for group in self.optimizer.param_groups:
+            group["lr"] = module.learning_rate * of_rate
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = module.training_step(batch, self.step)
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
+        self.optimizer.step()
+        self.step, self.tokens = self.step + 1, self.tokens + int(batch.lengths.sum())
+
+    @torch.no_grad()
+    def look(self, held_out: Sequence[tuple[Batch, Any]]) -> None:
+        """Add what held-out text says to the curve."""
+        module, sums = self.module.eval(), dict[str, list[float]]()
+        module.metrics.reset()
+        for batch, outputs in held_out:
+            module.read = lambda *_, found=outputs: found  # type: ignore[method-assign]
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                for name, (value, count) in module.measure(batch, "val").items():
+                    total = sums.setdefault(name, [0.0, 0.0])
+                    total[0], total[1] = total[0] + float(value) * count, total[1] + count
+        means = {name: total / max(1, count) for name, (total, count) in sums.items()}
+        means["block_efficiency"] = float(module.metrics.compute()["block_efficiency"])
+        self.curve.append({"minutes": self.seconds / 60, "steps": self.step, "tokens": self.tokens, **means})
+        print(self.name, *(f"{name} {value:.3f}" for name, value in self.curve[-1].items()), flush=True)
+
+
+def train(options: argparse.Namespace) -> None:
+    """Train all drafts on the same batches and write them."""
+    began, config = time.monotonic(), config_for("eagle", options.model, ["shipped"])
+    data = GeneratedText(**{**config["data"]["init_args"], "num_val": options.num_held_out, "num_test": 0})
+    data.setup("fit")
+    target = load_model(options.model, dtype=config["model"]["init_args"]["target_dtype"]).requires_grad_(False).eval()
+    runs = [Run(name, target, data, options) for name in KINDS]
+    batches = (batch for epoch in itertools.count() for batch in epoch_of(data, epoch))
+    rows, read = data.rows("val"), runs[0].module.read
+    held_out = [data.collate([rows[j] for j in range(i, min(i + 4, len(rows)))]) for i in range(0, len(rows), 4)]
+    with torch.no_grad():
+        measured = [(batch, read(batch, "val")) for batch in held_out]
+    for run in runs:
+        run.look(measured)
+    while live := [run for run in runs if share_of(run, began, options) < 1]:
+        batch, before = next(batches), spent(options)
+        with torch.no_grad():
+            outputs = read(batch, "train")
+        of_target = spent(options) - before
+        for run in live:
+            before = spent(options)
+            run.learn(batch, outputs, share_of(run, began, options))
+            run.seconds += spent(options) - before + of_target
+            if share_of(run, began, options) >= len(run.curve) / MEASURED_TIMES:
+                run.look(measured)
+                save(run, target, options)
+        write_training(runs, options)
+    for run in runs:
+        save(run, target, options)
+    write_training(runs, options, final=True)
+
+
+def epoch_of(data: GeneratedText, epoch: int) -> Any:
+    """The batches of an epoch."""
+    sampler, rows = data.train_sampler(), data.rows("train")
+    sampler.set_epoch(epoch)
+    numbers = list(sampler)
+    for first in range(0, len(numbers), data.batch_size):
+        yield data.collate([rows[i] for i in numbers[first : first + data.batch_size]])
+
+
+def spent(options: argparse.Namespace) -> float:
+    """Seconds of processor time so far, over threads."""
+    return time.process_time() / options.threads
+
+
+def share_of(run: Run, began: float, options: argparse.Namespace) -> float:
+    """How much of a training is over."""
+    return max(run.seconds / 60 / options.minutes, (time.monotonic() - began) / 3600 / options.hours)
+
+
+def save(run: Run, target: Any, options: argparse.Namespace) -> None:
+    """Write a draft as it is now."""
+    recipe = {"training": type(run.module).__name__, "tokens_seen": run.tokens, "training_seconds": run.seconds}
+    path = options.directory / f"{run.name}.safetensors"
+    checkpoints.save(path, TargetReference.of(target), run.module.drafter, recipe=recipe, dtype="bfloat16")
+
+
+def write_training(runs: Sequence[Run], options: argparse.Namespace, *, final: bool = False) -> None:
+    """Write what training was; by another name until it has ended."""
+    told = {
+        run.name: {
+            "minutes": run.seconds / 60,
+            "steps": run.step,
+            "tokens_seen": run.tokens,
+            "settings": run.given,
+            "curve": run.curve,
+        }
+        for run in runs
+    }
+    with replaced(options.directory / (TRAINING if final else f"{TRAINING}.part")) as file:
+        file.write((json.dumps(told, indent=1) + "\n").encode())
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Choose each draft's window on some prompts, decode others with it, and write what came of it."""
+    training = json.loads((options.directory / TRAINING).read_text(encoding="utf-8"))
+    decoder = SpeculativeDecoder.from_pretrained(options.model, NGramDrafter(), dtype="bfloat16")
+    assert decoder.tokenizer is not None
+    prompts = mixed(load(options.prompts, decoder.tokenizer), options.num_prompts + options.num_chosen_on)
+    reported, others = prompts[: options.num_prompts], prompts[options.num_prompts :]
+    found: dict[str, dict[str, Any]] = {}
+    for name in (LOOKUP, *training):
+        choices = list(candidates(name, decoder, others, options))
+        best = max(choices, key=lambda row: row["walltime_speedup"])
+        drafter = made(name, decoder, options, best["min_confidence"])
+        (cell,) = sweep(decoder, reported, drafter, [best["num_draft_tokens"]], options)
+        print(name, cell, flush=True)
+        row = row_of(cell) | {"min_confidence": best["min_confidence"]}
+        found[name] = {"choices": choices, "reported": row, "training": training.get(name)}
+    plain = {
+        **vars(options),
+        "directory": options.directory.name,
+        "prompts": Path(options.prompts).name,
+        "output": None,
+    }
+    if options.output:
+        made_of = manifest(options=plain, device=torch.device("cpu"))
+        with replaced(options.output) as file:
+            file.write((json.dumps({"manifest": made_of, "drafts": found}, indent=1) + "\n").encode())
+    print(f"\n{table(found)}")
+
+
+def made(name: str, decoder: SpeculativeDecoder, options: argparse.Namespace, min_confidence: float | None) -> Drafter:
+    """Lookup, joined to that draft where it names one."""
+    if name == LOOKUP:
+        return NGramDrafter()
+    loaded = checkpoints.load(options.directory / f"{name}.safetensors", target=decoder.target)
+    drafter = loaded.drafter.to(dtype_of(decoder.target))
+    if isinstance(drafter, BlockDrafter):
+        drafter.settings = replace(drafter.settings, min_confidence=min_confidence or 0.0)
+    return NGramWithFallback(sure_lookup(), drafter)
+
+
+def sweep(
+    decoder: SpeculativeDecoder,
+    prompts: Sequence[list[int]],
+    drafter: Drafter,
+    windows: Sequence[int],
+    options: argparse.Namespace,
+) -> Iterator[Comparison]:
+    """Each window beside standard decoding, one prompt at a time, greedily."""
+    settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "eos": (), "repeats": options.repeats}
+    return decoder.sweep(prompts, drafters={"draft": drafter}, windows=windows, warmup=0, **settings)
+
+
+def candidates(
+    name: str, decoder: SpeculativeDecoder, prompts: Sequence[list[int]], options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """What each window gives on some prompts, and each confidence where the draft has one."""
+    confident = name.startswith("block")
+    for confidence in options.confidences if confident else [None]:
+        drafter = made(name, decoder, options, confidence)
+        for cell in sweep(decoder, prompts, drafter, options.windows, options):
+            yield row_of(cell) | {"min_confidence": confidence}
+            print(f"{name} {confidence}", cell, flush=True)
+
+
+def row_of(cell: Comparison) -> dict[str, Any]:
+    """The figures of a row: counts, seconds, and rates made from them."""
+    summary, rows, standard = cell.summary(), cell.rows, cell.standard
+    histogram = [sum(each) for each in itertools.zip_longest(*(row.histogram or [] for row in rows), fillvalue=0)]
+    kept = [sum(histogram[i:]) / sum(histogram) for i in range(1, len(histogram))]
+    names = ("num_draft_tokens", "walltime_speedup", "walltime_speedup_low", "walltime_speedup_high", "same_tokens")
+    return {
+        **{name: summary[name] for name in (*names, "block_efficiency", "acceptance_rate", "error")},
+        "kept_by_position": kept,
+        "histogram": histogram,
+        "round_seconds": sum(row.seconds for row in rows) / sum(row.num_target_calls for row in rows),
+        "standard_step_seconds": sum(row.seconds for row in standard) / sum(row.num_target_calls for row in standard),
+        "phase_seconds": cell.phase_seconds,
+    }
+
+
+def table(drafts: Mapping[str, Mapping[str, Any]]) -> str:
+    """A line for each draft with lookup first, as a Markdown table."""
+    lines = [
+        "| Draft | Minutes | Steps | Held out: first, second, third, fourth draft token | Window | Rounds that keep 1, "
+        "2, 3, 4 | Block efficiency | Round / standard step | walltime_speedup |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, each in drafts.items():
+        row, training = each["reported"], each["training"] or {}
+        last = training["curve"][-1] if training else {}
+        held_out = [last[key] for key in sorted(last) if key.startswith("position_") and "sampling" not in key]
+        interval = f"[{row['walltime_speedup_low']:.2f}, {row['walltime_speedup_high']:.2f}]"
+        cells = [
+            name if name == LOOKUP else f"{LOOKUP} + {name}",
+            f"{training['minutes']:.1f}" if training else "-",
+            str(training["steps"]) if training else "-",
+            " ".join(f"{value:.2f}" for value in held_out) or "-",
+            str(row["num_draft_tokens"]),
+            " ".join(f"{value:.2f}" for value in row["kept_by_position"][:4]),
+            f"{row['block_efficiency']:.2f}",
+            f"{row['round_seconds'] / row['standard_step_seconds']:.2f}",
+            f"{row['walltime_speedup']:.2f} {interval}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
