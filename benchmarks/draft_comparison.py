@@ -5,9 +5,9 @@
         --output docs/results/draft_comparison.json
 
 Trains what DIRECTORY lacks, then measures. All drafts learn in one process from the same batches of the shipped text,
-in the same order. The target's outputs are computed once for all; a draft's minutes count its own steps and those outputs,
-in processor time over threads, so that other work on the machine takes nothing from them. `--hours` ends training
-earlier; the record says how many minutes each had.
+in the same order. The target's outputs are computed once for all; a draft's minutes count its own steps and those
+outputs, in processor time over threads, so that other work on the machine takes nothing from them. `--hours` ends
+training earlier; the record says how many minutes each had.
 
 Windows, and the confidence that ends them, are chosen on prompts of Spec-Bench behind those that are reported.
 """
@@ -132,7 +132,7 @@ class Run:
 def train(options: argparse.Namespace) -> None:
     """Train all drafts on the same batches and write them."""
     began, config = time.monotonic(), config_for("eagle", options.model, ["shipped"])
-    data = GeneratedText(**{**config["data"]["init_args"], "num_val": options.num_held_out, "num_test": 0})
+    data = GeneratedText(**{**config["data"]["init_args"], "num_val": options.num_held_out, "num_test": 1})
     data.setup("fit")
     target = load_model(options.model, dtype=config["model"]["init_args"]["target_dtype"]).requires_grad_(False).eval()
     runs = [Run(name, target, data, options) for name in KINDS]

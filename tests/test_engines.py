@@ -58,7 +58,7 @@ def head(**changes: Any) -> EagleDrafter:
 
 
 BLOCKS: dict[str, dict[str, Any]] = {
-    "as trained": {"attention_window": 7, "draft_vocabulary": [1, 3, 4, 7, 20, 22], "min_confidence": 0.9},
+    "as trained": {"attention_window": 7, "reduced": True, "min_confidence": 0.9},
     "no Markov head": {"markov_rank": 0, "num_layers": 1},
     "layers in another order": {"layers": [3, 0, 1], "head_size": 6, "rotary_base": 5e5, "norm_eps": 1e-3},
 }
