@@ -6,7 +6,6 @@ W tokens of the draft, H query heads that share G keys, E size of a head, N posi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,18 +16,16 @@ from lightning_specdec.config.checks import require_int
 from lightning_specdec.data import Batch
 from lightning_specdec.drafters import BlockDrafter
 from lightning_specdec.drafters.block import BlockNetwork
-from lightning_specdec.drafters.heads import rows_of
 from lightning_specdec.models import LanguageModel
-from lightning_specdec.training.distillation import DistillationTraining
 from lightning_specdec.training.draft_losses import TotalVariation
-from lightning_specdec.training.eagle import HEAD_SIZE, low_middle_high
+from lightning_specdec.training.eagle import FeatureTraining, sizes
 from lightning_specdec.training.target_outputs import DraftStep, TargetOutputs
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
-class BlockTraining(DistillationTraining):
+class BlockTraining(FeatureTraining):
     """Trains a `BlockDrafter`: blocks begin at every `anchor_stride`-th token, all in one pass, and the token before
     each place is the text's own.
 
@@ -39,14 +36,12 @@ class BlockTraining(DistillationTraining):
         min_confidence: as of `BlockSettings`.
         anchor_stride: from one block's beginning to the next, the first at a place that changes with each step. Larger
             ones cost less of a step and learn less from it.
-        feature_layers: the target's layers that are read; those of `EagleTraining` when None.
         num_heads, num_key_heads, intermediate_size, attention_window, feature_norms, draft_vocabulary: as of
             `EagleTraining`.
         options: those of `DistillationTraining`.
     """
 
     drafter: BlockDrafter
-    first_round = False
 
     def __init__(
         self,
@@ -57,7 +52,6 @@ class BlockTraining(DistillationTraining):
         markov_rank: int = 64,
         min_confidence: float = 0.0,
         anchor_stride: int = 2,
-        feature_layers: list[int] | None = None,
         num_heads: int | None = None,
         num_key_heads: int | None = None,
         intermediate_size: int | None = None,
@@ -68,15 +62,8 @@ class BlockTraining(DistillationTraining):
         **options: Any,
     ) -> None:
         def make_drafter(target: LanguageModel) -> BlockDrafter:
-            size = target.hidden_size or 0
-            heads = num_heads or max(1, size // HEAD_SIZE)
             return BlockDrafter(
-                feature_layers or low_middle_high(target.num_layers or 1),
-                hidden_size=size,
-                vocab_size=target.vocab_size,
-                num_heads=heads,
-                num_key_heads=num_key_heads or heads,
-                intermediate_size=intermediate_size or 4 * size,
+                **sizes(target, num_heads, num_key_heads, intermediate_size),
                 attention_window=attention_window,
                 feature_norms=feature_norms,
                 draft_vocabulary=draft_vocabulary,
@@ -93,14 +80,6 @@ class BlockTraining(DistillationTraining):
                 f"a round cannot have {num_draft_tokens} draft tokens of a block of {most}: lower num_draft_tokens or "
                 "raise block_size"
             )
-
-    def layers(self) -> Sequence[int]:
-        return self.drafter.settings.feature_layers
-
-    @torch.no_grad()
-    def init_from_target(self) -> None:
-        """Copy the target's output head."""
-        self.drafter.network.output.weight.copy_(rows_of(self.target.output_weight, self.draft_vocabulary))
 
     def first_anchor(self, num_tokens: int) -> tuple[int, int]:
         """Where blocks of an optimizer step begin, and how far apart: depends on its number alone, so that runs can

@@ -7,7 +7,7 @@ that share G keys, E size of a head.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +28,23 @@ if TYPE_CHECKING:
 HEAD_SIZE = 64
 
 
-class EagleTraining(DistillationTraining):
+class FeatureTraining(DistillationTraining):
+    """Trains a draft over the target's hidden states."""
+
+    first_round = False
+
+    def layers(self) -> Sequence[int]:
+        layers: Sequence[int] = cast(Any, self.drafter).settings.feature_layers
+        return layers
+
+    @torch.no_grad()
+    def init_from_target(self) -> None:
+        """Copy the target's output head."""
+        network = cast(Any, self.drafter).network
+        network.output.weight.copy_(rows_of(self.target.output_weight, self.draft_vocabulary))
+
+
+class EagleTraining(FeatureTraining):
     """Trains an `EagleDrafter` by training-time test (Li et al. 2025, "EAGLE-3", section 3).
 
     Args:
@@ -46,7 +62,6 @@ class EagleTraining(DistillationTraining):
     """
 
     drafter: EagleDrafter
-    first_round = False
 
     def __init__(
         self,
@@ -63,15 +78,8 @@ class EagleTraining(DistillationTraining):
         **options: Any,
     ) -> None:
         def make_drafter(target: LanguageModel) -> EagleDrafter:
-            size = target.hidden_size or 0
-            heads = num_heads or max(1, size // HEAD_SIZE)
             return EagleDrafter(
-                low_middle_high(target.num_layers or 1),
-                hidden_size=size,
-                vocab_size=target.vocab_size,
-                num_heads=heads,
-                num_key_heads=num_key_heads or heads,
-                intermediate_size=intermediate_size or 4 * size,
+                **sizes(target, num_heads, num_key_heads, intermediate_size),
                 attention_window=attention_window,
                 feature_norms=feature_norms,
                 norm_output=norm_output,
@@ -80,14 +88,6 @@ class EagleTraining(DistillationTraining):
 
         self.random_lengths = random_lengths
         super().__init__(make_drafter, target, **options)
-
-    def layers(self) -> Sequence[int]:
-        return self.drafter.settings.feature_layers
-
-    @torch.no_grad()
-    def init_from_target(self) -> None:
-        """Copy the target's output head."""
-        self.drafter.network.output.weight.copy_(rows_of(self.target.output_weight, self.draft_vocabulary))
 
     def loss_weights(self, num_steps: int) -> list[float]:
         if not (self.random_lengths and self.training):
@@ -111,6 +111,22 @@ class EagleTraining(DistillationTraining):
 
     def step_logits(self, number: int, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N W"]:
         return self.drafter.network.logits(hidden)
+
+
+def sizes(
+    target: LanguageModel, num_heads: int | None, num_key_heads: int | None, intermediate_size: int | None
+) -> dict[str, Any]:
+    """The sizes of a draft over a target's hidden states; those that are None follow from the target."""
+    size = target.hidden_size or 0
+    heads = num_heads or max(1, size // HEAD_SIZE)
+    return {
+        "feature_layers": low_middle_high(target.num_layers or 1),
+        "hidden_size": size,
+        "vocab_size": target.vocab_size,
+        "num_heads": heads,
+        "num_key_heads": num_key_heads or heads,
+        "intermediate_size": intermediate_size or 4 * size,
+    }
 
 
 def low_middle_high(num_layers: int) -> list[int]:
