@@ -9,7 +9,7 @@ layers by their inputs and name the head's layer `layers.0`; SpecForge (and SGLa
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +55,9 @@ _REFUSED = {
 }
 """What a head may have and `EagleNetwork` has not."""
 _SIZES = (
-    *(
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "num_hidden_layers",
-        "head_dim",
-    ),
-    *("hidden_act", "vocab_size", "rms_norm_eps", "rope_parameters", "rope_theta", "rope_scaling"),
-)
+    "hidden_size intermediate_size num_attention_heads num_key_value_heads num_hidden_layers head_dim hidden_act "
+    "vocab_size rms_norm_eps rope_parameters rope_theta rope_scaling"
+).split()
 _MEDUSA = ("num_heads", "num_heads"), ("num_layers", "num_hidden_layers")
 
 
@@ -75,14 +68,19 @@ def eagle_tensors(drafter: EagleDrafter, layer: str) -> dict[str, Tensor]:
     found = {f"{theirs}.weight": weights[f"{ours}.weight"] for theirs, ours in _WHOLE.items()}
     found |= {f"{layer}.{theirs}.weight": weights[f"{ours}.weight"] for theirs, ours in _LAYER.items()}
     keys = own.num_key_heads * network.head_size
-    parts = weights["query_key_value.weight"].split((own.num_heads * network.head_size, keys, keys))
-    found |= {f"{layer}.self_attn.{name}.weight": part for name, part in zip(_QUERY_KEY_VALUE, parts, strict=True)}
-    halves = weights["gate_up.weight"].chunk(2)
-    found |= {f"{layer}.mlp.{name}.weight": part for name, part in zip(_GATE_UP, halves, strict=True)}
+    rows = own.num_heads * network.head_size, keys, keys
+    found |= _split(weights["query_key_value.weight"], f"{layer}.self_attn", _QUERY_KEY_VALUE, rows)
+    found |= _split(weights["gate_up.weight"], f"{layer}.mlp", _GATE_UP)
     if own.feature_norms:
         order = sorted(range(len(own.feature_layers)), key=own.feature_layers.__getitem__)
         found |= {f"fc_norm.{i}.weight": weights[f"layer_norms.{old}.weight"] for i, old in enumerate(order)}
     return _stored(found, drafter)
+
+
+def _split(joined: Tensor, room: str, names: Sequence[str], rows: Sequence[int] | None = None) -> dict[str, Tensor]:
+    """The weights that were joined, which are alike in size unless `rows` says how large each is."""
+    parts = joined.chunk(len(names)) if rows is None else joined.split(list(rows))
+    return {f"{room}.{name}.weight": part for name, part in zip(names, parts, strict=True)}
 
 
 def _stored(found: dict[str, Tensor], drafter: FeatureDrafter) -> dict[str, Tensor]:
@@ -110,10 +108,9 @@ def block_tensors(drafter: BlockDrafter, table: Tensor) -> dict[str, Tensor]:
     for i in range(own.num_layers):
         for theirs, ours in _BLOCK_LAYER.items():
             found[f"layers.{i}.{theirs}.weight"] = weights[f"layers.{i}.{ours}.weight"]
-        for names, joined in ((_QUERY_KEY_VALUE[1:], "self_attn.key_value"), (_GATE_UP, "mlp.gate_up")):
-            room, _, ours = joined.partition(".")
-            halves = weights[f"layers.{i}.{ours}.weight"].chunk(2)
-            found |= {f"layers.{i}.{room}.{name}.weight": half for name, half in zip(names, halves, strict=True)}
+        layer = f"layers.{i}"
+        found |= _split(weights[f"{layer}.key_value.weight"], f"{layer}.self_attn", _QUERY_KEY_VALUE[1:])
+        found |= _split(weights[f"{layer}.gate_up.weight"], f"{layer}.mlp", _GATE_UP)
     mask = weights["mask"]
     found["embed_tokens.weight"] = torch.cat([table.to(mask), mask[None]])
     rank, scored = max(1, own.markov_rank), weights["output.weight"]
@@ -130,25 +127,18 @@ def block_tensors(drafter: BlockDrafter, table: Tensor) -> dict[str, Tensor]:
 def block_config(drafter: BlockDrafter, target: str) -> dict[str, Any]:
     """The config of a block drafter as speculators writes DSpark's."""
     own = drafter.settings
-    layer = _layer_config(drafter, "qwen3", own.num_layers) | {
-        "vocab_size": own.vocab_size + 1,
-        "is_causal": False,  # else vLLM takes layers with a window for causal ones
-        "layer_types": ["full_attention" if own.attention_window is None else "sliding_attention"] * own.num_layers,
-    }
+    layer = _layer_config(drafter, "qwen3", own.num_layers) | {"vocab_size": own.vocab_size + 1}
+    kind = "full_attention" if own.attention_window is None else "sliding_attention"
+    layer |= {"is_causal": False, "layer_types": [kind] * own.num_layers}  # else vLLM takes windows for causal
+    markov = {"markov_rank": max(1, own.markov_rank), "markov_head_type": "vanilla"}
     return {
         "architectures": ["Qwen3DSparkModel"],
         "speculators_model_type": "dspark",
-        "draft_vocab_size": drafter.num_tokens,
-        "target_hidden_size": own.hidden_size,
+        **{"draft_vocab_size": drafter.num_tokens, "target_hidden_size": own.hidden_size},
         "aux_hidden_state_layer_ids": [each + 1 for each in sorted(own.feature_layers)],
-        "use_aux_hidden_state": True,
-        "mask_token_id": own.vocab_size,
-        "sample_from_anchor": True,
-        "block_size": own.block_size,
-        "markov_rank": max(1, own.markov_rank),
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": own.markov_rank > 0,
+        **{"use_aux_hidden_state": True, "mask_token_id": own.vocab_size},
+        **{"sample_from_anchor": True, "block_size": own.block_size, **markov},
+        **{"enable_confidence_head": True, "confidence_head_with_markov": own.markov_rank > 0},
         "dtype": str(drafter.network.dtype).removeprefix("torch."),
         "transformer_layer_config": layer,
         "speculators_config": _speculators("dspark", target, own.block_size),
@@ -196,9 +186,7 @@ def _layer_config(drafter: FeatureDrafter, kind: str, num_layers: int) -> dict[s
         "num_key_value_heads": own.num_key_heads,
         "head_dim": drafter.network.head_size,
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
+        **{"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False},
         "vocab_size": own.vocab_size,
         "max_position_embeddings": _POSITIONS,
         "rms_norm_eps": own.norm_eps,

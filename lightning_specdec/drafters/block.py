@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,11 +135,7 @@ class BlockNetwork(FeatureNetwork):
         masks = self.mask.to(self.dtype).expand(*anchors.shape[:2], self.settings.block_size - 1, -1)
         hidden = torch.cat((anchors.to(self.dtype)[:, :, None], masks), dim=2).flatten(1, 2)
         for number, layer in enumerate(self.layers):
-
-            def attend_in(queries: Tensor, keys: Tensor, values: Tensor, number: int = number) -> Tensor:
-                return attend(number, queries, keys, values)
-
-            hidden = layer(hidden, positions, attend_in)
+            hidden = layer(hidden, positions, partial(attend, number))
         normed: Tensor = self.output_norm(hidden)
         return normed
 

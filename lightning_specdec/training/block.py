@@ -62,16 +62,10 @@ class BlockTraining(FeatureTraining):
         **options: Any,
     ) -> None:
         def make_drafter(target: LanguageModel) -> BlockDrafter:
-            return BlockDrafter(
-                **sizes(target, num_heads, num_key_heads, intermediate_size),
-                attention_window=attention_window,
-                feature_norms=feature_norms,
-                draft_vocabulary=draft_vocabulary,
-                block_size=block_size or num_draft_tokens,
-                num_layers=num_layers,
-                markov_rank=markov_rank,
-                min_confidence=min_confidence,
-            )
+            given = sizes(target, num_heads, num_key_heads, intermediate_size)
+            given |= {"attention_window": attention_window, "feature_norms": feature_norms, "num_layers": num_layers}
+            given |= {"draft_vocabulary": draft_vocabulary, "block_size": block_size or num_draft_tokens}
+            return BlockDrafter(**given, markov_rank=markov_rank, min_confidence=min_confidence)
 
         self.anchor_stride = require_int("anchor_stride", anchor_stride, 1)
         super().__init__(make_drafter, target, num_draft_tokens=num_draft_tokens, **options)
