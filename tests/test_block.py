@@ -91,7 +91,7 @@ def test_a_block_sees_the_features_before_its_anchor_and_all_of_its_own_places()
     assert seen(slice(2, 3), 1) == [True] + [False] * 5  # seven is five further on, eight six: out of the window
     with torch.no_grad():
         first = blocks(network, embedded, features, anchors)
-        network.mask += 1.0
+        network.mask.add_(1.0)
         assert not torch.allclose(first[:, :, 0], blocks(network, embedded, features, anchors)[:, :, 0])
 
 
@@ -198,7 +198,7 @@ def test_a_few_steps_lower_the_loss_and_leave_the_target_as_it_is(options: dict[
 
 def test_the_confidence_head_learns_how_often_a_guess_is_kept_and_changes_nothing_else() -> None:
     module, batch = begun(training(learning_rate=0.01)), own_texts()
-    network = module.drafter.network
+    network: Any = module.drafter.network
     steps = module.draft_steps(batch, module.read(batch, "train"))
     hidden = steps[0].hidden[0]
     logits = torch.randn(len(hidden), module.target.vocab_size)
@@ -217,7 +217,7 @@ def test_the_confidence_head_learns_how_often_a_guess_is_kept_and_changes_nothin
 
 
 def test_blocks_begin_all_over_a_text_and_everywhere_when_they_are_measured() -> None:
-    module = begun(training(anchor_stride=3))
+    module: Any = begun(training(anchor_stride=3))
     batch = batch_of([[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 5, 6]])
     outputs = module.read(batch, "train")
     found = set()

@@ -11,6 +11,7 @@ from tiny_eagle import eagle, fitted_eagle
 
 from lightning_specdec.decoding import Session, autoregressive_decode
 from lightning_specdec.drafters import DraftRequest, EagleDrafter, TargetContext, last_two
+from lightning_specdec.drafters.eagle import FeatureDrafter
 from lightning_specdec.models import LanguageModel, ModelOutput
 from lightning_specdec.rules import Sampling
 from lightning_specdec.training.eagle import rollouts
@@ -32,7 +33,7 @@ def windowed(drafter: EagleDrafter, attention_window: int | None) -> EagleDrafte
     return other
 
 
-def proposed(drafter: EagleDrafter, model: LanguageModel, text: list[int], read: int, window: int) -> Any:
+def proposed(drafter: FeatureDrafter, model: LanguageModel, text: list[int], read: int, window: int) -> Any:
     """The guesses on a text of which the target has read the first tokens in one call, and the rest in another."""
     with torch.inference_mode():
         state = model.init_state(1, 40)

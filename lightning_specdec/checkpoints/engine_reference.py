@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,13 +28,24 @@ def hidden_states(model: Any, tokens: Sequence[int]) -> list[Float[Tensor, "T D"
     return [each[0].double() for each in found]
 
 
-class _Reference:
+class Reference(ABC):
     """A draft from the config and tensors of its directory."""
 
     def __init__(self, directory: Path) -> None:
         self.config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         self.weights = {name: value.double() for name, value in load_file(directory / "model.safetensors").items()}
         self.sizes = self.config.get("transformer_layer_config", self.config)
+
+    @abstractmethod
+    def logits(
+        self, states: Sequence[Float[Tensor, "T D"]], table: Float[Tensor, "V D"], text: Sequence[int], num_tokens: int
+    ) -> Float[Tensor, "K V"]:
+        """Scores of the last `num_tokens` of a text, a round's draft tokens; those before are the target's own.
+
+        Args:
+            states: `hidden_states` of the text.
+            table: the target's embeddings.
+        """
 
     def _norm(self, states: Tensor, name: str) -> Tensor:
         scale = (states.square().mean(-1, keepdim=True) + self.sizes["rms_norm_eps"]).rsqrt()
@@ -70,7 +82,7 @@ class _Reference:
         return own.new_full((len(own), vocab_size), -torch.inf).index_copy_(1, numbers, own)
 
 
-class Eagle3Reference(_Reference):
+class Eagle3Reference(Reference):
     """An EAGLE-3 head."""
 
     def __init__(self, directory: Path) -> None:
@@ -97,12 +109,6 @@ class Eagle3Reference(_Reference):
     def logits(
         self, states: Sequence[Float[Tensor, "T D"]], table: Float[Tensor, "V D"], text: Sequence[int], num_tokens: int
     ) -> Float[Tensor, "K V"]:
-        """Scores of the last `num_tokens` of a text, a round's draft tokens; those before are the target's own.
-
-        Args:
-            states: `hidden_states` of the text.
-            table: the target's embeddings.
-        """
         known = len(text) - num_tokens
         taps = [states[tap][: known - 1] for tap in self.taps]
         if self.config["fc_norm"]:
@@ -116,13 +122,12 @@ class Eagle3Reference(_Reference):
         return self._spread(torch.stack(scored), len(table))
 
 
-class DSparkReference(_Reference):
+class DSparkReference(Reference):
     """A DSpark draft that samples from its anchor, with as many places as its block has."""
 
     def logits(
-        self, states: Sequence[Float[Tensor, "T D"]], text: Sequence[int], num_tokens: int
+        self, states: Sequence[Float[Tensor, "T D"]], table: Float[Tensor, "V D"], text: Sequence[int], num_tokens: int
     ) -> Float[Tensor, "K V"]:
-        """See `Eagle3Reference.logits`; the draft has embeddings of its own."""
         assert self.config["sample_from_anchor"] and not self.sizes["is_causal"]
         known, size = len(text) - num_tokens, self.config["block_size"]
         taps = [states[tap][: known - 1] for tap in self.config["aux_hidden_state_layer_ids"]]
@@ -145,8 +150,7 @@ class DSparkReference(_Reference):
             hidden = self._behind_attention(hidden, scores, values, layer)
         scored = self._norm(hidden, "norm")[:num_tokens] @ self.weights["lm_head.weight"].T
         before = self.weights["markov_head.markov_w1.weight"][list(text[known - 1 : -1])]
-        vocab_size = self.sizes["vocab_size"] - 1  # the mask is no token of the target
-        return self._spread(scored + before @ self.weights["markov_head.markov_w2.weight"].T, vocab_size)
+        return self._spread(scored + before @ self.weights["markov_head.markov_w2.weight"].T, len(table))
 
 
 def medusa_logits(directory: Path, hidden: Float[Tensor, "T D"]) -> Float[Tensor, "H T W"]:

@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lightning_specdec.checkpoints import engine_heads
 from lightning_specdec.checkpoints.engine_reference import (
     DSparkReference,
     Eagle3Reference,
+    Reference,
     hidden_states,
     medusa_logits,
 )
@@ -233,17 +235,6 @@ def _eagle_plan(
         config = engine_heads.eagle_config(stored, place, window, nested=nested)
         _write(folder, config, engine_heads.eagle_tensors(stored, "layers.0" if nested else "midlayer"))
 
-    @torch.inference_mode()
-    def compare(folder: Path, texts: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
-        precise, model = deepcopy(stored).float(), target.in_float32()
-        reference, pairs = Eagle3Reference(folder), []
-        table = model.embeddings(torch.arange(model.vocab_size)[None])[0]
-        for text in texts:
-            tokens, ours = _drafted(precise, model, text)
-            whole = [*text, *tokens]
-            pairs.append((ours, reference.logits(hidden_states(model.model, whole), table, whole, len(tokens))))
-        return pairs
-
     if engine == "llama.cpp":
         gguf = output.with_suffix(".gguf")
         commands: tuple[str, ...] = (
@@ -254,7 +245,21 @@ def _eagle_plan(
         commands = (_sglang("EAGLE3", place, output, window),)
     else:
         commands = (_vllm(place, method="eagle3", model=str(output), num_speculative_tokens=window),)
-    return _Plan(write, compare, commands)
+    return _Plan(write, partial(_compare, stored, target, Eagle3Reference), commands)
+
+
+@torch.inference_mode()
+def _compare(
+    stored: FeatureDrafter, target: HuggingFaceLM, kind: type[Reference], folder: Path, texts: list[list[int]]
+) -> list[tuple[Tensor, Tensor]]:
+    """What is drafted behind each text, scored here and from the directory."""
+    precise, model, reference, pairs = deepcopy(stored).float(), target.in_float32(), kind(folder), []
+    table = model.embeddings(torch.arange(model.vocab_size)[None])[0]
+    for text in texts:
+        tokens, ours = _drafted(precise, model, text)
+        whole = [*text, *tokens]
+        pairs.append((ours, reference.logits(hidden_states(model.model, whole), table, whole, len(tokens))))
+    return pairs
 
 
 def _block_plan(stored: BlockDrafter, target: HuggingFaceLM, place: str, output: Path) -> _Plan:
@@ -262,19 +267,11 @@ def _block_plan(stored: BlockDrafter, target: HuggingFaceLM, place: str, output:
         table = target.embeddings(torch.arange(target.vocab_size, device=target.device)[None])[0].detach()
         _write(folder, engine_heads.block_config(stored, place), engine_heads.block_tensors(stored, table))
 
-    @torch.inference_mode()
-    def compare(folder: Path, texts: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
-        precise, model = deepcopy(stored).float(), target.in_float32()
-        precise.settings = replace(precise.settings, min_confidence=0.0)
-        reference, pairs = DSparkReference(folder), []
-        for text in texts:
-            tokens, ours = _drafted(precise, model, text)
-            whole = [*text, *tokens]
-            pairs.append((ours, reference.logits(hidden_states(model.model, whole), whole, len(tokens))))
-        return pairs
-
     size = stored.settings.block_size  # vLLM computes as many places as it drafts
-    return _Plan(write, compare, (_vllm(place, method="dspark", model=str(output), num_speculative_tokens=size),))
+    whole = deepcopy(stored)
+    whole.settings = replace(whole.settings, min_confidence=0.0)  # so that no place is left out
+    commands = (_vllm(place, method="dspark", model=str(output), num_speculative_tokens=size),)
+    return _Plan(write, partial(_compare, whole, target, DSparkReference), commands)
 
 
 def _medusa_plan(stored: MultiTokenDrafter, target: HuggingFaceLM, place: str, output: Path) -> _Plan:

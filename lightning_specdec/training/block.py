@@ -140,12 +140,7 @@ def blocks(
     if window is not None:
         seen &= places[:, None] - tokens < window
 
-    def attend(
-        number: int,
-        queries: Float[Tensor, "B H N E"],
-        keys: Float[Tensor, "B G N E"],
-        values: Float[Tensor, "B G N E"],
-    ) -> Float[Tensor, "B H N E"]:
+    def attend(number: int, queries: Tensor, keys: Tensor, values: Tensor) -> Float[Tensor, "B H N E"]:
         old_keys, old_values = context[number]
         queries = queries.unflatten(1, (keys.shape[1], -1)) * queries.shape[-1] ** -0.5
         old = (queries.flatten(2, 3) @ old_keys.transpose(-1, -2)).unflatten(2, (-1, len(places)))
