@@ -259,7 +259,8 @@ class SpeculativeDecoder:
             if self._ready is None or self._ready[0] != weights:
                 self.target.eval()
                 self.drafter.eval()
-                self._ready = weights, self.target.packed(), self.drafter.fused()
+                target = self.target.packed()
+                self._ready = weights, target, self.drafter.fused(target)
             return self._ready[1:]
 
     def config(self, config: Config = None, **changes: Any) -> DecodingConfig:
@@ -446,7 +447,7 @@ class SpeculativeDecoder:
 
         if drafters is None:
             drafters = {name: each.drafter for name, each in candidates(self).items()}
-        return {name: drafter.eval().fused() for name, drafter in drafters.items()}
+        return {name: drafter.eval().fused(self.target) for name, drafter in drafters.items()}
 
     def compile(self) -> float:
         """Compile the layers of transformers models, target and draft alike; gives the seconds that it took.

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import openvino
 import pytest
 import torch
 from cli_fixtures import refused, succeed
 from families import tiny
+from tiny_eagle import eagle
 
 from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.config.files import cache_home
-from lightning_specdec.drafters import NGramDrafter
+from lightning_specdec.drafters import EagleDrafter, NGramDrafter
 from lightning_specdec.models import loading
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.openvino import OpenVINOLM
@@ -97,9 +99,33 @@ def test_greedy_decoding_equals_generate_of_transformers(family: str) -> None:
     assert decoder.decode([prompt], max_new_tokens=24).tokens == [expected]
 
 
+@pytest.mark.parametrize("settings", [{}, {"attention_window": 3, "norm_output": True, "draft_vocabulary": 30}])
+def test_an_autoregressive_head_drafts_as_in_torch(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In ragged batches whose rows begin and end at different times, far behind the beginning too."""
+    model, drafted = HuggingFaceLM(tiny("llama", max_position_embeddings=600)), list[list[Any]]()
+    whole = EagleDrafter.propose
+
+    def propose(*arguments: Any) -> Any:
+        draft = whole(*arguments)
+        lengths = None if draft.lengths is None else draft.lengths.tolist()
+        drafted[-1].append((draft.tokens.tolist(), lengths, arguments[0].in_openvino is not None))
+        return draft
+
+    monkeypatch.setattr(EagleDrafter, "propose", propose)
+    prompts, answers = [[3, 1, 4, 1, 5] * 100, [5, 6], [9, 2, 9, 2, 9, 2]], []
+    for target in (model, OpenVINOLM.of(model)):
+        drafted.append([])
+        decoder = SpeculativeDecoder(target, eagle(model, **settings), num_draft_tokens=3)
+        answers.append(decoder.decode(prompts, max_new_tokens=12).tokens)
+    assert answers[0] == answers[1]
+    in_torch, in_openvino = drafted
+    assert [each[:2] for each in in_torch] == [each[:2] for each in in_openvino]
+    assert {each[2] for each in in_openvino} == {True} != {each[2] for each in in_torch}
+
+
 def test_keys_and_values_of_float32_models_are_kept_in_float32() -> None:
     model = OpenVINOLM.of(HuggingFaceLM(tiny("llama")))
-    compiled = model._graphs[0]._request.get_compiled_model()
+    compiled = model._graphs[0].compiled.request.get_compiled_model()
     for name in ("KV_CACHE_PRECISION", "INFERENCE_PRECISION_HINT"):
         assert compiled.get_property(name) == openvino.Type.f32
 

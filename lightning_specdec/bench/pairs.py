@@ -72,7 +72,7 @@ class BenchPair:
         ready: dict[str, Drafter | str] = dict(drafts)
         for key, draft in loaded.items():
             try:
-                ready[key] = draft.fused()
+                ready[key] = draft.fused(target)
             except FAILURES as error:  # the memory for it may be missing
                 ready[key] = in_one_line(error)
         packed = target.packed()

@@ -247,6 +247,6 @@ class Drafter(nn.Module, ABC):
         """Whether draft tokens are drawn at random under the session's sampling."""
         return not sampling.greedy
 
-    def fused(self) -> Drafter:
-        """The same drafter in the form that decodes fastest; itself when there is no other."""
+    def fused(self, target: LanguageModel | None = None) -> Drafter:
+        """The same drafter in the form that decodes fastest, for this target; itself when there is no other."""
         return self

@@ -240,7 +240,7 @@ class BlockDrafter(FeatureDrafter):
 
     def _places(self, state: FeatureState, request: DraftRequest) -> Float[Tensor, "B N D"]:
         """The network's output at the places behind the settled text, whose keys and values are written over later."""
-        storage, slots = state.read.storage, state.read.slots(self.settings.block_size)
+        storage, slots = state.kept.storage, state.kept.slots(self.settings.block_size)
         keys, positions = torch.arange(slots.span, device=request.tail.device), slots.positions
         seen = keys <= positions[:, -1:, None]
         if self.settings.attention_window is not None:

@@ -222,7 +222,7 @@ class CrossVocabulary(DrawingDrafter):
     def arguments(self) -> dict[str, Any]:
         raise ValueError("a checkpoint keeps no tokenizer, which a CrossVocabulary needs: save the two models apart")
 
-    def fused(self) -> CrossVocabulary:
+    def fused(self, target: LanguageModel | None = None) -> CrossVocabulary:
         model = self.model.fused()
         if model is self.model:
             return self

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,8 @@ from lightning_specdec.rules import Draft, Sampling
 if TYPE_CHECKING:
     from jaxtyping import Float
 
+    from lightning_specdec.drafters.eagle_openvino import EagleInOpenVINO
+
 
 FEATURES = -1
 """Where the features lie, beside the keys and values of the network's layers."""
@@ -37,7 +40,9 @@ class FeatureState(DraftState):
     """
 
     def __init__(self, batch_size: int, max_length: int, context: TargetContext) -> None:
-        self.context, self.read = context, KVState(batch_size, max_length, device=context.model.device)
+        self.context, self.kept = context, KVState(batch_size, max_length, device=context.model.device)
+        self.read: Any = self.kept
+        """The entries' keys and values: beside the features, or of a network that runs elsewhere."""
         self.known = [0] * batch_size
         """Tokens of each row whose features are known: once the target has read the text, all of it but the last."""
         self.num_scored = 1
@@ -49,8 +54,8 @@ class FeatureState(DraftState):
         # The target has read all of the text and the draft tokens, so its lengths tell how long the text was.
         texts = [length - num_scored + 1 for length in self.context.state.consumed]
         starts = [min(known, length - 1) for known, length in zip(self.known, texts, strict=True)]
-        slots = self.read.slots(features.shape[1], starts)
-        self.read.storage.update(FEATURES, slots, features[:, None], features[:, None, :, :0])
+        slots = self.kept.slots(features.shape[1], starts)
+        self.kept.storage.update(FEATURES, slots, features[:, None], features[:, None, :, :0])
         self.known = [length + count for length, count in zip(texts, num_accepted, strict=True)]
 
     def wanted(self, request: DraftRequest, windows: Sequence[int]) -> list[int]:
@@ -61,16 +66,18 @@ class FeatureState(DraftState):
     def features(self, starts: Sequence[int], num_tokens: int, lengths: Sequence[int]) -> Float[Tensor, "B T D"]:
         """The features of so many tokens of each row, `lengths` of which are wanted, zeros behind those: the features
         of rejected tokens may be NaN."""
-        places = self.read.slots(num_tokens, starts).positions.clamp(max=self.read.num_slots - 1)
-        found, device = select(self.read.storage.layers[FEATURES][0][:, 0], places), self.read.device
+        places = self.kept.slots(num_tokens, starts).positions.clamp(max=self.kept.num_slots - 1)
+        found, device = select(self.kept.storage.layers[FEATURES][0][:, 0], places), self.kept.device
         padding = torch.arange(num_tokens, device=device) >= torch.tensor(lengths, device=device)[:, None]
         return found.masked_fill(padding[..., None], 0)
 
     def select(self, rows: Sequence[int]) -> None:
-        self.read.select(rows)
+        for state in {id(each): each for each in (self.kept, self.read)}.values():
+            state.select(rows)
         self.known = [0 if row < 0 else self.known[row] for row in rows]
 
     def clear(self, rows: Sequence[int]) -> None:
+        self.kept.clear(rows)
         self.read.clear(rows)
         for row in rows:
             self.known[row] = 0
@@ -90,8 +97,9 @@ class FeatureDrafter(TrainedDrafter, ABC):
 
     settings: Any
     network: Any
+    in_openvino: Any = None
 
-    def fused(self) -> Any:
+    def fused(self, target: LanguageModel | None = None) -> Any:
         return self.packed("network")
 
     def check_target(self, target: LanguageModel) -> None:
@@ -111,7 +119,8 @@ class FeatureDrafter(TrainedDrafter, ABC):
         return FeatureState(batch_size, max_length, context)
 
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
-        features = self.network.features([output.features[layer] for layer in self.settings.feature_layers])
+        network = self.in_openvino or self.network
+        features = network.features([output.features[layer] for layer in self.settings.feature_layers])
         state.learn(features, output.logits.shape[1], num_accepted)
 
 
@@ -128,29 +137,49 @@ class EagleDrafter(FeatureDrafter):
     def __init__(self, *values: Any, sampling: Sampling | None = None, **settings: Any) -> None:
         super().__init__(*values, sampling=sampling, **settings)
         self.network = EagleNetwork(self.settings, self.num_tokens)
+        self.in_openvino: EagleInOpenVINO | None = None
+        """The network as it drafts for a target in OpenVINO."""
+
+    def fused(self, target: LanguageModel | None = None) -> EagleDrafter:
+        if target is None or target.backend != "openvino":
+            return super().fused(target)
+        from lightning_specdec.drafters.eagle_openvino import EagleInOpenVINO
+
+        other = copy(self)
+        other.in_openvino = EagleInOpenVINO(self.network, getattr(target, "settings", None))
+        return other
+
+    def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> FeatureState:
+        state = super().init_state(batch_size, max_length, context)
+        if self.in_openvino is not None:
+            state.read = self.in_openvino.init_state(batch_size, max_length)
+        return state
 
     def propose(self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
         wanted = state.wanted(request, windows)
         num_draft_tokens = max(wanted)
         if not num_draft_tokens:
             return nothing(request)
-        hidden, entries = self._read(state, request)
+        feature, logits, entries = self._read(state, request)
 
-        def call(drawn: Drawn, hidden: Float[Tensor, "B 1 D"]) -> None:
+        def call(drawn: Drawn, feature: Float[Tensor, "B 1 D"], logits: Float[Tensor, "B W"]) -> None:
             for i in range(num_draft_tokens):
-                token = drawn.draw(self.network.logits(hidden[:, -1]))
+                token = drawn.draw(logits)
                 if i + 1 < num_draft_tokens:
                     embedded = state.context.model.embeddings(token[:, None])
-                    hidden = self._advance(state.read, embedded, self.network.fed_back(hidden), None)
+                    feature, logits = self._advance(state.read, embedded, feature, None)
 
-        outputs = self.run(request, wanted, sampling, call, hidden, vocabulary=self.draft_vocabulary)
+        outputs = self.run(request, wanted, sampling, call, feature, logits, vocabulary=self.draft_vocabulary)
         state.read.truncate(entries)
         return make_draft(outputs, wanted, request)
 
-    def _read(self, state: FeatureState, request: DraftRequest) -> tuple[Float[Tensor, "B 1 D"], list[int]]:
-        """Read the entries of the settled text that have not been read: the last one's output, and how many they are.
+    def _read(
+        self, state: FeatureState, request: DraftRequest
+    ) -> tuple[Float[Tensor, "B 1 D"], Float[Tensor, "B W"], list[int]]:
+        """Read the entries of the settled text that have not been read, the last one in any case.
 
-        The last one is read in any case.
+        Returns:
+            As `_advance`; and how many entries each row has.
         """
         texts = request.texts
         ends = [min(len(text) - 1, known) for text, known in zip(texts, state.known, strict=True)]
@@ -161,24 +190,29 @@ class EagleDrafter(FeatureDrafter):
         # As many as any round settles, so that shapes do not depend on acceptance.
         tokens, _ = pad(unread, request.tail.device, state.num_scored)
         embedded = state.context.model.embeddings(tokens)
-        hidden = self._advance(state.read, embedded, state.features(starts, tokens.shape[1], lengths), lengths)
-        last = torch.tensor([[max(length - 1, 0)] for length in lengths], device=hidden.device)
-        return select(hidden, last), ends
+        return *self._advance(state.read, embedded, state.features(starts, tokens.shape[1], lengths), lengths), ends
 
     def _advance(
         self,
-        read: KVState,
+        read: Any,
         embedded: Float[Tensor, "B T D"],
         features: Float[Tensor, "B T D"],
         lengths: Sequence[int] | None,
-    ) -> Float[Tensor, "B T D"]:
-        """The network's output for the next T entries of every row, `lengths` of which are real; they are read then."""
+    ) -> tuple[Float[Tensor, "B 1 D"], Float[Tensor, "B W"]]:
+        """Read the next T entries of every row, `lengths` of which are real: the next feature and the logits behind."""
+        if self.in_openvino is not None:
+            return self.in_openvino.advance(read, embedded, features, lengths)
         slots = read.slots(embedded.shape[1])
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             seen = read.storage.mask(slots, self.network.attention_window)
-            return attention(queries, *read.storage.update(0, slots, keys, values), seen)
+            keys, values = read.storage.update(0, slots, keys, values)
+            return attention(queries, keys, values, seen)
 
         hidden = self.network.layer(embedded, features, slots.positions, attend)
         read.advance(embedded.shape[1], lengths)
-        return hidden
+        if lengths is None:
+            last = hidden[:, -1:]
+        else:
+            last = select(hidden, torch.tensor([[max(length - 1, 0)] for length in lengths], device=hidden.device))
+        return self.network.fed_back(last), self.network.logits(last[:, 0])

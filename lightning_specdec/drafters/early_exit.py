@@ -195,7 +195,7 @@ class EarlyExitDrafter(TrainedDrafter):
         other.exit_layer, other.settings = exit_layer, self.settings.changed(exit_layer=exit_layer)
         return other
 
-    def fused(self) -> EarlyExitDrafter:
+    def fused(self, target: LanguageModel | None = None) -> EarlyExitDrafter:
         return self.packed("heads")
 
     def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> ExitState:

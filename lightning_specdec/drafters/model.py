@@ -322,7 +322,7 @@ class ModelDrafter(DrawingDrafter):
                 "train both with one vocabulary"
             )
 
-    def fused(self) -> ModelDrafter:
+    def fused(self, target: LanguageModel | None = None) -> ModelDrafter:
         return ModelDrafter(self.model.fused(), sampling=self.sampling)
 
     def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> ModelDraftState:

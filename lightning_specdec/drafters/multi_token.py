@@ -137,7 +137,7 @@ class MultiTokenDrafter(TrainedDrafter):
     def max_draft_tokens(self) -> int:
         return self.settings.num_heads
 
-    def fused(self) -> MultiTokenDrafter:
+    def fused(self, target: LanguageModel | None = None) -> MultiTokenDrafter:
         if self.num_tokens > MOST_STACKED:
             return self.packed("heads")
         if self.stacked is not None:

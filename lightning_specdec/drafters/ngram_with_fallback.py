@@ -77,8 +77,8 @@ class NGramWithFallback(Drafter):
     def needs_noise(self, sampling: Sampling) -> bool:
         return self.fallback.needs_noise(sampling)
 
-    def fused(self) -> NGramWithFallback:
-        return NGramWithFallback(self.lookup, self.fallback.fused())
+    def fused(self, target: LanguageModel | None = None) -> NGramWithFallback:
+        return NGramWithFallback(self.lookup, self.fallback.fused(target))
 
     def arguments(self) -> dict[str, Any]:
         self.fallback.arguments()  # one that a checkpoint cannot keep says so

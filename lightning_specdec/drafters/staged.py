@@ -178,8 +178,8 @@ class StagedDrafter(Drafter):
     def needs_noise(self, sampling: Sampling) -> bool:
         return self.larger.needs_noise(sampling) or self.smaller.needs_noise(self.larger.sampling or sampling)
 
-    def fused(self) -> StagedDrafter:
-        return StagedDrafter([stage.fused() for stage in self.stages], stage_windows=self.window)
+    def fused(self, target: LanguageModel | None = None) -> StagedDrafter:
+        return StagedDrafter([stage.fused(target) for stage in self.stages], stage_windows=self.window)
 
     def arguments(self) -> dict[str, Any]:
         for stage in self.stages:

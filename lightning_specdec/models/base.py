@@ -84,6 +84,7 @@ class LanguageModel(nn.Module, ABC):
         vocabulary: the bytes of its tokens, where they are known.
         tokenizer: turns text to tokens, where the tokens are text.
         origin: the files that its weights were read from; None where it was made or trained here.
+        backend: what runs it.
     """
 
     Settings: ClassVar[type[settings.Settings]] = settings.NoSettings
@@ -94,6 +95,7 @@ class LanguageModel(nn.Module, ABC):
     vocabulary: Vocabulary | None = None
     tokenizer: Tokenizer | None = None
     origin: Origin | None = None
+    backend: ClassVar[str] = "torch"
 
     @abstractmethod
     def init_state(self, batch_size: int, max_length: int) -> DecodeState:

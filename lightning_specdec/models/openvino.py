@@ -83,6 +83,64 @@ def _check(model: HuggingFaceLM, made: OpenVINOLM) -> None:
         raise ValueError(f"OpenVINO computes other logits for {what} than torch does: use --backend torch")
 
 
+class Compiled:
+    """A network that runs in OpenVINO, with paged attention in the place of `Attention`.
+
+    Args:
+        model: with inputs that are all read; the positions are the last one, where it has attention. It is changed.
+        dtype: as of `PRECISIONS`.
+
+    Attributes:
+        sizes: see `PagedState`.
+    """
+
+    def __init__(self, model: ov.Model, dtype: torch.dtype) -> None:
+        self.sizes: list[tuple[int, int, int]] = []
+        places = [ops.parameter([] if name == _PLACES[-1] else [-1], ov.Type.i32, name) for name in _PLACES]
+        caches = []
+        for node in model.get_ordered_ops():
+            if node.get_type_name() == "Attention":
+                heads, key, value, window = (int(each) for each in node.input_value(3).get_node().data)
+                pair = [ops.parameter([-1, heads, BLOCK, size], PRECISIONS[dtype][1]) for size in (key, value)]
+                paged = _paged_attention(node, pair, places, window)
+                for kind, size in (("k", key), ("v", value)):
+                    paged.set_rt_info(heads, f"num_{kind}_heads")
+                    paged.set_rt_info(size, f"{kind}_head_size")
+                node.output(0).replace(paged.output(0))
+                caches += pair
+                self.sizes.append((heads, key, value))
+        if caches:
+            model = ov.Model(model.get_results(), [*model.get_parameters(), *places, *caches], "paged")
+        model.validate_nodes_and_infer_types()
+        precision = PRECISIONS[dtype][0]
+        options = {
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": precision,  # float16 otherwise, also for float32
+        }
+        self.request = ov.Core().compile_model(model, "CPU", options).create_infer_request()
+        self._num_outputs = len(model.outputs)
+        self._bound: object = None
+
+    def run(self, inputs: Sequence[Any], state: PagedState | None = None, first: int = 0) -> list[np.ndarray]:
+        """The outputs, until the next call.
+
+        Args:
+            inputs: the model's, of numpy or contiguous ones of torch, and where it has attention `PagedState.places` behind the positions.
+            state: the keys and values; those from layer `first` on are its own.
+        """
+        if state is not None and self._bound is not state.caches:
+            for i, cache in enumerate(state.caches[2 * first : 2 * (first + len(self.sizes))]):
+                self.request.set_input_tensor(len(inputs) + i, cache)
+            self._bound = state.caches
+        for i, each in enumerate(inputs):
+            array = each.numpy() if isinstance(each, Tensor) else each
+            self.request.set_input_tensor(i, ov.Tensor(array, shared_memory=True))
+        self.request.infer()
+        return [self.request.get_output_tensor(i).data for i in range(self._num_outputs)]
+
+
 class _Graph:
     """Some of a model's layers, compiled; behind the last one also the final norm and the output head.
 
@@ -95,47 +153,23 @@ class _Graph:
 
     def __init__(self, model: ov.Model, first: int, end: int, features: set[int], dtype: torch.dtype) -> None:
         num_layers = len(model.outputs) - 2
-        self.first, self.end, self.sizes = first, end, list[tuple[int, int, int]]()
-        self._scores = end == num_layers
+        self.first, self.end, self._scores = first, end, end == num_layers
         self.features = sorted(layer for layer in features if first <= layer < end)
         outputs = [num_layers if layer == num_layers - 1 else layer for layer in self.features]
         last = num_layers + 1 if self._scores else end - 1
-        outputs += [] if last in outputs else [last]  # one that is named twice ends the process
+        outputs += [] if last in outputs else [last]  # OpenVINO breaks down where one is named twice
         hidden, positions, scored = (each.get_node() for each in model.inputs)
         if first > 0:
             hidden = _entry_behind(model, first - 1)
-        places = [ops.parameter([] if name == _PLACES[-1] else [-1], ov.Type.i32, name) for name in _PLACES]
-        results, caches, self._num_outputs = [model.outputs[i].get_node() for i in outputs], [], len(outputs)
-        for node in ov.Model(results, [hidden, positions, scored], "layers").get_ordered_ops():
-            if node.get_type_name() == "Attention":
-                heads, key, value, window = (int(each) for each in node.input_value(3).get_node().data)
-                pair = [ops.parameter([-1, heads, BLOCK, size], PRECISIONS[dtype][1]) for size in (key, value)]
-                paged = _paged_attention(node, pair, places, window)
-                for kind, size in (("k", key), ("v", value)):
-                    paged.set_rt_info(heads, f"num_{kind}_heads")
-                    paged.set_rt_info(size, f"{kind}_head_size")
-                node.output(0).replace(paged.output(0))
-                caches += pair
-                self.sizes.append((heads, key, value))
-        inputs = [hidden, *([scored] if self._scores else []), *([positions, *places, *caches] if caches else [])]
-        compiled = ov.Model(results, inputs, "layers")
-        compiled.validate_nodes_and_infer_types()
-        self._request = _compiled(compiled, dtype)
-        self._bound: object = None
+        results = [model.outputs[i].get_node() for i in outputs]
+        inputs = [hidden, *([scored] if self._scores else []), *([positions] if first < end else [])]
+        self.compiled = Compiled(ov.Model(results, inputs, "layers"), dtype)
 
     def run(
         self, hidden: np.ndarray, scored: np.ndarray, state: PagedState | None, places: Sequence[np.ndarray]
     ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
         """The logits `[N, V]`, or the last layer's output `[1, P, D]`; and the features. All until the next call."""
-        given = [hidden, *([scored] if self._scores else []), *places]
-        if state is not None and self._bound is not state.caches:
-            for i, cache in enumerate(state.caches[2 * self.first : 2 * self.end]):
-                self._request.set_input_tensor(len(given) + i, cache)
-            self._bound = state.caches
-        for i, each in enumerate(given):
-            self._request.set_input_tensor(i, ov.Tensor(each, shared_memory=True))
-        self._request.infer()
-        outputs = [self._request.get_output_tensor(i).data for i in range(self._num_outputs)]
+        outputs = self.compiled.run([hidden, *([scored] if self._scores else []), *places], state, self.first)
         return outputs[-1], dict(zip(self.features, outputs, strict=False))
 
 
@@ -169,17 +203,6 @@ def _paged_attention(node: Any, caches: Sequence[Any], places: Sequence[Any], wi
     inputs += [constant(0), nothing(), nothing(), nothing()]  # eviction
     inputs += [nothing(), bytes_, nothing()]  # types of tokens; trees
     return _PagedAttentionExtension(inputs)
-
-
-def _compiled(model: ov.Model, dtype: torch.dtype) -> ov.InferRequest:
-    precision = PRECISIONS[dtype][0]
-    options = {
-        "PERFORMANCE_HINT": "LATENCY",
-        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
-        "INFERENCE_PRECISION_HINT": precision,
-        "KV_CACHE_PRECISION": precision,  # float16 otherwise, also for float32
-    }
-    return ov.Core().compile_model(model, "CPU", options).create_infer_request()
 
 
 class PagedState(DecodeState):
@@ -245,6 +268,8 @@ class OpenVINOLM(HuggingFaceLM):
         quantization: of these files' weights.
     """
 
+    backend = "openvino"
+
     def __init__(self, model: HuggingFaceLM, directory: Path, quantization: str | None = None) -> None:
         super().__init__(model.model, tokenizer=model.tokenizer)
         self.origin, self.directory, self.settings = model.origin, directory, quantization
@@ -283,7 +308,7 @@ class OpenVINOLM(HuggingFaceLM):
     fused = pack = packed
 
     def init_state(self, batch_size: int, max_length: int) -> PagedState:  # type: ignore[override]
-        sizes = [size for graph in self._graphs for size in graph.sizes]
+        sizes = [size for graph in self._graphs for size in graph.compiled.sizes]
         return PagedState(batch_size, max_length, sizes=sizes, dtype=self.dtype)
 
     def check_exit(self, num_layers: int) -> None:

@@ -58,7 +58,30 @@ class _Traced(nn.Module):
         return query + key.sum() + value.sum()
 
 
-_traced = _Traced()
+class _OpenAttention(nn.Module):
+    """Stands for attention where a network is traced: of P tokens of one row, whose keys and values a state keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traced = _Traced()
+
+    def forward(
+        self,
+        query: Float[Tensor, "1 H P E"],
+        key: Float[Tensor, "1 G P E"],
+        value: Float[Tensor, "1 G P F"],
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> Float[Tensor, "1 H P F"]:
+        _, heads, num_tokens, size = query.shape
+        flat = [each.transpose(1, 2).reshape(num_tokens, -1) for each in (query, key, value)]
+        sizes = torch.tensor([key.shape[1], size, value.shape[-1], window or 0], dtype=torch.int32)
+        found: Tensor = self.traced(*flat, sizes, torch.tensor(scale or size**-0.5))
+        return found.reshape(1, num_tokens, heads, -1).transpose(1, 2)
+
+
+open_attention = _OpenAttention()
 
 
 def _attention(
@@ -68,11 +91,8 @@ def _attention(
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise ValueError(f"its attention has a {name}, which OpenVINO's paged attention does not compute")
-    _, heads, num_tokens, size = query.shape
-    flat = [each.transpose(1, 2).reshape(num_tokens, -1) for each in (query, key, value)]
-    sizes = torch.tensor([key.shape[1], size, value.shape[-1], options.get("sliding_window") or 0], dtype=torch.int32)
-    scale = torch.tensor(options.get("scaling") or size**-0.5)
-    return _traced(*flat, sizes, scale).reshape(1, num_tokens, heads, -1), None
+    given = open_attention(query, key, value, window=options.get("sliding_window"), scale=options.get("scaling"))
+    return given.transpose(1, 2), None
 
 
 AttentionInterface.register(_ATTENTION, _attention)
@@ -93,7 +113,7 @@ class _Model(nn.Module):
 
     def __init__(self, model: HuggingFaceLM) -> None:
         super().__init__()
-        self.model, self.stack, self.traced = model.model, model.stack, _traced
+        self.model, self.stack, self.attention = model.model, model.stack, open_attention
 
     def forward(
         self, hidden: Float[Tensor, "1 P D"], positions: Int[Tensor, "1 P"], scored: Int[Tensor, "N"]
@@ -124,6 +144,21 @@ def convert(model: HuggingFaceLM, directory: Path, dtype: torch.dtype, quantizat
     Raises:
         ValueError: OpenVINO cannot run it.
     """
+    before = model.model.config._attn_implementation
+    try:
+        model.model.set_attn_implementation(_ATTENTION)
+        example = torch.zeros(1, 4, model.hidden_size or 0), torch.arange(4)[None], torch.arange(2)
+        converted = traced(_Model(model), example, dtype, quantization)
+        ov.save_model(converted, directory / "model.xml", compress_to_fp16=False)
+    except (*FOREIGN, GeneralFailure, OpConversionFailure) as error:
+        what = type(model.model).__name__
+        raise ValueError(f"OpenVINO cannot run {what}: {first_line(error)}: use --backend torch") from error
+    finally:
+        model.model.set_attn_implementation(before)
+
+
+def traced(network: nn.Module, example: tuple[Tensor, ...], dtype: torch.dtype, quantization: str | None) -> ov.Model:
+    """A network in OpenVINO's operations, `Attention` among them; arguments as of `convert`."""
     extension = [
         ModuleExtension(
             _Traced,
@@ -133,23 +168,14 @@ def convert(model: HuggingFaceLM, directory: Path, dtype: torch.dtype, quantizat
         ),
         ConversionExtension(_ATTENTION, lambda context: Attention([context.get_input(i) for i in range(5)]).outputs()),
     ]
-    before = model.model.config._attn_implementation
-    try:
-        model.model.set_attn_implementation(_ATTENTION)
-        example = torch.zeros(1, 4, model.hidden_size or 0), torch.arange(4)[None], torch.arange(2)
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
-            converted = ov.convert_model(_Model(model).eval(), example_input=example, extension=extension)
-        if quantization is not None:
-            converted = _quantized(converted, quantization)
-        elif dtype == torch.bfloat16:
-            _narrow(converted)
-        ov.save_model(converted, directory / "model.xml", compress_to_fp16=False)
-    except (*FOREIGN, GeneralFailure, OpConversionFailure) as error:
-        what = type(model.model).__name__
-        raise ValueError(f"OpenVINO cannot run {what}: {first_line(error)}: use --backend torch") from error
-    finally:
-        model.model.set_attn_implementation(before)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        converted = ov.convert_model(network.eval(), example_input=example, extension=extension)
+    if quantization is not None:
+        return _quantized(converted, quantization)
+    if dtype == torch.bfloat16:
+        _narrow(converted)
+    return converted
 
 
 def _narrow(model: ov.Model) -> None:
