@@ -9,6 +9,7 @@ in the same order. The target's outputs are computed once for all; a draft's min
 outputs, in processor time over threads, so that other work on the machine takes nothing from them. `--hours` ends
 training earlier; the record says how many minutes each had.
 
+`--only` measures some drafts and keeps what the output holds of others, so the machine need not be free for long.
 Windows, and the confidence that ends them, are chosen on prompts of Spec-Bench behind those that are reported.
 """
 
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from spec_bench import load, mixed
+from spec_bench import check_same, load, mixed
 
 from lightning_specdec import SpeculativeDecoder, checkpoints
 from lightning_specdec.bench.manifest import manifest
@@ -48,7 +49,8 @@ KINDS: dict[str, tuple[str, type[DistillationTraining], dict[str, Any]]] = {
     "block_no_markov": ("block", BlockTraining, {"markov_rank": 0}),
 }
 """The recipe, the module and what differs from the recipe; "eagle" is the head as it ships."""
-LOOKUP, TRAINING = "lookup", "training.json"
+LOOKUP, SHIPPED, TRAINING = "lookup", "shipped", "training.json"
+SAME = ("model", "prompts", "num_prompts", "num_chosen_on", "max_new_tokens", "threads", "repeats")
 MEASURED_TIMES = 4
 """How often held-out text is measured while a draft learns."""
 
@@ -66,12 +68,14 @@ def main() -> None:
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--windows", nargs="+", type=int, default=[1, 2, 3, 4])
     parser.add_argument("--confidences", nargs="+", type=float, default=[0.0, 0.3])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="drafts to measure now; the output keeps the others")
+    parser.add_argument("--also", type=Path, help="a draft file to measure beside them, such as the one that ships")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if not (options.directory / TRAINING).is_file():
+    if not (options.directory / TRAINING).is_file() and options.only is None:
         options.directory.mkdir(parents=True, exist_ok=True)
         train(options)
     if options.prompts:
@@ -205,13 +209,21 @@ def write_training(runs: Sequence[Run], options: argparse.Namespace, *, final: b
 
 def measure(options: argparse.Namespace) -> None:
     """Choose each draft's window on some prompts, decode others with it, and write what came of it."""
-    training = json.loads((options.directory / TRAINING).read_text(encoding="utf-8"))
+    path = options.directory / TRAINING
+    training = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     decoder = SpeculativeDecoder.from_pretrained(options.model, NGramDrafter(), dtype="bfloat16")
     assert decoder.tokenizer is not None
     prompts = mixed(load(options.prompts, decoder.tokenizer), options.num_prompts + options.num_chosen_on)
     reported, others = prompts[: options.num_prompts], prompts[options.num_prompts :]
+    left_out = ("output", "only", "also", "directory")
+    plain = {name: value for name, value in vars(options).items() if name not in left_out}
+    plain["prompts"] = Path(options.prompts).name
     found: dict[str, dict[str, Any]] = {}
-    for name in (LOOKUP, *training):
+    if options.output and options.output.exists():
+        found = json.loads(options.output.read_text(encoding="utf-8"))["drafts"]
+        check_same(plain, [each["manifest"] for each in found.values()], SAME)
+    names = [LOOKUP, *([SHIPPED] if options.also else []), *training]
+    for name in [name for name in names if options.only is None or name in options.only]:
         choices = list(candidates(name, decoder, others, options))
         best = max(choices, key=lambda row: row["walltime_speedup"])
         drafter = made(name, decoder, options, best["min_confidence"])
@@ -219,16 +231,10 @@ def measure(options: argparse.Namespace) -> None:
         print(name, cell, flush=True)
         row = row_of(cell) | {"min_confidence": best["min_confidence"]}
         found[name] = {"choices": choices, "reported": row, "training": training.get(name)}
-    plain = {
-        **vars(options),
-        "directory": options.directory.name,
-        "prompts": Path(options.prompts).name,
-        "output": None,
-    }
-    if options.output:
-        made_of = manifest(options=plain, device=torch.device("cpu"))
-        with replaced(options.output) as file:
-            file.write((json.dumps({"manifest": made_of, "drafts": found}, indent=1) + "\n").encode())
+        found[name]["manifest"] = manifest(options=plain, device=torch.device("cpu"))
+        if options.output:
+            with replaced(options.output) as file:
+                file.write((json.dumps({"drafts": found}, indent=1) + "\n").encode())
     print(f"\n{table(found)}")
 
 
@@ -236,7 +242,8 @@ def made(name: str, decoder: SpeculativeDecoder, options: argparse.Namespace, mi
     """Lookup, joined to that draft where it names one."""
     if name == LOOKUP:
         return NGramDrafter()
-    loaded = checkpoints.load(options.directory / f"{name}.safetensors", target=decoder.target)
+    path = options.also if name == SHIPPED else options.directory / f"{name}.safetensors"
+    loaded = checkpoints.load(path, target=decoder.target)
     drafter = loaded.drafter.to(dtype_of(decoder.target))
     if isinstance(drafter, BlockDrafter):
         drafter.settings = replace(drafter.settings, min_confidence=min_confidence or 0.0)

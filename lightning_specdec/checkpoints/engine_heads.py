@@ -98,7 +98,7 @@ def _stored(found: dict[str, Tensor], drafter: FeatureDrafter) -> dict[str, Tens
 def block_tensors(drafter: BlockDrafter, table: Tensor) -> dict[str, Tensor]:
     """The weights of a block drafter by DSpark's names.
 
-    The mask is a token more than the target has, so the target's embeddings, `table`, are stored with it. A Markov head
+    The mask is a token more than the target has, so its embeddings, `table`, are stored with it, scaled. A Markov head
     of rank 0 is one of rank 1 that adds nothing.
     """
     network, own, found = drafter.network, drafter.settings, dict[str, Tensor]()
@@ -112,7 +112,7 @@ def block_tensors(drafter: BlockDrafter, table: Tensor) -> dict[str, Tensor]:
         found |= _split(weights[f"{layer}.key_value.weight"], f"{layer}.self_attn", _QUERY_KEY_VALUE[1:])
         found |= _split(weights[f"{layer}.gate_up.weight"], f"{layer}.mlp", _GATE_UP)
     mask = weights["mask"]
-    found["embed_tokens.weight"] = torch.cat([table.to(mask), mask[None]])
+    found["embed_tokens.weight"] = torch.cat([weights["anchor_scale"] * table.to(mask), mask[None]])
     rank, scored = max(1, own.markov_rank), weights["output.weight"]
     before = scored.new_zeros(own.vocab_size + 1, rank)
     if own.markov_rank:

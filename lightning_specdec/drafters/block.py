@@ -107,6 +107,8 @@ class BlockNetwork(FeatureNetwork):
         super().__init__(settings)
         size, rank = settings.hidden_size, settings.markov_rank
         self.mask = nn.Parameter(0.02 * torch.randn(size))
+        # Small, as the mask: where the target's embeddings are its output head too, the anchor would score itself.
+        self.anchor_scale = nn.Parameter(torch.full((1,), 0.1))
         self.context_norm = self._norm()
         self.layers = nn.ModuleList(BlockLayer(settings, self.head_size) for _ in range(settings.num_layers))
         self.output_norm = self._norm()
@@ -133,7 +135,7 @@ class BlockNetwork(FeatureNetwork):
             attend: attention of the numbered layer over these places and over the features.
         """
         masks = self.mask.to(self.dtype).expand(*anchors.shape[:2], self.settings.block_size - 1, -1)
-        hidden = torch.cat((anchors.to(self.dtype)[:, :, None], masks), dim=2).flatten(1, 2)
+        hidden = torch.cat(((self.anchor_scale * anchors.to(self.dtype))[:, :, None], masks), dim=2).flatten(1, 2)
         for number, layer in enumerate(self.layers):
             hidden = layer(hidden, positions, partial(attend, number))
         normed: Tensor = self.output_norm(hidden)
