@@ -1,11 +1,12 @@
 # `make demo` trains the recurrent pair and shows what speculation saves; `make test` checks everything.
 PYTHON ?= python3
 VENV := .venv
+OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 RUN := $(BIN)/lightning_specdec
 RUNS := rnn transformer draft_sizes early_exit multi_token staged text
 
-.PHONY: help setup dev demo test test-real test-engines lint bench bench-transformers peers tables checkpoints smollm2 clean
+.PHONY: help setup dev demo test test-real test-engines test-oldest wheel-test lint bench bench-transformers peers tables docs checkpoints smollm2 clean
 
 help:
 	@echo "make setup        create $(VENV) and install the project"
@@ -13,10 +14,13 @@ help:
 	@echo "make test         lint, types and every test"
 	@echo "make test-real    the tests on a real model (minutes; make smollm2 first)"
 	@echo "make test-engines  vLLM with exported drafts, ENGINE=its python PROMPTS=Spec-Bench's question.jsonl (minutes)"
+	@echo "make test-oldest  the tests on the oldest torch, lightning and transformers that pyproject.toml admits"
+	@echo "make wheel-test   build a wheel, install it into an empty environment, then fit, decode and bench there"
 	@echo "make smollm2      write SmolLM2-135M-Instruct to checkpoints/smollm2 (a download of 98 MB)"
 	@echo "make bench        the speed figures of the README; make bench-transformers those of the transformers"
 	@echo "make peers        this package beside other engines on a CPU, PROMPTS=Spec-Bench's question.jsonl (hours)"
 	@echo "make tables       write the tables of README.md and docs/ anew from docs/results"
+	@echo "make docs         write the documentation to site/, with its pictures drawn anew"
 	@echo "make checkpoints  train anew the checkpoints that ship (most of an hour)"
 	@echo "make clean        remove $(VENV) and what runs have written"
 
@@ -48,6 +52,15 @@ test-real: dev
 
 test-engines: dev
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/engines.py --engine $(ENGINE) --prompts $(PROMPTS) --output docs/results/engines.json
+
+test-oldest: | $(VENV)/bin/python
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' \
+		$$($(PYTHON) benchmarks/oldest.py torch lightning transformers)
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n auto
+
+wheel-test: | $(VENV)/bin/python
+	$(PYTHON) benchmarks/wheel_test.py
 
 lint: dev
 	$(BIN)/ruff check .
@@ -101,6 +114,11 @@ $(PEERS)/vllm/.installed:
 tables: dev
 	$(BIN)/python benchmarks/tables.py
 
+docs: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	$(BIN)/python benchmarks/pictures.py
+	$(BIN)/mkdocs build --strict
+
 checkpoints: setup
 	$(RUN) fit --config configs/rnn.yaml
 	$(RUN) export --ckpt checkpoints/rnn --output checkpoints/rnn.safetensors
@@ -117,4 +135,4 @@ checkpoints/smollm2/config.json: | $(VENV)/.installed
 	$(BIN)/python benchmarks/make_smollm2.py --output checkpoints/smollm2
 
 clean:
-	rm -rf $(VENV) logs lightning_logs $(RUNS:%=checkpoints/%) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) build dist site logs lightning_logs $(RUNS:%=checkpoints/%) .mypy_cache .pytest_cache .ruff_cache

@@ -24,6 +24,7 @@ import transformer_speed
 
 from lightning_specdec.bench.results import read
 from lightning_specdec.bench.rows import HUGGING_FACE, Comparison
+from lightning_specdec.bench.statistics import ratio_interval
 from lightning_specdec.config.files import replaced
 from lightning_specdec.report.report import Report, Table
 
@@ -102,7 +103,62 @@ def fastest_outside(cells: Sequence[Comparison]) -> str:
     return "-" if best is None else f"{best} {speeds[best]:.2f}"
 
 
+def first_table() -> str:
+    """The README's first table: bfloat16, with 95% intervals over the prompts."""
+    rows = [row for row in _record("smollm2_speed")["rows"] if row["part"] == "lookup" and row["dtype"] == "bfloat16"]
+    methods = {row["way"]: row for row in rows if "way" in row}
+    theirs = min(
+        (name for name in methods if "generate lookup" in name), key=lambda name: sum(methods[name]["seconds"])
+    )
+    shown = {"transformers' lookup": theirs, "this: standard decoding": "standard", "this: lookup": "lookup 4"}
+    lines = []
+    for name, method in shown.items():
+        value, low, high = ratio_interval([methods["generate"]["seconds"]], [methods[method]["seconds"]])
+        speed = 1000 / methods[method]["milliseconds_per_token"]
+        lines.append((name, f"{speed:.1f}", f"{value:.2f} ({low:.2f} to {high:.2f})"))
+    baseline = f"{1000 / methods['generate']['milliseconds_per_token']:.1f}"
+    return _table(("Method", "Tokens/s", f"Speedup over `generate` at {baseline} (95% interval)"), lines)
+
+
+def which_draft_table() -> str:
+    """The README's table of drafters: what each needs, what it gained in the records, and its options."""
+    trained = [row for each in _record("smollm2_drafts")["drafts"].values() for row in each["rows"]]
+    small = [row for row in _record("transformers")["rows"] if row["batch_size"] == 1]
+
+    def gain(rows: Sequence[dict[str, Any]], **wanted: str) -> str:
+        found = [row for row in rows if row["temperature"] == 0 and wanted.items() <= row.items()]
+        return f"{max(row['walltime_speedup'] for row in found):.2f}"
+
+    def smollm2(draft: str) -> str:
+        return f"{gain(trained, dtype='bfloat16', draft=draft)} SmolLM2"
+
+    exits, heads = gain(small, checkpoint="text"), gain(small, checkpoint="multi_token")
+    sibling = f"{gain(small, checkpoint='transformer')} small"
+    rows = [
+        ("Prompt lookup (n-gram)", "no", smollm2("lookup"), "`--drafter NGramDrafter`, the default"),
+        ("Draft model", "no, if a smaller sibling exists", sibling, "`--draft DIR`"),
+        ("EAGLE-3 and 3.1 head", "`fit --recipe eagle`", smollm2("smollm2_eagle"), "`--draft FILE`"),
+        (
+            "The same after prompt lookup",
+            "`fit --recipe eagle`",
+            smollm2("lookup + smollm2_eagle"),
+            "`--draft FILE --drafter NGramWithFallback`",
+        ),
+        ("Medusa heads", "`fit --recipe medusa`", f"{smollm2('smollm2_heads')}, {heads} small", "`--draft FILE`"),
+        ("Block drafter (DFlash, DSpark)", "`fit --recipe block`", "not measured yet", "`--draft FILE`"),
+        ("Early exit (LayerSkip)", "of the target", f"{exits} small", "`--drafter EarlyExitDrafter`"),
+    ]
+    return _table(("Drafter", "Needs training?", "Typical gain", "`decode --target DIR ...`"), rows)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose cells are Markdown."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "first": first_table,
+    "which_draft": which_draft_table,
     "audits": lambda: audits.table(_record("audits")["rows"]),
     "rnn_speed": lambda: rnn_speed.table(_record("rnn_speed")["rows"]),
     "smollm2_draft_kinds": lambda: smollm2_draft_kinds.table(_record("smollm2_draft_kinds")["drafts"]),

@@ -1,44 +1,65 @@
-"""Law 10: every command line and every line of Python in the README works."""
+"""Law 10: every command line and every line of Python in the README, and in the pages for a start, works."""
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 import tiny_models
 from cli_fixtures import shipped_run, succeed
+from test_guides import PAGES, commands
+from tiny_eagle import eagle
 from training_fixtures import EPOCHS, TrainedRun
 
+from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.models.safetensors_file import read_header
 
 __all__ = ["shipped_run"]
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-COMMANDS = [line for language, text in BLOCKS if language == "sh" for line in text.splitlines() if line.strip()]
+README, GUIDE = ROOT / "README.md", ROOT / "docs" / "train_a_draft.md"
+RUN = [README, *(ROOT / "docs" / f"{name}.md" for name in ("small_models", "models"))]
+"""Pages whose commands are run here."""
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PROGRAMS = [(path, text) for path in RUN for language, text in BLOCK.findall(path.read_text()) if language == "python"]
 SHORT = ["--trainer.max_epochs", str(EPOCHS + 1), "--trainer.accelerator", "cpu", "--trainer.logger", "false"]
 SHORT += ["--trainer.limit_train_batches", "1", "--trainer.limit_val_batches", "1"]
-
-
-def arguments_of(program: str) -> list[list[str]]:
-    """The arguments of each of the README's calls of a program."""
-    calls = [shlex.split(command, comments=True) for command in COMMANDS]
-    return [words[1:] for words in calls if Path(words[0]).name == program]
-
-
-CALLS = arguments_of("lightning_specdec")
-CHAIN = [call for call in CALLS if any("smollm2_" in word or word == "eagle.safetensors" for word in call)]
-"""Calls that train a draft for a pretrained target; each needs the one before."""
-MEASURES = [call for call in CALLS if call[0] in ("bench", "report", "audit")]
+TRAINS = commands(README)[1:4]
+"""Tried by `test_recipes.py`, where they stand in the guide."""
+MEASURES = [call for call in commands(README) if call[0] in ("bench", "report", "audit")]
 """Calls that measure and prove; a report needs its benchmark."""
+CALLS = [call for path in RUN for call in commands(path) if call not in TRAINS + MEASURES]
+CHAIN = commands(ROOT / "docs" / "generate.md")[1:]
+"""Calls that train a draft on text that its target writes; each needs the one before."""
 
 
-@pytest.mark.parametrize("arguments", [call for call in CALLS if call not in CHAIN + MEASURES], ids=" ".join)
-def test_every_call_of_the_readme_works(
+def test_the_readme_is_a_first_screen() -> None:
+    assert len(README.read_text().splitlines()) <= 150
+    assert TRAINS == commands(GUIDE)[:3]
+
+
+def test_every_target_of_make_that_a_page_names_is_there() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    named = {
+        name for path in PAGES for name in re.findall(r"(?:^|`)make ([a-z][\w-]*)", path.read_text(), re.MULTILINE)
+    }
+    assert len(named) > 5 and [name for name in named if f"\n{name}:" not in makefile] == []
+
+
+def stand_in(directory: Path) -> None:
+    """A tiny model where SmolLM2 is, and a draft file for it where the trained one is."""
+    tiny_models.write_text_model(directory / "checkpoints" / "smollm2", chat=True)
+    settings = directory / "checkpoints" / "smollm2" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"pad_token": "</s>"}))
+    decoder = SpeculativeDecoder.from_pretrained(directory / "checkpoints" / "smollm2")
+    draft = decoder.with_drafter(eagle(decoder.target))
+    draft.save_draft(directory / "checkpoints" / "smollm2_eagle.safetensors")
+
+
+@pytest.mark.parametrize("arguments", CALLS, ids=" ".join)
+def test_every_call_works(
     arguments: list[str], shipped_run: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -48,7 +69,7 @@ def test_every_call_of_the_readme_works(
         shutil.copy(path, tmp_path / "checkpoints" / path.name)
     rows = (",".join(str(start + i) for i in range(3 + start % 4)) for start in range(40))
     (tmp_path / "mine.csv").write_text("\n".join(rows))
-    tiny_models.write_text_model(tmp_path / "checkpoints" / "smollm2", chat=True)  # the real one is a download
+    stand_in(tmp_path)
     monkeypatch.chdir(tmp_path)
     trains = arguments[0] in ("fit", "validate", "test")
     few = SHORT if trains else ["--repeats", "1"] if arguments[0] == "decode" and "--repeats" not in arguments else []
@@ -122,16 +143,16 @@ def test_the_calls_that_measure_and_prove_work_one_after_the_other(
     assert "passed: " in outcomes[2].out
 
 
-@pytest.mark.parametrize("number", range(sum(language == "python" for language, _ in BLOCKS)))
+@pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_every_block_of_python_runs(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny_models.write_text_model(tmp_path / "checkpoints" / "smollm2", chat=True)
-    for path in (ROOT / "checkpoints").glob("*.safetensors"):
-        shutil.copy(path, tmp_path / "checkpoints" / path.name)
+    (tmp_path / "checkpoints").mkdir()
+    shutil.copy(ROOT / "checkpoints" / "rnn.safetensors", tmp_path / "checkpoints")
+    stand_in(tmp_path)
     monkeypatch.chdir(tmp_path)
-    program = [text for language, text in BLOCKS if language == "python"][number]
-    exec(compile(program, f"README.md, block {number}", "exec"), {"__name__": "__main__"})
+    path, program = PROGRAMS[number]
+    exec(compile(program, f"{path.name}, block {number}", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from lightning_specdec.cli.common import counted, log, progress, set_up_logs
 from lightning_specdec.cli.options import Parser, UsageError, chosen
+from lightning_specdec.config.pairs import shipped_config
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.config.terminal import say
 
@@ -56,7 +57,7 @@ def run(options: Namespace) -> int:
     from lightning_specdec.bench.pairs import check_pairs
 
     changes = {} if settings.name is None else {"name": settings.name}
-    configs = [read_config(path, **changes) for path in settings.config]
+    configs = [read_config(shipped_config(path), **changes) for path in settings.config]
     names = [config.name for config in configs]
     if twice := [name for i, name in enumerate(names) if name in names[:i]]:
         raise ValueError(f"two configs are called {twice[0]}: give each its own name, by `name:` in its YAML or --name")

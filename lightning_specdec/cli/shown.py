@@ -128,11 +128,11 @@ def _styled(text: str, fate: str, colour: bool) -> str:
 
 def _marked(row: RowResult, tokenizer: Tokenizer | None, colour: bool) -> str:
     """A row's output, neighbours of one fate together."""
-    joint, groups = " " if tokenizer is None else "", groupby(_pieces(row, tokenizer), lambda each: each[0])
+    joint, groups = " " if tokenizer is None else "", groupby(pieces(row, tokenizer), lambda each: each[0])
     return joint.join(_styled(joint.join(text for _, text in several), fate, colour) for fate, several in groups)
 
 
-def _pieces(row: RowResult, tokenizer: Tokenizer | None) -> Iterator[tuple[str, str]]:
+def pieces(row: RowResult, tokenizer: Tokenizer | None) -> Iterator[tuple[str, str]]:
     """A row's tokens as fate and text, special ones and a stop string included; a rejected one before its successor."""
     stream, special = (None, {}) if tokenizer is None else (tokenizer.stream(), tokenizer.vocabulary.special_texts)
     for fate, token in _fates(row):

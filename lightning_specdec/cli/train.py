@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
-from lightning_specdec.config.pairs import shipped_directory
+from lightning_specdec.config.pairs import shipped_config, shipped_directory
 from lightning_specdec.config.terminal import say
 
 SUMMARIES = {
@@ -62,7 +61,7 @@ def run(verb: str, words: list[str]) -> int:
         say(_RECIPE * (verb == "fit") + _OPTIONS + "\n")
         say(f"configs that ship (configs/NAME.yaml): {', '.join(configs)}\n\nexamples:\n{example}")
         return 0
-    sys.argv[2:] = ["--help" if word == "--help_all" else _found(word) for word in words if word != "--debug"]
+    sys.argv[2:] = ["--help" if word == "--help_all" else shipped_config(word) for word in words if word != "--debug"]
     began = time.monotonic()
     if verb == "fit" and any(word.partition("=")[0] == "--recipe" for word in sys.argv[2:]):
         values, rest = _by_recipe(sys.argv[2:])
@@ -92,9 +91,3 @@ def _by_recipe(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     from lightning_specdec.training.draft_recipes import config_for
 
     return config_for(given.recipe, given.target, given.text, minutes=given.minutes), rest
-
-
-def _found(word: str) -> str:
-    """A shipped config by its name `configs/NAME.yaml`, where the current directory has no such file."""
-    shipped = shipped_directory().parent / word.removeprefix("configs/")
-    return str(shipped) if word.startswith("configs/") and not Path(word).exists() and shipped.is_file() else word

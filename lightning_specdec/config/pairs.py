@@ -131,6 +131,12 @@ def shipped_directory() -> Path:
     return inside if inside.is_dir() else Path(__file__).parents[2] / "configs" / "pairs"
 
 
+def shipped_config(word: str) -> str:
+    """A shipped config by its name `configs/NAME.yaml`, where the current directory has no such file."""
+    shipped = shipped_directory().parent / word.removeprefix("configs/")
+    return str(shipped) if word.startswith("configs/") and not Path(word).exists() and shipped.is_file() else word
+
+
 def read_pair(path: Path) -> Pair:
     """The pair that a file describes.
 

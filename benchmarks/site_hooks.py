@@ -1,0 +1,35 @@
+"""Hooks of mkdocs: formulas as MathML, which needs no script, and the help of each verb as `--help` prints it."""
+
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+
+from lightning_specdec.cli import main
+
+_OUTSIDE = re.compile(r"\[([^\]]*)\]\(\.\./[^)]*\)")
+_HELP = re.compile(r"^<!-- help: (\w+) -->$", re.MULTILINE)
+_MATH = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Put in the help of verbs; keep only the text of links to files that are not part of the site."""
+    text = _HELP.sub(lambda found: f"```text\n{_help(found[1])}\n```", markdown)
+    return _OUTSIDE.sub(r"\1", text)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Formulas as MathML."""
+
+    def formula(found: re.Match[str]) -> str:
+        return str(convert(html.unescape(found[3]).strip(), display="block" if found[2] == "[" else "inline"))
+
+    return _MATH.sub(formula, content)
+
+
+def _help(verb: str) -> str:
+    return main.make_parser(verb).format_help().rstrip().replace(str(Path.home()), "~")

@@ -1,0 +1,56 @@
+"""Build a wheel, install it into an empty environment, then fit, decode and bench there with its own configs.
+
+python benchmarks/wheel_test.py        (make wheel-test; minutes, most of them installation)
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CALLS = (
+    "fit --config configs/rnn.yaml --trainer.max_epochs 2 --trainer.accelerator cpu",
+    "export --ckpt checkpoints/rnn --output checkpoints/rnn.safetensors",
+    "decode checkpoints/rnn.safetensors --prompt '1 2 3' --repeats 2",
+    "bench --config configs/bench/rnn.yaml",
+    "report results/rnn",
+    "audit --ckpt checkpoints/rnn.safetensors",
+    "info",
+)
+"""Run in an empty directory, one after the other."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", type=Path, help="build and install here (a temporary one)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = (options.directory or Path(temporary)).resolve()
+        python = directory / "environment" / "bin" / "python"
+        if not python.exists():
+            _run([sys.executable, "-m", "venv", str(python.parent.parent)], directory)
+        pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        _run([*pip, "wheel", "--no-deps", "--wheel-dir", str(directory / "dist"), str(ROOT)], directory)
+        (wheel,) = (directory / "dist").glob("*.whl")
+        _run([*pip, "install", "torch>=2.11,<2.14"], directory)
+        _run([*pip, "install", str(wheel)], directory)
+        elsewhere = directory / "elsewhere"
+        elsewhere.mkdir(exist_ok=True)
+        for call in CALLS:
+            _run(["sh", "-c", f"{python.parent / 'lightning_specdec'} {call}"], elsewhere)
+        print("the wheel works")
+
+
+def _run(words: list[str], directory: Path) -> None:
+    print(f"$ {' '.join(words)}", flush=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run(words, cwd=directory, check=True, env=environment)
+
+
+if __name__ == "__main__":
+    main()
