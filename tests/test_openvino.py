@@ -4,6 +4,7 @@ run."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import torch
 from cli_fixtures import refused, succeed
 from families import tiny
 from tiny_eagle import eagle
+from tiny_heads import heads
 
 from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.config.files import cache_home
-from lightning_specdec.drafters import EagleDrafter, NGramDrafter
-from lightning_specdec.models import loading
+from lightning_specdec.drafters import NGramDrafter
+from lightning_specdec.models import LanguageModel, loading
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.openvino import OpenVINOLM
 
@@ -99,23 +101,31 @@ def test_greedy_decoding_equals_generate_of_transformers(family: str) -> None:
     assert decoder.decode([prompt], max_new_tokens=24).tokens == [expected]
 
 
-@pytest.mark.parametrize("settings", [{}, {"attention_window": 3, "norm_output": True, "draft_vocabulary": 30}])
-def test_an_autoregressive_head_drafts_as_in_torch(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+HEADS: dict[str, Callable[[LanguageModel], Any]] = {
+    "eagle": eagle,
+    "eagle_31": lambda target: eagle(target, attention_window=3, norm_output=True, draft_vocabulary=[*range(30)]),
+    "medusa": lambda target: heads(target),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_trained_heads_draft_as_in_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In ragged batches whose rows begin and end at different times, far behind the beginning too."""
     model, drafted = HuggingFaceLM(tiny("llama", max_position_embeddings=600)), list[list[Any]]()
-    whole = EagleDrafter.propose
+    drafter = HEADS[kind](model)
+    whole = type(drafter).propose
 
     def propose(*arguments: Any) -> Any:
         draft = whole(*arguments)
         lengths = None if draft.lengths is None else draft.lengths.tolist()
-        drafted[-1].append((draft.tokens.tolist(), lengths, arguments[0].in_openvino is not None))
+        drafted[-1].append((draft.tokens.tolist(), lengths, bool(arguments[0].in_openvino)))
         return draft
 
-    monkeypatch.setattr(EagleDrafter, "propose", propose)
+    monkeypatch.setattr(type(drafter), "propose", propose)
     prompts, answers = [[3, 1, 4, 1, 5] * 100, [5, 6], [9, 2, 9, 2, 9, 2]], []
     for target in (model, OpenVINOLM.of(model)):
         drafted.append([])
-        decoder = SpeculativeDecoder(target, eagle(model, **settings), num_draft_tokens=3)
+        decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=3)
         answers.append(decoder.decode(prompts, max_new_tokens=12).tokens)
     assert answers[0] == answers[1]
     in_torch, in_openvino = drafted
@@ -161,7 +171,7 @@ def test_a_converted_model_differs_by_its_settings_too(cache: Path) -> None:
 def test_auto_takes_the_faster_backend_and_remembers_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = HuggingFaceLM(tiny("llama"))
     assert loading.in_backend(model, "auto") is model  # too small to be worth it
-    monkeypatch.setattr(loading, "_WORTH_MEASURING", 1)
+    monkeypatch.setattr(loading, "MOST_SMALL", 1)
     for seconds, kind in (
         ({"torch": 2.0, "openvino": 1.0}, OpenVINOLM),
         ({"torch": 1.0, "openvino": 2.0}, HuggingFaceLM),

@@ -64,6 +64,7 @@ class BenchPair:
         facts = {
             "target": type(getattr(target, "model", target)).__name__,
             "target_parameters": target.num_parameters,
+            "backend": target.backend,
             "dtype": str(dtype).removeprefix("torch."),
             "target_sha256": weights_digest(target),
             "draft_parameters": {key: _num_parameters(draft) for key, draft in loaded.items()},

@@ -14,7 +14,7 @@ from lightning_specdec.checkpoints.engine_heads import is_head, read_head
 from lightning_specdec.checkpoints.target_reference import dtype_of
 from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.memory import peak_bytes, require_memory
-from lightning_specdec.config.models import PairSource
+from lightning_specdec.config.models import MOST_SMALL, PairSource
 from lightning_specdec.config.pairs import get_pair
 from lightning_specdec.drafters import (
     CrossVocabulary,
@@ -58,7 +58,7 @@ def load_pair(source: PairSource, *, target: LanguageModel | None = None, pack: 
 
 def _in_backend(model: LanguageModel, source: PairSource) -> LanguageModel:
     """A model of a file in the source's backend."""
-    if source.backend == "torch":
+    if source.backend == "torch" or (source.backend == "auto" and model.num_parameters <= MOST_SMALL):
         return model
     from lightning_specdec.models import loading
     from lightning_specdec.models.huggingface import HuggingFaceLM

@@ -13,6 +13,8 @@ from lightning_specdec.config.settings import Settings, setting
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTIZATIONS = ("int8", "int4")
 BACKENDS = ("auto", "torch", "openvino")
+MOST_SMALL = 10_000_000
+"""Parameters of a model that is not converted to another backend unless that is asked for."""
 ENGINES = ("vllm", "sglang", "llama.cpp", "transformers")
 """Programs that an exported draft is written for."""
 
@@ -34,8 +36,8 @@ class TargetSource(Settings):
     trust_remote_code: bool = setting(False, "run Python code that comes with a model: read it first")
     device: str = setting("cpu", "device to decode on, as cpu or cuda:0")
     backend: str = setting(
-        "torch",
-        "what runs pretrained models; auto: OpenVINO on a CPU where it is installed and faster",
+        "auto",
+        "what runs pretrained models; auto: OpenVINO on a CPU if installed and faster, torch for quantized ones",
         choices=BACKENDS,
     )
 

@@ -7,7 +7,6 @@ without padding, W tokens of the draft.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_specdec.drafters.eagle_network import EagleNetwork
 from lightning_specdec.models.openvino import Compiled, PagedState
-from lightning_specdec.models.openvino_conversion import open_attention, traced
+from lightning_specdec.models.openvino_conversion import open_attention
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -61,11 +60,11 @@ class EagleInOpenVINO:
     """
 
     def __init__(self, network: EagleNetwork, quantization: str | None) -> None:
-        self.dtype, single = network.dtype, deepcopy(network).float().eval()
+        self.dtype = network.dtype
         size, num_layers = network.settings.hidden_size, len(network.settings.feature_layers)
         hidden, places = torch.zeros(1, 4, size), (torch.arange(2), torch.arange(4)[None])
-        self._join = Compiled(traced(_Join(single), (hidden,) * num_layers, self.dtype, quantization), self.dtype)
-        self._step = Compiled(traced(_Step(single), (hidden, hidden, *places), self.dtype, quantization), self.dtype)
+        self._join = Compiled.of(_Join(network), (hidden,) * num_layers, self.dtype, quantization)
+        self._step = Compiled.of(_Step(network), (hidden, hidden, *places), self.dtype, quantization)
 
     def init_state(self, batch_size: int, max_length: int) -> PagedState:
         """Keys and values of the entries; one more than the text has tokens."""

@@ -24,6 +24,8 @@ from lightning_specdec.rules import Draft, Sampling
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
+    from lightning_specdec.models.openvino import Compiled
+
 
 MOST_STACKED = 4096
 """Tokens up to which output layers are stacked; larger ones are packed for the processor."""
@@ -132,12 +134,21 @@ class MultiTokenDrafter(TrainedDrafter):
         self._like: Tensor
         self.stacked: StackedHeads | None = None
         """The heads for decoding, which training does not reach."""
+        self.in_openvino: list[Compiled] = []
+        """The heads as they draft for a target in OpenVINO."""
 
     @property
     def max_draft_tokens(self) -> int:
         return self.settings.num_heads
 
     def fused(self, target: LanguageModel | None = None) -> MultiTokenDrafter:
+        if target is not None and target.backend == "openvino":
+            from lightning_specdec.models.openvino import Compiled
+
+            other, example = copy(self), (torch.zeros(2, self.settings.hidden_size),)
+            kind = self._like.dtype, getattr(target, "settings", None)
+            other.in_openvino = [Compiled.of(head, example, *kind) for head in self.heads]
+            return other
         if self.num_tokens > MOST_STACKED:
             return self.packed("heads")
         if self.stacked is not None:
@@ -178,6 +189,9 @@ class MultiTokenDrafter(TrainedDrafter):
 
     def first_logits(self, num_heads: int, hidden: Float[Tensor, "B D"]) -> Iterable[Float[Tensor, "B W"]]:
         """The logits of so many heads."""
+        if self.in_openvino:
+            flat = hidden.float().contiguous()
+            return [torch.from_numpy(head.run([flat])[0].copy()) for head in self.in_openvino[:num_heads]]
         if self.stacked is not None:
             return self.stacked(hidden.to(self._like.dtype), num_heads)
         return [self.logits(number, hidden) for number in range(num_heads)]

@@ -26,7 +26,7 @@ from lightning_specdec import __version__
 from lightning_specdec.config import hub
 from lightning_specdec.config.files import cache_home, replaced
 from lightning_specdec.config.memory import ModelSize, require_memory
-from lightning_specdec.config.models import DTYPES
+from lightning_specdec.config.models import DTYPES, MOST_SMALL
 from lightning_specdec.models.base import weights_digest
 from lightning_specdec.models.model_config import FOREIGN, first_line, quiet, read_config
 from lightning_specdec.models.packed import check_quantization, is_linear, quantize
@@ -42,8 +42,6 @@ _ON_HUB = 20_000, 2**53
 """Most tensors of a model whose weights are not here yet, and most numbers in them."""
 OPENVINO, OPENVINO_DTYPES = "2026.4", ("float32", "bfloat16")
 """The release whose operations are called, and what it computes in here."""
-_WORTH_MEASURING = 10_000_000
-"""Parameters below which a model is not converted unless asked for."""
 log = logging.getLogger(__name__)
 
 
@@ -257,7 +255,7 @@ def _faster(model: HuggingFaceLM) -> str:
         check_openvino(model.device)
     except ValueError:
         return "torch"
-    if dtype not in OPENVINO_DTYPES or model.num_parameters < _WORTH_MEASURING or not model.takes_apart:
+    if dtype not in OPENVINO_DTYPES or model.num_parameters <= MOST_SMALL or not model.takes_apart:
         return "torch"
     versions = torch.__version__, metadata.version("openvino"), __version__
     machine = torch.backends.cpu.get_cpu_capability(), os.cpu_count(), torch.get_num_threads()
@@ -269,8 +267,8 @@ def _faster(model: HuggingFaceLM) -> str:
         log.info("comparing OpenVINO with torch, once for this model and machine: about a minute")
         try:
             seconds = _call_seconds({"torch": model.packed(), "openvino": OpenVINOLM.of(model)})
-        except ValueError as error:
-            log.warning("%s", error)
+        except (OSError, *FOREIGN) as error:
+            log.warning("%s: taking torch", first_line(error))
             return "torch"
         with suppress(OSError), replaced(kept) as file:  # measured again next time
             file.write(json.dumps(seconds).encode())

@@ -22,18 +22,21 @@ import openvino as ov
 import torch
 from openvino import opset13 as ops
 from openvino.op import _PagedAttentionExtension
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_specdec.config.files import cache_home, new_directory
+from lightning_specdec.config.memory import require_memory
 from lightning_specdec.models.base import ExitStates, ModelOutput, weights_digest
 from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.models.openvino_conversion import FORMAT, GROUP, Attention, convert, shared_tensor
+from lightning_specdec.models.openvino_conversion import FORMAT, GROUP, Attention, convert, shared_tensor, traced
 from lightning_specdec.models.state import DecodeState, Lengths, as_list
 
 BLOCK = 32
 """Tokens of a block of keys and values: the only size that OpenVINO's CPU kernels take."""
 PRECISIONS = {torch.float32: ("f32", ov.Type.f32), torch.bfloat16: ("bf16", ov.Type.bf16)}
 """What a model of that dtype computes in and keeps its keys and values in."""
+DYNAMIC = 32
+"""Activations that share a scale where they meet quantized weights."""
 _PLACES = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
 """Inputs that say where the tokens belong, named as OpenVINO's own pipelines do."""
 
@@ -44,13 +47,14 @@ def converted(model: HuggingFaceLM, quantization: str | None = None) -> Path:
     Raises:
         ValueError: OpenVINO cannot run it, or the files are damaged or cannot be written.
     """
-    kind = model.dtype, quantization, GROUP, FORMAT, ov.get_version()
+    kind = model.dtype, quantization, GROUP, DYNAMIC, FORMAT, ov.get_version()
     settings = repr((weights_digest(model), model.arguments(), kind))
     home = cache_home() / f"openvino-{hashlib.sha256(settings.encode()).hexdigest()[:24]}"
     sums = home / "sha256.json"
     if not sums.is_file():
         try:
             with new_directory(home) as made:
+                require_memory("converting the model to OpenVINO", 10 * model.num_parameters, "cpu")  # in float32
                 single = model.in_float32()
                 convert(single, made, model.dtype, quantization)
                 if quantization is None:
@@ -118,16 +122,25 @@ class Compiled:
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
             "INFERENCE_PRECISION_HINT": precision,
             "KV_CACHE_PRECISION": precision,  # float16 otherwise, also for float32
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": DYNAMIC,
         }
         self.request = ov.Core().compile_model(model, "CPU", options).create_infer_request()
         self._num_outputs = len(model.outputs)
         self._bound: object = None
 
+    @classmethod
+    def of(
+        cls, network: nn.Module, example: tuple[Tensor, ...], dtype: torch.dtype, quantization: str | None
+    ) -> Compiled:
+        """A small network of torch, with inputs like these; arguments as of `convert`."""
+        return cls(traced(deepcopy(network).float(), example, dtype, quantization), dtype)
+
     def run(self, inputs: Sequence[Any], state: PagedState | None = None, first: int = 0) -> list[np.ndarray]:
         """The outputs, until the next call.
 
         Args:
-            inputs: the model's, of numpy or contiguous ones of torch, and where it has attention `PagedState.places` behind the positions.
+            inputs: the model's, of numpy or contiguous ones of torch; behind its positions what else
+                `PagedState.places` gives.
             state: the keys and values; those from layer `first` on are its own.
         """
         if state is not None and self._bound is not state.caches:
