@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import audits
+import draft_comparison
 import peers
 import rnn_speed
 import smollm2_draft_kinds
@@ -160,6 +161,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "first": first_table,
     "which_draft": which_draft_table,
     "audits": lambda: audits.table(_record("audits")["rows"]),
+    "draft_comparison": lambda: draft_comparison.table(_record("draft_comparison")["drafts"]),
     "rnn_speed": lambda: rnn_speed.table(_record("rnn_speed")["rows"]),
     "smollm2_draft_kinds": lambda: smollm2_draft_kinds.table(_record("smollm2_draft_kinds")["drafts"]),
     "smollm2_drafts": lambda: smollm2_drafts.table(_record("smollm2_drafts")["drafts"]),
