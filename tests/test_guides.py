@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import lightning_specdec
 from lightning_specdec.cli.main import TRAINER_VERBS, VERBS, make_parser
 
 ROOT = Path(__file__).parent.parent
@@ -54,3 +55,8 @@ def anchors(path: Path) -> set[str]:
     """What GitHub calls the headings of a page."""
     titles = HEADING.findall(FENCED.sub("", path.read_text(encoding="utf-8")))
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    entries = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {entry.rpartition(".")[2] for entry in entries} == set(lightning_specdec.__all__) - {"__version__"}
