@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ from tiny_heads import heads
 
 from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.config.files import cache_home
-from lightning_specdec.drafters import NGramDrafter
+from lightning_specdec.decoding import Session
+from lightning_specdec.decoding.session import run
+from lightning_specdec.drafters import EarlyExitDrafter, NGramDrafter, StagedDrafter
 from lightning_specdec.models import LanguageModel, loading
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.openvino import OpenVINOLM
@@ -89,6 +93,40 @@ def test_layers_divided_behind_an_exit_compute_the_same(dtype: torch.dtype, tole
     torch.testing.assert_close(lower[1], lower[0], atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("drafter", [EarlyExitDrafter(1), StagedDrafter([NGramDrafter(), EarlyExitDrafter(1)])])
+def test_a_row_near_its_end_shares_a_call_with_a_long_prompt(drafter: Any) -> None:
+    model, texts = HuggingFaceLM(tiny("llama")), []
+    for each in (model, OpenVINOLM.of(model)):
+        session = Session(each, drafter, max_length=60, num_draft_tokens=3, batch_size=2)
+        rows = [session.add([1, 2, 3, 4], max_new_tokens=50)]
+        while len(rows[0].text) < 45:
+            session.step()
+        rows.append(session.add(list(range(50)), max_new_tokens=8))
+        run(session)
+        texts.append([row.text for row in rows])
+    assert texts[0] == texts[1]
+
+
+def test_two_decoders_share_a_model_in_two_threads() -> None:
+    model = OpenVINOLM.of(HuggingFaceLM(tiny("llama", max_position_embeddings=200)))
+    decoders = [SpeculativeDecoder(model, drafter) for drafter in (NGramDrafter(), eagle(model))]
+    pairs = list(zip(decoders, ([1, 2, 3], [4, 5, 6, 7]), strict=True))
+
+    def decode(pair: Any) -> Any:
+        return pair[0].decode(pair[1], max_new_tokens=60).tokens
+
+    wanted = [decode(pair) for pair in pairs]
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(decode, pairs)] == wanted
+
+
+@pytest.mark.parametrize("make", [eagle, heads])
+def test_heads_of_other_types_draft_in_torch(make: Callable[[LanguageModel], Any]) -> None:
+    model = OpenVINOLM.of(HuggingFaceLM(tiny("llama")))
+    decoder = SpeculativeDecoder(model, deepcopy(make(model)).to(torch.float16))
+    assert decoder.decode([1, 2], max_new_tokens=8).tokens == decoder.decode_standard([1, 2], max_new_tokens=8).tokens
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_decoding_equals_generate_of_transformers(family: str) -> None:
     hugging_face = tiny(family)
@@ -140,9 +178,9 @@ def test_keys_and_values_of_float32_models_are_kept_in_float32() -> None:
         assert compiled.get_property(name) == openvino.Type.f32
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_drafting_is_lossless_towards_the_quantized_target(quantization: str) -> None:
-    model = OpenVINOLM.of(HuggingFaceLM(tiny("llama", hidden_size=64, intermediate_size=128)), quantization)
+@pytest.mark.parametrize(("quantization", "size"), [("int8", 64), ("int4", 64), ("int4", 40)])
+def test_drafting_is_lossless_towards_the_quantized_target(quantization: str, size: int) -> None:
+    model = OpenVINOLM.of(HuggingFaceLM(tiny("llama", hidden_size=size, intermediate_size=2 * size)), quantization)
     decoder = SpeculativeDecoder(model, NGramDrafter())
     prompts = [[5, 6, 7, 5, 6], [9]]
     for temperature in (0.0, 1.0):
@@ -172,6 +210,7 @@ def test_auto_takes_the_faster_backend_and_remembers_it(cache: Path, monkeypatch
     model = HuggingFaceLM(tiny("llama"))
     assert loading.in_backend(model, "auto") is model  # too small to be worth it
     monkeypatch.setattr(loading, "MOST_SMALL", 1)
+    assert sorted(loading._call_seconds({"torch": model}, repeats=1)) == ["torch"]  # a small vocabulary
     for seconds, kind in (
         ({"torch": 2.0, "openvino": 1.0}, OpenVINOLM),
         ({"torch": 1.0, "openvino": 2.0}, HuggingFaceLM),

@@ -98,6 +98,20 @@ def test_two_models_must_fit_the_memory_together(models: dict[str, str], monkeyp
         SpeculativeDecoder.from_pretrained(models["target"], models["draft"], pack=False)
 
 
+@pytest.mark.parametrize("backend", ["torch", "openvino"])
+def test_models_that_are_laid_out_for_decoding_are_not_saved(
+    models: dict[str, str], backend: str, tmp_path: Path
+) -> None:
+    decoder = SpeculativeDecoder.from_pretrained(models["target"], backend=backend)
+    with pytest.raises(ValueError, match="for decoding alone cannot be saved: load it with pack=False"):
+        decoder.save(tmp_path / "pair.safetensors")
+    SpeculativeDecoder.from_pretrained(models["target"], pack=False, backend=backend).save(
+        tmp_path / "pair.safetensors"
+    )
+    found = SpeculativeDecoder.from_checkpoint(tmp_path / "pair.safetensors", backend="torch")
+    assert found.decode(PROMPTS, max_new_tokens=4).tokens == decoder.decode(PROMPTS, max_new_tokens=4).tokens
+
+
 @pytest.fixture
 def registry(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pair `mine` of the user's own: the tiny models in the shape of a shipped one."""

@@ -21,6 +21,7 @@ from lightning_specdec.config.kinds import DRAFTERS, MODELS, Kinds
 from lightning_specdec.config.terminal import short
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.packed import PackedLinear
 
 FLOATS = {
     str(kind).removeprefix("torch."): kind for kind in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -46,6 +47,9 @@ def spec(module: nn.Module) -> dict[str, Any]:
         return spec(value) if isinstance(value, nn.Module) else value
 
     kind = type(module)
+    packed = any(isinstance(part, PackedLinear) for part in module.modules())
+    if packed or getattr(module, "backend", "torch") != "torch":
+        raise ValueError("a model that is laid out for decoding alone cannot be saved: load it with pack=False")
     name = (DRAFTERS if isinstance(module, Drafter) else MODELS).name_of(kind)
     try:
         if "<" in name or not (isinstance(module, Drafter) or name in MODELS):

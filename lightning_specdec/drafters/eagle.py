@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_specdec.drafters.base import DraftRequest, DraftState, TargetContext
 from lightning_specdec.drafters.eagle_network import EagleNetwork, EagleSettings, attention
 from lightning_specdec.drafters.layout import pad
-from lightning_specdec.drafters.model import Drawn, TrainedDrafter, make_draft, nothing
+from lightning_specdec.drafters.model import Drawn, TrainedDrafter, make_draft, nothing, runs_in_openvino
 from lightning_specdec.models import KVState, LanguageModel, ModelOutput
 from lightning_specdec.models.base import select
 from lightning_specdec.rules import Draft, Sampling
@@ -141,7 +141,7 @@ class EagleDrafter(FeatureDrafter):
         """The network as it drafts for a target in OpenVINO."""
 
     def fused(self, target: LanguageModel | None = None) -> EagleDrafter:
-        if target is None or target.backend != "openvino":
+        if not runs_in_openvino(target, self.network.dtype):
             return super().fused(target)
         from lightning_specdec.drafters.eagle_openvino import EagleInOpenVINO
 

@@ -73,7 +73,7 @@ class EagleInOpenVINO:
     def features(self, hidden: Sequence[Float[Tensor, "B T D"]]) -> Float[Tensor, "B T D"]:
         """As `EagleNetwork.features`."""
         flat = [each.float().flatten(0, 1)[None].contiguous() for each in hidden]
-        return torch.from_numpy(self._join.run(flat)[0][0]).to(self.dtype, copy=True).unflatten(0, hidden[0].shape[:2])
+        return torch.from_numpy(self._join.run(flat)[0][0]).to(self.dtype).unflatten(0, hidden[0].shape[:2])
 
     def advance(
         self,
@@ -91,4 +91,4 @@ class EagleInOpenVINO:
         inputs = [each.float()[real][None] for each in (embedded, features)]
         feature, logits = self._step.run([*inputs, scored, positions, *places], read)
         read.advance(num_entries, lengths)
-        return torch.from_numpy(feature.copy())[:, None], torch.from_numpy(logits.copy())
+        return torch.from_numpy(feature)[:, None], torch.from_numpy(logits)

@@ -252,6 +252,11 @@ class TrainedDrafter(DrawingDrafter, ABC):
         return other.eval()
 
 
+def runs_in_openvino(target: LanguageModel | None, dtype: torch.dtype) -> bool:
+    """Whether networks of that type draft for this target in OpenVINO, where it runs itself."""
+    return target is not None and target.backend == "openvino" and dtype in (torch.float32, torch.bfloat16)
+
+
 class ModelDraftState(DraftState):
     """The state of the draft's model."""
 

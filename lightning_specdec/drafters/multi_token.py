@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.drafters.base import DraftRequest, DraftState, TargetContext
 from lightning_specdec.drafters.heads import Block, rows_of
-from lightning_specdec.drafters.model import Drawn, TrainedDrafter, make_draft, nothing
+from lightning_specdec.drafters.model import Drawn, TrainedDrafter, make_draft, nothing, runs_in_openvino
 from lightning_specdec.models import LanguageModel, ModelOutput
 from lightning_specdec.models.base import select
 from lightning_specdec.rules import Draft, Sampling
@@ -142,7 +142,7 @@ class MultiTokenDrafter(TrainedDrafter):
         return self.settings.num_heads
 
     def fused(self, target: LanguageModel | None = None) -> MultiTokenDrafter:
-        if target is not None and target.backend == "openvino":
+        if runs_in_openvino(target, self._like.dtype):
             from lightning_specdec.models.openvino import Compiled
 
             other, example = copy(self), (torch.zeros(2, self.settings.hidden_size),)
@@ -191,7 +191,7 @@ class MultiTokenDrafter(TrainedDrafter):
         """The logits of so many heads."""
         if self.in_openvino:
             flat = hidden.float().contiguous()
-            return [torch.from_numpy(head.run([flat])[0].copy()) for head in self.in_openvino[:num_heads]]
+            return [torch.from_numpy(head.run([flat])[0]) for head in self.in_openvino[:num_heads]]
         if self.stacked is not None:
             return self.stacked(hidden.to(self._like.dtype), num_heads)
         return [self.logits(number, hidden) for number in range(num_heads)]

@@ -282,7 +282,7 @@ def _call_seconds(models: dict[str, HuggingFaceLM], *, repeats: int = 7) -> dict
     """The median seconds of a call on one token and one on eight, behind 128 tokens, in turn."""
     found: dict[str, list[float]] = {name: [] for name in models}
     states = {name: model.init_state(1, 256) for name, model in models.items()}
-    tokens = torch.arange(128)[None]
+    tokens = torch.arange(128)[None] % min(model.vocab_size for model in models.values())
     for name, model in models.items():
         model(tokens, states[name], logits_for=slice(-1, None))
     for _ in range(repeats + 2):

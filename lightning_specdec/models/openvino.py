@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from itertools import accumulate, pairwise
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,8 @@ class Compiled:
         self.request = ov.Core().compile_model(model, "CPU", options).create_infer_request()
         self._num_outputs = len(model.outputs)
         self._bound: object = None
+        self._lock = Lock()
+        """Held for a call: it has one memory for inputs and outputs, and threads may share it."""
 
     @classmethod
     def of(
@@ -136,22 +139,23 @@ class Compiled:
         return cls(traced(deepcopy(network).float(), example, dtype, quantization), dtype)
 
     def run(self, inputs: Sequence[Any], state: PagedState | None = None, first: int = 0) -> list[np.ndarray]:
-        """The outputs, until the next call.
+        """The outputs.
 
         Args:
             inputs: the model's, of numpy or contiguous ones of torch; behind its positions what else
                 `PagedState.places` gives.
             state: the keys and values; those from layer `first` on are its own.
         """
-        if state is not None and self._bound is not state.caches:
-            for i, cache in enumerate(state.caches[2 * first : 2 * (first + len(self.sizes))]):
-                self.request.set_input_tensor(len(inputs) + i, cache)
-            self._bound = state.caches
-        for i, each in enumerate(inputs):
-            array = each.numpy() if isinstance(each, Tensor) else each
-            self.request.set_input_tensor(i, ov.Tensor(array, shared_memory=True))
-        self.request.infer()
-        return [self.request.get_output_tensor(i).data for i in range(self._num_outputs)]
+        with self._lock:
+            if state is not None and self._bound is not state.caches:
+                for i, cache in enumerate(state.caches[2 * first : 2 * (first + len(self.sizes))]):
+                    self.request.set_input_tensor(len(inputs) + i, cache)
+                self._bound = state.caches
+            for i, each in enumerate(inputs):
+                array = each.numpy() if isinstance(each, Tensor) else each
+                self.request.set_input_tensor(i, ov.Tensor(array, shared_memory=True))
+            self.request.infer()
+            return [self.request.get_output_tensor(i).data.copy() for i in range(self._num_outputs)]
 
 
 class _Graph:
@@ -181,7 +185,7 @@ class _Graph:
     def run(
         self, hidden: np.ndarray, scored: np.ndarray, state: PagedState | None, places: Sequence[np.ndarray]
     ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-        """The logits `[N, V]`, or the last layer's output `[1, P, D]`; and the features. All until the next call."""
+        """The logits `[N, V]`, or the last layer's output `[1, P, D]`; and the features."""
         outputs = self.compiled.run([hidden, *([scored] if self._scores else []), *places], state, self.first)
         return outputs[-1], dict(zip(self.features, outputs, strict=False))
 
@@ -289,6 +293,7 @@ class OpenVINOLM(HuggingFaceLM):
         self._core = ov.Core()
         self._core.add_extension(Attention)
         self._features: set[int] = set()
+        self._cutting = Lock()
         self._exits: list[int] = []
         self._head: _Graph | None = None
         self._cut()
@@ -326,9 +331,10 @@ class OpenVINOLM(HuggingFaceLM):
 
     def check_exit(self, num_layers: int) -> None:
         super().check_exit(num_layers)
-        if num_layers not in self._exits:
-            self._exits = sorted({*self._exits, num_layers})
-            self._cut()
+        with self._cutting:
+            if num_layers not in self._exits:
+                self._exits = sorted({*self._exits, num_layers})
+                self._cut()
 
     @torch.no_grad()
     def exit_logits(self, hidden: Tensor) -> Tensor:
@@ -337,7 +343,7 @@ class OpenVINOLM(HuggingFaceLM):
         flat = hidden.flatten(0, -2)
         scored = np.arange(len(flat))
         logits, _ = self._head.run(flat[None].float().contiguous().numpy(), scored, None, ())
-        return torch.from_numpy(logits.copy()).unflatten(0, hidden.shape[:-1])
+        return torch.from_numpy(logits).unflatten(0, hidden.shape[:-1])
 
     @torch.no_grad()
     def forward(
@@ -353,9 +359,10 @@ class OpenVINOLM(HuggingFaceLM):
         """See `HuggingFaceLM.forward`."""
         if state is None:
             state = self.init_state(*tokens.shape)
-        if not self._features.issuperset(features):
-            self._features |= {*features}
-            self._cut()
+        with self._cutting:
+            if not self._features.issuperset(features):
+                self._features |= {*features}
+                self._cut()
         lengths = [tokens.shape[1]] * len(tokens) if valid_lengths is None else as_list(valid_lengths)
         first, given = 0, tokens
         if exit_states is not None:
@@ -367,7 +374,10 @@ class OpenVINOLM(HuggingFaceLM):
 
     @torch.no_grad()
     def lower(self, tokens: Tensor, state: DecodeState, starts: Sequence[int], num_layers: int) -> Tensor:
-        lengths, nothing = [tokens.shape[1]] * len(tokens), np.zeros((len(tokens), 0), dtype=np.int64)
+        assert isinstance(state, PagedState)
+        room = state.num_blocks * BLOCK  # what is behind it pads a row beside longer ones
+        lengths = [max(0, min(tokens.shape[1], room - start)) for start in starts]
+        nothing = np.zeros((len(tokens), 0), dtype=np.int64)
         return self._run(tokens, state, starts, lengths, nothing, 0, num_layers)[0]
 
     def _run(
@@ -402,7 +412,7 @@ class OpenVINOLM(HuggingFaceLM):
                 outputs |= features
 
         def padded(output: np.ndarray) -> Tensor:
-            new = torch.from_numpy(output)[0].to(self.dtype, copy=True)
+            new = torch.from_numpy(output)[0].to(self.dtype)
             if real is None:
                 return new.unflatten(0, shape)
             made = new.new_zeros(*shape, new.shape[-1])
@@ -410,7 +420,7 @@ class OpenVINOLM(HuggingFaceLM):
             return made
 
         if end == self.stack.num_layers:
-            last = torch.from_numpy(hidden.copy()).unflatten(0, scored.shape)
+            last = torch.from_numpy(hidden).unflatten(0, scored.shape)
         else:
             last = padded(hidden)
         return last, {layer: padded(output) for layer, output in outputs.items()}

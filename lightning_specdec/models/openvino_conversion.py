@@ -139,7 +139,7 @@ def convert(model: HuggingFaceLM, directory: Path, dtype: torch.dtype, quantizat
         model: the model in float32.
         dtype: of the weights in the files, where they are not quantized.
         quantization: of the weights, by NNCF: "int8" with a scale for each output, "int4" with one for each group of
-            `GROUP` weights (the output head in int8); None for plain ones.
+            `GROUP` weights, or fewer where these do not divide a layer (the output head in int8); None for plain ones.
 
     Raises:
         ValueError: OpenVINO cannot run it.
@@ -200,6 +200,7 @@ def _quantized(model: ov.Model, quantization: str) -> ov.Model:
     nncf.set_log_level("ERROR")
     options: dict[str, Any] = {"mode": nncf.CompressWeightsMode.INT8_SYM}
     if quantization == "int4":
-        options = {"mode": nncf.CompressWeightsMode.INT4_SYM, "group_size": GROUP}
+        adjusted = nncf.AdvancedCompressionParameters(group_size_fallback_mode=nncf.GroupSizeFallbackMode.ADJUST)
+        options = {"mode": nncf.CompressWeightsMode.INT4_SYM, "group_size": GROUP, "advanced_parameters": adjusted}
     with redirect_stdout(StringIO()):  # it shows its progress there
         return nncf.compress_weights(model, **options)
