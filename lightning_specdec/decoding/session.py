@@ -202,7 +202,9 @@ class Session:
         values = verification.outcome(rows, draft, output.logits, noise, batch.graphs).tolist()
         timer.lap("accept")
         events, outcomes, num_accepted = verification.commit(rows, values, draft, windows, timer.elapsed())
+        timer.lap("rest")
         self.drafter.observe(batch.draft_state, output, num_accepted)
+        timer.lap("draft")
         self._plan.learn(outcomes)
         timer.lap("rest")
         return events

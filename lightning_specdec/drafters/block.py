@@ -235,7 +235,7 @@ class BlockDrafter(FeatureDrafter):
         # As many as any round settles, so that shapes do not depend on acceptance.
         width = max(state.num_scored, *lengths)
         slots = read.slots(width)
-        context = self.network.context(state.features(starts, width, lengths), slots.positions)
+        context = self.network.context(self.network.joined(state.hidden(starts, width, lengths)), slots.positions)
         for number, (keys, values) in enumerate(context):
             read.storage.update(number, slots, keys, values)
         read.advance(width, lengths)

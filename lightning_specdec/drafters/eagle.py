@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from lightning_specdec.drafters.eagle_openvino import EagleInOpenVINO
 
 
-FEATURES = -1
-"""Where the features lie, beside the keys and values of the network's layers."""
+HIDDEN = -1
+"""Where the target's hidden states lie, beside the keys and values of the network's layers."""
 
 
 class FeatureState(DraftState):
@@ -48,14 +48,14 @@ class FeatureState(DraftState):
         self.num_scored = 1
         """Places that the target scored in its last call."""
 
-    def learn(self, features: Float[Tensor, "B T D"], num_scored: int, num_accepted: Sequence[int]) -> None:
-        """Keep the features of the tokens of the target's last call: unread text, its last token, then draft tokens."""
+    def learn(self, hidden: Float[Tensor, "B T FD"], num_scored: int, num_accepted: Sequence[int]) -> None:
+        """Keep the target's states at the tokens of its last call: unread text, its last token, then draft tokens."""
         self.num_scored = num_scored
         # The target has read all of the text and the draft tokens, so its lengths tell how long the text was.
         texts = [length - num_scored + 1 for length in self.context.state.consumed]
         starts = [min(known, length - 1) for known, length in zip(self.known, texts, strict=True)]
-        slots = self.kept.slots(features.shape[1], starts)
-        self.kept.storage.update(FEATURES, slots, features[:, None], features[:, None, :, :0])
+        slots = self.kept.slots(hidden.shape[1], starts)
+        self.kept.storage.update(HIDDEN, slots, hidden[:, None], hidden[:, None, :, :0])
         self.known = [length + count for length, count in zip(texts, num_accepted, strict=True)]
 
     def wanted(self, request: DraftRequest, windows: Sequence[int]) -> list[int]:
@@ -63,11 +63,11 @@ class FeatureState(DraftState):
         rows = zip(windows, self.known, request.texts, strict=True)
         return [window if known >= len(text) - 1 > 0 else 0 for window, known, text in rows]
 
-    def features(self, starts: Sequence[int], num_tokens: int, lengths: Sequence[int]) -> Float[Tensor, "B T D"]:
-        """The features of so many tokens of each row, `lengths` of which are wanted, zeros behind those: the features
-        of rejected tokens may be NaN."""
+    def hidden(self, starts: Sequence[int], num_tokens: int, lengths: Sequence[int]) -> Float[Tensor, "B T FD"]:
+        """The target's states at so many tokens of each row, `lengths` of which are wanted, zeros behind those: the
+        states of rejected tokens may be NaN."""
         places = self.kept.slots(num_tokens, starts).positions.clamp(max=self.kept.num_slots - 1)
-        found, device = select(self.kept.storage.layers[FEATURES][0][:, 0], places), self.kept.device
+        found, device = select(self.kept.storage.layers[HIDDEN][0][:, 0], places), self.kept.device
         padding = torch.arange(num_tokens, device=device) >= torch.tensor(lengths, device=device)[:, None]
         return found.masked_fill(padding[..., None], 0)
 
@@ -119,9 +119,8 @@ class FeatureDrafter(TrainedDrafter, ABC):
         return FeatureState(batch_size, max_length, context)
 
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
-        network = self.in_openvino or self.network
-        features = network.features([output.features[layer] for layer in self.settings.feature_layers])
-        state.learn(features, output.logits.shape[1], num_accepted)
+        hidden = [output.features[layer] for layer in self.settings.feature_layers]
+        state.learn(torch.cat(hidden, dim=-1), output.logits.shape[1], num_accepted)
 
 
 class EagleDrafter(FeatureDrafter):
@@ -190,18 +189,25 @@ class EagleDrafter(FeatureDrafter):
         # As many as any round settles, so that shapes do not depend on acceptance.
         tokens, _ = pad(unread, request.tail.device, state.num_scored)
         embedded = state.context.model.embeddings(tokens)
-        return *self._advance(state.read, embedded, state.features(starts, tokens.shape[1], lengths), lengths), ends
+        return *self._advance(state.read, embedded, state.hidden(starts, tokens.shape[1], lengths), lengths), ends
 
     def _advance(
         self,
         read: Any,
         embedded: Float[Tensor, "B T D"],
-        features: Float[Tensor, "B T D"],
+        features: Float[Tensor, "B T _"],
         lengths: Sequence[int] | None,
     ) -> tuple[Float[Tensor, "B 1 D"], Float[Tensor, "B W"]]:
-        """Read the next T entries of every row, `lengths` of which are real: the next feature and the logits behind."""
+        """Read the next T entries of every row: the next feature and the logits behind them.
+
+        Args:
+            features: the target's hidden states `[B, T, F * D]`, or the network's own features `[B, T, D]`.
+            lengths: how many entries of each row are real; None where the features are the network's own.
+        """
         if self.in_openvino is not None:
             return self.in_openvino.advance(read, embedded, features, lengths)
+        if lengths is not None:
+            features = self.network.joined(features)
         slots = read.slots(embedded.shape[1])
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -104,6 +104,10 @@ class FeatureNetwork(nn.Module):
         joined: Tensor = self.join(torch.cat(states, dim=-1))
         return joined.to(self.dtype)  # which autocast may have left in another type
 
+    def joined(self, hidden: Float[Tensor, "B T FD"]) -> Float[Tensor, "B T D"]:
+        """As `features`, from hidden states that lie side by side."""
+        return self.features(hidden.split(self.settings.hidden_size, dim=-1))
+
 
 class EagleNetwork(FeatureNetwork):
     """Joins features, runs one decoder layer, scores tokens (Li et al. 2025, "EAGLE-3", figure 5).

@@ -21,24 +21,17 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
-class _Join(nn.Module):
-    def __init__(self, network: EagleNetwork) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, *hidden: Float[Tensor, "1 P D"]) -> Float[Tensor, "1 P D"]:
-        return self.network.features(hidden)
-
-
 class _Step(nn.Module):
-    def __init__(self, network: EagleNetwork) -> None:
+    """Entries with the target's hidden states, or with features of the network's own."""
+
+    def __init__(self, network: EagleNetwork, joins: bool) -> None:
         super().__init__()
-        self.network, self.attention = network, open_attention
+        self.network, self.joins, self.attention = network, joins, open_attention
 
     def forward(
         self,
         embedded: Float[Tensor, "1 P D"],
-        features: Float[Tensor, "1 P D"],
+        features: Float[Tensor, "1 P _"],
         scored: Int[Tensor, "N"],
         positions: Int[Tensor, "1 P"],
     ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N W"]]:
@@ -47,6 +40,8 @@ class _Step(nn.Module):
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             return self.attention(queries, keys, values, window=self.network.attention_window)
 
+        if self.joins:
+            features = self.network.joined(features)
         last = self.network.layer(embedded, features, positions, attend)[0].index_select(0, scored)
         return self.network.fed_back(last), self.network.logits(last)
 
@@ -61,34 +56,34 @@ class EagleInOpenVINO:
 
     def __init__(self, network: EagleNetwork, quantization: str | None) -> None:
         self.dtype = network.dtype
-        size, num_layers = network.settings.hidden_size, len(network.settings.feature_layers)
-        hidden, places = torch.zeros(1, 4, size), (torch.arange(2), torch.arange(4)[None])
-        self._join = Compiled.of(_Join(network), (hidden,) * num_layers, self.dtype, quantization)
-        self._step = Compiled.of(_Step(network), (hidden, hidden, *places), self.dtype, quantization)
+        settings, places = network.settings, (torch.arange(2), torch.arange(4)[None])
+        widths = {True: len(settings.feature_layers) * settings.hidden_size, False: settings.hidden_size}
+        embedded = torch.zeros(1, 4, settings.hidden_size)
+        self._steps = {
+            joins: Compiled.of(
+                _Step(network, joins), (embedded, torch.zeros(1, 4, width), *places), self.dtype, quantization
+            )
+            for joins, width in widths.items()
+        }
 
     def init_state(self, batch_size: int, max_length: int) -> PagedState:
         """Keys and values of the entries; one more than the text has tokens."""
-        return PagedState(batch_size, max_length + 1, sizes=self._step.sizes, dtype=self.dtype)
-
-    def features(self, hidden: Sequence[Float[Tensor, "B T D"]]) -> Float[Tensor, "B T D"]:
-        """As `EagleNetwork.features`."""
-        flat = [each.float().flatten(0, 1)[None].contiguous() for each in hidden]
-        return torch.from_numpy(self._join.run(flat)[0][0]).to(self.dtype).unflatten(0, hidden[0].shape[:2])
+        return PagedState(batch_size, max_length + 1, sizes=self._steps[True].sizes, dtype=self.dtype)
 
     def advance(
         self,
         read: PagedState,
         embedded: Float[Tensor, "B T D"],
-        features: Float[Tensor, "B T D"],
+        features: Float[Tensor, "B T _"],
         lengths: Sequence[int] | None,
     ) -> tuple[Float[Tensor, "B 1 D"], Float[Tensor, "B W"]]:
-        """Read the next T entries of every row, `lengths` of which are real: the next feature and the logits behind."""
+        """As of `EagleDrafter`."""
         num_rows, num_entries = embedded.shape[:2]
         counts = [num_entries] * num_rows if lengths is None else list(lengths)
         positions, *places = read.places(read.consumed, counts)
         scored = torch.tensor([max(end - 1, 0) for end in accumulate(counts)])
         real = torch.arange(num_entries) < torch.tensor(counts)[:, None]
         inputs = [each.float()[real][None] for each in (embedded, features)]
-        feature, logits = self._step.run([*inputs, scored, positions, *places], read)
+        feature, logits = self._steps[lengths is not None].run([*inputs, scored, positions, *places], read)
         read.advance(num_entries, lengths)
         return torch.from_numpy(feature)[:, None], torch.from_numpy(logits)
