@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from report_rows import MANIFEST, faster, report_of, row, standard, write_results
 
 from lightning_specdec.bench.rows import ResultRow
-from lightning_specdec.report.figures import Chart, speedup_charts
+from lightning_specdec.report.figures import Chart, answer_chart, speedup_charts
 
 EVIL = "</script><script>alert(1)</script><b onclick=x>$\\frac{_%|`=\n"
 
@@ -78,11 +78,28 @@ def test_speedups_are_bars_with_their_intervals_and_predictions_by_window() -> N
     assert [cell.predicted_speedup] in points and [1.0, 1.0] in points, "and standard decoding"
 
 
+def test_the_first_chart_has_each_places_best_choice_and_transformers_own_methods() -> None:
+    rows = [standard(), faster([1.5, 1.6] * 4), faster([1.2, 1.3] * 4, num_draft_tokens=2)]
+    rows += [faster([1.1, 1.2] * 4, "generate"), standard(batch_size=2), faster([0.8] * 8, batch_size=2)]
+    report = report_of(rows)
+    chart = answer_chart(report.advice, report.cells)
+    assert chart is not None and answer_chart([], report.cells) is None
+    assert [text.get_text().partition("x ")[0] for text in axes_of(chart).texts] == [
+        *("pair: code, batch size 1", "ngram with window 4: 1.55", "transformers' generate: 1.15"),
+        *("pair: code, batch size 2", "off (best: ngram with window 4): 0.80"),
+    ]
+    assert [bar.get_width() for bar in axes_of(chart).patches] == pytest.approx([1.55, 1.15, 0.8], abs=0.006)  # type: ignore[attr-defined]
+    segments = [each.get_segments()[0] for each in axes_of(chart).collections]  # type: ignore[attr-defined]
+    ends = [segment[:, 0].tolist() for segment in segments]
+    speedup = report.advice[0].best and report.advice[0].best.walltime_speedup
+    assert speedup and ends[0] == [1.0, 1.0] and ends[1] == pytest.approx(list(speedup.ends or ()))
+
+
 def test_nothing_of_the_results_can_run_or_load(page: str) -> None:
     assert "<script" not in page and "<b onclick" not in page and "default-src 'none'" in page
     assert html.escape("</script><script>alert(1)</script>") in page
     images = re.findall(r'(?:src|href)="([^"]*)"', page)
-    assert len(images) == 4
+    assert len(images) == 5
     for image in images:
         kind, content = image.split(",")
         assert kind == "data:image/svg+xml;base64" and b"<script" not in base64.b64decode(content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lightning_specdec.checkpoints import checkpoint
 from lightning_specdec.cli import shown
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoding import DecodeInterrupted, DecodeResult, RowResult
+from lightning_specdec.decoding.results import Round
 from lightning_specdec.drafters import NGramDrafter
 from lightning_specdec.models import RNN
 from lightning_specdec.rules import RULES
@@ -42,9 +44,13 @@ def test_without_a_prompt_the_stored_prompts_get_seven_tokens_with_both_methods(
     assert manifest["options"]["num_draft_tokens"] == 3
 
 
-def test_the_answer_comes_first_then_clean_outputs_then_the_fates_then_the_table(ckpt: str) -> None:
+def test_the_answer_comes_first_then_clean_outputs_then_the_fates_then_the_table(
+    ckpt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_specdec.cli.decode.FEW_PROMPTS", few := 2)
     options = ("decode", ckpt, *QUICK, "--num_draft_tokens", "4")
-    printed, document = succeed(*options).out, succeed(*options, "--output", "json").json
+    printed, verbose = succeed(*options).out, succeed(*options, "-v").out
+    document = succeed(*options, "--output", "json").json
     told = r"(?:\d+\.\d\dx faster|slower: \d\.\d\dx|no gain proven: \d\.\d\dx|\d\.\d\dx, too few repeats to tell)"
     speeds = r" \(([\d.,]+) -> ([\d.,]+) tokens/s(?:, 95% interval [\d.]+ to [\d.]+)?\), output identical"
     first = re.fullmatch(told + speeds, printed.splitlines()[0])
@@ -57,14 +63,28 @@ def test_the_answer_comes_first_then_clean_outputs_then_the_fates_then_the_table
         for turn in each["speculative"]["rounds"]:
             kept, next_token = turn["drafted"][: turn["num_accepted"]], turn["next_token"]
             words += [f"[{' '.join(map(str, kept))}]"] if kept else []
-            words += [f"-{token}-" for token in turn["drafted"][turn["num_accepted"] :][:1] if next_token is not None]
             words += [] if next_token is None else [str(next_token)]
         clean, marked = " ".join(map(str, each["speculative"]["tokens"])), " ".join(words)
-        assert f"\n    {clean}\n  by round\n    {marked.replace('] [', ' ')}\n" in printed
-        assert f"prompt {each['index']}: {' '.join(map(str, each['prompt']))}\n" in printed
-    assert "[draft token kept], -rejected-, the target's own" in printed and "time by phase" not in printed
-    assert re.search(r"\nmethod .* walltime_speedup\nModelDrafter +4 ", printed)
-    assert "time by phase" in succeed(*options, "-v").out
+        entry = f"prompt {each['index']}: {' '.join(map(str, each['prompt']))}\n    {clean}\n"
+        assert (entry in printed) == (each["index"] < few) and entry in verbose
+        assert f"{entry}  marked\n    {marked.replace('] [', ' ')}\n" in verbose
+    assert "  marks: [draft token kept], the target's own\n" in printed and "time by phase" not in printed
+    assert re.search(r"\n +ModelDrafter,\n +standard +window 4\nseconds ", printed)
+    assert "\n1 more prompt: -v" in printed and "time by phase" in verbose
+
+
+def test_on_a_terminal_lines_are_no_wider_and_rejected_tokens_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = [Round([100 + i, 200, 300], 1, 400) for i in range(20)]
+    row = RowResult(
+        0, [1], [each for i in range(20) for each in (100 + i, 400)], "length", 20, [0.1] * 40, rounds=rounds
+    )
+    outcome = DecodeResult([row], 1.0, {}, 20, 20, rule="ExactMatch")
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((40, 24)))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    plain, marked = shown.outputs(None, None, outcome, [None], colour=True).split("  marked\n")
+    seen = re.sub(r"\x1b\[[\d;]*m", "", marked).splitlines()[:-1]
+    assert all(len(line) <= 40 for line in (*plain.splitlines(), *seen))
+    assert " ".join(" ".join(seen).split()) == " ".join(f"{100 + i} 200 400" for i in range(20))
 
 
 @pytest.mark.parametrize(
@@ -133,11 +153,15 @@ def test_where_outputs_differ_a_near_tie_is_told_from_a_fault(ckpt: str, monkeyp
         return shown.agreement(decoder, result([1, 2, 3], [5, 6]), other, DecodingConfig(**config))
 
     assert told(5, 6) == "output identical"
-    fault = "NOT a near-tie in float32 at token 2 of prompt 1: `lightning_specdec audit` looks closer"
-    assert told(5, 7) == f"output differs in 1 of 2 prompts ({fault})"
+    fault = "NOT a near-tie in float32: `lightning_specdec audit` looks closer"
+    assert told(5, 7) == f"output differs in 1 of 2 prompts, first at token 2 of prompt 1 ({fault})"
     tie = Divergence(1, 1, (6, 7), 0.0, 0.0, 0.1, "tie")
     monkeypatch.setattr("lightning_specdec.audit.identity.find_divergence", lambda *given, **options: tie)
-    assert told(5, 7).endswith("(near-tie in float32 at token 2 of prompt 1)")
+    assert told(5, 7).endswith("first at token 2 of prompt 1 (near-tie in float32)")
+    one, other = result([5, 6]), result([5, 7], rule="ExactMatch")
+    assert shown.agreement(SpeculativeDecoder.from_checkpoint(ckpt), one, other, DecodingConfig()) == (
+        "output differs at token 2 (near-tie in float32)"
+    )
     assert "two draws" in told(5, 7, rule="RejectionSampling", temperature=1.0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,9 @@ def test_every_draft_and_window_is_a_row_and_the_command_decodes_like_the_best(
 def test_the_table_shows_every_row_and_marks_the_best(speedup: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Comparison, "walltime_speedup", Interval(speedup, speedup, speedup))
     shown = succeed("sweep", "--target", "target", *BRIEF, "--prompt", "the cat").out
-    header, *rows = shown.splitlines()[:3]
-    assert header.split()[:2] == ["method", "window"] and header.split()[-1] == "walltime_speedup"
+    *_, header, first, second = shown.partition("\n\n")[0].splitlines()
+    rows = [first, second]
+    assert header.split()[:2] == ["method", "window"] and header.split()[-1] == "speedup"
     assert [row.split()[:2] for row in rows] == [["NGramDrafter", "2"], ["NGramDrafter", "3"]]
     assert shown.count("<- best") == shown.count("\nlightning_specdec decode ") == (speedup > 1)
     assert ("\nnothing here is faster" in shown) == (speedup < 1) and "\n1 prompt, batch" in shown
@@ -95,6 +97,18 @@ def test_ctrl_c_leaves_the_rows_that_are_over(monkeypatch: pytest.MonkeyPatch) -
     outcome = call("sweep", "--ckpt", RNN, *BRIEF, "--output", "json")
     assert outcome.code == 130 and outcome.json["interrupted"] and outcome.json["best"] == 0
     assert [row["num_draft_tokens"] for row in outcome.json["rows"]] == [2]
+    outcome = call("sweep", "--ckpt", RNN, *BRIEF)
+    assert outcome.code == 130 and re.search(r"\nmethod +window .*\nModelDrafter +2 ", outcome.out)
+
+
+def test_the_table_is_ordered_by_the_lower_ends_of_the_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    def speedup(self: Comparison) -> Interval:
+        low = {2: 0.9, 3: 1.1, 4: 1.0}[self.case.num_draft_tokens]  # type: ignore[index]
+        return Interval(1.2, low, 1.4)
+
+    monkeypatch.setattr(Comparison, "walltime_speedup", property(speedup))
+    printed = succeed("sweep", "--ckpt", RNN, *BRIEF, "4").out
+    assert re.findall(r"^ModelDrafter +(\d)", printed, re.M) == ["3", "4", "2"]
 
 
 @pytest.mark.parametrize(

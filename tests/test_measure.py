@@ -118,7 +118,8 @@ def test_every_drafter_is_measured_with_every_window_beside_standard_decoding(ba
         assert each.same_tokens and each.error is None and each.cost_ratio and len(each.rows) == 2
     assert best(found) is max(found, key=lambda each: each.walltime_speedup and each.walltime_speedup.low or 0.0)
     lines = comparison_table(found).splitlines()
-    assert len(lines) == 5 and lines[0].split()[:2] == ["method", "window"], "settings that do not vary are left out"
+    assert lines[-5].split()[:2] == ["method", "window"], "settings that do not vary are left out"
+    assert len({len(line) for line in lines[-4:]}) == 1
 
 
 @pytest.mark.parametrize("error", [ValueError("no\nroom"), RuntimeError("out of memory"), MemoryError()], ids=repr)

@@ -299,18 +299,24 @@ def sweep(
 
 
 def best(found: Sequence[Comparison]) -> Comparison | None:
-    """The one whose speedup is the surest: the highest lower end of the interval, of those with the tokens they should.
+    """The one whose speedup is the surest, of those with the tokens they should."""
+    right = (each for each in ranked(found) if each.walltime_speedup is not None and each.same_tokens is not False)
+    return next(right, None)
 
-    Those without an interval only count where none has one; then by the speedup alone.
+
+def ranked(found: Sequence[Comparison]) -> list[Comparison]:
+    """By the lower end of the speedup's interval, the highest first.
+
+    Those without an interval only come first where none has one; then by the speedup alone.
     """
-    right = [each for each in found if each.walltime_speedup is not None and each.same_tokens is not False]
 
     def key(each: Comparison) -> tuple[float, float]:
-        assert each.walltime_speedup is not None
+        if each.walltime_speedup is None:
+            return -1.0, 0.0
         low = each.walltime_speedup.low
         return low if math.isfinite(low) else 0.0, each.walltime_speedup.value
 
-    return max(right, key=key, default=None)
+    return sorted(found, key=key, reverse=True)
 
 
 def windows_of(most: int | None, windows: Sequence[int]) -> list[int]:

@@ -143,13 +143,17 @@ def timings(pairs: Sequence[tuple[ResultRow, ResultRow]]) -> Timings | None:
     return standard, [[two[i][0] * one[i][1] / two[i][1] for i in kept] for one, two in units]
 
 
-def speed(rows: Sequence[ResultRow]) -> float | None:
-    """New tokens / seconds, sums over batches of medians over repeats as in `walltime_speedup`; None without rows."""
+def seconds(rows: Sequence[ResultRow]) -> float | None:
+    """Sum over batches of medians over repeats, as in `walltime_speedup`; None without rows."""
     repeats = [_units(row) for row in rows]
-    if not repeats:
-        return None
-    seconds = sum(statistics.median(repeat[i][0] for repeat in repeats) for i in range(len(repeats[0])))
-    return statistics.median(row.num_new_tokens for row in rows) / seconds
+    numbers = range(len(repeats[0]) if repeats else 0)
+    return sum(statistics.median(repeat[i][0] for repeat in repeats) for i in numbers) or None
+
+
+def speed(rows: Sequence[ResultRow]) -> float | None:
+    """New tokens / `seconds`; None without rows."""
+    whole = seconds(rows)
+    return None if whole is None else statistics.median(row.num_new_tokens for row in rows) / whole
 
 
 def _units(row: ResultRow) -> list[tuple[float, int]]:
@@ -308,7 +312,7 @@ FIGURES = (
 
 
 def _side(rows: Sequence[ResultRow]) -> dict[str, Any] | None:
-    """The figures of the repeat whose seconds are the (lower) median, so that they belong together."""
+    """The figures of the repeat whose seconds are the (lower) median, so that they belong together; `speed` of all."""
     if not rows:
         return None
     row = sorted(rows, key=lambda row: row.seconds)[(len(rows) - 1) // 2]
@@ -316,7 +320,7 @@ def _side(rows: Sequence[ResultRow]) -> dict[str, Any] | None:
     names = ("seconds", "time_to_first_token", "num_new_tokens", "num_target_calls", "num_draft_calls")
     return {
         **{name: getattr(row, name) for name in (*names, "peak_memory_bytes")},
-        "tokens_per_second": row.num_new_tokens / row.seconds,
+        "tokens_per_second": speed(rows),
         **{f"{phase}_seconds": seconds for phase, seconds in phases.items()},
         "block_efficiency": row.num_new_tokens / row.num_row_rounds if row.num_row_rounds else None,
         "runs": {"seconds": [each.seconds for each in rows]},

@@ -6,10 +6,11 @@ import csv
 import html
 import io
 import json
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning_specdec.bench.rows import SPECULATIVE, Comparison
+from lightning_specdec.bench.rows import SPECULATIVE, STANDARD, Comparison, seconds
 from lightning_specdec.bench.statistics import Interval
 
 FORMS = ("text", "markdown", "csv", "json")
@@ -46,7 +47,7 @@ _WHERE: tuple[Column, ...] = (
 )
 _WHAT: tuple[Column, ...] = (("method", method), _setting("window", "num_draft_tokens"), _setting("rule"))
 _FIGURES: tuple[Column, ...] = (
-    ("ms", lambda each: _milliseconds(each)),
+    ("seconds", lambda each: f"{float(f'{seconds(each.rows):.3g}'):,g}" if each.rows else "-"),
     _figure("tokens_per_second", "{:,.1f}"),
     _figure("acceptance_rate"),
     _figure("block_efficiency"),
@@ -83,9 +84,12 @@ def grid(heads: Sequence[str], rows: Sequence[Sequence[str]], form: str = "text"
     if form == "markdown":
         marked = [heads, ["---"] * len(heads), *([_in_markdown(cell) for cell in row] for row in rows)]
         return "\n".join("| " + " | ".join(line) + " |" for line in marked)
-    widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads) - 1)]
-    lines = []
-    for row in (heads, *rows):
+    broken = [[head] if i < num_text else _broken(head, [row[i] for row in rows]) for i, head in enumerate(heads)]
+    height = max(map(len, broken))
+    lines, tops = [], zip(*([""] * (height - len(each)) + each for each in broken), strict=True)
+    rows = [*tops, *rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(heads) - 1)]
+    for row in rows:
         cells = [
             cell.ljust(width) if i < num_text else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row[:-1], widths, strict=True))
@@ -94,9 +98,25 @@ def grid(heads: Sequence[str], rows: Sequence[Sequence[str]], form: str = "text"
     return "\n".join(lines)
 
 
+def _broken(head: str, cells: Sequence[str]) -> list[str]:
+    """A heading as lines no wider than its words and the cells below it."""
+    words = head.replace("_", " ").split()
+    return textwrap.wrap(" ".join(words), max(map(len, (".", *words, *cells)))) or [""]
+
+
 def interval(found: Interval) -> str:
     """A ratio with its interval, where that says something."""
     return f"{found.value:.2f}" + ("" if found.ends is None else " [{:.2f}, {:.2f}]".format(*found.ends))
+
+
+def listing(each: Comparison) -> str:
+    """A comparison on its own: a line for each figure, standard decoding beside it."""
+    sides = [Comparison(each.standard[0], each.standard)] if each.standard and each.case.method != STANDARD else []
+    sides.append(each)
+    window = each.case.num_draft_tokens
+    heads = ["", *map(method, sides[:-1]), method(each) + ("" if window is None else f", window {window}"), ""]
+    rows = [(name.replace("_", " "), *(cell(side) for side in sides), "") for name, cell in _FIGURES]
+    return "\n".join(filter(None, (grid(heads, rows), _failure(each))))
 
 
 def details(each: Comparison) -> str:
@@ -135,14 +155,6 @@ def _failure(each: Comparison) -> str:
     if each.case.lossless is False:
         return "lossy"
     return "OTHER TOKENS than standard decoding" if each.same_tokens is False else ""
-
-
-def _milliseconds(each: Comparison) -> str:
-    values = [1000 * (row.seconds or 0.0) for row in each.rows]
-    if not values:
-        return "-"
-    middle = sorted(values)[(len(values) - 1) // 2]
-    return f"{middle:.{2 if middle < 10 else 1 if middle < 100 else 0}f}"
 
 
 def _in_markdown(text: str) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +27,6 @@ EXAMPLES = """\
 lightning_specdec bench --config configs/bench/rnn.yaml
 lightning_specdec bench --config configs/bench/rnn.yaml --format markdown
 The same command resumes a run that was stopped."""
-QUIET_SECONDS = 10.0
-"""Between two lines of progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +85,7 @@ def _measure(config: BenchConfig, settings: BenchSettings, several: list[Results
         try:
             with open_results(directory, config, made) as results:
                 several.append(results)
-                run(config, results, partial(load_bench_pair, config=config), _progress())
+                run(config, results, partial(load_bench_pair, config=config), partial(progress, often=True))
         except OSError as error:
             raise ValueError(
                 f"{error.filename or directory} cannot be written ({error.strerror or error}): what is finished stays; "
@@ -143,16 +140,3 @@ def _threads(number: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _progress() -> Callable[[str], None]:
-    """Shows text on stderr, now and then a line."""
-    shown = time.monotonic()
-
-    def show(text: str) -> None:
-        nonlocal shown
-        if time.monotonic() - shown >= QUIET_SECONDS:
-            shown = time.monotonic()
-            say(text, file=sys.stderr)
-
-    return show

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +37,14 @@ OWN_PROMPTS = (
 )
 """Default prompts for models of text: a summary, code to edit, a question."""
 
+BUSY = 1.25
+"""Load of a core from which on other processes slow a decode down."""
+
+
+QUIET_SECONDS = 10.0
+"""Between two lines of progress where not every step is reported."""
+_next_line = QUIET_SECONDS
+
 
 class _Visible(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
@@ -43,15 +53,23 @@ class _Visible(logging.Formatter):
 
 def set_up_logs(options: Namespace) -> None:
     """Show messages on stderr: all with -v, errors alone with -q."""
+    global _next_line
+    _next_line = time.process_time() + QUIET_SECONDS
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Visible("%(levelname)s: %(message)s"))
     log.handlers = [handler]
     log.setLevel("DEBUG" if "verbose" in options else "ERROR" if "quiet" in options else "INFO")
 
 
-def progress(text: str) -> None:
-    """Report a slow step on a terminal; elsewhere with -v alone."""
-    log.log(logging.INFO if sys.stderr.isatty() else logging.DEBUG, "%s", text)
+def progress(text: str, *, often: bool = False) -> None:
+    """Report a slow step: on a terminal each that is not `often`, else one in `QUIET_SECONDS`, or all with -v."""
+    global _next_line
+    due = (
+        sys.stderr.isatty() and not often
+    ) or time.process_time() >= _next_line  # by a clock that stops while others work
+    if due:
+        _next_line = time.process_time() + QUIET_SECONDS
+    log.log(logging.INFO if due else logging.DEBUG, "%s", text)
 
 
 def counted(number: int, noun: str) -> str:
@@ -94,10 +112,11 @@ def load_decoder(options: Namespace, source: PairSource) -> SpeculativeDecoder:
     """The target and its drafter, with as many CPU threads as --threads says."""
     import torch
 
+    from lightning_specdec.checkpoints import runs
     from lightning_specdec.decoder import SpeculativeDecoder
     from lightning_specdec.models.packed import limit_threads
 
-    progress(f"loading {source.name} ...")
+    progress(f"loading {runs.find(Path(source.ckpt).expanduser()) if source.ckpt else source.name} ...")
     if source.drafter is not None:
         source = source.changed(drafter=typed(source.drafter, "drafter"))
     decoder = SpeculativeDecoder.load(source)
@@ -105,6 +124,9 @@ def load_decoder(options: Namespace, source: PairSource) -> SpeculativeDecoder:
         torch.set_num_threads(options.threads)
     else:
         limit_threads(decoder.target.num_parameters)
+        threads, cores, load = torch.get_num_threads(), os.cpu_count() or 1, os.getloadavg()[0]
+        if threads > 1 and load > BUSY * cores and decoder.target.device.type == "cpu":
+            log.warning("%d cores are busy (load %.1f): --threads 1 may be faster and steadier", cores, load)
     return decoder
 
 

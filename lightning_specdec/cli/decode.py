@@ -38,6 +38,8 @@ lightning_specdec decode --target ./llama --drafter NGramDrafter --drafter.max_n
 lightning_specdec decode --target ./llama --drafter EarlyExitDrafter --drafter.exit_layer 3"""
 PATIENCE_SECONDS = 20.0
 """Time for measuring where --repeats is not given, and two repeats fit into it."""
+FEW_PROMPTS = 3
+"""Prompts of the pair's own whose outputs are printed without -v."""
 FEW_TOKENS = 7
 """New tokens by default where the target has no tokenizer."""
 
@@ -72,7 +74,7 @@ def run(options: Namespace) -> int:
         progress("compiling ...")
         decoder.compile()
     from lightning_specdec.bench.manifest import made_on
-    from lightning_specdec.bench.table import comparison_table, details
+    from lightning_specdec.bench.table import details, listing
     from lightning_specdec.cli.shown import agreement, outputs, saved
 
     results: dict[str, DecodeResult] = {}
@@ -101,9 +103,11 @@ def run(options: Namespace) -> int:
         if len(results) == 2 and (measured or not interrupted):
             answer.append(agreement(decoder, results["standard"], results["speculative"], config))
         say(f"{', '.join(answer) or 'decoded'}\n")
-        say(outputs(decoder.tokenizer, results.get("standard"), results.get("speculative"), texts), has_colours=True)
+        own = "prompt" not in options and "prompts_file" not in options
+        given = (decoder.tokenizer, results.get("standard"), results.get("speculative"), texts)
+        say(outputs(*given, most=FEW_PROMPTS if own and "verbose" not in options else None), has_colours=True)
         if measured is not None:
-            say(f"\n{comparison_table([measured])}")
+            say(f"\n{listing(measured)}\n")
             say(f"{details(measured)}\n" if "verbose" in options else "")
             say(f"{counted(len(prompts), 'prompt')}, batch size {measure.batch_size}, {made_on(made)}")
     if interrupted or (measured is not None and measured.interrupted):

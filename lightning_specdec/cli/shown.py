@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
     from lightning_specdec.decoding import DecodeResult, RowResult
     from lightning_specdec.text.tokenizer import Tokenizer
 
-STYLES = {"kept": ("32", "[{}]"), "rejected": ("31;9", "-{}-"), "own": ("0", "{}")}
-"""Colour of each fate, and its marks where there are no colours."""
+STYLES = {"kept": ("32", "[{}]"), "rejected": ("31;9", ""), "own": ("0", "{}")}
+"""Colour of each fate, and its marks where there are no colours; rejected tokens are left out there."""
 LEGEND = {"kept": "draft token kept", "rejected": "rejected", "own": "the target's own"}
+INDENT = "    "
+_COLOURS = re.compile(r"\x1b\[[\d;]*m")
 MOST_SHOWN = 100
 """Characters of a prompt that are repeated above its output."""
 
@@ -56,14 +59,18 @@ def agreement(
     different = [(one, other) for one, other in pairs if one.tokens != other.tokens]
     if not different:
         return "output identical"
-    told = f"output differs in {len(different)} of {counted(len(pairs), 'prompt')}"
+    several = f" in {len(different)} of {counted(len(pairs), 'prompt')}" if len(pairs) > 1 else ""
     if config.temperature and speculative.rule != "ExactMatch":
-        return f"{told}, as two draws of the same distribution do"
-    return f"{told} ({_cause(decoder, *different[0], config)})"
+        return f"output differs{several}, as two draws of the same distribution do"
+    where, cause = _divergence(decoder, *different[0], config)
+    place = f"{several}, first at {where} of prompt {different[0][0].index}" if several else f" at {where}"
+    return f"output differs{place} ({cause})"
 
 
-def _cause(decoder: SpeculativeDecoder, one: RowResult, other: RowResult, config: DecodingConfig) -> str:
-    """Why two outputs differ that should be the same: a near-tie that rounding decides, or a fault."""
+def _divergence(
+    decoder: SpeculativeDecoder, one: RowResult, other: RowResult, config: DecodingConfig
+) -> tuple[str, str]:
+    """Where and why two outputs differ that should be the same: a near-tie that rounding decides, or a fault."""
     from lightning_specdec.audit.identity import find_divergence
     from lightning_specdec.rules import Sampling
 
@@ -73,8 +80,9 @@ def _cause(decoder: SpeculativeDecoder, one: RowResult, other: RowResult, config
     found = find_divergence(target, one.prompt, one.tokens, other.tokens, **keys)
     assert found is not None
     dtype = str(next(target.parameters()).dtype).removeprefix("torch.")
-    where = f"near-tie in {dtype} at token {found.position + 1} of prompt {one.index}"
-    return where if found.verdict == "tie" else f"NOT a {where}: `lightning_specdec audit` looks closer"
+    cause = f"near-tie in {dtype}"
+    cause = cause if found.verdict == "tie" else f"NOT a {cause}: `lightning_specdec audit` looks closer"
+    return f"token {found.position + 1}", cause
 
 
 def outputs(
@@ -83,28 +91,34 @@ def outputs(
     speculative: DecodeResult | None,
     texts: Sequence[str | None],
     *,
+    most: int | None = None,
     colour: bool | None = None,
 ) -> str:
     """Each prompt's output, then the same with the fate of each draft token; standard decoding's where it differs.
 
     Args:
         texts: the prompts as they were typed.
+        most: show so many prompts; all when None.
         colour: whether to mark fates by colour; by whether stdout is a terminal when None.
     """
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") if colour is None else colour
     lines = []
-    for plain, drafted in zip_longest(standard.rows if standard else [], speculative.rows if speculative else []):
+    every = list(zip_longest(standard.rows if standard else [], speculative.rows if speculative else []))
+    for plain, drafted in every[:most]:
         row = drafted or plain
         prompt = texts[row.index] or (tokenizer.decode(row.prompt) if tokenizer else _joined(row.prompt))
         lines += [f"prompt {row.index}: {short(visible(' '.join(prompt.split())), MOST_SHOWN)}", *_shown(row)]
         if drafted is not None and drafted.rounds:
-            lines += ["  by round", _block(_marked(drafted, tokenizer, colour))]
+            lines += ["  marked", _block(_marked(drafted, tokenizer, colour))]
         if drafted is not None and plain is not None and plain.tokens != drafted.tokens:
             lines += ["  standard", *_shown(plain)]
         if row.logprobs is not None:
             lines += ["  logprobs", _block(" ".join(f"{value:.3f}" for value in row.logprobs))]
     if speculative is not None:
-        lines.append("  " + ", ".join(_styled(text, fate, colour) for fate, text in LEGEND.items()))
+        legend = [_styled(text, fate, colour) for fate, text in LEGEND.items()]
+        lines.append("  marks: " + ", ".join(filter(None, legend)))
+    if len(every) > (most or len(every)):
+        lines.append(f"{counted(len(every) - (most or 0), 'more prompt')}: -v shows them")
     return "\n".join(lines)
 
 
@@ -118,7 +132,16 @@ def _joined(tokens: Sequence[int]) -> str:
 
 
 def _block(text: str) -> str:
-    return textwrap.indent(text.strip("\n"), "    ")
+    """Indented lines, broken between words where the terminal ends."""
+    width, lines = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0, []
+    for line in text.strip("\n").split("\n"):
+        lines.append(INDENT)
+        for word in re.findall(r"\s*\S+|\s+$", line):
+            if width and lines[-1].strip() and len(_COLOURS.sub("", lines[-1] + word)) > width:
+                lines.append(INDENT)
+                word = word.lstrip()
+            lines[-1] += word
+    return "\n".join(lines)
 
 
 def _styled(text: str, fate: str, colour: bool) -> str:
@@ -128,7 +151,9 @@ def _styled(text: str, fate: str, colour: bool) -> str:
 
 def _marked(row: RowResult, tokenizer: Tokenizer | None, colour: bool) -> str:
     """A row's output, neighbours of one fate together."""
-    joint, groups = " " if tokenizer is None else "", groupby(pieces(row, tokenizer), lambda each: each[0])
+    joint = " " if tokenizer is None else ""
+    shown = (each for each in pieces(row, tokenizer) if colour or STYLES[each[0]][1])
+    groups = groupby(shown, lambda each: each[0])
     return joint.join(_styled(joint.join(text for _, text in several), fate, colour) for fate, several in groups)
 
 

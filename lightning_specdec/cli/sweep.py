@@ -65,8 +65,8 @@ def run(options: Namespace) -> int:
     source, decoder, _, prompts = loaded
     from lightning_specdec.bench.candidates import Candidate, candidates
     from lightning_specdec.bench.manifest import made_on
-    from lightning_specdec.bench.measure import best
-    from lightning_specdec.bench.table import comparison_table
+    from lightning_specdec.bench.measure import best, ranked
+    from lightning_specdec.bench.table import comparison_table, interval
 
     if source.drafter is not None or source.draft is not None:
         drafters = {str(source.draft or DRAFTERS.name_of(type(decoder.drafter))): Candidate(decoder.drafter)}
@@ -84,7 +84,8 @@ def run(options: Namespace) -> int:
             batch_size=measure.batch_size,
         ):
             measured.append(row)
-            progress(str(row))
+            told = row.error or (row.walltime_speedup and f"{interval(row.walltime_speedup)} times as fast")
+            progress(f"{row.case.label}: {told or 'no speedup'}")
     except KeyboardInterrupt:
         interrupted = True
     top, command = best(measured), None
@@ -97,7 +98,7 @@ def run(options: Namespace) -> int:
         say(json.dumps({**table, "interrupted": interrupted, "manifest": made}))
     else:
         faster = top is not None and top.walltime_speedup is not None and top.walltime_speedup.value > 1
-        say(comparison_table(measured, remark=lambda row: "<- best" if row is top and faster else ""))
+        say(comparison_table(ranked(measured), remark=lambda row: "<- best" if row is top and faster else ""))
         say(f"\n{command if faster else 'nothing here is faster than standard decoding'}\n" if command else "")
         say(f"{counted(len(prompts), 'prompt')}, batch size {measure.batch_size}, {made_on(made)}")
     if interrupted:

@@ -15,9 +15,10 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from lightning_specdec.bench.rows import SPECULATIVE, Comparison
+from lightning_specdec.bench.rows import HUGGING_FACE, SPECULATIVE, Comparison, ResultRow
+from lightning_specdec.report.answer import Advice, shown
 
-INK, MUTED, GRID, FAILED = "#1b1f24", "#5c6570", "#d9dee4", "#c2353b"
+INK, MUTED, GRID, FAILED, GROUND = "#1b1f24", "#5c6570", "#d9dee4", "#c2353b", "#fdfdfd"
 COLORS = ("#1f6fb4", "#c85a08", "#1a8056", "#b5338a", "#6b56c8", "#856300", "#0a7d8c", "#7a4a2b")
 WIDTH, HEIGHT = 4.6, 2.9
 TALL = 2.0
@@ -32,7 +33,7 @@ _STYLE: Any = {
     "grid.color": GRID,
     "grid.linewidth": 0.6,
     "legend.frameon": False,
-    "figure.facecolor": "#fdfdfd",
+    "figure.facecolor": GROUND,
     "axes.facecolor": "none",
     "text.parse_math": False,
     "svg.fonttype": "none",
@@ -55,21 +56,59 @@ class Chart:
         return text.getvalue().encode()
 
 
+def answer_chart(advice: Sequence[Advice], found: Sequence[Comparison]) -> Chart | None:
+    """The best choice of each place as a bar with its interval, transformers' own methods below it; None without."""
+    known = [(each.choice, each.best) for each in advice if each.best is not None]
+    if not known:
+        return None
+    with _styled():
+        axes, ends, y = Figure(layout="constrained").add_subplot(), [1.0], 0.0
+        for title, (choice, best) in zip(_titles([best.case for _, best in known], "rule"), known, strict=True):
+            axes.text(0, y, _line(title, 64), fontweight="bold", va="center")
+            theirs = [one for one in found if one.case.place == best.case.place and one.case.method in HUGGING_FACE]
+            named = [(choice, best, COLORS[0]), *((f"transformers' {one.case.label}", one, GRID) for one in theirs)]
+            axes.vlines(1.0, y + 1.3, y + 0.2 + 1.8 * len(named), color=INK, linewidth=1)
+            for name, one, color in named:
+                told = "failed" if one.walltime_speedup is None else shown(one.walltime_speedup)
+                text = axes.text(0, y + 0.9, f"{_line(name, 48)}: {told}", va="center")
+                text.set_bbox({"facecolor": GROUND, "edgecolor": "none", "pad": 0.5})
+                if one.walltime_speedup is not None:
+                    value, (low, high) = one.walltime_speedup.value, one.walltime_speedup.ends or (1.0, 1.0)
+                    ends.append(max(value, min(high, TALL * value)))
+                    axes.barh(y + 1.7, value, 0.5, color=color)
+                    axes.hlines(y + 1.7, low, min(high, TALL * value), color=INK, linewidth=1)
+                y += 1.8
+            y += 1.5
+        axes.set_yticks([])
+        axes.set_ylim(y - 0.8, -0.7)
+        axes.set_xlim(0, 1.05 * max(ends))
+        axes.set_xlabel("walltime speedup (1: standard decoding)")
+        figure = axes.get_figure(root=True)
+        assert figure is not None
+        figure.set_size_inches(WIDTH, 0.6 + 0.16 * y)
+        return Chart("The best choices, and transformers' own methods", figure)
+
+
 def speedup_charts(found: Sequence[Comparison]) -> list[Chart]:
     """Measured and predicted speedups by window, a chart for each pair, setting and domain: a bar for each draft."""
     groups: dict[tuple[object, ...], list[Comparison]] = {}
     for each in found:
         if each.case.method == SPECULATIVE:
             groups.setdefault((*each.case.place, each.case.rule), []).append(each)
-    cases = [several[0].case for several in groups.values()]
-    varying = [name for name in _SETTINGS if len({getattr(case, name) for case in cases}) > 1]
-    charts = []
-    for case, several in zip(cases, groups.values(), strict=True):
+    titles = _titles([several[0].case for several in groups.values()])
+    return [_speedup_chart(title, several) for title, several in zip(titles, groups.values(), strict=True)]
+
+
+def _titles(cases: Sequence[ResultRow], *skip: str) -> list[str]:
+    """Pair and domain of each case, and the settings in which the cases differ."""
+    varying = [name for name in _SETTINGS if name not in skip and len({getattr(case, name) for case in cases}) > 1]
+    titles = []
+    for case in cases:
         # At temperature 0 all lossless rules give the same tokens.
         named = [name for name in varying if name != "rule" or case.temperature]
         settings = [_SETTINGS[name].format(getattr(case, name)) for name in named]
-        charts.append(_speedup_chart(f"{case.pair}: {', '.join([case.domain, *settings])}", several))
-    return charts
+        titles.append(f"{case.pair}: {', '.join([case.domain, *settings])}")
+    return titles
 
 
 _SETTINGS = {

@@ -20,7 +20,7 @@ from lightning_specdec.bench.statistics import Interval
 from lightning_specdec.bench.table import comparison_table, grid
 from lightning_specdec.config.files import replaced
 from lightning_specdec.report.answer import Advice, advise, rounds
-from lightning_specdec.report.figures import Chart, speedup_charts
+from lightning_specdec.report.figures import Chart, answer_chart, speedup_charts
 
 PAGE = "report.html"
 TOLERANCE = 0.10
@@ -158,8 +158,9 @@ def _page(report: Report, tables: Mapping[str, Table]) -> str:
     return environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8")).render(
         report=report,
         tables=tables,
+        answers=[_image(each) for each in (answer_chart(report.advice, report.cells),) if each],
         speedups=[_image(each) for each in speedup_charts(report.cells)],
-        machine=f"{made_on(report.manifest)}, {report.manifest.get('date', '?')}",
+        machine=f"{made_on(report.manifest)}, {str(report.manifest.get('date', '?'))[:10]}",
         manifest=json.dumps({name: value for name, value in report.manifest.items() if name != "prompts"}, indent=1),
     )
 
