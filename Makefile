@@ -10,7 +10,7 @@ RUNS := rnn transformer draft_sizes early_exit multi_token staged text
 
 help:
 	@echo "make setup        create $(VENV) and install the project"
-	@echo "make demo         train the recurrent pair, decode both ways, report (a minute, and the installation)"
+	@echo "make demo         train a small pair, decode with it and with one that ships (two minutes)"
 	@echo "make test         lint, types and every test"
 	@echo "make test-real    the tests on a real model (minutes; make smollm2 first)"
 	@echo "make test-engines  vLLM with exported drafts, ENGINE=its python PROMPTS=Spec-Bench's question.jsonl (minutes)"
@@ -43,6 +43,9 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 demo: setup
 	$(RUN) fit --config configs/rnn.yaml
 	$(RUN) decode --ckpt checkpoints/rnn
+	@echo; echo "A transformer whose four heads draft, as it ships:"
+	$(RUN) decode checkpoints/multi_token.safetensors --max_new_tokens 40 -q
+	@echo; echo "Next, a language model (a download of 98 MB):"; echo "  make smollm2 && $(RUN) decode --pair smollm2"
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto

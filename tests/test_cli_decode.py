@@ -50,7 +50,8 @@ def test_the_answer_comes_first_then_clean_outputs_then_the_fates_then_the_table
     monkeypatch.setattr("lightning_specdec.cli.decode.FEW_PROMPTS", few := 2)
     options = ("decode", ckpt, *QUICK, "--num_draft_tokens", "4")
     printed, verbose = succeed(*options).out, succeed(*options, "-v").out
-    document = succeed(*options, "--output", "json").json
+    document, quiet = succeed(*options, "--output", "json").json, succeed(*options, "-q").out
+    assert quiet.count("\n") == 1 and quiet.endswith(", output identical\n")
     told = r"(?:\d+\.\d\dx faster|slower: \d\.\d\dx|no gain proven: \d\.\d\dx|\d\.\d\dx, too few repeats to tell)"
     speeds = r" \(([\d.,]+) -> ([\d.,]+) tokens/s(?:, 95% interval [\d.]+ to [\d.]+)?\), output identical"
     first = re.fullmatch(told + speeds, printed.splitlines()[0])

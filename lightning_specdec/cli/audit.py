@@ -123,7 +123,7 @@ def report(auditor: Auditor, *, interrupted: bool) -> str:
             (each.cell.sampling, each.check, each.verdict.upper() if each.failed else each.verdict, told(each))
             for each in findings
         ]
-        lines += [grid((f"{draft}, {rule}", "check", "verdict", "found"), rows, num_text=3), ""]
+        lines += [f"{draft}, {rule}", grid(("sampling", "check", "verdict", "found"), rows, num_text=3), ""]
     checks = counted(len(outcome.lossless), "check")
     if outcome.failures:
         lines.append(f"FAILED: {len(outcome.failures)} of {checks}")

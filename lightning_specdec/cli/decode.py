@@ -23,7 +23,7 @@ from lightning_specdec.cli.options import (
 )
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.settings import setting
-from lightning_specdec.config.terminal import say
+from lightning_specdec.config.terminal import say, visible
 
 if TYPE_CHECKING:
     from lightning_specdec.decoding import DecodeResult
@@ -102,14 +102,17 @@ def run(options: Namespace) -> int:
         answer = [] if measured is None else [saved(measured)]
         if len(results) == 2 and (measured or not interrupted):
             answer.append(agreement(decoder, results["standard"], results["speculative"], config))
-        say(f"{', '.join(answer) or 'decoded'}\n")
+        say(f"{', '.join(answer) or 'decoded'}")
         own = "prompt" not in options and "prompts_file" not in options
-        given = (decoder.tokenizer, results.get("standard"), results.get("speculative"), texts)
-        say(outputs(*given, most=FEW_PROMPTS if own and "verbose" not in options else None), has_colours=True)
+        most = FEW_PROMPTS if own and "verbose" not in options else None
+        parts = [outputs(decoder.tokenizer, results.get("standard"), results.get("speculative"), texts, most=most)]
         if measured is not None:
-            say(f"\n{listing(measured)}\n")
-            say(f"{details(measured)}\n" if "verbose" in options else "")
-            say(f"{counted(len(prompts), 'prompt')}, batch size {measure.batch_size}, {made_on(made)}")
+            parts += [visible(listing(measured)), details(measured) if "verbose" in options else ""]
+            parts.append(
+                visible(f"{counted(len(prompts), 'prompt')}, batch size {measure.batch_size}, {made_on(made)}")
+            )
+        if "quiet" not in options:
+            say("\n" + "\n\n".join(filter(None, parts)), has_colours=True)
     if interrupted or (measured is not None and measured.interrupted):
         say("interrupted: what is above was decoded by then", file=sys.stderr)
         return 130

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import logging
 import re
 import signal
@@ -197,6 +199,19 @@ def one_line(report: str) -> str:
     return ": ".join([*(".".join(keys),) * bool(keys), "; ".join(reasons) or " ".join(report.split())])
 
 
+def _advice(report: str) -> str:
+    """A suggestion for an unknown option, or for a verb without a config."""
+    if "arguments are required" in report:
+        verb = sys.argv[1]
+        return f": give --config FILE, as configs/{'smollm2_generate' if verb == 'generate' else 'rnn'}.yaml"
+    unknown = re.search(r"[Uu]nrecognized arguments: (--[\w.]+)", report)
+    known = ("--config", "--ckpt_path", "--model", "--data", "--save_seconds", "--seed_everything", "--print_config")
+    options = [*known, *(f"--trainer.{name}" for name in inspect.signature(Trainer).parameters)]
+    names = {option.rpartition(".")[2].lstrip("-"): option for option in options}
+    near = difflib.get_close_matches(unknown[1].rpartition(".")[2].lstrip("-"), names, n=1) if unknown else []
+    return f": did you mean {names[near[0]]}?" if near else ""
+
+
 def run(began: float | None = None) -> None:
     """Run the trainer verb that `sys.argv` names.
 
@@ -239,7 +254,7 @@ def run(began: float | None = None) -> None:
         is_config = not isinstance(error, RuntimeError) or str(error).startswith("Early stopping conditioned on metric")
         if not is_config or (type(error) is ValueError and "\n" not in str(error)):
             raise
-        raise ValueError(one_line(str(error))) from error
+        raise ValueError(f"{one_line(str(error))}{_advice(str(error))}") from error
 
 
 def quiet_lightning() -> None:
