@@ -138,7 +138,7 @@ def test_the_calls_that_measure_and_prove_work_one_after_the_other(
     config.write_text(text)
     less = ["--rules", "ExactMatch", "--temperatures", "0", "1", "--num_prompts", "1", "--num_places", "1"]
     outcomes = [succeed(*call, *(less if call[0] == "audit" else [])) for call in MEASURES]
-    assert "\nmethod " in outcomes[0].out and "(temperature 0" in outcomes[1].out
+    assert " method " in outcomes[0].out and "(temperature 0" in outcomes[1].out
     assert (tmp_path / "results" / "rnn" / "report" / "report.html").exists()
     assert "passed: " in outcomes[2].out
 
