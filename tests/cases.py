@@ -15,7 +15,7 @@ import torch
 from families import tiny
 from tiny_block import fitted_block
 from tiny_eagle import fitted_eagle
-from tiny_heads import heads, some_tokens
+from tiny_heads import heads, some_tokens, unfitted
 from tiny_transformer import TinyTransformer
 from tiny_vocabularies import cross
 from torch import nn
@@ -240,11 +240,22 @@ def target(name: str) -> LanguageModel:
 @functools.cache
 def drafter(name: str, target_name: str) -> Drafter:
     """A drafter for that target; what it remembers is in the sessions that use it."""
+    made = _made(name, target_name)
+    return made if families.DEVICE == "cpu" else families.placed(deepcopy(made))
+
+
+@functools.cache
+def _example(name: str, target_name: str) -> Drafter:
+    """One that shows what such a drafter can do, not how well."""
+    with unfitted():
+        return _made(name, target_name)
+
+
+def _made(name: str, target_name: str) -> Drafter:
     if families.DEVICE == "cpu":
         return DRAFTERS[name](target(target_name))
     with families.on_cpu():
-        made = deepcopy(DRAFTERS[name](_on_cpu(target_name)))
-    return families.placed(made)
+        return DRAFTERS[name](_on_cpu(target_name))
 
 
 @functools.cache
@@ -264,7 +275,7 @@ def standard(target_name: str, sampling: Sampling, max_new_tokens: int, eos: int
 def fits(drafter_name: str, target_name: str) -> bool:
     """Whether that drafter takes that target."""
     try:
-        drafter(drafter_name, target_name).check_target(target(target_name))
+        _example(drafter_name, target_name).check_target(target(target_name))
     except ValueError:
         return False
     return True
@@ -294,7 +305,7 @@ BUT_LLAMA = [name for name in MODELS if name not in ("llama", "openvino")]
 
 def applies(drafter_name: str, rule_name: str) -> bool:
     """Whether that drafter can serve that rule."""
-    return drafter(drafter_name, target_of(drafter_name)).gives_logits or not RULES[rule_name].needs_draft_logits
+    return _example(drafter_name, target_of(drafter_name)).gives_logits or not RULES[rule_name].needs_draft_logits
 
 
 def rules_of(drafter_name: str) -> list[str]:
@@ -313,7 +324,7 @@ def few(values: Sequence[Any], target_name: str, drafter_name: str) -> Sequence[
     them it is a model like gemma3."""
     if target_name not in ("transformer", "llama", "openvino") or drafter_name == "early_exit":
         return values
-    step = 3 if drafter(drafter_name, target_name).inside_target else len(values)
+    step = 3 if _example(drafter_name, target_name).inside_target else len(values)
     return values[len(values) // 2 % step :: step]
 
 

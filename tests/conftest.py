@@ -2,49 +2,25 @@
 
 from __future__ import annotations
 
-import builtins
 import gc
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-import jaxtyping
-import lightning.pytorch  # noqa: F401 - before the hook below: what is imported under it is compiled anew
 import pytest
-import torch
-from torch.overrides import TorchFunctionMode
 
-# The package names jaxtyping's types for type checkers only, so that decoding needs torch alone. Here the names are
-# given to all modules, and each call's shapes are checked. Before the package's first import, therefore:
-for _name in ("Bool", "Float", "Int"):
-    setattr(builtins, _name, getattr(jaxtyping, _name))
-jaxtyping.install_import_hook("lightning_specdec", "shape_checker.check")
-
-_jaxtyped = jaxtyping.jaxtyped
-
-
-def _jaxtyped_where_checked(*, typechecker: Callable[..., Any]) -> Callable[[Any], Any]:
-    """What the hook decorates all with. An inner function is made anew by each call of the outer one, and a check of it
-    too, which takes longer than most calls: so none is made for it where shapes are not checked."""
-
-    def decorate(made: Any) -> Any:
-        if jaxtyping.config.jaxtyping_disable and "<locals>" in getattr(made, "__qualname__", ""):
-            return made
-        return _jaxtyped(made, typechecker=typechecker)
-
-    return decorate
-
-
-jaxtyping.jaxtyped = _jaxtyped_where_checked  # type: ignore[assignment]
-jaxtyping.config.update("jaxtyping_disable", True)  # while tests are collected: `_shapes` says for each what it checks
+# Tests start many fresh processes: these read compiled files, also where the environment forbids to write them.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 @pytest.fixture(autouse=True)
 def _shapes(request: pytest.FixtureRequest) -> None:
     """Every sixteenth test, by its name, checks the shapes of all calls, which takes thrice as long as the calls."""
+    import jaxtyping
+
     unchecked = request.config.getoption("shapes") == "some" and crc32(request.node.nodeid.encode()) % 16 != 0
     jaxtyping.config.update("jaxtyping_disable", unchecked)
 
@@ -55,37 +31,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        return  # this process gives tests to others
+    import shape_checker
+
+    shape_checker.install()
     if (device := config.getoption("device")) != "cpu":
         os.environ["LIGHTNING_SPECDEC_TEST_DEVICE"] = device
-        _TestTensors(device).__enter__()
+        _put_test_tensors_on(device)
 
 
-class _TestTensors(TorchFunctionMode):
+def _put_test_tensors_on(device: str) -> None:
     """Puts tensors that test files make on the device, and leaves alone what the package makes: that is under test."""
+    import families
+    from torch.overrides import TorchFunctionMode
 
-    FACTORIES = ("tensor", "arange", "zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm", "eye")
+    factories = ("tensor", "arange", "zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm", "eye")
 
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        import families
+    class TestTensors(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            is_factory = getattr(func, "__name__", "") in factories and "device" not in (kwargs or {})
+            if is_factory and families.DEVICE != "cpu":
+                caller = sys._getframe(1).f_code.co_filename
+                if f"{Path(__file__).parent}/" in caller and "conftest" not in caller:
+                    return made.to(device)
+            return made
 
-        self.device, self.families = device, families
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if (
-            getattr(func, "__name__", "") in self.FACTORIES
-            and "device" not in (kwargs or {})
-            and self.families.DEVICE != "cpu"
-        ):
-            caller = sys._getframe(1).f_code.co_filename
-            if f"{Path(__file__).parent}/" in caller and "conftest" not in caller:
-                return made.to(self.device)
-        return made
+    TestTensors().__enter__()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
+    import torch
+
     torch.set_num_threads(1)
 
 

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import torch
-from tiny_heads import examples
+from tiny_heads import examples, steps_of_fit
 from torch import Tensor, nn
 
 from lightning_specdec.drafters import EagleDrafter
@@ -37,9 +37,13 @@ def eagle(
         ).eval()
 
 
-@functools.cache
 def fitted_eagle(target: LanguageModel, *, reduced: bool = False, num_steps: int = 30, **more: Any) -> EagleDrafter:
     """One fitted by a few steps where it takes the target; read it, do not write to it."""
+    return _fitted_eagle(target, reduced, steps_of_fit(num_steps), **more)
+
+
+@functools.cache
+def _fitted_eagle(target: LanguageModel, reduced: bool, num_steps: int, **more: Any) -> EagleDrafter:
     vocabulary = [token for token in range(target.vocab_size) if token % 5 != 4] if reduced else None
     drafter = (
         eagle(target, draft_vocabulary=vocabulary, **more)
@@ -49,6 +53,8 @@ def fitted_eagle(target: LanguageModel, *, reduced: bool = False, num_steps: int
     try:
         drafter.check_target(target)
     except ValueError:
+        return drafter
+    if not num_steps:
         return drafter
     texts, _ = examples(target)
     tokens = texts.clamp(min=0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,25 @@ OPEN = ["llama", "gpt2", "gpt_neox"]
 VOCAB = 11
 PROMPTS = [[3], [1, 2, 3, 4, 5], [7, 7], [10, 9, 8, 7, 6, 5, 4]]
 """Those of the law tests, which import this file."""
+
+
+_fitting = True
+
+
+@contextmanager
+def unfitted() -> Iterator[None]:
+    """For questions of what drafters are made of: none is fitted, which takes most of the time that making one does."""
+    global _fitting
+    before, _fitting = _fitting, False
+    try:
+        yield
+    finally:
+        _fitting = before
+
+
+def steps_of_fit(num_steps: int) -> int:
+    """How many steps a drafter is fitted by here."""
+    return num_steps if _fitting else 0
 
 
 def family(name: str) -> HuggingFaceLM:
@@ -55,7 +75,6 @@ def some_tokens(vocab_size: int) -> list[int]:
     return [token for token in range(vocab_size) if token % 5 != 4]
 
 
-@functools.cache
 def heads(
     target: LanguageModel,
     *,
@@ -70,6 +89,11 @@ def heads(
     Args:
         reduced: whether they can say some tokens alone.
     """
+    return _heads(target, num_heads, reduced, steps_of_fit(num_steps))
+
+
+@functools.cache
+def _heads(target: LanguageModel, num_heads: int, reduced: bool, num_steps: int) -> MultiTokenDrafter:
     assert target.hidden_size is not None
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -83,6 +107,8 @@ def heads(
         drafter.check_target(target)
     except ValueError:
         return drafter
+    if not num_steps:
+        return drafter.eval()
     texts, hidden = examples(target)
     labels = texts if drafter.draft_vocabulary is None else drafter.draft_vocabulary.to_draft(texts, -1)
     weights = list(drafter.parameters())
