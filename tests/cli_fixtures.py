@@ -70,8 +70,9 @@ OF_A_CHECKPOINT: dict[str, Callable[[str], tuple[str, ...]]] = {
 
 
 def listing(directory: Path) -> dict[str, tuple[int, int]]:
-    """Every file below, by size and time of change."""
-    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(directory.rglob("*"))}
+    """Every file below, by size and time of change, but for Python's compiled files."""
+    found = (path for path in sorted(directory.rglob("*")) if "__pycache__" not in path.parts)
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in found}
 
 
 def refused(*arguments: str, told: str = "", stdin: str = "") -> Outcome:

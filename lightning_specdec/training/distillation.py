@@ -30,6 +30,7 @@ from lightning_specdec.training.optimizers import BETAS, MuonAdamW, time_share, 
 from lightning_specdec.training.target_outputs import (
     DraftStep,
     OnlineFeatures,
+    ShardedTarget,
     TargetOutputs,
     check_same_tokens,
     given_target,
@@ -172,13 +173,15 @@ class DistillationTraining(SpeculativeTraining):
         self.target_features.prepare(self.target, self._data(), self.layers(), splits)
 
     def configure_model(self) -> None:
-        """Shard a frozen target's layers under `ModelParallelStrategy` (FSDP2), where it does not fit one device."""
+        """Shard a frozen target's layers under `ShardedTarget` (FSDP2), where it does not fit one device."""
         if not is_sharded(self.trainer) or self._sharded:
             return
         from lightning_specdec.models.huggingface import HuggingFaceLM
 
         if not (self.freeze_target and isinstance(self.target, HuggingFaceLM)):
-            raise ValueError("ModelParallelStrategy shards a frozen transformers target alone: give strategy ddp")
+            raise ValueError("ShardedTarget shards a frozen transformers target alone: give strategy ddp")
+        if not isinstance(self.trainer.strategy, ShardedTarget):
+            raise ValueError("a run under ModelParallelStrategy cannot resume: give strategy ShardedTarget instead")
         assert self.device_mesh is not None
         for layer in self.target.stack.layers:
             fully_shard(layer, mesh=self.device_mesh["data_parallel"])

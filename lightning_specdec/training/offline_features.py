@@ -25,6 +25,7 @@ from lightning_specdec.config.memory import gigabytes
 from lightning_specdec.data import Batch, TokenData
 from lightning_specdec.data.base import tell
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.base import weights_digest
 from lightning_specdec.training.callbacks import progress_bar
 from lightning_specdec.training.optimizers import time_left
 from lightning_specdec.training.target_outputs import (
@@ -252,15 +253,6 @@ def rows_digest(data: TokenData, split: str) -> str:
     for batch in batches(data, split):
         for tokens, length in zip(batch.tokens.numpy(), batch.lengths.tolist(), strict=True):
             digest.update(np.array([length, *tokens[:length]], "<i4").tobytes())
-    return digest.hexdigest()
-
-
-def weights_digest(target: LanguageModel) -> str:
-    """What tells a target from others: its weights, dtypes included."""
-    digest = hashlib.sha256()
-    for name, weight in target.state_dict().items():
-        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
-        digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor
 
 from lightning_specdec.checkpoints import checkpoint as checkpoint_file
@@ -82,6 +82,18 @@ class OnlineFeatures:
                     features[layer].append(output.features[layer])
         states = {layer: torch.cat(parts) for layer, parts in features.items()}
         return TargetOutputs(states, torch.cat(log_probs), torch.cat(choices))
+
+
+class ShardedTarget(ModelParallelStrategy):
+    """FSDP2 of a frozen target alone: each process has the drafts whole, and they are saved and restored as elsewhere.
+
+    Lightning's own strategy wants every weight of the target in the checkpoint.
+    """
+
+    lightning_restore_optimizer = True
+    load_checkpoint, load_model_state_dict = ParallelStrategy.load_checkpoint, ParallelStrategy.load_model_state_dict
+    optimizer_state = ParallelStrategy.optimizer_state
+    load_optimizer_state_dict = ParallelStrategy.load_optimizer_state_dict
 
 
 def is_sharded(trainer: Trainer) -> bool:
