@@ -20,7 +20,7 @@ from lightning_specdec.training.offline_features import FeaturesByNeed, OfflineF
 from lightning_specdec.training.optimizers import TimeLimit
 from lightning_specdec.training.pair import PairTraining
 from lightning_specdec.training.runs import SafeCheckpointIO
-from lightning_specdec.training.target_outputs import OnlineFeatures, ShardedTarget
+from lightning_specdec.training.target_outputs import OnlineFeatures
 
 __all__ = [
     "AcceptedPerRound",
@@ -45,7 +45,6 @@ __all__ = [
     "RoundMetrics",
     "RunProgressBar",
     "SafeCheckpointIO",
-    "ShardedTarget",
     "TensorBoardCurves",
     "TimeLimit",
     "TotalVariation",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +102,9 @@ class OfflineFeatures(OnlineFeatures):
         own = missing[rank::num_processes]
         with progress_bar(len(own), "shard", shown=bool(own) and rank == 0) as bar:
             for split, number in own:
-                self._write(split, number, self._compute(target, data, split, number, kept))
+                arrays = dict(self._compute(target, data, split, number, kept))
+                with replaced(self._path(split, number)) as file:
+                    file.write(save(arrays))
                 bar.update()
         _barrier()
 
@@ -115,10 +117,6 @@ class OfflineFeatures(OnlineFeatures):
                 return True
         except (OSError, SafetensorError):
             return False
-
-    def _write(self, split: str, number: int, arrays: Mapping[str, Tensor]) -> None:
-        with replaced(self._path(split, number)) as file:
-            file.write(save(dict(arrays)))
 
     @torch.no_grad()
     def read(
@@ -258,9 +256,8 @@ def rows_digest(data: TokenData, split: str) -> str:
 
 def process_rank() -> tuple[int, int]:
     """This process's rank and the number of processes."""
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1
+    several = distributed.is_available() and distributed.is_initialized()
+    return (distributed.get_rank(), distributed.get_world_size()) if several else (0, 1)
 
 
 def _barrier() -> None:

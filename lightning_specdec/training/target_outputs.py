@@ -85,15 +85,12 @@ class OnlineFeatures:
 
 
 class ShardedTarget(ModelParallelStrategy):
-    """FSDP2 of a frozen target alone: each process has the drafts whole, and they are saved and restored as elsewhere.
-
-    Lightning's own strategy wants every weight of the target in the checkpoint.
-    """
+    """FSDP2 of a frozen target alone: each process has the drafts whole, saved and restored as in other runs."""
 
     lightning_restore_optimizer = True
     load_checkpoint, load_model_state_dict = ParallelStrategy.load_checkpoint, ParallelStrategy.load_model_state_dict
-    optimizer_state = ParallelStrategy.optimizer_state
     load_optimizer_state_dict = ParallelStrategy.load_optimizer_state_dict
+    optimizer_state = ParallelStrategy.optimizer_state
 
 
 def is_sharded(trainer: Trainer) -> bool:
