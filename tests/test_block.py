@@ -27,6 +27,7 @@ from tiny_block import block, fitted_block
 from tiny_distillation import batch_of, begun, check_that_counts_are_decodings, check_that_it_learns, own_texts
 from tiny_distillation import target as tiny_target
 
+from lightning_specdec.audit.exact_round import measure_round
 from lightning_specdec.decoding import Session, autoregressive_decode
 from lightning_specdec.drafters import BlockDrafter, DraftRequest, TargetContext, last_two
 from lightning_specdec.models import LanguageModel
@@ -148,6 +149,14 @@ def test_where_a_window_ends_depends_on_no_token_that_it_cuts_off() -> None:
                     longer.setdefault(tuple(row[:end]), set()).add(length > end)
             assert all(len(each) == 1 for each in longer.values())
     assert len(set(chances.values())) > 3 and chances[1.0] == 400, "the bounds cut alike, or nothing"
+
+
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.5}], ids=str)
+def test_rounds_that_end_early_in_all_rows_are_the_targets(settings: dict[str, Any]) -> None:
+    drafter = fitted_block(target("llama"), num_steps=10, min_confidence=0.3)
+    sampling = Sampling(1.0, **settings)
+    law = measure_round(target("llama"), drafter, TEXT, rule=RejectionSampling(), sampling=sampling)
+    assert law.num_drafts and law.is_the_targets
 
 
 ENDS = {

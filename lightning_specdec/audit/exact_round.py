@@ -143,13 +143,13 @@ def _logits(stage: Stage, played: Played) -> tuple[float, float]:
     Compared at every place that follows tokens which the target can draw.
     """
     assert played.logits is not None and played.draft is not None
-    drafts = played.draft.tokens.tolist()
-    both = readings(stage.target, [[*stage.text, *tokens] for tokens in drafts], stage.width, (None, 1))
+    drafts, width = played.draft.tokens.tolist(), played.logits.shape[1]
+    both = readings(stage.target, [[*stage.text, *tokens] for tokens in drafts], width, (None, 1))
     one, other = (stage.sampling.process(way, [stage.text] * len(drafts), drafts) for way in both)
     odds = stage.sampling.probs(one[:, :-1]).gather(-1, played.draft.tokens[..., None])[..., 0]
     reached = torch.nn.functional.pad((odds > 64 / STEPS).cumprod(1), (1, 0), value=1) > 0
     lengths = torch.tensor([[len(drafted)] for drafted in played.drafted], device=reached.device)
-    reached &= torch.arange(stage.width, device=reached.device) <= lengths
+    reached &= torch.arange(width, device=reached.device) <= lengths
     error = difference(played.logits[reached], one[reached])
     return error, rounding(stage.target, [one[reached], other[reached]])
 

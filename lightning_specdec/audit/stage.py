@@ -116,7 +116,7 @@ class Stage:
         drafted = draft.tokens.tolist()
         if draft.lengths is not None:
             drafted = [row[:length] for row, length in zip(drafted, draft.lengths.tolist(), strict=True)]
-        return Played(noise, draft, logits, drafted, committed)
+        return Played(noise[:, : logits.shape[1]], draft, logits, drafted, committed)
 
     def _reject(self, draft: Draft, logits: Tensor, *rest: Any) -> Verdict:
         """Nothing is kept, and the same token follows in every row."""
