@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from typing import Any, NoReturn
@@ -38,6 +39,9 @@ _RECIPE = """\
   --text PATH...        directories that generate wrote, or text files; shipped is SmolLM2's own text
   --minutes M           how long the run takes, start-up included (default: three epochs)
 """
+_ENGINE = """\
+  --engine ENGINE       vLLM: a server's address, or the Python of its environment (--model.engine)
+"""
 _OPTIONS = """\
   --config FILE         YAML of the run; repeat to lay one over another
   --ckpt_path FILE      last, best or a checkpoint: fit resumes from it, the others use it
@@ -58,9 +62,11 @@ def run(verb: str, words: list[str]) -> int:
         configs = sorted(path.stem for path in shipped_directory().parent.glob("*.yaml"))
         example = _EXAMPLES.get(verb, f"lightning_specdec {verb} --config configs/rnn.yaml --ckpt_path last")
         say(f"usage: lightning_specdec {verb} --config FILE [options]\n\n{SUMMARIES[verb]}\n\noptions:")
-        say(_RECIPE * (verb == "fit") + _OPTIONS + "\n")
+        say(_RECIPE * (verb == "fit") + _ENGINE * (verb == "generate") + _OPTIONS + "\n")
         say(f"configs that ship (configs/NAME.yaml): {', '.join(configs)}\n\nexamples:\n{example}")
         return 0
+    if verb == "generate":
+        words = [re.sub(r"^--engine(?==|$)", "--model.engine", word) for word in words]
     sys.argv[2:] = ["--help" if word == "--help_all" else shipped_config(word) for word in words if word != "--debug"]
     began = time.monotonic()
     if verb == "fit" and any(word.partition("=")[0] == "--recipe" for word in sys.argv[2:]):

@@ -184,13 +184,8 @@ def load(examined: Examined) -> HuggingFaceLM:
     with quiet():
         from transformers import AutoModelForCausalLM
 
-        from lightning_specdec.models.huggingface import HuggingFaceLM
-
         hub.download_weights(name, path)
         _read_shapes(path)
-        tokenizer = None
-        if TextTokenizer.is_in(path):
-            tokenizer = TextTokenizer.load(path, trust_remote_code=examined.trust_remote_code)
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -210,11 +205,29 @@ def load(examined: Examined) -> HuggingFaceLM:
             raise ValueError(f"the weights of {name} {what} {keys[0]} ({len(keys)} in all): download it again")
     if foreign := sorted(report["unexpected_keys"]):
         log.warning("%s holds %d weights that its config has no place for, as %s", name, len(foreign), foreign[0])
-    built = HuggingFaceLM(model, tokenizer=tokenizer).to(examined.device)
-    built.origin = Origin(name, path)
+    built = _with_tokenizer(model, examined).to(examined.device)
     if examined.quantization is not None and examined.backend != "openvino":
         quantize(built.model, examined.quantization)
     return built.eval()
+
+
+def without_weights(examined: Examined) -> HuggingFaceLM:
+    """An examined model on the meta device: its sizes and its tokenizer, for another program to compute with."""
+    with quiet():
+        empty = without_memory(examined.config, trust_remote_code=examined.trust_remote_code)
+    return _with_tokenizer(empty.to(getattr(torch, examined.dtype)), examined)
+
+
+def _with_tokenizer(model: PreTrainedModel, examined: Examined) -> HuggingFaceLM:
+    from lightning_specdec.models.huggingface import HuggingFaceLM
+
+    tokenizer = None
+    with quiet():
+        if TextTokenizer.is_in(examined.path):
+            tokenizer = TextTokenizer.load(examined.path, trust_remote_code=examined.trust_remote_code)
+    built = HuggingFaceLM(model, tokenizer=tokenizer)
+    built.origin = Origin(examined.source, examined.path)
+    return built
 
 
 def check_openvino(device: str | torch.device) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.packed import limit_threads
 from lightning_specdec.rules import Sampling
 from lightning_specdec.training.runs import seen_from_here
+from lightning_specdec.training.served import Endpoint, served
 
 Watch = Callable[[int, int], None]
 """Called after each round with the number of new tokens, and of rows that have ended."""
@@ -100,6 +103,8 @@ class GenerateText(LightningModule):
         shard_size: prompts of a shard: what is lost at most when a process is stopped.
         seed: keys the noise, together with a row's number: `prompt number * temperatures + temperature`.
         num_draft_tokens: draft tokens of prompt lookup in a round; 0 is standard decoding.
+        engine: vLLM in place of this package: a server's address, `vllm` where it is installed beside this package, or
+            the Python of the environment that it is installed in, which starts a server for the run.
     """
 
     def __init__(
@@ -115,6 +120,7 @@ class GenerateText(LightningModule):
         shard_size: int = 64,
         seed: int = 0,
         num_draft_tokens: int = 0,
+        engine: str | None = None,
     ) -> None:
         super().__init__()
         self.source, self.output, self.dtype_name = target, Path(output).expanduser(), dtype
@@ -127,21 +133,30 @@ class GenerateText(LightningModule):
         self.shard_size = require_int("shard_size", shard_size, 1)
         self.seed = require_int("seed", seed, 0, 2**63 - 1)
         self.num_draft_tokens = require_int("num_draft_tokens", num_draft_tokens, 0)
+        if engine is not None and num_draft_tokens:
+            raise ValueError("num_draft_tokens is for decoding without an engine: configure a draft in vLLM's server")
+        self.engine, self.closing = engine, ExitStack()
+        self.endpoint: Endpoint | None = None
         self.target: Any = None
+        self.eos: tuple[int, ...] = ()
         self.wanted: dict[str, Any] = {}
         self.watch: Watch = lambda num_tokens, num_ended: None
 
     def setup(self, stage: str) -> None:
         """Load the target, make the prompts' tokens and cut them into shards."""
-        from lightning_specdec.models.loading import load_model  # transformers, which the other verbs do without
+        from lightning_specdec.models import loading  # transformers, which the other verbs do without
 
         data = self._data()
-        self.target = target = load_model(self.source, dtype=self.dtype_name)
+        if self.engine is None:
+            self.target = target = loading.load_model(self.source, dtype=self.dtype_name)
+            limit_threads(target.num_parameters)
+        else:
+            target = loading.without_weights(loading.examine(self.source, dtype=self.dtype_name))
         assert target.origin is not None, "a loaded model has files"
         tokenizer = target.tokenizer
         if tokenizer is None:
             raise ValueError(f"{self.source} has no tokenizer, so prompts are no tokens: save one beside the weights")
-        limit_threads(target.num_parameters)
+        self.eos = SpeculativeDecoder(target, NGramDrafter()).eos
         prompts = data.prompts(tokenizer)
         longest, context = max(map(len, prompts)), target.max_positions
         if context is not None and longest + self.max_new_tokens > context:
@@ -153,14 +168,17 @@ class GenerateText(LightningModule):
         data.shards = [
             PromptShard(number, first, prompts[first : first + self.shard_size]) for number, first in enumerate(firsts)
         ]
+        is_here = self.engine is None or any(target.origin.path.glob("*.safetensors"))
+        sha256 = target.origin.sha256 if is_here else None
         dtype = str(target.dtype).removeprefix("torch.")
         names = ("max_new_tokens", "temperatures", "top_p", "batch_size", "shard_size", "seed", "num_draft_tokens")
+        arguments = {name: getattr(self, name) for name in names} | ({"engine": "vllm"} if self.engine else {})
         self.wanted = {
             "format": corpus.FORMAT,
-            "target": {"source": self.source, "sha256": target.origin.sha256, "dtype": dtype},
+            "target": {"source": self.source, "sha256": sha256, "dtype": dtype},
             "tokenizer": {"name": self.source, "fingerprint": tokenizer.fingerprint},
             "vocab_size": target.vocab_size,
-            "arguments": {name: getattr(self, name) for name in names},
+            "arguments": arguments,
             "data": {"class": type(data).__name__, **data.arguments()},
             "num_prompts": len(prompts),
             "prompts_sha256": corpus.prompts_digest(prompts),
@@ -174,10 +192,15 @@ class GenerateText(LightningModule):
         Raises:
             ValueError: the directory holds another run's text, or cannot be written to.
         """
-        self.target = self.target.packed()
+        begun = (self.output / corpus.MANIFEST).exists()
+        if begun:
+            corpus.check_same(self.output, corpus.read_manifest(self.output), self.wanted)
+        if self.engine is None:
+            self.target = self.target.packed()
+        elif not all(map(self._is_there, self._data().shards)):
+            self.endpoint = self._begin(self.engine)
         if self.trainer.is_global_zero:
-            if (self.output / corpus.MANIFEST).exists():
-                corpus.check_same(self.output, corpus.read_manifest(self.output), self.wanted)
+            if begun:
                 for left in self.output.glob(".shard-*"):  # by a run that was killed
                     left.unlink()
             elif self.output.is_dir() and any(self.output.glob("shard-*")):
@@ -193,26 +216,38 @@ class GenerateText(LightningModule):
             self.watch(0, len(shard.prompts) * kinds)
             return 0
         made: dict[int, list[int]] = {}
-        with torch.autocast(self.device.type, enabled=False):  # as the target decodes by itself
-            for kind, sampling in enumerate(self.samplings):
-                made |= continue_all(
-                    self.target,
-                    {(shard.first + i) * kinds + kind: prompt for i, prompt in enumerate(shard.prompts)},
-                    max_new_tokens=self.max_new_tokens,
-                    batch_size=self.batch_size,
-                    num_draft_tokens=self.num_draft_tokens,
-                    sampling=sampling,
-                    eos=SpeculativeDecoder(self.target, NGramDrafter()).eos,
-                    seed=self.seed,
-                    watch=self._after_round,
-                )
+        for kind, sampling in enumerate(self.samplings):
+            prompts = {(shard.first + i) * kinds + kind: prompt for i, prompt in enumerate(shard.prompts)}
+            how: dict[str, Any] = {
+                **{"max_new_tokens": self.max_new_tokens, "batch_size": self.batch_size, "sampling": sampling},
+                **{"eos": self.eos, "seed": self.seed, "watch": self._after_round},
+            }
+            if self.endpoint is not None:
+                made |= self.endpoint.continue_all(prompts, vocab_size=self.wanted["vocab_size"], **how)
+                continue
+            with torch.autocast(self.device.type, enabled=False):  # as the target decodes by itself
+                made |= continue_all(self.target, prompts, num_draft_tokens=self.num_draft_tokens, **how)
         rows = []
         for index in sorted(made):
             number, kind = divmod(index, kinds)
             prompt = shard.prompts[number - shard.first]
             rows.append(corpus.GeneratedRow(prompt, made[index], number, self.temperatures[kind]))
-        corpus.write_shard(self.output, shard.number, rows, self.target.vocab_size)
+        corpus.write_shard(self.output, shard.number, rows, self.wanted["vocab_size"])
         return len(rows)
+
+    def _begin(self, engine: str) -> Endpoint:
+        """The engine, for as long as the run or, where that fails, the process lasts."""
+        if self.trainer.world_size > 1 and "://" not in engine:
+            raise ValueError("several processes share one server: start vLLM and give its address as model.engine")
+        longest = max(len(prompt) for shard in self._data().shards for prompt in shard.prompts)
+        room = {"dtype": self.dtype_name, "batch_size": self.batch_size, "max_length": longest + self.max_new_tokens}
+        atexit.register(self.closing.close)
+        endpoint = self.closing.enter_context(served(engine, self.source, **room))
+        self.wanted["versions"]["vllm"] = endpoint.version
+        return endpoint
+
+    def teardown(self, stage: str) -> None:
+        self.closing.close()
 
     def _after_round(self, num_tokens: int, num_ended: int) -> None:
         if self.trainer.received_sigterm:  # which the Trainer itself heeds in training alone
@@ -222,7 +257,7 @@ class GenerateText(LightningModule):
     def _is_there(self, shard: PromptShard) -> bool:
         """Whether a shard has been written and is whole."""
         try:
-            corpus.Shard(corpus.shard_path(self.output, shard.number), self.target.vocab_size)
+            corpus.Shard(corpus.shard_path(self.output, shard.number), self.wanted["vocab_size"])
         except (FileNotFoundError, ValueError):
             return False
         return True

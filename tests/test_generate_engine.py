@@ -1,0 +1,189 @@
+"""Text that another engine writes: the same shards, or one clear line; vLLM itself runs in benchmarks/engines.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_fixtures import call, succeed
+from generated import contents, generate, prompt_file, target
+from local_server import Handler, serving
+
+from lightning_specdec.data import PromptFiles
+from lightning_specdec.data import corpus as corpus_files
+from lightning_specdec.decoding import autoregressive_decode
+from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.models.loading import load_model
+
+__all__ = ["target"]
+
+
+class StandIn(Handler):
+    """Answers as vLLM does, by this package's own decoding."""
+
+    model: HuggingFaceLM
+    name = ""
+    asked: list[dict[str, Any]]
+    faults: dict[str, Any]
+
+    def do_GET(self) -> None:
+        answers: dict[str, Any] = {
+            "/v1/models": {"data": [{"id": "other", "root": "other"}, {"id": self.name, "root": self.name}]},
+            "/version": {"version": "0.32.0"},
+        }
+        self.answer({**answers, **self.faults}[self.path])
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        if "answer" in self.faults:
+            return self.answer(self.faults["answer"])
+        row = autoregressive_decode(
+            self.model, [body["prompt"]], max_new_tokens=body["max_tokens"], eos=body["stop_token_ids"]
+        )
+        self.answer({"choices": [{"token_ids": row.tokens[0]}]})
+
+    def answer(self, value: Any) -> None:
+        data = value if isinstance(value, bytes) else json.dumps(value).encode()
+        self.send_response(400 if value == b"no" else 200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def stand_in(name: str, model: HuggingFaceLM | None = None, **faults: Any) -> type[StandIn]:
+    places = {"models": "/v1/models", "version": "/version"}
+    faults = {places.get(each, each): value for each, value in faults.items()}
+    return type("Own", (StandIn,), {"model": model, "name": name, "asked": [], "faults": faults})
+
+
+def command(target: str, engine: str, *more: str) -> tuple[str, ...]:
+    given = {"model.target": target, "model.output": "text", "model.max_new_tokens": "9", "model.shard_size": "4"}
+    given |= {"data": "PromptFiles", "data.paths": "prompts.txt", "trainer.accelerator": "cpu", "engine": engine}
+    return ("generate", "--model", "GenerateText", *(w for k, v in given.items() for w in (f"--{k}", v)), *more)
+
+
+def test_greedy_text_is_the_same_whoever_writes_it_and_a_run_goes_on(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = generate(target, tmp_path / "own", PromptFiles(prompt_file(tmp_path)), temperatures=[0.0])
+    handler = stand_in(target, load_model(target))
+    with serving(handler) as place:
+        first = succeed(*command(target, f"http://{place}/v1/", "--model.batch_size", "3"))
+        assert contents(tmp_path / "text") == contents(own) and len(contents(own)) == 3
+        (tmp_path / "text" / "shard-00001.safetensors").unlink()
+        handler.asked.clear()
+        again = succeed(*command(target, f"http://{place}", "--model.batch_size", "3"))
+        assert first.out == again.out and len(handler.asked) == 4 and contents(tmp_path / "text") == contents(own)
+    body = handler.asked[0]
+    assert (body["model"], body["top_p"], body["top_k"], body["ignore_eos"]) == (target, 1.0, 0, True)
+    assert len({each["seed"] for each in handler.asked}) == 4
+    succeed(*command(target, f"http://{place}", "--model.batch_size", "3"))  # all is there, so nobody is asked
+    manifest = corpus_files.read_manifest(tmp_path / "text")
+    theirs = corpus_files.read_manifest(own)
+    assert manifest["target"] == theirs["target"] and manifest["versions"]["vllm"] == "0.32.0"
+    assert manifest["arguments"]["engine"] == "vllm" and "engine" not in theirs["arguments"]
+    refused = call(*command(target, "vllm", "--model.output", "own"))
+    assert refused.code == 2 and "another run's text" in refused.err
+
+
+def tokens(*numbers: int) -> dict[str, Any]:
+    return {"choices": [{"token_ids": list(numbers)}]}
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "another model": ({"models": {"data": [{"id": "llama", "root": None}]}}, "serves llama, not "),
+    "no models": ({"models": []}, "list of models is damaged"),
+    "another program": ({"version": {}}, "is no server of vLLM"),
+    "a page": ({"models": b"<html>"}, "something else than JSON"),
+    "an older release": ({"answer": {"choices": [{"text": "a"}]}}, "(0.32.0) is too old"),
+    "an error": ({"answer": b"no"}, "refuses with 400: no"),
+    "no choice": ({"answer": {"choices": []}}, "something else than a completion"),
+    "foreign tokens": ({"answer": tokens(*[10**6] * 9)}, "tokens that the target has not"),
+    "text for tokens": ({"answer": tokens(*"abcdefghi")}, "tokens that the target has not"),  # type: ignore[arg-type]
+    "half a row": ({"answer": tokens(3, 3)}, "gives up on a row"),
+}
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_what_a_server_must_not_answer_is_one_line(
+    fault: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prompt_file(tmp_path)
+    faults, told = FAULTS[fault]
+    with serving(stand_in(target, **faults)) as place:
+        outcome = call(*command(target, f"http://{place}"))
+    refused(outcome, told)
+    assert (tmp_path / "text").exists() == ("answer" in faults) and not list(tmp_path.glob("text/*shard*"))
+
+
+def refused(outcome: Any, told: str) -> None:
+    last = outcome.err.splitlines()[-1]
+    assert outcome.code == 2 and outcome.out == "" and "Traceback" not in outcome.err
+    assert last.startswith("error: ") and told in last, last
+
+
+@pytest.mark.parametrize(
+    ("engine", "more", "told"),
+    [
+        ("http://127.0.0.1:9", (), "http://127.0.0.1:9 cannot be reached"),
+        ("ftp://here", (), "begins with http:// or https://"),
+        ("nowhere/python", (), "there is no engine nowhere/python"),
+        (sys.executable, (), "vLLM is not installed for"),
+        ("vllm", ("--model.num_draft_tokens", "3"), "configure a draft in vLLM's server"),
+        ("vllm", ("--trainer.devices", "2", "--trainer.strategy", "ddp_fork"), "several processes share one server"),
+    ],
+)
+def test_an_engine_that_is_not_there_is_one_line_and_leaves_nothing(
+    engine: str, more: tuple[str, ...], told: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prompt_file(tmp_path)
+    refused(call(*command(target, engine, *more)), told)
+    assert not (tmp_path / "text").exists()
+
+
+PROGRAM = """#!{python}
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+given = dict(zip(sys.argv[3::2], sys.argv[4::2]))
+open("pid", "w").write(str(os.getpid()))
+if "{fault}":
+    sys.exit("ValueError: {fault}")
+class Handler(BaseHTTPRequestHandler):
+    def answer(self):
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        name = given["--served-model-name"]
+        found = dict(data=[dict(id=name, root="x")], version="0.32.0", choices=[dict(token_ids=[5] * 8 + [1])])
+        data = json.dumps(found).encode()
+        self.send_response(200), self.send_header("Content-Length", str(len(data))), self.end_headers()
+        self.wfile.write(data)
+    do_GET = do_POST = answer
+    log_message = lambda *arguments: None
+HTTPServer(("127.0.0.1", int(given["--port"])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("fault", ["", "no memory for the cache"])
+def test_an_engine_by_its_python_is_started_for_the_run_and_ended(
+    fault: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prompt_file(tmp_path)
+    path = tmp_path / "python"
+    path.write_text(PROGRAM.format(python=sys.executable, fault=fault))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    if fault:
+        refused(call(*command(target, str(path))), f"vLLM does not start (ValueError: {fault})")
+        assert not (tmp_path / "text").exists()
+    else:
+        assert succeed(*command(target, str(path))).out == "11 rows, 99 new tokens: text\n"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
