@@ -34,6 +34,7 @@ from lightning_specdec import checkpoints
 from lightning_specdec.bench.manifest import manifest
 from lightning_specdec.checkpoints import engines
 from lightning_specdec.config.files import replaced
+from lightning_specdec.data.corpus import open_corpus
 from lightning_specdec.decoding import DecodeResult, speculative_decode
 from lightning_specdec.drafters import Drafter, EagleDrafter, ModelDrafter, MultiTokenDrafter
 from lightning_specdec.models import LanguageModel
@@ -95,6 +96,7 @@ def main() -> None:
                 file.write((json.dumps({**told, "rows": rows}, indent=1) + "\n").encode())
     wrong = [each["kind"] for each in rows if each["same_tokens"] < each["num_prompts"] or abs(each["off"]) > 0.03]
     wrong += [each["kind"] for each in rows if abs(each.get("sampled_off", 0)) > 0.05]
+    wrong += [each["kind"] for each in rows if len(set(each.get("generated", {}).values())) > 1]
     sys.exit(f"error: vLLM differs with {', '.join(wrong)}" if wrong else 0)
 
 
@@ -151,9 +153,32 @@ def measured(
                 [options.engine, "-c", CLIENT, url, options.model], capture_output=True, text=True, check=True
             )
             row["streamed"] = done.stdout.strip()
+            row["generated"] = generated(url, options)
     if options.num_answers and kind == "head":
         row |= sampled(drafter, packed, prompts, config, options)
     return row
+
+
+def generated(url: str, options: argparse.Namespace) -> dict[str, int]:
+    """Rows that `generate` writes greedily, and those that are the same by a running server and by one it starts."""
+    lines = Path(options.prompts).read_text(encoding="utf-8").splitlines()[: options.num_prompts]
+    texts = [" ".join(json.loads(line)["turns"][0].split()) for line in lines]
+    found: dict[str, list[list[int]]] = {}
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "prompts.txt")
+        path.write_text("\n".join(texts), encoding="utf-8")
+        given = {"model.target": options.model, "model.dtype": "float32", "data.paths": str(path)}
+        given |= {"model.max_new_tokens": str(options.max_new_tokens), "trainer.accelerator": "cpu"}
+        words = ["generate", "--model", "GenerateText", "--data", "PromptFiles", "--trainer.logger", "false"]
+        words += [word for name, value in given.items() for word in (f"--{name}", value)]
+        for name, more in {"here": [], "address": ["--engine", url], "python": ["--engine", options.engine]}.items():
+            output = Path(folder, name)
+            command = [sys.executable, "-m", "lightning_specdec", *words, "--model.output", str(output), *more]
+            subprocess.run(command, check=True, env=environment(options.engine) if name == "python" else None)
+            shards = open_corpus(output)[1]
+            found[name] = [shard.row(i).tolist() for shard in shards for i in range(len(shard.prompt_lengths))]
+    same = {name: sum(map(list.__eq__, found["here"], found[name])) for name in ("address", "python")}
+    return {"num_rows": len(found["here"]), **same}
 
 
 def sampled(

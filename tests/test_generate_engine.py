@@ -7,6 +7,7 @@ import os
 import stat
 import sys
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ class StandIn(Handler):
     name = ""
     asked: list[dict[str, Any]]
     faults: dict[str, Any]
+    one_at_a_time = Lock()
 
     def do_GET(self) -> None:
         answers: dict[str, Any] = {
@@ -43,9 +45,10 @@ class StandIn(Handler):
         self.asked.append(body)
         if "answer" in self.faults:
             return self.answer(self.faults["answer"])
-        row = autoregressive_decode(
-            self.model, [body["prompt"]], max_new_tokens=body["max_tokens"], eos=body["stop_token_ids"]
-        )
+        with self.one_at_a_time:
+            row = autoregressive_decode(
+                self.model, [body["prompt"]], max_new_tokens=body["max_tokens"], eos=body["stop_token_ids"]
+            )
         self.answer({"choices": [{"token_ids": row.tokens[0]}]})
 
     def answer(self, value: Any) -> None:

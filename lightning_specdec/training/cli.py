@@ -64,6 +64,8 @@ class CliTrainer(Trainer):
 
     def generate(self, model: LightningModule, datamodule: LightningDataModule) -> None:
         """Write the target's own text; see `GenerateText`."""
+        if self.world_size > 1 and "://" not in (getattr(model, "engine", None) or "://"):
+            raise ValueError("several processes share one server: start vLLM and give its address as model.engine")
         self.predict(model, datamodule=datamodule, return_predictions=False)
 
 

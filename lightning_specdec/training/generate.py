@@ -237,8 +237,6 @@ class GenerateText(LightningModule):
 
     def _begin(self, engine: str) -> Endpoint:
         """The engine, for as long as the run or, where that fails, the process lasts."""
-        if self.trainer.world_size > 1 and "://" not in engine:
-            raise ValueError("several processes share one server: start vLLM and give its address as model.engine")
         longest = max(len(prompt) for shard in self._data().shards for prompt in shard.prompts)
         room = {"dtype": self.dtype_name, "batch_size": self.batch_size, "max_length": longest + self.max_new_tokens}
         atexit.register(self.closing.close)
