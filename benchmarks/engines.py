@@ -154,6 +154,7 @@ def measured(
             )
             row["streamed"] = done.stdout.strip()
             row["generated"] = generated(url, options)
+    print(json.dumps(row), flush=True)
     if options.num_answers and kind == "head":
         row |= sampled(drafter, packed, prompts, config, options)
     return row
@@ -206,6 +207,7 @@ def sampled(
             before = drafted(url)
             list(pool.map(lambda each: complete(url, options.model, each, length, temperature=1.0), some))  # noqa: B023
             found |= lengths(prefix, acceptance_length(own), difference(before, drafted(url)))
+        print(json.dumps(found), flush=True)
     return found
 
 

@@ -38,6 +38,7 @@ from lightning_specdec.models import RNN
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.loading import load_model
 from lightning_specdec.training import EagleTraining, MultiTokenTraining
+from lightning_specdec.training.eagle import rollouts
 
 __all__ = ["here"]
 
@@ -322,6 +323,36 @@ def test_names_of_specforge_and_the_defaults_of_engines_are_read(exported: Path,
     save_file(tensors, tmp_path / "model.safetensors")
     back: Any = read_head(tmp_path, TARGET)
     assert back.settings.feature_layers == (1, 1, 1) and same(drafter, back)
+
+
+def foreign(name: str) -> tuple[Path, HuggingFaceLM]:
+    """A head that benchmarks/foreign_heads.py made with another program's own code, and a target for it."""
+    directory = Path(__file__).parent / "data" / "heads" / name
+    model = tiny("llama", vocab_size=23, num_hidden_layers=5, sharpness=14.0)
+    model.get_input_embeddings().weight.data = load_file(directory / "model.safetensors")["embed_tokens.weight"]
+    return directory, HuggingFaceLM(model)
+
+
+@pytest.mark.parametrize("name", ["speculators", "speculators_31", "specforge"])
+def test_heads_of_other_programs_compute_what_they_compute_there(name: str) -> None:
+    directory, target = foreign(name)
+    drafter: Any = read_head(directory, target)
+    assert drafter.settings.feature_layers == (0, 2, 3)
+    assert drafter.draft_vocabulary.tokens.tolist() == [1, 3, 4, 7, 20, 22]
+    theirs = load_file(directory / "expected.safetensors")
+    features = drafter.network.features(theirs["features"][None].chunk(3, -1))
+    outputs = rollouts(drafter.network, target.embeddings(theirs["tokens"][None]), features, 2)
+    for step, logits in enumerate(theirs["logits"]):  # of a round that starts at each entry
+        ours = drafter.network.logits(outputs[step][0, step:])
+        torch.testing.assert_close(ours, logits[: len(ours)], rtol=1e-4, atol=1e-4)
+    runs = speculative_decode(target, drafter, PROMPTS, max_new_tokens=12, num_draft_tokens=3)
+    assert runs.tokens == autoregressive_decode(target, PROMPTS, max_new_tokens=12).tokens
+
+
+@pytest.mark.parametrize("name, told", [("speculators_qwen3", "of qwen3"), ("specforge_llama3", "positions .llama3.")])
+def test_heads_of_other_programs_with_other_parts_are_refused_by_name(name: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        read_head(*foreign(name))
 
 
 def test_training_goes_on_from_an_imported_head(tmp_path: Path) -> None:

@@ -293,8 +293,12 @@ def _eagle(
         raise ValueError(f"it {lacking[0]}, which the heads of this package cannot")
     sizes = to_config({**{name: both[name] for name in _SIZES if name in both}, "model_type": "llama"})
     rotary: Any = sizes.rope_parameters
-    if rotary.get("rope_type", "default") != "default" or sizes.num_hidden_layers != 1 or sizes.hidden_act != "silu":
-        raise ValueError("it has several layers, scaled rotary positions or another activation than silu")
+    if (scaling := rotary.get("rope_type", "default")) != "default":
+        raise ValueError(
+            f"it scales its rotary positions ({short(str(scaling), 40)}), and heads of this package do not"
+        )
+    if sizes.num_hidden_layers != 1 or sizes.hidden_act != "silu":
+        raise ValueError("it has several layers or another activation than silu")
     layers = eagle.get("eagle_aux_hidden_state_layer_ids")
     if layers is None:
         depth = target.num_layers or 0
