@@ -29,7 +29,7 @@ SCALED |= {"original_max_position_embeddings": 16}
 TOKENS = torch.tensor([1, 3, 4, 7, 20, 22])
 
 
-def randomize(model: torch.nn.Module) -> None:
+def randomize(model: Any) -> None:
     """Weights that tell, in place: norms that are not ones, and a vocabulary of some tokens."""
     torch.manual_seed(0)
     for name, value in model.named_parameters():
@@ -73,11 +73,13 @@ def specforge(output: Path, **options: Any) -> None:
     from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3, prepare_decoder_attention_mask
 
     layers = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3], "use_aux_hidden_state": True}
-    config = LlamaConfig(**SIZES, draft_vocab_size=W, target_hidden_size=D, eagle_config=layers, **options)
+    more: dict[str, Any] = {"draft_vocab_size": W, "target_hidden_size": D, "eagle_config": layers, **options}
+    config = LlamaConfig(**SIZES, **more)
     model = LlamaForCausalLMEagle3(config).eval()
     randomize(model)
     features, tokens = torch.randn(1, T, 3 * D), torch.randint(V, (1, T))
-    positions, cache, found = torch.arange(T)[None], [[], []], []
+    positions, found = torch.arange(T)[None], list[torch.Tensor]()
+    cache: list[list[torch.Tensor]] = [[], []]
     mask = prepare_decoder_attention_mask(torch.ones(1, T, dtype=torch.bool), (1, T), features, 0)
     hidden, read = model.project_hidden_states(features), tokens
     for _ in range(STEPS):

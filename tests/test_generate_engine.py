@@ -109,7 +109,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "an error": ({"answer": b"no"}, "refuses with 400: no"),
     "no choice": ({"answer": {"choices": []}}, "something else than a completion"),
     "foreign tokens": ({"answer": tokens(*[10**6] * 9)}, "tokens that the target has not"),
-    "text for tokens": ({"answer": tokens(*"abcdefghi")}, "tokens that the target has not"),  # type: ignore[arg-type]
+    "text for tokens": ({"answer": tokens(*"abcdefghi")}, "tokens that the target has not"),
     "half a row": ({"answer": tokens(3, 3)}, "gives up on a row"),
 }
 

@@ -238,9 +238,9 @@ class GenerateText(LightningModule):
     def _begin(self, engine: str) -> Endpoint:
         """The engine, for as long as the run or, where that fails, the process lasts."""
         longest = max(len(prompt) for shard in self._data().shards for prompt in shard.prompts)
-        room = {"dtype": self.dtype_name, "batch_size": self.batch_size, "max_length": longest + self.max_new_tokens}
         atexit.register(self.closing.close)
-        endpoint = self.closing.enter_context(served(engine, self.source, **room))
+        room = {"batch_size": self.batch_size, "max_length": longest + self.max_new_tokens}
+        endpoint = self.closing.enter_context(served(engine, self.source, dtype=self.dtype_name, **room))
         self.wanted["versions"]["vllm"] = endpoint.version
         return endpoint
 
