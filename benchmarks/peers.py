@@ -91,10 +91,11 @@ def _methods() -> Iterator[Method]:
             load = {"backend": backend, "quantization": quantization}
             ours = f"ours {backend}", precision
             yield Method(*ours, "standard", (load,), (STANDARD,))
-            lookups = grid(drafter=["NGramDrafter"], num_draft_tokens=[3, 5, 8, "auto"], min_ngram=[1, 2])
-            lookups += grid(drafter=["NGramDrafter"], num_draft_tokens=[8], max_ngram=[3], tokens_per_match=[3])
+            lookups = grid(drafter=["NGramDrafter"], num_draft_tokens=[3, 5, 8, "auto"], min_ngram=[2])
+            lookups += grid(drafter=["NGramDrafter"], num_draft_tokens=[5, 8], min_ngram=[1])
             yield Method(*ours, "lookup", (load,), lookups)
-            heads = grid(drafter=["NGramWithFallback"], num_draft_tokens=[2, 3, 4, "auto"], min_ngram=[2, 3])
+            heads = grid(drafter=["NGramWithFallback"], num_draft_tokens=[2, 3, 4, "auto"], min_ngram=[2])
+            heads += grid(drafter=["NGramWithFallback"], num_draft_tokens=[3], min_ngram=[3])
             yield Method(*ours, "lookup, head", (load,), heads)
         scheduler: Load = {"cache_size": 1, "enable_prefix_caching": False}
         whole = {**scheduler, "max_num_batched_tokens": CONTEXT + 200, "dynamic_split_fuse": False}
@@ -248,7 +249,7 @@ class Run:
         self.began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.done = {_key(row) for row in self.rows}
         self.hush: subprocess.Popen[bytes] | None = None
-        self.loud = 0.0
+        self.loud = self.rested = 0.0
 
     def measure(self, part: str, engines: dict[str, Engine], jobs: Sequence[tuple[Method, Load, Row]]) -> None:
         """What is missing, prompt by prompt."""
@@ -266,9 +267,8 @@ class Run:
         """With `--quiet`, measure only while its command runs: for `PIECE` seconds, then not for `REST`."""
         if not self.options.quiet or self.hush and time.monotonic() < self.loud:
             return
-        if self.hush:
-            self.end_quiet()
-            time.sleep(REST)
+        self.end_quiet()
+        time.sleep(max(0.0, self.rested - time.monotonic()))
         self.hush = subprocess.Popen(shlex.split(self.options.quiet), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.hush.stdout is not None
         self.hush.stdout.readline()
@@ -277,7 +277,8 @@ class Run:
     def end_quiet(self) -> None:
         if self.hush:
             self.hush.communicate()
-            self.hush = None
+            share = 1 + (time.monotonic() - self.loud) / PIECE
+            self.hush, self.rested = None, time.monotonic() + share * REST
 
     def _one(self, row: Row, prompts: list[list[int]], engine: Engine, engines: Iterable[Engine]) -> None:
         for each in engines:
@@ -649,6 +650,7 @@ def main() -> None:
     options.files |= {f"gguf_{name}": str(options.converted / f"smollm2-{name}.gguf") for name in ("BF16", "Q8_0")}
     options.rows.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the workers, which may be stopped, end with it
     run = Run(options, TextTokenizer.load(options.model))
     for part in options.parts:
         run.go(part)
