@@ -146,7 +146,7 @@ def which_draft_table() -> str:
             "`--draft FILE --drafter NGramWithFallback`",
         ),
         ("Medusa heads", "`fit --recipe medusa`", f"{smollm2('smollm2_heads')}, {heads} small", "`--draft FILE`"),
-        ("Block drafter (DFlash, DSpark)", "`fit --recipe block`", "not measured yet", "`--draft FILE`"),
+        ("Block drafter (DFlash, DSpark)", "`fit --recipe block`", "not trained long enough to tell", "`--draft FILE`"),
         ("Early exit (LayerSkip)", "of the target", f"{exits} small", "`--drafter EarlyExitDrafter`"),
     ]
     return _table(("Drafter", "Needs training?", "Typical gain", "`decode --target DIR ...`"), rows)
