@@ -221,10 +221,9 @@ def without_weights(examined: Examined) -> HuggingFaceLM:
 def _with_tokenizer(model: PreTrainedModel, examined: Examined) -> HuggingFaceLM:
     from lightning_specdec.models.huggingface import HuggingFaceLM
 
-    tokenizer = None
     with quiet():
-        if TextTokenizer.is_in(examined.path):
-            tokenizer = TextTokenizer.load(examined.path, trust_remote_code=examined.trust_remote_code)
+        is_in = TextTokenizer.is_in(examined.path)
+        tokenizer = TextTokenizer.load(examined.path, trust_remote_code=examined.trust_remote_code) if is_in else None
     built = HuggingFaceLM(model, tokenizer=tokenizer)
     built.origin = Origin(examined.source, examined.path)
     return built

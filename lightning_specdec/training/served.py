@@ -24,7 +24,6 @@ from lightning_specdec.config.terminal import short
 from lightning_specdec.rules import Sampling
 
 _STARTS_SECONDS, _ANSWERS_SECONDS = 900, 3600
-_MODULE = "vllm.entrypoints.openai.api_server"
 
 
 class Endpoint:
@@ -86,9 +85,8 @@ class Endpoint:
         }
 
         def ask(number: int) -> tuple[int, list[int]]:
-            key = hashlib.sha256(f"{seed} {number}".encode()).digest()
-            own = {"prompt": list(prompts[number]), "seed": int.from_bytes(key[:7])}
-            found = self._ask("/v1/completions", {**common, **own})
+            key = int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:7])
+            found = self._ask("/v1/completions", {**common, "prompt": list(prompts[number]), "seed": key})
             try:
                 tokens = found["choices"][0].get("token_ids")
             except (LookupError, TypeError, AttributeError):
@@ -112,11 +110,10 @@ class Endpoint:
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """What the server answers; ValueError where it does not, or not with JSON."""
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         try:
+            data = None if body is None else json.dumps(body).encode()
             request = urllib.request.Request(self.url + path, data, headers)
             with urllib.request.urlopen(request, timeout=30 if body is None else _ANSWERS_SECONDS) as answer:
                 return json.load(answer)
@@ -165,9 +162,9 @@ def served(engine: str, target: str, *, dtype: str | None, batch_size: int, max_
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [python, "-m", _MODULE, "--model", _place(target), "--served-model-name", target, "--host", "127.0.0.1"]
-    words += ["--port", str(port), "--max-num-seqs", str(batch_size), "--max-model-len", str(max_length)]
-    words += [] if dtype is None else ["--dtype", dtype]
+    words = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+    words += ["--model", _place(target), "--served-model-name", target, "--max-num-seqs", str(batch_size)]
+    words += ["--max-model-len", str(max_length), *([] if dtype is None else ["--dtype", dtype])]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
