@@ -44,7 +44,7 @@ demo: setup
 	$(RUN) fit --config configs/rnn.yaml
 	$(RUN) decode --ckpt checkpoints/rnn
 	@echo; echo "A transformer whose four heads draft, as it ships:"
-	$(RUN) decode checkpoints/multi_token.safetensors --max_new_tokens 40 -q
+	$(RUN) decode checkpoints/multi_token.safetensors --max_new_tokens 40 --threads 1 -q
 	@echo; echo "Next, a language model (a download of 98 MB):"; echo "  make smollm2 && $(RUN) decode --pair smollm2"
 
 test: lint
