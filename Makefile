@@ -76,10 +76,10 @@ bench: dev
 bench-transformers: dev
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/transformer_speed.py
 
-# Environments and converted models of other engines; what their packages pull in for vision and sound does not fit a
-# torch for CPUs ("operator torchvision::nms does not exist").
+# Environments and converted models of other engines, with a torch for CPUs: what their packages pull in for vision and
+# sound does not fit it ("operator torchvision::nms does not exist").
 PEERS ?= .peers
-PEER_PIP = $(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install --quiet --disable-pip-version-check
+PEER_PIP = $(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install --quiet --disable-pip-version-check 'torch>=2.11,<2.14'
 NO_VISION = $(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 ENGINES = --engine openvino_genai=$(PEERS)/genai/bin/python --engine llama_cpp=$(PEERS)/llama/bin/python --engine vllm=$(PEERS)/vllm/bin/python
 
@@ -96,7 +96,7 @@ $(PEERS)/genai/.models: | checkpoints/smollm2/config.json
 
 # llama.cpp's converter wants torch and transformers, which are installed beside OpenVINO GenAI.
 $(PEERS)/llama/.models: | $(PEERS)/genai/.models
-	$(PEER_PIP) --no-binary llama-cpp-python llama-cpp-python==0.3.36
+	$(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-binary llama-cpp-python llama-cpp-python==0.3.36
 	$(PEERS)/genai/bin/python -m pip install --quiet gguf sentencepiece
 	rm -rf $(PEERS)/source && $(@D)/bin/python -m pip download --quiet --no-deps --no-binary :all: --dest $(PEERS)/source llama-cpp-python==0.3.36
 	tar -xzf $(PEERS)/source/*.tar.gz -C $(PEERS)/source --strip-components 1

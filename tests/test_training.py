@@ -256,14 +256,18 @@ class Stop:
         monkeypatch.setattr(SpeculativeTraining, hook, stop)
 
 
-def killed(start: Callable[[], object]) -> None:
-    """Run this in a process of its own, which must end by kill -9."""
+def end_of(start: Callable[[], object]) -> int:
+    """The exit code of a process of its own that runs this; the signal's negative number where one killed it."""
     child = os.fork()
     if not child:
+        code = 1
         with contextlib.suppress(BaseException):
-            start()
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+            try:
+                start()
+            except SystemExit as stop:
+                code = int(stop.code or 0)
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.parametrize("how", ["finished", "SIGINT", "SIGTERM", "SIGKILL", "validation", "error"])
@@ -276,13 +280,15 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     verb(monkeypatch, tmp_path / "whole", "fit", "--trainer.max_epochs", "2")
     if how == "finished":
         verb(monkeypatch, tmp_path / "halves", "fit", "--trainer.max_epochs", "1", logger=True)
-    elif how in ("SIGKILL", "validation"):
-        often = ("fit", "--trainer.max_epochs", "2", "--save_seconds", "0")
+    elif how in ("SIGTERM", "SIGKILL", "validation"):
+        often = ("fit", "--trainer.max_epochs", "2", *(("--save_seconds", "0") if how != "SIGTERM" else ()))
         with monkeypatch.context() as stopped:
-            Stop(stopped, "SIGKILL", "on_train_batch_end" if how == "SIGKILL" else "validation_step")
-            killed(lambda: verb(stopped, tmp_path / "halves", *often, logger=True))
+            number = "SIGKILL" if how == "validation" else how
+            Stop(stopped, number, "validation_step" if how == "validation" else "on_train_batch_end")
+            end = end_of(lambda: verb(stopped, tmp_path / "halves", *often, logger=True))
+        assert end == (128 + signal.SIGTERM if how == "SIGTERM" else -signal.SIGKILL)
         left = checkpoint.read(tmp_path / "halves" / "checkpoints/rnn/version_0/last.ckpt")
-        assert left["global_step"] == (3 if how == "SIGKILL" else 50)
+        assert left["global_step"] == (50 if how == "validation" else 3)
     else:
         handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
         with monkeypatch.context() as stopped, pytest.raises((SystemExit, RuntimeError)):
@@ -325,7 +331,7 @@ def test_every_shipped_config_resumes_after_kill_9_and_its_checkpoint_decodes_al
     fit = ("fit", "--config", str(config), "--data.batch_size", "4", *logged)
     with monkeypatch.context() as stopped:
         Stop(stopped, "SIGKILL")
-        killed(lambda: call(*fit, "--save_seconds", "0"))
+        assert end_of(lambda: call(*fit, "--save_seconds", "0")) == -signal.SIGKILL
     (last.parent / ".last.ckpt.half").write_text("half")
     assert checkpoint.read(last)["global_step"] == 3
     outcome = call(*fit, "--ckpt_path", "last")
