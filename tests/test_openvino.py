@@ -25,7 +25,7 @@ from lightning_specdec.decoding.session import run
 from lightning_specdec.drafters import EarlyExitDrafter, NGramDrafter, StagedDrafter
 from lightning_specdec.models import LanguageModel, loading
 from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.models.openvino import OpenVINOLM
+from lightning_specdec.models.openvino import Compiled, OpenVINOLM
 
 FAMILIES = ["llama", "qwen3", "gpt2", "mistral"]
 """Grouped queries; norms of queries and keys; learned positions; a sliding window of 5."""
@@ -75,6 +75,26 @@ def test_logits_and_features_are_those_of_torch(family: str) -> None:
     tokens = drawn(2)
     wanted, got = model(tokens, states[0]), other(tokens, states[1])
     torch.testing.assert_close(got.logits, wanted.logits.detach(), atol=1e-4, rtol=1e-4)
+
+
+def test_calls_keep_recent_sizes_and_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorter calls are computed in the size of a recent one, up to the row's last slot; eight short ones end that."""
+    model, sizes = HuggingFaceLM(tiny("llama")), list[tuple[int, int]]()
+    other, run_graph = OpenVINOLM.of(model), Compiled.run
+
+    def watched(compiled: Compiled, inputs: Any, *more: Any) -> Any:
+        sizes.append((inputs[0].shape[1], len(inputs[1])))
+        return run_graph(compiled, inputs, *more)
+
+    monkeypatch.setattr(Compiled, "run", watched)
+    states, tokens = (model.init_state(1, 64), other.init_state(1, 64)), torch.arange(64)[None] * 7919 % 67
+    for num_tokens in (20, 6, 1, 4, *[1] * 8, 4, *[2] * 10, 1):
+        start = states[0].consumed[0]
+        given = tokens[:, start : start + num_tokens]
+        wanted, got = (each(given, state).logits for each, state in zip((model, other), states, strict=True))
+        torch.testing.assert_close(got, wanted.detach(), atol=1e-4, rtol=1e-4)
+    assert states[1].consumed == [64] and sizes[:4] == [(20, 20), *[(6, 6)] * 3]
+    assert sizes[11:14] == [(1, 1), (4, 4), (4, 4)] and sizes[-1] == (1, 2), "no room for padding in the last slot"
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_specdec.drafters.eagle_network import EagleNetwork
-from lightning_specdec.models.openvino import Compiled, PagedState
+from lightning_specdec.models.openvino import Compiled, PagedState, lengthened
 from lightning_specdec.models.openvino_conversion import open_attention
 
 if TYPE_CHECKING:
@@ -80,10 +80,11 @@ class EagleInOpenVINO:
         """As of `EagleDrafter`."""
         num_rows, num_entries = embedded.shape[:2]
         counts = [num_entries] * num_rows if lengths is None else list(lengths)
-        positions, *places = read.places(read.consumed, counts)
+        step = self._steps[lengths is not None]
+        places = read.places(read.consumed, counts, step.num_tokens.padded(sum(counts)))
         scored = torch.tensor([max(end - 1, 0) for end in accumulate(counts)])
         real = torch.arange(num_entries) < torch.tensor(counts)[:, None]
-        inputs = [each.float()[real][None] for each in (embedded, features)]
-        feature, logits = self._steps[lengths is not None].run([*inputs, scored, positions, *places], read)
+        inputs = [lengthened(each[real], places) for each in (embedded, features)]
+        feature, logits = step.run([*inputs, scored, *places], read)
         read.advance(num_entries, lengths)
         return torch.from_numpy(feature)[:, None], torch.from_numpy(logits)

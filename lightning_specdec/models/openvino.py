@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import accumulate, pairwise
@@ -38,6 +39,8 @@ PRECISIONS = {torch.float32: ("f32", ov.Type.f32), torch.bfloat16: ("bf16", ov.T
 """What a model of that dtype computes in and keeps its keys and values in."""
 DYNAMIC = 32
 """Activations that share a scale where they meet quantized weights."""
+MOST_PADDING = 5
+"""Tokens that a call computes in vain, at most, to have the shape of a recent one."""
 _PLACES = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
 """Inputs that say where the tokens belong, named as OpenVINO's own pipelines do."""
 
@@ -88,6 +91,18 @@ def _check(model: HuggingFaceLM, made: OpenVINOLM) -> None:
         raise ValueError(f"OpenVINO computes other logits for {what} than torch does: use --backend torch")
 
 
+class Sizes:
+    """One dimension of a network's inputs from call to call: a new shape costs OpenVINO milliseconds (docs/log.md)."""
+
+    def __init__(self) -> None:
+        self._recent: deque[int] = deque(maxlen=8)
+
+    def padded(self, size: int) -> int:
+        """The largest recent size that is at most `MOST_PADDING` more than this one."""
+        self._recent.append(size)
+        return max(each for each in self._recent if size <= each <= size + MOST_PADDING)
+
+
 class Compiled:
     """A network that runs in OpenVINO, with paged attention in the place of `Attention`.
 
@@ -130,6 +145,7 @@ class Compiled:
         self._bound: object = None
         self._lock = Lock()
         """Held for a call: it has one memory for inputs and outputs, and threads may share it."""
+        self.num_tokens, self.num_scored = Sizes(), Sizes()
 
     @classmethod
     def of(
@@ -186,7 +202,12 @@ class _Graph:
         self, hidden: np.ndarray, scored: np.ndarray, state: PagedState | None, places: Sequence[np.ndarray]
     ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
         """The logits `[N, V]`, or the last layer's output `[1, P, D]`; and the features."""
-        outputs = self.compiled.run([hidden, *([scored] if self._scores else []), *places], state, self.first)
+        if not self._scores:
+            outputs = self.compiled.run([hidden, *places], state, self.first)
+        else:
+            wide = np.resize(scored, self.compiled.num_scored.padded(len(scored))) if len(scored) else scored
+            outputs = self.compiled.run([hidden, wide, *places], state, self.first)
+            outputs[-1] = outputs[-1][: len(scored)]
         return outputs[-1], dict(zip(self.features, outputs, strict=False))
 
 
@@ -243,17 +264,27 @@ class PagedState(DecodeState):
     def _use(self, buffers: list[Tensor]) -> None:
         self._buffers, self.caches = buffers, [shared_tensor(buffer) for buffer in buffers]
 
-    def places(self, starts: Sequence[int], lengths: Sequence[int]) -> list[np.ndarray]:
-        """The positions `[1, P]` of the next `lengths[b]` tokens of each row, from `starts[b]` on, and `_PLACES`."""
-        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+    def places(self, starts: Sequence[int], lengths: Sequence[int], width: int = 0) -> list[np.ndarray]:
+        """The positions `[1, P]` of the next `lengths[b]` tokens of each row, from `starts[b]` on, and `_PLACES`.
+
+        Args:
+            width: for how many tokens, where those are fewer. The last row takes the others, as far as it has room:
+                its next tokens overwrite them.
+        """
         rows = [row for row, length in enumerate(lengths) if length]
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        positions = np.concatenate([np.arange(starts[row], ends[row]) for row in rows])
+        padding = max(0, min(width - len(positions), self.num_blocks * BLOCK - ends[rows[-1]]))
+        if padding:
+            positions = np.pad(positions, (0, padding), "edge")
+            lengths, ends[rows[-1]] = [*lengths], ends[rows[-1]] + padding
+            lengths[rows[-1]] += padding
         blocks = [-(-ends[row] // BLOCK) for row in rows]
         assert max(blocks) <= self.num_blocks, f"{max(ends)} tokens overrun {self.num_blocks * BLOCK} slots"
         firsts = [row * self.num_blocks for row in rows]
-        positions = [np.arange(starts[row], ends[row]) for row in rows]
         tables = [np.arange(first, first + num, dtype=np.int32) for first, num in zip(firsts, blocks, strict=True)]
         return [
-            np.concatenate(positions)[None],
+            positions[None],
             np.array([starts[row] for row in rows], dtype=np.int32),
             np.array([0, *accumulate(lengths[row] for row in rows)], dtype=np.int32),
             np.concatenate(tables),
@@ -404,15 +435,15 @@ class OpenVINOLM(HuggingFaceLM):
             given = self.stack.embed(given, positions if most is None else positions.clamp(max=most - 1))
         real = None if min(lengths) == shape[1] else steps < torch.tensor(lengths)[:, None]
         flat = given.flatten(0, 1) if real is None else given[real]
-        hidden, places = flat[None].float().contiguous().numpy(), state.places(starts, lengths)
-        outputs: dict[int, np.ndarray] = {}
-        for graph in self._graphs:
-            if first <= graph.first and graph.end <= end:
-                hidden, features = graph.run(hidden, scored.reshape(-1), state, places)
-                outputs |= features
+        graphs = [graph for graph in self._graphs if first <= graph.first and graph.end <= end]
+        places = state.places(starts, lengths, graphs[0].compiled.num_tokens.padded(len(flat)))
+        hidden, outputs = lengthened(flat, places), dict[int, np.ndarray]()
+        for graph in graphs:
+            hidden, features = graph.run(hidden, scored.reshape(-1), state, places)
+            outputs |= features
 
         def padded(output: np.ndarray) -> Tensor:
-            new = torch.from_numpy(output)[0].to(self.dtype)
+            new = torch.from_numpy(output)[0, : len(flat)].to(self.dtype)
             if real is None:
                 return new.unflatten(0, shape)
             made = new.new_zeros(*shape, new.shape[-1])
@@ -424,6 +455,13 @@ class OpenVINOLM(HuggingFaceLM):
         else:
             last = padded(hidden)
         return last, {layer: padded(output) for layer, output in outputs.items()}
+
+
+def lengthened(flat: Tensor, places: Sequence[np.ndarray]) -> np.ndarray:
+    """The tokens' vectors `[P, D]` as `[1, P, D]` in float32, the last one repeated for the padding in `places`."""
+    array = flat[None].float().contiguous().numpy()
+    padding = places[0].shape[1] - len(flat)
+    return np.pad(array, ((0, 0), (0, padding), (0, 0)), "edge") if padding else array
 
 
 def _places_of(lengths: Sequence[int], num_tokens: int, logits_for: Tensor | slice | None) -> np.ndarray:
