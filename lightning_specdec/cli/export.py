@@ -32,7 +32,7 @@ class ExportSettings(Settings):
     output: str = setting(help="file to write, as safetensors; with --format, a new directory", metavar="PATH")
     dtype: str | None = setting(
         None,
-        "store weights in fewer bits; whatever reads them computes as before, and engines as stored",
+        "dtype of the stored weights; this package computes as before, engines as stored",
         choices=("float16", "bfloat16", "int8"),
     )
 

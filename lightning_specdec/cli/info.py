@@ -48,7 +48,7 @@ def run(options: Namespace) -> int:
     if source.ckpt is not None:
         return _show(_file(Path(source.ckpt).expanduser(), drafter), options)
     if drafter is not None:
-        raise UsageError("--drafter says whose class a file names: give a checkpoint or a draft file with it")
+        raise UsageError("--drafter names the drafter class of a file: give a checkpoint or a draft file too")
     if source.pair is not None:
         return _show(_pair(get_pair(source.pair), source.device), options)
     check_directory(source.target)

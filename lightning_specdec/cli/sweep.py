@@ -44,7 +44,7 @@ class SweepSettings(OutputSettings):
         (2, 4, 6, 8), "draft tokens per round", metavar="INT ...", minimum=1, maximum=MAX_TOKENS
     )
     drafts: tuple[str, ...] = setting((), "drafts of the checkpoint, by name; default: all", metavar="NAME ...")
-    num_prompts: int = setting(4, "prompts of the models' own, where none are given", minimum=1)
+    num_prompts: int = setting(4, "how many of the models' own prompts to use if none are given", minimum=1)
 
 
 def add_arguments(parser: Parser) -> None:
