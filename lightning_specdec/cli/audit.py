@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lightning_specdec.audit.auditor import Auditor
     from lightning_specdec.audit.findings import Finding
 
-SUMMARY = "check that the output is the target's: every draft, rule and sampling, beside biased rules"
+SUMMARY = "check that the output is the target's, for every draft, rule and sampling"
 EXAMPLES = """\
 lightning_specdec audit checkpoints/rnn.safetensors
 lightning_specdec audit --target ./llama --draft ./small-llama --rules ExactMatch --temperatures 0 0.8

@@ -20,7 +20,7 @@ from lightning_specdec.config.models import TargetSource, check_directory
 from lightning_specdec.config.pairs import Pair, get_pair, list_pairs
 from lightning_specdec.config.terminal import say, short
 
-SUMMARY = "describe a checkpoint, draft file, model or pair; without one, the environment and all pairs"
+SUMMARY = "describe a checkpoint, draft file, model or pair; by default the environment and all pairs"
 EXAMPLES = """\
 lightning_specdec info
 lightning_specdec info checkpoints/rnn.safetensors

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_specdec.bench.candidates import Candidate
     from lightning_specdec.bench.rows import Comparison
 
-SUMMARY = "measure every draft with every window, say which decodes fastest"
+SUMMARY = "measure every draft with every window and mark the fastest"
 EXAMPLES = """\
 lightning_specdec sweep checkpoints/rnn.safetensors --max_new_tokens 7
 lightning_specdec sweep --target ./llama --draft ./small-llama --batch_size 4

@@ -159,7 +159,7 @@ class BlockNetwork(FeatureNetwork):
 
 
 class BlockDrafter(FeatureDrafter):
-    """Drafts a block of masked places in one pass over the target's hidden states.
+    """Drafts a block of tokens in one pass over the target's hidden states.
 
     Chen et al. 2026, "DFlash", with the Markov head and the confidence head of DSpark: the token before a place adds a
     bias of low rank to its logits, so tokens are drawn one by one and their distributions are exact; and a place that

@@ -84,7 +84,7 @@ class NGramState(DraftState):
 
 
 class NGramDrafter(Drafter):
-    """Copies what followed the latest occurrence of the text's longest known suffix (Saxena 2023); needs no model.
+    """Copies the tokens after the latest occurrence of the text's longest known suffix (Saxena 2023); needs no model.
 
     It looks up the output too. Short matches are wrong most of the time, so they propose few tokens.
     """
