@@ -111,14 +111,18 @@ def first_table() -> str:
     theirs = min(
         (name for name in methods if "generate lookup" in name), key=lambda name: sum(methods[name]["seconds"])
     )
-    shown = {"transformers' lookup": theirs, "this: standard decoding": "standard", "this: lookup": "lookup 4"}
+    shown = {
+        "transformers, prompt lookup": theirs,
+        "this package, standard decoding": "standard",
+        "this package, prompt lookup": "lookup 4",
+    }
     lines = []
     for name, method in shown.items():
         value, low, high = ratio_interval([methods["generate"]["seconds"]], [methods[method]["seconds"]])
         speed = 1000 / methods[method]["milliseconds_per_token"]
         lines.append((name, f"{speed:.1f}", f"{value:.2f} ({low:.2f} to {high:.2f})"))
     baseline = f"{1000 / methods['generate']['milliseconds_per_token']:.1f}"
-    return _table(("Method", "Tokens/s", f"Speedup over `generate` at {baseline} (95% interval)"), lines)
+    return _table(("Method", "Tokens/s", f"Speedup over transformers' `generate` at {baseline} (95% interval)"), lines)
 
 
 def which_draft_table() -> str:
@@ -147,9 +151,9 @@ def which_draft_table() -> str:
         ),
         ("Medusa heads", "`fit --recipe medusa`", f"{smollm2('smollm2_heads')}, {heads} small", "`--draft FILE`"),
         ("Block drafter (DFlash, DSpark)", "`fit --recipe block`", "not trained long enough to tell", "`--draft FILE`"),
-        ("Early exit (LayerSkip)", "of the target", f"{exits} small", "`--drafter EarlyExitDrafter`"),
+        ("Early exit (LayerSkip)", "yes, of the target", f"{exits} small", "`--drafter EarlyExitDrafter`"),
     ]
-    return _table(("Drafter", "Needs training?", "Typical gain", "`decode --target DIR ...`"), rows)
+    return _table(("Drafter", "Needs training?", "Speedup, best window", "`decode --target DIR ...`"), rows)
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -474,7 +474,7 @@ class SpeculativeDecoder:
         if not isinstance(self.drafter, ModelDrafter):
             raise ValueError(f"only a ModelDrafter is trained with its target, this is a {type(self.drafter).__name__}")
         if self.target.backend != "torch":
-            raise ValueError(f"{self.target.backend} trains nothing: load the pair with backend='torch'")
+            raise ValueError(f"{self.target.backend} cannot train: load the pair with backend='torch'")
         quiet_lightning()
         self.target.origin = None  # training changes its weights
         module = PairTraining(self.target, self.drafter.model)

@@ -309,7 +309,7 @@ def _translated(processors: Sequence[Any], sampled: bool, ties: bool) -> tuple[d
     kept = list(processors)
     for each in kept:
         if type(each).__module__.startswith("transformers.") and _kind(each) not in _OF_TOKENS | _OF_COLUMNS:
-            raise ValueError(f"{type(each).__name__} cannot be honoured: it remembers its calls, or is not for texts")
+            raise ValueError(f"{type(each).__name__} is not supported: it keeps state, or is not for texts")
     if not sampled:
         return {"temperature": 0.0}, kept
     if kept and _kind(kept[-1]) == "LogitNormalization":
@@ -332,7 +332,7 @@ def _check(config: GenerationConfig, arguments: dict[str, Any], ids: Tensor, mas
         caller = caller.f_back
     for name, instead in (("streamer", "as_generate(streamer=...)"), ("assistant_model", "draft=...")):
         if caller is not None and caller.f_locals.get(name) is not None:
-            raise ValueError(f"transformers hands no {name} to custom_generate: give it as {instead}")
+            raise ValueError(f"transformers passes no {name} to custom_generate: give it as {instead}")
     defaults = dict.fromkeys(vars(GenerationConfig())) | GenerationConfig._get_default_generation_params()
     outputs = _OUTPUTS if config.return_dict_in_generate else set[str]()
     changed = []
@@ -343,16 +343,16 @@ def _check(config: GenerationConfig, arguments: dict[str, Any], ids: Tensor, mas
     refused = [name for name in changed if name not in _WITHOUT_EFFECT]
     refused += [name for name, value in arguments.items() if name not in _ARRIVE and value is not None]
     if refused:
-        raise ValueError(f"speculative decoding cannot honour {', '.join(refused)}: leave it out, or use transformers")
+        raise ValueError(f"speculative decoding does not support {', '.join(refused)}: drop it, or use transformers")
     if changed:
         log.warning("without effect in speculative decoding: %s", ", ".join(changed))
     cache: Any = arguments.get("past_key_values")
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
-        raise ValueError("past_key_values cannot be honoured: give the whole text instead, or use Session.resume")
+        raise ValueError("past_key_values is not supported: give the whole text instead, or use Session.resume")
     if mask is not None and mask.shape != ids.shape:
         raise ValueError(f"attention_mask is {list(mask.shape)} and input_ids {list(ids.shape)}: they must match")
     positions = arguments.get("position_ids")
     if positions is not None:
         seen = (torch.ones_like(ids) if mask is None else (mask != 0).long())[: len(positions)]
         if positions.shape[-1] != ids.shape[1] or ((positions - seen.cumsum(-1) + 1) * seen).any():
-            raise ValueError("position_ids cannot be honoured: each row counts from 0")
+            raise ValueError("position_ids is not supported: each row counts from 0")

@@ -171,11 +171,11 @@ def test_a_config_that_is_wrong_is_one_line(more: dict[str, Any], told: str) -> 
 
 
 def test_other_bad_input_is_one_line() -> None:
-    refused("bench", told="say what to measure: --config FILE")
+    refused("bench", told="--config is missing: give a YAML file")
     refused("bench", "--config", "gone.yaml", told="gone.yaml: No such file or directory")
     refused("bench", "--config", "tiny.yaml", "tiny.yaml", told="two configs are called tiny")
     Path("tiny.yaml").write_text("pairs: [")
-    refused("bench", "--config", "tiny.yaml", told="is no YAML")
+    refused("bench", "--config", "tiny.yaml", told="is not valid YAML")
 
 
 def test_another_config_under_the_same_name_is_refused() -> None:

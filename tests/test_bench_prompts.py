@@ -78,7 +78,7 @@ def test_files_of_every_kind_are_read(tmp_path: Path) -> None:
 BAD: dict[str, tuple[str | None, str]] = {
     "gone": (None, "there is no prompts file"),
     "empty": ("\n", "holds no prompt"),
-    "a bad line": ('{"prompt": "x"}\n{no', "line 2: this is no JSON"),
+    "a bad line": ('{"prompt": "x"}\n{no', "line 2: this is not JSON"),
     "no prompt in it": ('{"question": "x"}', "needs a prompt.*this one has question"),
     "bad tokens": ('{"tokens": [1, -2]}', '"tokens" must be'),
     "an id of two lines": ('{"id": "a\\nb", "prompt": "x"}', '"id" must be a name'),

@@ -61,8 +61,8 @@ def test_a_half_written_last_line_is_no_row_and_is_repaired(tmp_path: Path, size
     ("damaged", "told"),
     [
         ("{torn", "rows.jsonl, line 2 is damaged"),
-        (line(2, format=FORMAT + 1), f"line 2 is no row of format {FORMAT}"),
-        (line(2).replace("histogram", "histo"), "line 2 is no row of format"),
+        (line(2, format=FORMAT + 1), f"line 2 is not a row of format {FORMAT}"),
+        (line(2).replace("histogram", "histo"), "line 2 is not a row of format"),
         (line(2, repeat="1"), "line 2 has a wrong repeat, .*1"),
         (line(1), "line 2 is there twice"),
     ],
@@ -81,7 +81,7 @@ def test_a_manifest_that_is_torn_or_of_another_version_is_refused(tmp_path: Path
     write(tmp_path, 1)
     (tmp_path / "manifest.json").write_text(content)
     for reading in (lambda: read(tmp_path), lambda: write(tmp_path)):
-        with pytest.raises(ValueError, match=r"manifest.json (is damaged|is no manifest of format 3)"):
+        with pytest.raises(ValueError, match=r"manifest.json (is damaged|is not a manifest of format 3)"):
             reading()
 
 

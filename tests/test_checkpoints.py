@@ -235,7 +235,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a later format": (lambda path: altered(path, lambda it: it.update(format=3)), "has format 3"),
     "shared heads": (
         lambda path: altered(path, lambda it: it["drafter"]["arguments"].update(shared_output=True)),
-        "train them anew",
+        "train them again",
     ),
     "no prompts": (lambda path: altered(path, lambda it: it.pop("prompts")), "it has no 'prompts'"),
     "no target": (lambda path: altered(path, lambda it: it.update(target=None)), "expected a class"),

@@ -76,7 +76,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     "torn": (lambda path: (path / SHARD).write_bytes((path / SHARD).read_bytes()[:-9]), {}, f"{SHARD} is damaged"),
     "missing": (lambda path: (path / SHARD).unlink(), {}, f"{SHARD} is missing"),
     "no manifest": (lambda path: (path / "manifest.json").unlink(), {}, "holds no generated text"),
-    "other format": (changed(format=2), {}, "is no manifest of format 1"),
+    "other format": (changed(format=2), {}, "is not a manifest of format 1"),
     "tokens outside": (changed(vocab_size=30), {"vocab_size": 30}, "holds rows that cannot have been generated"),
     "other vocabulary": (lambda path: None, {"vocab_size": 400}, "with 320 tokens: give"),
     "too few": (lambda path: None, {"num_val": 20}, "11 distinct sequences, and the splits need"),

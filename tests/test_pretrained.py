@@ -103,7 +103,7 @@ def test_models_that_are_laid_out_for_decoding_are_not_saved(
     models: dict[str, str], backend: str, tmp_path: Path
 ) -> None:
     decoder = SpeculativeDecoder.from_pretrained(models["target"], backend=backend)
-    with pytest.raises(ValueError, match="for decoding alone cannot be saved: load it with pack=False"):
+    with pytest.raises(ValueError, match="a packed model cannot be saved: load it with pack=False"):
         decoder.save(tmp_path / "pair.safetensors")
     SpeculativeDecoder.from_pretrained(models["target"], pack=False, backend=backend).save(
         tmp_path / "pair.safetensors"

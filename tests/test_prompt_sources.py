@@ -73,7 +73,7 @@ def test_a_turn_that_was_begun_is_asked_with_its_beginning(target: str, tmp_path
 
 FAULTS: dict[str, tuple[Callable[[Path], PromptSource], TextTokenizer, str]] = {
     "no file": (lambda path: PromptFiles(str(path / "nowhere.txt")), TALKING, "nowhere.txt does not exist"),
-    "no json": (lambda path: PromptFiles(str(path / "bad.jsonl")), TALKING, r"bad.jsonl, line 2: this is no JSON"),
+    "no json": (lambda path: PromptFiles(str(path / "bad.jsonl")), TALKING, r"bad.jsonl, line 2: this is not JSON"),
     "no template": (lambda path: PromptFiles(str(path / "a.txt")), PLAIN, "no chat template: set data.chat to false"),
     "no opening": (lambda path: OpeningTurns(2), PLAIN, "no chat template"),
     "all too long": (lambda path: PromptFiles(str(path / "a.txt"), max_prompt_tokens=3), TALKING, "there is no prompt"),

@@ -177,7 +177,7 @@ def test_a_bad_checkpoint_is_refused_before_anything_runs(
     best, last = str(shipped_run.best), str(shipped_run.last)
     with pytest.raises(ValueError, match="has networks of other shapes .*embedding"):
         verb(monkeypatch, tmp_path, "test", "--ckpt_path", best, "--data.vocab_size", "60", logger=True)
-    with pytest.raises(ValueError, match=f"{EPOCHS} epochs behind it and the run ends after {EPOCHS - 1}"):
+    with pytest.raises(ValueError, match=f"{EPOCHS} finished epochs and the run ends after {EPOCHS - 1}"):
         verb(monkeypatch, tmp_path, "fit", "--ckpt_path", last, "--trainer.max_epochs", str(EPOCHS - 1), logger=True)
     assert sorted(tmp_path.iterdir()) == before
 

@@ -54,14 +54,14 @@ class BenchConfig(Settings):
     batch_sizes: tuple[int, ...] = setting((1,), "prompts decoded together", minimum=1)
     rules: tuple[Any, ...] = setting(("ExactMatch",), "rules, by name or as {EpsilonThreshold: {epsilon: 0.2}}")
     baselines: tuple[str, ...] = setting(
-        HUGGING_FACE, "methods of transformers, where the target is one of its models", choices=HUGGING_FACE
+        HUGGING_FACE, "methods of transformers to compare with, for targets that are its models", choices=HUGGING_FACE
     )
-    max_new_tokens: int = setting(64, "new tokens per prompt at most", minimum=1, maximum=MAX_TOKENS)
-    ignore_eos: bool = setting(False, "let no token end a row")
-    repeats: int = setting(5, "timed runs of each case; each has a seed of its own", minimum=1)
-    warmup: int = setting(1, "runs before them", minimum=0)
+    max_new_tokens: int = setting(64, "maximum number of new tokens per prompt", minimum=1, maximum=MAX_TOKENS)
+    ignore_eos: bool = setting(False, "do not stop at EOS: no token ends a row")
+    repeats: int = setting(5, "timed runs of each case, each with its own seed", minimum=1)
+    warmup: int = setting(1, "untimed runs before them", minimum=0)
     seed: int = setting(0, "seed of the first repeat", minimum=0, maximum=2**62)
-    device: str = setting("cpu", "where all of it runs")
+    device: str = setting("cpu", "device to run on")
     threads: int | None = setting(None, "CPU threads; default: torch's own choice", minimum=1, maximum=1024)
 
     def __post_init__(self) -> None:

@@ -63,7 +63,7 @@ class Case:
         method: one of `rows.OURS` and `rows.HUGGING_FACE`.
         target: packed, as every method decodes with it.
         prompts: all of one domain.
-        drafter: as it drafts (fused), or why it cannot; None where nothing of ours drafts.
+        drafter: as it drafts (fused), or why it cannot; None if no drafter of this package runs.
         draft: label of the drafter.
         batch_size: prompts that are decoded together.
         baseline: transformers' models, for Hugging Face's methods.

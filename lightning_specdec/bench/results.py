@@ -131,7 +131,7 @@ def _manifest(directory: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: restore it, or remove {directory} and measure again") from error
     if not isinstance(values, dict) or values.get("format") != FORMAT or not values.keys() >= set(_NEEDED):
-        raise ValueError(f"{path} is no manifest of format {FORMAT}: another version wrote it; measure again")
+        raise ValueError(f"{path} is not a manifest of format {FORMAT}: another version wrote it; measure again")
     return dict(values)
 
 
@@ -146,7 +146,7 @@ def _rows(path: Path, content: bytes) -> Iterator[ResultRow]:
                 raise ValueError("is there twice")
         except (ValueError, RecursionError) as error:
             why = "is damaged" if isinstance(error, json.JSONDecodeError | RecursionError) else error
-            raise ValueError(f"{path}, line {number} {why}: remove the line, and it is measured again") from error
+            raise ValueError(f"{path}, line {number} {why}: remove the line to measure it again") from error
         seen.add((row.cell, row.repeat))
         yield row
 

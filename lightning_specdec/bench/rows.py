@@ -115,7 +115,7 @@ class ResultRow:
         """
         known = {each.name for each in fields(cls)}
         if values.get("format") != FORMAT or values.keys() - known != {"format"}:
-            raise ValueError(f"is no row of format {FORMAT}")
+            raise ValueError(f"is not a row of format {FORMAT}")
         for names, kinds in ((_TEXT, (str,)), (_NUMBERS, (int, float))):
             for name in names:
                 if not isinstance(values.get(name), kinds):

@@ -84,7 +84,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     found = document.get("format")
     if type(found) is not int or not 1 <= found <= FORMAT:
         shown = short(repr(found), 40)
-        raise ValueError(f"{path} has format {shown}, this version reads 1 to {FORMAT}: update or export it anew")
+        raise ValueError(f"{path} has format {shown}, this version reads 1 to {FORMAT}: update, or export it again")
     return content
 
 

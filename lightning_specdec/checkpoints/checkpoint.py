@@ -147,7 +147,7 @@ def save(
 
 
 def is_exported(path: str | os.PathLike[str]) -> bool:
-    """Whether this is a file as `save` writes it: of this program, and with nothing of a training in it."""
+    """Whether this is a file as `save` writes it: of this program, and without a training state."""
     try:
         return os.path.isfile(path) and read(path).keys() == {KEY, "state_dict"}
     except ValueError:
@@ -256,7 +256,7 @@ def _plain(recipe: object) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError):
         copied = None
     if not isinstance(copied, dict):
-        raise ValueError("its recipe is no dictionary of plain values")
+        raise ValueError("its recipe is not a dictionary of plain values")
     return copied
 
 

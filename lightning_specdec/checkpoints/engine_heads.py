@@ -263,7 +263,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
-        raise ValueError("its config.json is damaged or absurdly large: copy or download it again")
+        raise ValueError("its config.json is damaged or too large: copy or download it again")
     return config
 
 
@@ -305,7 +305,7 @@ def _eagle(
         inputs = config.get("eagle_aux_hidden_state_layer_ids") or [2, depth // 2, depth - 3]
         layers = [each - 1 for each in inputs]
     if (target.num_layers or 0) - 1 in layers:
-        raise ValueError("it reads the target's last layer before the final norm, and here that is read behind it")
+        raise ValueError("it reads the target's last layer before the final norm, this package after it")
     tokens = _draft_vocabulary(weights.pop("d2t", None), sizes.vocab_size, weights["lm_head.weight"])
     weights.pop("t2d", None)
     embedding = weights.pop("embed_tokens.weight", None)
@@ -371,7 +371,7 @@ def _joined(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def _medusa(config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[Callable[[], Drafter], dict[str, Tensor]]:
     """How to build heads, and their weights by the names here."""
     if "token_map" in weights:
-        raise ValueError("its heads score some tokens alone (token_map), in an order that is not read")
+        raise ValueError("its heads score only some tokens (token_map), in an unsupported order")
     weights = {name.removeprefix("medusa_heads."): value for name, value in weights.items()}
     sizes = [config.get(f"medusa_{name}", config.get(other)) for name, other in _MEDUSA]
     num_heads, num_blocks = (require_int(f"medusa_{_MEDUSA[i][0]}", sizes[i], 1, 64) for i in (0, 1))

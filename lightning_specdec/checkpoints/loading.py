@@ -117,7 +117,7 @@ def _pretrained(source: PairSource, target: LanguageModel | None, pack: bool) ->
     if isinstance(draft, str) and not is_file and head is None:
         wanted.append((draft, source.draft_dtype or source.dtype, source.draft_quantization, revision))
     elif source.draft_quantization or revision:
-        raise ValueError("only a draft model that is named is quantized or has a revision: drop those settings")
+        raise ValueError("quantization and revision need a named draft model: drop those settings")
     models = _load_models(wanted, source, pack) if wanted else []
     if isinstance(model, str):
         model = models.pop(0)

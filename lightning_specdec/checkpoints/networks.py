@@ -49,7 +49,7 @@ def spec(module: nn.Module) -> dict[str, Any]:
     kind = type(module)
     packed = any(isinstance(part, PackedLinear) for part in module.modules())
     if packed or getattr(module, "backend", "torch") != "torch":
-        raise ValueError("a model that is laid out for decoding alone cannot be saved: load it with pack=False")
+        raise ValueError("a packed model cannot be saved: load it with pack=False")
     name = (DRAFTERS if isinstance(module, Drafter) else MODELS).name_of(kind)
     try:
         if "<" in name or not (isinstance(module, Drafter) or name in MODELS):
@@ -92,7 +92,7 @@ def _current(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of older files as they are given now."""
     arguments = {_FORMER.get(key, key): value for key, value in arguments.items()}
     if arguments.pop("shared_output", False):
-        raise ValueError("its heads share the target's output layer, which heads no longer do: train them anew")
+        raise ValueError("its heads share the target's output layer, which is no longer supported: train them again")
     windows = arguments.get("stage_windows")
     if isinstance(windows, list) and windows:  # one for each stage; the draft is the same with any
         arguments["stage_windows"] = windows[-1]
@@ -153,7 +153,7 @@ def with_weights(make: Callable[[], nn.Module], owner: str, weights: Mapping[str
         module.load_state_dict(given, strict=True, assign=True)
         if sum(buffer.nbytes for buffer in module.buffers()) > _COMPUTED_BYTES:
             raise ValueError(
-                f"the {owner} wants tables of more than {_COMPUTED_BYTES:,} bytes: its positions are absurd"
+                f"the {owner} wants tables of more than {_COMPUTED_BYTES:,} bytes: it has too many positions"
             )
     for name, other in tied.items():
         if not torch.equal(given[name], given[other]):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lightning_specdec.audit.auditor import Auditor
     from lightning_specdec.audit.findings import Finding
 
-SUMMARY = "check that the output is the target's: every draft, rule and sampling, beside biased rules"
+SUMMARY = "check that the output is the target's, for every draft, rule and sampling"
 EXAMPLES = """\
 lightning_specdec audit checkpoints/rnn.safetensors
 lightning_specdec audit --target ./llama --draft ./small-llama --rules ExactMatch --temperatures 0 0.8
@@ -44,9 +44,9 @@ class AuditSettings(OutputSettings):
         (), "temperatures, 0 is greedy; default: 0, 1, and 0.7 with top_p 0.9", metavar="NUMBER ...", minimum=0
     )
     num_draft_tokens: int = setting(3, "draft tokens per round", minimum=1, maximum=MAX_TOKENS)
-    num_prompts: int = setting(4, "prompts of the models' own, where none are given", minimum=1)
+    num_prompts: int = setting(4, "how many of the models' own prompts to use if none are given", minimum=1)
     max_new_tokens: int = setting(32, "new tokens where outputs are compared", minimum=1, maximum=MAX_TOKENS)
-    num_places: int = setting(3, "places where one round is enumerated", minimum=1, maximum=MAX_TOKENS)
+    num_places: int = setting(3, "positions where one round is enumerated", minimum=1, maximum=MAX_TOKENS)
     seed: int = setting(0, "seed of all draws", minimum=0, maximum=2**63 - 1)
 
 

@@ -33,10 +33,10 @@ The same command resumes a run that was stopped."""
 class BenchSettings(Settings):
     """What is measured and where it is kept."""
 
-    config: tuple[str, ...] = setting((), "YAML of what is measured; several in turn", metavar="FILE ...")
-    output: str = setting("results", "directory of the directories of results", metavar="DIR")
+    config: tuple[str, ...] = setting((), "YAML configs to measure, in turn", metavar="FILE ...")
+    output: str = setting("results", "parent directory of the results", metavar="DIR")
     name: str | None = setting(None, "name of the results, instead of the config's")
-    format: str = setting("text", "how the table is printed", choices=("text", "markdown", "csv", "json"))
+    format: str = setting("text", "format of the printed table", choices=("text", "markdown", "csv", "json"))
 
 
 def add_arguments(parser: Parser) -> None:
@@ -49,7 +49,7 @@ def run(options: Namespace) -> int:
     set_up_logs(options)
     settings = chosen(options, BenchSettings)
     if not settings.config:
-        raise UsageError("say what to measure: --config FILE, as configs/bench/rnn.yaml")
+        raise UsageError("--config is missing: give a YAML file, for example configs/bench/rnn.yaml")
     from lightning_specdec.bench.config import read_config
     from lightning_specdec.bench.pairs import check_pairs
 

@@ -12,12 +12,10 @@ from lightning_specdec.config.models import ENGINES, PairSource
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.config.terminal import say
 
-SUMMARY = (
-    "write a training checkpoint as a file for decoding alone, or a draft for vLLM, SGLang, llama.cpp, transformers"
-)
+SUMMARY = "write a training checkpoint as a file for decoding, or a draft for vLLM, SGLang, llama.cpp, transformers"
 EXAMPLES = """\
 lightning_specdec export --ckpt checkpoints/rnn/best.ckpt --output small.ckpt --dtype float16
-lightning_specdec export --ckpt best.ckpt --output draft.safetensors    (of a target that stayed as it was)
+lightning_specdec export --ckpt best.ckpt --output draft.safetensors    (trained on a frozen target)
 lightning_specdec export --draft draft.safetensors --target checkpoints/smollm2 --format vllm --output smollm2-eagle3"""
 
 
@@ -32,7 +30,7 @@ class ExportSettings(Settings):
     output: str = setting(help="file to write, as safetensors; with --format, a new directory", metavar="PATH")
     dtype: str | None = setting(
         None,
-        "store weights in fewer bits; whatever reads them computes as before, and engines as stored",
+        "dtype of the stored weights; this package computes as before, engines as stored",
         choices=("float16", "bfloat16", "int8"),
     )
 

@@ -20,7 +20,7 @@ from lightning_specdec.config.models import TargetSource, check_directory
 from lightning_specdec.config.pairs import Pair, get_pair, list_pairs
 from lightning_specdec.config.terminal import say, short
 
-SUMMARY = "describe a checkpoint, draft file, model or pair; without one, the environment and all pairs"
+SUMMARY = "describe a checkpoint, draft file, model or pair; by default the environment and all pairs"
 EXAMPLES = """\
 lightning_specdec info
 lightning_specdec info checkpoints/rnn.safetensors
@@ -48,7 +48,7 @@ def run(options: Namespace) -> int:
     if source.ckpt is not None:
         return _show(_file(Path(source.ckpt).expanduser(), drafter), options)
     if drafter is not None:
-        raise UsageError("--drafter says whose class a file names: give a checkpoint or a draft file with it")
+        raise UsageError("--drafter names the drafter class of a file: give a checkpoint or a draft file too")
     if source.pair is not None:
         return _show(_pair(get_pair(source.pair), source.device), options)
     check_directory(source.target)

@@ -94,7 +94,7 @@ def make_parser(verb: str) -> Parser:
     parser = Parser(verb, module.SUMMARY, module.EXAMPLES)
     module.add_arguments(parser)
     parser.add_argument(
-        "-q", "--quiet", action="store_true", help="show only errors on stderr, and of decode the answer"
+        "-q", "--quiet", action="store_true", help="show only errors on stderr, and only the answer of decode"
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="show more, on stderr too")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")

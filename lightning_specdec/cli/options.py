@@ -61,10 +61,10 @@ class MeasureSettings(Settings):
     """How often and how something is measured."""
 
     repeats: int | None = setting(
-        None, "timed runs of each method; 0 shows the outputs alone; default: 2 to 10, for 20 seconds", minimum=0
+        None, "timed runs of each method; 0 shows only the outputs; default: 2 to 10, for 20 seconds", minimum=0
     )
     batch_size: int = setting(1, "prompts decoded together", minimum=1, maximum=MAX_TOKENS)
-    ignore_eos: bool = setting(False, "let no token end a row")
+    ignore_eos: bool = setting(False, "do not stop at EOS: no token ends a row")
     threads: int | None = setting(None, "CPU threads; default: 1 for small models", minimum=1, maximum=1024)
 
 
@@ -229,7 +229,7 @@ def add_decoding(parser: Parser, *, skip: Sequence[str] = (), **defaults: Any) -
 
 def add_class(parser: Parser) -> None:
     """The flag by which the user names a file's foreign drafter class."""
-    parser.add_argument("--drafter", metavar="NAME", help="import path of the file's drafter class, if that is foreign")
+    parser.add_argument("--drafter", metavar="NAME", help="import path of the file's drafter class, if it is your own")
 
 
 def class_named(options: Namespace) -> str | None:

@@ -10,7 +10,7 @@ from lightning_specdec.cli.common import set_up_logs
 from lightning_specdec.cli.options import Parser
 from lightning_specdec.config.terminal import say
 
-SUMMARY = "write what a benchmark's results say: one page with the answer, tables and figures"
+SUMMARY = "write the results of a benchmark as one page: the answer, tables and figures"
 EXAMPLES = "lightning_specdec report results/rnn\nlightning_specdec report results/rnn --output docs/results/rnn"
 FOLDER = "report"
 """Default directory of a report, beside the rows."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_specdec.bench.candidates import Candidate
     from lightning_specdec.bench.rows import Comparison
 
-SUMMARY = "measure every draft with every window, say which decodes fastest"
+SUMMARY = "measure every draft with every window and mark the fastest"
 EXAMPLES = """\
 lightning_specdec sweep checkpoints/rnn.safetensors --max_new_tokens 7
 lightning_specdec sweep --target ./llama --draft ./small-llama --batch_size 4
@@ -44,7 +44,7 @@ class SweepSettings(OutputSettings):
         (2, 4, 6, 8), "draft tokens per round", metavar="INT ...", minimum=1, maximum=MAX_TOKENS
     )
     drafts: tuple[str, ...] = setting((), "drafts of the checkpoint, by name; default: all", metavar="NAME ...")
-    num_prompts: int = setting(4, "prompts of the models' own, where none are given", minimum=1)
+    num_prompts: int = setting(4, "how many of the models' own prompts to use if none are given", minimum=1)
 
 
 def add_arguments(parser: Parser) -> None:

@@ -17,7 +17,7 @@ SUMMARIES = {
     "fit": "train target and drafts from a YAML or a recipe",
     "validate": "measure on the validation sequences",
     "test": "measure on the held-out sequences",
-    "generate": "write a target's own text, to train drafts on; run again to go on",
+    "generate": "let a target write text to train drafts on; repeat the command to resume",
 }
 _EXAMPLES = {
     "fit": """\

@@ -28,16 +28,16 @@ class TargetSource(Settings):
     )
     pair: str | None = setting(None, "pair of the registry (see `lightning_specdec info`)", metavar="NAME")
     target: Any = setting(
-        None, "pretrained target: a directory or a name on the hub; with --ckpt, where its target lies", metavar="MODEL"
+        None, "pretrained target: a directory or a name on the hub; with --ckpt, where its target is", metavar="MODEL"
     )
     dtype: str | None = setting(None, "compute in this dtype; default: as stored", choices=DTYPES)
     quantization: str | None = setting(None, "quantize the target's weights", choices=QUANTIZATIONS)
     revision: str | None = setting(None, "branch, tag or commit of the target on the hub")
     trust_remote_code: bool = setting(False, "run Python code that comes with a model: read it first")
-    device: str = setting("cpu", "device to decode on, as cpu or cuda:0")
+    device: str = setting("cpu", "device to decode on, for example cpu or cuda:0")
     backend: str = setting(
         "auto",
-        "what runs pretrained models; auto: OpenVINO on a CPU if installed and faster, torch for quantized ones",
+        "backend for pretrained models; auto: OpenVINO on a CPU if installed and faster, torch for quantized ones",
         choices=BACKENDS,
     )
 

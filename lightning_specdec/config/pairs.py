@@ -28,7 +28,7 @@ class PairModel(Settings):
     source: str = setting(help="name on the hub, or a directory")
     dtype: str = setting(help="compute in this dtype", choices=DTYPES)
     size: ModelSize = setting(help="what decides its memory")
-    local: str | None = setting(None, "directory that is taken instead of the source where it exists")
+    local: str | None = setting(None, "directory to use instead of the source if it exists")
     quantization: str | None = setting(None, "quantize its matrices", choices=QUANTIZATIONS)
     revision: str | None = setting(None, "branch, tag or commit on the hub")
 
@@ -54,7 +54,7 @@ class Pair(Settings):
         help="draft tokens per round, or auto", minimum=1, maximum=MAX_TOKENS, choices=("auto",)
     )
     draft: PairModel | None = setting(None, "the draft model, for drafters that need one")
-    name: str = setting("", "name of its file, without the ending")
+    name: str = setting("", "name of its file, without the extension")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -68,6 +68,6 @@ def read_yaml(path: Path) -> Any:
         check_yaml(text)
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())[:300]}") from error
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())[:300]}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

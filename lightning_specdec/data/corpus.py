@@ -116,7 +116,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         whole = False
     if not whole:
-        raise ValueError(f"{path} is no manifest of format {FORMAT}: generate the text anew with this version")
+        raise ValueError(f"{path} is not a manifest of format {FORMAT}: generate the text again with this version")
     return dict(values)
 
 

@@ -23,7 +23,7 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str], token_bytes: Sequence[bytes | None]) -> None:
         if "" in strings:
-            raise ValueError("a stop string is empty, which every text holds: give at least one character")
+            raise ValueError("a stop string is empty: give at least one character")
         self.token_bytes = token_bytes
         self.needles = tuple(sorted({string.encode() for string in strings}, key=len, reverse=True))
 

@@ -36,13 +36,13 @@ class BlockSettings(FeatureSettings):
     """Settings of `BlockDrafter`."""
 
     feature_norms: bool = setting(
-        False, "normalize each layer's hidden states before they are joined, which other engines cannot"
+        False, "normalize each layer's hidden states before joining them; other engines do not support it"
     )
-    block_size: int = setting(7, "places, which is the most tokens drafted in a round", minimum=1, maximum=64)
+    block_size: int = setting(7, "positions in a block, the most draft tokens of a round", minimum=1, maximum=64)
     num_layers: int = setting(1, "decoder layers", minimum=1, maximum=64)
-    markov_rank: int = setting(64, "rank of the bias that the token before a place adds; 0 for none", minimum=0)
+    markov_rank: int = setting(64, "rank of the Markov head; 0 for none", minimum=0)
     min_confidence: float = setting(
-        0.0, "propose a place only while the chance that all up to it are kept is so large", minimum=0, maximum=1
+        0.0, "end the window where the chance that all its tokens are kept falls below this", minimum=0, maximum=1
     )
 
     def __post_init__(self) -> None:
@@ -142,7 +142,7 @@ class BlockNetwork(FeatureNetwork):
         return normed
 
     def before(self, tokens: Int[Tensor, "*B"]) -> Float[Tensor, "*B R"]:
-        """What the Markov head knows of the token before a place; nothing of tokens below 0."""
+        """What the Markov head knows of the token before a place; zero for tokens below 0."""
         if self.markov_input is None:
             return self.mask.new_zeros(*tokens.shape, 0)
         found: Tensor = self.markov_input(tokens.clamp(min=0))
@@ -159,7 +159,7 @@ class BlockNetwork(FeatureNetwork):
 
 
 class BlockDrafter(FeatureDrafter):
-    """Drafts a block of masked places in one pass over the target's hidden states.
+    """Drafts a block of tokens in one pass over the target's hidden states.
 
     Chen et al. 2026, "DFlash", with the Markov head and the confidence head of DSpark: the token before a place adds a
     bias of low rank to its logits, so tokens are drawn one by one and their distributions are exact; and a place that

@@ -135,7 +135,7 @@ class CrossDraftState(DraftState):
 class CrossVocabularySettings(Settings):
     """Settings of `CrossVocabulary`."""
 
-    min_share: float = setting(0.1, "least share of tokens in common, of the smaller vocabulary", minimum=0, maximum=1)
+    min_share: float = setting(0.1, "minimum share of common tokens, of the smaller vocabulary", minimum=0, maximum=1)
 
 
 class CrossVocabulary(DrawingDrafter):

@@ -40,9 +40,9 @@ class FeatureSettings(Settings):
         None, "newest tokens that each token attends to; default: all", minimum=1, maximum=2**20
     )
     draft_vocabulary: int | tuple[int, ...] | None = setting(
-        None, "tokens that it scores, ascending, or how many to choose before training; default: all"
+        None, "tokens that the draft scores, ascending, or how many to choose before training; default: all"
     )
-    feature_norms: bool = setting(True, "normalize each layer's hidden states before they are joined")
+    feature_norms: bool = setting(True, "normalize each layer's hidden states before joining them")
     head_size: int | None = setting(None, "size of a head; default: hidden_size / num_heads", minimum=2, maximum=2**12)
     rotary_base: float = setting(10_000.0, "base of the rotary positions", minimum=1)
     norm_eps: float = setting(1e-5, "epsilon of the norms", above=0, maximum=1)
@@ -64,7 +64,7 @@ class FeatureSettings(Settings):
 class EagleSettings(FeatureSettings):
     """Settings of `EagleDrafter`."""
 
-    norm_output: bool = setting(False, "feed back its output behind the final norm")
+    norm_output: bool = setting(False, "feed back the output after the final norm")
     norm_before_residual: bool = setting(False, "take the residual stream from the normalized feature")
 
 

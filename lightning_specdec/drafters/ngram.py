@@ -20,7 +20,7 @@ class NGramSettings(Settings):
     RENAMED = {"guesses_per_token": "tokens_per_match"}
 
     max_ngram: int = setting(5, "longest suffix to look up, tried first", minimum=1, maximum=32)
-    min_ngram: int = setting(1, "shortest suffix to look up; longer ones match less often and more surely", minimum=1)
+    min_ngram: int = setting(1, "shortest suffix to look up; longer ones match less often and more reliably", minimum=1)
     tokens_per_match: int = setting(
         2, "draft tokens for each matched token; a match of max_ngram tokens fills the window", minimum=1, maximum=1024
     )
@@ -84,7 +84,7 @@ class NGramState(DraftState):
 
 
 class NGramDrafter(Drafter):
-    """Copies what followed the latest occurrence of the text's longest known suffix (Saxena 2023); needs no model.
+    """Copies the tokens after the latest occurrence of the text's longest known suffix (Saxena 2023); needs no model.
 
     It looks up the output too. Short matches are wrong most of the time, so they propose few tokens.
     """

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class HuggingFaceSettings(Settings):
     model: Mapping[str, Any] = setting(help="config of transformers with a model_type, as {model_type: llama}")
-    vocab_size: int | None = setting(None, "number of tokens, where the config has none", minimum=2, maximum=2**20)
+    vocab_size: int | None = setting(None, "vocabulary size, if the config has none", minimum=2, maximum=2**20)
 
 
 class HuggingFaceLM(LanguageModel):
@@ -167,7 +167,7 @@ class HuggingFaceLM(LanguageModel):
         if self._parts is None:
             try:
                 if len(self.windows) > 1:
-                    raise ValueError("its layers differ in how far they look back")
+                    raise ValueError("its layers differ in their attention span")
                 self._parts = LayerStack(self.model)
                 self._check_parts()
             except FOREIGN as error:

@@ -68,7 +68,7 @@ def converted(model: HuggingFaceLM, quantization: str | None = None) -> Path:
             if not sums.is_file():
                 raise
     elif _sha256(home) != json.loads(sums.read_text(encoding="ascii")):
-        raise ValueError(f"{home} is damaged: delete it, and it is made again")
+        raise ValueError(f"{home} is damaged: delete it to have it rebuilt")
     return home
 
 

@@ -67,19 +67,19 @@ def answer_chart(advice: Sequence[Advice], found: Sequence[Comparison]) -> Chart
             axes.text(0, y, _line(title, 64), fontweight="bold", va="center")
             theirs = [one for one in found if one.case.place == best.case.place and one.case.method in HUGGING_FACE]
             named = [(choice, best, COLORS[0]), *((f"transformers' {one.case.label}", one, GRID) for one in theirs)]
-            axes.vlines(1.0, y + 1.3, y + 0.2 + 1.8 * len(named), color=INK, linewidth=1)
             for name, one, color in named:
                 told = "failed" if one.walltime_speedup is None else shown(one.walltime_speedup)
-                text = axes.text(0, y + 0.9, f"{_line(name, 48)}: {told}", va="center")
-                text.set_bbox({"facecolor": GROUND, "edgecolor": "none", "pad": 0.5})
+                axes.text(0, y + 0.9, f"{_line(name, 48)}: {told}", va="center")
                 if one.walltime_speedup is not None:
                     value, (low, high) = one.walltime_speedup.value, one.walltime_speedup.ends or (1.0, 1.0)
                     ends.append(max(value, min(high, TALL * value)))
                     axes.barh(y + 1.7, value, 0.5, color=color)
+                    axes.vlines(1.0, y + 1.35, y + 2.05, color=INK, linewidth=1)
                     axes.hlines(y + 1.7, low, min(high, TALL * value), color=INK, linewidth=1)
                 y += 1.8
             y += 1.5
         axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
         axes.set_ylim(y - 0.8, -0.7)
         axes.set_xlim(0, 1.05 * max(ends))
         axes.set_xlabel("walltime speedup (1: standard decoding)")

@@ -255,7 +255,7 @@ def config_for(recipe: str, target: str, text: Sequence[str], *, minutes: float 
     config = examine(target).config.get_text_config()
     missing = [name for name in ("hidden_size", "num_hidden_layers", "vocab_size") if not getattr(config, name, 0)]
     if missing:
-        raise ValueError(f"{target} is a {config.model_type} without {missing[0]}, which the recipe {recipe} builds by")
+        raise ValueError(f"{target} is a {config.model_type} without {missing[0]}, which the recipe {recipe} needs")
     vocabulary, layers, hidden = config.vocab_size, config.num_hidden_layers, config.hidden_size
     positions = getattr(config, "max_position_embeddings", None) or _LONGEST + _NEW_TOKENS
     num_new = min(_NEW_TOKENS, max(1, positions // 4))
@@ -294,7 +294,7 @@ def config_for(recipe: str, target: str, text: Sequence[str], *, minutes: float 
     if recipe in ("eagle", "block", "medusa", "exit"):
         given["draft_vocabulary"] = reduced
     width = reduced or vocabulary
-    row_bytes = min(_LONGEST, positions) * 4 * (12 * width + 64 * hidden)  # logits of four guesses, and their layers
+    row_bytes = min(_LONGEST, positions) * 4 * (12 * width + 64 * hidden)  # logits and layers of four draft tokens
     free, most = available_bytes("cuda" if torch.cuda.is_available() else "cpu"), 16 if torch.cuda.is_available() else 4
     batch_size = next((size for size in (16, 8, 4, 2) if size <= most and (free or 0) // 2 >= size * row_bytes), 1)
     data = _data(target, text, vocabulary, min(_LONGEST, positions - num_new)) | {"batch_size": batch_size}

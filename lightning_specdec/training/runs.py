@@ -175,8 +175,7 @@ def check_checkpoint(path: str, trainer: Trainer, model: LightningModule, data: 
         _check_config(path, content[checkpoint_file.KEY], model, data)
     if trainer.max_epochs not in (None, -1) and done >= trainer.max_epochs:
         raise ValueError(
-            f"{path} has {done} epochs behind it and the run ends after {trainer.max_epochs}: raise "
-            "--trainer.max_epochs"
+            f"{path} has {done} finished epochs and the run ends after {trainer.max_epochs}: raise --trainer.max_epochs"
         )
 
 

@@ -52,7 +52,7 @@ class Endpoint:
         try:
             self.version = str(self._ask("/version")["version"])
         except (ValueError, LookupError, TypeError):
-            raise ValueError(f"{self.url} is no server of vLLM: it does not tell its version") from None
+            raise ValueError(f"{self.url} is not a vLLM server: it does not report its version") from None
 
     def continue_all(
         self,
@@ -90,7 +90,7 @@ class Endpoint:
             try:
                 tokens = found["choices"][0].get("token_ids")
             except (LookupError, TypeError, AttributeError):
-                raise ValueError(f"{self.url} answers with something else than a completion") from None
+                raise ValueError(f"{self.url} does not answer with a completion") from None
             if tokens is None:
                 raise ValueError(f"{self.url} returns no token ids: this vLLM ({self.version}) is too old, update it")
             whole = isinstance(tokens, list) and all(type(each) is int and 0 <= each < vocab_size for each in tokens)
@@ -124,7 +124,7 @@ class Endpoint:
             reason = getattr(error, "reason", error)
             raise ValueError(f"{self.url} cannot be reached ({reason}): start vLLM there, then run it again") from error
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{self.url}{path} answers with something else than JSON") from error
+            raise ValueError(f"{self.url}{path} does not answer with JSON") from error
 
 
 def _cards(answer: Any) -> dict[str, list[str]]:

@@ -75,7 +75,7 @@ def read_prompts(path: Path) -> list[Prompt]:
             try:
                 value = line.rstrip("\r") if path.suffix == ".txt" else json.loads(line)
             except (ValueError, RecursionError):
-                raise ValueError(f"{where}: this is no JSON: write one object on each line") from None
+                raise ValueError(f"{where}: this is not JSON: write one object on each line") from None
             found.append(_read_row(value, where, path.stem, number))
     if not found:
         raise ValueError(f"{path} holds no prompt: give one JSON object on each line")
@@ -85,7 +85,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 def _read_row(row: Any, where: str, stem: str, number: int) -> Prompt:
     """The prompt of a JSON object or string; `where` is its file and line, for errors."""
     if not isinstance(row, dict | str):
-        raise ValueError(f"{where}: this is no object of JSON: write one on each line")
+        raise ValueError(f"{where}: this is not a JSON object: write one on each line")
     row = {"prompt": row} if isinstance(row, str) else {key: value for key, value in row.items() if value is not None}
     domain, name = (
         row.get("domain", row.get("category", stem)),
