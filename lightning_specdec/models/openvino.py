@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lightning_specdec.config.files import cache_home, new_directory
 from lightning_specdec.config.memory import require_memory
-from lightning_specdec.models.base import ExitStates, ModelOutput, weights_digest
+from lightning_specdec.models.base import ExitStates, ModelOutput, weights_digest, weights_stamp
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.openvino_conversion import FORMAT, GROUP, Attention, convert, shared_tensor, traced
 from lightning_specdec.models.state import DecodeState, Lengths, as_list
@@ -296,6 +296,7 @@ class OpenVINOLM(HuggingFaceLM):
         self._cutting = Lock()
         self._exits: list[int] = []
         self._head: _Graph | None = None
+        self._stamp = weights_stamp(self)
         self._cut()
 
     @classmethod
@@ -326,6 +327,8 @@ class OpenVINOLM(HuggingFaceLM):
     fused = pack = packed
 
     def init_state(self, batch_size: int, max_length: int) -> PagedState:  # type: ignore[override]
+        if weights_stamp(self) != self._stamp:
+            raise ValueError("the weights changed after the model was converted: convert it anew with OpenVINOLM.of")
         sizes = [size for graph in self._graphs for size in graph.compiled.sizes]
         return PagedState(batch_size, max_length, sizes=sizes, dtype=self.dtype)
 
