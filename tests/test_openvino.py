@@ -199,6 +199,14 @@ def test_a_model_is_converted_once(cache: Path, monkeypatch: pytest.MonkeyPatch)
         OpenVINOLM.of(model)
 
 
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda sums: sums.write_text("{"), lambda sums: sums.write_text("{}")])
+def test_a_conversion_without_its_sums_is_damaged(spoil: Callable[[Path], Any], cache: Path) -> None:
+    model = HuggingFaceLM(tiny("llama"))
+    spoil(OpenVINOLM.of(model).directory / "sha256.json")
+    with pytest.raises(ValueError, match="is damaged: delete it"):
+        OpenVINOLM.of(model)
+
+
 def test_weights_that_change_in_memory_are_not_served_by_an_old_conversion(tmp_path: Path, cache: Path) -> None:
     tiny("llama").save_pretrained(tmp_path / "model")
     model = loading.load_model(tmp_path / "model")

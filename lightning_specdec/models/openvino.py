@@ -52,7 +52,7 @@ def converted(model: HuggingFaceLM, quantization: str | None = None) -> Path:
     settings = repr((weights_digest(model), model.arguments(), kind))
     home = cache_home() / f"openvino-{hashlib.sha256(settings.encode()).hexdigest()[:24]}"
     sums = home / "sha256.json"
-    if not sums.is_file():
+    if not home.exists():
         try:
             with new_directory(home) as made:
                 require_memory("converting the model to OpenVINO", 10 * model.num_parameters, "cpu")  # in float32
@@ -62,9 +62,13 @@ def converted(model: HuggingFaceLM, quantization: str | None = None) -> Path:
                     _check(single, OpenVINOLM(model, made))
                 (made / sums.name).write_text(json.dumps(_sha256(made)), encoding="ascii")
         except (OSError, ValueError):  # another process may have been first
-            if not sums.is_file():
+            if not home.exists():
                 raise
-    elif _sha256(home) != json.loads(sums.read_text(encoding="ascii")):
+    try:
+        whole = _sha256(home) == json.loads(sums.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        whole = False
+    if not whole:
         raise ValueError(f"{home} is damaged: delete it, and it is made again")
     return home
 
