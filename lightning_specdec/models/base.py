@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from lightning_specdec.text.vocabulary import Vocabulary
 
 Plain = int | float | str | bool
+OPENVINO_DTYPES = (torch.float32, torch.bfloat16)
+"""What networks compute in where they run in OpenVINO."""
 
 
 @dataclass

@@ -29,6 +29,7 @@ from lightning_specdec.config.files import cache_home, new_directory
 from lightning_specdec.config.memory import require_memory
 from lightning_specdec.models.base import ExitStates, ModelOutput, weights_digest, weights_stamp
 from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.models.loading import check_openvino
 from lightning_specdec.models.openvino_conversion import FORMAT, GROUP, Attention, convert, shared_tensor, traced
 from lightning_specdec.models.state import DecodeState, Lengths, as_list
 
@@ -308,11 +309,9 @@ class OpenVINOLM(HuggingFaceLM):
         """That model in OpenVINO: converted when it is first asked for, read from the cache from then on.
 
         Raises:
-            ValueError: see `converted`; it is not on a CPU, or of another dtype.
+            ValueError: see `converted` and `check_openvino`.
         """
-        if model.device.type != "cpu" or model.dtype not in PRECISIONS:
-            kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in PRECISIONS)
-            raise ValueError(f"the OpenVINO backend computes in {kinds} on a CPU, got {model.dtype} on {model.device}")
+        check_openvino(model.device, model.dtype)
         return cls(model, converted(model, quantization), quantization)
 
     def _cut(self) -> None:
