@@ -20,7 +20,7 @@ from lightning_specdec.decoding.rows import (
     stops_of,
 )
 from lightning_specdec.decoding.timing import PhaseTimer, peak_memory_bytes
-from lightning_specdec.drafters.layout import pad, with_guesses
+from lightning_specdec.drafters.layout import pad, with_draft
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import Purpose, Sampling, noise_table
 
@@ -70,7 +70,7 @@ def autoregressive_decode(
             noise = torch.stack([noise_table(config.seed, row.index, num_new) for row in rows]).to(device)
         state = target.init_state(len(rows), max(row.max_length for row in rows))
         nothing = torch.empty(len(rows), 0, dtype=torch.long, device=device)
-        tokens, valid_lengths, last = with_guesses(*pad([row.text for row in rows], device), nothing)
+        tokens, valid_lengths, last = with_draft(*pad([row.text for row in rows], device), nothing)
         logits = target(tokens, state, valid_lengths=valid_lengths, logits_for=last).logits[:, -1]
         state.commit(state.consumed)  # nothing goes back: a recurrent state need not carry the prompt along
         while True:

@@ -33,7 +33,7 @@ from lightning_specdec.decoding.verification import Verification
 from lightning_specdec.decoding.windows import FixedWindow, as_window
 from lightning_specdec.drafters import Draft, Drafter, DraftRequest, last_two
 from lightning_specdec.drafters.base import DeviceRound
-from lightning_specdec.drafters.layout import pad, with_guesses
+from lightning_specdec.drafters.layout import pad, with_draft
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import Sampling, make_rule
 from lightning_specdec.text.tokenizer import Tokenizer
@@ -192,7 +192,7 @@ class Session:
         # The target reads what it has not seen of each text, and the draft tokens; it scores the K + 1 last positions.
         last_only = all(len(each) == 1 for each in unread)
         new = (tail[:, 1:], None) if last_only else pad(unread, self.device)
-        tokens, valid_lengths, places = with_guesses(*new, draft.tokens)
+        tokens, valid_lengths, places = with_draft(*new, draft.tokens)
         score = self.target if draft.exit_states is None else partial(self.target, exit_states=draft.exit_states)
         output = score(
             tokens, batch.target_state, valid_lengths=valid_lengths, logits_for=places, features=self._features

@@ -1,6 +1,6 @@
-"""Ragged rows of tokens as one tensor, and guesses behind them: what a model reads in one call.
+"""Ragged rows of tokens as one tensor, and draft tokens behind them: what a model reads in one call.
 
-Shapes: B rows, T tokens, K guesses.
+Shapes: B rows, T tokens, K draft tokens.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ def pad(
     return tokens, None if min(lengths) == width else lengths
 
 
-def with_guesses(
-    unread: Int[Tensor, "B T"], lengths: Sequence[int] | None, guesses: Int[Tensor, "B K"]
+def with_draft(
+    unread: Int[Tensor, "B T"], lengths: Sequence[int] | None, drafted: Int[Tensor, "B K"]
 ) -> tuple[Int[Tensor, "B _"], list[int] | None, Int[Tensor, "B K1"] | slice]:
-    """What a scorer's call takes, to read each row's unread tokens and its guesses behind them.
+    """What a scorer's call takes, to read each row's unread tokens and its draft tokens behind them.
 
     Args:
         unread: right-padded, as `pad` gives them.
         lengths: how many of them are real, at least one of each row; None for all.
-        guesses: may be none, K = 0.
+        drafted: may be none, K = 0.
 
     Returns:
-        The tokens, how many of each row are real (None: all), and the K + 1 places whose logits judge the guesses and
-        follow them: from the last unread token on.
+        The tokens, how many of each row are real (None: all), and the K + 1 places whose logits judge the draft
+        tokens and follow them: from the last unread token on.
     """
-    num_guesses = guesses.shape[1]
+    num_drafted = drafted.shape[1]
     if lengths is None:
-        tokens = torch.cat((unread, guesses), dim=1) if num_guesses else unread
-        return tokens, None, slice(-num_guesses - 1, None)
+        tokens = torch.cat((unread, drafted), dim=1) if num_drafted else unread
+        return tokens, None, slice(-num_drafted - 1, None)
     first = torch.tensor([[length] for length in lengths], device=unread.device)
-    behind = first + torch.arange(num_guesses + 1, device=unread.device)
-    tokens = torch.nn.functional.pad(unread, (0, num_guesses)).scatter(1, behind[:, :-1], guesses)
-    return tokens, [length + num_guesses for length in lengths], behind - 1
+    behind = first + torch.arange(num_drafted + 1, device=unread.device)
+    tokens = torch.nn.functional.pad(unread, (0, num_drafted)).scatter(1, behind[:, :-1], drafted)
+    return tokens, [length + num_drafted for length in lengths], behind - 1

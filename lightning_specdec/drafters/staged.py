@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.drafters.base import Drafter, DraftRequest, DraftState, JointState, TargetContext, last_two
 from lightning_specdec.drafters.early_exit import EarlyExitDrafter, ExitState, LowerState
-from lightning_specdec.drafters.layout import pad, with_guesses
+from lightning_specdec.drafters.layout import pad, with_draft
 from lightning_specdec.drafters.model import ModelDrafter, ModelDraftState, fit, nothing
 from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
@@ -224,7 +224,7 @@ class StagedDrafter(Drafter):
             )
             draft = self.smaller.propose(state.smaller, inner, windows, made.sampling)
         unread = [text[read:] for text, read in zip(made.texts, reading.consumed, strict=True)]
-        tokens, valid_lengths, places = with_guesses(*pad(unread, device), draft.tokens)
+        tokens, valid_lengths, places = with_draft(*pad(unread, device), draft.tokens)
         tokens = tokens.clamp(max=model.vocab_size - 1)  # the target may have tokens that only pad its output
         output = model(tokens, reading, valid_lengths=valid_lengths, logits_for=places)
         lengths = torch.tensor(windows, device=device) if draft.lengths is None else draft.lengths

@@ -294,7 +294,7 @@ def config_for(recipe: str, target: str, text: Sequence[str], *, minutes: float 
     if recipe in ("eagle", "block", "medusa", "exit"):
         given["draft_vocabulary"] = reduced
     width = reduced or vocabulary
-    row_bytes = min(_LONGEST, positions) * 4 * (12 * width + 64 * hidden)  # logits of four guesses, and their layers
+    row_bytes = min(_LONGEST, positions) * 4 * (12 * width + 64 * hidden)  # logits of four draft tokens, and layers
     free, most = available_bytes("cuda" if torch.cuda.is_available() else "cpu"), 16 if torch.cuda.is_available() else 4
     batch_size = next((size for size in (16, 8, 4, 2) if size <= most and (free or 0) // 2 >= size * row_bytes), 1)
     data = _data(target, text, vocabulary, min(_LONGEST, positions - num_new)) | {"batch_size": batch_size}
