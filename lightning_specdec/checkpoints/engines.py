@@ -372,11 +372,9 @@ def _card(made: Exported, stored: Drafter, target: HuggingFaceLM, engine: str, r
     lines += [f"- Target: {place}, weights sha256 {sha256 or 'not known'}", f"- Trained on: {json.dumps(data)}"]
     lines += [f"- Tokens seen: {recipe['tokens_seen']:,}"] if isinstance(recipe.get("tokens_seen"), int) else []
     lines += [
-        f"- Licence: {licence or 'not stated by the target: state one that the licences of target and text allow'}"
-    ]
-    lines += [
+        f"- Licence: {licence or 'not stated by the target: state one that the licences of target and text allow'}",
         f"- Checked: {made.num_compared} rows of logits, read back by other code, differ by at most "
-        f"{made.difference:.1e} of the largest logit"
+        f"{made.difference:.1e} of the largest logit",
     ]
     lines += [] if made.loaded else [f"- Not run in {engine} itself"]
     lines += ["", "On held-out text:", "", "| Figure | Value |", "|---|---|"] if figures else []

@@ -238,17 +238,18 @@ def weights_digest(module: nn.Module) -> str:
             known |= {id(tensor) for tensor in chain(part.parameters(), part.buffers())}
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         plain = tensor.detach()
+        found.update(name.encode())
         if id(tensor) in known and type(plain) is not Tensor:  # quantized, from these files
+            found.update(f"{plain.dtype} {type(plain).__name__}".encode())
             continue
         data = plain.cpu().flatten().view(torch.uint8).numpy().data
-        found.update(name.encode())
         found.update(zlib.crc32(data).to_bytes(4) if id(tensor) in known else data)
     return found.hexdigest()
 
 
 def weights_stamp(*modules: nn.Module) -> list[tuple[int, int | None, str]]:
-    """Changes when weights do: each one's identity, how often torch has written to it, and the sum of 64 of its values,
-    since torch does not count what fused optimizers and assignments to `data` change."""
+    """Changes when weights do: each one's identity, how often torch has written to it, and a sum of some values, since
+    torch does not count what fused optimizers and assignments to `data` change."""
     stamp = []
     for weight in chain(*(module.parameters() for module in modules)):
         version = None if weight.is_inference() else weight._version
