@@ -30,6 +30,7 @@ from lightning_specdec.decoding import (
 from lightning_specdec.decoding.rows import Prompts, as_prompts, check_padding
 from lightning_specdec.drafters import Drafter, EarlyExitDrafter, ModelDrafter, NGramDrafter
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.base import weights_stamp
 from lightning_specdec.rules import AcceptanceRule, Sampling
 from lightning_specdec.text.tokenizer import TextTokenizer, Tokenizer, named_tokenizer
 
@@ -254,8 +255,7 @@ class SpeculativeDecoder:
     def ready(self) -> tuple[LanguageModel, Drafter]:
         """Target and drafter as decoding uses them: packed and fused, and made anew when weights have changed."""
         with self._lock:
-            both = (*self.target.parameters(), *self.drafter.parameters())
-            weights = [(id(weight), weight._version) for weight in both]
+            weights = weights_stamp(self.target, self.drafter)
             if self._ready is None or self._ready[0] != weights:
                 self.target.eval()
                 self.drafter.eval()
@@ -483,5 +483,4 @@ class SpeculativeDecoder:
         self.prompts, self.recipe = datamodule.prompts(), module.recipe()
         if datamodule.tokenizer is not None:
             self.read_text(named_tokenizer(datamodule.tokenizer))
-        self._ready = None  # torch does not count what a fused optimizer writes as a change
         return {name: float(value) for name, value in trainer.callback_metrics.items()}

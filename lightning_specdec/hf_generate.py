@@ -147,7 +147,7 @@ def generate_with(
 
 def _decoder_of(model: Any, draft: Any) -> SpeculativeDecoder:
     """The decoder of a model with that draft: that of its last call where it serves again."""
-    weights = [id(weight) for weight in model.parameters()]
+    weights = [id(weight) for weight in (*model.parameters(), *model.buffers())]
     before, known, decoder = _decoders.get(model, (None, None, None))
     if decoder is None or known != weights or not (before is draft or isinstance(draft, str) and before == draft):
         decoder = SpeculativeDecoder.from_pretrained(_apart(model), _apart(draft), device=model.device)

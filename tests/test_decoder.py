@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from families import tiny
 from tiny_models import write_text_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lightning_specdec import RNN, DecodingConfig, ModelDrafter, NGramDrafter, SpeculativeDecoder
+from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.text.tokenizer import ByteTokenizer
 
 TEXTS = ["the cat sat on the mat and", "a guess"]
@@ -142,3 +146,43 @@ def test_a_decoder_takes_what_transformers_has_loaded(tmp_path: Path) -> None:
     assert isinstance(decoder.decode("hi", max_new_tokens=2).text, str)
     with pytest.raises(ValueError, match="vocabulary|tokens"):
         SpeculativeDecoder(model, tiny("llama", 2, vocab_size=50))
+
+
+def assign(model: Any) -> None:
+    for weight in model.parameters():
+        weight.data = torch.randn_like(weight)
+
+
+def fused_step(model: Any) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)
+    model(torch.tensor([[1, 2, 3]])).logits.square().sum().backward()
+    optimizer.step()
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "counted": lambda model: [torch.nn.init.normal_(weight) for weight in model.parameters()],
+    "in data": lambda model: [weight.data.normal_() for weight in model.parameters()],
+    "other data": assign,
+    "fused optimizer": fused_step,
+    "another type": lambda model: model.to(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_change_are_decoded_with(change: str) -> None:
+    model = HuggingFaceLM(tiny("llama"))
+    decoder = SpeculativeDecoder(model, HuggingFaceLM(tiny("llama", 2)))
+    before = decoder.decode([5, 3, 9], max_new_tokens=12).tokens
+    torch.manual_seed(3)
+    CHANGES[change](model)
+    after = SpeculativeDecoder(deepcopy(model)).decode_standard([5, 3, 9], max_new_tokens=12).tokens
+    assert decoder.decode_standard([5, 3, 9], max_new_tokens=12).tokens == after
+    if change != "another type":
+        assert after != before and decoder.decode([5, 3, 9], max_new_tokens=12).tokens == after
+
+
+def test_weights_that_were_made_for_inference_alone_decode() -> None:
+    with torch.inference_mode():
+        model = tiny("llama")
+    decoder = SpeculativeDecoder(model)
+    assert decoder.decode([5, 3], max_new_tokens=6).tokens == decoder.decode_standard([5, 3], max_new_tokens=6).tokens

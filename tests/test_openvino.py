@@ -219,6 +219,30 @@ def test_a_model_is_converted_once(cache: Path, monkeypatch: pytest.MonkeyPatch)
         OpenVINOLM.of(model)
 
 
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda sums: sums.write_text("{"), lambda sums: sums.write_text("{}")])
+def test_a_conversion_without_its_sums_is_damaged(spoil: Callable[[Path], Any], cache: Path) -> None:
+    model = HuggingFaceLM(tiny("llama"))
+    spoil(OpenVINOLM.of(model).directory / "sha256.json")
+    with pytest.raises(ValueError, match="is damaged: delete it"):
+        OpenVINOLM.of(model)
+
+
+def test_weights_that_change_in_memory_are_not_served_by_an_old_conversion(tmp_path: Path, cache: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path / "model")
+    model = loading.load_model(tmp_path / "model")
+    other = OpenVINOLM.of(model)
+    decoder = SpeculativeDecoder(other)
+    decoder.decode([5, 3, 9], max_new_tokens=4)
+    model.model.lm_head.weight.data.normal_(generator=torch.Generator().manual_seed(1))
+    with pytest.raises(ValueError, match="the weights changed after the model was converted"):
+        decoder.decode([5, 3, 9], max_new_tokens=4)
+    with pytest.raises(ValueError, match="the weights changed"):
+        other(torch.tensor([[1, 2]]))
+    anew = OpenVINOLM.of(model)
+    torch.testing.assert_close(anew(torch.tensor([[1, 2]])).logits, model(torch.tensor([[1, 2]])).logits.detach())
+    assert anew.directory != other.directory
+
+
 def test_a_converted_model_differs_by_its_settings_too(cache: Path) -> None:
     """A window of attention is no weight."""
     same = {"num_hidden_layers": 2, "seed": 3}

@@ -75,10 +75,8 @@ def run(
 
 def _describe(pair: BenchPair, results: ResultsWriter) -> None:
     """Say in the manifest what the pair is, or refuse one that is not what it was."""
-    name, prompts = (
-        pair.name,
-        {domain: {each.id: list(each.tokens) for each in s} for domain, s in pair.prompts.items()},
-    )
+    name = pair.name
+    prompts = {domain: {each.id: list(each.tokens) for each in s} for domain, s in pair.prompts.items()}
     manifest = {part: dict(results.manifest[part]) for part in BY_PAIR}
     if name in manifest["pairs"]:
         known = manifest["pairs"][name]

@@ -39,12 +39,7 @@ def method(each: Comparison) -> str:
     return " ".join(part for part in ("" if case.method == SPECULATIVE else case.method, case.draft) if part) or "-"
 
 
-_WHERE: tuple[Column, ...] = (
-    _setting("pair"),
-    _setting("domain"),
-    _setting("temperature"),
-    _setting("batch", "batch_size"),
-)
+_WHERE: tuple[Column, ...] = (*map(_setting, ("pair", "domain", "temperature")), _setting("batch", "batch_size"))
 _WHAT: tuple[Column, ...] = (("method", method), _setting("window", "num_draft_tokens"), _setting("rule"))
 _FIGURES: tuple[Column, ...] = (
     ("seconds", lambda each: f"{float(f'{seconds(each.rows):.3g}'):,g}" if each.rows else "-"),

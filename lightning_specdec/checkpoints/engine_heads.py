@@ -65,8 +65,7 @@ def eagle_tensors(drafter: EagleDrafter, layer: str) -> dict[str, Tensor]:
     """The weights of an autoregressive head by their names there; its layer is called `layer`."""
     network, own = drafter.network, drafter.settings
     weights = {name: value.detach() for name, value in network.named_parameters()}
-    found = {f"{theirs}.weight": weights[f"{ours}.weight"] for theirs, ours in _WHOLE.items()}
-    found |= {f"{layer}.{theirs}.weight": weights[f"{ours}.weight"] for theirs, ours in _LAYER.items()}
+    found = _renamed(weights, _WHOLE) | _renamed(weights, _LAYER, f"{layer}.")
     keys = own.num_key_heads * network.head_size
     rows = own.num_heads * network.head_size, keys, keys
     found |= _split(weights["query_key_value.weight"], f"{layer}.self_attn", _QUERY_KEY_VALUE, rows)
@@ -75,6 +74,11 @@ def eagle_tensors(drafter: EagleDrafter, layer: str) -> dict[str, Tensor]:
         order = sorted(range(len(own.feature_layers)), key=own.feature_layers.__getitem__)
         found |= {f"fc_norm.{i}.weight": weights[f"layer_norms.{old}.weight"] for i, old in enumerate(order)}
     return _stored(found, drafter)
+
+
+def _renamed(weights: dict[str, Tensor], names: dict[str, str], theirs: str = "", ours: str = "") -> dict[str, Tensor]:
+    """Weights by an engine's names, behind these prefixes."""
+    return {f"{theirs}{new}.weight": weights[f"{ours}{old}.weight"] for new, old in names.items()}
 
 
 def _split(joined: Tensor, room: str, names: Sequence[str], rows: Sequence[int] | None = None) -> dict[str, Tensor]:
@@ -101,14 +105,12 @@ def block_tensors(drafter: BlockDrafter, table: Tensor) -> dict[str, Tensor]:
     The mask is a token more than the target has, so its embeddings, `table`, are stored with it, scaled. A Markov head
     of rank 0 is one of rank 1 that adds nothing.
     """
-    network, own, found = drafter.network, drafter.settings, dict[str, Tensor]()
+    network, own = drafter.network, drafter.settings
     weights = {name: value.detach() for name, value in network.named_parameters()}
-    for theirs, ours in {**_WHOLE, "hidden_norm": "context_norm"}.items():
-        found[f"{theirs}.weight"] = weights[f"{ours}.weight"]
+    found = _renamed(weights, {**_WHOLE, "hidden_norm": "context_norm"})
     for i in range(own.num_layers):
-        for theirs, ours in _BLOCK_LAYER.items():
-            found[f"layers.{i}.{theirs}.weight"] = weights[f"layers.{i}.{ours}.weight"]
         layer = f"layers.{i}"
+        found |= _renamed(weights, _BLOCK_LAYER, f"{layer}.", f"{layer}.")
         found |= _split(weights[f"{layer}.key_value.weight"], f"{layer}.self_attn", _QUERY_KEY_VALUE[1:])
         found |= _split(weights[f"{layer}.gate_up.weight"], f"{layer}.mlp", _GATE_UP)
     mask = weights["mask"]

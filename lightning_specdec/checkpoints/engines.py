@@ -82,11 +82,19 @@ class Exported:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a draft is written for an engine, compared (differences and the largest logit), and served."""
+    """How a draft is written for an engine, compared (its logits here and there), and served.
+
+    Args:
+        methods: what each engine calls this kind of draft.
+        window: draft tokens of a round to recommend.
+        crossed: whether the draft has another vocabulary.
+    """
 
     write: Callable[[Path], None]
     compare: Callable[[Path, list[list[int]]], list[tuple[Tensor, Tensor]]]
-    commands: tuple[str, ...]
+    methods: Mapping[str, str]
+    window: int
+    crossed: bool = False
 
 
 def export(
@@ -127,7 +135,8 @@ def export(
     for weight in stored.parameters() if dtype is not None else ():
         weight.data = weight.data.to(FLOATS[dtype])  # type: ignore[index]
     place = target.origin.source if target.origin is not None else "TARGET"
-    plan = _plan(stored, target, engine, window, place, output)
+    plan = _plan(stored, target, engine, window, place)
+    commands = _commands(plan, engine, place, output)
     longest = (target.max_positions or 2**20) - _STEPS
     known = [list(text)[:longest] for text in texts or _random_texts(target)]
     try:
@@ -142,25 +151,25 @@ def export(
                 )
             count = sum(len(ours) for ours, _ in pairs)
             loaded = engine not in NOT_RUN and not isinstance(stored, BlockDrafter)
-            made = Exported(output, plan.commands, difference, count, loaded)
+            made = Exported(output, commands, difference, count, loaded)
             (folder / "README.md").write_text(_card(made, stored, target, engine, recipe), encoding="utf-8")
     except SafetensorError as error:
         raise OSError(f"{output} cannot be written: {error}") from error
     return made
 
 
-def _plan(stored: Drafter, target: HuggingFaceLM, engine: str, window: int, place: str, output: Path) -> _Plan:
+def _plan(stored: Drafter, target: HuggingFaceLM, engine: str, window: int, place: str) -> _Plan:
     """How to write this draft for that engine; ValueError where the engine cannot run it."""
     name = type(stored).__name__
     for kind, reason in _NO_ENGINE.items():
         if isinstance(stored, kind):
             raise ValueError(f"{engine} cannot run a {name}: {reason}")
+    if isinstance(stored, FeatureDrafter) and (lacks := _lacks(stored, target, engine)):
+        raise ValueError(f"{engine} cannot run this {name}: {'; '.join(lacks)}")
     if isinstance(stored, EagleDrafter):
-        _check_eagle(stored, target, engine)
-        return _eagle_plan(stored, target, engine, window, place, output)
+        return _eagle_plan(stored, target, engine, window, place)
     if isinstance(stored, BlockDrafter):
-        _check_block(stored, target, engine)
-        return _block_plan(stored, target, place, output)
+        return _block_plan(stored, target, place)
     if isinstance(stored, MultiTokenDrafter):
         if engine != "vllm":
             raise ValueError(f"{engine} cannot run a {name}: it has no Medusa heads; vllm has")
@@ -168,13 +177,13 @@ def _plan(stored: Drafter, target: HuggingFaceLM, engine: str, window: int, plac
             raise ValueError(
                 f"vllm cannot run this {name}: its heads must score all tokens, train them without draft_vocabulary"
             )
-        return _medusa_plan(stored, target, place, output)
+        return _medusa_plan(stored, target)
     model = stored.model if isinstance(stored, CrossVocabulary | ModelDrafter) else None
     if not isinstance(model, HuggingFaceLM):
         raise ValueError(f"{engine} cannot run a {name}: it loads models of transformers and heads alone")
     if isinstance(stored, CrossVocabulary) and engine in ("sglang", "llama.cpp"):
         raise ValueError(f"{engine} cannot run a {name}: the draft needs the target's vocabulary there")
-    return _model_plan(stored, model, target, engine, window, place, output)
+    return _model_plan(stored, model, target, engine, window)
 
 
 _NO_ENGINE: dict[type[Drafter], str] = {
@@ -186,30 +195,19 @@ _NO_ENGINE: dict[type[Drafter], str] = {
 }
 
 
-def _wrong_layers(stored: FeatureDrafter, target: HuggingFaceLM) -> list[str]:
-    """What no engine can do of the layers that a draft reads."""
-    layers, lacks = stored.settings.feature_layers, []
-    if max(layers) == (target.num_layers or 0) - 1:
+def _lacks(stored: FeatureDrafter, target: HuggingFaceLM, engine: str) -> list[str]:
+    """Why an engine cannot run a draft on the target's hidden states."""
+    own, lacks = stored.settings, []
+    if max(own.feature_layers) == (target.num_layers or 0) - 1:
         lacks.append("it reads the target's last layer behind the final norm, engines read it before: train without it")
-    if len(set(layers)) < len(layers):
+    if len(set(own.feature_layers)) < len(own.feature_layers):
         lacks.append("it reads a layer twice: train with different ones")
-    return lacks
-
-
-def _check_block(stored: BlockDrafter, target: HuggingFaceLM, engine: str) -> None:
-    """Raise ValueError for a block drafter that the engine cannot run."""
-    lacks = _wrong_layers(stored, target)
-    if engine != "vllm":
-        lacks.append("it has no block drafters with a Markov head; vllm has")
-    if stored.settings.feature_norms:
-        lacks.append("DSpark joins the target's hidden states without norms: train with feature_norms: false")
-    if lacks:
-        raise ValueError(f"{engine} cannot run this {type(stored).__name__}: {'; '.join(lacks)}")
-
-
-def _check_eagle(stored: EagleDrafter, target: HuggingFaceLM, engine: str) -> None:
-    """Raise ValueError for a head that the engine cannot run."""
-    own, lacks = stored.settings, _wrong_layers(stored, target)
+    if isinstance(stored, BlockDrafter):
+        if engine != "vllm":
+            lacks.append("it has no block drafters with a Markov head; vllm has")
+        if own.feature_norms:
+            lacks.append("DSpark joins the target's hidden states without norms: train with feature_norms: false")
+        return lacks
     if engine == "transformers":
         lacks.append("assisted generation takes language models alone: export a draft model")
     if engine in ("sglang", "llama.cpp") and len(own.feature_layers) != 3:
@@ -222,30 +220,18 @@ def _check_eagle(stored: EagleDrafter, target: HuggingFaceLM, engine: str) -> No
         }
         if needed := [how for how, missing in wants.items() if missing]:
             lacks.append(f"it runs plain EAGLE-3 alone: train with {' and '.join(needed)}, norms cannot be folded")
-    if lacks:
-        raise ValueError(f"{engine} cannot run this {type(stored).__name__}: {'; '.join(lacks)}")
+    return lacks
 
 
-def _eagle_plan(
-    stored: EagleDrafter, target: HuggingFaceLM, engine: str, window: int, place: str, output: Path
-) -> _Plan:
+def _eagle_plan(stored: EagleDrafter, target: HuggingFaceLM, engine: str, window: int, place: str) -> _Plan:
     nested = engine != "sglang"
 
     def write(folder: Path) -> None:
         config = engine_heads.eagle_config(stored, place, window, nested=nested)
         _write(folder, config, engine_heads.eagle_tensors(stored, "layers.0" if nested else "midlayer"))
 
-    if engine == "llama.cpp":
-        gguf = output.with_suffix(".gguf")
-        commands: tuple[str, ...] = (
-            _line("python convert_hf_to_gguf.py", output, "--target-model-dir", Path(place), "--outfile", gguf),
-            _line("llama-server -m TARGET.gguf -md", gguf, f"--spec-type draft-eagle3 --spec-draft-n-max {window}"),
-        )
-    elif engine == "sglang":
-        commands = (_sglang("EAGLE3", place, output, window),)
-    else:
-        commands = (_vllm(place, method="eagle3", model=str(output), num_speculative_tokens=window),)
-    return _Plan(write, partial(_compare, stored, target, Eagle3Reference), commands)
+    methods = {"vllm": "eagle3", "sglang": "EAGLE3", "llama.cpp": "draft-eagle3"}
+    return _Plan(write, partial(_compare, stored, target, Eagle3Reference), methods, window)
 
 
 @torch.inference_mode()
@@ -262,19 +248,18 @@ def _compare(
     return pairs
 
 
-def _block_plan(stored: BlockDrafter, target: HuggingFaceLM, place: str, output: Path) -> _Plan:
+def _block_plan(stored: BlockDrafter, target: HuggingFaceLM, place: str) -> _Plan:
     def write(folder: Path) -> None:
         table = target.embeddings(torch.arange(target.vocab_size, device=target.device)[None])[0].detach()
         _write(folder, engine_heads.block_config(stored, place), engine_heads.block_tensors(stored, table))
 
-    size = stored.settings.block_size  # vLLM computes as many places as it drafts
     whole = deepcopy(stored)
     whole.settings = replace(whole.settings, min_confidence=0.0)  # so that no place is left out
-    commands = (_vllm(place, method="dspark", model=str(output), num_speculative_tokens=size),)
-    return _Plan(write, partial(_compare, whole, target, DSparkReference), commands)
+    compare = partial(_compare, whole, target, DSparkReference)
+    return _Plan(write, compare, {"vllm": "dspark"}, stored.settings.block_size)  # vLLM computes all that it drafts
 
 
-def _medusa_plan(stored: MultiTokenDrafter, target: HuggingFaceLM, place: str, output: Path) -> _Plan:
+def _medusa_plan(stored: MultiTokenDrafter, target: HuggingFaceLM) -> _Plan:
     def write(folder: Path) -> None:
         _write(folder, *engine_heads.medusa_files(stored))
 
@@ -288,13 +273,10 @@ def _medusa_plan(stored: MultiTokenDrafter, target: HuggingFaceLM, place: str, o
             pairs.append((ours, medusa_logits(folder, hidden_states(model.model, text)[-1]).flatten(0, 1)))
         return pairs
 
-    number = stored.settings.num_heads
-    return _Plan(write, compare, (_vllm(place, method="medusa", model=str(output), num_speculative_tokens=number),))
+    return _Plan(write, compare, {"vllm": "medusa"}, stored.settings.num_heads)
 
 
-def _model_plan(
-    stored: Drafter, model: HuggingFaceLM, target: HuggingFaceLM, engine: str, window: int, place: str, output: Path
-) -> _Plan:
+def _model_plan(stored: Drafter, model: HuggingFaceLM, target: HuggingFaceLM, engine: str, window: int) -> _Plan:
     tokenizer: Any = model.tokenizer or (None if isinstance(stored, CrossVocabulary) else target.tokenizer)
     if not hasattr(tokenizer, "tokenizer"):
         raise ValueError(f"{engine} cannot run this {type(stored).__name__}: it needs a tokenizer of transformers")
@@ -314,23 +296,8 @@ def _model_plan(
         rows = [torch.tensor([[token % model.vocab_size for token in text]]) for text in texts]
         return [(precise(row).logits[0], loaded(row).logits[0]) for row in rows]
 
-    crossed = {"use_heterogeneous_vocab": True} if isinstance(stored, CrossVocabulary) else {}
-    if engine == "vllm":
-        more = {"method": "draft_model", "model": str(output), "num_speculative_tokens": window}
-        commands: tuple[str, ...] = (_vllm(place, **more, **crossed),)
-    elif engine == "sglang":
-        commands = (_sglang("STANDALONE", place, output, window),)
-    elif engine == "llama.cpp":
-        gguf = output.with_suffix(".gguf")
-        commands = (
-            _line("python convert_hf_to_gguf.py", output, "--outfile", gguf),
-            _line("llama-server -m TARGET.gguf -md", gguf, f"--spec-draft-n-max {window}"),
-        )
-    else:
-        given = ", tokenizer=tokenizer, assistant_tokenizer=AutoTokenizer.from_pretrained(...)" if crossed else ""
-        assistant = f"AutoModelForCausalLM.from_pretrained({str(output)!r})"
-        commands = (f"model.generate(**inputs, assistant_model={assistant}{given})",)
-    return _Plan(write, compare, commands)
+    methods = {"vllm": "draft_model", "sglang": "STANDALONE"}
+    return _Plan(write, compare, methods, window, isinstance(stored, CrossVocabulary))
 
 
 def _drafted(drafter: FeatureDrafter, model: HuggingFaceLM, text: list[int]) -> tuple[list[int], Tensor]:
@@ -366,21 +333,30 @@ def _write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> 
     (folder / SINGLE).write_bytes(safetensors.save(weights, {"format": "pt"}))
 
 
-def _line(*words: str | Path) -> str:
-    """A command; places are quoted, words are flags."""
-    return " ".join(shlex.quote(str(word)) if isinstance(word, Path) else word for word in words)
-
-
-def _vllm(place: str, **speculative: Any) -> str:
-    return f"vllm serve {shlex.quote(place)} --speculative-config {shlex.quote(json.dumps(speculative))}"
-
-
-def _sglang(algorithm: str, place: str, output: Path, window: int) -> str:
-    return (
-        f"python -m sglang.launch_server --model-path {shlex.quote(place)} --speculative-algorithm {algorithm} "
-        f"--speculative-draft-model-path {shlex.quote(str(output))} --speculative-num-steps {window} "
-        f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {window + 1}"
-    )
+def _commands(plan: _Plan, engine: str, place: str, output: Path) -> tuple[str, ...]:
+    """What serves the target with a draft, line by line."""
+    method, window, quote = plan.methods.get(engine), plan.window, shlex.quote
+    target, draft = quote(place), quote(str(output))
+    if engine == "vllm":
+        speculative: dict[str, Any] = {"method": method, "model": str(output), "num_speculative_tokens": window}
+        speculative |= {"use_heterogeneous_vocab": True} if plan.crossed else {}
+        return (f"vllm serve {target} --speculative-config {quote(json.dumps(speculative))}",)
+    if engine == "sglang":
+        return (
+            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {method} "
+            f"--speculative-draft-model-path {draft} --speculative-num-steps {window} "
+            f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {window + 1}",
+        )
+    if engine == "llama.cpp":
+        gguf = quote(str(output.with_suffix(".gguf")))
+        beside, kind = (f" --target-model-dir {target}", f"--spec-type {method} ") if method else ("", "")
+        return (
+            f"python convert_hf_to_gguf.py {draft}{beside} --outfile {gguf}",
+            f"llama-server -m TARGET.gguf -md {gguf} {kind}--spec-draft-n-max {window}",
+        )
+    given = ", tokenizer=tokenizer, assistant_tokenizer=AutoTokenizer.from_pretrained(...)" if plan.crossed else ""
+    assistant = f"AutoModelForCausalLM.from_pretrained({str(output)!r})"
+    return (f"model.generate(**inputs, assistant_model={assistant}{given})",)
 
 
 def _card(made: Exported, stored: Drafter, target: HuggingFaceLM, engine: str, recipe: Mapping[str, Any]) -> str:
@@ -396,11 +372,9 @@ def _card(made: Exported, stored: Drafter, target: HuggingFaceLM, engine: str, r
     lines += [f"- Target: {place}, weights sha256 {sha256 or 'not known'}", f"- Trained on: {json.dumps(data)}"]
     lines += [f"- Tokens seen: {recipe['tokens_seen']:,}"] if isinstance(recipe.get("tokens_seen"), int) else []
     lines += [
-        f"- Licence: {licence or 'not stated by the target: state one that the licences of target and text allow'}"
-    ]
-    lines += [
+        f"- Licence: {licence or 'not stated by the target: state one that the licences of target and text allow'}",
         f"- Checked: {made.num_compared} rows of logits, read back by other code, differ by at most "
-        f"{made.difference:.1e} of the largest logit"
+        f"{made.difference:.1e} of the largest logit",
     ]
     lines += [] if made.loaded else [f"- Not run in {engine} itself"]
     lines += ["", "On held-out text:", "", "| Figure | Value |", "|---|---|"] if figures else []

@@ -39,8 +39,6 @@ OWN_PROMPTS = (
 
 BUSY = 1.25
 """Load of a core from which on other processes slow a decode down."""
-
-
 QUIET_SECONDS = 10.0
 """Between two lines of progress where not every step is reported."""
 _next_line = QUIET_SECONDS
@@ -64,9 +62,8 @@ def set_up_logs(options: Namespace) -> None:
 def progress(text: str, *, often: bool = False) -> None:
     """Report a slow step: on a terminal each that is not `often`, else one in `QUIET_SECONDS`, or all with -v."""
     global _next_line
-    due = (
-        sys.stderr.isatty() and not often
-    ) or time.process_time() >= _next_line  # by a clock that stops while others work
+    # By a clock that stops while others work.
+    due = (sys.stderr.isatty() and not often) or time.process_time() >= _next_line
     if due:
         _next_line = time.process_time() + QUIET_SECONDS
     log.log(logging.INFO if due else logging.DEBUG, "%s", text)

@@ -152,8 +152,8 @@ class BlockNetwork(FeatureNetwork):
         """What that token adds to a place's logits."""
         return 0.0 if self.markov_output is None else self.markov_output(before)
 
-    def sureness(self, hidden: Float[Tensor, "*B D"], before: Float[Tensor, "*B R"]) -> Float[Tensor, "*B"]:
-        """The logit of the chance that a place's token is kept if all before it are, whichever it is."""
+    def confidence_logit(self, hidden: Float[Tensor, "*B D"], before: Float[Tensor, "*B R"]) -> Float[Tensor, "*B"]:
+        """The logit of the probability that a place's token is kept if all before it are, whichever it is."""
         made: Tensor = self.confidence(torch.cat((hidden, before), dim=-1))
         return made[..., 0]
 
@@ -199,7 +199,7 @@ class BlockDrafter(FeatureDrafter):
             logits, chances = self.network.output(hidden), []
             for i in range(num_draft_tokens):
                 before = self.before(token)
-                chances.append(self.network.sureness(hidden[:, i], before).sigmoid())
+                chances.append(self.network.confidence_logit(hidden[:, i], before).sigmoid())
                 token = drawn.draw(logits[:, i] + self.network.bias(before))
             return torch.stack(chances, dim=1)
 
@@ -209,7 +209,7 @@ class BlockDrafter(FeatureDrafter):
         return draft if outputs[3] is None else self._confident(draft, outputs[3])
 
     def _confident(self, draft: Draft, chances: Float[Tensor, "B K"]) -> Draft:
-        """The draft up to each row's first place that is not worth a guess; the first place always is.
+        """The draft up to each row's first place that is not worth a draft token; the first place always is.
 
         What ends a window are hidden states and the tokens before its end, none that is cut off, so the output keeps
         its distribution.

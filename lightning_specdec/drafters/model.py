@@ -15,6 +15,7 @@ from lightning_specdec.drafters.base import Drafter, DraftRequest, DraftState, T
 from lightning_specdec.drafters.heads import DraftVocabulary
 from lightning_specdec.drafters.layout import pad
 from lightning_specdec.models import DecodeState, ExitStates, KVState, LanguageModel, ModelOutput
+from lightning_specdec.models.base import OPENVINO_DTYPES
 from lightning_specdec.models.graphs import Outputs
 from lightning_specdec.models.packed import can_pack, pack_linears
 from lightning_specdec.rules import Draft, Sampling
@@ -254,7 +255,7 @@ class TrainedDrafter(DrawingDrafter, ABC):
 
 def runs_in_openvino(target: LanguageModel | None, dtype: torch.dtype) -> bool:
     """Whether networks of that type draft for this target in OpenVINO, where it runs itself."""
-    return target is not None and target.backend == "openvino" and dtype in (torch.float32, torch.bfloat16)
+    return target is not None and target.backend == "openvino" and dtype in OPENVINO_DTYPES
 
 
 class ModelDraftState(DraftState):

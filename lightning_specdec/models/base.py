@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, N scored positions, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from lightning_specdec.text.vocabulary import Vocabulary
 
 Plain = int | float | str | bool
+OPENVINO_DTYPES = (torch.float32, torch.bfloat16)
+"""What networks compute in where they run in OpenVINO."""
 
 
 @dataclass
@@ -226,14 +229,32 @@ class LanguageModel(nn.Module, ABC):
 
 
 def weights_digest(module: nn.Module) -> str:
-    """A hash of a network's weights; weights that lie in files count by those files' hashes."""
+    """A hash of a network's weights; weights that lie in files count by those files' hashes and by checksums, since
+    they may have changed after they were read."""
     found, known = hashlib.sha256(), set[int]()
     for name, part in module.named_modules():
         if (origin := getattr(part, "origin", None)) is not None:
             found.update(f"{name} {origin.sha256}".encode())
             known |= {id(tensor) for tensor in chain(part.parameters(), part.buffers())}
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-        if id(tensor) not in known:
-            found.update(name.encode())
-            found.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().data)
+        plain = tensor.detach()
+        found.update(name.encode())
+        if id(tensor) in known and type(plain) is not Tensor:  # quantized, from these files
+            found.update(f"{plain.dtype} {type(plain).__name__}".encode())
+            continue
+        data = plain.cpu().flatten().view(torch.uint8).numpy().data
+        found.update(zlib.crc32(data).to_bytes(4) if id(tensor) in known else data)
     return found.hexdigest()
+
+
+def weights_stamp(*modules: nn.Module) -> list[tuple[int, int | None, str]]:
+    """Changes when weights do: each one's identity, how often torch has written to it, and a sum of some values, since
+    torch does not count what fused optimizers and assignments to `data` change."""
+    stamp = []
+    for weight in chain(*(module.parameters() for module in modules)):
+        version = None if weight.is_inference() else weight._version
+        step = max(1, weight.numel() // 64)
+        plain = type(weight.data) is Tensor
+        some = str(float(weight.data.flatten()[::step].sum(dtype=torch.float64))) if plain else ""
+        stamp.append((id(weight), version, f"{weight.dtype} {some}"))
+    return stamp

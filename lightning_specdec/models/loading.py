@@ -27,7 +27,7 @@ from lightning_specdec.config import hub
 from lightning_specdec.config.files import cache_home, replaced
 from lightning_specdec.config.memory import ModelSize, require_memory
 from lightning_specdec.config.models import DTYPES, MOST_SMALL
-from lightning_specdec.models.base import weights_digest
+from lightning_specdec.models.base import OPENVINO_DTYPES, weights_digest
 from lightning_specdec.models.model_config import FOREIGN, first_line, quiet, read_config
 from lightning_specdec.models.packed import check_quantization, is_linear, quantize
 from lightning_specdec.models.safetensors_file import Origin, read_header, weight_files
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 _ON_HUB = 20_000, 2**53
 """Most tensors of a model whose weights are not here yet, and most numbers in them."""
-OPENVINO, OPENVINO_DTYPES = "2026.4", ("float32", "bfloat16")
-"""The release whose operations are called, and what it computes in here."""
+OPENVINO = "2026.4"
+"""The release whose operations are called."""
 log = logging.getLogger(__name__)
 
 
@@ -125,8 +125,8 @@ def examine(
     wanted = str(dtype or stored or "float32").removeprefix("torch.")
     if wanted not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {wanted!r}")
-    if backend == "openvino" and wanted not in OPENVINO_DTYPES:
-        raise ValueError(f"OpenVINO computes in {' or '.join(OPENVINO_DTYPES)}, got {wanted}: give --dtype")
+    if backend == "openvino":
+        check_openvino(device, getattr(torch, wanted))
     return Examined(name, path, config, wanted, str(device), quantization, backend, measure(empty), trust_remote_code)
 
 
@@ -229,8 +229,8 @@ def _with_tokenizer(model: PreTrainedModel, examined: Examined) -> HuggingFaceLM
     return built
 
 
-def check_openvino(device: str | torch.device) -> None:
-    """Raise ValueError unless the right release of OpenVINO is installed, and the device is a CPU."""
+def check_openvino(device: str | torch.device, dtype: torch.dtype | None = None) -> None:
+    """Raise ValueError unless the right release of OpenVINO is installed, and runs that type on that device."""
     found = metadata.version("openvino") if find_spec("openvino") else None
     if found is None or not found.startswith(OPENVINO):
         got = "is not installed" if found is None else f"is of release {found}"
@@ -238,6 +238,9 @@ def check_openvino(device: str | torch.device) -> None:
         raise ValueError(f"--backend openvino needs OpenVINO {OPENVINO}, which {got}: {command}")
     if torch.device(device).type != "cpu":
         raise ValueError(f"--backend openvino runs on a CPU, not on {device}: drop --device, or take --backend torch")
+    if dtype is not None and dtype not in OPENVINO_DTYPES:
+        kinds = " or ".join(str(each).removeprefix("torch.") for each in OPENVINO_DTYPES)
+        raise ValueError(f"OpenVINO computes in {kinds}, got {str(dtype).removeprefix('torch.')}: give --dtype")
 
 
 def in_backend(model: HuggingFaceLM, backend: str, quantization: str | None = None) -> HuggingFaceLM:
@@ -262,16 +265,15 @@ def in_backend(model: HuggingFaceLM, backend: str, quantization: str | None = No
 
 def _faster(model: HuggingFaceLM) -> str:
     """The backend whose calls on one and on eight tokens take less time together."""
-    dtype = str(model.dtype).removeprefix("torch.")
     try:
-        check_openvino(model.device)
+        check_openvino(model.device, model.dtype)
     except ValueError:
         return "torch"
-    if dtype not in OPENVINO_DTYPES or model.num_parameters <= MOST_SMALL or not model.takes_apart:
+    if model.num_parameters <= MOST_SMALL or not model.takes_apart:
         return "torch"
     versions = torch.__version__, metadata.version("openvino"), __version__
     machine = torch.backends.cpu.get_cpu_capability(), os.cpu_count(), torch.get_num_threads()
-    key = repr((weights_digest(model), dtype, versions, machine))
+    key = repr((weights_digest(model), model.dtype, versions, machine))
     kept = cache_home() / f"backend-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     if not kept.is_file():
         from lightning_specdec.models.openvino import OpenVINOLM

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from lightning_specdec.config.files import cache_home, new_directory
 from lightning_specdec.config.memory import require_memory
-from lightning_specdec.models.base import ExitStates, ModelOutput, weights_digest
+from lightning_specdec.models.base import ExitStates, ModelOutput, weights_digest, weights_stamp
 from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.models.loading import check_openvino
 from lightning_specdec.models.openvino_conversion import FORMAT, GROUP, Attention, convert, shared_tensor, traced
 from lightning_specdec.models.state import DecodeState, Lengths, as_list
 
@@ -55,7 +56,7 @@ def converted(model: HuggingFaceLM, quantization: str | None = None) -> Path:
     settings = repr((weights_digest(model), model.arguments(), kind))
     home = cache_home() / f"openvino-{hashlib.sha256(settings.encode()).hexdigest()[:24]}"
     sums = home / "sha256.json"
-    if not sums.is_file():
+    if not home.exists():
         try:
             with new_directory(home) as made:
                 require_memory("converting the model to OpenVINO", 10 * model.num_parameters, "cpu")  # in float32
@@ -65,9 +66,13 @@ def converted(model: HuggingFaceLM, quantization: str | None = None) -> Path:
                     _check(single, OpenVINOLM(model, made))
                 (made / sums.name).write_text(json.dumps(_sha256(made)), encoding="ascii")
         except (OSError, ValueError):  # another process may have been first
-            if not sums.is_file():
+            if not home.exists():
                 raise
-    elif _sha256(home) != json.loads(sums.read_text(encoding="ascii")):
+    try:
+        whole = _sha256(home) == json.loads(sums.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        whole = False
+    if not whole:
         raise ValueError(f"{home} is damaged: delete it to have it rebuilt")
     return home
 
@@ -327,6 +332,7 @@ class OpenVINOLM(HuggingFaceLM):
         self._cutting = Lock()
         self._exits: list[int] = []
         self._head: _Graph | None = None
+        self._stamp = weights_stamp(self)
         self._cut()
 
     @classmethod
@@ -334,11 +340,9 @@ class OpenVINOLM(HuggingFaceLM):
         """That model in OpenVINO: converted when it is first asked for, read from the cache from then on.
 
         Raises:
-            ValueError: see `converted`; it is not on a CPU, or of another dtype.
+            ValueError: see `converted` and `check_openvino`.
         """
-        if model.device.type != "cpu" or model.dtype not in PRECISIONS:
-            kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in PRECISIONS)
-            raise ValueError(f"the OpenVINO backend computes in {kinds} on a CPU, got {model.dtype} on {model.device}")
+        check_openvino(model.device, model.dtype)
         return cls(model, converted(model, quantization), quantization)
 
     def _cut(self) -> None:
@@ -357,6 +361,8 @@ class OpenVINOLM(HuggingFaceLM):
     fused = pack = packed
 
     def init_state(self, batch_size: int, max_length: int) -> PagedState:  # type: ignore[override]
+        if weights_stamp(self) != self._stamp:
+            raise ValueError("the weights changed after the model was converted: convert it anew with OpenVINOLM.of")
         sizes = [size for graph in self._graphs for size in graph.compiled.sizes]
         return PagedState(batch_size, max_length, sizes=sizes, dtype=self.dtype)
 

@@ -114,9 +114,9 @@ class BlockTraining(FeatureTraining):
         with torch.no_grad():
             kept = (1 - TotalVariation()(logits, log_probs, labels)).clamp(0, 1)
         normed, before = hidden.detach().split((network.settings.hidden_size, network.settings.markov_rank), dim=-1)
-        confidence = network.sureness(normed, before)
+        logit = network.confidence_logit(normed, before)
         return self.loss(logits, log_probs, labels) + functional.binary_cross_entropy_with_logits(
-            confidence.float(), kept, reduction="none"
+            logit.float(), kept, reduction="none"
         )
 
 

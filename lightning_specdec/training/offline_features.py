@@ -85,9 +85,7 @@ class OfflineFeatures(OnlineFeatures):
         target.check_output_head()
         assert target.num_layers is not None and target.hidden_size is not None
         kept = sorted({*layers, *self.also_layers, target.num_layers - 1})
-        # A hash of files does not tell in which types they were loaded.
-        types = sorted({f"{weight.dtype} {type(weight.data).__name__}" for weight in target.parameters()})
-        identity = f"5 {weights_digest(target)} {types} {kept} {self.dtype}"
+        identity = f"6 {weights_digest(target)} {kept} {self.dtype}"
         for split in splits:
             digest = hashlib.sha256(f"{identity} {rows_digest(data, split)}".encode()).hexdigest()
             self.directories[split] = self.home / f"{split}-{digest[:24]}"
