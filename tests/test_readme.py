@@ -74,7 +74,8 @@ def test_every_call_works(
     (tmp_path / "mine.csv").write_text("\n".join(rows))
     monkeypatch.chdir(tmp_path)
     trains = arguments[0] in ("fit", "validate", "test")
-    few = SHORT if trains else ["--repeats", "1"] if arguments[0] == "decode" and "--repeats" not in arguments else []
+    brief = {"--repeats": "1", "--max_new_tokens": "8"} if arguments[0] == "decode" else {}
+    few = SHORT if trains else [word for each in brief.items() if each[0] not in arguments for word in each]
     outcome = succeed(*arguments, *few, stdin="Hello\n")
     assert outcome.out
 
