@@ -20,7 +20,7 @@ from tiny_transformer import TinyTransformer
 from tiny_vocabularies import cross
 from torch import nn
 
-from lightning_specdec.decoding import DecodeResult, autoregressive_decode
+from lightning_specdec.decoding import DecodeResult, autoregressive_decode, speculative_decode
 from lightning_specdec.drafters import (
     Draft,
     Drafter,
@@ -272,13 +272,23 @@ def standard(target_name: str, sampling: Sampling, max_new_tokens: int, eos: int
     return autoregressive_decode(model, PROMPTS, max_new_tokens=max_new_tokens, sampling=sampling, eos=eos)
 
 
+def decode(target_name: str, drafter_name: str, **options: Any) -> DecodeResult:
+    """What the two make of `PROMPTS`; a rule may be named."""
+    return speculative_decode(target(target_name), drafter(drafter_name, target_name), PROMPTS, **options)
+
+
 def fits(drafter_name: str, target_name: str) -> bool:
-    """Whether that drafter takes that target."""
+    """Whether that drafter takes that target; what OpenVINO runs is converted from a llama, and takes the same."""
+    name = "llama" if target_name == "openvino" else target_name
     try:
-        _example(drafter_name, target_name).check_target(target(target_name))
+        _example(drafter_name, name).check_target(target(name))
     except ValueError:
         return False
     return True
+
+
+def _inside(drafter_name: str, target_name: str) -> bool:
+    return _example(drafter_name, "llama" if target_name == "openvino" else target_name).inside_target
 
 
 def pairs(drafters: Iterable[str] = DRAFTERS, targets: Iterable[str] = MODELS) -> list[tuple[str, str]]:
@@ -324,8 +334,21 @@ def few(values: Sequence[Any], target_name: str, drafter_name: str) -> Sequence[
     them it is a model like gemma3."""
     if target_name not in ("transformer", "llama", "openvino") or drafter_name == "early_exit":
         return values
-    step = 3 if _example(drafter_name, target_name).inside_target else len(values)
+    step = 3 if _inside(drafter_name, target_name) else len(values)
     return values[len(values) // 2 % step :: step]
+
+
+SHARING = ("rnn", "fused", "gemma3")
+"""Targets that a drafter outside the target meets in the same way."""
+
+
+def shared(turns: Sequence[Any], target_name: str, drafter_name: str) -> Sequence[Any]:
+    """Of turns that such a drafter takes with each of `SHARING`, a third with each of them; but a ragged one, which
+    shows what padding touches, takes all with all."""
+    if target_name not in SHARING or drafter_name in (*VARIANTS, "ragged") or _inside(drafter_name, target_name):
+        return turns
+    start = (SHARING.index(target_name) + [*DRAFTERS].index(drafter_name)) % len(SHARING)
+    return turns[start :: len(SHARING)] or [turns[start % len(turns)]]
 
 
 def in_turn(values: Sequence[Any], others: Sequence[Any], target_name: str, drafter_name: str) -> list[tuple[Any, Any]]:

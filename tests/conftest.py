@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return  # this process gives tests to others
     import shape_checker
 
-    shape_checker.install()
+    shape_checker.install(lazily=config.getoption("shapes") == "some")
     if (device := config.getoption("device")) != "cpu":
         os.environ["LIGHTNING_SPECDEC_TEST_DEVICE"] = device
         _put_test_tensors_on(device)
@@ -68,12 +68,31 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _training(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The run that some tests read is trained beside the tests that do not."""
+    if any("shipped_run" in item.fixturenames for item in request.session.items):  # type: ignore[attr-defined]
+        import training_fixtures
+
+        training_fixtures.begin_training(tmp_path_factory)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A worker begins with tests that follow each other, whose models it makes once, and takes over others' later."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()  # what is imported by now stays: no later collection goes through it
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests on the real model run when they are asked for and it is there."""
+    """Tests on the real model run when they are asked for and it is there. Last come those of the trained run, and
+    OpenVINO's: a process in which it ran can crash when it is forked and the fork is told to stop."""
+    items.sort(key=lambda each: (each.path.stem == "test_openvino", "shipped_run" in each.fixturenames))  # type: ignore[attr-defined]
     reason = None
     if not (Path(__file__).parent.parent / "checkpoints" / "smollm2" / "config.json").exists():
         reason = "checkpoints/smollm2 is absent: `make smollm2` writes it"

@@ -24,7 +24,7 @@ from lightning_specdec.drafters import Drafter, ModelDrafter, NGramDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import RULES, AcceptanceRule, ExactMatch, RejectionSampling, Sampling
 
-SEEDS, FEW_SEEDS = range(20), range(3)
+SEEDS, FEW_SEEDS = range(10), range(2)
 FEW = Sampling(0.7, top_k=3)
 PROMPT = [3, 1]
 HONEST: dict[str, type[ModelDrafter]] = {"honest": ModelDrafter}

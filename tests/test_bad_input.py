@@ -79,11 +79,12 @@ def test_a_file_below_a_file_is_refused_with_what_to_do(ckpt: str) -> None:
     refused("export", "--ckpt", ckpt, "--output", "afile/x.safetensors", told=told)
 
 
-@pytest.mark.parametrize("verb", ["decode", "fit", "export"])
-def test_a_checkpoint_that_asks_to_run_code_is_refused(verb: str) -> None:
+def test_a_checkpoint_that_asks_to_run_code_is_refused_by_the_installed_script() -> None:
     torch.save(Bomb(), "bomb.ckpt")
     before = listing(Path.cwd())
-    done = subprocess.run([SCRIPT, *OF_A_CHECKPOINT[verb]("bomb.ckpt")], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [SCRIPT, *OF_A_CHECKPOINT["decode"]("bomb.ckpt")], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (2, "") and listing(Path.cwd()) == before
     assert done.stderr.startswith("error: bomb.ckpt asks to run code")
     assert done.stderr.count("\n") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,6 +60,7 @@ def imports(tree: ast.AST, *, whole: bool) -> Iterator[str]:
             yield from imports(node, whole=whole)
 
 
+@functools.cache
 def imported(file: str, *, whole: bool = True) -> set[str]:
     return set(imports(ast.parse((PACKAGE / file).read_text()), whole=whole))
 
@@ -86,30 +88,30 @@ class C:
     assert set(imports(ast.parse(source), whole=False)) == {"typing", "a.b", "e"}
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file.startswith(TORCH_ONLY)])
-def test_decoding_imports_torch_and_the_standard_library_alone(file: str) -> None:
-    names = imported(file, whole=file not in MAY_REACH_UP)
-    assert {name.split(".")[0] for name in names} <= {"torch", "lightning_specdec", *sys.stdlib_module_names}
+def test_decoding_imports_torch_and_the_standard_library_alone() -> None:
+    for file in (file for file in FILES if file.startswith(TORCH_ONLY)):
+        names = imported(file, whole=file not in MAY_REACH_UP)
+        assert {name.split(".")[0] for name in names} <= {"torch", "lightning_specdec", *sys.stdlib_module_names}, file
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_lightning_stays_where_training_is(file: str) -> None:
-    names = imported(file, whole=file not in MAY_REACH_UP)
-    outside = {name for name in names if name.split(".")[0] in ("lightning", "pytorch_lightning", "jsonargparse")}
-    assert not outside or file.startswith(MAY_IMPORT_LIGHTNING)
+def test_lightning_stays_where_training_is() -> None:
+    for file in (file for file in FILES if not file.startswith(MAY_IMPORT_LIGHTNING)):
+        names = {name.split(".")[0] for name in imported(file, whole=file not in MAY_REACH_UP)}
+        assert not names & {"lightning", "pytorch_lightning", "jsonargparse"}, file
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if room(file) in ORDER])
-def test_a_room_imports_only_those_below_it(file: str) -> None:
-    for name in imported(file):
-        if name.startswith("lightning_specdec.") and (other := room(name)) in ORDER and other != room(file):
-            inside = other in MAY_REACH_UP.get(file, ()) and name not in imported(file, whole=False)
-            assert inside or ORDER[other] < ORDER[room(file)], f"{file} imports {name}"
+def test_a_room_imports_only_those_below_it() -> None:
+    for file in (file for file in FILES if room(file) in ORDER):
+        for name in imported(file):
+            if name.startswith("lightning_specdec.") and (other := room(name)) in ORDER and other != room(file):
+                inside = other in MAY_REACH_UP.get(file, ()) and name not in imported(file, whole=False)
+                assert inside or ORDER[other] < ORDER[room(file)], f"{file} imports {name}"
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file.startswith("config/")])
-def test_config_loads_no_torch(file: str) -> None:
-    assert not {name.split(".")[0] for name in imported(file, whole=False)} & {"torch", "transformers", "numpy"}
+def test_config_loads_no_torch() -> None:
+    for file in (file for file in FILES if file.startswith("config/")):
+        names = {name.split(".")[0] for name in imported(file, whole=False)}
+        assert not names & {"torch", "transformers", "numpy"}, file
 
 
 def test_the_house_stays_small() -> None:
@@ -119,39 +121,33 @@ def test_the_house_stays_small() -> None:
     assert len([file for file in FILES if "/" not in file]) <= MOST_ROOT_FILES
 
 
-def loaded_after(statement: str, *, depth: int = 1) -> set[str]:
-    """Names, to that depth, of all modules that a fresh process has loaded after this statement."""
-    program = f"{statement}\nimport sys; print(*{{'.'.join(name.split('.')[:{depth}]) for name in sys.modules}})"
+def loaded_by(statement: str, *, after: str = "", depth: int = 1) -> set[str]:
+    """Names, to that depth, of all modules that this statement loads in a fresh process, after another one."""
+    names = f"{{'.'.join(name.split('.')[:{depth}]) for name in sys.modules.keys() - before}}"
+    program = f"import sys\n{after}\nbefore = {{*sys.modules}}\n{statement}\nprint(*{names})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     return set(done.stdout.split())
 
 
 def test_importing_the_package_loads_neither_torch_nor_lightning() -> None:
-    loaded = loaded_after("import lightning_specdec; dir(lightning_specdec); lightning_specdec.__version__")
-    assert loaded.isdisjoint({"torch", "lightning", "numpy", "jsonargparse"})
-    assert {name for name in loaded if name not in sys.stdlib_module_names} <= {"lightning_specdec"} | site_modules()
-
-
-def site_modules() -> set[str]:
-    """What this environment loads in every process, whatever is imported."""
-    return loaded_after("pass")
+    loaded = loaded_by("import lightning_specdec; dir(lightning_specdec); lightning_specdec.__version__")
+    assert loaded - sys.stdlib_module_names == {"lightning_specdec"}
 
 
 def test_decoding_loads_no_lightning() -> None:
     statement = (
-        "import torch; from lightning_specdec import RNN, ModelDrafter, SpeculativeDecoder\n"
+        "from lightning_specdec import RNN, ModelDrafter, SpeculativeDecoder\n"
         "model = RNN(5); SpeculativeDecoder(model, model).decode([[1, 2]], max_new_tokens=3)"
     )
-    loaded = loaded_after(statement)
-    assert "torch" in loaded
-    ours = loaded - loaded_after("import torch") - {"lightning_specdec"} - set(sys.stdlib_module_names)
-    assert ours.isdisjoint({"lightning", "jsonargparse", "torchmetrics", "tensorboard", "transformers", "jaxtyping"})
+    loaded = loaded_by(statement, after="import torch")
+    assert "lightning_specdec" in loaded
+    assert loaded.isdisjoint({"lightning", "jsonargparse", "torchmetrics", "tensorboard", "transformers", "jaxtyping"})
 
 
 def test_loading_a_checkpoint_does_not_load_the_compiler_of_torch() -> None:
     """It takes a second; building modules without memory loads it where initial weights are drawn."""
     path = str(Path(__file__).parent.parent / "checkpoints" / "rnn.safetensors")
-    loaded = loaded_after(f"from lightning_specdec import checkpoints; checkpoints.load({path!r}).drafter", depth=2)
+    loaded = loaded_by(f"from lightning_specdec import checkpoints; checkpoints.load({path!r}).drafter", depth=2)
     assert "lightning_specdec.checkpoints" in loaded and "torch._dynamo" not in loaded
 
 

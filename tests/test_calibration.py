@@ -49,9 +49,13 @@ def test_a_calibration_finds_the_costs_that_the_calls_have(size: int, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("rule", "windows"), [(None, WINDOWS), (RejectionSampling(), (2, 4))], ids=["greedy", "drawing"]
+    ("target", "drafter", "rule", "windows"),
+    [
+        (*pair, *chosen)
+        for pair in cases.pairs(targets=["transformer"])
+        for chosen in ((None, WINDOWS[::4]), (RejectionSampling(), (2, 4)))[pair[1] in cases.VARIANTS :]
+    ],
 )
-@pytest.mark.parametrize(("target", "drafter"), cases.pairs(targets=["transformer"]))
 def test_every_drafter_can_be_measured(target: str, drafter: str, rule: Any, windows: tuple[int, ...]) -> None:
     model, sampling = cases.drafter(drafter, target), Sampling(1.0 if rule else 0.0)
     options: dict[str, Any] = {"context_length": 20, "windows": windows, "seconds": 0.0}

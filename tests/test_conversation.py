@@ -67,7 +67,9 @@ def from_scratch(target: str, prompt: tuple[int, ...]) -> list[int]:
     [
         (*pair, *turn)
         for pair in cases.pairs(targets=cases.BUT_LLAMA)
-        for turn in cases.in_turn(cases.few([1, None, 2], *pair), cases.few((1, 3, 6), *pair), *pair)
+        for turn in cases.shared(
+            cases.in_turn(cases.few([1, None, 2], *pair), cases.few((1, 3, 6), *pair), *pair), *pair
+        )
     ],
 )
 def test_every_answer_is_that_to_the_whole_text_read_from_scratch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +50,12 @@ def test_only_drafters_that_work_inside_a_target_are_particular_about_it() -> No
     [
         (*pair, *turn)
         for pair in cases.COMBINATIONS
-        for turn in cases.in_turn(cases.few(range(1, 9), *pair), cases.LOSSLESS, *pair)
+        for turn in cases.shared(cases.in_turn(cases.few(range(1, 9), *pair), cases.LOSSLESS, *pair), *pair)
     ],
 )
 def test_greedy_speculative_equals_autoregressive(target: str, drafter: str, window: int, rule: str) -> None:
     """A window says what is guessed and taken back, a rule what is kept: at temperature 0 the same under both."""
-    result = speculative_decode(
-        cases.target(target),
-        cases.drafter(drafter, target),
-        cases.PROMPTS,
-        max_new_tokens=10,
-        num_draft_tokens=window,
-        rule=cases.RULES[rule](),
-        eos=cases.EOS,
-    )
+    result = cases.decode(target, drafter, max_new_tokens=10, num_draft_tokens=window, rule=rule, eos=cases.EOS)
     standard = cases.standard(target, GREEDY, 10)
     assert result.tokens == standard.tokens
     assert [row.stop_reason for row in result.rows] == [row.stop_reason for row in standard.rows]
@@ -70,29 +63,25 @@ def test_greedy_speculative_equals_autoregressive(target: str, drafter: str, win
 
 @pytest.mark.parametrize("target", cases.MODELS)
 def test_the_prompts_of_the_law_above_stop_at_eos_inside_a_block_and_at_their_length(target: str) -> None:
-    result = speculative_decode(
-        cases.target(target), cases.drafter("itself", target), cases.PROMPTS, max_new_tokens=10, eos=cases.EOS
-    )
+    result = cases.decode(target, "itself", max_new_tokens=10, eos=cases.EOS)
     assert {row.stop_reason for row in result.rows} == {"eos", "length"}
     last_rounds = [row.rounds[-1] for row in result.rows if row.stop_reason == "eos" and row.rounds]
     assert any(last.next_token is None for last in last_rounds), "no row stops before the end of its block"
     assert len(set(map(tuple, result.tokens))) == len(cases.PROMPTS), "the rows are alike: mixed-up rows would not show"
 
 
-@pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
-@pytest.mark.parametrize("rule", cases.LOSSLESS)
-@pytest.mark.parametrize(("target", "drafter"), cases.pairs(["near", "itself", "ragged", "early_exit"]))
+@pytest.mark.parametrize(
+    ("target", "drafter", "max_new_tokens", "rule"),
+    [
+        (*pair, *turn)
+        for pair in cases.pairs(["near", "itself", "ragged", "early_exit"])
+        for turn in cases.shared(cases.in_turn(cases.few([1, 2, 3], *pair), cases.LOSSLESS, *pair), *pair)
+    ],
+)
 def test_a_window_larger_than_what_is_wanted_gives_no_token_too_many(
-    target: str, drafter: str, rule: str, max_new_tokens: int
+    target: str, drafter: str, max_new_tokens: int, rule: str
 ) -> None:
-    result = speculative_decode(
-        cases.target(target),
-        cases.drafter(drafter, target),
-        cases.PROMPTS,
-        max_new_tokens=max_new_tokens,
-        num_draft_tokens=8,
-        rule=cases.RULES[rule](),
-    )
+    result = cases.decode(target, drafter, max_new_tokens=max_new_tokens, num_draft_tokens=8, rule=rule)
     assert result.tokens == cases.standard(target, GREEDY, max_new_tokens, None).tokens
     assert all(len(row.tokens) == max_new_tokens for row in result.rows)
 
@@ -102,31 +91,35 @@ def test_a_window_larger_than_what_is_wanted_gives_no_token_too_many(
     [
         (*pair, *turn)
         for pair in cases.COMBINATIONS
-        for turn in cases.in_turn(cases.few([*SAMPLINGS], *pair), cases.few((2, 5), *pair), *pair)
+        for turn in cases.shared(cases.in_turn(cases.few([*SAMPLINGS], *pair), cases.few((2, 5), *pair), *pair), *pair)
     ],
 )
 def test_exact_match_equals_autoregressive_at_every_temperature(
     target: str, drafter: str, sampling: str, window: int
 ) -> None:
-    result = speculative_decode(
-        cases.target(target),
-        cases.drafter(drafter, target),
-        cases.PROMPTS,
-        max_new_tokens=10,
-        num_draft_tokens=window,
-        sampling=SAMPLINGS[sampling],
-        eos=cases.EOS,
+    result = cases.decode(
+        target, drafter, max_new_tokens=10, num_draft_tokens=window, sampling=SAMPLINGS[sampling], eos=cases.EOS
     )
     assert result.tokens == cases.standard(target, SAMPLINGS[sampling], 10).tokens
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0), Sampling(0.8, top_p=0.7)], ids=["greedy", "t1", "top_p"])
-@pytest.mark.parametrize("rule", cases.LOSSLESS)
-@pytest.mark.parametrize("window", [1, 3, 5])
-@pytest.mark.parametrize("target", cases.MODELS)
+@pytest.mark.parametrize(
+    ("target", "window_and_rule", "sampling"),
+    [
+        (target, *turn)
+        for target in cases.MODELS
+        for turn in cases.in_turn(
+            [*itertools.product([1, 3, 5], cases.LOSSLESS)],
+            [GREEDY, Sampling(1.0), Sampling(0.8, top_p=0.7)],
+            target,
+            "itself",
+        )
+    ],
+)
 def test_a_drafter_that_is_the_target_accepts_everything(
-    target: str, window: int, rule: str, sampling: Sampling
+    target: str, window_and_rule: tuple[int, str], sampling: Sampling
 ) -> None:
+    window, rule = window_and_rule
     result = speculative_decode(
         cases.target(target),
         ModelDrafter(cases.target(target)),
@@ -154,15 +147,7 @@ def test_the_fused_target_as_the_draft_accepts_everything(target: str) -> None:
 def test_a_drafter_that_is_always_wrong_costs_target_calls_but_no_token(
     target: str, rule: str, sampling: Sampling
 ) -> None:
-    result = speculative_decode(
-        cases.target(target),
-        cases.drafter("wrong", target),
-        cases.PROMPTS,
-        max_new_tokens=8,
-        num_draft_tokens=3,
-        rule=cases.RULES[rule](),
-        sampling=sampling,
-    )
+    result = cases.decode(target, "wrong", max_new_tokens=8, num_draft_tokens=3, rule=rule, sampling=sampling)
     assert result.block_efficiency == 1.0
     assert result.acceptance_rate == 0.0
     assert result.tokens == cases.standard(target, sampling, 8, None).tokens

@@ -79,7 +79,7 @@ def test_the_processors_of_these_laws_do_change_the_output(kind: str) -> None:
     [
         (*pair, *turn)
         for pair in cases.pairs(targets=["rnn", "transformer"])
-        for turn in cases.in_turn(["repetition", "sequence_bias", "all"], cases.LOSSLESS, *pair)
+        for turn in cases.in_turn(cases.few(["repetition", "sequence_bias", "all"], *pair), cases.LOSSLESS, *pair)
     ],
 )
 def test_greedy_speculative_equals_autoregressive_with_processors(
@@ -87,32 +87,20 @@ def test_greedy_speculative_equals_autoregressive_with_processors(
 ) -> None:
     """A rule sees processed logits alone, whatever processed them."""
     sampling = Sampling(processors=KINDS[kind])
-    result = speculative_decode(
-        cases.target(target),
-        cases.drafter(drafter, target),
-        cases.PROMPTS,
-        max_new_tokens=10,
-        num_draft_tokens=4,
-        rule=cases.RULES[rule](),
-        sampling=sampling,
-        eos=cases.EOS,
+    result = cases.decode(
+        target, drafter, max_new_tokens=10, num_draft_tokens=4, rule=rule, sampling=sampling, eos=cases.EOS
     )
     assert result.tokens == cases.standard(target, sampling, 10).tokens
 
 
-@pytest.mark.parametrize("hot", HOT)
-@pytest.mark.parametrize(("target", "drafter"), cases.pairs(targets=["rnn", "transformer"]))
+@pytest.mark.parametrize(
+    ("target", "drafter", "hot"),
+    [(*pair, hot) for pair in cases.pairs(targets=["rnn", "transformer"]) for hot in cases.few([*HOT], *pair)],
+)
 def test_exact_match_equals_autoregressive_with_processors_at_every_temperature(
     target: str, drafter: str, hot: str
 ) -> None:
-    result = speculative_decode(
-        cases.target(target),
-        cases.drafter(drafter, target),
-        cases.PROMPTS,
-        max_new_tokens=10,
-        sampling=HOT[hot],
-        eos=cases.EOS,
-    )
+    result = cases.decode(target, drafter, max_new_tokens=10, sampling=HOT[hot], eos=cases.EOS)
     assert result.tokens == cases.standard(target, HOT[hot], 10).tokens
 
 

@@ -48,31 +48,34 @@ def test_every_target_of_make_that_a_page_names_is_there() -> None:
     assert len(named) > 5 and [name for name in named if f"\n{name}:" not in makefile] == []
 
 
-def stand_in(directory: Path) -> None:
-    """A tiny model where SmolLM2 is, and a draft file for it where the trained one is."""
-    tiny_models.write_text_model(directory / "checkpoints" / "smollm2", chat=True)
-    settings = directory / "checkpoints" / "smollm2" / "tokenizer_config.json"
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ships, with a tiny model where SmolLM2 is, and a draft file for it where the trained one is."""
+    home = tmp_path_factory.mktemp("stand-in")
+    for path in (ROOT / "checkpoints").glob("*.safetensors"):
+        shutil.copy(path, home)
+    tiny_models.write_text_model(home / "smollm2", chat=True)
+    settings = home / "smollm2" / "tokenizer_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"pad_token": "</s>"}))
-    decoder = SpeculativeDecoder.from_pretrained(directory / "checkpoints" / "smollm2")
-    draft = decoder.with_drafter(eagle(decoder.target))
-    draft.save_draft(directory / "checkpoints" / "smollm2_eagle.safetensors")
+    decoder = SpeculativeDecoder.from_pretrained(home / "smollm2")
+    decoder.with_drafter(eagle(decoder.target)).save_draft(home / "smollm2_eagle.safetensors")
+    return home
 
 
 @pytest.mark.parametrize("arguments", CALLS, ids=" ".join)
 def test_every_call_works(
-    arguments: list[str], shipped_run: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], shipped_run: TrainedRun, stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    shutil.copytree(shipped_run.directory / "checkpoints", tmp_path / "checkpoints")
-    for path in (ROOT / "checkpoints").glob("*.safetensors"):
-        shutil.copy(path, tmp_path / "checkpoints" / path.name)
+    for checkpoints in (shipped_run.directory / "checkpoints", stand_in):
+        shutil.copytree(checkpoints, tmp_path / "checkpoints", dirs_exist_ok=True)
     rows = (",".join(str(start + i) for i in range(3 + start % 4)) for start in range(40))
     (tmp_path / "mine.csv").write_text("\n".join(rows))
-    stand_in(tmp_path)
     monkeypatch.chdir(tmp_path)
     trains = arguments[0] in ("fit", "validate", "test")
-    few = SHORT if trains else ["--repeats", "1"] if arguments[0] == "decode" and "--repeats" not in arguments else []
+    brief = {"--repeats": "1", "--max_new_tokens": "8"} if arguments[0] == "decode" else {}
+    few = SHORT if trains else [word for each in brief.items() if each[0] not in arguments for word in each]
     outcome = succeed(*arguments, *few, stdin="Hello\n")
     assert outcome.out
 
@@ -116,7 +119,8 @@ def test_the_calls_that_train_a_draft_work_one_after_the_other(tmp_path: Path, m
             assert before in text
             text = text.replace(before, after.replace("vocab_size: 300", f"vocab_size: {size}"))
         path.write_text(text)
-    outcomes = [succeed(*call, *(["--trainer.accelerator", "cpu"] if call[0] == "fit" else [])) for call in CHAIN]
+    more = {"fit": ["--trainer.accelerator", "cpu"], "decode": ["--repeats", "1"]}
+    outcomes = [succeed(*call, *more.get(call[0], [])) for call in CHAIN]
     assert "val/block_efficiency" in outcomes[2].out
     assert "output " in outcomes[-1].out.splitlines()[0]
 
@@ -145,11 +149,9 @@ def test_the_calls_that_measure_and_prove_work_one_after_the_other(
 
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_every_block_of_python_runs(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: int, stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    shutil.copy(ROOT / "checkpoints" / "rnn.safetensors", tmp_path / "checkpoints")
-    stand_in(tmp_path)
+    shutil.copytree(stand_in, tmp_path / "checkpoints")
     monkeypatch.chdir(tmp_path)
     path, program = PROGRAMS[number]
     exec(compile(program, f"{path.name}, block {number}", "exec"), {"__name__": "__main__"})

@@ -15,7 +15,6 @@ from lightning_specdec.decoding import (
     Row,
     autoregressive_decode,
     open_session,
-    speculative_decode,
 )
 from lightning_specdec.decoding.timing import PhaseTimer
 from lightning_specdec.rules import Sampling
@@ -54,15 +53,8 @@ def test_a_round_counts_what_is_in_the_output(
 @pytest.mark.parametrize("rule", cases.RULES)
 @pytest.mark.parametrize(("target", "drafter"), cases.pairs(["near", "ragged", "early_exit"], ["rnn"]))
 def test_a_result_can_be_counted_again_from_its_rounds(target: str, drafter: str, rule: str) -> None:
-    result = speculative_decode(
-        cases.target(target),
-        cases.drafter(drafter, target),
-        cases.PROMPTS,
-        max_new_tokens=12,
-        rule=cases.RULES[rule](),
-        sampling=Sampling(1.0),
-        eos=cases.EOS,
-        logprobs=True,
+    result = cases.decode(
+        target, drafter, max_new_tokens=12, rule=rule, sampling=Sampling(1.0), eos=cases.EOS, logprobs=True
     )
     total = Counts()
     for row in result.rows:
@@ -96,7 +88,7 @@ def test_what_was_not_done_has_no_rate() -> None:
         assert getattr(result, name) is None
     assert result.block_efficiency == 1.0 and result.lossless
     assert result.num_target_calls == max(len(row.tokens) for row in result.rows)
-    result = speculative_decode(cases.target("rnn"), cases.drafter("near", "rnn"), cases.PROMPTS, max_new_tokens=1)
+    result = cases.decode("rnn", "near", max_new_tokens=1)
     assert result.acceptance_rate is None and result.block_efficiency == 1.0
     assert result.counts is not None and result.counts.draft_utilization is None
     nothing = open_session(cases.target("rnn"), cases.drafter("near", "rnn"), cases.PROMPTS, max_new_tokens=3).result()

@@ -92,10 +92,13 @@ def speculate(target: str, drafter: str, name: str, window: int, sampling: Sampl
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2)], ids=["greedy", "t1.2"])
-@pytest.mark.parametrize("name", STRINGS)
 @pytest.mark.parametrize(
-    ("target", "drafter"),
-    cases.pairs(["near", "ragged", "itself", "repeater", "early_exit", "heads"], ["rnn", "transformer"]),
+    ("target", "drafter", "name"),
+    [
+        (*pair, name)
+        for pair in cases.pairs(["near", "ragged", "itself", "repeater", "early_exit", "heads"], ["rnn", "transformer"])
+        for name in cases.few([*STRINGS], *pair)
+    ],
 )
 def test_speculative_output_equals_standard_output_with_stop_strings(
     target: str, drafter: str, name: str, sampling: Sampling

@@ -13,6 +13,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -270,14 +271,21 @@ def end_of(start: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The checkpoint of two epochs in one run."""
+    home = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        verb(patch, home, "fit", "--trainer.max_epochs", "2")
+    return checkpoint.read(home / "checkpoints/rnn")
+
+
 @pytest.mark.parametrize("how", ["finished", "SIGINT", "SIGTERM", "SIGKILL", "validation", "error"])
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """After its first epoch, or stopped within it; killed, it goes on from the newest checkpoint."""
-    for name in ("whole", "halves"):
-        (tmp_path / name).mkdir()
-    verb(monkeypatch, tmp_path / "whole", "fit", "--trainer.max_epochs", "2")
+    (tmp_path / "halves").mkdir()
     if how == "finished":
         verb(monkeypatch, tmp_path / "halves", "fit", "--trainer.max_epochs", "1", logger=True)
     elif how in ("SIGTERM", "SIGKILL", "validation"):
@@ -297,7 +305,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
         for each, handler in handlers.items():
             signal.signal(each, handler)
     verb(monkeypatch, tmp_path / "halves", "fit", "--trainer.max_epochs", "2", "--ckpt_path", "last", logger=True)
-    whole, halves = (checkpoint.read(tmp_path / n / "checkpoints/rnn") for n in ("whole", "halves"))
+    halves = checkpoint.read(tmp_path / "halves" / "checkpoints/rnn")
     assert whole["epoch"] == halves["epoch"] == 1 and whole["global_step"] == halves["global_step"] == 100
     assert whole["lightning_specdec"]["recipe"] == halves["lightning_specdec"]["recipe"]
     assert all(torch.equal(weight, halves["state_dict"][name]) for name, weight in whole["state_dict"].items())

@@ -157,8 +157,14 @@ def test_what_lies_behind_the_first_rejection_teaches_nothing() -> None:
     assert [each.trials for each in seen[0]] == [3, 1, 1, *[0] * 13] and 3 < MEMORY
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(("target", "drafter"), cases.pairs(targets=cases.BUT_LLAMA))
+@pytest.mark.parametrize(
+    ("target", "drafter", "temperature"),
+    [
+        (*pair, temperature)
+        for pair in cases.pairs(targets=cases.BUT_LLAMA)
+        for temperature in cases.shared(cases.few([0.0, 1.0], *pair), *pair)
+    ],
+)
 def test_with_an_adaptive_window_exact_match_equals_standard_decoding(
     target: str, drafter: str, temperature: float
 ) -> None:

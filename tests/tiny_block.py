@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import torch
-from tiny_heads import examples, some_tokens
+from tiny_heads import examples, some_tokens, steps_of_fit
 from torch import nn
 
 from lightning_specdec.drafters import BlockDrafter
@@ -34,13 +34,19 @@ def block(
     return drafter.eval()
 
 
-@functools.cache
 def fitted_block(target: LanguageModel, *, num_steps: int = 30, **more: Any) -> BlockDrafter:
     """One fitted by a few steps where it takes the target; read it, do not write to it."""
+    return _fitted_block(target, steps_of_fit(num_steps), **more)
+
+
+@functools.cache
+def _fitted_block(target: LanguageModel, num_steps: int, **more: Any) -> BlockDrafter:
     drafter = block(target, **more)
     try:
         drafter.check_target(target)
     except ValueError:
+        return drafter
+    if not num_steps:
         return drafter
     network, texts = drafter.network, examples(target)[0]
     tokens, own = texts.clamp(min=0), drafter.draft_vocabulary
