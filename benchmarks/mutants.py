@@ -23,8 +23,8 @@ import yaml
 
 LAWS = (
     "rules sampling states distribution session lossless whole_decodes stopping rounds ngram multi_token eagle "
-    "early_exit staged ngram_with_fallback lookup_first cross_vocabulary conversation session_limits processors "
-    "windows huggingface layers translation draft_vocabulary new_drafter"
+    "early_exit staged ngram_with_fallback lookup_first cross_vocabulary conversation processors "
+    "windows huggingface layers translation vocabulary new_drafter"
 ).split()
 """Test files that hold the laws, the quickest first; those that a tree has are run."""
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import json
+from pathlib import Path
+from types import ModuleType
 
 import cases
 import pytest
@@ -116,3 +120,26 @@ def test_a_gpus_timer_adds_up_what_lies_between_its_marks(monkeypatch: pytest.Mo
         timer.lap(phase)
     assert not synchronized, "a lap waits for nothing"
     assert timer.seconds() == timer.seconds() == {"draft": 1, "verify": 3, "accept": 5, "rest": 7}
+
+
+ROOT = Path(__file__).parent.parent
+RECORDS = sorted(path.stem for path in (ROOT / "docs" / "results").glob("*.json"))
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("tables")
+
+
+def test_every_table_that_is_shown_is_made_from_its_record(tables: ModuleType) -> None:
+    shown = {path: path.read_text() for path in tables.pages()}
+    assert {name: tables.renewed(text) for name, text in shown.items()} == shown
+    assert {name for text in shown.values() for name in tables.names(text)} == set(tables.TABLES), "each is shown"
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_says_how_it_was_made(name: str) -> None:
+    manifest = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())["manifest"]
+    for key in ("torch", "processor", "threads", "commit", "options"):
+        assert manifest[key] not in (None, ""), key
