@@ -108,9 +108,10 @@ def run(options: Namespace) -> int:
         parts = [outputs(decoder.tokenizer, results.get("standard"), results.get("speculative"), texts, most=most)]
         if measured is not None:
             parts += [visible(listing(measured)), details(measured) if "verbose" in options else ""]
-            parts.append(
-                visible(f"{counted(len(prompts), 'prompt')}, batch size {measure.batch_size}, {made_on(made)}")
-            )
+            numbers = f"{counted(len(prompts), 'prompt')}, batch size {measure.batch_size}"
+            if (dtype := getattr(decoder.target, "dtype", None)) is not None:
+                numbers += f", {str(dtype).removeprefix('torch.')} in {decoder.target.backend}"
+            parts.append(visible(f"{numbers}, {made_on(made)}"))
         if "quiet" not in options:
             say("\n" + "\n\n".join(filter(None, parts)), has_colours=True)
     if interrupted or (measured is not None and measured.interrupted):
