@@ -83,8 +83,11 @@ class EagleInOpenVINO:
         step = self._steps[lengths is not None]
         places = read.places(read.consumed, counts, step.num_tokens.padded(sum(counts)))
         scored = torch.tensor([max(end - 1, 0) for end in accumulate(counts)])
-        real = torch.arange(num_entries) < torch.tensor(counts)[:, None]
-        inputs = [lengthened(each[real], places) for each in (embedded, features)]
+        flat = [each.flatten(0, 1) for each in (embedded, features)]
+        if min(counts) < num_entries:
+            real = (torch.arange(num_entries) < torch.tensor(counts)[:, None]).flatten()
+            flat = [each[real] for each in flat]
+        inputs = [lengthened(each, places).float().contiguous() for each in flat]
         feature, logits = step.run([*inputs, scored, *places], read)
         read.advance(num_entries, lengths)
         return torch.from_numpy(feature)[:, None], torch.from_numpy(logits)

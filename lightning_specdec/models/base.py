@@ -247,14 +247,11 @@ def weights_digest(module: nn.Module) -> str:
     return found.hexdigest()
 
 
-def weights_stamp(*modules: nn.Module) -> list[tuple[int, int | None, str]]:
-    """Changes when weights do: each one's identity, how often torch has written to it, and a sum of some values, since
-    torch does not count what fused optimizers and assignments to `data` change."""
-    stamp = []
-    for weight in chain(*(module.parameters() for module in modules)):
-        version = None if weight.is_inference() else weight._version
-        step = max(1, weight.numel() // 64)
-        plain = type(weight.data) is Tensor
-        some = str(float(weight.data.flatten()[::step].sum(dtype=torch.float64))) if plain else ""
-        stamp.append((id(weight), version, f"{weight.dtype} {some}"))
-    return stamp
+def weights_stamp(*modules: nn.Module) -> tuple[list[tuple[int, int | None, torch.dtype]], bytes]:
+    """Changes when weights do: each one's identity and how often torch has written to it, and some of their values,
+    since torch does not count what fused optimizers and assignments to `data` change."""
+    weights = list(chain(*(module.parameters() for module in modules)))
+    known = [(id(each), None if each.is_inference() else each._version, each.dtype) for each in weights]
+    plain = (each.data for each in weights if type(each.data) is Tensor)
+    some = [each.flatten()[:: max(1, each.numel() // 64)].cpu() for each in plain]
+    return known, torch.cat(some).view(torch.uint8).numpy().tobytes() if some else b""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import deque
 from collections.abc import Sequence
 from copy import deepcopy
@@ -148,6 +149,7 @@ class Compiled:
         self.request = ov.Core().compile_model(model, "CPU", options).create_infer_request()
         self._num_outputs = len(model.outputs)
         self._bound: object = None
+        self._inputs: dict[int, np.ndarray] = {}
         self._lock = Lock()
         """Held for a call: it has one memory for inputs and outputs, and threads may share it."""
         self.num_tokens, self.num_scored = Sizes(), Sizes()
@@ -173,8 +175,12 @@ class Compiled:
                     self.request.set_input_tensor(len(inputs) + i, cache)
                 self._bound = state.caches
             for i, each in enumerate(inputs):
-                array = each.numpy() if isinstance(each, Tensor) else each
-                self.request.set_input_tensor(i, ov.Tensor(array, shared_memory=True))
+                array, own = each.numpy() if isinstance(each, Tensor) else each, self._inputs.get(i)
+                if own is not None and own.shape == array.shape:
+                    own[...] = array
+                else:  # costs as much as ten copies of a few integers
+                    own = self._inputs[i] = array.copy()
+                    self.request.set_input_tensor(i, ov.Tensor(own, shared_memory=True))
             self.request.infer()
             return [self.request.get_output_tensor(i).data.copy() for i in range(self._num_outputs)]
 
@@ -204,13 +210,14 @@ class _Graph:
         self.compiled = Compiled(ov.Model(results, inputs, "layers"), dtype)
 
     def run(
-        self, hidden: np.ndarray, scored: np.ndarray, state: PagedState | None, places: Sequence[np.ndarray]
+        self, hidden: Any, scored: np.ndarray, state: PagedState | None, places: Sequence[np.ndarray]
     ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
         """The logits `[N, V]`, or the last layer's output `[1, P, D]`; and the features."""
         if not self._scores:
             outputs = self.compiled.run([hidden, *places], state, self.first)
         else:
-            wide = np.resize(scored, self.compiled.num_scored.padded(len(scored))) if len(scored) else scored
+            size = self.compiled.num_scored.padded(len(scored)) if len(scored) else 0
+            wide = np.resize(scored, size) if size > len(scored) else scored
             outputs = self.compiled.run([hidden, wide, *places], state, self.first)
             outputs[-1] = outputs[-1][: len(scored)]
         return outputs[-1], dict(zip(self.features, outputs, strict=False))
@@ -264,7 +271,10 @@ class PagedState(DecodeState):
         super().__init__(batch_size, torch.device("cpu"))
         self.num_blocks = max(1, -(-max_length // BLOCK))
         shapes = [(batch_size * self.num_blocks, heads, BLOCK, size) for heads, *kinds in sizes for size in kinds]
-        self._use([torch.zeros(shape, dtype=dtype) for shape in shapes])
+        memory = torch.zeros(sum(map(math.prod, shapes)), dtype=dtype)  # once: the system clears a page when it is met
+        self._use(
+            [part.view(shape) for part, shape in zip(memory.split(list(map(math.prod, shapes))), shapes, strict=True)]
+        )
 
     def _use(self, buffers: list[Tensor]) -> None:
         self._buffers, self.caches = buffers, [shared_tensor(buffer) for buffer in buffers]
@@ -434,16 +444,17 @@ class OpenVINOLM(HuggingFaceLM):
             behind it; and the features by layer; zeros at padding.
         """
         assert isinstance(state, PagedState), f"OpenVINO needs a PagedState, got {state}"
-        shape, steps = given.shape[:2], torch.arange(given.shape[1])
-        if not given.is_floating_point():
-            positions = torch.tensor(starts)[:, None] + steps
-            most = self.max_positions
-            given = self.stack.embed(given, positions if most is None else positions.clamp(max=most - 1))
-        real = None if min(lengths) == shape[1] else steps < torch.tensor(lengths)[:, None]
+        shape, real = given.shape[:2], None
+        if min(lengths) < shape[1]:
+            real = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
         flat = given.flatten(0, 1) if real is None else given[real]
         graphs = [graph for graph in self._graphs if first <= graph.first and graph.end <= end]
         places = state.places(starts, lengths, graphs[0].compiled.num_tokens.padded(len(flat)))
-        hidden, outputs = lengthened(flat, places), dict[int, np.ndarray]()
+        entry, outputs = lengthened(flat, places), dict[int, np.ndarray]()
+        if not given.is_floating_point():
+            positions, most = torch.from_numpy(places[0]), self.max_positions
+            entry = self.stack.embed(entry, positions if most is None else positions.clamp(max=most - 1))
+        hidden: Any = entry.float().contiguous()
         for graph in graphs:
             hidden, features = graph.run(hidden, scored.reshape(-1), state, places)
             outputs |= features
@@ -463,17 +474,18 @@ class OpenVINOLM(HuggingFaceLM):
         return last, {layer: padded(output) for layer, output in outputs.items()}
 
 
-def lengthened(flat: Tensor, places: Sequence[np.ndarray]) -> np.ndarray:
-    """The tokens' vectors `[P, D]` as `[1, P, D]` in float32, the last one repeated for the padding in `places`."""
-    array = flat[None].float().contiguous().numpy()
+def lengthened(flat: Tensor, places: Sequence[np.ndarray]) -> Tensor:
+    """The tokens, or their vectors, `[1, P, ...]`; the last one is repeated for the padding in `places`."""
     padding = places[0].shape[1] - len(flat)
-    return np.pad(array, ((0, 0), (0, padding), (0, 0)), "edge") if padding else array
+    return torch.cat((flat, flat[-1:].expand(padding, *flat.shape[1:])))[None] if padding else flat[None]
 
 
 def _places_of(lengths: Sequence[int], num_tokens: int, logits_for: Tensor | slice | None) -> np.ndarray:
     """Where the wanted positions `[B, N]` lie among the P tokens; the first one for those at padding."""
     if isinstance(logits_for, Tensor):
         wanted = logits_for.numpy()
+    elif min(lengths) == num_tokens:
+        return np.arange(len(lengths) * num_tokens).reshape(-1, num_tokens)[:, logits_for or slice(None)]
     else:
         wanted = np.arange(num_tokens)[None, logits_for or slice(None)]
     starts = np.array([0, *accumulate(lengths)])[:-1, None]
