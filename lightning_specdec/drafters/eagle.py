@@ -145,7 +145,7 @@ class EagleDrafter(FeatureDrafter):
         from lightning_specdec.drafters.eagle_openvino import EagleInOpenVINO
 
         other = copy(self)
-        other.in_openvino = EagleInOpenVINO(self.network, getattr(target, "settings", None))
+        other.in_openvino = EagleInOpenVINO(self.network)
         return other
 
     def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> FeatureState:

@@ -30,10 +30,10 @@ class _Step(nn.Module):
 
     def forward(
         self,
-        embedded: Float[Tensor, "1 P D"],
-        features: Float[Tensor, "1 P _"],
+        embedded: Float[Tensor, "P 1 D"],
+        features: Float[Tensor, "P 1 _"],
         scored: Int[Tensor, "N"],
-        positions: Int[Tensor, "1 P"],
+        positions: Int[Tensor, "P 1"],
     ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N W"]]:
         """The next features and the logits behind some entries."""
 
@@ -42,7 +42,7 @@ class _Step(nn.Module):
 
         if self.joins:
             features = self.network.joined(features)
-        last = self.network.layer(embedded, features, positions, attend)[0].index_select(0, scored)
+        last = self.network.layer(embedded, features, positions, attend)[:, 0].index_select(0, scored)
         return self.network.fed_back(last), self.network.logits(last)
 
 
@@ -51,17 +51,18 @@ class EagleInOpenVINO:
 
     Args:
         network: it is copied.
-        quantization: of the copy's weights; its target's.
+        quantization: of the copy's weights. Reading them is most of a draft token's cost (docs/log.md), and rounding
+            them changes no output.
     """
 
-    def __init__(self, network: EagleNetwork, quantization: str | None) -> None:
+    def __init__(self, network: EagleNetwork, quantization: str | None = "int8") -> None:
         self.dtype = network.dtype
-        settings, places = network.settings, (torch.arange(2), torch.arange(4)[None])
+        settings, places = network.settings, (torch.arange(2), torch.arange(4)[:, None])
         widths = {True: len(settings.feature_layers) * settings.hidden_size, False: settings.hidden_size}
-        embedded = torch.zeros(1, 4, settings.hidden_size)
+        embedded = torch.zeros(4, 1, settings.hidden_size)
         self._steps = {
             joins: Compiled.of(
-                _Step(network, joins), (embedded, torch.zeros(1, 4, width), *places), self.dtype, quantization
+                _Step(network, joins), (embedded, torch.zeros(4, 1, width), *places), self.dtype, quantization
             )
             for joins, width in widths.items()
         }

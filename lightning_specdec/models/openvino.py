@@ -42,7 +42,9 @@ PRECISIONS = {torch.float32: ("f32", ov.Type.f32), torch.bfloat16: ("bf16", ov.T
 DYNAMIC = 32
 """Activations that share a scale where they meet quantized weights."""
 MOST_PADDING = 5
-"""Tokens that a call computes in vain, at most, to have the shape of a recent one."""
+"""Tokens that a call computes in vain, at most, to have the shape of a recent one: up to six cost what one costs."""
+RECENT = 64
+"""Calls whose shapes count as recent."""
 _PLACES = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
 """Inputs that say where the tokens belong, named as OpenVINO's own pipelines do."""
 
@@ -60,11 +62,11 @@ def converted(model: HuggingFaceLM, quantization: str | None = None) -> Path:
     if not home.exists():
         try:
             with new_directory(home) as made:
-                require_memory("converting the model to OpenVINO", 10 * model.num_parameters, "cpu")  # in float32
+                require_memory("converting the model to OpenVINO", 12 * model.num_parameters, "cpu")  # in float32
                 single = model.in_float32()
                 convert(single, made, model.dtype, quantization)
                 if quantization is None:
-                    _check(single, OpenVINOLM(model, made))
+                    _check(single, OpenVINOLM(single, made))
                 (made / sums.name).write_text(json.dumps(_sha256(made)), encoding="ascii")
         except (OSError, ValueError):  # another process may have been first
             if not home.exists():
@@ -88,11 +90,10 @@ def _sha256(directory: Path) -> dict[str, str]:
 
 @torch.no_grad()
 def _check(model: HuggingFaceLM, made: OpenVINOLM) -> None:
-    """Raise ValueError unless the converted model gives the logits of the model in float32."""
+    """Raise ValueError unless the converted model gives the model's logits, both computed in float32."""
     tokens = torch.arange(12)[None] * 7919 % model.vocab_size
     wanted, got = model(tokens).logits, made(tokens).logits
-    tolerance = 1e-3 if made.dtype == torch.float32 else 0.1
-    if not (got - wanted).abs().max() <= tolerance * wanted.abs().max():
+    if not (got - wanted).abs().max() <= 1e-3 * wanted.abs().max():
         what = type(model.model).__name__
         raise ValueError(f"OpenVINO computes other logits for {what} than torch does: use --backend torch")
 
@@ -101,7 +102,7 @@ class Sizes:
     """One dimension of a network's inputs from call to call: a new shape costs OpenVINO milliseconds (docs/log.md)."""
 
     def __init__(self) -> None:
-        self._recent: deque[int] = deque(maxlen=8)
+        self._recent: deque[int] = deque(maxlen=RECENT)
 
     def padded(self, size: int) -> int:
         """The largest recent size that is at most `MOST_PADDING` more than this one."""
@@ -212,7 +213,7 @@ class _Graph:
     def run(
         self, hidden: Any, scored: np.ndarray, state: PagedState | None, places: Sequence[np.ndarray]
     ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-        """The logits `[N, V]`, or the last layer's output `[1, P, D]`; and the features."""
+        """The logits `[N, V]`, or the last layer's output `[P, 1, D]`; and the features."""
         if not self._scores:
             outputs = self.compiled.run([hidden, *places], state, self.first)
         else:
@@ -280,7 +281,7 @@ class PagedState(DecodeState):
         self._buffers, self.caches = buffers, [shared_tensor(buffer) for buffer in buffers]
 
     def places(self, starts: Sequence[int], lengths: Sequence[int], width: int = 0) -> list[np.ndarray]:
-        """The positions `[1, P]` of the next `lengths[b]` tokens of each row, from `starts[b]` on, and `_PLACES`.
+        """The positions `[P, 1]` of the next `lengths[b]` tokens of each row, from `starts[b]` on, and `_PLACES`.
 
         Args:
             width: for how many tokens, where those are fewer. The last row takes the others, as far as it has room:
@@ -299,7 +300,7 @@ class PagedState(DecodeState):
         firsts = [row * self.num_blocks for row in rows]
         tables = [np.arange(first, first + num, dtype=np.int32) for first, num in zip(firsts, blocks, strict=True)]
         return [
-            positions[None],
+            positions[:, None],
             np.array([starts[row] for row in rows], dtype=np.int32),
             np.array([0, *accumulate(lengths[row] for row in rows)], dtype=np.int32),
             np.concatenate(tables),
@@ -389,7 +390,7 @@ class OpenVINOLM(HuggingFaceLM):
             self._head = self._part(self.stack.num_layers, self.stack.num_layers)
         flat = hidden.flatten(0, -2)
         scored = np.arange(len(flat))
-        logits, _ = self._head.run(flat[None].float().contiguous().numpy(), scored, None, ())
+        logits, _ = self._head.run(flat[:, None].float().contiguous().numpy(), scored, None, ())
         return torch.from_numpy(logits).unflatten(0, hidden.shape[:-1])
 
     @torch.no_grad()
@@ -460,7 +461,7 @@ class OpenVINOLM(HuggingFaceLM):
             outputs |= features
 
         def padded(output: np.ndarray) -> Tensor:
-            new = torch.from_numpy(output)[0, : len(flat)].to(self.dtype)
+            new = torch.from_numpy(output)[: len(flat), 0].to(self.dtype)
             if real is None:
                 return new.unflatten(0, shape)
             made = new.new_zeros(*shape, new.shape[-1])
@@ -475,9 +476,9 @@ class OpenVINOLM(HuggingFaceLM):
 
 
 def lengthened(flat: Tensor, places: Sequence[np.ndarray]) -> Tensor:
-    """The tokens, or their vectors, `[1, P, ...]`; the last one is repeated for the padding in `places`."""
-    padding = places[0].shape[1] - len(flat)
-    return torch.cat((flat, flat[-1:].expand(padding, *flat.shape[1:])))[None] if padding else flat[None]
+    """The tokens, or their vectors, `[P, 1, ...]`; the last one is repeated for the padding in `places`."""
+    padding = len(places[0]) - len(flat)
+    return (torch.cat((flat, flat[-1:].expand(padding, *flat.shape[1:]))) if padding else flat)[:, None]
 
 
 def _places_of(lengths: Sequence[int], num_tokens: int, logits_for: Tensor | slice | None) -> np.ndarray:

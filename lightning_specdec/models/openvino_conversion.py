@@ -5,6 +5,7 @@ Shapes: B rows, D hidden size, N scored tokens, P tokens of one call, V vocabula
 
 from __future__ import annotations
 
+import math
 import warnings
 from contextlib import redirect_stdout
 from io import StringIO
@@ -26,7 +27,7 @@ from lightning_specdec.models.model_config import FOREIGN, first_line
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-FORMAT = 3
+FORMAT = 4
 """Of the converted files: a change of what they hold raises it, so that kept ones are made anew."""
 GROUP = 64
 """Weights of a group of the int4 quantization, which share a scale."""
@@ -59,7 +60,10 @@ class _Traced(nn.Module):
 
 
 class _OpenAttention(nn.Module):
-    """Stands for attention where a network is traced: of P tokens of one row, whose keys and values a state keeps."""
+    """Stands for attention where a network is traced: of P tokens, whose keys and values a state keeps.
+
+    Each token is a row of its own, so that moving the heads behind it moves no numbers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,18 +71,22 @@ class _OpenAttention(nn.Module):
 
     def forward(
         self,
-        query: Float[Tensor, "1 H P E"],
-        key: Float[Tensor, "1 G P E"],
-        value: Float[Tensor, "1 G P F"],
+        query: Float[Tensor, "P H 1 E"],
+        key: Float[Tensor, "P G 1 E"],
+        value: Float[Tensor, "P G 1 F"],
         *,
         window: int | None = None,
         scale: float | None = None,
-    ) -> Float[Tensor, "1 H P F"]:
-        _, heads, num_tokens, size = query.shape
-        flat = [each.transpose(1, 2).reshape(num_tokens, -1) for each in (query, key, value)]
-        sizes = torch.tensor([key.shape[1], size, value.shape[-1], window or 0], dtype=torch.int32)
+    ) -> Float[Tensor, "P H 1 F"]:
+        shapes = [[int(each.shape[i]) for i in (1, 3)] for each in (query, key, value)]  # constants of the graph
+        (heads, size), (groups, _), (_, value_size) = shapes
+        flat = [
+            each.transpose(1, 2).reshape(-1, math.prod(shape))
+            for each, shape in zip((query, key, value), shapes, strict=True)
+        ]
+        sizes = torch.tensor([groups, size, value_size, window or 0], dtype=torch.int32)
         found: Tensor = self.traced(*flat, sizes, torch.tensor(scale or size**-0.5))
-        return found.reshape(1, num_tokens, heads, -1).transpose(1, 2)
+        return found.reshape(-1, 1, heads, value_size).transpose(1, 2)
 
 
 open_attention = _OpenAttention()
@@ -87,7 +95,7 @@ open_attention = _OpenAttention()
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """The attention that transformers calls while a model is traced, on one row of P tokens."""
+    """The attention that transformers calls while a model is traced, on P rows of a token."""
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise ValueError(f"its attention has a {name}, which OpenVINO's paged attention does not compute")
@@ -116,7 +124,7 @@ class _Model(nn.Module):
         self.model, self.stack, self.attention = model.model, model.stack, open_attention
 
     def forward(
-        self, hidden: Float[Tensor, "1 P D"], positions: Int[Tensor, "1 P"], scored: Int[Tensor, "N"]
+        self, hidden: Float[Tensor, "P 1 D"], positions: Int[Tensor, "P 1"], scored: Int[Tensor, "N"]
     ) -> tuple[Tensor, ...]:
         outputs = []
         call = self.stack.begin(hidden, positions, None, _NewTokens())
@@ -124,7 +132,7 @@ class _Model(nn.Module):
             hidden = self.stack.run(hidden, call, layer, layer + 1)
             outputs.append(hidden)
         normed = self.stack.norm(hidden)
-        return *outputs, normed, self.stack.head(normed[0].index_select(0, scored))
+        return *outputs, normed, self.stack.head(normed[:, 0].index_select(0, scored))
 
 
 def convert(model: HuggingFaceLM, directory: Path, dtype: torch.dtype, quantization: str | None = None) -> None:
@@ -146,9 +154,10 @@ def convert(model: HuggingFaceLM, directory: Path, dtype: torch.dtype, quantizat
     """
     before = model.model.config._attn_implementation
     try:
+        network = _Model(model)  # its parts are checked with its own attention
         model.model.set_attn_implementation(_ATTENTION)
-        example = torch.zeros(1, 4, model.hidden_size or 0), torch.arange(4)[None], torch.arange(2)
-        converted = traced(_Model(model), example, dtype, quantization)
+        example = torch.zeros(4, 1, model.hidden_size or 0), torch.arange(4)[:, None], torch.arange(2)
+        converted = traced(network, example, dtype, quantization)
         ov.save_model(converted, directory / "model.xml", compress_to_fp16=False)
     except (*FOREIGN, GeneralFailure, OpConversionFailure) as error:
         what = type(model.model).__name__
@@ -158,7 +167,11 @@ def convert(model: HuggingFaceLM, directory: Path, dtype: torch.dtype, quantizat
 
 
 def traced(network: nn.Module, example: tuple[Tensor, ...], dtype: torch.dtype, quantization: str | None) -> ov.Model:
-    """A network in OpenVINO's operations, `Attention` among them; arguments as of `convert`."""
+    """A network in OpenVINO's operations, `Attention` among them; arguments as of `convert`.
+
+    Args:
+        example: its inputs, whose first dimensions may be others later.
+    """
     extension = [
         ModuleExtension(
             _Traced,
@@ -170,7 +183,8 @@ def traced(network: nn.Module, example: tuple[Tensor, ...], dtype: torch.dtype, 
     ]
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        converted = ov.convert_model(network.eval(), example_input=example, extension=extension)
+        shapes = [ov.PartialShape([-1, *each.shape[1:]]) for each in example]
+        converted = ov.convert_model(network.eval(), example_input=example, input=shapes, extension=extension)
     if quantization is not None:
         return _quantized(converted, quantization)
     if dtype == torch.bfloat16:
