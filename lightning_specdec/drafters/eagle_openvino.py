@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +21,28 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
-class _Step(nn.Module):
-    """Entries with the target's hidden states, or with features of the network's own."""
+class _Join(nn.Module):
+    """The target's hidden states become features of the network's own."""
 
-    def __init__(self, network: EagleNetwork, joins: bool) -> None:
+    def __init__(self, network: EagleNetwork) -> None:
         super().__init__()
-        self.network, self.joins, self.attention = network, joins, open_attention
+        self.network = network
+
+    def forward(self, features: Float[Tensor, "P 1 FD"]) -> Float[Tensor, "P 1 D"]:
+        return self.network.joined(features)
+
+
+class _Step(nn.Module):
+    """Entries with features of the network's own."""
+
+    def __init__(self, network: EagleNetwork) -> None:
+        super().__init__()
+        self.network, self.attention = network, open_attention
 
     def forward(
         self,
         embedded: Float[Tensor, "P 1 D"],
-        features: Float[Tensor, "P 1 _"],
+        features: Float[Tensor, "P 1 D"],
         scored: Int[Tensor, "N"],
         positions: Int[Tensor, "P 1"],
     ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N W"]]:
@@ -40,8 +51,6 @@ class _Step(nn.Module):
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             return self.attention(queries, keys, values, window=self.network.attention_window)
 
-        if self.joins:
-            features = self.network.joined(features)
         last = self.network.layer(embedded, features, positions, attend)[:, 0].index_select(0, scored)
         return self.network.fed_back(last), self.network.logits(last)
 
@@ -56,20 +65,16 @@ class EagleInOpenVINO:
     """
 
     def __init__(self, network: EagleNetwork, quantization: str | None = "int8") -> None:
-        self.dtype = network.dtype
-        settings, places = network.settings, (torch.arange(2), torch.arange(4)[:, None])
-        widths = {True: len(settings.feature_layers) * settings.hidden_size, False: settings.hidden_size}
-        embedded = torch.zeros(4, 1, settings.hidden_size)
-        self._steps = {
-            joins: Compiled.of(
-                _Step(network, joins), (embedded, torch.zeros(4, 1, width), *places), self.dtype, quantization
-            )
-            for joins, width in widths.items()
-        }
+        self.dtype, settings = network.dtype, network.settings
+        vectors = torch.zeros(4, 1, settings.hidden_size)
+        wide = vectors.repeat(1, 1, len(settings.feature_layers))
+        inputs = vectors, vectors, torch.arange(2), torch.arange(4)[:, None]
+        self._join = Compiled.of(_Join(network), (wide,), self.dtype, quantization)
+        self._step = Compiled.of(_Step(network), inputs, self.dtype, quantization)
 
     def init_state(self, batch_size: int, max_length: int) -> PagedState:
         """Keys and values of the entries; one more than the text has tokens."""
-        return PagedState(batch_size, max_length + 1, sizes=self._steps[True].sizes, dtype=self.dtype)
+        return PagedState(batch_size, max_length + 1, sizes=self._step.sizes, dtype=self.dtype)
 
     def advance(
         self,
@@ -81,14 +86,15 @@ class EagleInOpenVINO:
         """As of `EagleDrafter`."""
         num_rows, num_entries = embedded.shape[:2]
         counts = [num_entries] * num_rows if lengths is None else list(lengths)
-        step = self._steps[lengths is not None]
+        step = self._step
         places = read.places(read.consumed, counts, step.num_tokens.padded(sum(counts)))
         scored = torch.tensor([max(end - 1, 0) for end in accumulate(counts)])
         flat = [each.flatten(0, 1) for each in (embedded, features)]
         if min(counts) < num_entries:
             real = (torch.arange(num_entries) < torch.tensor(counts)[:, None]).flatten()
             flat = [each[real] for each in flat]
-        inputs = [lengthened(each, places).float().contiguous() for each in flat]
-        feature, logits = step.run([*inputs, scored, *places], read)
+        embedded, features = (lengthened(each, places).float().contiguous() for each in flat)
+        given: Any = features if lengths is None else self._join.run([features])[0]
+        feature, logits = step.run([embedded, given, scored, *places], read)
         read.advance(num_entries, lengths)
         return torch.from_numpy(feature)[:, None], torch.from_numpy(logits)
