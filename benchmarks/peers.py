@@ -91,12 +91,12 @@ def _methods() -> Iterator[Method]:
             load = {"backend": backend, "quantization": quantization}
             ours = f"ours {backend}", precision
             yield Method(*ours, "standard", (load,), (STANDARD,))
-            lookups = grid(drafter=["NGramDrafter"], num_draft_tokens=[3, 5, 8, "auto"], min_ngram=[2])
-            short = {"min_ngram": [1], "max_ngram": [3], "tokens_per_match": [1]}
-            lookups += grid(drafter=["NGramDrafter"], num_draft_tokens=[5, 8], **short)
+            lookups = grid(drafter=["NGramDrafter"], num_draft_tokens=[5, "auto"], min_ngram=[2])
+            short = {"min_ngram": [1], "max_ngram": [3], "tokens_per_match": [1, 5]}
+            lookups += grid(drafter=["NGramDrafter"], num_draft_tokens=[5], **short)
             yield Method(*ours, "lookup", (load,), lookups)
-            heads = grid(drafter=["NGramWithFallback"], num_draft_tokens=[2, 3, 4, "auto"], min_ngram=[2])
-            heads += grid(drafter=["NGramWithFallback"], num_draft_tokens=[3, 5], min_ngram=[2], tokens_per_match=[1])
+            heads = grid(drafter=["NGramWithFallback"], num_draft_tokens=[3, 5], min_ngram=[2], tokens_per_match=[2, 5])
+            heads += grid(drafter=["NGramWithFallback"], num_draft_tokens=["auto"], min_ngram=[2])
             yield Method(*ours, "lookup, head", (load,), heads)
         scheduler: Load = {"cache_size": 1, "enable_prefix_caching": False}
         whole = {**scheduler, "max_num_batched_tokens": CONTEXT + 200, "dynamic_split_fuse": False}
