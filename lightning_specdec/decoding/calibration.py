@@ -90,8 +90,9 @@ def calibrate(
     measured = drafter.fallback if isinstance(drafter, NGramWithFallback) else drafter
     most = measured.max_draft_tokens or max(windows)
     windows = sorted({min(window, most) for window in windows})
-    # The first round reads the prompt. The one without a draft comes last: the round behind it would read more.
-    script = [windows[0], *windows, 0]
+    # The second of two rounds counts: the first one reads the prompt, and a call of another width than before costs
+    # more. Those without a draft come last: the round behind them would read more.
+    script = [each for window in (*windows, 0) for each in (window, window)]
     num_new = sum(script) + len(script) + 1
     limits = [limit for limit in (target.max_positions, drafter.max_positions) if limit is not None]
     length = max(2, min([context_length, *(limit - num_new for limit in limits)]))
@@ -118,8 +119,9 @@ def calibrate(
     def medians(*phases: str) -> tuple[float, list[float]]:
         """Of the round that reads the prompt, and by width; the first pass only warms up."""
         alike = zip(*passes[1:], strict=True)
-        prompt, *drafted, plain = (median(sum(each[name] for name in phases) for each in rounds) for rounds in alike)
-        return prompt, [plain, *drafted]
+        times = [median(sum(each[name] for name in phases) for each in rounds) for rounds in alike]
+        *drafted, plain = times[1::2]
+        return times[0], [plain, *drafted]
 
     reading, drafts = ("verify", "draft") if measured.inside_target else ("verify",), medians("draft")[1]
     prompt, read = medians(*reading)
