@@ -289,18 +289,19 @@ class PagedState(DecodeState):
         """
         rows = [row for row, length in enumerate(lengths) if length]
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-        positions = np.concatenate([np.arange(starts[row], ends[row]) for row in rows])
-        padding = max(0, min(width - len(positions), self.num_blocks * BLOCK - ends[rows[-1]]))
+        positions = [np.arange(starts[row], ends[row]) for row in rows]
+        last, num_tokens = rows[-1], sum(lengths)
+        padding = max(0, min(width - num_tokens, self.num_blocks * BLOCK - ends[last]))
         if padding:
-            positions = np.pad(positions, (0, padding), "edge")
-            lengths, ends[rows[-1]] = [*lengths], ends[rows[-1]] + padding
-            lengths[rows[-1]] += padding
+            positions.append(np.full(padding, ends[last] - 1))
+            lengths, ends[last] = [*lengths], ends[last] + padding
+            lengths[last] += padding
         blocks = [-(-ends[row] // BLOCK) for row in rows]
         assert max(blocks) <= self.num_blocks, f"{max(ends)} tokens overrun {self.num_blocks * BLOCK} slots"
         firsts = [row * self.num_blocks for row in rows]
         tables = [np.arange(first, first + num, dtype=np.int32) for first, num in zip(firsts, blocks, strict=True)]
         return [
-            positions[:, None],
+            np.concatenate(positions)[:, None],
             np.array([starts[row] for row in rows], dtype=np.int32),
             np.array([0, *accumulate(lengths[row] for row in rows)], dtype=np.int32),
             np.concatenate(tables),
@@ -343,7 +344,7 @@ class OpenVINOLM(HuggingFaceLM):
         self._cutting = Lock()
         self._exits: list[int] = []
         self._head: _Graph | None = None
-        self._stamp = weights_stamp(self)
+        self._stamp, self._dtype = weights_stamp(self), model.dtype
         self._cut()
 
     @classmethod
@@ -461,7 +462,7 @@ class OpenVINOLM(HuggingFaceLM):
             outputs |= features
 
         def padded(output: np.ndarray) -> Tensor:
-            new = torch.from_numpy(output)[: len(flat), 0].to(self.dtype)
+            new = torch.from_numpy(output)[: len(flat), 0].to(self._dtype)
             if real is None:
                 return new.unflatten(0, shape)
             made = new.new_zeros(*shape, new.shape[-1])
