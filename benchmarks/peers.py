@@ -45,6 +45,7 @@ NUM_EACH, NUM_TUNING, LONGEST, CONTEXT = 4, 1, 1024, 4000
 STANDARD = {"drafter": None}
 PIECE, REST = 150, 120
 SECONDS = {"load": 600, "answer": 300}
+LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 ENVIRONMENT = {
     "vllm": {
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -169,7 +170,7 @@ class Engine:
         kind = self.method.engine.split()[0]
         told = {"engine": kind, "load": self.load, "threads": self.options.threads, "files": self.options.files}
         environment = {**os.environ, "OMP_NUM_THREADS": str(self.options.threads), "HF_HUB_OFFLINE": "1"}
-        environment |= ENVIRONMENT.get(kind, {})
+        environment |= LARGE_PAGES | ENVIRONMENT.get(kind, {})
         python = self.options.engines.get(kind, sys.executable)
         if kind not in ("ours", "transformers"):
             environment.pop("PYTHONPATH", None)
