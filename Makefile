@@ -4,6 +4,7 @@ VENV := .venv
 OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 RUN := $(BIN)/lightning_specdec
+PEERS ?= .peers
 RUNS := rnn transformer draft_sizes early_exit multi_token staged text
 
 .PHONY: help setup dev demo test test-real test-engines test-oldest wheel-test lint bench bench-transformers peers tables docs checkpoints smollm2 clean
@@ -53,8 +54,13 @@ test: lint
 test-real: dev
 	$(BIN)/python -m pytest -m real
 
-test-engines: dev
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/engines.py --engine $(ENGINE) --prompts $(PROMPTS) --output docs/results/engines.json
+# With PLAIN=CHECKPOINT, a head without feature norms and attention window, llama.cpp runs it as well.
+LLAMA = plain --plain $(PLAIN) --llama_server $(PEERS)/llama/build/bin/llama-server \
+	--llama_converter '$(PEERS)/genai/bin/python $(PEERS)/source/vendor/llama.cpp/convert_hf_to_gguf.py'
+
+test-engines: dev $(if $(PLAIN),$(PEERS)/llama/.server)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/engines.py --engine $(ENGINE) --prompts $(PROMPTS) \
+		--output docs/results/engines.json --kinds head medusa model $(if $(PLAIN),$(LLAMA))
 
 test-oldest: | $(VENV)/bin/python
 	$(PYTHON) -m venv $(OLDEST)
@@ -78,7 +84,6 @@ bench-transformers: dev
 
 # Environments and converted models of other engines, with a torch for CPUs: what their packages pull in for vision and
 # sound does not fit it ("operator torchvision::nms does not exist").
-PEERS ?= .peers
 PEER_PIP = $(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install --quiet --disable-pip-version-check 'torch>=2.11,<2.14'
 NO_VISION = $(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 ENGINES = --engine openvino_genai=$(PEERS)/genai/bin/python --engine llama_cpp=$(PEERS)/llama/bin/python --engine vllm=$(PEERS)/vllm/bin/python
@@ -104,6 +109,12 @@ $(PEERS)/llama/.models: | $(PEERS)/genai/.models
 		$(PEERS)/genai/bin/python $(PEERS)/source/vendor/llama.cpp/convert_hf_to_gguf.py checkpoints/smollm2 \
 			--outtype $$(echo $$kind | tr A-Z a-z) --outfile $(PEERS)/smollm2-$$kind.gguf || exit; \
 	done
+	touch $@
+
+$(PEERS)/llama/.server: | $(PEERS)/llama/.models
+	cmake -S $(PEERS)/source/vendor/llama.cpp -B $(@D)/build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \
+		-DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF
+	cmake --build $(@D)/build --target llama-server -j 2
 	touch $@
 
 $(PEERS)/eagle3/config.json: | $(VENV)/.installed checkpoints/smollm2/config.json

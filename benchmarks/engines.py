@@ -1,7 +1,10 @@
-"""What an engine makes of exported drafts: its tokens and acceptance lengths beside this package's.
+"""What engines make of exported drafts: their tokens and acceptance lengths beside this package's.
 
     make smollm2
     make test-engines ENGINE=/path/to/vllm/bin/python PROMPTS=question.jsonl
+
+With `PLAIN=CHECKPOINT`, a head that was trained without feature norms and attention window, llama.cpp's server is
+built and run too (`--kinds plain`).
 
 Serves the target through vLLM, in float32 on a CPU, with the head that ships, with heads that are copies of its output
 layer, and with a draft model (the target without four of its layers). Greedy answers to Spec-Bench prompts must be
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -73,11 +77,15 @@ def main() -> None:
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--num_answers", type=int, default=512, help="at temperature 1, of half as many tokens")
     parser.add_argument("--kinds", nargs="+", default=["head", "medusa", "model"])
+    parser.add_argument("--plain", help="checkpoint of a head that llama.cpp runs, for the kind `plain`")
+    parser.add_argument("--llama_server", help="llama.cpp's server")
+    parser.add_argument("--llama_converter", help="command of its convert_hf_to_gguf.py")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     target = load_model(options.model, dtype="float32")
     prompts = mixed(load(options.prompts, target.tokenizer), options.num_prompts)
-    plain = {**vars(options), "engine": None, "prompts": Path(options.prompts).name, "output": None, "window": WINDOW}
+    places = dict.fromkeys(("engine", "output", "plain", "llama_server", "llama_converter"))
+    plain = {**vars(options), **places, "prompts": Path(options.prompts).name, "window": WINDOW}
     rows: list[dict[str, Any]] = []
     if options.output and options.output.exists():
         before = json.loads(options.output.read_text(encoding="utf-8"))["rows"]
@@ -86,9 +94,12 @@ def main() -> None:
     told["verdict"] = {name: verdict(options.engine, *words) for name, words in VERDICTS.items()}
     for kind in options.kinds:
         with TemporaryDirectory() as folder:
-            drafter = drafter_of(kind, options.draft, target)
-            exported = engines.export(Path(folder) / "draft", drafter, target, "vllm", num_draft_tokens=WINDOW)
-            row = measured(kind, drafter, target, exported, prompts, options)
+            drafter = drafter_of(kind, options.plain if kind == "plain" else options.draft, target)
+            if kind == "plain":
+                row = in_llama_cpp(drafter, target, prompts, Path(folder), options)
+            else:
+                exported = engines.export(Path(folder) / "draft", drafter, target, "vllm", num_draft_tokens=WINDOW)
+                row = measured(kind, drafter, target, exported, prompts, options)
         print(json.dumps(row), flush=True)
         rows.append(row)
         if options.output:
@@ -97,12 +108,12 @@ def main() -> None:
     wrong = [each["kind"] for each in rows if each["same_tokens"] < each["num_prompts"] or abs(each["off"]) > 0.03]
     wrong += [each["kind"] for each in rows if abs(each.get("sampled_off", 0)) > 0.05]
     wrong += [each["kind"] for each in rows if len(set(each.get("generated", {}).values())) > 1]
-    sys.exit(f"error: vLLM differs with {', '.join(wrong)}" if wrong else 0)
+    sys.exit(f"error: an engine differs with {', '.join(wrong)}" if wrong else 0)
 
 
 def drafter_of(kind: str, draft: str, target: HuggingFaceLM) -> Drafter:
     """One draft of each kind that the engine runs."""
-    if kind == "head":
+    if kind in ("head", "plain"):
         return checkpoints.load(draft).drafter
     if kind == "medusa":
         sizes: Any = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
@@ -136,13 +147,11 @@ def measured(
 ) -> dict[str, Any]:
     """Both sides on the same prompts."""
     length, packed = options.max_new_tokens, target.packed()
-    common: dict[str, Any] = {"num_draft_tokens": WINDOW, "eos": ()}
-    ours = [speculative_decode(packed, drafter, each, max_new_tokens=length, **common) for each in prompts]
-    print(f"{kind}: decoded here, {acceptance_length(ours):.3f}", flush=True)
+    ours = decoded(kind, packed, drafter, prompts, length)
     row: dict[str, Any] = {"kind": kind, "num_prompts": len(prompts), "logits_off": made.difference}
     method = {"head": "eagle3", "medusa": "medusa", "model": "draft_model"}[kind]
     config = {"method": method, "model": str(made.directory), "num_speculative_tokens": WINDOW}
-    with serving(options.engine, options.model, config) as url:
+    with serving(*vllm(options, config)) as url:
         before = drafted(url)
         answers = [complete(url, options.model, each, length, temperature=0.0) for each in prompts]
         theirs = difference(before, drafted(url))
@@ -158,6 +167,62 @@ def measured(
     if options.num_answers and kind == "head":
         row |= sampled(drafter, packed, prompts, config, options)
     return row
+
+
+def decoded(
+    kind: str, target: LanguageModel, drafter: Drafter, prompts: list[list[int]], length: int
+) -> list[DecodeResult]:
+    """This package's greedy answers."""
+    options: dict[str, Any] = {"num_draft_tokens": WINDOW, "eos": (), "max_new_tokens": length}
+    ours = [speculative_decode(target, drafter, each, **options) for each in prompts]
+    print(f"{kind}: decoded here, {acceptance_length(ours):.3f}", flush=True)
+    return ours
+
+
+def in_llama_cpp(
+    drafter: Drafter, target: HuggingFaceLM, prompts: list[list[int]], folder: Path, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Both sides with a head in llama.cpp's format, converted by its own script."""
+    length, ours = options.max_new_tokens, decoded("plain", target.packed(), drafter, prompts, options.max_new_tokens)
+    made = engines.export(folder / "draft", drafter, target, "llama.cpp", num_draft_tokens=WINDOW)
+    files = {"-m": folder / "target.gguf", "-md": folder / "draft.gguf"}
+    for source, file, more in (
+        (options.model, files["-m"], []),
+        (made.directory, files["-md"], ["--target-model-dir", options.model]),
+    ):
+        command = [
+            *shlex.split(options.llama_converter),
+            str(source),
+            "--outtype",
+            "f32",
+            "--outfile",
+            str(file),
+            *more,
+        ]
+        subprocess.run(command, check=True, capture_output=True)
+    words = [
+        options.llama_server,
+        "--spec-type",
+        "draft-eagle3",
+        "--spec-draft-n-max",
+        str(WINDOW),
+        "--port",
+        str(PORT),
+    ]
+    words += ["-c", "2048", "-np", "1", "-ctk", "f32", "-ctv", "f32", "-fa", "off"]
+    asked = {"n_predict": length, "temperature": 0, "ignore_eos": True, "return_tokens": True, "cache_prompt": False}
+    same = num_drafted = num_accepted = 0
+    with serving([*words, *(str(each) for pair in files.items() for each in pair)]) as url:
+        for prompt, result in zip(prompts, ours, strict=True):
+            answer = posted(f"{url}/completion", {"prompt": prompt, **asked})
+            same += answer["tokens"] == result.tokens[0]
+            num_drafted += answer["timings"]["draft_n"]
+            num_accepted += answer["timings"]["draft_n_accepted"]
+    row: dict[str, Any] = {"kind": "plain", "num_prompts": len(prompts), "logits_off": made.difference}
+    row["same_tokens"] = same
+    told = subprocess.run([options.llama_server, "--version"], capture_output=True, text=True, check=True)
+    row["version"] = (told.stdout + told.stderr).splitlines()[0]
+    return row | lengths("", acceptance_length(ours), 1 + WINDOW * num_accepted / num_drafted)
 
 
 def generated(url: str, options: argparse.Namespace) -> dict[str, int]:
@@ -203,7 +268,7 @@ def sampled(
     print(f"decoded here at temperature 1, {acceptance_length(own):.3f}", flush=True)
     found: dict[str, Any] = {"num_answers": len(rows)}
     for prefix, script, some in (("sampled_", MENDED, rows), ("shipped_", None, rows[: len(rows) // 8])):
-        with serving(options.engine, options.model, config, script=script) as url, ThreadPoolExecutor(16) as pool:
+        with serving(*vllm(options, config, script)) as url, ThreadPoolExecutor(16) as pool:
             before = drafted(url)
             list(pool.map(lambda each: complete(url, options.model, each, length, temperature=1.0), some))  # noqa: B023
             found |= lengths(prefix, acceptance_length(own), difference(before, drafted(url)))
@@ -229,23 +294,29 @@ def environment(python: str) -> dict[str, str]:
     return {name: value for name, value in found.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
 
 
+def vllm(
+    options: argparse.Namespace, speculative: dict[str, Any], script: Path | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """The command and the environment of its server."""
+    words = [options.engine, *(["-m", "vllm.entrypoints.openai.api_server"] if script is None else [str(script)])]
+    words += ["--model", options.model, "--dtype", "float32"]
+    words += ["--max-model-len", "2048", "--max-num-seqs", "16", "--enforce-eager", "--port", str(PORT)]
+    return [*words, "--speculative-config", json.dumps(speculative)], environment(options.engine)
+
+
 @contextmanager
-def serving(python: str, model: str, speculative: dict[str, Any], *, script: Path | None = None) -> Iterator[str]:
+def serving(words: list[str], variables: dict[str, str] | None = None) -> Iterator[str]:
     """A server's address while it runs."""
     url = f"http://127.0.0.1:{PORT}"
-    words = [python, *(["-m", "vllm.entrypoints.openai.api_server"] if script is None else [str(script)])]
-    words += ["--model", model, "--dtype", "float32"]
-    words += ["--max-model-len", "2048", "--max-num-seqs", "16", "--enforce-eager", "--port", str(PORT)]
-    words += ["--speculative-config", json.dumps(speculative)]
     with TemporaryDirectory() as folder, (Path(folder) / "log").open("w+") as log:
-        process = subprocess.Popen(words, stdout=log, stderr=log, env=environment(python))
+        process = subprocess.Popen(words, stdout=log, stderr=log, env=variables)
         try:
             ends = time.monotonic() + SECONDS
             while not healthy(url):
                 if process.poll() is not None or time.monotonic() > ends:
                     log.seek(0)
-                    told = [line for line in log.read().splitlines() if "Error" in line]
-                    raise SystemExit("error: vLLM does not serve:\n" + "\n".join(told[:8]))
+                    told = [line for line in log.read().splitlines() if "rror" in line]
+                    raise SystemExit("error: the engine does not serve:\n" + "\n".join(told[:8]))
                 time.sleep(1)
             yield url
         finally:
@@ -265,11 +336,14 @@ def complete(url: str, model: str, prompt: list[int], length: int, *, temperatur
     """The tokens of an answer."""
     body = {"model": model, "prompt": prompt, "max_tokens": length, "temperature": temperature}
     body |= {"ignore_eos": True, "return_token_ids": True}
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    return list(posted(f"{url}/v1/completions", body)["choices"][0]["token_ids"])
+
+
+def posted(url: str, body: dict[str, Any]) -> Any:
+    """The answer to a request."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=3600) as answer:
-        return list(json.load(answer)["choices"][0]["token_ids"])
+        return json.load(answer)
 
 
 def drafted(url: str) -> tuple[float, float]:
