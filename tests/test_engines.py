@@ -18,6 +18,7 @@ from tiny_block import block
 from tiny_distillation import begun, check_that_it_learns
 from tiny_eagle import eagle, fitted_eagle
 from tiny_heads import heads
+from transformers import AutoModelForCausalLM
 
 from lightning_specdec.checkpoints import engine_heads, engines
 from lightning_specdec.checkpoints.engine_heads import read_head
@@ -179,6 +180,10 @@ def test_a_draft_model_is_one_of_transformers_with_its_tokenizer(tmp_path: Path)
         made = engines.export(tmp_path / engine, ModelDrafter(target), target, engine, dtype="bfloat16")
         assert made.difference < 1e-5 and (tmp_path / engine / "tokenizer.json").is_file() and made.commands
     assert load_file(tmp_path / "vllm" / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+    draft, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "transformers"), torch.tensor([[5, 6, 7]])
+    options = {"max_new_tokens": 12, "do_sample": False}
+    alone, assisted = (target.model.generate(ids, **options, **more) for more in ({}, {"assistant_model": draft}))
+    assert alone.tolist() == assisted.tolist()
 
 
 @pytest.mark.parametrize("fault", ["queries for keys", "another layer", "no norms", "a token further"])
