@@ -25,7 +25,6 @@ import transformer_speed
 
 from lightning_specdec.bench.results import read
 from lightning_specdec.bench.rows import HUGGING_FACE, Comparison
-from lightning_specdec.bench.statistics import ratio_interval
 from lightning_specdec.config.files import replaced
 from lightning_specdec.report.report import Report, Table
 
@@ -106,22 +105,19 @@ def fastest_outside(cells: Sequence[Comparison]) -> str:
 
 def first_table() -> str:
     """The README's first table: bfloat16, with 95% intervals over the prompts."""
-    rows = [row for row in _record("smollm2_speed")["rows"] if row["part"] == "lookup" and row["dtype"] == "bfloat16"]
-    methods = {row["way"]: row for row in rows if "way" in row}
-    theirs = min(
-        (name for name in methods if "generate lookup" in name), key=lambda name: sum(methods[name]["seconds"])
-    )
-    shown = {
-        "transformers, prompt lookup": theirs,
-        "this package, standard decoding": "standard",
-        "this package, prompt lookup": "lookup 4",
+    rows = _record("peers")["rows"]
+    methods = {
+        "transformers, prompt lookup": "transformers/bfloat16/lookup",
+        "this package, standard decoding": "ours openvino/bfloat16/standard",
+        "this package, prompt lookup, then the head that ships": "ours openvino/bfloat16/lookup, head",
     }
-    lines = []
-    for name, method in shown.items():
-        value, low, high = ratio_interval([methods["generate"]["seconds"]], [methods[method]["seconds"]])
-        speed = 1000 / methods[method]["milliseconds_per_token"]
-        lines.append((name, f"{speed:.1f}", f"{value:.2f} ({low:.2f} to {high:.2f})"))
-    baseline = f"{1000 / methods['generate']['milliseconds_per_token']:.1f}"
+    cells = {name: peers.cells(rows, "prompts", method) for name, method in methods.items()}
+    theirs = peers.cells(rows, "prompts", "transformers/bfloat16/standard")
+    lines = [
+        (name, f"{peers.speed(mine.values()):.1f}", "{:.2f} ({:.2f} to {:.2f})".format(*peers.ratio(mine, theirs)))
+        for name, mine in cells.items()
+    ]
+    baseline = f"{peers.speed(theirs.values()):.1f}"
     return _table(("Method", "Tokens/s", f"Speedup over transformers' `generate` at {baseline} (95% interval)"), lines)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import cases
 import pytest
+from families import tiny
 from torch import Tensor
 
 from lightning_specdec.decoding import Calibration
@@ -16,6 +17,7 @@ from lightning_specdec.decoding import calibration as measuring
 from lightning_specdec.decoding.calibration import WINDOWS, calibrate, load_or_measure
 from lightning_specdec.drafters import Draft, ModelDrafter, NGramDrafter, NGramWithFallback
 from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
+from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.rules import RejectionSampling, Sampling
 
 COSTS = Calibration((1, 3, 5), (1.0, 2.0, 2.5), (0.1, 0.1, 0.2), 0.5, 0.25, 0.05)
@@ -109,6 +111,13 @@ def test_a_file_that_is_no_calibration_is_measured_again(
     path.write_text(text)
     assert load_or_measure(cases.target("rnn"), NGramDrafter()) == COSTS
     assert Calibration.from_dict(json.loads(path.read_text())) == COSTS
+
+
+@pytest.mark.parametrize("num_positions", [12, 48, 76])
+def test_a_short_context_is_measured_with_shorter_windows(num_positions: int) -> None:
+    model = HuggingFaceLM(tiny("llama", max_position_embeddings=num_positions))
+    widths = calibrate(model, NGramDrafter(), seconds=0.0).widths
+    assert widths[:2] == (1, 2) and (widths[-1] == 17) == (num_positions > 76)
 
 
 def test_a_pair_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import errno
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tiny_models
@@ -181,8 +181,8 @@ def test_a_draft_model_is_one_of_transformers_with_its_tokenizer(tmp_path: Path)
         assert made.difference < 1e-5 and (tmp_path / engine / "tokenizer.json").is_file() and made.commands
     assert load_file(tmp_path / "vllm" / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
     draft, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "transformers"), torch.tensor([[5, 6, 7]])
-    options = {"max_new_tokens": 12, "do_sample": False}
-    alone, assisted = (target.model.generate(ids, **options, **more) for more in ({}, {"assistant_model": draft}))
+    options, model = {"max_new_tokens": 12, "do_sample": False}, cast(Any, target.model)
+    alone, assisted = (model.generate(ids, **options, **more) for more in ({}, {"assistant_model": draft}))
     assert alone.tolist() == assisted.tolist()
 
 

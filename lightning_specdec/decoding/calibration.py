@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 warn_once = functools.cache(log.warning)
 WINDOWS = (1, 2, 4, 8, 16)
 """Draft tokens of the rounds that are measured; between them, costs are nearly linear."""
+FORMAT = 2
+"""Of the kept files: a change of what is measured raises it."""
 FEWEST_PASSES, MOST_PASSES = 4, 12
 """Rounds of each window: as many as the time allows, between these."""
 PERIOD = 24
@@ -90,11 +92,16 @@ def calibrate(
     measured = drafter.fallback if isinstance(drafter, NGramWithFallback) else drafter
     most = measured.max_draft_tokens or max(windows)
     windows = sorted({min(window, most) for window in windows})
-    # The second of two rounds counts: the first one reads the prompt, and a call of another width than before costs
-    # more. Those without a draft come last: the round behind them would read more.
-    script = [each for window in (*windows, 0) for each in (window, window)]
-    num_new = sum(script) + len(script) + 1
     limits = [limit for limit in (target.max_positions, drafter.max_positions) if limit is not None]
+    while True:
+        # The second of two rounds of a width counts: a call of another width than before costs more. The first round
+        # reads the prompt, a draft may do so in the next one. Those without a draft come last: the round behind them
+        # would read more.
+        script = [windows[0], *(each for window in (*windows, 0) for each in (window, window))]
+        num_new = sum(script) + len(script) + 1
+        if len(windows) == 1 or num_new + 2 <= min(limits, default=num_new + 2):
+            break
+        windows = windows[:-1]
     length = max(2, min([context_length, *(limit - num_new for limit in limits)]))
     text = [i % PERIOD % target.vocab_size for i in range(length)]
     config = DecodingConfig.of(config, **changes).changed(eos=None, stop=(), max_new_tokens=num_new)
@@ -120,7 +127,7 @@ def calibrate(
         """Of the round that reads the prompt, and by width; the first pass only warms up."""
         alike = zip(*passes[1:], strict=True)
         times = [median(sum(each[name] for name in phases) for each in rounds) for rounds in alike]
-        *drafted, plain = times[1::2]
+        *drafted, plain = times[2::2]
         return times[0], [plain, *drafted]
 
     reading, drafts = ("verify", "draft") if measured.inside_target else ("verify",), medians("draft")[1]
@@ -150,7 +157,7 @@ def load_or_measure(
     settings = batch_size, type(make_rule(config.rule)), config.sampling
     is_gpu = device.type == "cuda"
     processor = torch.cuda.get_device_name(device) if is_gpu else torch.backends.cpu.get_cpu_capability()
-    machine = __version__, torch.__version__, torch.get_num_threads(), str(device), processor
+    machine = FORMAT, __version__, torch.__version__, torch.get_num_threads(), str(device), processor
     key = repr((settings, machine, fingerprint(target), fingerprint(drafter)))
     kept = cache_home() / f"calibration-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     try:

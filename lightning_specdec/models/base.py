@@ -253,5 +253,5 @@ def weights_stamp(*modules: nn.Module) -> tuple[list[tuple[int, int | None, torc
     weights = list(chain(*(module.parameters() for module in modules)))
     known = [(id(each), None if each.is_inference() else each._version, each.dtype) for each in weights]
     plain = (each.data for each in weights if type(each.data) is Tensor)
-    some = [each.flatten()[:: max(1, each.numel() // 64)].cpu() for each in plain]
-    return known, torch.cat(some).view(torch.uint8).numpy().tobytes() if some else b""
+    some = [each.flatten()[:: max(1, each.numel() // 64)].contiguous().view(torch.uint8).cpu() for each in plain]
+    return known, torch.cat(some).numpy().tobytes() if some else b""

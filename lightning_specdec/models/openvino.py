@@ -107,7 +107,7 @@ class Sizes:
     def padded(self, size: int) -> int:
         """The largest recent size that is at most `MOST_PADDING` more than this one."""
         self._recent.append(size)
-        return max(each for each in self._recent if size <= each <= size + MOST_PADDING)
+        return max(each for each in tuple(self._recent) if size <= each <= size + MOST_PADDING)
 
 
 class Compiled:
@@ -172,6 +172,7 @@ class Compiled:
         """
         with self._lock:
             if state is not None and self._bound is not state.caches:
+                self._bound = None  # until all are bound
                 for i, cache in enumerate(state.caches[2 * first : 2 * (first + len(self.sizes))]):
                     self.request.set_input_tensor(len(inputs) + i, cache)
                 self._bound = state.caches
@@ -180,8 +181,10 @@ class Compiled:
                 if own is not None and own.shape == array.shape:
                     own[...] = array
                 else:  # costs as much as ten copies of a few integers
-                    own = self._inputs[i] = array.copy()
+                    self._inputs.pop(i, None)
+                    own = array.copy()
                     self.request.set_input_tensor(i, ov.Tensor(own, shared_memory=True))
+                    self._inputs[i] = own
             self.request.infer()
             return [self.request.get_output_tensor(i).data.copy() for i in range(self._num_outputs)]
 
