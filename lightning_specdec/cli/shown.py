@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby, zip_longest
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 from lightning_specdec.cli.common import counted
@@ -38,7 +39,8 @@ def saved(measured: Comparison) -> str:
     if (speedup := measured.walltime_speedup) is None:
         return told
     if speedup.ends is None:
-        return f"{speedup.value:.2f}x, too few repeats to tell ({told})"
+        why = "too few repeats" if isnan(speedup.high) else "the times vary too much"
+        return f"{speedup.value:.2f}x, {why} to tell ({told})"
     low, high = speedup.ends
     answer = "{}x faster" if low > 1 else "slower: {}x" if high < 1 else "no gain proven: {}x"
     return f"{answer.format(f'{speedup.value:.2f}')} ({told}, 95% interval {low:.2f} to {high:.2f})"
