@@ -171,14 +171,17 @@ TABLES: dict[str, Callable[[], str]] = {
     "transformer_quality": lambda: transformer_speed.quality_table(_record("transformers")["quality"]),
 } | ({"bench": bench_table} if BENCHES else {})
 if (RESULTS / "peers.json").exists():
+    _parts = {row["part"] for row in _record("peers")["rows"]}
     TABLES |= {
         "peers": lambda: peers.table(_record("peers")["rows"]),
         "peers_ratios": lambda: peers.beside_genai(_record("peers")["rows"]),
-        "peers_fastest": lambda: peers.fastest(_record("peers")["rows"]),
-        "peers_context": lambda: peers.table(_record("peers")["rows"], "context"),
-        "peers_batches": lambda: peers.batches(_record("peers")["rows"]),
-        "peers_ours": lambda: peers.own_table(_record("peers")["rows"]),
     }
+    _more: dict[str, tuple[str, Callable[[], str]]] = {
+        "context": ("peers_context", lambda: peers.table(_record("peers")["rows"], "context")),
+        "batch": ("peers_batches", lambda: peers.batches(_record("peers")["rows"])),
+        "temperature": ("peers_ours", lambda: peers.own_table(_record("peers")["rows"])),
+    }
+    TABLES |= dict(named for part, named in _more.items() if part in _parts)
 
 if __name__ == "__main__":
     sys.exit(main())
