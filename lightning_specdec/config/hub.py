@@ -30,7 +30,7 @@ def find(source: str | os.PathLike[str], *, revision: str | None = None, code: b
     if revision is not None:
         raise ValueError(f"{name} is here, and only models of the hub have revisions: drop the revision")
     if not path.is_dir():
-        raise ValueError(f"{name} is a file: name the directory of a model, or its id on the hub")
+        raise ValueError(f"{name} is a file: name a model's directory or id on the hub, or give a checkpoint as --ckpt")
     return path
 
 

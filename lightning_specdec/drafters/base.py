@@ -191,9 +191,7 @@ class Drafter(nn.Module, ABC):
             ValueError: it takes no draft model, a setting is wrong, or it cannot draft for this target.
         """
         if cls.from_file:
-            raise ValueError(
-                f"a {cls.__name__} comes from a draft file or checkpoint: give that, or build it in Python"
-            )
+            raise ValueError(f"{cls.__name__} is made from a draft file or checkpoint, not from a model: give one")
         if not (isinstance(draft, LanguageModel) if cls.takes_model else draft is None):
             wants = "needs a" if cls.takes_model else "takes no"
             given = "none: name one with --draft (draft=)" if draft is None else type(draft).__name__

@@ -278,7 +278,7 @@ def _faster(model: HuggingFaceLM) -> str:
     if not kept.is_file():
         from lightning_specdec.models.openvino import OpenVINOLM
 
-        log.info("comparing OpenVINO with torch, once for this model and machine: about a minute")
+        log.info("comparing OpenVINO with torch, once for this model, type and machine: about a minute")
         try:
             seconds = _call_seconds({"torch": model.packed(), "openvino": OpenVINOLM.of(model)})
         except (OSError, *FOREIGN) as error:
