@@ -112,7 +112,7 @@ $(PEERS)/llama/.models: | $(PEERS)/genai/.models
 	touch $@
 
 $(PEERS)/llama/.server: | $(PEERS)/llama/.models
-	cmake -S $(PEERS)/source/vendor/llama.cpp -B $(@D)/build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \
+	cmake -S $(PEERS)/source/vendor/llama.cpp -B $(@D)/build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DGGML_NATIVE=ON -DLLAMA_CURL=OFF \
 		-DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF
 	cmake --build $(@D)/build --target llama-server -j 2
 	touch $@

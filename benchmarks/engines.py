@@ -32,6 +32,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from peers import first_difference
 from spec_bench import load, mixed
 
 from lightning_specdec import checkpoints
@@ -208,19 +209,20 @@ def in_llama_cpp(
     row: dict[str, Any] = {"kind": "plain", "num_prompts": len(prompts), "logits_off": made.difference}
     row["same_tokens"] = sum(map(list.__eq__, tokens, alone))
     row["alone_as_here"] = sum(map(list.__eq__, alone, texts))
-    row["gaps"] = [each for three in zip(prompts, texts, alone, strict=True) for each in gap(target, *three)]
+    gaps = [gap(target, *three) for three in zip(prompts, texts, alone, strict=True)]
+    row["gaps"] = [each for each in gaps if each is not None]
     told = subprocess.run([options.llama_server, "--version"], capture_output=True, text=True, check=True)
     row["version"] = (told.stdout + told.stderr).splitlines()[0]
     return row | lengths("", acceptance_length(ours), 1 + WINDOW * num_accepted / num_drafted)
 
 
 @torch.inference_mode()
-def gap(target: HuggingFaceLM, prompt: list[int], ours: list[int], theirs: list[int]) -> list[float]:
-    """By how much the target prefers our token to theirs where the two first differ; nothing where they never do."""
-    places = [i for i, pair in enumerate(zip(ours, theirs, strict=True)) if len(set(pair)) > 1][:1]
-    texts = [torch.tensor([prompt + ours[:place]]) for place in places]
-    logits = [target(text, logits_for=slice(-1, None)).logits.flatten() for text in texts]
-    return [float(each[ours[i]] - each[theirs[i]]) for each, i in zip(logits, places, strict=True)]
+def gap(target: HuggingFaceLM, prompt: list[int], ours: list[int], theirs: list[int]) -> float | None:
+    """By how much the target prefers our token to theirs where the two first differ; None where they never do."""
+    if (place := first_difference(ours, theirs)) is None:
+        return None
+    logits = target(torch.tensor([prompt + ours[:place]]), logits_for=slice(-1, None)).logits.flatten()
+    return float(logits[ours[place]] - logits[theirs[place]])
 
 
 def generated(url: str, options: argparse.Namespace) -> dict[str, int]:

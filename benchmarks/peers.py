@@ -664,9 +664,9 @@ def main() -> None:
 def write(options: argparse.Namespace, run: Run) -> None:
     """The record: everything but tokens and paths."""
     told = {"model": Path(options.model).name, "head": Path(options.head).name, "prompts": Path(options.prompts).name}
-    told |= {"only": options.only, "parts": options.parts}
     told |= {"repeats": options.repeats, "threads": options.threads, "max_new_tokens": options.max_new_tokens}
-    told["command"] = "make peers PROMPTS=question.jsonl"
+    words = ["--only", *options.only, "--parts", *options.parts, "--repeats", str(options.repeats)]
+    told["command"] = f"python benchmarks/peers.py {shlex.join(words)} --prompts question.jsonl"
     ids = {"prompt_ids": [each.id for each in run.prompts], "tuning_ids": [each.id for each in run.tuning]}
     chosen = {method.name: best(run.rows, method) for method in METHODS.values()}
     record = {"manifest": manifest(options=told, device=torch.device("cpu")), **ids, "end": run.end, "chosen": chosen}

@@ -22,8 +22,7 @@ from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.config.files import cache_home
 from lightning_specdec.decoding import Session
 from lightning_specdec.decoding.session import run
-from lightning_specdec.drafters import EarlyExitDrafter, NGramDrafter, StagedDrafter
-from lightning_specdec.drafters.eagle_openvino import EagleInOpenVINO
+from lightning_specdec.drafters import EarlyExitDrafter, NGramDrafter, StagedDrafter, eagle_openvino
 from lightning_specdec.models import LanguageModel, loading
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.openvino import Compiled, OpenVINOLM
@@ -171,7 +170,7 @@ HEADS: dict[str, Callable[[LanguageModel], Any]] = {
 @pytest.mark.parametrize("kind", HEADS)
 def test_trained_heads_draft_as_in_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In ragged batches whose rows begin and end at different times, far behind the beginning too."""
-    monkeypatch.setattr(EagleInOpenVINO.__init__, "__defaults__", (None,))  # int8 may draft other tokens
+    monkeypatch.setattr(eagle_openvino, "QUANTIZATION", None)  # int8 may draft other tokens
     model, drafted = HuggingFaceLM(tiny("llama", max_position_embeddings=600)), list[list[Any]]()
     drafter = HEADS[kind](model)
     whole = type(drafter).propose

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
+QUANTIZATION: str | None = "int8"
+"""Of the weights: reading them is most of a draft token's cost (docs/log.md), and rounding them changes no output."""
+
+
 class _Join(nn.Module):
     """The target's hidden states become features of the network's own."""
 
@@ -60,17 +64,15 @@ class EagleInOpenVINO:
 
     Args:
         network: it is copied.
-        quantization: of the copy's weights. Reading them is most of a draft token's cost (docs/log.md), and rounding
-            them changes no output.
     """
 
-    def __init__(self, network: EagleNetwork, quantization: str | None = "int8") -> None:
+    def __init__(self, network: EagleNetwork) -> None:
         self.dtype, settings = network.dtype, network.settings
         vectors = torch.zeros(4, 1, settings.hidden_size)
         wide = vectors.repeat(1, 1, len(settings.feature_layers))
         inputs = vectors, vectors, torch.arange(2), torch.arange(4)[:, None]
-        self._join = Compiled.of(_Join(network), (wide,), self.dtype, quantization)
-        self._step = Compiled.of(_Step(network), inputs, self.dtype, quantization)
+        self._join = Compiled.of(_Join(network), (wide,), self.dtype, QUANTIZATION)
+        self._step = Compiled.of(_Step(network), inputs, self.dtype, QUANTIZATION)
 
     def init_state(self, batch_size: int, max_length: int) -> PagedState:
         """Keys and values of the entries; one more than the text has tokens."""
