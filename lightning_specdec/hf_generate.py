@@ -20,6 +20,7 @@ from transformers.generation import logits_process
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.decoding import Row, Session
 from lightning_specdec.decoding.rows import check_padding
+from lightning_specdec.models.layers import CACHE_NAMES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,7 +39,7 @@ _WITHOUT_EFFECT = frozenset(
 )
 """Fields that change no token here: how transformers keeps its cache and compiles, and how beams are compared."""
 _OUTPUTS = frozenset(("output_scores", "output_logits", "output_attentions", "output_hidden_states"))
-_ARRIVE = _OUTPUTS | {*"attention_mask position_ids cache_position past_key_values use_cache logits_to_keep".split()}
+_ARRIVE = _OUTPUTS | {*"attention_mask position_ids cache_position use_cache logits_to_keep".split(), *CACHE_NAMES}
 """Arguments of a model's forward pass that come with every call, or are looked at."""
 _WARPERS = {"Temperature": "temperature", "TopK": "top_k", "TopP": "top_p", "MinP": "min_p"}
 """The last processors of a sampled call, in the order of `Sampling`'s filters: decoding has them built in."""
@@ -346,9 +347,10 @@ def _check(config: GenerationConfig, arguments: dict[str, Any], ids: Tensor, mas
         raise ValueError(f"speculative decoding does not support {', '.join(refused)}: drop it, or use transformers")
     if changed:
         log.warning("without effect in speculative decoding: %s", ", ".join(changed))
-    cache: Any = arguments.get("past_key_values")
-    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
-        raise ValueError("past_key_values is not supported: give the whole text instead, or use Session.resume")
+    for name in CACHE_NAMES:
+        cache: Any = arguments.get(name)
+        if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
+            raise ValueError(f"{name} is not supported: give the whole text instead, or use Session.resume")
     if mask is not None and mask.shape != ids.shape:
         raise ValueError(f"attention_mask is {list(mask.shape)} and input_ids {list(ids.shape)}: they must match")
     positions = arguments.get("position_ids")

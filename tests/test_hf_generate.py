@@ -318,7 +318,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "guidance": ({"guidance_scale": 1.5}, "guidance_scale"),
     "encoder_penalty": ({"encoder_repetition_penalty": 1.5}, "encoder_repetition_penalty"),
     "memory": ({"do_sample": True, "watermarking_config": SynthIDTextWatermarkingConfig(2, [1, 2])}, "SynthID"),
-    "cache": ({"past_key_values": DynamicCache()}, "past_key_values"),
+    "cache": ({"past_key_values": DynamicCache()}, "(cache|past_key_values) is not supported"),
     "positions": ({"position_ids": torch.arange(16)[None] + 4}, "position_ids"),
     "typo": ({"max_newtokens": 4}, "max_newtokens"),
     "window": ({"num_draft_tokens": 0}, "num_draft_tokens"),

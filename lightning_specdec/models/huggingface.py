@@ -25,7 +25,7 @@ with quiet():  # whoever imports this first
 
     from lightning_specdec.models import attention
     from lightning_specdec.models.attention import StateCache, attention_windows, max_positions
-    from lightning_specdec.models.layers import Entered, LayerStack, additive
+    from lightning_specdec.models.layers import Entered, LayerStack, additive, cache_name
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -359,7 +359,8 @@ class HuggingFaceLM(LanguageModel):
             placed = {kind: self._placed(cache, window) for kind, window in self.windows.items()}
             positions, mask = next(iter(placed.values()))
             masks = {kind: mask for kind, (_, mask) in placed.items()} if len(placed) > 1 else mask
-            options |= {"position_ids": positions, "attention_mask": masks, "past_key_values": cache, "use_cache": True}
+            options |= {"position_ids": positions, "attention_mask": masks, "use_cache": True}
+            options[cache_name(type(self.model)) or "past_key_values"] = cache
 
         def narrowed(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
             seen.append(inputs[0])

@@ -5,6 +5,7 @@ Early exits and heads need the forward pass in pieces, over the same weights.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,20 @@ Call = dict[str, Any]
 """Arguments that all layers of one call share: positions, their rotation, the mask, the cache."""
 Entered = tuple[Tensor, Call]
 """A layer's input `[B, T, D]`, and the arguments of its call."""
+CACHE_NAMES = ("cache", "past_key_values", "layer_past")
+"""Names of the key-value cache in transformers: since 5.24, before, and in single models of that time."""
 _PARTS = (
     ("embed_tokens", "layers", "norm"),  # Llama and most others
     ("wte", "h", "ln_f"),  # GPT-2
     ("embed_in", "layers", "final_layer_norm"),  # GPT-NeoX
 )
+
+
+@functools.cache
+def cache_name(kind: type[nn.Module]) -> str | None:
+    """What the forward pass of such modules calls the key-value cache; None: it takes none that is known."""
+    names = inspect.signature(kind.forward).parameters
+    return next((name for name in CACHE_NAMES if name in names), None)
 
 
 class LayerStack:
@@ -44,11 +54,10 @@ class LayerStack:
         if parts is None:
             raise ValueError(f"the layers of {type(model).__name__} are not laid out as in Llama, GPT-2 or GPT-NeoX")
         self._embedding, self._layers, self._norm = parts
-        parameters = inspect.signature(self.layers[0].forward).parameters
-        names = [name for name in ("past_key_values", "layer_past") if name in parameters]
-        if not names:
+        name = cache_name(type(self.layers[0]))
+        if name is None:
             raise ValueError(f"the layers of {type(model).__name__} take no cache that is known")
-        self._cache_name = names[0]
+        self._cache_name = name
 
     @property
     def layers(self) -> nn.ModuleList:
