@@ -4,12 +4,13 @@
     python benchmarks/draft_comparison.py drafts --prompts question.jsonl --minutes 60 \
         --output docs/results/draft_comparison.json
 
-Trains what DIRECTORY lacks, then measures. All drafts learn in one process from the same batches of the shipped text,
-in the same order. The target's outputs are computed once for all; a draft's minutes count its own steps and those
+Trains what DIRECTORY lacks, then measures. All drafts learn from the same batches of the shipped text, in the same
+order. The target's outputs are computed once for those of a process; a draft's minutes count its own steps and those
 outputs, in processor time over threads, so that other work on the machine takes nothing from them. `--hours` ends
 training earlier; the record says how many minutes each had.
 
-`--only` measures some drafts and keeps what the output holds of others, so the machine need not be free for long.
+`--only` trains or measures some drafts, and keeps what the output holds of others: two processes of one thread train
+as much as one with two, and to be measured the machine need not be free for long.
 Windows, and the confidence that ends them, are chosen on prompts of Spec-Bench behind those that are reported.
 """
 
@@ -49,7 +50,7 @@ KINDS: dict[str, tuple[str, type[DistillationTraining], dict[str, Any]]] = {
     "block_no_markov": ("block", BlockTraining, {"markov_rank": 0}),
 }
 """The recipe, the module and what differs from the recipe; "eagle" is the head as it ships."""
-LOOKUP, SHIPPED, TRAINING = "lookup", "shipped", "training.json"
+LOOKUP, SHIPPED = "lookup", "shipped"
 SAME = ("model", "prompts", "num_prompts", "num_chosen_on", "max_new_tokens", "threads", "repeats")
 OF_TRAINING = ("minutes", "hours", "num_held_out")
 MEASURED_TIMES = 4
@@ -69,16 +70,17 @@ def main() -> None:
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--windows", nargs="+", type=int, default=[1, 2, 3, 4])
     parser.add_argument("--confidences", nargs="+", type=float, default=[0.0, 0.3])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="drafts to measure now; the output keeps the others")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="drafts to train and to measure now")
     parser.add_argument("--also", type=Path, help="a draft file to measure beside them, such as the one that ships")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if not (options.directory / TRAINING).is_file() and options.only is None:
+    names = [name for name in KINDS if options.only is None or name in options.only]
+    if lacking := [name for name in names if not record_of(name, options).is_file()]:
         options.directory.mkdir(parents=True, exist_ok=True)
-        train(options)
+        train(lacking, options)
     if options.prompts:
         measure(options)
 
@@ -134,13 +136,13 @@ class Run:
         print(self.name, *(f"{name} {value:.3f}" for name, value in self.curve[-1].items()), flush=True)
 
 
-def train(options: argparse.Namespace) -> None:
-    """Train all drafts on the same batches and write them."""
+def train(names: Sequence[str], options: argparse.Namespace) -> None:
+    """Train these drafts on the same batches and write them."""
     began, config = time.monotonic(), config_for("eagle", options.model, ["shipped"])
     data = GeneratedText(**{**config["data"]["init_args"], "num_val": options.num_held_out, "num_test": 1})
     data.setup("fit")
     target = load_model(options.model, dtype=config["model"]["init_args"]["target_dtype"]).requires_grad_(False).eval()
-    runs = [Run(name, target, data, options) for name in KINDS]
+    runs = [Run(name, target, data, options) for name in names]
     batches = (batch for epoch in itertools.count() for batch in epoch_of(data, epoch))
     rows, read = data.rows("val"), runs[0].module.read
     held_out = [data.collate([rows[j] for j in range(i, min(i + 4, len(rows)))]) for i in range(0, len(rows), 4)]
@@ -160,10 +162,10 @@ def train(options: argparse.Namespace) -> None:
             if share_of(run, began, options) >= len(run.curve) / MEASURED_TIMES:
                 run.look(measured)
                 save(run, target, options)
-        write_training(runs, options)
     for run in runs:
         save(run, target, options)
-    write_training(runs, options, final=True)
+        with replaced(record_of(run.name, options)) as file:
+            file.write((json.dumps(told(run, options), indent=1) + "\n").encode())
 
 
 def epoch_of(data: GeneratedText, epoch: int) -> Any:
@@ -192,27 +194,28 @@ def save(run: Run, target: Any, options: argparse.Namespace) -> None:
     checkpoints.save(path, TargetReference.of(target), run.module.drafter, recipe=recipe, dtype="bfloat16")
 
 
-def write_training(runs: Sequence[Run], options: argparse.Namespace, *, final: bool = False) -> None:
-    """Write what training was; by another name until it has ended."""
-    told = {
-        run.name: {
-            "minutes": run.seconds / 60,
-            "steps": run.step,
-            "tokens_seen": run.tokens,
-            "asked": {name: getattr(options, name) for name in (*OF_TRAINING, "threads")},
-            "settings": run.given,
-            "curve": run.curve,
-        }
-        for run in runs
+def record_of(name: str, options: argparse.Namespace) -> Path:
+    """What a draft's training was; there once it has ended."""
+    path: Path = options.directory / f"{name}.json"
+    return path
+
+
+def told(run: Run, options: argparse.Namespace) -> dict[str, Any]:
+    """A training's record."""
+    return {
+        "minutes": run.seconds / 60,
+        "steps": run.step,
+        "tokens_seen": run.tokens,
+        "asked": {name: getattr(options, name) for name in (*OF_TRAINING, "threads")},
+        "settings": run.given,
+        "curve": run.curve,
     }
-    with replaced(options.directory / (TRAINING if final else f"{TRAINING}.part")) as file:
-        file.write((json.dumps(told, indent=1) + "\n").encode())
 
 
 def measure(options: argparse.Namespace) -> None:
     """Choose each draft's window on some prompts, decode others with it, and write what came of it."""
-    path = options.directory / TRAINING
-    training = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    records = {name: record_of(name, options) for name in KINDS}
+    training = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in records.items() if path.is_file()}
     decoder = SpeculativeDecoder.from_pretrained(options.model, NGramDrafter(), dtype="bfloat16")
     assert decoder.tokenizer is not None
     prompts = mixed(load(options.prompts, decoder.tokenizer), options.num_prompts + options.num_chosen_on)

@@ -360,7 +360,7 @@ class HuggingFaceLM(LanguageModel):
             positions, mask = next(iter(placed.values()))
             masks = {kind: mask for kind, (_, mask) in placed.items()} if len(placed) > 1 else mask
             options |= {"position_ids": positions, "attention_mask": masks, "use_cache": True}
-            options[cache_name(type(self.model)) or "past_key_values"] = cache
+            options[cache_name(type(self.model).forward) or "past_key_values"] = cache
 
         def narrowed(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
             seen.append(inputs[0])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,9 +32,9 @@ _PARTS = (
 
 
 @functools.cache
-def cache_name(kind: type[nn.Module]) -> str | None:
-    """What the forward pass of such modules calls the key-value cache; None: it takes none that is known."""
-    names = inspect.signature(kind.forward).parameters
+def cache_name(forward: Callable[..., Any]) -> str | None:
+    """What this forward pass calls the key-value cache; None: it takes none that is known."""
+    names = inspect.signature(forward).parameters
     return next((name for name in CACHE_NAMES if name in names), None)
 
 
@@ -54,7 +55,7 @@ class LayerStack:
         if parts is None:
             raise ValueError(f"the layers of {type(model).__name__} are not laid out as in Llama, GPT-2 or GPT-NeoX")
         self._embedding, self._layers, self._norm = parts
-        name = cache_name(type(self.layers[0]))
+        name = cache_name(type(self.layers[0]).forward)
         if name is None:
             raise ValueError(f"the layers of {type(model).__name__} take no cache that is known")
         self._cache_name = name
