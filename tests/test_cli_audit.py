@@ -24,8 +24,9 @@ def test_the_command_passes_the_shipped_pair_with_a_table_of_each_rule() -> None
     shown = succeed("audit", "--ckpt", CHECKPOINT, "--temperatures", "0", "1", *FEW)
     lines = [" ".join(line.split()) for line in shown.out.splitlines()]
     assert shown.err == "" and lines[:2] == ["ModelDrafter, ExactMatch", "sampling check verdict found"]
-    assert lines[2].startswith("greedy identity same num_prompts 3, num_equal 3")
-    assert any(line.startswith("T=1 round exact ") for line in lines) and "perplexity" in shown.out
+    assert lines[2] == "greedy identity same 3 of 3 outputs are the target's"
+    assert any(line.startswith("T=1 round exact error ") for line in lines) and "perplexity" in shown.out
+    assert all(f"\n{check}: " in shown.out for check in ("identity", "round", "lossy"))
     assert "passed: no difference from the target's output in 4 checks" in shown.out
 
 

@@ -33,6 +33,12 @@ lightning_specdec audit checkpoints/rnn.safetensors
 lightning_specdec audit --target ./llama --draft ./small-llama --rules ExactMatch --temperatures 0 0.8
 Exit code 1 when something that should be lossless is not, or could not be checked."""
 
+LEGEND = {
+    "identity": "identity: whole outputs beside standard decoding's, token for token",
+    "round": "round: the probability of each token that a round can give, beside the target's own; nothing is sampled",
+    "lossy": "lossy: how far a rule that trades exactness for speed moves the output; nothing to pass",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class AuditSettings(OutputSettings):
@@ -136,13 +142,34 @@ def report(auditor: Auditor, *, interrupted: bool) -> str:
         lines.append(f"{weak} had not enough power to find a biased rule: try more --num_places or other prompts")
     lines += [f"left out: {rule} compares the draft's logits, and {draft} has none" for draft, rule in outcome.left_out]
     prompts, places = counted(len(auditor.prompts), "prompt"), counted(auditor.num_places, "place")
+    checks = {each.check for each in outcome.findings}
+    lines += [""] * bool(checks) + [text for name, text in LEGEND.items() if name in checks]
     return "\n".join([*lines, "", f"{prompts}, window {auditor.window}, rounds at {places}, seed {auditor.seed}"])
 
 
 def told(finding: Finding) -> str:
-    """The figures of a check in a line; of several divergences the first one, bugs before ties."""
+    """What a check found, in words."""
     figures = dict(finding.figures)
-    for divergence in sorted(figures.pop("divergences", ()), key=lambda each: each["verdict"] != "bug")[:1]:
-        figures |= {name: value for name, value in divergence.items() if name != "verdict"}
-    shown = {name: f"{value:.3g}" if isinstance(value, float) else value for name, value in figures.items()}
-    return ", ".join(f"{name} {value}" for name, value in shown.items() if value is not None)
+    if not figures or "reason" in figures:
+        return figures.get("reason", "nothing was drafted")
+    if finding.check == "identity":
+        number, divergences = figures["num_prompts"], figures["divergences"]
+        words = [f"{figures['num_equal']} of {counted(number, 'output')} {'is' if number == 1 else 'are'} the target's"]
+        if wrong := figures["num_wrong_rounds"]:
+            words.append(f"{counted(wrong, 'forged draft')} judged wrong")
+        for each in sorted(divergences, key=lambda each: each["verdict"] != "bug")[:1]:
+            words.append(f"prompt {each['prompt'] + 1} differs at token {each['position'] + 1}")
+            if each["margin"] is not None:
+                words.append(f"by {each['margin']:.2g}, and rounding moves {each['rounding']:.2g}")
+    elif finding.check == "round":
+        words = [f"error {figures['error']:.1e} of at most {figures['tolerance']:.1e}"]
+        if (control := figures["control_error"]) is not None:
+            words.append(f"a biased rule has {control:.1e}")
+        if surprises := figures["surprises"]:
+            words.append(f"{counted(surprises, 'row')} did not follow from the random numbers")
+        if not figures["reads_right"]:
+            words.append(f"the logits are off by {figures['logits_error']:.1e}")
+    else:
+        words = [f"{figures['num_changed']} of {counted(figures['num_new_tokens'], 'token')} changed"]
+        words.append(f"perplexity {figures['perplexity']:.2f}, the target's {figures['standard_perplexity']:.2f}")
+    return ", ".join(words)
