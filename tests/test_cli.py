@@ -100,7 +100,8 @@ def test_info_says_what_a_checkpoint_holds_and_how_it_was_made(ckpt: str, tmp_pa
     path = str(tmp_path / "text.ckpt")
     recipe = {"losses": {"\x1b[31m": [1]}, "long": "a" * 500}
     checkpoint.save(path, cases.MODELS["rnn"](0), NGramDrafter(), recipe=recipe)
-    shown = succeed("info", path).out
+    assert "recipe long" not in succeed("info", path).out
+    shown = succeed("info", path, "-v").out
     assert all(word in succeed("info").out for word in ("python", "torch", "threads", "pair gpt2", "GB, "))
     assert "\\x1b[31m" in shown and "\x1b" not in shown and f"{'a' * 200}...\n" in shown
 

@@ -28,6 +28,9 @@ lightning_specdec info checkpoints/smollm2 --dtype bfloat16
 lightning_specdec info --pair gpt2    (exit code 1 when it does not fit this machine)"""
 PACKAGES = ("torch", "lightning", "transformers", "jsonargparse", "torchmetrics", "numpy")
 
+RECIPE = ("training", "data", "epochs", "steps", "tokens_seen", "training_seconds", "losses")
+"""What is shown of how a draft was trained."""
+
 
 def add_arguments(parser: Parser) -> None:
     """The flags of the verb."""
@@ -59,9 +62,14 @@ def _show(values: dict[str, Any], options: Namespace) -> int:
     if chosen(options, OutputSettings).output == "json":
         say(json.dumps(values))
     else:
+        recipe = values.get("recipe") or {}
+        if "verbose" not in options:
+            values = {**values, "recipe": {name: recipe[name] for name in RECIPE if name in recipe}}
         lines = list(_lines(values))
-        width = min(24, max(len(name) for name, _ in lines))
+        width = min(32, max(len(name) for name, _ in lines))
         say("\n".join(f"{name:<{width}}  {short(value, 200)}" for name, value in lines))
+        if len(recipe) > len(values.get("recipe") or {}):
+            say("(-v shows the rest of the recipe)")
     return 1 if values.get("fits") is False else 0
 
 
@@ -84,7 +92,7 @@ def _environment() -> dict[str, Any]:
         "platform": platform.platform(),
         **{package: version(package) for package in PACKAGES},
         "cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
-        "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or None,
         "pair": {pair.name: _fit(pair) for pair in list_pairs()},
     }
 
