@@ -12,14 +12,16 @@ from latex2mathml.converter import convert
 from lightning_specdec.cli import main
 
 _OUTSIDE = re.compile(r"\[([^\]]*)\]\(\.\./[^)]*\)")
-_HELP = re.compile(r"^<!-- help: (\w+) -->$", re.MULTILINE)
+_HELP = "<!-- help -->"
 _MATH = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Put in the help of verbs; keep only the text of links to files that are not part of the site."""
-    text = _HELP.sub(lambda found: f"```text\n{_help(found[1])}\n```", markdown)
-    return _OUTSIDE.sub(r"\1", text)
+    if _HELP in markdown:
+        verbs = [verb for verb in main.VERBS if verb not in main.TRAINER_VERBS]
+        markdown = markdown.replace(_HELP, "\n\n".join(f"## {verb}\n\n```text\n{_help(verb)}\n```" for verb in verbs))
+    return _OUTSIDE.sub(r"\1", markdown)
 
 
 def on_page_content(content: str, **_: Any) -> str:

@@ -83,7 +83,7 @@ def _listed(paths: Sequence[str] | None) -> Iterator[tuple[str, Path]]:
                 if not any(part in skipped or part.startswith((".", "_sysconfigdata")) for part in name.parts)
             ]  # the build's own settings differ between machines
         if not found:
-            raise FileNotFoundError(f"{given} does not exist or has no files: check the path that data.paths gives")
+            raise FileNotFoundError(f"{given} does not exist or has no files: check this path")
         yield from found
 
 

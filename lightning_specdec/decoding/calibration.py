@@ -163,7 +163,8 @@ def load_or_measure(
     try:
         return Calibration.from_dict(json.loads(kept.read_text()))
     except (OSError, ValueError, TypeError):
-        log.info("measuring what draft and target cost, once for this machine: seconds, minutes for a large model")
+        name = type(drafter).__name__
+        log.info("measuring what %s and its target cost, once for this machine: seconds, minutes if large", name)
     found = calibrate(target, drafter, config, batch_size=batch_size)
     try:
         with replaced(kept) as file:
