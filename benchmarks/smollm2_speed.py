@@ -66,6 +66,15 @@ def main() -> None:
         options.output.write_text(json.dumps({"manifest": found, "rows": rows}, indent=1) + "\n")
 
 
+_TOLD = {
+    "standard": "our standard decoding",
+    "draft over": "draft, ours over",
+    "generate's": "transformers'",
+    "generate": "transformers without a draft",
+}
+"""How the table calls what a ratio compares."""
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The ratios as a Markdown table, both precisions side by side."""
     names = dict.fromkeys(row["ratio"] for row in rows if "ratio" in row)
@@ -74,9 +83,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for name in names:
         cells = [found.get((name, dtype)) for dtype in ("bfloat16", "float32")]
         shown = ["-" if cell is None else f"{cell['value']:.2f}" for cell in cells]
-        told = name.replace("standard", "our standard decoding").replace("lookup over", "our lookup over")
-        told = told.replace("draft over", "draft, ours over").replace("adaptive our", "our adaptive").replace("generate's", "transformers'")
-        lines.append(f"| {told.replace('generate', 'transformers without a draft')} | {' | '.join(shown)} |")
+        told = f"our {name}" if "lookup" in name.partition(" over ")[0] else name
+        for word, shown_as in _TOLD.items():
+            told = told.replace(word, shown_as)
+        lines.append(f"| {told} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
