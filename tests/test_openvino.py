@@ -78,7 +78,7 @@ def test_logits_and_features_are_those_of_torch(family: str) -> None:
 
 
 def test_calls_keep_recent_sizes_and_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorter calls are computed in the size of a recent one, up to the row's last slot; enough short ones end that."""
+    """Calls on a few tokens have few sizes, those on one that of a recent call, up to the row's last slot."""
     monkeypatch.setattr("lightning_specdec.models.openvino.RECENT", 8)
     model, sizes = HuggingFaceLM(tiny("llama")), list[tuple[int, int]]()
     other, run_graph = OpenVINOLM.of(model), Compiled.run
@@ -95,7 +95,7 @@ def test_calls_keep_recent_sizes_and_padding_changes_nothing(monkeypatch: pytest
         wanted, got = (each(given, state).logits for each, state in zip((model, other), states, strict=True))
         torch.testing.assert_close(got, wanted.detach(), atol=1e-4, rtol=1e-4)
     assert states[1].consumed == [64] and sizes[:4] == [(20, 20), *[(6, 6)] * 3]
-    assert sizes[11:14] == [(1, 1), (4, 4), (4, 4)] and sizes[-1] == (1, 2), "no room for padding in the last slot"
+    assert sizes[11:14] == [(1, 1), (6, 6), (6, 6)] and sizes[-1] == (1, 6), "no room for padding in the last slot"
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])

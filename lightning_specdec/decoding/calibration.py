@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 warn_once = functools.cache(log.warning)
 WINDOWS = (1, 2, 4, 8, 16)
 """Draft tokens of the rounds that are measured; between them, costs are nearly linear."""
-FORMAT = 2
+FORMAT = 3
 """Of the kept files: a change of what is measured raises it."""
 FEWEST_PASSES, MOST_PASSES = 4, 12
 """Rounds of each window: as many as the time allows, between these."""

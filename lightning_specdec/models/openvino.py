@@ -41,8 +41,10 @@ PRECISIONS = {torch.float32: ("f32", ov.Type.f32), torch.bfloat16: ("bf16", ov.T
 """What a model of that dtype computes in and keeps its keys and values in."""
 DYNAMIC = 32
 """Activations that share a scale where they meet quantized weights."""
+SIZES = (6, 10, 16)
+"""Tokens that calls on a few compute: up to six cost what one costs, and another size than before 6 ms."""
 MOST_PADDING = 5
-"""Tokens that a call computes in vain, at most, to have the shape of a recent one: up to six cost what one costs."""
+"""Tokens that other calls compute in vain, at most, to have the shape of a recent one."""
 RECENT = 64
 """Calls whose shapes count as recent."""
 _PLACES = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
@@ -105,9 +107,11 @@ class Sizes:
         self._recent: deque[int] = deque(maxlen=RECENT)
 
     def padded(self, size: int) -> int:
-        """The largest recent size that is at most `MOST_PADDING` more than this one."""
+        """The size of `SIZES` that holds it; for one token, and for many, the largest recent size that is near."""
+        size = next((each for each in SIZES if 1 < size <= each), size)
         self._recent.append(size)
-        return max(each for each in tuple(self._recent) if size <= each <= size + MOST_PADDING)
+        most = size if size in SIZES else size + MOST_PADDING
+        return max(each for each in tuple(self._recent) if size <= each <= most)
 
 
 class Compiled:
