@@ -14,7 +14,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,6 +56,17 @@ def main() -> None:
     if options.output:
         found = manifest(options={**vars(options), "output": None}, device=torch.device("cpu"))
         options.output.write_text(json.dumps({"manifest": found, "rows": rows}, indent=1) + "\n")
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Milliseconds by form as a Markdown table."""
+    calls = [row for row in rows if "milliseconds" in row]
+    lines = [f"| dtype | Tokens | {' | '.join(calls[0]['milliseconds'])} |"]
+    lines.append("|---" * (2 + len(calls[0]["milliseconds"])) + "|")
+    for row in calls:
+        shown = " | ".join(f"{value:.1f}" for value in row["milliseconds"].values())
+        lines.append(f"| {row['dtype']} | {row['width']} | {shown} |")
+    return "\n".join(lines)
 
 
 Call = Callable[[torch.Tensor], None]

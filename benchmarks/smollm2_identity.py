@@ -2,6 +2,7 @@
 
     make smollm2
     python benchmarks/smollm2_identity.py --prompts question.jsonl --output docs/results/smollm2_identity.json
+    python benchmarks/smollm2_identity.py --prompts question.jsonl --backend openvino --output FILE
 
 In float32 every way of ours must give what `generate` gives. In bfloat16, where a call over nine tokens rounds
 otherwise than nine calls, every first divergence is reported with the gap between the two tokens' logits: a tie when it
@@ -19,11 +20,12 @@ import torch
 from spec_bench import load, mixed
 from transformers import AutoModelForCausalLM
 
+from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.audit.identity import find_divergence
 from lightning_specdec.bench.manifest import manifest
 from lightning_specdec.decoding import autoregressive_decode, speculative_decode
 from lightning_specdec.drafters import NGramDrafter
-from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import Sampling
 from lightning_specdec.text.tokenizer import TextTokenizer
 
@@ -32,6 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="checkpoints/smollm2")
     parser.add_argument("--prompts", required=True, help="Spec-Bench's question.jsonl")
+    parser.add_argument("--backend", default="torch", choices=("torch", "openvino"))
     parser.add_argument("--num_prompts", type=int, default=20)
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--num_draft_tokens", type=int, default=8)
@@ -43,7 +46,7 @@ def main() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         reference: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
-        target = HuggingFaceLM(AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()).pack()
+        target = SpeculativeDecoder.from_pretrained(options.model, dtype=name, backend=options.backend).ready()[0]
         eos = sorted(tokenizer.eos)
         expected = [_generate(reference, prompt, options.max_new_tokens) for prompt in prompts]
         found[name] = {}
@@ -67,7 +70,7 @@ def main() -> None:
 
 
 def _ours(
-    target: HuggingFaceLM, prompts: list[list[int]], eos: list[int], options: argparse.Namespace
+    target: LanguageModel, prompts: list[list[int]], eos: list[int], options: argparse.Namespace
 ) -> dict[str, list[list[int]]]:
     """Every way of ours: one by one and in ragged batches of 8, standard and with lookup."""
     outputs: dict[str, list[list[int]]] = {}

@@ -18,6 +18,7 @@ import audits
 import draft_comparison
 import peers
 import rnn_speed
+import smollm2_calls
 import smollm2_draft_kinds
 import smollm2_drafts
 import smollm2_speed
@@ -163,6 +164,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "audits": lambda: audits.table(_record("audits")["rows"]),
     "draft_comparison": lambda: draft_comparison.table(_record("draft_comparison")["drafts"]),
     "rnn_speed": lambda: rnn_speed.table(_record("rnn_speed")["rows"]),
+    "smollm2_calls": lambda: smollm2_calls.table(_record("smollm2_calls_openvino")["rows"]),
     "smollm2_draft_kinds": lambda: smollm2_draft_kinds.table(_record("smollm2_draft_kinds")["drafts"]),
     "smollm2_drafts": lambda: smollm2_drafts.table(_record("smollm2_drafts")["drafts"]),
     "smollm2_speed": lambda: smollm2_speed.table(_record("smollm2_speed")["rows"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import threading
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import Tensor
 from transformers import (
     DynamicCache,
     GenerationConfig,
+    GenerationMixin,
     StoppingCriteria,
     SynthIDTextWatermarkingConfig,
     TextIteratorStreamer,
@@ -372,7 +374,10 @@ def test_a_padded_batch_without_a_mask_is_refused(side: int, pad: int) -> None:
         decoder().decode(ids, max_new_tokens=4) if not pad else decoder().generate(ids, **options)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # its mask says that it is not padded
     assert decoder().generate(**inputs, **options).tolist() == joined(inputs, alone(inputs, **options), pad)
-    if pad in EOS:
+    masks_itself = "_mask_length" not in inspect.getsource(GenerationMixin.generate)  # as in 5.17
+    if pad in EOS and masks_itself:
+        assert model.generate(ids, custom_generate=lightning_specdec.generate, **options).shape[0] == 2
+    elif pad in EOS:
         with pytest.raises(ValueError, match="prompt 1 seems padded"):
             model.generate(ids, custom_generate=lightning_specdec.generate, **options)
     else:  # transformers finds the mask by itself

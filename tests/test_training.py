@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import itertools
 import os
 import resource
 import shutil
@@ -21,6 +23,7 @@ import yaml
 from cli_fixtures import Bomb, call, succeed
 from families import tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 from training_fixtures import CONFIGS, EPOCHS, RNN_CONFIG, TrainedRun, shipped_run, shrunk, verb
 
 from lightning_specdec.checkpoints import checkpoint, runs
@@ -241,6 +244,26 @@ def test_a_full_disk_ends_a_run_with_one_line_and_it_goes_on_from_before(
     assert outcome.err.splitlines()[-1].startswith("error: ") and "last.ckpt" in outcome.err.splitlines()[-1]
     assert last.read_bytes() == content and sorted(each.name for each in last.parent.iterdir()) == FILES
     succeed(*fit, "--trainer.max_epochs", "2", "--ckpt_path", "last")
+
+
+def test_a_disk_that_fills_under_tensorboard_is_one_line_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fit = ("fit", "--config", str(RNN_CONFIG), "--trainer.accelerator", "cpu", "--trainer.max_epochs", "3")
+    write, numbers = RecordWriter.write, itertools.count()
+
+    def until_full(self: Any, data: bytes) -> None:
+        if next(numbers) >= 30:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, data)
+
+    with monkeypatch.context() as full:
+        full.setattr(RecordWriter, "write", until_full)
+        outcome = call(*fit, "--save_seconds", "0")
+    assert outcome.code == 2 and outcome.err.splitlines()[-1] == "error: writing failed: No space left on device"
+    assert "Traceback" not in outcome.err
+    succeed(*fit, "--ckpt_path", "last")
 
 
 class Stop:

@@ -40,8 +40,8 @@ def main() -> None:
         if "--debug" in sys.argv:
             raise
         text = " ".join(str(error).split())
-        if isinstance(error, OSError) and error.filename is not None and error.strerror:
-            text = f"{error.filename}: {error.strerror}"
+        if isinstance(error, OSError) and error.strerror:
+            text = f"{error.filename or 'writing failed'}: {error.strerror}"
         say(f"error: {text or type(error).__name__}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:

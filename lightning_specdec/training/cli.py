@@ -8,6 +8,7 @@ import logging
 import re
 import signal
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,7 @@ def run(began: float | None = None) -> None:
         SystemExit: the run was interrupted; its last checkpoint is whole.
     """
     quiet_lightning()
+    threading.excepthook = tell_once
     if began is not None:
         TimeLimit.began = began
     # A model of transformers is described by plain values, which the parser would build itself.
@@ -257,6 +259,12 @@ def run(began: float | None = None) -> None:
         if not is_config or (type(error) is ValueError and "\n" not in str(error)):
             raise
         raise ValueError(f"{one_line(str(error))}{_advice(str(error))}") from error
+
+
+def tell_once(failed: threading.ExceptHookArgs) -> None:
+    """A full disk ends TensorBoard's writer in its thread, and then the run, which says so."""
+    if not isinstance(failed.exc_value, OSError):
+        threading.__excepthook__(failed)
 
 
 def quiet_lightning() -> None:
