@@ -25,7 +25,7 @@ from lightning_specdec.decoding.session import run
 from lightning_specdec.drafters import EarlyExitDrafter, NGramDrafter, StagedDrafter, eagle_openvino
 from lightning_specdec.models import LanguageModel, loading
 from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.models.openvino import Compiled, OpenVINOLM
+from lightning_specdec.models.openvino import Compiled, OpenVINOLM, Sizes
 
 FAMILIES = ["llama", "qwen3", "gpt2", "mistral"]
 """Grouped queries; norms of queries and keys; learned positions; a sliding window of 5."""
@@ -96,6 +96,8 @@ def test_calls_keep_recent_sizes_and_padding_changes_nothing(monkeypatch: pytest
         torch.testing.assert_close(got, wanted.detach(), atol=1e-4, rtol=1e-4)
     assert states[1].consumed == [64] and sizes[:4] == [(20, 20), *[(6, 6)] * 3]
     assert sizes[11:14] == [(1, 1), (6, 6), (6, 6)] and sizes[-1] == (1, 6), "no room for padding in the last slot"
+    long = Sizes()
+    assert [long.padded(number, 4000) for number in (1, 6, 1, 5)] == [1, 6, 1, 6], "padding attends to the context too"
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])

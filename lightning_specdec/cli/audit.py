@@ -142,8 +142,8 @@ def report(auditor: Auditor, *, interrupted: bool) -> str:
         lines.append(f"{weak} had not enough power to find a biased rule: try more --num_places or other prompts")
     lines += [f"left out: {rule} compares the draft's logits, and {draft} has none" for draft, rule in outcome.left_out]
     prompts, places = counted(len(auditor.prompts), "prompt"), counted(auditor.num_places, "place")
-    checks = {each.check for each in outcome.findings}
-    lines += [""] * bool(checks) + [text for name, text in LEGEND.items() if name in checks]
+    done = {each.check for each in outcome.findings}
+    lines += [""] * bool(done) + [text for name, text in LEGEND.items() if name in done]
     return "\n".join([*lines, "", f"{prompts}, window {auditor.window}, rounds at {places}, seed {auditor.seed}"])
 
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import accumulate, pairwise
+from operator import add
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -45,6 +46,8 @@ SIZES = (6, 10, 16)
 """Tokens that calls on a few compute: up to six cost what one costs, and another size than before 6 ms."""
 MOST_PADDING = 5
 """Tokens that other calls compute in vain, at most, to have the shape of a recent one."""
+MOST_ATTENDED = 10_000
+"""Tokens that padding attends to at most: 6 ms, as much as another size costs."""
 RECENT = 64
 """Calls whose shapes count as recent."""
 _PLACES = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
@@ -106,12 +109,16 @@ class Sizes:
     def __init__(self) -> None:
         self._recent: deque[int] = deque(maxlen=RECENT)
 
-    def padded(self, size: int) -> int:
-        """The size of `SIZES` that holds it; for one token, and for many, the largest recent size that is near."""
-        size = next((each for each in SIZES if 1 < size <= each), size)
+    def padded(self, number: int, context: int = 0) -> int:
+        """The size of `SIZES` that holds it; for one token, and for many, the largest recent size that is near.
+
+        Padding attends to the context too, so behind a long one there is none.
+        """
+        size = next((each for each in SIZES if 1 < number <= each), number)
         self._recent.append(size)
         most = size if size in SIZES else size + MOST_PADDING
-        return max(each for each in tuple(self._recent) if size <= each <= most)
+        size = max(each for each in tuple(self._recent) if size <= each <= most)
+        return size if (size - number) * context <= MOST_ATTENDED else number
 
 
 class Compiled:
@@ -458,7 +465,8 @@ class OpenVINOLM(HuggingFaceLM):
             real = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
         flat = given.flatten(0, 1) if real is None else given[real]
         graphs = [graph for graph in self._graphs if first <= graph.first and graph.end <= end]
-        places = state.places(starts, lengths, graphs[0].compiled.num_tokens.padded(len(flat)))
+        context = max(map(add, starts, lengths))
+        places = state.places(starts, lengths, graphs[0].compiled.num_tokens.padded(len(flat), context))
         entry, outputs = lengthened(flat, places), dict[int, np.ndarray]()
         if not given.is_floating_point():
             positions, most = torch.from_numpy(places[0]), self.max_positions
