@@ -25,7 +25,8 @@ from lightning_specdec.decoding.session import run
 from lightning_specdec.drafters import EarlyExitDrafter, NGramDrafter, StagedDrafter, eagle_openvino
 from lightning_specdec.models import LanguageModel, loading
 from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.models.openvino import Compiled, OpenVINOLM, Sizes
+from lightning_specdec.models.openvino import Compiled, OpenVINOLM
+from lightning_specdec.models.openvino_conversion import Sizes
 
 FAMILIES = ["llama", "qwen3", "gpt2", "mistral"]
 """Grouped queries; norms of queries and keys; learned positions; a sliding window of 5."""
@@ -79,7 +80,7 @@ def test_logits_and_features_are_those_of_torch(family: str) -> None:
 
 def test_calls_keep_recent_sizes_and_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls on a few tokens have few sizes, those on one that of a recent call, up to the row's last slot."""
-    monkeypatch.setattr("lightning_specdec.models.openvino.RECENT", 8)
+    monkeypatch.setattr("lightning_specdec.models.openvino_conversion.RECENT", 8)
     model, sizes = HuggingFaceLM(tiny("llama")), list[tuple[int, int]]()
     other, run_graph = OpenVINOLM.of(model), Compiled.run
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import deque
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import accumulate, pairwise
@@ -33,7 +32,7 @@ from lightning_specdec.config.memory import require_memory
 from lightning_specdec.models.base import ExitStates, ModelOutput, weights_digest, weights_stamp
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.loading import check_openvino
-from lightning_specdec.models.openvino_conversion import FORMAT, GROUP, Attention, convert, shared_tensor, traced
+from lightning_specdec.models.openvino_conversion import FORMAT, GROUP, Attention, Sizes, convert, shared_tensor, traced
 from lightning_specdec.models.state import DecodeState, Lengths, as_list
 
 BLOCK = 32
@@ -42,14 +41,6 @@ PRECISIONS = {torch.float32: ("f32", ov.Type.f32), torch.bfloat16: ("bf16", ov.T
 """What a model of that dtype computes in and keeps its keys and values in."""
 DYNAMIC = 32
 """Activations that share a scale where they meet quantized weights."""
-SIZES = (6, 10, 16)
-"""Tokens that calls on a few compute: up to six cost what one costs, and another size than before 6 ms."""
-MOST_PADDING = 5
-"""Tokens that other calls compute in vain, at most, to have the shape of a recent one."""
-MOST_ATTENDED = 10_000
-"""Tokens that padding attends to at most: 6 ms, as much as another size costs."""
-RECENT = 64
-"""Calls whose shapes count as recent."""
 _PLACES = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
 """Inputs that say where the tokens belong, named as OpenVINO's own pipelines do."""
 
@@ -101,24 +92,6 @@ def _check(model: HuggingFaceLM, made: OpenVINOLM) -> None:
     if not (got - wanted).abs().max() <= 1e-3 * wanted.abs().max():
         what = type(model.model).__name__
         raise ValueError(f"OpenVINO computes other logits for {what} than torch does: use --backend torch")
-
-
-class Sizes:
-    """One dimension of a network's inputs from call to call: a new shape costs OpenVINO milliseconds (docs/log.md)."""
-
-    def __init__(self) -> None:
-        self._recent: deque[int] = deque(maxlen=RECENT)
-
-    def padded(self, number: int, context: int = 0) -> int:
-        """The size of `SIZES` that holds it; for one token, and for many, the largest recent size that is near.
-
-        Padding attends to the context too, so behind a long one there is none.
-        """
-        size = next((each for each in SIZES if 1 < number <= each), number)
-        self._recent.append(size)
-        most = size if size in SIZES else size + MOST_PADDING
-        size = max(each for each in tuple(self._recent) if size <= each <= most)
-        return size if (size - number) * context <= MOST_ATTENDED else number
 
 
 class Compiled:

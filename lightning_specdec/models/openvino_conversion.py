@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import deque
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -33,6 +34,14 @@ GROUP = 64
 """Weights of a group of the int4 quantization, which share a scale."""
 _ATTENTION = "lightning_specdec_openvino"
 """The attention of a model that is converted: its name in transformers and in OpenVINO."""
+SIZES = (6, 10, 16)
+"""Tokens that calls on a few compute: up to six cost what one costs, and another size than before 6 ms."""
+MOST_PADDING = 5
+"""Tokens that other calls compute in vain, at most, to have the shape of a recent one."""
+MOST_ATTENDED = 10_000
+"""Tokens that padding attends to at most: 6 ms, as much as another size costs."""
+RECENT = 64
+"""Calls whose shapes count as recent."""
 
 
 class Attention(ov.Op):
@@ -218,3 +227,21 @@ def _quantized(model: ov.Model, quantization: str) -> ov.Model:
         options = {"mode": nncf.CompressWeightsMode.INT4_SYM, "group_size": GROUP, "advanced_parameters": adjusted}
     with redirect_stdout(StringIO()):  # it shows its progress there
         return nncf.compress_weights(model, **options)
+
+
+class Sizes:
+    """One dimension of a network's inputs from call to call: a new shape costs OpenVINO milliseconds (docs/log.md)."""
+
+    def __init__(self) -> None:
+        self._recent: deque[int] = deque(maxlen=RECENT)
+
+    def padded(self, number: int, context: int = 0) -> int:
+        """The size of `SIZES` that holds it; for one token, and for many, the largest recent size that is near.
+
+        Padding attends to the context too, so behind a long one there is none.
+        """
+        size = next((each for each in SIZES if 1 < number <= each), number)
+        self._recent.append(size)
+        most = size if size in SIZES else size + MOST_PADDING
+        size = max(each for each in tuple(self._recent) if size <= each <= most)
+        return size if (size - number) * context <= MOST_ATTENDED else number
