@@ -66,13 +66,19 @@ def main() -> None:
         options.output.write_text(json.dumps({"manifest": found, "rows": rows}, indent=1) + "\n")
 
 
-_TOLD = {
-    "standard": "our standard decoding",
-    "draft over": "draft, ours over",
-    "generate's": "transformers'",
-    "generate": "transformers without a draft",
+TOLD = {
+    "standard over generate": "our standard decoding over transformers without a draft",
+    "standard over generate, long prompts": "our standard decoding over transformers without a draft, long prompts",
+    "lookup over generate's": "our lookup over transformers'",
+    "lookup over standard": "our lookup over our standard decoding",
+    "adaptive lookup over standard": "our adaptive lookup over our standard decoding",
+    "adaptive lookup over generate's": "our adaptive lookup over transformers'",
+    "right draft over generate's": "right draft, ours over transformers'",
+    "right draft over standard": "right draft, ours over our standard decoding",
+    "wrong draft over generate's": "wrong draft, ours over transformers'",
+    "wrong draft over standard": "wrong draft, ours over our standard decoding",
 }
-"""How the table calls what a ratio compares."""
+"""How the table calls the ratios of a record."""
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -83,10 +89,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for name in names:
         cells = [found.get((name, dtype)) for dtype in ("bfloat16", "float32")]
         shown = ["-" if cell is None else f"{cell['value']:.2f}" for cell in cells]
-        told = f"our {name}" if "lookup" in name.partition(" over ")[0] else name
-        for word, shown_as in _TOLD.items():
-            told = told.replace(word, shown_as)
-        lines.append(f"| {told} | {' | '.join(shown)} |")
+        lines.append(f"| {TOLD[name]} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 

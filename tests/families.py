@@ -89,6 +89,7 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "falcon": {**_SIZES, "num_kv_heads": 2, "new_decoder_architecture": True, "alibi": False},
     "opt": {**_SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    "gptj": {"vocab_size": 67, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 96, "rotary_dim": 4},
     "smollm3": {**_SIZES, "no_rope_layers": [1, 0, 1]},
     "cohere2": {**_MIXED},
     "mixtral": {**_SIZES, **_EXPERTS, "sliding_window": 5},

@@ -12,15 +12,17 @@ import torch
 from families import FAMILIES, MORE, tiny
 from torch import Tensor
 from transformers import LlamaForCausalLM
+from transformers.models.gptj.modeling_gptj import GPTJBlock
 
 from lightning_specdec.decoding import autoregressive_decode
 from lightning_specdec.drafters import EarlyExitDrafter
 from lightning_specdec.models import ExitStates, ModelOutput
 from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.models.layers import LayerStack
+from lightning_specdec.models.layers import LayerStack, cache_name
 from lightning_specdec.models.packed import quantize
 
 WHOLE = ["gemma3_text", "gemma2", "gpt_oss", "gemma3n_text", "falcon", "opt", "cohere2"]
+WHOLE += ["gptj"] * (cache_name(GPTJBlock.forward) == "layer_past")  # before transformers 5.24
 APART = [family for family in FAMILIES if family not in WHOLE]
 ALSO_APART = [family for family in MORE if family not in WHOLE]
 every_family = pytest.mark.parametrize("family", [*APART, *ALSO_APART])

@@ -41,7 +41,7 @@ def main() -> None:
             raise
         text = " ".join(str(error).split())
         if isinstance(error, OSError) and error.strerror:
-            text = f"{error.filename or 'writing failed'}: {error.strerror}"
+            text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
         say(f"error: {text or type(error).__name__}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:

@@ -22,8 +22,8 @@ Call = dict[str, Any]
 """Arguments that all layers of one call share: positions, their rotation, the mask, the cache."""
 Entered = tuple[Tensor, Call]
 """A layer's input `[B, T, D]`, and the arguments of its call."""
-CACHE_NAMES = ("cache", "past_key_values", "layer_past")
-"""Names of the key-value cache in transformers: since 5.24, before, and in single models of that time."""
+CACHE_NAMES = ("cache", "past_key_values")
+"""Names of the key-value cache in transformers: since 5.24, and before."""
 _PARTS = (
     ("embed_tokens", "layers", "norm"),  # Llama and most others
     ("wte", "h", "ln_f"),  # GPT-2
@@ -35,7 +35,7 @@ _PARTS = (
 def cache_name(forward: Callable[..., Any]) -> str | None:
     """What this forward pass calls the key-value cache; None: it takes none that is known."""
     names = inspect.signature(forward).parameters
-    return next((name for name in CACHE_NAMES if name in names), None)
+    return next((name for name in (*CACHE_NAMES, "layer_past") if name in names), None)
 
 
 class LayerStack:

@@ -263,7 +263,7 @@ def run(began: float | None = None) -> None:
 
 def tell_once(failed: threading.ExceptHookArgs) -> None:
     """A full disk ends TensorBoard's writer in its thread, and then the run, which says so."""
-    if not isinstance(failed.exc_value, OSError):
+    if not (isinstance(failed.exc_value, OSError) and type(failed.thread).__module__.startswith("tensorboard")):
         threading.__excepthook__(failed)
 
 
