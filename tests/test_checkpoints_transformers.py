@@ -61,6 +61,7 @@ def test_a_family_scores_alike_after_a_checkpoint(family: str) -> None:
     assert torch.equal(logits(model), logits(again))
     assert again.arguments() == model.arguments() and again.num_parameters == model.num_parameters
     assert all(not value.is_meta for value in (*again.parameters(), *again.buffers()))
+    assert all(value.data_ptr() % 64 == 0 for value in again.parameters())
 
 
 def test_reading_a_checkpoint_draws_no_random_numbers() -> None:

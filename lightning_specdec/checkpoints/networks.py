@@ -30,6 +30,7 @@ _MOST_PARTS, _DEEPEST = 32, 8
 """Networks that a file describes, and networks inside networks."""
 _FORMER = {"guesses_per_token": "tokens_per_match"}
 """Arguments that older files name otherwise."""
+_ALIGNMENT = 64  # bytes: a cache line, and what torch gives its own tensors
 _COMPUTED_BYTES = 2**28
 """Most bytes of buffers that are computed and not stored: tables of rotations and the like."""
 
@@ -160,6 +161,9 @@ def with_weights(make: Callable[[], nn.Module], owner: str, weights: Mapping[str
             raise ValueError(f"the {owner}'s {other} and {name} differ, and it has one weight for both")
         parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, module.get_parameter(other))
+    for parameter in module.parameters():  # a mapped file holds them at any byte, and rounding depends on where
+        if parameter.data_ptr() % _ALIGNMENT:
+            parameter.data = parameter.data.clone()
     if not all(value.isfinite().all() for value in weights.values()):
         raise ValueError(
             f"the weights of the {owner} are not finite: its training diverged, so lower the learning rate"
