@@ -267,11 +267,13 @@ def test_a_disk_that_fills_under_tensorboard_is_one_line_and_the_run_goes_on(
 
 
 class Stop:
-    """Ends a run at its third step, or within its first validation: by Ctrl-C, a signal, or an error."""
+    """Ends a run at its third or another step, or within its first validation: by Ctrl-C, a signal, or an error."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, how: str, hook: str = "on_train_batch_end") -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, how: str, hook: str = "on_train_batch_end", step: int = 3
+    ) -> None:
         def stop(module: SpeculativeTraining, *_: object) -> None:
-            if module.trainer.global_step == 3 or hook != "on_train_batch_end":
+            if module.trainer.global_step == step or hook != "on_train_batch_end":
                 if how in ("SIGTERM", "SIGKILL"):
                     os.kill(os.getpid(), signal.Signals[how])
                 else:
@@ -303,7 +305,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return checkpoint.read(home / "checkpoints/rnn")
 
 
-@pytest.mark.parametrize("how", ["finished", "SIGINT", "SIGTERM", "SIGKILL", "validation", "error"])
+@pytest.mark.parametrize("how", ["finished", "SIGINT", "SIGTERM", "SIGKILL", "last batch", "validation", "error"])
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -311,15 +313,15 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     (tmp_path / "halves").mkdir()
     if how == "finished":
         verb(monkeypatch, tmp_path / "halves", "fit", "--trainer.max_epochs", "1", logger=True)
-    elif how in ("SIGTERM", "SIGKILL", "validation"):
+    elif how in ("SIGTERM", "SIGKILL", "last batch", "validation"):
         often = ("fit", "--trainer.max_epochs", "2", *(("--save_seconds", "0") if how != "SIGTERM" else ()))
         with monkeypatch.context() as stopped:
-            number = "SIGKILL" if how == "validation" else how
-            Stop(stopped, number, "validation_step" if how == "validation" else "on_train_batch_end")
+            number, step = "SIGTERM" if how == "SIGTERM" else "SIGKILL", 50 if how == "last batch" else 3
+            Stop(stopped, number, "validation_step" if how == "validation" else "on_train_batch_end", step)
             end = end_of(lambda: verb(stopped, tmp_path / "halves", *often, logger=True))
         assert end == (128 + signal.SIGTERM if how == "SIGTERM" else -signal.SIGKILL)
         left = checkpoint.read(tmp_path / "halves" / "checkpoints/rnn/version_0/last.ckpt")
-        assert left["global_step"] == (50 if how == "validation" else 3)
+        assert left["global_step"] == {"validation": 50, "last batch": 49}.get(how, 3)
     else:
         handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
         with monkeypatch.context() as stopped, pytest.raises((SystemExit, RuntimeError)):
@@ -333,6 +335,9 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     assert whole["lightning_specdec"]["recipe"] == halves["lightning_specdec"]["recipe"]
     assert all(torch.equal(weight, halves["state_dict"][name]) for name, weight in whole["state_dict"].items())
     assert [path.name for path in (tmp_path / "halves" / "logs" / "rnn").iterdir()] == ["version_0"]
+    curves = (EventAccumulator(str(path)).Reload() for path in (tmp_path / "halves").rglob("events.out*"))
+    losses = (each.Scalars("val/loss") for each in curves if "val/loss" in each.Tags()["scalars"])
+    assert [event.step for event in sorted(itertools.chain(*losses), key=lambda event: event.step)] == [49, 99]
 
 
 SHIPPED: dict[str, set[str]] = {

@@ -154,6 +154,8 @@ class SaveNewest(Callback):
         self._saved = -math.inf
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            return  # resumed from there, Lightning skips the validation and the end of the epoch, which save too
         if trainer.strategy.broadcast(time.monotonic() - self._saved >= self.seconds):
             self._save(trainer)
 
@@ -163,8 +165,13 @@ class SaveNewest(Callback):
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
+        # Lightning resumes a validation that has begun a batch, and skips one that has not.
+        validated: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
+        before = validated.state_dict()
+        validated.ready = validated.started = validated.completed + 1
         for each in self.checkpoints:
             trainer.save_checkpoint(Path(str(each.dirpath)) / f"{each.filename}.ckpt", weights_only=False)
+        validated.load_state_dict(before)
         self._saved = time.monotonic()
 
 
