@@ -10,6 +10,7 @@ import pytest
 import yaml
 from cli_fixtures import call, succeed
 from generated import corpus, target
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_guides import ROOT, commands
 from test_training import Stop, end_of
 from tiny_models import write, write_text_model
@@ -65,6 +66,9 @@ def test_a_run_of_given_minutes_ends_with_its_schedule_and_keeps_what_is_read_of
     rate = content["optimizer_states"][0]["param_groups"][0]["lr"]
     assert FINAL_RATE * 0.002 <= rate < 0.1 * 0.002 and content["epoch"] > 1
     assert Path("logs/target_eagle/version_0/samples.md").is_file()
+    hparams = EventAccumulator("logs/target_eagle/version_0").Reload().PluginTagToContent("hparams")
+    shown = hparams["_hparams_/experiment"]
+    assert b"val/block_efficiency" in shown and b"val/draft_loss" not in shown, "only what was measured"
 
 
 def test_the_guides_first_commands_work_as_written(target: str, corpus: Path) -> None:

@@ -114,7 +114,7 @@ def time_share(trainer: Trainer) -> float | None:
 def time_left(trainer: Trainer) -> float | None:
     """Seconds that a run has left before it begins its steps; None for a run without a time limit."""
     for timer in _timers(trainer):
-        return (timer.time_remaining() or 0) - (time.monotonic() - TimeLimit.began)
+        return max(0.0, (timer.time_remaining() or 0) - (time.monotonic() - TimeLimit.began))
     return None
 
 
