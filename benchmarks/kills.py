@@ -66,6 +66,7 @@ def measure(recipe: str, words: list[str], home: Path, num_kills: int, draw: ran
     steps: list[int | None] = []
     lost: list[float] = []
     same: list[bool] = []
+    ends: list[int] = []
     while len(steps) < num_kills:  # a run that comes to its end before its moment makes room for another one
         killed, code = home / f"{recipe}_{len(same)}", -9
         killed.mkdir()
@@ -74,7 +75,7 @@ def measure(recipe: str, words: list[str], home: Path, num_kills: int, draw: ran
             moment = draw.uniform(0.2, 1.0) * duration if len(steps) < num_kills else None
             code = fit(killed, [*words, *["--ckpt_path", "last"][: 2 * len(found)]], moment)
             printed = (killed / "printed.txt").read_text()
-            if code == 2 and "finished epochs" in printed[-400:]:
+            if code == 2 and ("finished epochs" in printed[-400:] or "EarlyStopping ended" in printed[-400:]):
                 code = 0  # it was killed behind its last checkpoint: nothing is left to do
             assert code in (0, -9), printed[-2000:]
             found = list(killed.glob("checkpoints/*/version_*/last.ckpt"))
@@ -84,6 +85,7 @@ def measure(recipe: str, words: list[str], home: Path, num_kills: int, draw: ran
         other = end(killed)
         weights = (torch.equal(value, other["state_dict"][name]) for name, value in one["state_dict"].items())
         same.append(one["global_step"] == other["global_step"] and all(weights))
+        ends.append(other["global_step"])
     return {
         "recipe": recipe,
         "seconds": round(duration, 1),
@@ -92,6 +94,7 @@ def measure(recipe: str, words: list[str], home: Path, num_kills: int, draw: ran
         "most_seconds_since_checkpoint": round(max(lost, default=0.0), 2),
         "runs": len(same),
         "steps": one["global_step"],
+        "steps_of_each": ends,
         "same_weights": sum(same),
     }
 

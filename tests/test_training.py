@@ -340,6 +340,21 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     assert [event.step for event in sorted(itertools.chain(*losses), key=lambda event: event.step)] == [49, 99]
 
 
+def test_a_run_that_stopped_early_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fit = ("fit", "--config", str(RNN_CONFIG), "--trainer.accelerator", "cpu", "--trainer.logger", "false")
+    stopping = ("EarlyStopping", "monitor=val/loss", "min_delta=100", "patience=1")
+    early = [f"--trainer.callbacks{at}{each}" for at, each in zip(("+=", ".", ".", "."), stopping, strict=True)]
+    succeed(*fit, *early)
+    last = tmp_path / "checkpoints/rnn/version_0/last.ckpt"
+    content = last.read_bytes()
+    outcome = call(*fit, *early, "--ckpt_path", "last")
+    line = "is over, EarlyStopping ended the run (val/loss, patience 1): resume without it"
+    assert outcome.code == 2 and line in outcome.err.splitlines()[-1] and last.read_bytes() == content
+    succeed(*fit, "--ckpt_path", "last", "--trainer.max_epochs", "3")
+    assert checkpoint.read(last)["epoch"] == 2
+
+
 SHIPPED: dict[str, set[str]] = {
     "draft_sizes": {"val/small/acceptance_rate"},
     "early_exit": {"val/exit_5/teacher_forced_block_efficiency", "val/exit_1/loss", "train/exit_3/loss"},

@@ -177,6 +177,13 @@ def check_checkpoint(path: str, trainer: Trainer, model: LightningModule, data: 
         raise ValueError(
             f"{path} has {done} finished epochs and the run ends after {trainer.max_epochs}: raise --trainer.max_epochs"
         )
+    for each in trainer.early_stopping_callbacks:
+        waited = content["callbacks"].get(each.state_key, {}).get("wait_count")
+        if isinstance(waited, int) and waited >= each.patience:
+            raise ValueError(
+                f"{path} is over, EarlyStopping ended the run ({each.monitor}, patience {each.patience}): resume "
+                "without it, or begin a new run"
+            )
 
 
 def _check_config(path: str, described: Mapping[str, Any], model: SpeculativeTraining, data: Any) -> None:
