@@ -155,7 +155,7 @@ def _read_lines(path: str) -> list[Placed]:
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):  # JSON may hold other line ends
         try:
             value = json.loads(line)["prompt"]
-        except (ValueError, TypeError, KeyError, IndexError):
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError):
             value = line
         if line.strip():
             placed.append((f"{'stdin' if path == '-' else path}, line {number}", str(value)))
