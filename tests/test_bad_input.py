@@ -42,6 +42,7 @@ def test_an_unknown_verb_option_or_file_is_refused(arguments: list[str], told: s
         ("--prompt 50", "--prompt 1 holds 50: tokens of this model are integers from 0 to 49"),
         ("--prompts_file prompts.txt", "prompts.txt, line 3 holds 50"),
         ("--prompts_file binary.txt", "binary.txt is not text"),
+        ("--prompts_file deep.jsonl", "deep.jsonl, line 1: '[[["),
         ("--rule Exact", "there is no rule 'Exact': did you mean ExactMatch?"),
         ("--rule EpsilonThreshold --rule.epsilon 0", "epsilon must be in (0, 1], got 0"),
         ("--rule.epsilon 0.1", "--rule.epsilon needs the rule's name: give --rule NAME"),
@@ -56,6 +57,7 @@ def test_an_unknown_verb_option_or_file_is_refused(arguments: list[str], told: s
 def test_an_option_out_of_range_is_refused(ckpt: str, options: str, told: str) -> None:
     Path("prompts.txt").write_text("1 2 3\n\n4 50\n")
     Path("binary.txt").write_bytes(b"\x80\x81")
+    Path("deep.jsonl").write_text("[" * 100_000)
     refused("decode", "--ckpt", ckpt, *options.split(), told=told)
 
 

@@ -98,7 +98,7 @@ def test_info_says_what_a_checkpoint_holds_and_how_it_was_made(ckpt: str, tmp_pa
     document = succeed("info", ckpt, "--output", "json").json
     assert document["prompts"] == checkpoint.load(ckpt).prompts and document["recipe"]["epochs"] == EPOCHS
     path = str(tmp_path / "text.ckpt")
-    recipe = {"losses": {"\x1b[31m": [1]}, "long": "a" * 500}
+    recipe = {"losses": {"\x1b[31m": [1]}, "long": "a" * 500, "data": {"size_bytes": "many"}}
     checkpoint.save(path, cases.MODELS["rnn"](0), NGramDrafter(), recipe=recipe)
     assert "recipe long" not in succeed("info", path).out
     shown = succeed("info", path, "-v").out

@@ -83,13 +83,13 @@ def test_a_chat_template_is_used_where_there_is_one_unless_the_text_is_raw(home:
 
 def test_prompts_come_from_files_and_stdin_as_text_or_json(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
-    path.write_text('the cat\n\n{"prompt": "the dog\\nsat", "id": 3}\n{ not json\n')
+    path.write_text('\ufeffthe cat\n\n{"prompt": "the dog\\nsat", "id": 3}\n{ not json\n{"prompt": "a\u2028b\x85c"}\n')
 
     def texts(*arguments: str, stdin: str = "") -> list[str]:
         document = succeed("decode", "--target", "target", *BRIEF, *arguments, stdin=stdin).json
         return [each["prompt_text"] for each in document["prompts"]]
 
-    lines = ["the cat", "the dog\nsat", "{ not json"]
+    lines = ["the cat", "the dog\nsat", "{ not json", "a\u2028b\x85c"]
     assert texts("--prompts_file", str(path)) == lines
     assert texts("--prompts_file", "-", stdin=path.read_text()) == lines
     assert texts("--prompt", "a\nb", "--prompt", '{"prompt": 1}') == ["a\nb", '{"prompt": 1}']

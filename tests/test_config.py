@@ -86,6 +86,9 @@ def test_kinds_are_found_by_name_and_paths_only_where_they_are_trusted() -> None
         DRAFTERS.load("os.system")
     with pytest.raises(ValueError, match="cannot import"):
         DRAFTERS.load("no_such.Thing")
+    for kinds, path, method in ((DRAFTERS, "drafters.Drafter", "propose"), (RULES, "rules.AcceptanceRule", "judge")):
+        with pytest.raises(ValueError, match=f"has no {method}: write it"):
+            kinds.load(f"lightning_specdec.{path}")
 
 
 def test_a_choice_is_read_from_every_form() -> None:

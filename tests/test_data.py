@@ -44,7 +44,7 @@ def test_a_files_sequences_are_each_in_one_split_once(tmp_path: Path) -> None:
         ("", "is empty"),
         ("1,2\n3,4\n", "2 distinct sequences, and the splits need 16"),
         ("[1, 2]\n[1, true]\n", "line 2"),
-        ("[" * 100_000 + "\n", "line 1"),
+        ("1, " + "[" * 100_000 + "1\n", "line 1"),
         (b"1,2\n\xe9,3\n", "cannot be read"),
         (None, "cannot be read.*No such file"),
     ],

@@ -152,10 +152,10 @@ def _read_lines(path: str) -> list[Placed]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text: give one prompt a line") from error
     placed = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):  # JSON may hold other line ends
         try:
             value = json.loads(line)["prompt"]
-        except (ValueError, TypeError, KeyError, IndexError):
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError):
             value = line
         if line.strip():
             placed.append((f"{'stdin' if path == '-' else path}, line {number}", str(value)))

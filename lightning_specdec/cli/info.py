@@ -79,8 +79,8 @@ def _lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
         if isinstance(value, Mapping):
             yield from _lines(value, f"{prefix}{name} ")
         elif value is not None:
-            text = gigabytes(value) if name.endswith("_bytes") else str(value)
-            yield prefix + name.removesuffix("_bytes"), text
+            is_ours = not prefix and name.endswith("_bytes")  # what a file says of its recipe may be anything
+            yield prefix + name.removesuffix("_bytes"), gigabytes(value) if is_ours else str(value)
 
 
 def _environment() -> dict[str, Any]:

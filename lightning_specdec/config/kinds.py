@@ -100,6 +100,8 @@ class Kinds:
         base = getattr(import_module(f"lightning_specdec.{self.room}"), self.base)
         if not isinstance(found, type) or not issubclass(found, base):
             raise ValueError(f"{name} is not a {self.base}: derive it from lightning_specdec.{self.base}")
+        if missing := getattr(found, "__abstractmethods__", ()):
+            raise ValueError(f"{name} has no {', '.join(sorted(missing))}: write it as {self.base} describes it")
         return found
 
     def name_of(self, kind: type[Any]) -> str:

@@ -182,7 +182,7 @@ class SequenceFile(SequenceData):
         where = f"{self.path}, line {number}"
         try:
             tokens = json.loads(f"[{line.strip('[], ')}]")
-        except ValueError:
+        except (ValueError, RecursionError):
             tokens = [line]
         if len(tokens) < 2 or not all(type(token) is int and 0 <= token < self.vocab_size for token in tokens):
             raise ValueError(
