@@ -1,8 +1,8 @@
-"""Whether every shipped checkpoint's output is its target's: `audit` on each, and what it took.
+"""Audit every shipped checkpoint, and record the result and the seconds.
 
     python benchmarks/audits.py --output docs/results/audits.json
 
-One thread; each audit is the verb as a user calls it, in a process of its own, loading included.
+Each audit is the verb as a user calls it: one thread, a separate process, loading included.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def audited(path: Path) -> dict[str, Any]:
-    """What `audit` says of a checkpoint, and the seconds that it took."""
+    """Result of `audit` on a checkpoint, and its seconds."""
     command = [sys.executable, "-m", "lightning_specdec", "audit", "--ckpt", str(path), "--threads", "1"]
     began = time.perf_counter()
     done = subprocess.run([*command, "--output", "json"], stdout=subprocess.PIPE, text=True)
@@ -65,7 +65,7 @@ def audited(path: Path) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each checkpoint, as a Markdown table."""
+    """One line per checkpoint, as a Markdown table."""
     lines = [
         "| Checkpoint | Drafts | Rules | Checks of what is lossless, by verdict | Seconds |",
         "|---|---|---|---|---|",

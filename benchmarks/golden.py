@@ -1,4 +1,4 @@
-"""Does a tree decode as another one does? Tokens and counts of every shipped checkpoint, drafter, rule and temperature.
+"""Compare the tokens and counts of two source trees for every shipped checkpoint, drafter, rule and temperature.
 
 git worktree add ../before b9e94ee
 PYTHONPATH=../before python benchmarks/golden.py write before.json --checkpoints ../before/checkpoints
@@ -28,7 +28,7 @@ MAX_NEW_TOKENS = 40
 
 
 def decoders(path: Path) -> Iterator[tuple[str, Any]]:
-    """A shipped checkpoint with each of its drafts, its exits, and prompt lookup."""
+    """Decoders of a shipped checkpoint: each draft, each exit, and prompt lookup."""
     from lightning_specdec import SpeculativeDecoder
     from lightning_specdec.drafters import NGramDrafter
 
@@ -42,7 +42,7 @@ def decoders(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def cases(directory: Path) -> Iterator[tuple[str, Any]]:
-    """Names of cases, and what was decoded in each."""
+    """Name and decoded result of each case."""
     from lightning_specdec.rules import RULES
 
     for name in CHECKPOINTS:
@@ -81,7 +81,7 @@ def main() -> None:
     verbs = parser.add_subparsers(dest="verb", required=True)
     write = verbs.add_parser("write")
     write.add_argument("output", type=Path)
-    write.add_argument("--checkpoints", type=Path, required=True, help="where the files are that both trees read")
+    write.add_argument("--checkpoints", type=Path, required=True, help="checkpoints that both trees read")
     compare = verbs.add_parser("compare")
     compare.add_argument("before", type=Path)
     compare.add_argument("after", type=Path)

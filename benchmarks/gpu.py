@@ -1,4 +1,4 @@
-"""Decoding on a GPU: target calls beside the memory limit, a round's time outside the models, and a pair that pays.
+"""Measure decoding on a GPU: target calls against the memory limit, rounds outside the models, a trained pair.
 
 python benchmarks/gpu.py calls rounds train decode --output gpu.json
 """
@@ -67,7 +67,7 @@ def llama(hidden_size: int, intermediate_size: int, num_hidden_layers: int, voca
 
 
 def read_rate() -> float:
-    """Bytes a second that a sum over 2 GiB reads: the memory limit of everything below."""
+    """Bytes per second of a sum over 2 GiB: the memory limit of all figures below."""
     values = torch.ones(2**28, dtype=torch.long, device="cuda")
     return values.nbytes / _median_seconds(lambda: values.amax())
 
@@ -93,7 +93,7 @@ def prompts(batch: int, vocab_size: int, length: int = 64) -> list[list[int]]:
 
 
 def calls() -> dict[str, Any]:
-    """Standard decoding of random models of a billion parameters: as they are, recorded, recorded and compiled."""
+    """Standard decoding of random models of a billion parameters: unchanged, recorded, and recorded and compiled."""
     rate = read_rate()
     rows: list[dict[str, Any]] = []
     for name, sizes in SHAPES.items():
@@ -126,7 +126,7 @@ def calls() -> dict[str, Any]:
 
 
 def rounds() -> list[dict[str, Any]]:
-    """What a round takes beside draft and target, and how often host and device meet in it."""
+    """Time of a round outside draft and target, and its transfers between host and device."""
     sizes = SHAPES["16 layers of 2048 (as Llama 3.2 1B)"]
     target = llama(**sizes, vocab_size=32000).packed()
     compile_layers(target)
@@ -175,7 +175,7 @@ def rounds() -> list[dict[str, Any]]:
 
 
 def _meetings(session: Session, num_rounds: int = 4) -> dict[str, float]:
-    """Copies and synchronizations a round, as the profiler sees them."""
+    """Copies and synchronizations per round, counted by the profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
@@ -195,8 +195,9 @@ def _meetings(session: Session, num_rounds: int = 4) -> dict[str, float]:
 
 
 def train(minutes: float, directory: Path) -> dict[str, Any]:
-    """Train a model of 113M parameters with early exits, and one with heads, on Python sources: configs/text.yaml
-    scaled up."""
+    """Train a model of 113M parameters with early exits, and one with heads, on Python sources.
+
+    The configuration is a scaled configs/text.yaml."""
     site = Path(torch.__file__).parent.parent
     seconds: dict[str, Any] = {}
     for name, model in TRAINED.items():
@@ -231,7 +232,7 @@ def train(minutes: float, directory: Path) -> dict[str, Any]:
 
 
 def decode(directory: Path) -> list[dict[str, Any]]:
-    """The trained pairs beside their own standard decoding, both recorded and compiled, on text held out."""
+    """Compare the trained pairs with standard decoding on held-out text, both recorded and compiled."""
     rows: list[dict[str, Any]] = []
     for name in TRAINED:
         decoder = SpeculativeDecoder.from_checkpoint(
@@ -257,7 +258,7 @@ def decode(directory: Path) -> list[dict[str, Any]]:
 def _compare(
     target: HuggingFaceLM, drafter: Drafter, groups: Sequence[list[list[int]]], sampling: Sampling, window: int
 ) -> dict[str, Any]:
-    """Standard and speculative decoding in turn over the same prompts, after a round of both that is not counted."""
+    """Alternate standard and speculative decoding over the same prompts, after one uncounted run of each."""
     standard: list[DecodeResult] = []
     speculative: list[DecodeResult] = []
     for counted in (False, True):
@@ -293,8 +294,8 @@ def _show(row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=("calls", "rounds", "train", "decode"))
-    parser.add_argument("--minutes", type=float, default=4.0, help="of training, for each of the two models")
-    parser.add_argument("--directory", type=Path, help="where the trained models lie; a temporary one when left out")
+    parser.add_argument("--minutes", type=float, default=4.0, help="training time of each of the two models")
+    parser.add_argument("--directory", type=Path, help="directory of the trained models (default: a temporary one)")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     directory = options.directory or Path(tempfile.mkdtemp())

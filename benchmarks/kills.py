@@ -1,8 +1,8 @@
-"""Kills a run of each recipe at random moments, resumes it each time, and compares its end with that of a whole run.
+"""Kill a run of each recipe at random times, resume it each time, and compare its end with an uninterrupted run.
 
     python benchmarks/kills.py --target checkpoints/smollm2 --text shipped --output docs/results/kills.json
 
-Without --target a tiny model is made, and its text with it.
+Without --target, the script creates a tiny model and generates text with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def tiny(home: Path) -> tuple[str, str]:
-    """The directories of a tiny target and of its text."""
+    """Directories of a tiny target and of its text."""
     sys.path.insert(0, str(ROOT / "tests"))
     from generated import generate, prompt_file
     from tiny_models import write_text_model
@@ -39,13 +39,13 @@ def tiny(home: Path) -> tuple[str, str]:
 
 
 def end(home: Path) -> dict[str, Any]:
-    """The newest state of the only run below a directory."""
+    """Newest state of the only run below a directory."""
     (path,) = home.glob("checkpoints/*/version_*/last.ckpt")
     return archive.read(path)
 
 
 def fit(home: Path, words: list[str], seconds: float | None = None) -> int:
-    """Run `fit` there; killed by SIGKILL after so many seconds. Returns its exit code."""
+    """Run `fit` in a directory, killed by SIGKILL after a number of seconds. Returns its exit code."""
     command = [sys.executable, "-m", "lightning_specdec", "fit", *words]
     with (home / "printed.txt").open("ab") as printed:
         process = subprocess.Popen(command, cwd=home, stdout=printed, stderr=printed)
@@ -67,7 +67,7 @@ def measure(recipe: str, words: list[str], home: Path, num_kills: int, draw: ran
     lost: list[float] = []
     same: list[bool] = []
     ends: list[int] = []
-    while len(steps) < num_kills:  # a run that comes to its end before its moment makes room for another one
+    while len(steps) < num_kills:  # a run that ends before its kill time is repeated
         killed, code = home / f"{recipe}_{len(same)}", -9
         killed.mkdir()
         while code:
@@ -76,7 +76,7 @@ def measure(recipe: str, words: list[str], home: Path, num_kills: int, draw: ran
             code = fit(killed, [*words, *["--ckpt_path", "last"][: 2 * len(found)]], moment)
             printed = (killed / "printed.txt").read_text()
             if code == 2 and ("finished epochs" in printed[-400:] or "EarlyStopping ended" in printed[-400:]):
-                code = 0  # it was killed behind its last checkpoint: nothing is left to do
+                code = 0  # it was killed after its last checkpoint: nothing is left to do
             assert code in (0, -9), printed[-2000:]
             found = list(killed.glob("checkpoints/*/version_*/last.ckpt"))
             if code:

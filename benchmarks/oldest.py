@@ -1,4 +1,4 @@
-"""Print `NAME==FLOOR` for packages that pyproject.toml admits from a floor on: `python benchmarks/oldest.py torch`."""
+"""Print `NAME==FLOOR`, the oldest version that pyproject.toml admits: `python benchmarks/oldest.py torch`."""
 
 from __future__ import annotations
 

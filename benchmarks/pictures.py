@@ -1,6 +1,6 @@
-"""The pictures of README.md and docs/: `python benchmarks/pictures.py` draws them anew in docs/pictures.
+"""Draw the pictures of README.md and docs/ in docs/pictures: `python benchmarks/pictures.py`.
 
-`answer.svg` shows a real decode, whose record is docs/results/answer.json. To decode and measure again:
+`answer.svg` shows a real decode, recorded in docs/results/answer.json. To decode and measure again:
 
     make smollm2
     python benchmarks/pictures.py --prompt "Write a short story about a fox." --record docs/results/answer.json
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
-    """Decode a prompt with both methods and record text, fates and speeds."""
+    """Decode a prompt with both methods; record text, outcome of each token, and speeds."""
     import torch
 
     from lightning_specdec import DecodingConfig, SpeculativeDecoder
@@ -90,7 +90,7 @@ def pictures(record: dict[str, Any]) -> dict[str, str]:
 
 
 def answer(record: dict[str, Any]) -> str:
-    """The speed of both methods, and the text with the draft tokens marked."""
+    """Speed of both methods, and the text with its draft tokens marked."""
     slow, fast = record["tokens_per_second"]
     value, low, high = record["walltime_speedup"]
     same = "output identical" if record["same_tokens"] else "output differs at a near-tie"
@@ -121,7 +121,7 @@ def answer(record: dict[str, Any]) -> str:
 
 
 def _wrapped(pieces: Sequence[tuple[str, str]]) -> Iterator[list[tuple[int, str, str]]]:
-    """Lines of (column, fate, text), broken at words."""
+    """Lines of (column, outcome, text), wrapped at words."""
     characters = [(fate, character) for fate, text in pieces for character in text]
     while characters:
         end = next((i for i, (_, each) in enumerate(characters) if each == "\n"), len(characters))
@@ -139,7 +139,7 @@ def _wrapped(pieces: Sequence[tuple[str, str]]) -> Iterator[list[tuple[int, str,
 
 
 def a_round() -> str:
-    """A round: the draft proposes, the target checks all of it in one call, the verdict keeps what is right."""
+    """A round: the draft proposes, and the target verifies all draft tokens in one call."""
     parts = _words(56, "text", [("own", "the"), ("own", "cat"), ("own", "sat")])
     proposed = [("kept", "on"), ("kept", "the"), ("rejected", "sofa")]
     parts += _words(116, "1. the draft proposes", proposed, first=3)
@@ -153,7 +153,7 @@ def a_round() -> str:
 
 
 def prefill() -> str:
-    """Predictive prefill: draft tokens ride along in the call that reads the prompt."""
+    """Predictive prefill: the call that reads the prompt also verifies draft tokens."""
     prompt = [("own", each) for each in ("name", "three", "uses")]
     parts = [_text(24, 32, "Predictive prefill", "plain head")]
     parts += _words(56, "as usual: call 1", prompt) + _words(106, "call 2", [("kept", "of"), ("kept", "a")], first=3)
@@ -165,7 +165,7 @@ def prefill() -> str:
 
 
 def ragged() -> str:
-    """Ragged rows: each row of a batch goes on from where its own verdict left it."""
+    """Ragged rows: each row of a batch continues from its own accepted length."""
     parts = [_text(24, 32, "Ragged rows", "plain head")]
     for number, (length, window, kept) in enumerate(((3, 3, 3), (5, 3, 1), (2, 3, 0))):
         y = 56 + 44 * number
@@ -182,7 +182,7 @@ def ragged() -> str:
 
 
 def _words(y: int, name: str, tokens: Sequence[tuple[str, str]], first: int = 0) -> list[str]:
-    """A row of tokens as boxes, from a column on, with a name before them."""
+    """Row of tokens as boxes from a given column, after a name."""
     parts = [_text(24, y + 21, name, "plain")]
     for number, (kind, word) in enumerate(tokens, first):
         x = 230 + 84 * number

@@ -1,10 +1,10 @@
-"""What speculation saves on the recurrent pair: both figures, every rule, every window.
+"""Measure the speedup and the block efficiency of the recurrent pair with every rule and window.
 
     make bench
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/rnn_speed.py --output docs/results/rnn_speed.json
 
-Each window stands beside standard decoding of the packed target, their repeats taking turns. Older records have a
-column more: the speedup over a target that is as fused as the draft, and what that could reach.
+The repeats of each window alternate with those of standard decoding of the packed target. Older records have one more
+column: the speedup over a fused autoregressive baseline, and its upper bound.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_specdec.data import ArithmeticProgressions
 
 WINDOWS = (1, 2, 3, 4, 5, 6)
 MAX_NEW_TOKENS = 7
-"""The rest of a progression behind its prompt."""
+"""Remaining tokens of a progression after its prompt."""
 FIGURES = ("walltime_speedup", "predicted_speedup", "acceptance_rate", "block_efficiency")
 RULES: tuple[tuple[AcceptanceRule, float], ...] = (
     (ExactMatch(), 0.0),
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The table of the README: each rule at a window of 3 and at its best, over all unseen progressions."""
+    """Table of the README: each rule at window 3 and at its best window, over all held-out progressions."""
     heads = ["Rule, temperature", "Draft", "Window", "Acceptance rate", "Block efficiency", "walltime_speedup"]
     older = "equal_treatment_speedup" in rows[0]
     heads += ["Equal treatment (its ceiling)"] * older

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: formulas as MathML, which needs no script, and the help of each verb as `--help` prints it."""
+"""Hooks of mkdocs: convert formulas to MathML, which needs no script, and insert the `--help` of each verb."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MATH = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>',
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put in the help of verbs; keep only the text of links to files that are not part of the site."""
+    """Insert the help of verbs, and replace links to files outside the site by their text."""
     if _HELP in markdown:
         verbs = [verb for verb in main.VERBS if verb not in main.TRAINER_VERBS]
         markdown = markdown.replace(_HELP, "\n\n".join(f"## {verb}\n\n```text\n{_help(verb)}\n```" for verb in verbs))
@@ -25,7 +25,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Formulas as MathML."""
+    """Convert formulas to MathML."""
 
     def formula(found: re.Match[str]) -> str:
         return str(convert(html.unescape(found[3]).strip(), display="block" if found[2] == "[" else "inline"))

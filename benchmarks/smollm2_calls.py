@@ -1,11 +1,11 @@
-"""What one call of SmolLM2 costs by its width, in every form that it can take; and what decoding adds to its memory.
+"""Measure one call of SmolLM2 by its width in every form of the model, and the memory that decoding adds.
 
     make smollm2
     python benchmarks/smollm2_calls.py --output docs/results/smollm2_calls.json
 
-Milliseconds of a call over so many tokens behind a text of 200, median of interleaved repeats: transformers' own
-forward pass with its dynamic cache, the same model over our state, with packed weights, with int8
-weights, and in OpenVINO with plain and with int8 weights, where that is installed.
+Figures are milliseconds of a call on 1 to 16 tokens behind a text of 200, medians of interleaved repeats. The forms are
+transformers' own forward pass with its dynamic cache, the same model over our state, with packed weights, with int8
+weights, and, if it is installed, in OpenVINO with plain and with int8 weights.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Milliseconds by form as a Markdown table."""
+    """Milliseconds by form, as a Markdown table."""
     calls = [row for row in rows if "milliseconds" in row]
     lines = [f"| dtype | Tokens | {' | '.join(calls[0]['milliseconds'])} |"]
     lines.append("|---" * (2 + len(calls[0]["milliseconds"])) + "|")
@@ -73,7 +73,7 @@ Call = Callable[[torch.Tensor], None]
 
 
 def _forms(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Call]:
-    """Every form of the model, each behind the same text."""
+    """All forms of the model, each after reading the same text."""
     calls = {"transformers": _theirs(_load(options, dtype))}
     calls["ours"] = _ours(HuggingFaceLM(_load(options, dtype)))
     calls["packed"] = _ours(HuggingFaceLM(_load(options, dtype)).pack())
@@ -132,7 +132,7 @@ def _interleave(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str,
 
 
 def _memory(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, int]:
-    """Bytes of the caches of a text of 512."""
+    """Bytes of the KV caches of a text of 512 tokens."""
     model = HuggingFaceLM(_load(options, dtype)).pack()
     state = model.init_state(1, 511)
     with torch.inference_mode():

@@ -1,13 +1,12 @@
-"""How much of what each trained draft guesses is kept on SmolLM2, kind of prompt by kind of prompt.
+"""Measure the block efficiency of each trained draft for SmolLM2 by kind of prompt.
 
     make smollm2
     python benchmarks/smollm2_draft_kinds.py eagle.safetensors heads.safetensors --prompts question.jsonl \
         --output docs/results/smollm2_draft_kinds.json
 
-Block efficiency of greedy decoding in bfloat16, one prompt at a time, at one window for all, alone and with n-gram
-lookup joined to it. Kinds are Spec-Bench's tasks and the shipped set's domains; none was trained on. No text stops
-early. Nothing is timed, so it may run beside other work. Drafts that the output holds already, and that are not named,
-stay in it.
+Decoding is greedy in bfloat16, one prompt at a time, with one window for all, for each draft alone and with prompt
+lookup first. Kinds are Spec-Bench's tasks and the shipped set's domains, none of which was trained on. No text stops
+early. The script measures no times, so it may run beside other work. Drafts in the output that are not named are kept.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def main() -> None:
     parser.add_argument("drafts", nargs="+", type=Path, help="draft files")
     parser.add_argument("--model", default="checkpoints/smollm2")
     parser.add_argument("--prompts", required=True, help="Spec-Bench's question.jsonl")
-    parser.add_argument("--num_prompts", type=int, default=6, help="of each kind")
+    parser.add_argument("--num_prompts", type=int, default=6, help="prompts of each kind")
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--num_draft_tokens", type=int, default=4)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -74,14 +73,14 @@ def main() -> None:
 
 
 def efficiency(decoder: SpeculativeDecoder, prompts: Sequence[list[int]], options: argparse.Namespace) -> float:
-    """New tokens / rounds of all prompts."""
+    """New tokens / rounds, over all prompts."""
     settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "eos": ()}
     rows = [decoder.decode([each], num_draft_tokens=options.num_draft_tokens, **settings).rows[0] for each in prompts]
     return sum(len(row.tokens) for row in rows) / sum(row.num_rounds for row in rows)
 
 
 def table(drafts: Mapping[str, Mapping[str, Any]]) -> str:
-    """A line for each kind of prompt, a column for each draft, as a Markdown table."""
+    """One line per kind of prompt and one column per draft, as a Markdown table."""
     kinds = list(dict.fromkeys(kind for each in drafts.values() for kind in each["block_efficiency"]))
     lines = [f"| Prompts | {' | '.join(drafts)} |", "|---" * (len(drafts) + 1) + "|"]
     for kind in kinds:

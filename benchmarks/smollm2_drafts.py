@@ -1,17 +1,16 @@
-"""What each trained draft saves on SmolLM2, alone and with n-gram lookup joined to it: the best window for each.
+"""Measure the best window and the speedup of each trained draft for SmolLM2, alone and with prompt lookup first.
 
     make smollm2
     python benchmarks/smollm2_drafts.py eagle.safetensors heads.safetensors --prompts question.jsonl \
         --output docs/results/smollm2_drafts.json
 
-Greedy decoding in the first type goes through all windows, each beside standard decoding, one prompt at a time, repeats
-taking turns; rejection sampling at temperature 1 in that type, and greedy decoding in the others, take the window that
-was best there. Both sides treat their weights alike. Prompts are of Spec-Bench, task by task in turn, and of the
-shipped set, domain by domain in turn; none was trained on. No text stops early. What training took is read from the
-draft files' recipes.
+Greedy decoding in the first dtype measures all windows, each beside standard decoding, one prompt at a time, with
+alternating repeats. Rejection sampling at temperature 1 in that dtype, and greedy decoding in the others, use the
+window that was best there. Both sides use the same form of weights. Prompts alternate between the tasks of Spec-Bench
+and between the domains of the shipped set; none was trained on. No text stops early. The cost of training is read from
+the draft files' recipes.
 
-Drafts that the output holds already, and that are not named, stay in it, each with the manifest of its own run; so does
-lookup alone.
+Drafts in the output that are not named are kept, each with the manifest of its own run; so is lookup alone.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def main() -> None:
     parser.add_argument("drafts", nargs="+", type=Path, help="draft files")
     parser.add_argument("--model", default="checkpoints/smollm2")
     parser.add_argument("--prompts", required=True, help="Spec-Bench's question.jsonl")
-    parser.add_argument("--num_prompts", type=int, default=12, help="of Spec-Bench")
-    parser.add_argument("--num_shipped", type=int, default=2, help="of each domain of the shipped set")
+    parser.add_argument("--num_prompts", type=int, default=12, help="prompts of Spec-Bench")
+    parser.add_argument("--num_shipped", type=int, default=2, help="prompts of each domain of the shipped set")
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--windows", nargs="+", type=int, default=[1, 2, 3, 4, 6])
     parser.add_argument("--repeats", type=int, default=3)
@@ -58,7 +57,7 @@ def main() -> None:
     plain = {**vars(options), "drafts": [path.name for path in options.drafts], "output": None}
     plain["prompts"] = Path(options.prompts).name
     drafts: dict[str, Any] = {}
-    if options.output and options.output.exists():  # a record that cannot be added to ends here, and not after an hour
+    if options.output and options.output.exists():  # fail now, not after an hour, if the record cannot be extended
         drafts = json.loads(options.output.read_text(encoding="utf-8"))["drafts"]
         check_same(plain, [each["manifest"] for each in drafts.values()], SAME)
     rows: list[dict[str, Any]] = []
@@ -76,7 +75,7 @@ def main() -> None:
 
 
 def told(path: Path) -> dict[str, Any]:
-    """What a draft file says of its training."""
+    """Training record in a draft file."""
     found = checkpoints.load(path)
     names = ("training", "tokens_seen", "training_seconds", "reached", "loss", "steps")
     return {"kind": type(found.drafter).__name__, **{name: found.recipe.get(name) for name in names}}
@@ -85,11 +84,11 @@ def told(path: Path) -> dict[str, Any]:
 def measured(
     dtype: str, options: argparse.Namespace, before: Sequence[Mapping[str, Any]], *, look_up: bool
 ) -> list[dict[str, Any]]:
-    """All rows of one type of numbers.
+    """All rows of one dtype.
 
     Args:
-        before: those of other types, whose best windows are taken.
-        look_up: whether lookup alone is measured too.
+        before: rows of other dtypes, whose best windows are used.
+        look_up: whether to measure lookup alone too.
     """
     decoder = SpeculativeDecoder.from_pretrained(options.model, NGramDrafter(), dtype=dtype)
     assert decoder.tokenizer is not None
@@ -120,14 +119,14 @@ def measured(
         known = _best(before, name, before[0]["dtype"]) if before else None
         cells = add(name, options.windows if known is None else [known["num_draft_tokens"]], ExactMatch(), 0.0)
         timed = [cell for cell in cells if cell.walltime_speedup is not None]
-        if known is None and timed:  # near ties of bfloat16 may part from standard decoding: a row says so
+        if known is None and timed:  # near ties in bfloat16 may differ from standard decoding: the row records it
             top = max(timed, key=lambda cell: cell.walltime_speedup or (0.0, 0.0, 0.0))
             add(name, [int(top.case.num_draft_tokens or 0)], RejectionSampling(), 1.0)
     return rows
 
 
 def table(drafts: Mapping[str, Mapping[str, Any]]) -> str:
-    """A line for each draft, alone and joined to lookup, at its best window, as a Markdown table."""
+    """One line per draft, alone and with lookup first, at its best window, as a Markdown table."""
     rows = [row for each in drafts.values() for row in each["rows"]]
     lines = [
         "| Draft | Training, minutes | Tokens seen | Teacher-forced acceptance | Window | Block efficiency, T=0, T=1 "
@@ -143,7 +142,7 @@ def table(drafts: Mapping[str, Mapping[str, Any]]) -> str:
             continue
         efficiency = ", ".join(_shown(row, "block_efficiency") for row in (top, sampled[first]))
         speeds = ", ".join(_shown(each["bfloat16"], "walltime_speedup") for each in (tops, sampled))
-        trained = bool(recipe) and name in drafts  # and not lookup, nor joined to it
+        trained = bool(recipe) and name in drafts  # neither lookup alone nor lookup first
         cells = [
             name,
             f"{recipe['training_seconds'] / 60:.0f}" if trained and recipe.get("training_seconds") else "-",
@@ -166,7 +165,7 @@ def _best(rows: Sequence[Mapping[str, Any]], name: str, dtype: str) -> Mapping[s
 
 
 def _sampled(rows: Sequence[Mapping[str, Any]], name: str, dtype: str) -> Mapping[str, Any] | None:
-    """Rejection sampling; of a draft without probabilities, exact matching is the same."""
+    """Rejection sampling; for a draft without probabilities, exact matching is equivalent."""
     own = [row for row in rows if (row["draft"], row["dtype"], row["rule"]) == (name, dtype, "RejectionSampling")]
     return next((row for row in own if row["error"] is None), None)
 

@@ -1,12 +1,12 @@
-"""Is the output the target's own? SmolLM2's greedy output against transformers' `generate`, token for token.
+"""Compare SmolLM2's greedy output with transformers' `generate`, token for token.
 
     make smollm2
     python benchmarks/smollm2_identity.py --prompts question.jsonl --output docs/results/smollm2_identity.json
     python benchmarks/smollm2_identity.py --prompts question.jsonl --backend openvino --output FILE
 
-In float32 every way of ours must give what `generate` gives. In bfloat16, where a call over nine tokens rounds
-otherwise than nine calls, every first divergence is reported with the gap between the two tokens' logits: a tie when it
-is within what rounding does to it, and otherwise a bug (`audit.identity`).
+In float32, all our methods must give the tokens of `generate`. In bfloat16, a call on nine tokens rounds differently
+from nine calls. Every first divergence is reported with the gap between the logits of the two tokens: it is a tie if
+the gap is within the rounding error, and otherwise a bug (`audit.identity`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> None:
 def _ours(
     target: LanguageModel, prompts: list[list[int]], eos: list[int], options: argparse.Namespace
 ) -> dict[str, list[list[int]]]:
-    """Every way of ours: one by one and in ragged batches of 8, standard and with lookup."""
+    """All our methods: one by one and in ragged batches of 8, standard and with lookup."""
     outputs: dict[str, list[list[int]]] = {}
     shared: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "eos": eos}
     for size in (1, 8):

@@ -1,12 +1,12 @@
-"""SmolLM2 on this machine: our decoding and transformers' own, in one run.
+"""Compare our decoding of SmolLM2 with transformers' own on this machine, in one run.
 
     make smollm2
     python benchmarks/smollm2_speed.py --prompts question.jsonl --output docs/results/smollm2_speed.json
 
-Every way decodes the same prompts to the same number of new tokens (no way stops early), prefill included, one prompt
-at a time, all ways in turn on each prompt. A ratio is the median over the prompts of one way's seconds over another's.
-transformers is taken at its best: lookup with 3, 5 and 10 tokens, assisted decoding at its defaults and with constant
-windows, whichever is fastest over all prompts.
+Every method decodes the same prompts to the same number of new tokens (none stops early), prefill included, one prompt
+at a time, all methods in turn on each prompt. A ratio is the median over the prompts of one method's seconds over
+another's. Of transformers, the fastest settings over all prompts count: lookup with 3, 5 and 10 tokens, assisted
+decoding with its defaults and with constant windows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="checkpoints/smollm2")
     parser.add_argument("--prompts", required=True, help="Spec-Bench's question.jsonl")
-    parser.add_argument("--num_prompts", type=int, default=10, help="of each part")
+    parser.add_argument("--num_prompts", type=int, default=10, help="prompts of each part")
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--parts", nargs="+", default=["standard", "lookup", "right", "wrong"])
@@ -78,11 +78,11 @@ TOLD = {
     "wrong draft over generate's": "wrong draft, ours over transformers'",
     "wrong draft over standard": "wrong draft, ours over our standard decoding",
 }
-"""How the table calls the ratios of a record."""
+"""Labels of a record's ratios in the table."""
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The ratios as a Markdown table, both precisions side by side."""
+    """Ratios of both precisions, as a Markdown table."""
     names = dict.fromkeys(row["ratio"] for row in rows if "ratio" in row)
     found = {(row["ratio"], row["dtype"]): row for row in rows if "ratio" in row}
     lines = ["| Ratio of seconds | bfloat16 | float32 |", "|---|---|---|"]
@@ -94,7 +94,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 class _Machine:
-    """Both libraries' models in one precision, and the ways to decode with them."""
+    """Models of both libraries in one precision, and their decoding methods."""
 
     def __init__(self, options: argparse.Namespace, dtype: torch.dtype) -> None:
         self.dtype, self.number = str(dtype).removeprefix("torch."), options.max_new_tokens
@@ -110,7 +110,7 @@ class _Machine:
         self.results: dict[str, list[DecodeResult]] = {}
 
     def ways(self, part: str) -> dict[str, Way]:
-        """The ways to be compared."""
+        """Methods to compare."""
         if part == "standard":
             return {"generate": self._generate(), "standard": self._standard()}
         if part == "lookup":
@@ -132,7 +132,7 @@ class _Machine:
         return {"standard": self._standard(), **theirs, **ours}
 
     def rows(self, part: str, seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
-        """Each method's figures, and their ratios."""
+        """Figures of each method, and their ratios."""
         rows: list[dict[str, Any]] = []
         for way, each in seconds.items():
             row: dict[str, Any] = {"dtype": self.dtype, "part": part, "way": way, "seconds": each}
@@ -215,7 +215,7 @@ class _Machine:
 
 
 def _interleave(ways: dict[str, Way], prompts: list[list[int]], machine: _Machine) -> dict[str, list[float]]:
-    """Seconds of each way on each prompt, after one warm-up on the first."""
+    """Seconds of each method on each prompt, after one warm-up on the first."""
     for way in ways.values():
         way(prompts[0])
     machine.results.clear()

@@ -1,4 +1,4 @@
-"""Prompts of Spec-Bench (Xia et al. 2024), for the benchmarks: its `question.jsonl` as chat prompts."""
+"""Read `question.jsonl` of Spec-Bench (Xia et al. 2024) as chat prompts for the benchmarks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")
-"""Its categories; the eight of MT-Bench count as one task, conversation."""
+"""Categories of Spec-Bench; the eight of MT-Bench count as one task, conversation."""
 
 
 def load(path: str | Path, tokenizer: Any, *, longest: int = 1024) -> dict[str, list[list[int]]]:
-    """The first turns by task, as tokens of a chat; those of more than `longest` tokens are left out."""
+    """First turns by task, as chat tokens; prompts of more than `longest` tokens are left out."""
     prompts: dict[str, list[list[int]]] = {}
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -24,12 +24,12 @@ def load(path: str | Path, tokenizer: Any, *, longest: int = 1024) -> dict[str, 
 
 
 def check_same(options: Mapping[str, Any], before: Iterable[Mapping[str, Any]], names: Sequence[str]) -> None:
-    """End the program unless runs whose figures stand side by side had the same settings.
+    """Exit unless runs that are shown together have the same settings.
 
     Args:
-        options: of the run that begins.
-        before: the manifests of those that its figures will stand beside.
-        names: the settings that count.
+        options: options of the new run.
+        before: manifests of the runs that it is shown with.
+        names: settings that must be equal.
     """
     for made in before:
         for name in names:
@@ -41,7 +41,7 @@ def check_same(options: Mapping[str, Any], before: Iterable[Mapping[str, Any]], 
 
 
 def mixed(prompts: dict[str, list[list[int]]], number: int) -> list[list[int]]:
-    """As many prompts, task by task in turn."""
+    """A number of prompts, taken from the tasks in turn."""
     longest = max(map(len, prompts.values()))
     turns = [texts[i] for i in range(longest) for texts in prompts.values() if i < len(texts)]
     return turns[:number]

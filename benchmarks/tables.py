@@ -1,7 +1,7 @@
-"""Write the tables of README.md and docs/ anew from the records in docs/results: `make tables`.
+"""Generate the tables of README.md and docs/ from the records in docs/results: `make tables`.
 
-A table stands between `<!-- table: NAME -->` and `<!-- /table -->`; nothing between them is written by hand.
-`python benchmarks/tables.py --check` writes nothing, and fails if a table is not what its record says.
+A table is the text between `<!-- table: NAME -->` and `<!-- /table -->`; do not edit it by hand.
+`python benchmarks/tables.py --check` writes nothing and fails if a table differs from its record.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ BENCHES = sorted(
     (path.parent.name for path in (RESULTS / "bench").glob("*/manifest.json")),
     key=lambda name: str(read(RESULTS / "bench" / name).manifest["date"]),
 )
-"""Names of the full runs of `bench`, in docs/results/bench, in the order in which they began."""
+"""Names of the full `bench` runs in docs/results/bench, in order of their start."""
 _MARKED = re.compile(r"(<!-- table: ([^ ]+) -->\n).*?<!-- /table -->", re.DOTALL)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="say which files are out of date, and write nothing")
+    parser.add_argument("--check", action="store_true", help="report files that are out of date, and write nothing")
     options = parser.parse_args()
     stale = []
     for path in pages():
@@ -58,27 +58,27 @@ def main() -> int:
 
 
 def pages() -> list[Path]:
-    """The files that may hold tables."""
+    """Files that may hold tables."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def names(text: str) -> list[str]:
-    """The tables that a file holds."""
+    """Names of the tables in a file."""
     return [found[1] for found in _MARKED.findall(text)]
 
 
 def renewed(text: str) -> str:
-    """A file's text with its tables made anew."""
+    """Text of a file with its tables generated again."""
     return _MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n<!-- /table -->", text)
 
 
 def _record(name: str) -> Any:
-    """A record; older ones call prompt lookup "look-up"."""
+    """Load a record; older ones call prompt lookup "look-up"."""
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8").replace("look-up", "lookup"))
 
 
 def bench_table() -> str:
-    """What pays, of every pair and domain that `bench` has measured in full."""
+    """Speedups of every pair and domain that `bench` measured in full."""
     heads = ("Benchmark", "Pair", "Prompts", "Temperature", "Batch", "Advice", "walltime_speedup", "Acceptance rate")
     rows: list[tuple[str, ...]] = []
     for name in BENCHES:
@@ -97,7 +97,7 @@ def bench_table() -> str:
 
 
 def fastest_outside(cells: Sequence[Comparison]) -> str:
-    """The fastest of Hugging Face's methods among cells of one place, with its walltime_speedup."""
+    """The fastest Hugging Face method among cells of one setting, with its walltime_speedup."""
     theirs = [each for each in cells if each.case.method in HUGGING_FACE]
     speeds = {each.case.method: each.walltime_speedup.value for each in theirs if each.walltime_speedup}
     best = max(speeds, key=lambda method: speeds[method], default=None)
@@ -105,7 +105,7 @@ def fastest_outside(cells: Sequence[Comparison]) -> str:
 
 
 def first_table() -> str:
-    """The README's first table: bfloat16, with 95% intervals over the prompts."""
+    """First table of the README: bfloat16, with 95% intervals over the prompts."""
     rows = _record("peers")["rows"]
     methods = {
         "transformers, prompt lookup": "transformers/bfloat16/lookup",
@@ -123,7 +123,7 @@ def first_table() -> str:
 
 
 def which_draft_table() -> str:
-    """The README's table of drafters: what each needs, what it gained in the records, and its options."""
+    """README's table of drafters: requirements, measured speedup, and options of each."""
     trained = [row for each in _record("smollm2_drafts")["drafts"].values() for row in each["rows"]]
     small = [row for row in _record("transformers")["rows"] if row["batch_size"] == 1]
 
@@ -154,7 +154,7 @@ def which_draft_table() -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose cells are Markdown."""
+    """Markdown table whose cells are Markdown."""
     return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
 
 

@@ -1,15 +1,14 @@
-"""What each kind of draft saves on the transformers that ship: the best of its exits, drafts and windows.
+"""Measure the speedup of each kind of draft on the shipped transformers: the best of its exits, drafts and windows.
 
     make bench-transformers
     python benchmarks/transformer_speed.py --output docs/results/transformers.json
 
-Every cell of the grid is measured beside standard decoding of the same target, its repeats taking turns with it. Greedy
-decoding at batch 1 goes through the whole grid; at temperature 1, and in batches (greedy), all windows of the draft
-that was the best there are measured.
-Prompts are of the checkpoint's held-out data; those of a batch have different lengths. No text stops early.
+Repeats of every cell of the grid alternate with standard decoding of the same target. Greedy decoding at batch 1 covers
+the whole grid. At temperature 1, and in batches (greedy), the script measures all windows of the draft that was best
+there. Prompts are from the checkpoint's held-out data; those of a batch have different lengths. No text stops early.
 
-The second table says how well each exit, head or draft predicts held-out sequences by itself: the loss in nats, the
-share of tokens that it has right, bits per byte of text, and how often its likeliest token is the target's.
+The second table shows how well each exit, head or draft predicts held-out sequences alone: loss in nats, accuracy,
+bits per byte of text, and how often its most likely token is the target's.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ SETTINGS: list[tuple[AcceptanceRule, float]] = [(ExactMatch(), 0.0), (ExactMatch
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoints", nargs="*", type=Path, help="what ships and what `fit` wrote, when none is named")
+    parser.add_argument("checkpoints", nargs="*", type=Path, help="default: shipped ones and those of `fit`")
     parser.add_argument("--windows", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8])
     parser.add_argument("--batch_sizes", nargs="+", type=int, default=[1, 4, 16])
-    parser.add_argument("--num_prompts", type=int, default=4, help="at batch 1; larger batches have one of each place")
+    parser.add_argument("--num_prompts", type=int, default=4, help="at batch 1; larger batches have one prompt per row")
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, help="one for small models when not given")
+    parser.add_argument("--threads", type=int, help="number of threads (default: one for small models)")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     paths = options.checkpoints or [path for name in NAMES if (path := found_checkpoint(name)) is not None]
@@ -69,7 +68,7 @@ def main() -> None:
         if options.threads is None:
             limit_threads(decoder.target.num_parameters)
         given = {name: value for name, value in decoder.recipe["data_arguments"].items() if name != "max_bytes"}
-        data: TokenData = getattr(data_modules, decoder.recipe["data"])(**given)  # former runs had max_bytes
+        data: TokenData = getattr(data_modules, decoder.recipe["data"])(**given)  # older runs had max_bytes
         name = checkpoint_name(path)
         predictions += [{"checkpoint": name, **row} for row in quality(decoder, data)]
         print(f"{quality_table([row for row in predictions if row['checkpoint'] == name])}\n", flush=True)
@@ -87,20 +86,20 @@ def main() -> None:
 
 
 def found_checkpoint(name: str) -> Path | None:
-    """The checkpoint of that name that ships, or else the best of the run that `fit` made of its config."""
+    """The shipped checkpoint of that name, or else the best one of the `fit` run of its config."""
     folder = Path("checkpoints")
     return next((path for path in (folder / f"{name}.safetensors", folder / name / "best.ckpt") if path.exists()), None)
 
 
 def checkpoint_name(path: Path) -> str:
-    """What the tables call a checkpoint: a run's best and last ones bear the name of their folder."""
+    """Name of a checkpoint in the tables; best and last ones of a run have the name of their directory."""
     return path.parent.name if path.stem in ("best", "last") else path.stem
 
 
 def _measured(
     name: str, decoder: SpeculativeDecoder, held_out: list[list[int]], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """The grid of one checkpoint, in every setting."""
+    """Measure the grid of one checkpoint in every setting."""
     rows: list[dict[str, Any]] = []
     drafts: dict[str, Drafter] = {name: each.drafter for name, each in candidates(decoder).items()}
     for batch_size in options.batch_sizes:
@@ -130,7 +129,7 @@ def _measured(
 
 
 def ragged(prompts: Sequence[Sequence[int]], number: int) -> list[list[int]]:
-    """So many prompts of different lengths: from whole ones down to half of them, over and over."""
+    """A number of prompts of different lengths, cycling from whole prompts down to half of them."""
     found = []
     for i in range(number):
         prompt = list(prompts[i % len(prompts)])
@@ -139,7 +138,7 @@ def ragged(prompts: Sequence[Sequence[int]], number: int) -> list[list[int]]:
 
 
 def ends(row: dict[str, Any]) -> tuple[float, float]:
-    """The interval of a speedup; older records hold its quartiles."""
+    """Interval of a speedup; older records hold quartiles."""
     low, high = row.get("speedup_quartiles") or (row["walltime_speedup_low"], row["walltime_speedup_high"])
     return (0.0, float("inf")) if low is None else (low, high)
 
@@ -160,7 +159,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The best row of each checkpoint in each setting, as a Markdown table."""
+    """Best row of each checkpoint in each setting, as a Markdown table."""
     lines = [
         "| Checkpoint | Rule, temperature | Batch | Draft, window | Acceptance rate | Block efficiency | Cost ratio "
         "| walltime_speedup (quartiles) |",
@@ -203,7 +202,7 @@ def grid_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def quality_table(rows: Sequence[dict[str, Any]]) -> str:
-    """How well everything that predicts does so, as a Markdown table."""
+    """Quality of all predictors, as a Markdown table."""
     lines = [
         "| Checkpoint | Predicts | Loss | Accuracy | Bits per byte | Agrees with the target |",
         "|---|---|---|---|---|---|",
@@ -219,12 +218,12 @@ def _shown(value: float | None, digits: int = 2) -> str:
 
 
 Predictor = tuple[str, int, Callable[[Tensor], Tensor]]
-"""A name, how many places ahead it predicts, and its logits `[B, T, V]` for tokens `[B, T]`."""
+"""Name, number of positions ahead that it predicts, and its logits `[B, T, V]` for tokens `[B, T]`."""
 
 
 @torch.no_grad()
 def quality(decoder: SpeculativeDecoder, data: TokenData) -> list[dict[str, Any]]:
-    """Figures of everything that predicts, on what was held out (validation and test), the target's own first."""
+    """Quality of all predictors on held-out data (validation and test), the target first."""
     target = decoder.target.eval()
     predictors: list[Predictor] = [("target", 1, lambda tokens: target(tokens).logits)]
     for name, candidate in candidates(decoder).items():
@@ -256,7 +255,7 @@ def quality(decoder: SpeculativeDecoder, data: TokenData) -> list[dict[str, Any]
 
 
 def predictors_of(name: str, drafter: Drafter, target: LanguageModel) -> Iterator[Predictor]:
-    """What a drafter predicts with: one network, or as many heads as it has."""
+    """Predictors of a drafter: one network, or each of its heads."""
     if isinstance(drafter, EarlyExitDrafter):
         model, layer = ExitModel(target, drafter), drafter.exit_layer - 1
         yield name, 1, lambda tokens: model.logits(target(tokens, features=(layer,)).features[layer])

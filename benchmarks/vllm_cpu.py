@@ -1,12 +1,12 @@
-"""vLLM's OpenAI server on a CPU, with one of its functions mended: run it with the Python of vLLM's environment.
+"""Run vLLM's OpenAI server on a CPU with one function fixed; use the Python of vLLM's environment.
 
     vllm/bin/python benchmarks/vllm_cpu.py --model DIR --speculative-config JSON ...    # the server
     vllm/bin/python benchmarks/vllm_cpu.py --verdict                                    # what the fault does
 
 Without Triton, vLLM 0.32 replaces `expand_kernel`, which gives every draft token its request's temperature, by a
-function that fills an int64 copy of its output and drops the copy. So the temperatures by which the target's logits
-are divided are whatever the memory held. Greedy requests do not use them; at other temperatures the verdict on draft
-tokens is wrong, and so is what is drawn in their place.
+function that fills an int64 copy of its output and drops the copy. The temperatures that divide the target's logits are
+therefore uninitialized memory. Greedy requests do not use them; at other temperatures the verification of draft tokens
+is wrong, and so are the tokens drawn in their place.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def expand(
     replace_to: int,
     MAX_NUM_TOKENS: int | None = None,  # the kernel's own name
 ) -> None:
-    """Repeat each request's value for each of its draft tokens, which end at `ends`."""
+    """Repeat each request's value for each of its draft tokens, up to its entry of `ends`."""
     kept = torch.where(values == replace_from, replace_to, values).to(output.dtype)
     output.copy_(kept.repeat_interleave(ends.diff(prepend=ends.new_zeros(1))))
 
 
-cpu_triton_utils._expand_kernel_impl = expand  # workers, which import this file, look it up by its name
+cpu_triton_utils._expand_kernel_impl = expand  # workers import this file and look the function up by its name
 
 
 def verdict(num_requests: int = 20_000, num_draft_tokens: int = 3, temperature: float = 0.7) -> dict[str, Any]:
-    """How often vLLM keeps the first 1, 2, 3 draft tokens when all are the target's likeliest of 7 tokens."""
+    """How often vLLM accepts the first 1, 2, 3 draft tokens if all are the target's most likely of 7 tokens."""
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.logits_processor import LogitsProcessors

@@ -1,4 +1,4 @@
-"""Build a wheel, install it into an empty environment, then fit, decode and bench there with its own configs.
+"""Build a wheel, install it into an empty environment, and run fit, decode and bench there with its configs.
 
 python benchmarks/wheel_test.py        (make wheel-test; minutes, most of them installation)
 """
@@ -22,12 +22,12 @@ CALLS = (
     "audit --ckpt checkpoints/rnn.safetensors",
     "info",
 )
-"""Run in an empty directory, one after the other."""
+"""Commands to run in an empty directory, one after the other."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", type=Path, help="build and install here (a temporary one)")
+    parser.add_argument("--directory", type=Path, help="directory to build and install in (default: a temporary one)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         directory = (options.directory or Path(temporary)).resolve()

@@ -1,10 +1,10 @@
-"""What a draft costs that is never right, under windows that adapt: SmolLM2 with six random layers of its own shape.
+"""Measure the cost of a draft that is never right with an adaptive window: SmolLM2 with six random layers of its shape.
 
     make smollm2
     python benchmarks/wrong_draft.py --prompts question.jsonl --output docs/results/wrong_draft.json
 
-Every prompt is decoded with standard decoding and with the draft in turn, the reading of the prompt included. The
-figure is the ratio of their seconds: how much slower a user is who chose the worst draft and left the window to `auto`.
+Each prompt is decoded alternately with standard decoding and with the draft, prefill included. The figure is the ratio
+of their seconds: the slowdown with the worst draft and the window `auto`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
     settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "eos": (), "num_draft_tokens": "auto"}
     ratios: list[list[float]] = [[] for _ in prompts]
     counts = [0, 0, 0]
-    decoder.decode(prompts[0], **settings)  # calibrates
+    decoder.decode(prompts[0], **settings)  # this call calibrates
     for repeat in range(options.repeats):
         for number, prompt in enumerate(prompts):
             ways: list[Any] = [decoder.decode, decoder.decode_standard]
