@@ -55,7 +55,9 @@ class SettingsReference(griffe.Extension):
             known = _static(pkg, kind)
             if issubclass(kind, Settings):
                 _set_defaults(pkg, kind)
-                _append(known, "Args", [f"{each.name}: {_described(each)}" for each in setting_fields(kind)])
+                own_docs = {each.name: _docstring(pkg, kind, each.name) for each in setting_fields(kind)}
+                lines = [f"{each.name}: {own_docs[each.name] or _described(each)}" for each in setting_fields(kind)]
+                _append(known, "Args", lines)
             elif (own := getattr(kind, "Settings", None)) and setting_fields(own) and "Settings" in known.members:
                 types = {name: str(getattr(hint, "__name__", hint)) for name, hint in hints(own).items()}
                 lines = [
@@ -69,6 +71,15 @@ class SettingsReference(griffe.Extension):
 def _static(pkg: Any, kind: type) -> Any:
     """What griffe knows of a class."""
     return pkg[f"{kind.__module__}.{kind.__qualname__}".partition(".")[2]]
+
+
+def _docstring(pkg: Any, kind: type, name: str) -> str:
+    """Take what stands below a field, where it has no line of help."""
+    member = _static(pkg, kind).members.get(name)
+    if member is None or member.docstring is None:
+        return ""
+    found, member.docstring = str(member.docstring.value), None
+    return found
 
 
 def _set_defaults(pkg: Any, kind: type) -> None:
@@ -95,5 +106,5 @@ def _described(field: Any) -> str:
 
 def _append(known: Any, title: str, lines: list[str]) -> None:
     """Add a section to a docstring, unless it describes the fields itself."""
-    if known.docstring is not None and f"\n{title}:" not in known.docstring.value:
+    if lines and known.docstring is not None and f"\n{title}:" not in known.docstring.value:
         known.docstring.value += "\n\n" + "\n    ".join((f"{title}:", *lines))
