@@ -1,4 +1,4 @@
-"""Target, drafter and rule in one object: load, train, decode, measure; text in, text out."""
+"""`SpeculativeDecoder`: a target and its drafter in one object that loads, trains, decodes and measures them."""
 
 from __future__ import annotations
 
@@ -48,8 +48,6 @@ TextPrompts = Prompts | str | Sequence[str]
 Config = DecodingConfig | None
 WindowChoice = int | str | Window
 """Draft tokens per round; "auto" for as many as pay on this machine; or a `Window` that chooses."""
-
-
 AnyDrafter = Drafter | LanguageModel | torch.nn.Module | str | Mapping[str, Any] | None
 
 
@@ -67,18 +65,21 @@ def _made(drafter: AnyDrafter, target: LanguageModel) -> Drafter:
 
 
 class SpeculativeDecoder:
-    """A target with its drafter.
+    """A target model with its drafter: loads, trains, decodes and measures the pair. Threads may share one.
 
     Args:
-        target: the model whose output is wanted: a `LanguageModel`, or one that transformers has loaded.
-        drafter: proposes draft tokens: a `Drafter`; a model, ours or of transformers, which is wrapped in a
-            `ModelDrafter`; or a kind by name or import path, `{class_path: NAME, init_args: {...}}` where it has
-            settings. Prompt lookup when None.
-        tokenizer: the target's, ours or of transformers, where it has none yet.
-        prompts: held-out prompts that belong to the pair, used where none are given.
-        recipe: how the pair was made, as plain values; saved with it.
-        num_draft_tokens: draft tokens per round where a call names none; "auto" for as many as pay, or a `Window`.
-        drafts: all drafters of the target by name, where there are several.
+        target: the model whose output is wanted: a `LanguageModel`, or a causal language model of transformers.
+        drafter: proposes draft tokens. Give a `Drafter`, a draft model (it is wrapped in a `ModelDrafter`), or the
+            name or import path of a drafter class, with settings as `{"class_path": NAME, "init_args": {...}}`. None
+            selects prompt lookup (`NGramDrafter`).
+        tokenizer: the target's tokenizer (ours or of transformers), if the target has none yet.
+        prompts: held-out prompts as tokens. `benchmark`, `sweep` and `audit` use them if they are given none.
+        recipe: how the pair was trained, as plain values; saved with it.
+        num_draft_tokens: draft tokens per round if a call sets none. "auto" chooses as many as pay, see `window`.
+        drafts: all drafters of the target by name, if there are several; `save` writes them all.
+
+    Raises:
+        ValueError: the drafter cannot draft for this target, or no drafter has that name or these settings.
     """
 
     def __init__(
@@ -110,10 +111,14 @@ class SpeculativeDecoder:
     def load(
         cls, source: PairSource, *, num_draft_tokens: WindowChoice | None = None, pack: bool = True
     ) -> SpeculativeDecoder:
-        """The models that a source names; arguments and errors as of `checkpoints.load_pair` and of this class.
+        """Load the models that a `PairSource` names.
 
         Args:
-            num_draft_tokens: the pair's or draft's own when None, else 3.
+            num_draft_tokens: draft tokens per round; None takes the pair's or draft's own, else 3.
+            pack: whether to lay out pretrained weights for this CPU, which makes them faster and unfit for training.
+
+        Raises:
+            FileNotFoundError, ValueError: a model cannot be loaded, exceeds the memory, or does not fit the other.
         """
         loaded = load_pair(source, pack=pack)
         if num_draft_tokens is None:
@@ -129,28 +134,28 @@ class SpeculativeDecoder:
 
     @classmethod
     def from_checkpoint(cls, path: str | os.PathLike[str], **options: Any) -> SpeculativeDecoder:
-        """The pair of a file that `fit`, `export` or `save` wrote.
+        """Load the pair of a checkpoint (`.safetensors`) that `fit`, `export` or `save` wrote.
 
         Args:
-            options: fields of `PairSource`, as `draft` (the name of one of its drafts), `drafter` (a name or an import
-                path), `dtype`, `target` (where a target that lies elsewhere is now); and the arguments of `load`.
+            options: arguments of `load`, and fields of `PairSource`: `device`, `dtype`, `draft` (the name of one of its
+                drafts), `drafter` (a name or import path), `target` (the directory of a target outside the file).
         """
         return cls._named(ckpt=os.fspath(path), **options)
 
     @classmethod
     def from_pretrained(cls, target: Any, draft: Any = None, **options: Any) -> SpeculativeDecoder:
-        """A pretrained model of transformers with a draft model, a draft file, or prompt lookup.
+        """Load a pretrained model of transformers with a draft model, a draft file, or prompt lookup.
 
         Args:
-            target: a directory, a name on the hub, or a model (ours, or one that transformers has loaded).
-            draft: the same for the draft; or a draft file.
-            options: as of `from_checkpoint`.
+            target: a directory, a name on the hub, or a loaded model (a `LanguageModel` or one of transformers).
+            draft: a draft model, named likewise; a draft file (`.safetensors`); or a `Drafter`. None: prompt lookup.
+            options: arguments of `load`, and fields of `PairSource`, such as `device`, `dtype` and `drafter`.
         """
         return cls._named(target=target, draft=draft, **options)
 
     @classmethod
     def from_pair(cls, name: str, draft: Any = None, **options: Any) -> SpeculativeDecoder:
-        """A pair of the registry (`list_pairs()`), with its own draft, types and window where no others are given."""
+        """Load a pair of the registry (see `list_pairs`); `draft` and `options` replace its own draft and settings."""
         return cls._named(pair=name, draft=draft, **options)
 
     @classmethod
@@ -168,18 +173,18 @@ class SpeculativeDecoder:
         return f"SpeculativeDecoder({target}, {type(self.drafter).__name__}, num_draft_tokens={window})"
 
     def with_drafter(self, drafter: AnyDrafter) -> SpeculativeDecoder:
-        """The same target and settings with another drafter, given as to the constructor."""
+        """A decoder of the same target and settings with another drafter, given as to the constructor."""
         other = copy(self)
         other.drafter, other._ready = _made(drafter, self.target), None
         return other
 
     def with_exit(self, exit_layer: int) -> SpeculativeDecoder:
-        """The same target, its first `exit_layer` layers drafting; an `EarlyExitDrafter` keeps its output heads."""
+        """A decoder that drafts with the target's first `exit_layer` layers; trained output heads for them are kept."""
         own = self.drafter if isinstance(self.drafter, EarlyExitDrafter) else None
         return self.with_drafter(EarlyExitDrafter(exit_layer) if own is None else own.at(exit_layer))
 
     def save(self, path: str | os.PathLike[str], *, dtype: str | None = None) -> None:
-        """Write the pair, and the target's other drafters, as a checkpoint for decoding (`X.safetensors`)."""
+        """Write target and drafters as a checkpoint for decoding (`X.safetensors`); `dtype` as of `save_draft`."""
         name = next((name for name, each in self.drafts.items() if each is self.drafter), checkpoint.MAIN)
         checkpoint.save(
             path,
@@ -192,34 +197,38 @@ class SpeculativeDecoder:
         )
 
     def save_draft(self, path: str | os.PathLike[str], *, dtype: str | None = None) -> None:
-        """Write the drafter as a draft file (`X.safetensors`), for this target and no other.
+        """Write the drafter alone as a draft file (`X.safetensors`), which is for this target only.
 
         Args:
-            dtype: store weights in this type, for a smaller file, as of `checkpoints.save`.
+            dtype: store weights as "float16" or another floating-point type, or as "int8", for a smaller file. A
+                loaded draft still computes in its present dtype.
+
+        Raises:
+            ValueError: the drafter cannot be stored, a weight does not fit the dtype, or the path cannot be written.
         """
         checkpoint.save(path, TargetReference.of(self.target), self.drafter, recipe=self.recipe, dtype=dtype)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The target's; None where prompts and output are tokens alone."""
+        """The target's tokenizer; None if prompts and output are tokens only."""
         return self.target.tokenizer
 
     def read_text(self, tokenizer: Tokenizer) -> None:
-        """From now on, take prompts and give output as text by the tokenizer that the target was trained with."""
+        """Set the tokenizer that the target was trained with: prompts and output may be text from then on."""
         self.target.tokenizer, self.target.vocabulary = tokenizer, tokenizer.vocabulary
 
     @property
     def eos(self) -> tuple[int, ...]:
-        """The tokenizer's tokens that end a row, where a call names none."""
+        """End-of-sequence tokens of the tokenizer: they end a row if a call sets no `eos`."""
         tokens = () if self.tokenizer is None else self.tokenizer.eos
         return tuple(sorted(token for token in tokens if token < self.target.vocab_size))
 
     def encode(self, text: str) -> list[int]:
-        """A prompt's tokens, as `decode` takes it: with the special tokens that the model expects."""
+        """Tokens of a text prompt as `decode` makes them, with the special tokens that the model expects."""
         return self._tokenizer().encode(text)
 
     def encode_chat(self, messages: str | Sequence[Message]) -> list[int]:
-        """A chat's tokens, by the target's chat template, up to where the answer begins; a string is its only message.
+        """Tokens of `[{"role": "user", "content": TEXT}, ...]`, or of one user message, by the target's chat template.
 
         Raises:
             ValueError: the target has no tokenizer, or no chat template.
@@ -253,7 +262,7 @@ class SpeculativeDecoder:
         return result
 
     def ready(self) -> tuple[LanguageModel, Drafter]:
-        """Target and drafter as decoding uses them: packed and fused, and made anew when weights have changed."""
+        """Target and drafter in the form that decodes, packed and fused; remade once weights have changed."""
         with self._lock:
             weights = weights_stamp(self.target, self.drafter)
             if self._ready is None or self._ready[0] != weights:
@@ -264,14 +273,18 @@ class SpeculativeDecoder:
             return self._ready[1:]
 
     def config(self, config: Config = None, **changes: Any) -> DecodingConfig:
-        """The config with these changes, and with this decoder's window and the tokenizer's EOS where it names none."""
+        """The config with `changes` applied, and the decoder's window and the tokenizer's EOS where it has none."""
         config = DecodingConfig.of(config, **changes)
         own: dict[str, Any] = {"num_draft_tokens": self.num_draft_tokens, "eos": self.eos}
         missing = {name: value for name, value in own.items() if getattr(config, name) is None}
         return config.changed(**missing) if missing else config
 
     def window(self, config: Config = None, *, batch_size: int = 1, **changes: Any) -> int | Window:
-        """The window that a call decodes with; "auto" measures costs, once for each pair, machine and settings."""
+        """The draft tokens per round that a call with these arguments uses.
+
+        For "auto" it is an `AdaptiveWindow`. Its costs are measured for `batch_size` rows, once for each pair, machine
+        and settings, which takes seconds (minutes for large models), and kept in the cache directory.
+        """
         config = self.config(config, **changes)
         if config.num_draft_tokens != "auto":
             chosen: int | Window = config.num_draft_tokens
@@ -288,17 +301,17 @@ class SpeculativeDecoder:
         indices: Sequence[int] | None = None,
         **changes: Any,
     ) -> DecodeResult:
-        """Decode speculatively.
+        """Decode speculatively. Returns the new tokens, their text if there is a tokenizer, counts and seconds.
 
         Args:
-            prompts: tokens of one prompt, of several of any lengths, a tensor `[T]` or `[B, T]`; a tokenizer's output
-                with its attention mask; or text, as it is.
-            config: how to decode; `changes` replace fields of it. The window is the decoder's, EOS the tokenizer's,
-                where it names none.
-            indices: the prompts' numbers, which their noise is keyed by; 0, 1, ... when None.
+            prompts: tokens of one prompt, or of several of any lengths, as lists or a tensor `[T]` or `[B, T]`; a
+                tokenizer's output with its attention mask; or one text or several, used without a chat template.
+            config: how to decode. `changes` are fields of `DecodingConfig`, such as `max_new_tokens`, and win over it.
+            indices: the prompts' numbers; 0, 1, ... when None. A row's random numbers depend on seed and number only.
 
         Raises:
-            ValueError: a setting or a prompt is wrong, or a row is padded and no attention mask says where.
+            ValueError: a setting or a prompt is wrong, or a row seems padded and there is no attention mask.
+            DecodeInterrupted: on Ctrl-C; its `result` holds the tokens so far.
         """
         return self._with_text(run(self.session(prompts, config, indices=indices, **changes)))
 
@@ -310,20 +323,20 @@ class SpeculativeDecoder:
         indices: Sequence[int] | None = None,
         **changes: Any,
     ) -> DecodeResult:
-        """Decode with the target alone, one call for each token; the arguments are those of `decode`."""
+        """Decode with the target alone, one call per token: the baseline. Arguments and errors as of `decode`."""
         config, tokens = self.config(config, **changes), self._tokens(prompts)
         with self._lock:
             return self._with_text(autoregressive_decode(self.ready()[0], tokens, config, indices=indices))
 
     def stream(self, prompts: TextPrompts, config: Config = None, **changes: Any) -> Iterator[tuple[int, int]]:
-        """Decode speculatively and yield (prompt number, token) as tokens are committed; arguments as of `decode`."""
+        """Decode speculatively; yields (prompt number, token) after each round. Arguments as of `decode`."""
         return stream(self.session(prompts, config, **changes))
 
     def stream_text(self, prompts: TextPrompts, config: Config = None, **changes: Any) -> TextPieces:
-        """Decode speculatively and yield pieces of text, of several prompts pairs (prompt number, piece).
+        """Decode speculatively; yields text after each round, for a list of prompts as (prompt number, text).
 
-        A prompt's pieces add up to its `RowResult.text`: what may become a stop string waits until it is none. Call
-        `cancel` of what is returned, from any thread, to end it early. Arguments are those of `decode`.
+        A prompt's pieces add up to its `RowResult.text`: text that may turn out to begin a stop string is held back.
+        To end early, call `cancel` of the returned iterator from any thread. Arguments as of `decode`.
         """
         session = self.session(prompts, config, **changes)
         return TextPieces(session, self._tokenizer(), numbered=not isinstance(prompts, str))
@@ -331,20 +344,23 @@ class SpeculativeDecoder:
     def generate(
         self, inputs: Tensor | None = None, generation_config: Any = None, *, streamer: Any = None, **options: Any
     ) -> Any:
-        """`generate` of transformers with its arguments, decoded speculatively, for a target of transformers.
+        """Decode speculatively with the arguments and the result of transformers' `generate`.
 
-        Rows padded on either side are read by their `attention_mask`; padding without one is refused. Greedy float32
-        tokens are those of the row alone. `options` may hold `num_draft_tokens`, `rule` and `seed`, too; these, the
-        result and errors are as of `lightning_specdec.generate`.
+        Rows may be padded on either side where `attention_mask` says so; padding without a mask is refused. In float32
+        a row's greedy tokens do not depend on its padding. `options` are arguments of transformers' `generate`, and
+        `num_draft_tokens`, `rule` and `seed` as of `lightning_specdec.generate`.
+
+        Raises:
+            ValueError: the target is not a transformers model, or an argument is not supported; the message names it.
         """
         from lightning_specdec.hf_generate import generate_with
 
         return generate_with(self, inputs, generation_config, streamer, options)
 
     def as_generate(self, *, streamer: Any = None, stop_strings: str | Sequence[str] = ()) -> BoundGenerate:
-        """This decoder as `custom_generate` of its target's own `generate`, in a pipeline of transformers too.
+        """This decoder as the argument `custom_generate` of its target's `generate`, for example in a pipeline.
 
-        It carries what transformers hands no function: a streamer, and strings that end a row.
+        Give the streamer and the strings that end a row here: transformers does not pass them to such a function.
         """
         from lightning_specdec.hf_generate import BoundGenerate
 
@@ -353,7 +369,7 @@ class SpeculativeDecoder:
     def session(
         self, prompts: TextPrompts, config: Config = None, *, indices: Sequence[int] | None = None, **changes: Any
     ) -> Session:
-        """A session with these prompts in it, before its first round; arguments as of `decode`."""
+        """Open a `Session` with these prompts, ready for its first `step`. Arguments and errors as of `decode`."""
         with self._lock:
             tokens, config = self._tokens(prompts), self.config(config, **changes)
             config = config.changed(num_draft_tokens=self.window(config, batch_size=len(tokens)))
@@ -372,14 +388,13 @@ class SpeculativeDecoder:
         mode: str = "both",
         **changes: Any,
     ) -> Comparison:
-        """Measure speculative beside standard decoding, in turn: `walltime_speedup`, rates, phases.
+        """Time speculative and standard decoding in turn; returns speedup, rates and seconds of both.
 
         Args:
-            prompts: those that belong to the pair when None.
-            config, changes: as of `decode`.
-            repeats: timed runs of each method, after `warmup` others.
+            prompts: as of `decode`, like `config` and `changes`; the pair's own prompts when None.
+            repeats: timed runs of each method, after `warmup` untimed ones.
             batch_size: prompts that are decoded together.
-            mode: "both", "standard" or "speculative".
+            mode: "both", or "standard" or "speculative" to time one method alone.
         """
         from lightning_specdec.bench.measure import benchmark
 
@@ -398,13 +413,13 @@ class SpeculativeDecoder:
         batch_size: int = 1,
         **changes: Any,
     ) -> Iterator[Comparison]:
-        """Measure every drafter with every window, each beside standard decoding; gives each as it is measured.
+        """Time every drafter with every window beside standard decoding; yields each comparison once it is measured.
+
+        Arguments that are not listed are those of `benchmark`.
 
         Args:
-            prompts: those that belong to the pair when None.
-            drafters: by name; all `candidates` when None.
-            windows: draft tokens per round.
-            repeats, warmup, batch_size: as of `benchmark`.
+            drafters: drafters by name; all of the pair's drafts and early exits when None.
+            windows: numbers of draft tokens per round to try.
         """
         from lightning_specdec.bench.measure import sweep
 
@@ -423,11 +438,14 @@ class SpeculativeDecoder:
         num_places: int = 3,
         **changes: Any,
     ) -> Auditor:
-        """Finds out whether every draft's output is the target's, as both decode here: see `Auditor`.
+        """Prepare an audit of whether speculative output follows the target's distribution; `Auditor.run` performs it.
 
         Args:
-            prompts: those that belong to the pair when None.
-            drafters: by name; all `candidates` when None.
+            prompts: as of `decode`, like `config` and `changes`; the pair's own prompts when None.
+            rules: acceptance rules to audit, by name.
+            samplings: samplings to audit each rule with, by name.
+            drafters: drafters by name; all of the pair's drafts and early exits when None.
+            num_places: places in the texts where whole rounds are compared with the target's exact distribution.
         """
         from lightning_specdec.audit.auditor import Auditor
 
@@ -442,7 +460,7 @@ class SpeculativeDecoder:
         )
 
     def _all_drafters(self, drafters: Mapping[str, Drafter] | None) -> dict[str, Drafter]:
-        """The drafters by name, ready to decode; all `candidates` when None."""
+        """The drafters by name, ready to decode; all candidates when None."""
         from lightning_specdec.bench.candidates import candidates
 
         if drafters is None:
@@ -450,11 +468,7 @@ class SpeculativeDecoder:
         return {name: drafter.eval().fused(self.target) for name, drafter in drafters.items()}
 
     def compile(self) -> float:
-        """Compile the layers of transformers models, target and draft alike; gives the seconds that it took.
-
-        Raises:
-            ValueError: neither is a transformers model on a GPU.
-        """
+        """Compile the layers of target and draft, transformers models on a GPU; returns the seconds that it took."""
         from lightning_specdec.models.compiled import compile_layers
         from lightning_specdec.models.huggingface import HuggingFaceLM
 
@@ -465,7 +479,7 @@ class SpeculativeDecoder:
         return sum((compile_layers(model) for model in models), start=0.0)
 
     def train(self, datamodule: TokenData, *, max_epochs: int = 100) -> dict[str, float]:
-        """Train target and draft on the data, both in one run; gives the last losses and metrics by name."""
+        """Train target and draft (of a `ModelDrafter`) in one run; returns the last losses and metrics by name."""
         from lightning.pytorch import Trainer
 
         from lightning_specdec.training import PairTraining

@@ -1,4 +1,4 @@
-"""`generate` as transformers calls it, decoded speculatively: `custom_generate` of any model, and a decoder's own."""
+"""Speculative decoding behind transformers' `generate`: as `custom_generate` of a model, and as a decoder's method."""
 
 from __future__ import annotations
 
@@ -68,22 +68,24 @@ def generate(
 ) -> Any:
     """Decode speculatively inside transformers: `model.generate(..., custom_generate=lightning_specdec.generate)`.
 
-    The model stays as it is; what decoding needs beside it, packed weights and the draft, is kept for its next call.
-    transformers hands no `streamer`, `tokenizer` or `assistant_model` to a function: see
-    `SpeculativeDecoder.as_generate`.
+    The model is not changed. Its packed weights and the draft are kept for its next call. transformers passes no
+    `streamer`, `tokenizer` or `assistant_model` to a function: use `SpeculativeDecoder.as_generate` for these.
 
     Args:
+        model: the target, passed by transformers.
+        input_ids: prompts `[B, T]`, passed by transformers.
         draft: a draft model (a name, a directory or a model), a draft file or a `Drafter`; prompt lookup when None.
-        num_draft_tokens: draft tokens per round; the draft's own when None, else 3.
-        rule: acceptance rule; `ExactMatch` when None.
-        seed: of the noise; drawn from torch's global generator when None, as transformers samples from it.
-        call: what transformers hands over.
+        num_draft_tokens: draft tokens per round, "auto" or a `Window`; the draft's own when None, else 3.
+        rule: acceptance rule, as of `DecodingConfig`; `ExactMatch` when None.
+        seed: seed of sampling; when None, drawn from torch's global generator, which transformers samples from.
+        call: logits processors, stopping criteria and configuration, passed by transformers.
 
     Returns:
-        What transformers returns: ids `[B, T]` of the prompts and, behind them, the new tokens, padded at their end.
+        What `model.generate` returns: ids `[B, T + N]` of the prompts and N new tokens, right-padded, or an output
+            object with these `sequences` if `return_dict_in_generate` is set.
 
     Raises:
-        ValueError: an argument, a processor or a criterion cannot be honoured; it says which.
+        ValueError: an argument, a logits processor or a stopping criterion is not supported; the message names it.
     """
     with _lock:
         decoder = _decoder_of(model, draft)
@@ -91,7 +93,7 @@ def generate(
 
 
 class BoundGenerate:
-    """A decoder as `custom_generate`: see `SpeculativeDecoder.as_generate`."""
+    """The function that `SpeculativeDecoder.as_generate` returns."""
 
     def __init__(self, decoder: SpeculativeDecoder, streamer: Any, stop_strings: Any, *, knows_mask: bool) -> None:
         self.decoder, self.streamer, self.knows_mask = decoder, streamer, knows_mask
@@ -186,8 +188,6 @@ class _Placed:
 
 
 class _Request:
-    """One call, as transformers hands it over."""
-
     def __init__(
         self,
         decoder: SpeculativeDecoder,

@@ -43,18 +43,19 @@ log = logging.getLogger(__name__)
 
 
 class Auditor:
-    """Goes through the cells of a pair.
+    """Checks every combination (cell) of draft, rule and sampling of a pair. `SpeculativeDecoder.audit` makes it.
 
     Args:
-        target, drafts: as they decode.
+        target: the target, in the form that decodes.
+        drafts: drafters by name, in the form that decodes.
         prompts: tokens.
-        config: the window, new tokens and EOS of whole outputs, and the seed of all that is drawn.
-        rules, samplings: by name.
-        num_places: in the check of one round.
-        changes: fields of `config`.
+        config: window, new tokens and EOS of whole outputs, and the seed. `changes` are fields of it and win over it.
+        rules: acceptance rules by name.
+        samplings: samplings by name.
+        num_places: places in the texts for the check of one round.
 
     Raises:
-        ValueError: for prompts, settings or drafts that the target cannot take.
+        ValueError: the target cannot take these prompts, settings or drafts.
     """
 
     def __init__(
@@ -96,16 +97,17 @@ class Auditor:
             setattr(self, name, cache(getattr(self, name)))  # many cells ask for each; of methods they would outlive it
 
     def cells(self) -> Iterator[AuditCase]:
-        """All that there are: not every draft can serve every rule."""
+        """The cells; rules that need logits are left out for drafts without them."""
         for draft, rule in product(self.drafts, self.rules):
             if (draft, rule) not in self.audit.left_out:
                 yield from (AuditCase(draft, rule, sampling) for sampling in self.samplings)
 
     def run(self, checks: Sequence[str] = CHECKS, *, tell: Callable[[str], None] = lambda text: None) -> Audit:
-        """Go through all checks that apply; each finding is in `audit` from when it is made.
+        """Run the checks that apply to each cell. Returns the findings, which `audit` holds as they are made.
 
         Args:
-            tell: called with a line before each cell.
+            checks: "identity" (equal tokens), "round" (distribution of one round) or both.
+            tell: called with a line of text before each cell.
         """
         cells = list(self.cells())
         for number, cell in enumerate(cells, 1):
@@ -240,7 +242,6 @@ class Auditor:
         return [text[-CONTEXT:] for text in self.prompts] + [text for _, text in sorted(places)]
 
     def _lossy(self, cell: AuditCase) -> Finding:
-        """What a lossy rule changes."""
         sampling = self.samplings[cell.sampling]
         result = self.decode(cell.draft, self.rules[cell.rule], sampling, self.eos)
         figures = {

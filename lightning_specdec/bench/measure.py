@@ -391,7 +391,6 @@ def _beside(result: DecodeResult, expected: DecodeResult | ResultRow | None) -> 
 
 
 def _figures(case: Case, result: DecodeResult) -> dict[str, Any]:
-    """The counts and seconds of a run."""
     phases = dict(result.phase_seconds)
     if phases:  # what no phase has seen belongs to the rest
         phases["rest"] += result.seconds - sum(phases.values())

@@ -174,7 +174,6 @@ def _rules(config: BenchConfig, temperature: float) -> list[Choice]:
 
 
 def _prompts(target: LanguageModel, own: Sequence[Sequence[int]], config: BenchConfig) -> Prompts:
-    """The prompts to measure, by domain."""
     tokenizer, source, domains = target.tokenizer, config.prompts, config.domains
     if source == SHIPPED:
         prompts = shipped_prompts([SEQUENCES] if tokenizer is None else domains)

@@ -166,13 +166,14 @@ def _units(row: ResultRow) -> list[tuple[float, int]]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The repeats of one case beside standard decoding's.
+    """The timed repeats of one case beside those of standard decoding.
 
     Args:
-        case: a row that says what was measured.
+        case: a row with the settings of the case.
         rows: the repeats that finished and gave tokens, in order.
-        standard: standard decoding's rows of the same place.
-        error: why the first repeat that failed did so.
+        standard: standard decoding's repeats with the same prompts and settings.
+        error: why the first failed repeat failed; None if none failed.
+        interrupted: whether Ctrl-C ended the measurement early.
     """
 
     case: ResultRow
@@ -186,19 +187,19 @@ class Comparison:
 
     @cached_property
     def timings(self) -> Timings | None:
-        """Beside standard decoding, of the repeats that both have; None for standard decoding itself."""
+        """Timings of the repeats that both have; None for standard decoding itself."""
         if self.case.method == STANDARD:
             return None
         others = {row.repeat: row for row in self.standard}
         return timings([(others[row.repeat], row) for row in self.rows if row.repeat in others])
 
     def speedup(self, level: float) -> Interval | None:
-        """`walltime_speedup` with its interval at another level."""
+        """`walltime_speedup` with its confidence interval at another level, such as 0.99."""
         return None if self.timings is None else ratio_interval(*self.timings, level=level)
 
     @cached_property
     def walltime_speedup(self) -> Interval | None:
-        """Seconds of standard decoding / of this method for as many tokens, with its interval."""
+        """Seconds of standard decoding / seconds of this method for as many tokens, with a confidence interval."""
         return self.speedup(LEVEL)
 
     @property

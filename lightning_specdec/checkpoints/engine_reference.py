@@ -95,7 +95,6 @@ class Eagle3Reference(Reference):
         assert sorted(set(self.taps)) == self.taps, "engines sort the layers"
 
     def _outputs(self, embedded: Float[Tensor, "N D"], features: Float[Tensor, "N D"]) -> Float[Tensor, "N D"]:
-        """The decoder layer's output at every entry."""
         normed = self._norm(features, f"{self.layer}.hidden_norm")
         residual = normed if self.config["norm_before_residual"] else features
         both = torch.cat((self._norm(embedded, f"{self.layer}.input_layernorm"), normed), -1)

@@ -383,7 +383,6 @@ def _card(made: Exported, stored: Drafter, target: HuggingFaceLM, engine: str, r
 
 
 def _licence(target: HuggingFaceLM) -> str | None:
-    """What the target's own card says."""
     path = None if target.origin is None else target.origin.path / "README.md"
     if path is None or not path.is_file():
         return None

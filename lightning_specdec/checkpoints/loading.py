@@ -57,7 +57,6 @@ def load_pair(source: PairSource, *, target: LanguageModel | None = None, pack: 
 
 
 def _in_backend(model: LanguageModel, source: PairSource) -> LanguageModel:
-    """A model of a file in the source's backend."""
     if source.backend == "torch" or (source.backend == "auto" and model.num_parameters <= MOST_SMALL):
         return model
     from lightning_specdec.models import loading
@@ -79,7 +78,6 @@ def find_device(name: str) -> torch.device:
 
 
 def _from_file(source: PairSource, target: LanguageModel | None) -> LoadedPair:
-    """The pair of a file, with the drafter that the source names."""
     choice = source.drafter
     loaded = load(str(source.ckpt), target=source.target, drafter=None if choice is None else choice.name)
     dtype = None if source.dtype is None else getattr(torch, source.dtype)

@@ -94,7 +94,6 @@ def _measure(config: BenchConfig, settings: BenchSettings, several: list[Results
 
 
 def _show(several: Sequence[Results], form: str) -> None:
-    """Print the tables of all results."""
     from lightning_specdec.bench.manifest import made_on
     from lightning_specdec.bench.rows import comparisons
     from lightning_specdec.bench.table import comparison_table

@@ -127,7 +127,6 @@ def _pair(pair: Pair, device: str) -> dict[str, Any]:
 
 
 def _model(source: TargetSource) -> dict[str, Any]:
-    """A pretrained model, loaded."""
     from lightning_specdec.checkpoints.loading import find_device
     from lightning_specdec.models.loading import load_model
 

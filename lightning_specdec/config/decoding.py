@@ -1,4 +1,4 @@
-"""How to decode: everything that decides a request's output, in one object."""
+"""The settings of decoding: sampling, window, acceptance rule, stops and seed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_TOKENS = 2**20
 
 @dataclass(frozen=True)
 class SamplingSettings(Settings):
-    """How a token is drawn from logits. The filters apply in this order, each to what the one before left."""
+    """How a token is drawn from logits: repetition penalty, temperature, then top_k, top_p and min_p, in this order."""
 
     temperature: float = setting(0.0, "divide logits by this; 0 is greedy", minimum=0)
     top_k: int | None = setting(None, "keep only the k most likely tokens", minimum=1)
@@ -33,16 +33,20 @@ class SamplingSettings(Settings):
 
     @property
     def greedy(self) -> bool:
-        """Whether no randomness is left: temperature 0."""
+        """Whether the temperature is 0, so that nothing is drawn at random."""
         return self.temperature == 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingConfig(SamplingSettings):
-    """Everything that decides the output of a request, besides models and prompt.
+    """All settings of a decoding call. The methods that take a config also take its fields as keyword arguments.
 
-    `processors` and `Window` objects exist in Python only. `rule` is a name, a `Choice` or an `AcceptanceRule`; None
-    means `ExactMatch`.
+    `num_draft_tokens` is an integer, "auto" (`SpeculativeDecoder` only) or a `Window`. `rule` is an `AcceptanceRule`,
+    or a name or import path, with settings as `{"class_path": NAME, "init_args": {...}}`. `eos` and `stop` may be
+    single values.
+
+    Raises:
+        ValueError: a field has the wrong type or is out of range.
     """
 
     max_new_tokens: int = setting(64, "generate at most this many tokens per prompt", minimum=1, maximum=MAX_TOKENS)
@@ -55,6 +59,7 @@ class DecodingConfig(SamplingSettings):
     seed: int = setting(0, "the same seed gives the same tokens", minimum=0, maximum=2**63 - 1)
     logprobs: bool = setting(False, "report each token's log probability under the target")
     processors: tuple[Any, ...] = setting(())
+    """Functions of a prefix `[1, T]` and its scores `[1, V]` that return new scores, as those of transformers."""
 
     def __post_init__(self) -> None:
         for name, value in _with_tuples(vars(self)).items():
@@ -66,12 +71,12 @@ class DecodingConfig(SamplingSettings):
 
     @classmethod
     def of(cls, config: DecodingConfig | None = None, **changes: Any) -> DecodingConfig:
-        """The config with these fields changed; a new one where there is none.
+        """The config with the fields in `changes` replaced; without a config, a new one with these fields.
 
-        `sampling=` sets the sampling fields from a `SamplingSettings`, all at once.
+        `sampling=` sets all sampling fields from a `SamplingSettings` or `Sampling`.
 
         Raises:
-            ValueError: a name is no field, or a value is wrong.
+            ValueError: a name is not a field, or a value is wrong.
         """
         sampling = changes.pop("sampling", None)
         if sampling is not None:
@@ -84,7 +89,7 @@ class DecodingConfig(SamplingSettings):
 
     @property
     def sampling(self) -> SamplingSettings:
-        """The sampling fields alone."""
+        """The sampling fields only; `Sampling.of` takes the processors too."""
         return SamplingSettings(**{each.name: getattr(self, each.name) for each in fields(SamplingSettings)})
 
 

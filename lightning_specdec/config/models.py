@@ -76,7 +76,11 @@ class DraftSource(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class PairSource(DraftSource, TargetSource):
-    """A target with its drafter, as the command line, YAML and Python name it."""
+    """The names of a target and its drafter: one of `target`, `pair` and `ckpt` is required.
+
+    Raises:
+        ValueError: a field is wrong, or fields exclude each other.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()

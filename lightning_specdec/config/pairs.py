@@ -1,7 +1,7 @@
-"""The registry of pairs: one YAML each under configs/pairs, by the file's name.
+"""The registry of pairs: one YAML file `configs/pairs/NAME.yaml` for each.
 
-Two directories are read: the one that ships with this package, and `configs/pairs` of the current directory, whose
-files win over shipped ones of the same name.
+It reads the directory that ships with this package and the one below the current directory, whose files win over
+shipped ones of the same name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OWN = Path("configs/pairs")
 
 @dataclass(frozen=True, kw_only=True)
 class PairModel(Settings):
-    """A model of a pair."""
+    """One model of a pair: where it is, its storage and its size."""
 
     source: str = setting(help="name on the hub, or a directory")
     dtype: str = setting(help="compute in this dtype", choices=DTYPES)
@@ -45,7 +45,11 @@ class PairModel(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Pair(Settings):
-    """A target and its drafter."""
+    """A target with its drafter, as a file of the registry describes them. `SpeculativeDecoder.from_pair` loads it.
+
+    Raises:
+        ValueError: a field is wrong, or there is no such drafter.
+    """
 
     description: str = setting(help="one line")
     target: PairModel = setting(help="the model whose output is wanted")
@@ -63,23 +67,23 @@ class Pair(Settings):
 
     @property
     def models(self) -> tuple[PairModel, ...]:
-        """Target and draft, or the target alone."""
+        """The target, and the draft model if the pair has one."""
         return (self.target,) if self.draft is None else (self.target, self.draft)
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether a model's weights have a kernel on GPUs only."""
+        """Whether the pair runs on a GPU only: a model has int4 weights."""
         return any(model.quantization == "int4" for model in self.models)
 
     def needed_bytes(self, *, packed: bool) -> int:
-        """Bytes that loading takes; `packed`: as on a CPU. Caches and computing take more."""
+        """Peak bytes of memory while weights load, without caches; `packed`: with weights laid out for a CPU."""
         return peak_bytes([(model.size, model.dtype, model.quantization) for model in self.models], packed=packed)
 
     def complete(self, source: PairSource) -> PairSource:
-        """The pretrained models that a source means which names this pair; what it says itself goes first.
+        """The source, which names this pair, with its unset fields filled in from the pair.
 
-        The pair's draft model is left out where the source names another draft, or a drafter of another kind; but
-        `NGramWithFallback` joins lookup to it.
+        A source with another draft, or with another drafter class than the pair's, does not get the pair's draft model.
+        The class `NGramWithFallback` is the exception: it puts lookup before that model.
         """
         own: dict[str, Any] = {
             "target": self.target.place,
@@ -104,19 +108,19 @@ class Pair(Settings):
 
 
 def list_pairs() -> list[Pair]:
-    """All pairs, by name.
+    """All pairs of the registry, sorted by name: shipped ones and those in `configs/pairs` of the current directory.
 
     Raises:
-        ValueError: a file is no description of a pair.
+        ValueError: a file does not describe a pair.
     """
     return [read_pair(path) for _, path in sorted(_files().items())]
 
 
 def get_pair(name: str) -> Pair:
-    """The pair of that name.
+    """Look up a pair of the registry by name.
 
     Raises:
-        ValueError: there is none, or its file is no description of a pair.
+        ValueError: there is no such pair, or its file does not describe a pair.
     """
     files = _files()
     if name not in files:

@@ -32,11 +32,13 @@ def setting(
     """A field of a settings class.
 
     Args:
-        help: one line for `--help`.
-        minimum, maximum: inclusive limits of a number.
+        default: the field is required if there is none.
+        help: one line for `--help`; without it the field has no flag.
+        minimum: inclusive lower limit of a number.
+        maximum: inclusive upper limit of a number.
         above: exclusive lower limit, instead of `minimum`.
         choices: allowed words of a string.
-        metavar: what stands for the value in `--help`.
+        metavar: placeholder of the value in `--help`.
     """
     limits = {"help": help, "minimum": minimum, "maximum": maximum, "above": above, "choices": choices}
     return field(default=default, metadata={**limits, "metavar": metavar})
@@ -129,7 +131,7 @@ class Settings:
         return {key: plain(value) for key, value in vars(self).items() if not key.startswith("_")}
 
     def changed(self: S, **changes: Any) -> S:
-        """The same settings with some fields replaced; fields that do not exist are refused by name."""
+        """The same settings with some fields replaced. Raises ValueError for a wrong name or value."""
         check_names(changes, type(self))
         return replace(self, **changes)
 
@@ -138,7 +140,7 @@ class Settings:
         """Settings from plain values; a field that holds settings takes a mapping.
 
         Args:
-            where: what precedes a field's name in messages, as "target.".
+            where: prefix of field names in messages, such as "target.".
 
         Raises:
             ValueError: an entry is unknown, missing or wrong.

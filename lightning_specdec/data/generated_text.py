@@ -88,7 +88,6 @@ class GeneratedText(TokenData):
         return LikeLengths([self._length(place) for place in self._split()["train"]], num_rows, self.seed)
 
     def _length(self, place: Place) -> int:
-        """The tokens of a row."""
         shard, number = place
         return min(self.longest, int(shard.starts[number + 1] - shard.starts[number]))
 

@@ -37,14 +37,20 @@ def autoregressive_decode(
     indices: Sequence[int] | None = None,
     **changes: Any,
 ) -> DecodeResult:
-    """Generate token by token with the target alone.
+    """Decode token by token with the target alone: the baseline of every comparison.
 
-    It gets what speculative decoding gets: one prefill for a ragged batch, states without padding, a batch that shrinks
-    by powers of two as rows finish, one read by the host per call.
+    It has every optimization of speculative decoding: one prefill for a ragged batch, states without padding, a batch
+    that shrinks by powers of two as rows finish, and one read by the host per call.
 
     Args:
-        config: how to decode; `changes` replace fields of it. Rule and window are not used.
-        indices: the prompts' numbers, which their noise is keyed by; 0, 1, ... when None.
+        target: the model to decode with.
+        prompts: tokens of one prompt or of several, as of `SpeculativeDecoder.decode`.
+        config: how to decode. `changes` are fields of `DecodingConfig` and win over it. Rule and window are not used.
+        indices: the prompts' numbers; 0, 1, ... when None. A row's random numbers depend on seed and number only.
+
+    Raises:
+        ValueError: a setting or a prompt is wrong.
+        DecodeInterrupted: on Ctrl-C; its `result` holds the tokens so far.
     """
     config = DecodingConfig.of(config, **changes)
     sampling = Sampling.of(config)

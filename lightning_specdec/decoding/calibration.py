@@ -38,8 +38,6 @@ PERIOD = 24
 
 
 class _Measured(Window, Plan):
-    """The window that is being measured."""
-
     def __init__(self, largest: int) -> None:
         self.largest = self.now = largest
 

@@ -1,4 +1,4 @@
-"""What decoding gives back: tokens, counts and seconds, for each row and for all.
+"""Results of decoding: tokens, counts and seconds, for each row and for all.
 
 Only counts are stored; every rate is a property whose docstring is its formula.
 """
@@ -13,15 +13,15 @@ from typing import Any
 
 @dataclass
 class Counts:
-    """What became of the drafted tokens.
+    """Counts of draft tokens. Tokens after a stop (EOS, stop string) are in none of them.
 
     Args:
-        num_proposed: drafted. Tokens behind a stop are not counted at all.
-        num_tested: those that a verdict was reached on: up to and with the first rejection.
-        num_accepted: those kept.
-        histogram: how many row-rounds kept 0, 1, 2, ... tokens.
-        num_changed: under a lossy rule, tokens kept where the target drew another one; above temperature 0 that happens
-            between two equal models too.
+        num_proposed: draft tokens that the drafter made.
+        num_tested: draft tokens that the rule decided on: in each round up to and including the first rejection.
+        num_accepted: draft tokens that the output holds.
+        histogram: entry i is the number of row-rounds that accepted i draft tokens.
+        num_changed: under a lossy rule, accepted tokens where the target drew another token. Above temperature 0 two
+            equal models differ in this way too.
     """
 
     num_proposed: int = 0
@@ -47,18 +47,18 @@ class Counts:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """num_accepted / num_tested (None when nothing was tested)."""
+        """num_accepted / num_tested; None if nothing was tested."""
         return self.num_accepted / self.num_tested if self.num_tested else None
 
     @property
     def draft_utilization(self) -> float | None:
-        """num_accepted / num_proposed (None when nothing was proposed)."""
+        """num_accepted / num_proposed; None if nothing was proposed."""
         return self.num_accepted / self.num_proposed if self.num_proposed else None
 
 
 @dataclass
 class Round:
-    """One round of one row: the draft tokens, how many were kept, and the token that followed (None behind a stop)."""
+    """One round of one row: its draft tokens, how many were accepted, and the token after them (None after a stop)."""
 
     drafted: list[int]
     num_accepted: int
@@ -67,19 +67,21 @@ class Round:
 
 @dataclass
 class RowResult:
-    """One prompt's outcome.
+    """The result of one prompt.
 
     Args:
-        index: the prompt's number, which its noise is keyed by.
-        tokens: the new tokens only.
+        index: the prompt's number, which with the seed decides its random numbers.
+        prompt: the prompt's tokens.
+        tokens: the new tokens, EOS included.
         stop_reason: "eos", "stop" (a stop string), "length", "cancelled", "interrupted", or "failed" (the target's
             logits were not finite).
         num_rounds: target calls that this row took part in.
-        token_seconds: when each new token was committed, in seconds since decoding began.
-        counts, rounds: None for standard decoding.
-        logprobs: each new token's log probability under the target, if asked for.
-        text: of the new tokens, without a stop string that ended them; None where there is no tokenizer.
-        num_hidden: bytes at the end of the tokens' text, from the stop string on, that `text` leaves out.
+        token_seconds: seconds from the start of decoding until each new token was there.
+        counts: counts of draft tokens; None for standard decoding.
+        rounds: the rounds in order; None for standard decoding.
+        logprobs: each new token's log probability under the target at temperature 1; None unless requested.
+        text: text of the new tokens up to a stop string; None without a tokenizer.
+        num_hidden: bytes at the end of the new tokens' text that `text` leaves out: a stop string and what follows.
     """
 
     index: int
@@ -97,18 +99,19 @@ class RowResult:
 
 @dataclass(repr=False)
 class DecodeResult:
-    """A batch's outcome, standard or speculative; fields of speculation are None for standard decoding.
+    """The result of a decoding call, speculative or standard.
 
     Args:
-        rows: by prompt, in the order given.
-        seconds: wall time of the whole, prompts included.
-        phase_seconds: the same time by phase: draft, verify, accept, rest.
-        num_target_calls, num_draft_calls: passes of the models.
-        peak_memory_bytes: most memory held so far, of the device or, on a CPU, of the process.
-        lossless: whether the output has exactly the target's distribution.
-        num_draft_tokens: the largest window.
-        rule: name of the acceptance rule.
-        window: how windows were chosen, with the costs that they were planned by: see `window_from_dict`.
+        rows: one result per prompt, in the order of the prompts.
+        seconds: wall time of decoding all rows, including their prompts.
+        phase_seconds: the same seconds by phase: "draft", "verify", "accept", "rest".
+        num_target_calls: forward passes of the target.
+        peak_memory_bytes: highest memory use so far, of the GPU or, on a CPU, of the process.
+        lossless: whether the rule keeps exactly the target's distribution.
+        num_draft_calls: forward passes of the draft; None for standard decoding, like the fields below.
+        num_draft_tokens: most draft tokens per round.
+        rule: class name of the acceptance rule.
+        window: how the draft tokens per round were chosen, as plain values.
     """
 
     rows: list[RowResult]
@@ -124,7 +127,7 @@ class DecodeResult:
 
     @property
     def tokens(self) -> list[list[int]]:
-        """The new tokens of each prompt."""
+        """The new tokens of each prompt, in the order of the prompts."""
         return [row.tokens for row in self.rows]
 
     def __repr__(self) -> str:
@@ -135,29 +138,29 @@ class DecodeResult:
 
     @property
     def texts(self) -> list[str | None]:
-        """The new text of each prompt; None without a tokenizer."""
+        """The new text of each prompt, in their order; None without a tokenizer."""
         return [row.text for row in self.rows]
 
     @property
     def text(self) -> str | None:
-        """The new text of the only prompt; None without a tokenizer."""
+        """The new text of a single prompt (None without a tokenizer). Raises ValueError if there are several."""
         if len(self.rows) != 1:
             raise ValueError(f"there are {len(self.rows)} prompts: take result.texts")
         return self.rows[0].text
 
     @property
     def num_new_tokens(self) -> int:
-        """New tokens of all rows."""
+        """Number of new tokens, summed over the rows."""
         return sum(len(row.tokens) for row in self.rows)
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens of all rows / seconds."""
+        """num_new_tokens / seconds."""
         return self.num_new_tokens / self.seconds
 
     @property
     def counts(self) -> Counts | None:
-        """The rows' counts added up."""
+        """Counts of draft tokens, summed over the rows; None for standard decoding."""
         if self.rule is None:
             return None
         total = Counts()
@@ -168,32 +171,32 @@ class DecodeResult:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """num_accepted / num_tested, over all rows."""
+        """num_accepted / num_tested, over all rows; None if nothing was tested."""
         return self.counts.acceptance_rate if self.counts else None
 
     @property
     def draft_utilization(self) -> float | None:
-        """num_accepted / num_proposed, over all rows."""
+        """num_accepted / num_proposed, over all rows; None if nothing was proposed."""
         return self.counts.draft_utilization if self.counts else None
 
     @property
     def block_efficiency(self) -> float | None:
-        """New tokens / row-rounds, the correction or bonus included; 1.0 for standard decoding."""
+        """num_new_tokens / row-rounds, the correction or bonus token included; 1.0 for standard decoding."""
         num_rounds = sum(row.num_rounds for row in self.rows)
         return self.num_new_tokens / num_rounds if num_rounds else None
 
     @property
     def num_changed(self) -> int | None:
-        """Under a lossy rule, tokens kept that the target would not have drawn there (None for a lossless one)."""
+        """Accepted tokens where the target drew another one, see `Counts`; None under a lossless rule."""
         return self.counts.num_changed if self.counts and not self.lossless else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """All fields as plain values, for JSON; without the rates."""
         return asdict(self)
 
 
 class DecodeInterrupted(KeyboardInterrupt):
-    """Ctrl-C while decoding; `result` holds what was committed until then."""
+    """Raised on Ctrl-C while decoding; `result` is the `DecodeResult` so far."""
 
     def __init__(self, result: DecodeResult) -> None:
         super().__init__("decoding was interrupted")

@@ -25,15 +25,16 @@ log = logging.getLogger(__name__)
 
 
 class Row:
-    """A prompt and what follows it.
+    """A prompt and its new tokens while they are decoded; `text` has both, `stop_reason` is "" until it ends.
 
     Args:
-        index: the prompt's number, which its noise is keyed by.
-        max_new_tokens: 0 makes a row that is finished before it begins.
-        eos: tokens that stop it; they are kept. Those in the prompt do not count.
+        index: the prompt's number, which with the seed decides its random numbers.
+        prompt: tokens.
+        max_new_tokens: most new tokens; with 0 the row has ended before it begins.
+        eos: tokens that end the row; they are kept. Those in the prompt do not count.
         speculative: whether to count draft tokens.
-        stop: strings that stop it; the token that completes one is kept.
-        num_drawn: new tokens of earlier turns, whose noise is used up.
+        stop: strings that end the row; the token that completes one is kept.
+        num_drawn: new tokens of earlier turns, whose random numbers are used up.
     """
 
     def __init__(
@@ -64,22 +65,22 @@ class Row:
 
     @property
     def live(self) -> bool:
-        """Whether more tokens are wanted."""
+        """Whether the row has not ended."""
         return not self.stop_reason
 
     @property
     def num_new(self) -> int:
-        """New tokens so far."""
+        """Number of new tokens so far."""
         return len(self.text) - self.prompt_length
 
     @property
     def remaining(self) -> int:
-        """New tokens still wanted at most."""
+        """Number of new tokens that may still follow."""
         return self.max_length - len(self.text)
 
     @property
     def num_hidden(self) -> int:
-        """Bytes at the end of the new text that are not shown: a stop string, or what may become one."""
+        """Bytes at the end of the new text that are not shown: a stop string, or a part that may become one."""
         if self._search is None:
             return 0
         return self._search.num_held if self.live else self._search.num_cut
@@ -188,7 +189,6 @@ def as_prompts(prompts: Prompts) -> list[list[Any]]:
 
 
 def _plain(values: Any) -> Any:
-    """A tensor or an array as lists."""
     return values.tolist() if hasattr(values, "tolist") else values
 
 

@@ -40,23 +40,26 @@ from lightning_specdec.text.tokenizer import Tokenizer
 
 
 class Session:
-    """Rows decoded together, each at its own pace.
+    """A batch of rows that are added, decoded and removed at any time, for example by a server.
 
-    In a round the drafter proposes up to `num_draft_tokens` tokens for every live row, the target reads them in one
-    call together with whatever it has not seen yet (the whole prompt in a row's first round: predictive prefill), and
-    each row gets what its verdict keeps plus one token of the target's own. Shapes do not depend on verdicts.
+    Each `step` is one round for all live rows. The drafter proposes up to `num_draft_tokens` tokens for each row. The
+    target reads them in one call, together with all that it has not read yet: in a row's first round the whole prompt
+    (predictive prefill). Each row gets its accepted draft tokens and one token of the target.
 
     Args:
-        config: how to decode; `changes` replace fields of it. `num_draft_tokens` may be a `Window`.
-        max_length: most tokens of a row, prompt and new ones together.
-        batch_size: rows to make room for at once; more rows grow it, to powers of two.
+        target: the model whose output is wanted.
+        drafter: proposes draft tokens.
+        config: how to decode. `changes` are fields of `DecodingConfig` and win over it. `num_draft_tokens` is an
+            integer or a `Window`; without `eos` no token ends a row.
+        max_length: most tokens of a row, prompt and new tokens together.
+        batch_size: rows to allocate memory for at first; it grows in powers of two.
 
     Raises:
-        ValueError: the drafter cannot serve this target or this rule.
+        ValueError: the drafter cannot draft for this target or this rule, or a setting is wrong.
     """
 
     lock: AbstractContextManager[Any] = nullcontext()
-    """Held during a round: one for all sessions of a pair that threads share."""
+    """Held during a round. Assign one lock to all sessions that share a pair between threads."""
 
     @torch.inference_mode()
     def __init__(
@@ -97,30 +100,35 @@ class Session:
 
     @property
     def live(self) -> list[Row]:
-        """The rows that want more tokens."""
+        """The rows that have not ended."""
         return [row for row in self._batch.rows if row.live]
 
     @torch.inference_mode()
     def add(self, prompt: Sequence[int], *, max_new_tokens: int | None = None, index: int | None = None) -> Row:
-        """Begin a row; it joins the next round.
+        """Add a prompt; its row takes part in the next round. Returns the row.
 
         Args:
-            max_new_tokens: that of the config when None.
-            index: keys its noise: the next free number when None.
+            prompt: tokens.
+            max_new_tokens: the config's when None.
+            index: the prompt's number, which with the seed decides its random numbers; the next free one when None.
+
+        Raises:
+            ValueError: the prompt is empty, has a token outside the vocabulary, or is too long.
         """
         row = self._row(prompt, max_new_tokens, self._next_index if index is None else index)
         return self._enter(row, self._batch.make_place())
 
     @torch.inference_mode()
     def resume(self, row: Row, prompt: Sequence[int], *, max_new_tokens: int | None = None) -> Row:
-        """Begin the next turn of a row that has ended: another row, whose prompt continues the old one's text.
+        """Add the next turn of a conversation, which reuses the state of a row that has ended. Returns a new row.
 
-        Only what follows the common part of the two texts is read, where the states can go back so far. Noise goes on
-        where the earlier turn ended, so a row is resumed once. With `ExactMatch`, and at temperature 0, the outcome is
-        that of the whole prompt read from scratch; with `RejectionSampling` it has the same distribution.
+        `prompt` is the whole text of the new turn. The models read only what follows its common beginning with the old
+        row's text, if their states still reach back so far. A row can be resumed once, since its random numbers go on
+        in the new row. At temperature 0 and with `ExactMatch` the output is that of reading the whole prompt; with
+        `RejectionSampling` it has the same distribution.
 
         Raises:
-            ValueError: the row has not ended, or another one continues it already.
+            ValueError: the row has not ended or was resumed before, or as of `add`.
         """
         if row.live or row.resumed:
             state = "was resumed before: resume the newest turn" if row.resumed else "is still being decoded: cancel it"
@@ -159,18 +167,18 @@ class Session:
         return row
 
     def cancel(self, row: Row) -> None:
-        """Stop a row; what it has stays."""
+        """End a row; it keeps the tokens it has, with the stop reason "cancelled"."""
         if row.live:
             row.stop_reason = "cancelled"
 
     def release(self, row: Row) -> None:
-        """Forget a row that has ended: `result` leaves it out. A server does so with each, or memory fills up."""
+        """Forget a row that has ended, so that `result` leaves it out. Long-running servers release every row."""
         if row.live:
             raise ValueError("the row is still being decoded: cancel it, or wait for its end, before it is released")
         self._added.pop(row, None)
 
     def step(self) -> list[tuple[Row, list[int]]]:
-        """One round for all live rows; gives each one's new tokens."""
+        """Run one round. Returns each live row with its new tokens; an empty list if no row is live."""
         with self.lock:
             return self._step()
 
@@ -231,7 +239,7 @@ class Session:
         return draft
 
     def result(self) -> DecodeResult:
-        """The outcome so far of all rows that were added and not released, in their order."""
+        """The result so far of all rows that were added and not released, in the order they were added."""
         return DecodeResult(
             rows=[row.result() for row in self._added],
             seconds=self.timer.elapsed(),
@@ -290,10 +298,10 @@ def stream(session: Session) -> Iterator[tuple[int, int]]:
 
 
 class TextPieces(Iterator[Any]):
-    """Pieces of a session's text, as rounds commit them.
+    """Iterates over a session's text, piece by piece.
 
     Args:
-        numbered: whether pieces come as pairs (prompt number, piece).
+        numbered: whether to yield pairs (prompt number, piece) instead of pieces.
     """
 
     def __init__(self, session: Session, tokenizer: Tokenizer, *, numbered: bool) -> None:
@@ -305,7 +313,7 @@ class TextPieces(Iterator[Any]):
         return next(self._pieces)
 
     def cancel(self) -> None:
-        """End it after the round that is under way, from any thread; what was committed is handed out."""
+        """End all rows after the current round, from any thread; the text that they have is still yielded."""
         for row in self.session.live:
             self.session.cancel(row)
 

@@ -1,4 +1,4 @@
-"""How many draft tokens a round has: always the same number, or as many as pay by measured costs."""
+"""The number of draft tokens per round: fixed, or chosen by acceptance rates and measured costs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,18 @@ TRIAL_SHARE = 0.004
 
 @dataclass(frozen=True)
 class Calibration(Settings):
-    """Seconds of the calls of a target with its drafter on a machine.
+    """Measured seconds of the calls of a target and its drafter on one machine.
 
     Args:
-        widths: numbers of tokens that the target's call was measured with; rising, the first one 1.
-        target_seconds, loop_seconds: the target's call, and what a round costs besides its calls, at each width.
-        draft_seconds, draft_step_seconds: a draft of any length, and each of its tokens.
-        target_token_seconds: each token of a prompt that the target reads.
+        widths: tokens per target call that were measured, ascending from 1.
+        target_seconds: seconds of a target call, for each width.
+        loop_seconds: seconds of a round besides its model calls, for each width.
+        draft_seconds: seconds of a draft apart from its tokens.
+        draft_step_seconds: seconds of each draft token.
+        target_token_seconds: seconds of each prompt token that the target reads.
+
+    Raises:
+        ValueError: the widths do not ascend from 1, or a width lacks its seconds.
     """
 
     widths: tuple[int, ...] = setting(minimum=1)
@@ -81,7 +86,7 @@ class Plan(ABC):
 
 
 class Window(ABC):
-    """How a session chooses its windows. It holds settings only, so one serves any number of sessions."""
+    """How a session chooses the number of draft tokens per round. One object serves any number of sessions."""
 
     largest: int
 
@@ -95,7 +100,7 @@ class Window(ABC):
 
 
 class FixedWindow(Window, Plan):
-    """The same number of draft tokens in every round, fewer where a row wants fewer; 0 is standard decoding."""
+    """The same number of draft tokens in every round, fewer at a row's end; 0 is standard decoding."""
 
     def __init__(self, num_draft_tokens: int) -> None:
         self.largest = require_int("num_draft_tokens", num_draft_tokens, 0)
@@ -111,13 +116,14 @@ class FixedWindow(Window, Plan):
 
 
 class AdaptiveWindow(Window):
-    """As many draft tokens as make the expected tokens per second largest; none where standard decoding is faster.
+    """Chooses the draft tokens per round with the most expected tokens per second; 0 where standard decoding is faster.
 
-    The same seed and calibration give the same windows. Where a rule's output does not depend on windows, the rows of a
-    session share one estimate. Elsewhere each row is planned by its own history, so that it decodes as it would alone.
+    It estimates acceptance rates from the rounds so far. Under a rule whose output does not depend on the window, the
+    rows of a session share the estimate. Otherwise each row has its own, so that its output does not depend on the
+    batch. The same seed and calibration give the same windows.
 
     Args:
-        calibration: measured costs, recorded with every result; its widest call is the largest window's.
+        calibration: measured costs. The largest window is its last width - 1.
     """
 
     def __init__(self, calibration: Calibration) -> None:

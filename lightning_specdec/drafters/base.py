@@ -1,4 +1,7 @@
-"""What a drafter implements, and what it is told."""
+"""The interface of a drafter, its state, and what a session passes to it.
+
+Shapes: B rows, K draft tokens.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class DraftRequest:
-    """What is known when a round begins.
+    """What a session passes to `Drafter.propose` at the beginning of a round.
 
     Args:
-        texts: every row's tokens so far, prompt included, on the host. Rows that are not live have a text too.
+        texts: every row's tokens so far, prompt included, on the host. Finished rows have a text too.
         tail: the last two tokens of every row, on the device; a one-token text repeats its token.
-        uniform: `[B, K]`, numbers in [0, 1) for drawing the K draft tokens; None where nothing is drawn at random.
-        wants_logits: whether the rule compares the draft's logits.
-        vocab_size: rows of the target's output, which draft tokens and their distributions are over; as many as the
-            draft's own when None.
-        settled: how many tokens of each text are final, all of them when None. The others are draft tokens, and
-            `go_back` takes them back; a state that cannot go back so far has to read the text again.
-        device: the round's numbers on the device; None where calls are not recorded.
+        uniform: numbers in [0, 1) to draw the K draft tokens with; None if nothing is drawn at random.
+        wants_logits: whether the rule needs `Draft.logits`.
+        vocab_size: size V of the target's output, which `Draft.probs` and `Draft.logits` must have; None for the
+            draft's own.
+        settled: number of final tokens in each text; None for all. The rest are draft tokens of another drafter, which
+            `go_back` may take back later.
+        device: the round's numbers on the device; None if calls are not recorded.
     """
 
     texts: Sequence[Sequence[int]]
@@ -78,53 +81,53 @@ def tail_of(text: Sequence[int]) -> list[int]:
 
 @dataclass
 class TargetContext:
-    """The target that a session decodes and its state, whose lengths only the session moves."""
+    """The target that a session decodes and its state. Only the session changes the state's lengths."""
 
     model: LanguageModel
     state: DecodeState
 
 
 class DraftState:
-    """What a drafter remembers of a batch of rows: by default one value per row, made by `new_row`."""
+    """What a drafter remembers of a batch of rows: by default `rows`, one value per row, made by `new_row()`."""
 
     drafted_at: list[int] | None = None
-    """Lengths of the texts that were last drafted on, where draft tokens are remembered until some are kept."""
+    """Text lengths at the last `propose`, while its draft tokens wait for `observe`; None otherwise."""
 
     def __init__(self, batch_size: int = 0, new_row: Callable[[], Any] = lambda: None) -> None:
         self.new_row = new_row
         self.rows: list[Any] = [new_row() for _ in range(batch_size)]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Row i becomes the former row `rows[i]`, each of which is named once, or an empty one where that is -1."""
+        """Change the batch: row i is the former row `rows[i]` (each named once), or empty where that is -1."""
         self.rows = [self.new_row() if row < 0 else self.rows[row] for row in rows]
 
     def clear(self, rows: Sequence[int]) -> None:
-        """Empty these rows for the next request."""
+        """Empty these rows for the next prompt."""
         for row in rows:
             self.rows[row] = self.new_row()
 
     def go_back(self, row: int, length: int) -> None:
-        """A row goes on after `length` tokens of its text with others than were drafted: forget all behind them.
+        """Forget all after the first `length` tokens of a row's text, which continues with other tokens than drafted.
 
-        Forgetting the whole row is always right. It may come between `propose` and `observe`, where other draft tokens
-        than the drafter's own went to the target.
+        The default forgets the whole row, which is always correct. A session may call it between `propose` and
+        `observe`, if the target read the draft tokens of another drafter.
         """
         self.clear([row])
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Every row goes on after so many tokens."""
+        """Call `go_back` for every row."""
         for row, length in enumerate(lengths):
             self.go_back(row, length)
 
     def settle(self, num_accepted: Sequence[int] | None = None) -> None:
-        """Forget the draft tokens that were not kept, all when None."""
+        """Forget the draft tokens that were not accepted; all of them when None."""
         if self.drafted_at is not None:
             counts = num_accepted or [0] * len(self.drafted_at)
             self.truncate([length + count for length, count in zip(self.drafted_at, counts, strict=True)])
             self.drafted_at = None
 
     def resume(self, row: int, length: int) -> None:
-        """Another prompt follows in a row, which begins with `length` tokens of its text: forget all behind them."""
+        """Prepare a row for a new prompt that begins with the first `length` tokens of its text: forget the rest."""
         self.go_back(row, length)
 
 
@@ -156,17 +159,17 @@ class JointState(DraftState):
 
 
 class Drafter(nn.Module, ABC):
-    """Proposes draft tokens cheaply. One file in `drafters/`, or a class of the user's own named by its import path.
+    """Proposes draft tokens cheaply. Derive from it for a drafter that is named by its import path.
 
-    A subclass declares its `Settings` and implements `propose`. It holds networks and settings; what it remembers of a
-    text is in the state that it is given, so one drafter serves any number of sessions.
+    A subclass declares its `Settings` and implements `propose`. It holds networks and settings only. What it remembers
+    of a text is in a state that it gets as an argument, so one drafter serves any number of sessions.
 
     Attributes:
-        Settings: fields, limits and help of what the constructor takes.
-        gives_logits: whether `propose` can give its logits, which some rules compare with the target's.
-        from_file: whether it is trained or put together beforehand, so that no settings make one.
-        inside_target: whether it works on the target's own state; then it always sees whole texts.
-        takes_model: whether it drafts with a draft model, the constructor's first argument.
+        Settings: settings class; the constructor takes its fields, by position or name, and keeps them in `settings`.
+        gives_logits: whether `propose` can return logits, which some rules need.
+        from_file: whether it is trained, so that it is loaded from a file and not made from settings.
+        inside_target: whether it reads the target's state or hidden states. It then always sees whole texts.
+        takes_model: whether the constructor's first argument is a draft model.
     """
 
     Settings: ClassVar[type[BaseSettings]] = NoSettings
@@ -182,13 +185,15 @@ class Drafter(nn.Module, ABC):
 
     @classmethod
     def for_target(cls, target: LanguageModel, draft: Any = None, **settings: Any) -> Drafter:
-        """Build one for a pretrained target.
+        """Make a drafter for this target.
 
         Args:
-            draft: the draft model, for kinds that take one.
+            draft: the draft model, if `takes_model`.
+            settings: fields of `Settings`.
 
         Raises:
-            ValueError: it takes no draft model, a setting is wrong, or it cannot draft for this target.
+            ValueError: a draft model is missing or not taken, a setting is wrong, it cannot draft for this target, or
+                `from_file`.
         """
         if cls.from_file:
             raise ValueError(f"{cls.__name__} is made from a draft file or checkpoint, not from a model: give one")
@@ -201,50 +206,55 @@ class Drafter(nn.Module, ABC):
         return drafter
 
     def arguments(self) -> dict[str, Any]:
-        """What a checkpoint rebuilds it from: plain values, and models under their own names."""
+        """The constructor's arguments as plain values and models; a checkpoint stores them to rebuild the drafter."""
         return self.settings.to_dict()
 
     @property
     def max_positions(self) -> int | None:
-        """Most tokens of a text that its models were made for; None where there is no limit."""
+        """The shortest context length of its models, in tokens; None if there is no limit."""
         limits = [model.max_positions for model in self.modules() if isinstance(model, LanguageModel)]
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def max_draft_tokens(self) -> int | None:
-        """Most tokens that it drafts in a round, however large the window; None where there is no limit."""
+        """Most draft tokens that it can make in a round; None if there is no limit."""
         return None
 
     def check_target(self, target: LanguageModel) -> None:  # noqa: B027
         """Raise ValueError if this drafter cannot draft for that target."""
 
     def features(self, target: LanguageModel) -> Sequence[int]:
-        """The layers of the target whose hidden states `observe` wants."""
+        """Numbers of the target's layers whose hidden states `observe` gets in `output.features`."""
         return ()
 
     def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> DraftState:
-        """An empty state for rows whose texts and draft tokens together reach at most `max_length` tokens.
+        """Make an empty state for `batch_size` rows.
 
         Args:
-            context: the target and its state; given by every session.
+            max_length: most tokens of a row's text and draft tokens together.
+            context: the target and its state, which every session passes.
         """
         return DraftState(batch_size)
 
     @abstractmethod
     def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
-        """Draft at most `windows[b]` tokens for each row b, and at least one where the window is not 0, if it can."""
+        """Return at most `windows[b]` draft tokens for each row b; fewer are allowed. `sampling` is the session's.
+
+        It is not called in a round whose windows are all 0. Tokens drawn at random must be drawn by `request.uniform`
+        from exactly the `probs` that the draft reports.
+        """
 
     def observe(self, state: DraftState, output: ModelOutput, num_accepted: Sequence[int]) -> None:  # noqa: B027
-        """Learn from the target's output, and how many draft tokens of each row were kept.
+        """Learn from a round: the target's output for its draft tokens, and how many of each row were accepted.
 
-        It must learn nothing from behind the first rejection: the uniform numbers of those positions are used again,
-        so remembering what was drawn with them would bias the output.
+        Learn only from positions 0 to `num_accepted[b]` of `output.logits` `[B, K + 1, V]`. The random numbers of later
+        positions are used again, so remembering tokens drawn with them would bias the output.
         """
 
     def needs_noise(self, sampling: Sampling) -> bool:
-        """Whether draft tokens are drawn at random under the session's sampling."""
+        """Whether it draws at random under this sampling, so that `request.uniform` is needed."""
         return not sampling.greedy
 
     def fused(self, target: LanguageModel | None = None) -> Drafter:
-        """The same drafter in the form that decodes fastest, for this target; itself when there is no other."""
+        """The same drafter in its fastest form for this target, for inference only; itself if there is no other."""
         return self

@@ -1,4 +1,4 @@
-"""A language model with another vocabulary as the draft: it drafts the tokens that both vocabularies have."""
+"""A draft model with another vocabulary than the target: it drafts the tokens that both vocabularies have."""
 
 from __future__ import annotations
 
@@ -141,19 +141,19 @@ class CrossVocabularySettings(Settings):
 class CrossVocabulary(DrawingDrafter):
     """Drafts with a language model of another vocabulary, by the tokens that both have.
 
-    The draft's logits are restricted to the intersection and renormalized by the sampling, so every lossless rule stays
-    lossless (Timor et al. 2025, token-level intersection); see `TranslatedText` for what the draft reads.
+    Logits of other tokens are dropped before sampling, so every lossless rule stays lossless (Timor et al. 2025,
+    token-level intersection). The draft reads the text in its own tokens. `for_target` fills in the arguments.
 
     Args:
-        model: the draft, whose `vocabulary` says what its tokens mean.
-        target_vocabulary: what the target's tokens mean.
-        encode: the draft's tokenizer for plain text, without special tokens; when None, text is spelt by the longest
-            tokens that fit.
-        start: a token that the draft's texts begin with: its BOS, if it was trained with one.
-        sampling: how it draws, if not as the session does.
+        model: the draft model, with its `vocabulary`.
+        target_vocabulary: the bytes of the target's tokens.
+        encode: turns plain text into the draft's tokens, without special tokens; when None, text is split greedily into
+            the longest tokens that fit.
+        start: token that the draft's texts begin with (BOS), if it was trained with one.
+        sampling: how to draw draft tokens; as the session does when None.
 
     Raises:
-        ValueError: the draft's tokens are not known, or too few are the target's too.
+        ValueError: the draft's `vocabulary` is None, or shares less than `min_share` with the target's.
     """
 
     Settings = CrossVocabularySettings
@@ -197,7 +197,7 @@ class CrossVocabulary(DrawingDrafter):
 
     @classmethod
     def for_target(cls, target: LanguageModel, draft: Any = None, **settings: Any) -> Drafter:
-        """As `Drafter.for_target`; where the vocabularies are the same, a `ModelDrafter`."""
+        """As `Drafter.for_target`; a `ModelDrafter` if the vocabularies are equal or one is unknown."""
         if not isinstance(draft, LanguageModel):
             return super().for_target(target, draft, **settings)  # says what is wrong
         own, tokenizer = draft.vocabulary, getattr(draft, "tokenizer", None)
@@ -209,7 +209,7 @@ class CrossVocabulary(DrawingDrafter):
 
     @property
     def max_positions(self) -> None:
-        """No limit: where a text outgrows the draft's context, the draft goes on with its end."""
+        """None: if a text outgrows the draft's context, the draft continues with the end of the text."""
 
     def check_target(self, target: LanguageModel) -> None:
         if target.vocabulary is None:
@@ -236,7 +236,7 @@ class CrossVocabulary(DrawingDrafter):
         return CrossDraftState(self.model, self.translation, batch_size, capacity)
 
     def to_target(self, logits: Float[Tensor, "B W"], request: DraftRequest) -> Float[Tensor, "B V"]:
-        """Logits of the draft's W tokens as logits of the target's V; -inf for what the draft does not have."""
+        """Logits over the target's V tokens from those over the draft's W; -inf for tokens that the draft lacks."""
         padded = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)
         return fit(padded.index_select(1, self._sources), request.vocab_size)
 

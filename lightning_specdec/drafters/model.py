@@ -1,4 +1,4 @@
-"""A smaller language model as the draft, and what all drafters share that draw from distributions."""
+"""`ModelDrafter`, which drafts with a smaller language model, and the base of drafters that sample their tokens."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class DrawingDrafter(Drafter, ABC):
     """Draws its tokens from distributions that it computes.
 
     Args:
-        sampling: how it draws, if not as the session does; any choice is lossless under a lossless rule.
+        sampling: how to draw draft tokens; as the session does when None. Any choice is lossless under a lossless rule.
     """
 
     gives_logits = True
@@ -298,12 +298,12 @@ class ModelDraftState(DraftState):
 class ModelDrafter(DrawingDrafter):
     """Drafts with a smaller language model of the same vocabulary (Leviathan et al. 2023; Chen et al. 2023).
 
-    After verification the model has not read one or two of the text's last tokens. It always reads the last two again,
-    which keeps shapes fixed.
+    In each round it reads the text's last two tokens again, of which it has missed one or two, so that shapes are
+    fixed.
 
     Args:
-        model: the draft.
-        sampling: how it draws, if not as the session does.
+        model: the draft model.
+        sampling: how to draw draft tokens; as the session does when None. Any choice is lossless under a lossless rule.
     """
 
     takes_model = True

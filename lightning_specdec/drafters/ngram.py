@@ -86,7 +86,10 @@ class NGramState(DraftState):
 class NGramDrafter(Drafter):
     """Copies the tokens after the latest occurrence of the text's longest known suffix (Saxena 2023); needs no model.
 
-    It looks up the output too. Short matches are wrong most of the time, so they propose few tokens.
+    It searches prompt and output. Short matches are wrong most of the time, so they propose few tokens.
+
+    Raises:
+        ValueError: a setting is wrong, or `min_ngram` exceeds `max_ngram`.
     """
 
     Settings = NGramSettings
@@ -99,7 +102,7 @@ class NGramDrafter(Drafter):
         return NGramState(batch_size, lambda: _Index(self.settings))
 
     def look_up(self, state: DraftState, request: DraftRequest, windows: Sequence[int]) -> list[Sequence[int]]:
-        """Each row's draft tokens, at most `windows[b]`; none where nothing is found."""
+        """Each row's draft tokens as lists on the host, at most `windows[b]`; empty without a match."""
         # A row that wants no draft may be a vacant one: its text is nobody's.
         settled = request.settled or [len(text) for text in request.texts]
         return [

@@ -1,4 +1,4 @@
-"""The interface of a language model: it scores tokens, and keeps a state that can go back.
+"""The interface of a language model that scores tokens over a state that can go back.
 
 Shapes: B rows, T tokens, N scored positions, D hidden size, V vocabulary.
 """
@@ -37,9 +37,9 @@ class ModelOutput:
     """The result of one forward pass.
 
     Args:
-        logits: `logits[:, i]` scores the token after the i-th of the N positions that `logits_for` named.
-        features: hidden states `[B, T, D]` of the layers that were asked for, by layer.
-        logits_for: the positions of the logits, as they were asked for.
+        logits: `logits[:, i]` scores the token after the i-th of the N positions in `logits_for`.
+        features: hidden states `[B, T, D]` of the requested layers, by layer number.
+        logits_for: the positions of the logits, as requested; None for all T.
     """
 
     logits: Float[Tensor, "B N V"]
@@ -76,18 +76,21 @@ def select(hidden: Float[Tensor, "B T D"], places: Int[Tensor, "B N"] | slice | 
 
 
 class LanguageModel(nn.Module, ABC):
-    """A causal language model: it scores several next tokens in one call, and its state can go back.
+    """A causal language model that scores several tokens in one call over a state that can go back.
+
+    A subclass implements `init_state`, `forward` and `arguments`. The other methods serve drafters that read or share
+    parts of the target; a model without such a part raises ValueError.
 
     Attributes:
-        Settings: limits and defaults of the plain arguments that a checkpoint rebuilds it from.
-        vocab_size: rows of the output head.
-        hidden_size: width of its last layer's output, as its output head reads it; None where it gives no features.
-        num_layers: how many layers; None where it gives no features.
-        max_positions: most tokens of a text that it was made for; None where there is no limit.
-        vocabulary: the bytes of its tokens, where they are known.
-        tokenizer: turns text to tokens, where the tokens are text.
-        origin: the files that its weights were read from; None where it was made or trained here.
-        backend: what runs it.
+        Settings: settings class of the constructor's plain arguments, from which a checkpoint rebuilds the model.
+        vocab_size: number of logits per position; it may exceed the number of tokens in the tokenizer.
+        hidden_size: width of the last layer's output; None if the model gives no features.
+        num_layers: number of layers; None if the model gives no features.
+        max_positions: context length in tokens; None if there is no limit.
+        vocabulary: the bytes of each token; None if unknown.
+        tokenizer: turns text into tokens; None if the tokens are not text.
+        origin: the files that the weights were read from; None for a model made or trained in this process.
+        backend: name of the library that computes, "torch" or "openvino".
     """
 
     Settings: ClassVar[type[settings.Settings]] = settings.NoSettings
@@ -102,7 +105,7 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def init_state(self, batch_size: int, max_length: int) -> DecodeState:
-        """An empty state for `batch_size` rows of at most `max_length` consumed tokens each."""
+        """Make an empty state for `batch_size` rows that consume at most `max_length` tokens each."""
 
     @abstractmethod
     def forward(
@@ -114,80 +117,76 @@ class LanguageModel(nn.Module, ABC):
         logits_for: Int[Tensor, "B N"] | slice | None = None,
         features: Sequence[int] = (),
     ) -> ModelOutput:
-        """Score tokens, and with a state consume them.
+        """Score tokens. With a state, continue the tokens that it has consumed and consume these too.
 
         Args:
-            tokens: what follows the tokens that the state has consumed; without a state, whole sequences.
-            state: changed in place: its lengths grow by `valid_lengths`.
-            valid_lengths: how many of each row's tokens are real; the rest is right padding. All of them when None.
-            logits_for: indices into T whose logits are wanted, row by row or one slice for all; all of T when None.
-            features: layers whose hidden states are wanted.
+            tokens: the next tokens of each row; without a state, whole sequences.
+            state: changed in place: row b's length grows by `valid_lengths[b]`.
+            valid_lengths: number of real tokens in each row, before its right padding; all T when None.
+            logits_for: positions in T to return logits for, per row or as one slice for all rows; all T when None.
+            features: numbers of the layers, from 0, whose hidden states to return.
         """
 
     @abstractmethod
     def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments as plain values: with the class's name, what a checkpoint rebuilds it from."""
+        """The constructor's arguments as plain values; a checkpoint stores them to rebuild the model."""
 
     def _lacks(self, what: str) -> NoReturn:
         raise ValueError(f"{type(self).__name__} has no {what}: take a transformers model, or draft in another way")
 
     def check_exit(self, num_layers: int) -> None:
-        """Raise ValueError if the model cannot be split behind that many layers."""
+        """Raise ValueError if the model cannot exit after its first `num_layers` layers."""
         self._lacks("layers to exit from")
 
     def lower(
         self, tokens: Int[Tensor, "B T"], state: DecodeState, starts: Sequence[int], num_layers: int
     ) -> Float[Tensor, "B T D"]:
-        """The output of the first `num_layers` layers for tokens, row b's first one at position `starts[b]`.
+        """The output of the first `num_layers` layers for tokens, where row b's first one is at position `starts[b]`.
 
-        Their part of the state is written; the state's lengths, which are those of the whole model, stay. A model that
-        has this takes `exit_states` in `forward`, too.
+        It writes these layers' part of the state and leaves the state's lengths, which count tokens that all layers
+        have read. The `forward` of such a model takes `exit_states` too.
         """
         self._lacks("layers to exit from")
 
     def exit_logits(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
-        """Logits of the final norm and the output head for a lower layer's output."""
+        """Logits from a lower layer's output, by the final norm and the output head."""
         self._lacks("layers to exit from")
 
     def records(self, state: DecodeState, num_tokens: int) -> bool:
-        """Whether a call on so many tokens of every row is recorded, and `read_at` may be called in a recorded one."""
+        """Whether a call on `num_tokens` tokens per row is recorded (CUDA graphs), so that `read_at` may be used."""
         return False
 
     def read_at(
         self, state: KVStorage, span: int, tokens: Int[Tensor, "B T"], starts: Int[Tensor, "B"], num_layers: int | None
     ) -> Float[Tensor, "B T D"]:
-        """The output of the first `num_layers` layers (all when None) for tokens whose places only the device knows.
+        """The output of the first `num_layers` layers (all when None) inside a recorded call, as `lower`.
 
         Args:
-            span: how many slots the call looks at.
-            starts: the position of each row's first token.
+            span: number of cache slots that attention covers.
+            starts: position of each row's first token, on the device.
         """
         self._lacks("recorded calls")
 
     def check_output_head(self) -> None:
-        """Raise ValueError if the output head cannot be called by itself."""
+        """Raise ValueError if the output head cannot be called separately."""
         self._lacks("output head that can be shared")
 
     def output_logits(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
-        """Logits for the last layer's output, as `features` gives it."""
+        """Logits from the last layer's output, as `forward` returns it in `features`."""
         self._lacks("output head that can be shared")
 
     def embeddings(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
-        """The input embeddings of these tokens, as wide as the hidden states.
-
-        Raises:
-            ValueError: the model shows no such table.
-        """
+        """The input embeddings of these tokens. Raises ValueError if the model does not share them."""
         self._lacks("input embeddings that can be shared")
 
     @property
     def output_weight(self) -> Float[Tensor, "V D"]:
-        """The output head's matrix."""
+        """The output head's weight matrix."""
         self._lacks("output head that can be shared")
 
     @cached_property
     def num_parameters(self) -> int:
-        """Number of parameters, shared ones counted once, when first asked: packed layers have none."""
+        """Number of parameters, shared ones counted once. Kept from the first use, since packed layers have none."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     @property
@@ -196,11 +195,11 @@ class LanguageModel(nn.Module, ABC):
         return next(self.parameters()).device
 
     def packed(self) -> LanguageModel:
-        """The same network with its weights laid out for this processor, for decoding only; else the model itself."""
+        """The same model with weights laid out for this processor, for inference only; itself if there is no need."""
         return self
 
     def fused(self) -> LanguageModel:
-        """The same function with fewer launches per token, for decoding only; the model itself when there is none."""
+        """The same model with fewer kernel launches per token, for inference only; itself if there is no such form."""
         return self
 
     def rollout(
@@ -212,11 +211,13 @@ class LanguageModel(nn.Module, ABC):
         *,
         valid_lengths: Lengths | None = None,
     ) -> None:
-        """Consume `tokens`, then continue them by `num_tokens` tokens without the host reading any.
+        """Consume `tokens`, then generate `num_tokens` tokens. The host reads none of them; `choose` collects them.
 
         Args:
-            tokens: what the state has not consumed yet; the last new token is not consumed either.
-            choose: picks a token from the logits of new token i, given as `choose(logits, i)`.
+            tokens: tokens that the state has not consumed yet.
+            num_tokens: number of new tokens; the state consumes all but the last one.
+            choose: `choose(logits, i)` returns new token i of each row from its logits.
+            valid_lengths: number of real tokens in each row of `tokens`; all T when None.
         """
         last: Tensor | slice = slice(-1, None)
         if valid_lengths is not None:

@@ -1,4 +1,4 @@
-"""Any causal language model of transformers as a `LanguageModel`: static per-row state, no padding, no cropping."""
+"""Causal language models of transformers as `LanguageModel`, over a static state with a length for each row."""
 
 from __future__ import annotations
 
@@ -40,21 +40,20 @@ class HuggingFaceSettings(Settings):
 
 
 class HuggingFaceLM(LanguageModel):
-    """A causal language model of transformers, scored through its own code over a `KVState`.
+    """A causal language model of transformers, run by its own code over a `KVState`.
 
-    Given each row's own positions, a mask `key_position <= query_position` for each kind of attention layer, and a
-    cache that writes at these positions, rows of any lengths share a call. Every architecture that lets these three be
-    given works as it is.
+    It passes the model each row's positions, a mask `key_position <= query_position` and a cache that writes at these
+    positions, so rows of any lengths share a call. Every architecture that accepts the three works unchanged.
 
     Args:
-        model: a loaded model; or a config (transformers' own, or a mapping with a `model_type`) for a new, random one.
-            A loaded model's attention implementation is replaced by one that does the same with fewer copies.
-        vocab_size: of a new model, where its config does not say it; of a loaded one it must be what it has.
-        tokenizer: turns text to tokens, where text is wanted: a `Tokenizer`, or one of transformers.
+        model: a loaded model; or a config (transformers' own, or a mapping with a `model_type`) for a new model with
+            random weights. A loaded model's "sdpa" attention is replaced in place by an equal one with fewer copies.
+        vocab_size: vocabulary size of a new model whose config has none; for others it must be the model's own.
+        tokenizer: the model's tokenizer, ours or of transformers.
 
     Raises:
-        ValueError: for a model whose state cannot go back (recurrent and linear-attention layers), or that is no
-            decoder, or that does not let its positions be given.
+        ValueError: the model is not a decoder, its state cannot go back (recurrent or linear-attention layers), or it
+            does not accept positions.
     """
 
     Settings = HuggingFaceSettings
@@ -88,7 +87,7 @@ class HuggingFaceLM(LanguageModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that it computes in."""
+        """The dtype that the model computes in."""
         return next(weight.dtype for weight in self.model.parameters() if weight.is_floating_point())
 
     def arguments(self) -> dict[str, Any]:
@@ -102,8 +101,8 @@ class HuggingFaceLM(LanguageModel):
         return self if self.dtype == torch.float32 else deepcopy(self).float()
 
     def packed(self) -> HuggingFaceLM:
-        """This model as it decodes fastest, for decoding only: a copy with packed linear layers on a CPU, one that
-        records its calls on a GPU. The copy shares the other weights."""
+        """The model in its fastest form, for inference only: a copy with packed linear layers on a CPU, or one that
+        records its calls on a GPU. The copy shares all other weights."""
         if self._pool is not None or any(isinstance(layer, PackedLinear) for layer in self.modules()):
             return self
         shared: dict[int, Any] = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())}
@@ -114,28 +113,28 @@ class HuggingFaceLM(LanguageModel):
     fused = packed
 
     def pack(self) -> HuggingFaceLM:
-        """Lay out the linear layers' weights for this processor. Irreversible, in place; inference only."""
+        """Lay out the linear layers' weights for a CPU. Irreversible, in place; inference only. Returns the model."""
         if self.device.type == "cpu":
             pack_linears(self.model)
         return self
 
     def record(self) -> HuggingFaceLM:
-        """Record calls on a few tokens over its states and replay them from then on, where it can be taken apart.
+        """Record calls on few tokens as CUDA graphs from now on, if `takes_apart`. Returns the model.
 
-        A recorded call's output is overwritten by the next one over the same state.
+        A recorded call's output is overwritten by the next call over the same state.
         """
         if self.takes_apart:
             self._pool = StoragePool()
         return self
 
     def with_layers(self, layers: Sequence[int]) -> HuggingFaceLM:
-        """A float32 copy with some of its layers, to be trained (as DistilBERT, Sanh et al. 2019).
+        """A float32 copy with some of the layers, as a draft model to train (as DistilBERT, Sanh et al. 2019).
 
         Args:
-            layers: ascending numbers of its layers, from 0.
+            layers: numbers of the layers to keep, from 0, ascending.
 
         Raises:
-            ValueError: it has no such layers, or they cannot be put together so.
+            ValueError: there are no such layers, or no model can be built from them.
         """
         stack, config, values = LayerStack(self.model), self.model.config, to_values(self.model.config)
         chosen = [require_int("a layer", layer, 0, stack.num_layers - 1) for layer in layers]
@@ -159,10 +158,10 @@ class HuggingFaceLM(LanguageModel):
 
     @property
     def stack(self) -> LayerStack:
-        """The model's parts, checked when they are first asked for.
+        """The model's parts: embedding, layers, final norm, head. Checked against the whole model at first use.
 
         Raises:
-            ValueError: it cannot be taken apart.
+            ValueError: the model cannot be taken apart.
         """
         if self._parts is None:
             try:
@@ -209,12 +208,12 @@ class HuggingFaceLM(LanguageModel):
 
     @property
     def num_layers(self) -> int | None:  # type: ignore[override]
-        """Of the parts, where it can be taken apart: a config may count otherwise."""
+        """Number of layers: of `stack` if the model can be taken apart, else as its config counts them."""
         return self.stack.num_layers if self.takes_apart else getattr(self.config, "num_hidden_layers", None)
 
     @property
     def takes_apart(self) -> bool:
-        """Whether the model's parts can be called one by one."""
+        """Whether the model's parts can be called one by one, which `stack`, early exits and recording need."""
         if self._parts is None:
             with suppress(ValueError):
                 _ = self.stack
@@ -239,7 +238,7 @@ class HuggingFaceLM(LanguageModel):
     @property
     @torch.no_grad()
     def output_weight(self) -> Tensor:
-        """The head's output for unit vectors, since its weight may be packed or quantized."""
+        """The output head's weight matrix, computed from its output, since the weight may be packed or quantized."""
         head = self.model.get_output_embeddings()
         assert self.hidden_size is not None
         units = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)
@@ -256,11 +255,11 @@ class HuggingFaceLM(LanguageModel):
         features: Sequence[int] = (),
         exit_states: ExitStates | None = None,
     ) -> ModelOutput:
-        """See `LanguageModel.forward`. A feature is the output of layer i, counted from 0; the last layer's is taken
-        behind the final norm, as the output head sees it.
+        """As `LanguageModel.forward`. Feature i is the output of layer i, from 0; the last layer's includes the final
+        norm, as the output head reads it.
 
         Args:
-            exit_states: what `lower` has made of the first of these tokens: the lower layers read the rest alone.
+            exit_states: output of `lower` for the first of these tokens; the lower layers then read only the rest.
         """
         if state is None:
             if not self.takes_apart:
@@ -305,7 +304,7 @@ class HuggingFaceLM(LanguageModel):
         return self.stack.run(*self._enter(_cache(state, tokens.shape[1], starts), tokens), 0, num_layers)
 
     def begin(self, tokens: Int[Tensor, "B T"]) -> Entered:
-        """The first layer's input for whole sequences, and the arguments that all layers share."""
+        """The first layer's input for whole sequences, and the keyword arguments of all layers."""
         positions, mask = torch.arange(tokens.shape[1], device=tokens.device)[None], None
         window = self._window or tokens.shape[1]
         # Without a mask, all but the eager attention are causal by themselves.
@@ -426,7 +425,6 @@ def _recorded_cache(storage: KVStorage, span: int, tokens: Tensor, starts: Int[T
 
 
 def _from_config(config: PreTrainedConfig | Mapping[str, Any], vocab_size: int | None) -> PreTrainedModel:
-    """A new model with random weights."""
     if not isinstance(config, PreTrainedConfig):
         settings = HuggingFaceSettings(config, vocab_size)
         config = to_config({**({} if vocab_size is None else {"vocab_size": vocab_size}), **settings.model})

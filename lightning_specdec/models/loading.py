@@ -47,10 +47,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Examined:
-    """A model that can be loaded, before any of its weights is read.
-
-    `path` has everything but perhaps the weights; the other fields are as of `examine`.
-    """
+    """A model that can be loaded, before any of its weights is read; the fields are those of `examine`."""
 
     source: str
     path: Path
@@ -64,13 +61,15 @@ class Examined:
 
 
 def load_model(source: str | os.PathLike[str], **options: Any) -> HuggingFaceLM:
-    """A causal language model of transformers with its weights and, where it has one, its tokenizer.
+    """Load a causal language model of transformers, with its tokenizer if it has one.
 
     Args:
-        source, options: see `examine`.
+        source: a directory that `save_pretrained` wrote, or a model's name on the hub.
+        options: `dtype` ("bfloat16"; default: as stored), `device` (default: "cpu"), `quantization` ("int8" or "int4"),
+            `revision` (branch, tag or commit on the hub), `trust_remote_code` (run Python code of the model).
 
     Raises:
-        ValueError: as of `examine`, or it does not fit the memory.
+        ValueError: it is not found, is not a causal language model, is damaged, or does not fit in memory.
     """
     examined = examine(source, **options)
     needed = examined.size.weight_bytes(examined.dtype)  # what is quantized is read as it is first

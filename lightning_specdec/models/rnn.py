@@ -1,4 +1,4 @@
-"""The textbook recurrent network as a language model, and its fused form for decoding.
+"""A recurrent network (Elman) as a language model, and its fused form for decoding.
 
 Shapes: B rows, T tokens, V vocabulary, H hidden units of a layer, L layers, D = L * H.
 """
@@ -31,14 +31,15 @@ class RNNSettings(Settings):
 class RNN(LanguageModel):
     """Elman network: h_t = tanh(W x_t + U h_(t-1) + b), layer over layer, and a linear head.
 
-    The smallest model on which speculative decoding can be shown whole. Layers are separate single-layer modules
-    because the state needs every layer at every step, and `nn.RNN` gives only the top one.
+    The smallest model that shows all of speculative decoding (Elman 1990, "Finding structure in time"). Each layer is a
+    module, because the state needs every layer at every step and `nn.RNN` returns only the top one.
 
     Args:
         vocab_size: number of tokens.
-        settings: the other fields of `RNNSettings`.
+        settings: `embedding_size`, `hidden_size` and `num_layers`.
 
-    Source: Elman 1990, "Finding structure in time".
+    Raises:
+        ValueError: a setting is unknown or out of range.
     """
 
     Settings = RNNSettings
@@ -80,7 +81,7 @@ class RNN(LanguageModel):
         return ModelOutput(self.output_logits(top), {layer: layers[layer] for layer in features}, logits_for)
 
     def run_layers(self, tokens: Int[Tensor, "B T"], hidden: Sequence[Tensor | None]) -> list[Float[Tensor, "B T H"]]:
-        """Each layer's hidden states after each token, from each layer's `[B, H]` before (zeros for None)."""
+        """Each layer's hidden states after each token. `hidden` is each layer's `[B, H]` before, or None for zeros."""
         outputs, below = [], self.embedding(tokens)
         for layer, before in zip(self.layers, hidden, strict=True):
             below, _ = layer(below, None if before is None else before[None].contiguous())

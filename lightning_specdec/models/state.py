@@ -1,7 +1,7 @@
-"""States of a batch of rows: what a model keeps of the tokens that it has consumed, and the way back.
+"""Decoding states: what a model keeps of the tokens that a batch of rows has consumed, and the way back.
 
-Lengths live on the host and go to the device where a kernel needs them, so going back is always checked and costs the
-device nothing. Shapes: B rows, T tokens, S slots, D numbers of a row's state or head, H heads.
+Lengths are held on the host and copied to the device when a kernel needs them, so going back is always checked and
+costs the device nothing. Shapes: B rows, T tokens, S slots, D numbers of a row's state or head, H heads.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ def as_list(lengths: Lengths) -> list[int]:
 
 
 class DecodeState(ABC):
-    """The state of a batch of rows while they are decoded.
+    """What a model keeps of the tokens that a batch of rows has consumed, such as keys and values.
 
     Attributes:
-        consumed: tokens consumed, row by row.
-        committed: lengths below which no row goes back any more.
+        consumed: number of tokens that each row has consumed, on the host.
+        committed: for each row the smallest length that it can still go back to.
+        device: where the state's tensors are.
     """
 
     def __init__(self, batch_size: int, device: torch.device) -> None:
@@ -47,16 +48,16 @@ class DecodeState(ABC):
 
     @property
     def lengths(self) -> Int[Tensor, "B"]:
-        """Tokens consumed, row by row, on the device. Uploaded when they have changed otherwise than by `advance`."""
+        """Number of tokens that each row has consumed, on the device; copied there when `consumed` has changed."""
         if self._lengths is None or self._lengths[0] is not self.consumed:
             self._lengths = self.consumed, torch.tensor(self.consumed, device=self.device)
         return self._lengths[1]
 
     def truncate(self, lengths: Lengths, uploaded: Int[Tensor, "B"] | None = None) -> None:
-        """Go back to these absolute lengths: each between its row's last commit and its present length.
+        """Go back to these absolute lengths, each from `committed` to `consumed` of its row (checked by assertion).
 
         Args:
-            uploaded: the same lengths on the device, where they are there already.
+            uploaded: the same lengths on the device, if they are there already.
         """
         lengths = as_list(lengths)
         if lengths != self.consumed:
@@ -75,12 +76,12 @@ class DecodeState(ABC):
         """Work of going back besides changing `consumed`."""
 
     def commit(self, lengths: Sequence[int]) -> None:
-        """Forget the way back below these lengths. Only what the target has verified is committed."""
+        """Give up going back below these lengths, which frees memory. Commit only tokens that the target verified."""
         self._check(lengths)
         self.committed = list(lengths)
 
     def advance(self, num_tokens: int, valid_lengths: Lengths | None = None) -> None:
-        """Count tokens as consumed: `num_tokens` of every row, or as many as are valid."""
+        """Count tokens as consumed: `num_tokens` in each row, or `valid_lengths[b]` in row b. Models call it."""
         counts = [num_tokens] * len(self.consumed) if valid_lengths is None else as_list(valid_lengths)
         before, self.consumed = self.consumed, [a + b for a, b in zip(self.consumed, counts, strict=True)]
         # Lengths that a round uploads are uploaded by the next one too: nobody would read their sum.
@@ -89,7 +90,7 @@ class DecodeState(ABC):
             self._lengths = self.consumed, self._lengths[1] + num_tokens
 
     def select(self, rows: Sequence[int]) -> None:
-        """Become a batch of N rows: row i is the former row `rows[i]`, or an empty one where that is -1."""
+        """Change the batch to `len(rows)` rows: row i is the former row `rows[i]`, or empty where that is -1."""
         index = torch.tensor(rows, device=self.device)
         self._select(rows, index.clamp(min=0), index < 0)
         self.consumed, self.committed = _chosen(self.consumed, rows), _chosen(self.committed, rows)
@@ -99,7 +100,7 @@ class DecodeState(ABC):
         """Take these rows; on the device they are `source`, with zeros where `empty`."""
 
     def clear(self, rows: Sequence[int]) -> None:
-        """Empty these rows for the next request, in place."""
+        """Empty these rows in place, for the next prompt."""
         self.consumed, self.committed = _cleared(self.consumed, rows), _cleared(self.committed, rows)
 
 
@@ -137,13 +138,11 @@ class RecurrentState(DecodeState):
 
     @property
     def _past(self) -> Float[Tensor, "B S D"]:
-        """All slots."""
         if len(self._chunks) > 1:
             self._chunks = [torch.cat(self._chunks, dim=1)]
         return self._chunks[0]
 
     def _keep(self, past: Float[Tensor, "B S D"]) -> None:
-        """Replace all slots."""
         self._chunks, self._num_slots = [past], past.shape[1]
 
     def hidden(self) -> Float[Tensor, "B D"]:
@@ -158,7 +157,6 @@ class RecurrentState(DecodeState):
         return self._current
 
     def _slot(self, slot: int) -> Float[Tensor, "B D"]:
-        """One slot of all rows."""
         for chunk in self._chunks:
             if slot < chunk.shape[1]:
                 return chunk[:, slot]

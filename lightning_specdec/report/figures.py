@@ -162,7 +162,6 @@ def _styled() -> Iterator[None]:
 
 
 def _finished(axes: Axes) -> Figure:
-    """The figure, with a legend below the axes."""
     figure, (handles, labels) = axes.get_figure(root=True), axes.get_legend_handles_labels()
     assert figure is not None
     columns = max(1, min(4, 58 // (4 + max(map(len, labels), default=0))))

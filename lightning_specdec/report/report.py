@@ -182,7 +182,6 @@ def _number(value: float | None, digits: int = 2) -> str:
 
 
 def _interval(found: Interval | None) -> tuple[str, str]:
-    """A speedup and its interval."""
     if found is None:
         return "-", "-"
     return f"{found.value:.2f}", "-" if found.ends is None else "{:.2f} to {:.2f}".format(*found.ends)

@@ -1,4 +1,4 @@
-"""How logits become tokens, and which draft tokens are kept."""
+"""Sampling, and the rules that decide which draft tokens are accepted."""
 
 from lightning_specdec.config.kinds import RULES as _KINDS
 from lightning_specdec.rules.acceptance import (

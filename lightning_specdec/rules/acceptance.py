@@ -1,4 +1,4 @@
-"""The verdict: how many of the draft tokens are kept, and which token follows them.
+"""Acceptance rules: which draft tokens are accepted, and which token follows them.
 
 Shapes: B rows, K draft tokens, V vocabulary. Position i of the target's K + 1 scores the i-th draft token, and the
 last one the bonus token.
@@ -29,15 +29,15 @@ _NO_MASS = 1e-30
 
 @dataclass
 class Draft:
-    """Draft tokens of every row.
+    """The draft tokens of a round, right-padded.
 
     Args:
-        tokens: `[B, K]`, all of the vocabulary, padding too: the target reads them.
-        lengths: how many of a row's K tokens are proposed; the rest is padding. All of them when None.
-        probs: `[B, K, V]`, exactly the distribution that each token was drawn from; None if certain (one-hot).
-        logits: `[B, K, V]`, for the rules that compare the draft's own softmax; None where there are none.
-        num_calls: passes of the drafter's networks.
-        exit_states: output of the target's own lower layers, computed while drafting, for tokens that it reads next.
+        tokens: draft tokens. Padding must be valid tokens too, since the target reads it.
+        lengths: number of draft tokens in each row, before its padding; all K when None.
+        probs: exactly the distribution that each token was drawn from; None if the tokens are certain (one-hot).
+        logits: the draft's logits, for rules with `needs_draft_logits`; None if there are none.
+        num_calls: forward passes of the drafter's networks in this round.
+        exit_states: output of the target's lower layers for these tokens, if an early exit has computed it.
     """
 
     tokens: Int[Tensor, "B K"]
@@ -50,13 +50,13 @@ class Draft:
 
 @dataclass
 class Verdict:
-    """What a rule decided at every position.
+    """What a rule decides at every position of a round.
 
     Args:
-        kept: `[B, K]`, whether a draft token may stay, if all those before it do. False behind a row's last one.
-        endings: `[B, K + 1]`, the token that ends the round if it ends at that position: the correction of a rejected
-            token, or the bonus behind the last one.
-        changed: `[B, K]`, for lossy rules: whether the target would have drawn another token than the draft's.
+        kept: whether a draft token is accepted, provided that all before it are. False after a row's last one.
+        endings: the token that follows if i draft tokens are accepted: the correction of the rejected token, or the
+            bonus token after the last one. K1 = K + 1.
+        changed: for lossy rules, whether the target drew another token than the draft's; None for lossless rules.
     """
 
     kept: Bool[Tensor, "B K"]
@@ -65,23 +65,24 @@ class Verdict:
 
     @property
     def num_accepted(self) -> Int[Tensor, "B"]:
-        """How many leading tokens of each row's draft are kept."""
+        """Number of accepted draft tokens in each row: those before the first rejection."""
         return self.kept.cumprod(1).sum(1)
 
     @property
     def next_tokens(self) -> Int[Tensor, "B"]:
-        """The token after them: the correction of the first one rejected, or the bonus."""
+        """The token after the accepted ones: the correction, or the bonus token."""
         return self.endings.gather(1, self.num_accepted[:, None]).squeeze(1)
 
 
 class AcceptanceRule(ABC):
-    """Decides which draft tokens stay. A subclass declares its `Settings`, which the constructor takes.
+    """Decides which draft tokens are accepted. A subclass sets `lossless` and implements `judge`.
 
     Attributes:
-        lossless: whether the output keeps exactly the target's distribution.
-        needs_draft_logits: whether the drafter must give its logits.
-        draft_purpose: the column of the noise that the drafter draws from.
-        ignores_windows: whether the output is the same at every temperature however many tokens are drafted.
+        Settings: settings class; the constructor takes its fields, by position or name, and keeps them in `settings`.
+        lossless: whether the output has exactly the target's distribution.
+        needs_draft_logits: whether the draft must have `logits`; a drafter without them is refused.
+        draft_purpose: the column of `noise` that the drafter draws its tokens with.
+        ignores_windows: whether the output is the same for every number of draft tokens, at every temperature.
     """
 
     Settings: ClassVar[type[BaseSettings]] = NoSettings
@@ -101,21 +102,24 @@ class AcceptanceRule(ABC):
         sampling: Sampling,
         noise: Float[Tensor, "B K1 3"] | None,
     ) -> Verdict:
-        """The verdict on one round, from the target's K + 1 logits and the uniform numbers of the K + 1 positions.
+        """Decide on one round.
 
-        `noise` is None where neither side draws at random.
+        Args:
+            target_logits: logits of the K1 = K + 1 positions: before each draft token and after the last one.
+            sampling: how tokens are drawn from the target's logits.
+            noise: uniform numbers in [0, 1) by position and `Purpose`; None if nothing is drawn at random.
         """
 
     def keeps_tokens(self, *, greedy: bool) -> bool:
-        """Whether the output is standard decoding's token for token, and not in its distribution alone."""
+        """Whether the output equals standard decoding's token for token, and not only in distribution."""
         return self.lossless and (greedy or self.ignores_windows)
 
 
 class ExactMatch(AcceptanceRule):
-    """Draw the target's token at every position, keep draft tokens while they are equal.
+    """Draw the target's token at every position, accept draft tokens while they are equal. Lossless.
 
-    The output is that of standard decoding token for token, at every temperature. The drafter draws with the target's
-    uniform numbers, so that similar distributions mostly pick the same token.
+    The output equals that of standard decoding token for token, at every temperature. The drafter draws with the
+    target's random numbers, so that similar distributions mostly give the same token.
     """
 
     lossless = True
@@ -134,10 +138,10 @@ class ExactMatch(AcceptanceRule):
 
 
 class RejectionSampling(AcceptanceRule):
-    """Keep a draft token with probability min(1, target_prob / draft_prob), else draw from the residual.
+    """Accept a draft token with probability min(1, target_prob / draft_prob), else draw from the residual. Lossless.
 
-    The residual is max(0, target - draft), normalized (Leviathan et al. 2023, algorithm 1; Chen et al. 2023,
-    theorem 1).
+    The residual is max(0, target_probs - draft_probs), normalized (Leviathan et al. 2023, algorithm 1; Chen et al.
+    2023, theorem 1). The output has the target's distribution, and at temperature 0 its tokens.
     """
 
     lossless = True
@@ -197,9 +201,10 @@ class EpsilonSettings(BaseSettings):
 
 
 class EpsilonThreshold(_LossyRule):
-    """Keep a draft token while |draft_prob - target_prob| < epsilon, both at temperature 1 whatever the sampling.
+    """Accept a draft token if |draft_prob - target_prob| < epsilon, both at temperature 1 whatever the sampling. Lossy.
 
-    Lossy both ways: a token that both find unlikely stays, one that the target is surer of than the draft goes.
+    It accepts tokens that both models find unlikely, and rejects tokens that the target finds much likelier than the
+    draft does. The drafter must give logits.
     """
 
     Settings = EpsilonSettings
@@ -222,10 +227,10 @@ class TypicalSettings(BaseSettings):
 
 
 class TypicalAcceptance(_LossyRule):
-    """Keep a draft token while target_prob > min(epsilon, delta * exp(-entropy)); lossy.
+    """Accept a draft token if target_prob > min(epsilon, delta * exp(-entropy)). Lossy.
 
-    The probabilities are those of the sampling, or of temperature 1 when the temperature is 0 (Cai et al. 2024,
-    "Medusa", section 2.3.2).
+    The entropy is that of the target's distribution, in nats, under the session's sampling, or at temperature 1 if the
+    temperature is 0 (Cai et al. 2024, "Medusa", section 2.3.2).
     """
 
     Settings = TypicalSettings
@@ -257,5 +262,4 @@ def _within(kept: Bool[Tensor, "B K"], lengths: Int[Tensor, "B"] | None) -> Bool
 
 
 def _prob_of(tokens: Int[Tensor, "B K"], probs: Float[Tensor, "B K V"]) -> Float[Tensor, "B K"]:
-    """Each token's probability."""
     return probs.gather(-1, tokens[..., None]).squeeze(-1)

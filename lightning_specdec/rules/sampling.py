@@ -1,4 +1,4 @@
-"""Logits become probabilities and draws here, and nowhere else; randomness is a table of uniform numbers."""
+"""The only place where logits become probabilities and tokens; randomness is a table of uniform numbers."""
 
 from __future__ import annotations
 
@@ -39,16 +39,14 @@ class RepetitionPenalty:
 
 @dataclass(frozen=True)
 class Sampling(SamplingSettings):
-    """How a token is drawn from logits, by target and draft alike.
+    """Turns logits into probabilities and tokens, for target and draft alike.
 
-    Probabilities are float32 whatever the models compute in; tokens are drawn from exactly these, in float64.
-
-    Args:
-        processors: change the logits by the text before them, ahead of the temperature; see `LogitsProcessor`. The
-            repetition penalty is the first of them where it is set.
+    The steps are: repetition penalty, processors, temperature, top_k, top_p, min_p. Probabilities are float32 whatever
+    the models compute in, and tokens are drawn from exactly these.
     """
 
     processors: Sequence[Any] | tuple[Any, ...] = field(default=(), hash=False)
+    """Functions of a prefix `[1, T]` and its scores `[1, V]` that return new scores; see `LogitsProcessor`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,7 +59,7 @@ class Sampling(SamplingSettings):
 
     @classmethod
     def of(cls, config: SamplingSettings) -> Sampling:
-        """The sampling of a `DecodingConfig` or other `SamplingSettings`."""
+        """The sampling of a `DecodingConfig` or other `SamplingSettings`, with its processors."""
         return cls(**{each.name: getattr(config, each.name) for each in fields(cls) if hasattr(config, each.name)})
 
     def process(
@@ -72,14 +70,17 @@ class Sampling(SamplingSettings):
         *,
         stop_at_impossible: bool = False,
     ) -> Float[Tensor, "B N V"]:
-        """The logits after the processors, in float32; unchanged where there are none.
+        """Apply the processors. Returns float32 logits, or `logits` itself if there are no processors.
 
-        Position i of a row follows its text and its first i draft tokens; later positions stay as they are.
+        Position i of a row follows its text and its first i draft tokens; positions after these are not changed.
 
         Args:
             texts: each row's tokens so far; None skips a row.
-            draft_tokens: at most N - 1 for each row.
-            stop_at_impossible: whether positions behind a draft token of score -inf may stay as they are.
+            draft_tokens: each row's draft tokens, at most N - 1.
+            stop_at_impossible: whether to skip the positions after a draft token whose score is -inf.
+
+        Raises:
+            ValueError: a processor returns something else than scores `[1, V]`.
         """
         if not self.processors:
             return logits
@@ -100,7 +101,7 @@ class Sampling(SamplingSettings):
         return processed
 
     def probs(self, logits: Float[Tensor, "*B V"]) -> Float[Tensor, "*B V"]:
-        """The distribution that a token is drawn from, in float32."""
+        """The distribution that tokens are drawn from, in float32; one-hot at temperature 0. Without processors."""
         logits = logits.float()
         if self.greedy:
             return torch.zeros_like(logits).scatter_(-1, largest(logits)[..., None], 1.0)
@@ -117,13 +118,13 @@ class Sampling(SamplingSettings):
         return probs
 
     def sample(self, logits: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"] | None) -> Int[Tensor, "*B"]:
-        """Draw a token from each distribution; `uniform` is not read at temperature 0, and may be None then."""
+        """Draw a token from each distribution by a uniform number in [0, 1), which may be None at temperature 0."""
         return self.sample_with_probs(logits, uniform)[0]
 
     def sample_with_probs(
         self, logits: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"] | None
     ) -> tuple[Int[Tensor, "*B"], Float[Tensor, "*B V"] | None]:
-        """As `sample`, with the distributions drawn from; None at temperature 0, where the draw is certain."""
+        """As `sample`; also returns the distributions, or None at temperature 0, where tokens are certain."""
         if self.greedy:
             return largest(logits), None
         assert uniform is not None, f"temperature {self.temperature} needs uniform numbers"
@@ -132,7 +133,7 @@ class Sampling(SamplingSettings):
 
     @staticmethod
     def log_probs(logits: Float[Tensor, "*B V"], tokens: Int[Tensor, "*B"]) -> Float[Tensor, "*B"]:
-        """Each token's log probability under the model itself: temperature 1, no filters."""
+        """Each token's natural log probability under the model itself: temperature 1, no filters."""
         return logits.float().log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
 
 
@@ -183,7 +184,7 @@ def draw(weights: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"]) -> Int[Te
 
 
 class Purpose(IntEnum):
-    """What a uniform number is used for; each purpose has its own column of the noise."""
+    """What a random number is used for (DRAFT, ACCEPT or CORRECT): each purpose is a column of the noise."""
 
     DRAFT = 0
     ACCEPT = 1

@@ -80,7 +80,6 @@ class DecodeHeldOut(Callback):
         }
 
     def _show(self, trainer: Trainer, pairs: Sequence[tuple[RowResult, RowResult]]) -> None:
-        """Write the table of prompts with their standard and speculative output."""
         name = trainer.datamodule.tokenizer  # type: ignore[attr-defined]
         tokenizer = None if name is None else named_tokenizer(name)
 
