@@ -167,11 +167,12 @@ class SaveNewest(Callback):
     def _save(self, trainer: Trainer) -> None:
         # Lightning resumes a validation that has begun a batch, and skips one that has not.
         validated: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
-        before = validated.state_dict()
         validated.ready = validated.started = validated.completed + 1
-        for each in self.checkpoints:
-            trainer.save_checkpoint(Path(str(each.dirpath)) / f"{each.filename}.ckpt", weights_only=False)
-        validated.load_state_dict(before)
+        try:
+            for each in self.checkpoints:
+                trainer.save_checkpoint(Path(str(each.dirpath)) / f"{each.filename}.ckpt", weights_only=False)
+        finally:
+            validated.ready = validated.started = validated.completed
         self._saved = time.monotonic()
 
 
