@@ -80,7 +80,7 @@ def _lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
             yield from _lines(value, f"{prefix}{name} ")
         elif value is not None:
             is_ours = not prefix and name.endswith("_bytes")  # what a file says of its recipe may be anything
-            yield prefix + name.removesuffix("_bytes"), gigabytes(value) if is_ours else str(value)
+            yield (name.removesuffix("_bytes"), gigabytes(value)) if is_ours else (prefix + name, str(value))
 
 
 def _environment() -> dict[str, Any]:
