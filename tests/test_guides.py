@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -60,8 +61,11 @@ def anchors(path: Path) -> set[str]:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    public = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").partition("\n## Types of ")[0]
-    assert {*re.findall(r"^::: \S*?(\w+)$", public, re.MULTILINE)} == {*lightning_specdec.__all__} - {"__version__"}
+    public, _, types = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").partition("\n## Types of ")
+    entries, others = (re.findall(r"^::: (\S+)\.(\w+)$", each, re.MULTILINE) for each in (public, types))
+    assert {name for _, name in entries} == {*lightning_specdec.__all__} - {"__version__"}
+    assert not {name for _, name in others} & {*lightning_specdec.__all__}, "a public name stands among the others"
+    assert all(hasattr(import_module(module), name) for module, name in [*entries, *others])
 
 
 LINES = (Path(__file__).parent.parent / "docs" / "former_names.tsv").read_text().splitlines()[1:]
