@@ -51,7 +51,7 @@ KINDS: dict[str, tuple[str, type[DistillationTraining], dict[str, Any]]] = {
 }
 """Recipe, module and differences from the recipe; "eagle" is the shipped head."""
 LOOKUP, SHIPPED = "lookup", "shipped"
-SAME = ("model", "prompts", "num_prompts", "num_chosen_on", "max_new_tokens", "threads", "repeats")
+SAME = ("model", "backend", "prompts", "num_prompts", "num_chosen_on", "max_new_tokens", "threads", "repeats")
 OF_TRAINING = ("minutes", "hours", "num_held_out")
 MEASURED_TIMES = 4
 """How often held-out text is measured during training."""
@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--confidences", nargs="+", type=float, default=[0.0, 0.3])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="drafts to train and measure in this run")
     parser.add_argument("--also", type=Path, help="another draft file to measure, such as the shipped one")
+    parser.add_argument("--backend", choices=["auto", "torch", "openvino"], default="auto")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path)
@@ -216,19 +217,22 @@ def measure(options: argparse.Namespace) -> None:
     """Choose each draft's window on some prompts, decode other prompts with it, and write the results."""
     records = {name: record_of(name, options) for name in KINDS}
     training = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in records.items() if path.is_file()}
-    decoder = SpeculativeDecoder.from_pretrained(options.model, NGramDrafter(), dtype="bfloat16")
+    decoder = SpeculativeDecoder.from_pretrained(
+        options.model, NGramDrafter(), dtype="bfloat16", backend=options.backend
+    )
     assert decoder.tokenizer is not None
     prompts = mixed(load(options.prompts, decoder.tokenizer), options.num_prompts + options.num_chosen_on)
     reported, others = prompts[: options.num_prompts], prompts[options.num_prompts :]
     left_out = ("output", "only", "also", "directory", *OF_TRAINING)
     plain = {name: value for name, value in vars(options).items() if name not in left_out}
-    plain["prompts"] = Path(options.prompts).name
+    plain |= {"prompts": Path(options.prompts).name, "backend": decoder.target.backend}
     found: dict[str, dict[str, Any]] = {}
     if options.output and options.output.exists():
         found = json.loads(options.output.read_text(encoding="utf-8"))["drafts"]
         check_same(plain, [each["manifest"] for each in found.values()], SAME)
     names = [LOOKUP, *([SHIPPED] if options.also else []), *training]
     for name in [name for name in names if options.only is None or name in options.only]:
+        list(sweep(decoder, others[:1], made(name, decoder, options, None), options.windows[:1], options))  # warms up
         choices = list(candidates(name, decoder, others, options))
         best = max(choices, key=lambda row: row["walltime_speedup"])
         drafter = made(name, decoder, options, best["min_confidence"])

@@ -33,9 +33,9 @@ def check_same(options: Mapping[str, Any], before: Iterable[Mapping[str, Any]], 
     """
     for made in before:
         for name in names:
-            if made["options"][name] != options[name]:
+            if (recorded := made["options"].get(name)) != options[name]:
                 raise SystemExit(
-                    f"error: the output has figures for {name}={made['options'][name]}, this run has {options[name]}: "
+                    f"error: the output has figures for {name}={recorded}, this run has {options[name]}: "
                     "give the same, or another --output"
                 )
 
