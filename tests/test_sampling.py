@@ -74,6 +74,20 @@ def test_filters_equal_their_definition(sampling: Sampling) -> None:
     assert probs.dtype == torch.float32
 
 
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.999])
+def test_top_p_of_a_large_vocabulary_keeps_what_sorting_keeps(top_p: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.tensor([8.0, 3.0, 1.0, 0.01, 0.0])[:, None, None]  # from a few likely tokens to all alike
+    logits = (torch.randn(5, 3, 3000, generator=generator) * spread).bfloat16().float()  # many are equal
+    probs = logits.softmax(-1)
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    kept = torch.zeros_like(probs).scatter_(-1, order, (ordered.cumsum(-1) - ordered < top_p).float())
+    sampling = Sampling(1.0, top_p=top_p)
+    assert torch.equal(sampling.probs(logits) > 0, kept > 0)
+    assert torch.equal(sampling.probs(logits[0, 0]) > 0, kept[0, 0] > 0)
+    assert sampling.probs(torch.full((3000,), torch.nan)).isnan().all()
+
+
 def test_equal_logits_leave_exactly_k_tokens_and_one_greedy_token() -> None:
     logits = torch.zeros(2, 6)
     assert Sampling(1.0, top_k=2).probs(logits).count_nonzero(dim=-1).tolist() == [2, 2]

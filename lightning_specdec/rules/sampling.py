@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_specdec.config.decoding import SamplingSettings
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Bool, Float, Int
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """Called with a prefix `[1, T]` and its float32 scores `[1, V]`; returns the scores `[1, V]` to draw from.
@@ -110,9 +110,7 @@ class Sampling(SamplingSettings):
             kept = torch.zeros_like(probs, dtype=torch.bool)
             probs = _filtered(probs, kept.scatter_(-1, probs.topk(self.top_k).indices, True))
         if self.top_p is not None and self.top_p < 1:  # Holtzman et al. 2020
-            ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-            before = ordered.cumsum(-1) - ordered
-            probs = _filtered(probs, torch.zeros_like(probs).scatter_(-1, order, (before < self.top_p).float()))
+            probs = _filtered(probs, _nucleus(probs, self.top_p))
         if self.min_p is not None and self.min_p > 0:  # Nguyen et al. 2024
             probs = _filtered(probs, probs >= self.min_p * probs.amax(-1, keepdim=True))
         return probs
@@ -141,6 +139,31 @@ def _filtered(probs: Float[Tensor, "*B V"], kept: Tensor) -> Float[Tensor, "*B V
     """The distribution of the tokens that are kept."""
     probs = probs * kept
     return probs / probs.sum(-1, keepdim=True)
+
+
+_LIKELIEST = 512
+"""Tokens that a CPU ranks first to find those that top_p keeps: sorting a large vocabulary takes ten times as long."""
+
+
+def _nucleus(probs: Float[Tensor, "*B V"], top_p: float) -> Bool[Tensor, "*B V"]:
+    """The likeliest tokens, of equals the first, up to the one with which their sum reaches top_p."""
+    if probs.shape[-1] <= _LIKELIEST or probs.device.type != "cpu":
+        return _sorted_nucleus(probs, top_p)
+    rows = probs.reshape(-1, probs.shape[-1])
+    ordered = rows.topk(_LIKELIEST).values
+    count = (ordered.cumsum(-1) - ordered < top_p).sum(-1, keepdim=True)
+    least = ordered.gather(-1, (count - 1).clamp(min=0))
+    kept, equal = rows > least, rows == least
+    kept |= equal & (equal.cumsum(-1) <= count - kept.sum(-1, keepdim=True))
+    if (more := (count == _LIKELIEST).squeeze(-1)).any():
+        kept[more] = _sorted_nucleus(rows[more], top_p)
+    return kept.view(probs.shape)
+
+
+def _sorted_nucleus(probs: Float[Tensor, "*B V"], top_p: float) -> Bool[Tensor, "*B V"]:
+    """The same by sorting all tokens."""
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    return torch.zeros_like(probs, dtype=torch.bool).scatter_(-1, order, ordered.cumsum(-1) - ordered < top_p)
 
 
 SOFTMAX = Sampling(temperature=1.0)
