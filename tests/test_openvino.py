@@ -97,6 +97,8 @@ def test_calls_keep_recent_sizes_and_padding_changes_nothing(monkeypatch: pytest
         torch.testing.assert_close(got, wanted.detach(), atol=1e-4, rtol=1e-4)
     assert states[1].consumed == [64] and sizes[:4] == [(20, 20), *[(6, 6)] * 3]
     assert sizes[11:14] == [(1, 1), (6, 6), (6, 6)] and sizes[-1] == (1, 6), "no room for padding in the last slot"
+    other(tokens[:, :1], other.init_state(1, 64))
+    assert sizes[-1] == (1, 1), "what ran before with other states"
     long = Sizes()
     assert [long.padded(number, 4000) for number in (1, 6, 1, 5)] == [1, 6, 1, 6], "padding attends to the context too"
 

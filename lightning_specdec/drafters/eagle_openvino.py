@@ -89,7 +89,7 @@ class EagleInOpenVINO:
         num_rows, num_entries = embedded.shape[:2]
         counts = [num_entries] * num_rows if lengths is None else list(lengths)
         step = self._step
-        places = read.places(read.consumed, counts, step.num_tokens.padded(sum(counts)))
+        places = read.places(read.consumed, counts, read.num_tokens[0].padded(sum(counts)))
         scored = torch.tensor([max(end - 1, 0) for end in accumulate(counts)])
         flat = [each.flatten(0, 1) for each in (embedded, features)]
         if min(counts) < num_entries:
@@ -99,4 +99,4 @@ class EagleInOpenVINO:
         given: Any = features if lengths is None else self._join.run([features])[0]
         feature, logits = step.run([embedded, given, scored, *places], read)
         read.advance(num_entries, lengths)
-        return torch.from_numpy(feature)[:, None], torch.from_numpy(logits)
+        return feature[:, None], logits

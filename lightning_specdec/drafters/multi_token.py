@@ -191,7 +191,7 @@ class MultiTokenDrafter(TrainedDrafter):
         """The logits of so many heads."""
         if self.in_openvino:
             flat = hidden.float().contiguous()
-            return [torch.from_numpy(head.run([flat])[0]) for head in self.in_openvino[:num_heads]]
+            return [head.run([flat])[0] for head in self.in_openvino[:num_heads]]
         if self.stacked is not None:
             return self.stacked(hidden.to(self._like.dtype), num_heads)
         return [self.logits(number, hidden) for number in range(num_heads)]

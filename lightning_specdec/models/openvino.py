@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import accumulate, pairwise
@@ -137,7 +138,6 @@ class Compiled:
         self._inputs: dict[int, np.ndarray] = {}
         self._lock = Lock()
         """Held for a call: it has one memory for inputs and outputs, and threads may share it."""
-        self.num_tokens, self.num_scored = Sizes(), Sizes()
 
     @classmethod
     def of(
@@ -146,7 +146,7 @@ class Compiled:
         """A small network of torch, with inputs like these; arguments as of `convert`."""
         return cls(traced(deepcopy(network).float(), example, dtype, quantization), dtype)
 
-    def run(self, inputs: Sequence[Any], state: PagedState | None = None, first: int = 0) -> list[np.ndarray]:
+    def run(self, inputs: Sequence[Any], state: PagedState | None = None, first: int = 0) -> list[Tensor]:
         """The outputs.
 
         Args:
@@ -170,7 +170,13 @@ class Compiled:
                     self.request.set_input_tensor(i, ov.Tensor(own, shared_memory=True))
                     self._inputs[i] = own
             self.request.infer()
-            return [self.request.get_output_tensor(i).data.copy() for i in range(self._num_outputs)]
+            return [_copied(self.request.get_output_tensor(i)) for i in range(self._num_outputs)]
+
+
+def _copied(output: ov.Tensor) -> Tensor:
+    if output.element_type == ov.Type.bf16:  # numpy has none
+        return torch.from_numpy(output.data.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(output.data.copy())
 
 
 class _Graph:
@@ -194,17 +200,20 @@ class _Graph:
         if first > 0:
             hidden = _entry_behind(model, first - 1)
         results = [model.outputs[i].get_node() for i in outputs]
+        for result in results[:-1]:  # where an output has another type, OpenVINO adds up all layers in that type
+            typed = ops.convert(result.input_value(0), PRECISIONS[dtype][1])
+            result.input(0).replace_source_output(typed.output(0))
         inputs = [hidden, *([scored] if self._scores else []), *([positions] if first < end else [])]
         self.compiled = Compiled(ov.Model(results, inputs, "layers"), dtype)
 
     def run(
         self, hidden: Any, scored: np.ndarray, state: PagedState | None, places: Sequence[np.ndarray]
-    ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         """The logits `[N, V]`, or the last layer's output `[P, 1, D]`; and the features."""
         if not self._scores:
             outputs = self.compiled.run([hidden, *places], state, self.first)
         else:
-            size = self.compiled.num_scored.padded(len(scored)) if len(scored) else 0
+            size = state.num_scored.padded(len(scored)) if state is not None and len(scored) else 0
             wide = np.resize(scored, size) if size > len(scored) else scored
             outputs = self.compiled.run([hidden, wide, *places], state, self.first)
             outputs[-1] = outputs[-1][: len(scored)]
@@ -251,12 +260,17 @@ class PagedState(DecodeState):
         max_length: most tokens that a row consumes.
         sizes: of each layer: its key heads, the size of a key's head, that of a value's.
         dtype: of keys and values.
+
+    Attributes:
+        num_tokens: sizes of this state's calls, by the layer that they begin with.
+        num_scored: of how many positions they score.
     """
 
     def __init__(
         self, batch_size: int, max_length: int, *, sizes: Sequence[tuple[int, int, int]], dtype: torch.dtype
     ) -> None:
         super().__init__(batch_size, torch.device("cpu"))
+        self.num_tokens, self.num_scored = defaultdict[int, Sizes](Sizes), Sizes()
         self.num_blocks = max(1, -(-max_length // BLOCK))
         shapes = [(batch_size * self.num_blocks, heads, BLOCK, size) for heads, *kinds in sizes for size in kinds]
         memory = torch.zeros(sum(map(math.prod, shapes)), dtype=dtype)  # once: the system clears a page when it is met
@@ -378,8 +392,8 @@ class OpenVINOLM(HuggingFaceLM):
             self._head = self._part(self.stack.num_layers, self.stack.num_layers)
         flat = hidden.flatten(0, -2)
         scored = np.arange(len(flat))
-        logits, _ = self._head.run(flat[:, None].float().contiguous().numpy(), scored, None, ())
-        return torch.from_numpy(logits).unflatten(0, hidden.shape[:-1])
+        logits, _ = self._head.run(flat[:, None].float().contiguous(), scored, None, ())
+        return logits.unflatten(0, hidden.shape[:-1])
 
     @torch.no_grad()
     def forward(
@@ -439,18 +453,18 @@ class OpenVINOLM(HuggingFaceLM):
         flat = given.flatten(0, 1) if real is None else given[real]
         graphs = [graph for graph in self._graphs if first <= graph.first and graph.end <= end]
         context = max(map(add, starts, lengths))
-        places = state.places(starts, lengths, graphs[0].compiled.num_tokens.padded(len(flat), context))
-        entry, outputs = lengthened(flat, places), dict[int, np.ndarray]()
+        places = state.places(starts, lengths, state.num_tokens[graphs[0].first].padded(len(flat), context))
+        entry, outputs = lengthened(flat, places), dict[int, Tensor]()
         if not given.is_floating_point():
             positions, most = torch.from_numpy(places[0]), self.max_positions
             entry = self.stack.embed(entry, positions if most is None else positions.clamp(max=most - 1))
-        hidden: Any = entry.float().contiguous()
+        hidden = entry.float().contiguous()
         for graph in graphs:
             hidden, features = graph.run(hidden, scored.reshape(-1), state, places)
             outputs |= features
 
-        def padded(output: np.ndarray) -> Tensor:
-            new = torch.from_numpy(output)[: len(flat), 0].to(self._dtype)
+        def padded(output: Tensor) -> Tensor:
+            new = output[: len(flat), 0].to(self._dtype)
             if real is None:
                 return new.unflatten(0, shape)
             made = new.new_zeros(*shape, new.shape[-1])
@@ -458,7 +472,7 @@ class OpenVINOLM(HuggingFaceLM):
             return made
 
         if end == self.stack.num_layers:
-            last = torch.from_numpy(hidden).unflatten(0, scored.shape)
+            last = hidden.unflatten(0, scored.shape)
         else:
             last = padded(hidden)
         return last, {layer: padded(output) for layer, output in outputs.items()}
