@@ -74,11 +74,12 @@ def test_a_run_of_given_minutes_ends_with_its_schedule_and_keeps_what_is_read_of
         "fit", "--recipe", "eagle", "--target", target, "--text", str(corpus), "--minutes", "MINUTES"
     )
     assert "it reads once, and its outputs are kept" in outcome.err and "free)" in outcome.err
-    content = checkpoint.read("checkpoints/target_eagle/version_0/best.ckpt")
+    (best,) = Path().glob("checkpoints/target_eagle/version_*/best.ckpt")
+    content, logs = checkpoint.read(best), Path("logs/target_eagle", best.parent.name)
     rate = content["optimizer_states"][0]["param_groups"][0]["lr"]
     assert FINAL_RATE * 0.002 <= rate < 0.1 * 0.002 and content["epoch"] > 1
-    assert Path("logs/target_eagle/version_0/samples.md").is_file()
-    hparams = EventAccumulator("logs/target_eagle/version_0").Reload().PluginTagToContent("hparams")
+    assert (logs / "samples.md").is_file()
+    hparams = EventAccumulator(str(logs)).Reload().PluginTagToContent("hparams")
     shown = hparams["_hparams_/experiment"]
     assert b"val/block_efficiency" in shown and b"val/draft_loss" not in shown, "only what was measured"
 
