@@ -46,7 +46,7 @@ demo: setup
 	$(RUN) decode --ckpt checkpoints/rnn
 	@echo; echo "A transformer whose four heads draft, as it ships:"
 	$(RUN) decode checkpoints/multi_token.safetensors --max_new_tokens 40 --threads 1 -q
-	@echo; echo "Next, a language model (a download of 98 MB):"; echo "  make smollm2 && $(RUN) decode --pair smollm2"
+	@echo; echo "Next, a language model (a download of 98 MB):"; echo "  make smollm2"
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto

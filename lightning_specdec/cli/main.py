@@ -6,6 +6,7 @@ Imports nothing heavy before the verb is known, so `--help` and a misspelled fla
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import sys
 from importlib import import_module
@@ -28,6 +29,8 @@ FORMER_VERBS = {
 
 def main() -> None:
     """Entry point of the installed script; exits with 0, 1 (failed), 2 (user's error) or 130 (interrupted)."""
+    for name in ("torchao", "torch.utils._pytree"):  # they warn while transformers is imported
+        logging.getLogger(name).setLevel(logging.ERROR)
     if sys.stdout is None:  # closed by the caller, as `>&-` does
         sys.stdout = open(os.devnull, "w")
     try:
