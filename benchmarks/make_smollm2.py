@@ -36,8 +36,8 @@ def main() -> None:
         shutil.rmtree(output, ignore_errors=True)
         shutil.copytree(unfinished, output)
     print(f"{output}: {sum(weight.numel() for weight in model.parameters()):,} parameters")
-    print(f"try:\n  .venv/bin/lightning_specdec decode --target {output} --draft checkpoints/smollm2_eagle.safetensors \\")
-    print("    --drafter NGramWithFallback --num_draft_tokens 3 --repeats 3 --prompt 'What is a prime number?'")
+    print(f"try:\n  .venv/bin/lightning_specdec decode --target {output} --drafter NGramWithFallback \\")
+    print("    --draft checkpoints/smollm2_eagle.safetensors --repeats 3 --prompt 'What is a prime number?'")
 
 
 if __name__ == "__main__":
