@@ -151,6 +151,7 @@ def test_a_signal_ends_the_run_at_once_and_keeps_what_is_finished(
 
     monkeypatch.setattr(GenerateText, "_after_round", watched)
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
         outcome = call(*command(target))
     finally:
