@@ -158,6 +158,7 @@ import json, os, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 given = dict(zip(sys.argv[3::2], sys.argv[4::2]))
 open("pid", "w").write(str(os.getpid()))
+assert "--no-enable-chunked-prefill" in sys.argv
 if "{fault}":
     sys.exit("ValueError: {fault}")
 class Handler(BaseHTTPRequestHandler):
