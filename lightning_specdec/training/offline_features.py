@@ -26,12 +26,14 @@ from lightning_specdec.data import Batch, TokenData
 from lightning_specdec.data.base import tell
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.base import weights_digest
+from lightning_specdec.rules.sampling import largest
 from lightning_specdec.training.callbacks import progress_bar
 from lightning_specdec.training.optimizers import time_left
 from lightning_specdec.training.target_outputs import (
     OnlineFeatures,
     TargetOutputs,
     batches,
+    in_float32,
     is_sharded,
     is_trained,
     pick,
@@ -179,9 +181,11 @@ class OfflineFeatures(OnlineFeatures):
             lines, left = left[:count], left[count:]
             with torch.autocast(target.device.type, enabled=False):  # compute as in decoding
                 output = target(batch.tokens[lines, :width].to(target.device), features=tuple(layers))
-            logits = output.logits.float()
             values = {f"layer_{layer}": output.features[layer].to(self.dtype) for layer in layers}
-            values |= {"choice": logits.argmax(-1).int(), "normalizer": logits.logsumexp(-1)}
+            parts = [(largest(piece).int(), piece.logsumexp(-1)) for piece in in_float32(output.logits)]
+            shape = output.logits.shape[:2]
+            for name, of_parts in zip(("choice", "normalizer"), zip(*parts, strict=True), strict=True):
+                values[name] = torch.cat(of_parts).unflatten(0, shape)
             for name, each in values.items():
                 for line, of_row in zip(lines, each.cpu(), strict=True):
                     found[f"{rows[line]}.{name}"] = of_row[: lengths[line]].clone()

@@ -20,6 +20,7 @@ from lightning_specdec.checkpoints import checkpoint as checkpoint_file
 from lightning_specdec.checkpoints.target_reference import TargetReference
 from lightning_specdec.data import Batch, TokenData
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.rules.sampling import largest
 from lightning_specdec.text.tokenizer import named_tokenizer
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 LOGIT_BYTES = 2**28
 """Most bytes of float32 logits that are held at once."""
+CACHED_LOGITS = 2**20
+"""Most float32 logits that a CPU works on at once: they stay in its cache."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,14 @@ class OnlineFeatures:
         with nullcontext() if is_trained(target) else torch.autocast(batch.tokens.device.type, enabled=False):
             for rows in batch.tokens.split(rows_at_once(batch.tokens.shape[1], target.vocab_size)):
                 output = target(rows, features=tuple(layers))
-                logits = output.logits.float()
-                log_probs.append(pick(logits, tokens) - logits.logsumexp(-1, keepdim=True))
-                choices.append(logits.argmax(-1))
+                for piece in in_float32(output.logits):
+                    log_probs.append(pick(piece, tokens) - piece.logsumexp(-1, keepdim=True))
+                    choices.append(largest(piece))
                 for layer in layers:
                     features[layer].append(output.features[layer])
         states = {layer: torch.cat(parts) for layer, parts in features.items()}
-        return TargetOutputs(states, torch.cat(log_probs), torch.cat(choices))
+        shape = batch.tokens.shape
+        return TargetOutputs(states, torch.cat(log_probs).unflatten(0, shape), torch.cat(choices).unflatten(0, shape))
 
 
 class ShardedTarget(ModelParallelStrategy):
@@ -106,6 +110,12 @@ def is_trained(target: LanguageModel) -> bool:
 def rows_at_once(num_tokens: int, vocab_size: int) -> int:
     """How many rows of that many tokens may have their logits in memory at once."""
     return max(1, LOGIT_BYTES // (4 * num_tokens * vocab_size))
+
+
+def in_float32(logits: Float[Tensor, "B T V"]) -> Iterator[Float[Tensor, "N V"]]:
+    """The logits of one position after another in float32, on a CPU of as many positions as stay in its cache."""
+    flat = logits.flatten(0, 1)
+    return (piece.float() for piece in flat.split(max(1, CACHED_LOGITS // flat.shape[1]) if flat.is_cpu else len(flat)))
 
 
 def pick(values: Float[Tensor, "*B V"], tokens: Int[Tensor, "W"] | None) -> Float[Tensor, "*B W"]:
