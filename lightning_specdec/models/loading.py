@@ -274,7 +274,10 @@ def _faster(model: HuggingFaceLM) -> str:
     machine = torch.backends.cpu.get_cpu_capability(), os.cpu_count(), torch.get_num_threads()
     key = repr((weights_digest(model), model.dtype, versions, machine))
     kept = cache_home() / f"backend-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-    if not kept.is_file():
+    try:
+        found = json.loads(kept.read_text(encoding="utf-8"))
+        seconds = {name: float(found[name]) for name in ("torch", "openvino")}
+    except (OSError, ValueError, TypeError, LookupError):  # not measured yet, or damaged
         from lightning_specdec.models.openvino import OpenVINOLM
 
         log.info("comparing OpenVINO with torch, once for this model, type and machine: about a minute")
@@ -285,8 +288,6 @@ def _faster(model: HuggingFaceLM) -> str:
             return "torch"
         with suppress(OSError), replaced(kept) as file:  # measured again next time
             file.write(json.dumps(seconds).encode())
-    else:
-        seconds = json.loads(kept.read_text(encoding="utf-8"))
     return min(seconds, key=seconds.__getitem__)
 
 
