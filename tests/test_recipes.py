@@ -99,7 +99,9 @@ def test_the_guides_first_commands_work_as_written(target: str, corpus: Path) ->
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_yaml_of_a_recipe_is_what_it_runs(recipe: str, target: str, corpus: Path) -> None:
-    printed = succeed("fit", "--recipe", recipe, "--target", target, "--text", str(corpus), "--print_config").out
+    words = ("fit", "--recipe", recipe, "--target", target, "--text", str(corpus))
+    printed = succeed(*words, "--print_config").out
+    assert "learning_rate: 0.5\n" in succeed(*words, "--model.learning_rate", "0.5", "--print_config").out
     assert yaml.safe_load(printed) == config_for(recipe, target, [str(corpus)])
     Path("mine.yaml").write_text(printed)
     assert "class_path" in succeed("fit", "--config", "mine.yaml", "--print_config").out

@@ -71,7 +71,7 @@ def run(verb: str, words: list[str]) -> int:
     began = time.monotonic()
     if verb == "fit" and any(word.partition("=")[0] == "--recipe" for word in sys.argv[2:]):
         values, rest = _by_recipe(sys.argv[2:])
-        if "--print_config" in rest:
+        if rest == ["--print_config"]:  # with further options LightningCLI resolves and prints them
             say(yaml.safe_dump(values, sort_keys=False), end="")
             return 0
         sys.argv[2:] = ["--config", yaml.safe_dump(values, sort_keys=False), *rest]
