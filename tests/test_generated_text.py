@@ -101,7 +101,7 @@ def test_the_text_that_ships_is_whole_and_of_one_target() -> None:
     found = [open_corpus(path.parent) for path in SHIPPED]
     assert len({manifest["target"]["sha256"] for manifest, _ in found}) == 1
     for manifest, shards in found:
-        assert sum(map(len, shards)) == manifest["totals"]["num_rows"]
+        assert sum(map(len, shards)) == manifest["num_prompts"] * len(manifest["arguments"]["temperatures"])
     data = GeneratedText([str(path.parent) for path in SHIPPED], vocab_size=49152, max_length=512, num_val=48)
     data.setup("fit")
     assert len(next(iter(data.train_dataloader()))[0])
