@@ -351,8 +351,19 @@ def test_a_run_that_stopped_early_is_over(tmp_path: Path, monkeypatch: pytest.Mo
     outcome = call(*fit, *early, "--ckpt_path", "last")
     line = "is over, EarlyStopping ended the run (val/loss, patience 1): resume without it"
     assert outcome.code == 2 and line in outcome.err.splitlines()[-1] and last.read_bytes() == content
-    succeed(*fit, "--ckpt_path", "last", "--trainer.max_epochs", "3")
+    (last.parent.parent / "version_1").mkdir()  # of a run that ended before its first checkpoint
+    outcome = succeed(*fit, "--ckpt_path", "last", "--trainer.max_epochs", "3")
+    assert "resuming checkpoints/rnn/version_0/last.ckpt at step 100\n" in outcome.out
     assert checkpoint.read(last)["epoch"] == 2
+
+
+def test_a_run_whose_time_is_used_up_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fit = ("fit", "--config", str(RNN_CONFIG), "--trainer.accelerator", "cpu", "--trainer.callbacks+=TimeLimit")
+    succeed(*fit, "--trainer.callbacks.minutes", "9", "--trainer.max_epochs", "1")
+    outcome = call(*fit, "--trainer.callbacks.minutes", "0.0001", "--ckpt_path", "last")
+    assert outcome.code == 2 and "resuming" not in outcome.out
+    assert "last.ckpt is over, the run's time is used up: give more --minutes" in outcome.err.splitlines()[-1]
 
 
 SHIPPED: dict[str, set[str]] = {

@@ -141,11 +141,13 @@ class TrainingCLI(LightningCLI):
             self.model.check_data(self.datamodule)
         files, name = self.files, kwargs.get("ckpt_path")
         if name:
-            kwargs["ckpt_path"] = files.find(str(name))
-            check_checkpoint(kwargs["ckpt_path"], self.trainer, self.model, self.datamodule, resume=subcommand == "fit")
+            path = kwargs["ckpt_path"] = files.find(str(name))
+            step = check_checkpoint(path, self.trainer, self.model, self.datamodule, resume=subcommand == "fit")
             self.trainer.callbacks.append(CheckOptimizers())  # type: ignore[attr-defined]
         if subcommand == "fit":
             files.claim(kwargs["ckpt_path"] if name == "last" else None)
+            if name and self.trainer.is_global_zero:
+                say(f"resuming {seen_from_here(path)} at step {step}")
             seconds = require_number("save_seconds", self._get(self.config, "save_seconds"), low=0.0)
             self.trainer.callbacks.append(SaveNewest(files.newest, seconds))  # type: ignore[attr-defined]
         return {**kwargs, "weights_only": True}

@@ -105,7 +105,7 @@ class TimeLimit(Timer):
 
 def time_share(trainer: Trainer) -> float | None:
     """How much of a run's time is over, from 0 to 1; None for a run without a time limit."""
-    for timer in _timers(trainer):
+    for timer in timers(trainer):
         done = timer.time_elapsed()
         return min(1.0, done / max(1e-9, done + (timer.time_remaining() or 0)))
     return None
@@ -113,11 +113,12 @@ def time_share(trainer: Trainer) -> float | None:
 
 def time_left(trainer: Trainer) -> float | None:
     """Seconds that a run has left before it begins its steps; None for a run without a time limit."""
-    for timer in _timers(trainer):
+    for timer in timers(trainer):
         return max(0.0, (timer.time_remaining() or 0) - (time.monotonic() - TimeLimit.began))
     return None
 
 
-def _timers(trainer: Trainer) -> list[Timer]:
+def timers(trainer: Trainer) -> list[Timer]:
+    """The callbacks that limit a run's time."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return [each for each in callbacks if isinstance(each, Timer) and each.time_remaining() is not None]

@@ -21,6 +21,7 @@ from lightning_specdec.checkpoints import archive, networks, runs
 from lightning_specdec.checkpoints import checkpoint as checkpoint_file
 from lightning_specdec.data import TokenData
 from lightning_specdec.training.base import SpeculativeTraining
+from lightning_specdec.training.optimizers import time_left, timers
 
 _CONFIG = "give the config and the --data options that it was trained with"
 
@@ -135,8 +136,8 @@ def seen_from_here(path: str | Path) -> str:
     return str(whole.relative_to(here)) if whole.is_relative_to(here) else str(whole)
 
 
-def check_checkpoint(path: str, trainer: Trainer, model: LightningModule, data: Any, *, resume: bool) -> None:
-    """Raise unless the Trainer can use this checkpoint for this model, or resume from it with these data.
+def check_checkpoint(path: str, trainer: Trainer, model: LightningModule, data: Any, *, resume: bool) -> int:
+    """Raise unless the Trainer can use this checkpoint for this model, or resume from it with these data; its step.
 
     Of a LightningModule that is no `SpeculativeTraining`, what its own optimizers remember is checked when the Trainer
     has restored it: see `CheckOptimizers`.
@@ -160,13 +161,16 @@ def check_checkpoint(path: str, trainer: Trainer, model: LightningModule, data: 
         name = min(name for name in held.keys() | wanted.keys() if held.get(name) != wanted.get(name))
         raise ValueError(f"{path} has networks of other shapes ({name[:80]}): {_CONFIG}")
     if not resume:
-        return
+        return 0
     try:
         loop = content["loops"]["fit_loop"]
-        done = loop["epoch_progress"]["current"]["processed"]
+        done, step = loop["epoch_progress"]["current"]["processed"], int(content["global_step"])
         whole = all(isinstance(state, dict) for state in content["callbacks"].values())
         whole = whole and _alike(loop, trainer.fit_loop.state_dict())
         whole = whole and (not ours or _fits(content["optimizer_states"], model.configure_optimizers()))
+        for timer in timers(trainer):
+            timer.load_state_dict(content["callbacks"].get(timer.state_key, {}))
+        left = time_left(trainer)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         whole = False
     if not whole:
@@ -184,6 +188,9 @@ def check_checkpoint(path: str, trainer: Trainer, model: LightningModule, data: 
                 f"{path} is over, EarlyStopping ended the run ({each.monitor}, patience {each.patience}): resume "
                 "without it, or begin a new run"
             )
+    if left == 0:
+        raise ValueError(f"{path} is over, the run's time is used up: give more --minutes, or begin a new run")
+    return step
 
 
 def _check_config(path: str, described: Mapping[str, Any], model: SpeculativeTraining, data: Any) -> None:
