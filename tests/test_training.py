@@ -307,7 +307,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("how", ["finished", "SIGINT", "SIGTERM", "SIGKILL", "last batch", "validation", "error"])
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
-    whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], how: str
 ) -> None:
     """After its first epoch, or stopped within it; killed, it goes on from the newest checkpoint."""
     (tmp_path / "halves").mkdir()
@@ -329,6 +329,8 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
             verb(stopped, tmp_path / "halves", "fit", "--trainer.max_epochs", "2", logger=True)
         for each, handler in handlers.items():
             signal.signal(each, handler)
+    told = "stopped at step 3: repeat with --ckpt_path last\n" in capfd.readouterr().out
+    assert told == (how in ("SIGINT", "SIGTERM"))
     verb(monkeypatch, tmp_path / "halves", "fit", "--trainer.max_epochs", "2", "--ckpt_path", "last", logger=True)
     halves = checkpoint.read(tmp_path / "halves" / "checkpoints/rnn")
     assert whole["epoch"] == halves["epoch"] == 1 and whole["global_step"] == halves["global_step"] == 100

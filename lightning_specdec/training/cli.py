@@ -155,6 +155,11 @@ class TrainingCLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         try:
             super()._run_subcommand(subcommand)
+        except SystemExit:  # Ctrl-C or SIGTERM
+            step, places = self.trainer.global_step, (str(each.dirpath) for each in self.files.newest)
+            if step and self.trainer.is_global_zero and any(Path(each, "last.ckpt").is_file() for each in places):
+                say(f"stopped at step {step}: repeat with --ckpt_path last")
+            raise
         finally:
             self.files.release()
 
