@@ -77,9 +77,10 @@ def test_a_system_prompt_precedes_the_chat_and_stop_strings_end_an_answer(
     assert talk(model, "--system", "You are an oak.", "--stop", stops[0], "--stop", stops[1]) == shown(answers)
 
 
-def test_commands_begin_a_new_chat_and_leave(model: str, decoder: SpeculativeDecoder) -> None:
+@pytest.mark.parametrize("leave", ["/quit", "/exit"])
+def test_commands_begin_a_new_chat_and_leave(model: str, decoder: SpeculativeDecoder, leave: str) -> None:
     once = oracle(decoder, TURNS[:2])
-    turns = [*TURNS[:2], "/help", "/reset", "", *TURNS[:2], " /quit ", TURNS[2]]
+    turns = [*TURNS[:2], "/help", "/reset", "", *TURNS[:2], f" {leave} ", TURNS[2]]
     told = call("chat", "--target", model, "--max_new_tokens", str(NEW), "-v", stdin="\n".join(turns))
     assert told.out == shown([*once, *once]) and told.err.count(" tokens/s") == 4
 
@@ -132,3 +133,6 @@ def test_what_cannot_chat_is_refused_in_one_line(model: str, here: None) -> None
         refused("chat", *arguments, told=told)
     refused("chat", "--target", model, "--stop", "", stdin="a\n", told="stop string is empty")
     refused("chat", "--target", model, stdin="the oak " * 600 + "\n", told="begin a new one")
+    for command in ("/clear", "/save chat.txt"):
+        refused("chat", "--target", model, stdin=f"{command}\n", told=f"no command {command.split()[0]}: /reset begins")
+    assert succeed("chat", "--target", model, "--max_new_tokens", "4", stdin="/usr/bin/ls?\n").out, "a path is text"

@@ -5,6 +5,7 @@ Answers go to stdout, everything else to stderr.
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import time
@@ -38,7 +39,7 @@ EXAMPLES = """\
 lightning_specdec chat --pair smollm2
 lightning_specdec chat checkpoints/smollm2 --drafter NGramDrafter --temperature 0.7
 printf 'Hi\\nAnd again\\n' | lightning_specdec chat --pair smollm2 --max_new_tokens 40"""
-COMMANDS = "/reset begins a new chat, /quit or Ctrl-D leaves, Ctrl-C stops an answer, /help shows this"
+COMMANDS = "/reset begins a new chat, /quit, /exit or Ctrl-D leaves, Ctrl-C stops an answer, /help shows this"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ def run(options: Namespace) -> int:
         _note(f"{source.name} with {type(decoder.drafter).__name__}. {COMMANDS}")
     talk: Talk | None = None
     for line in _turns(interactive):
-        if line == "/quit":
+        if line in ("/quit", "/exit"):
             break
         if line in ("/help", "/reset"):
             talk = None if line == "/reset" else talk
@@ -83,6 +84,8 @@ def run(options: Namespace) -> int:
                 chat = Chat(tokenizer, system=chosen(options, ChatSettings).system)
                 talk = Talk(chat, Conversation(*decoder.ready(), config), interactive=interactive)
             try:
+                if re.fullmatch(r"/\w+", command := line.split()[0]):  # not a path
+                    raise ValueError(f"there is no command {command}: {COMMANDS}")
                 told = talk.say(line)
             except ValueError as error:
                 if not interactive:
