@@ -211,26 +211,21 @@ class FeaturesByNeed(OfflineFeatures):
     def _reads_once(self, target: LanguageModel, data: TokenData, layers: Sequence[int]) -> bool:
         """Whether keeping outputs would not save time; says so, with the time that one reading takes."""
         trainer: Any = data.trainer
-        if is_sharded(trainer):  # not yet on its devices
+        if is_sharded(trainer) or is_trained(target):  # not yet on its devices, or never the same twice
             return True
         sample = data.first_rows("train", 2 * data.batch_size)
         for _ in range(2):  # the first one warms up
             began = time.perf_counter()
-            OnlineFeatures.read(
-                self,
-                target,
-                sample._replace(tokens=sample.tokens.to(target.device)),
-                "train",
-                layers=layers,
-                tokens=None,
-            )
+            batch = sample._replace(tokens=sample.tokens.to(target.device))
+            OnlineFeatures.read(self, target, batch, "train", layers=layers, tokens=None)
         seconds = (time.perf_counter() - began) * len(data.rows("train")) / len(sample.tokens)
-        epochs: float = trainer.max_epochs
-        if (left := time_left(trainer)) is not None:
-            epochs = left / (2 * seconds)  # the draft's own steps take about as long
-        once = bool(trainer.strategy.broadcast(epochs <= 1.5)) or is_trained(target)
-        how = "it reads along" if once else "it reads once, and its outputs are kept"
-        tell(f"the target reads the text in about {seconds:,.0f} s, the run goes over it {epochs:.1f} times: {how}")
+        epochs, why = float(trainer.max_epochs), f"max_epochs is {trainer.max_epochs}"
+        if (left := time_left(trainer)) is not None:  # the draft's own steps take about as long
+            epochs, why = left / (2 * seconds), f"the run has {left / 60:.1f} minutes left, half of them for the draft"
+        once = bool(trainer.strategy.broadcast(epochs <= 1.5))
+        how = "online, in each step" if once else "once and cached"
+        needs = f"the target needs about {seconds / 60:,.1f} minutes to read the text once"
+        tell(f"hidden states are computed {how}: {needs}, {why}")
         return once
 
 
