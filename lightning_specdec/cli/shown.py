@@ -40,7 +40,7 @@ def saved(measured: Comparison) -> str:
         return told
     if speedup.ends is None:
         why = "too few repeats" if isnan(speedup.high) else "the times vary too much"
-        return f"{speedup.value:.2f}x, {why} to tell ({told})"
+        return f"{why} to tell: {speedup.value:.2f}x ({told})"
     low, high = speedup.ends
     answer = "{}x faster" if low > 1 else "slower: {}x" if high < 1 else "no gain proven: {}x"
     return f"{answer.format(f'{speedup.value:.2f}')} ({told}, 95% interval {low:.2f} to {high:.2f})"
