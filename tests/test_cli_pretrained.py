@@ -103,6 +103,8 @@ def test_prompts_come_from_files_and_stdin_as_text_or_json(tmp_path: Path) -> No
         ("target --draft nowhere.safetensors", "there is no draft file nowhere.safetensors"),
         ("broken", "broken/model.safetensors is truncated or damaged"),
         ("target --max_new_tokens 600", "context of 512"),
+        ("target --prompt a --prompt=", "--prompt 2 is empty: give at least one token"),
+        ("target --prompts_file null.jsonl", "null.jsonl, line 2 is empty: give at least one token"),
         ("--pair mime", "there is no pair 'mime': did you mean mine?"),
         ("target --drafter.max_ngram 3", "max_ngram needs the drafter's name"),
         ("target --drafter NGramDrafter --drafter.max_ngram x", "--drafter.max_ngram must be an integer"),
@@ -113,6 +115,7 @@ def test_prompts_come_from_files_and_stdin_as_text_or_json(tmp_path: Path) -> No
     ],
 )
 def test_what_cannot_be_decoded_is_one_line_and_exit_code_2(arguments: str, told: str) -> None:
+    Path("null.jsonl").write_text('{"prompt": "a"}\n{"prompt": null}\n')
     refused("decode", *arguments.split(), told=told)
 
 

@@ -142,6 +142,8 @@ def _read_prompts(settings: PromptSettings) -> list[Placed] | None:
         placed += _read_lines(settings.prompts_file)
     if not placed:
         raise ValueError("there is no prompt: give at least one line")
+    if empty := [where for where, text in placed if not text.strip()]:
+        raise ValueError(f"{empty[0]} is empty: give at least one token")
     return placed
 
 
@@ -158,7 +160,7 @@ def _read_lines(path: str) -> list[Placed]:
         except (ValueError, TypeError, KeyError, IndexError, RecursionError):
             value = line
         if line.strip():
-            placed.append((f"{'stdin' if path == '-' else path}, line {number}", str(value)))
+            placed.append((f"{'stdin' if path == '-' else path}, line {number}", "" if value is None else str(value)))
     return placed
 
 
