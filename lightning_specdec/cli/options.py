@@ -179,7 +179,7 @@ def _add_flag(group: Any, each: Field[Any], hint: Any, defaults: dict[str, Any])
 
     def read(word: str) -> Any:
         try:
-            return int(word) if hint is Any and word.isdecimal() else parse(word, hint)
+            return int(word) if hint is Any and re.fullmatch(r"-?\d+", word) else parse(word, hint)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -75,8 +75,11 @@ def check(name: str, value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
         if isinstance(outer, type) and outer not in (int, float) and isinstance(value, outer):
             choices = limits.get("choices")
             if choices is not None and value not in choices:
-                allowed = ", ".join(choices) + (" or an integer" if int in kinds else "")
-                raise ValueError(f"{name} must be one of {allowed}, got {value!r}{nearest(value, choices)}")
+                ends = (("from", limits.get("minimum")), ("to", limits.get("maximum")))
+                span = "".join(f" {word} {end}" for word, end in ends if end is not None)
+                words = ", ".join(choices)
+                allowed = f"{words} or an integer{span}" if int in kinds else f"one of {words}"
+                raise ValueError(f"{name} must be {allowed}, got {value!r}{nearest(value, choices)}")
             return value
     low, high, above = limits.get("minimum"), limits.get("maximum"), limits.get("above")
     if int in kinds and not isinstance(value, float):
