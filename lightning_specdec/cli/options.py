@@ -151,7 +151,8 @@ class Parser(argparse.ArgumentParser):
         unknown = words.split()[0].partition("=")[0]
         if unknown in FORMER:
             return f": {FORMER[unknown]}"
-        near = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
+        known = list(self._option_string_actions)
+        near = [each for each in known if each.startswith(unknown)] or difflib.get_close_matches(unknown, known, n=1)
         return (
             f": did you mean {near[0]}?" if near else "" if unknown[:1] == "-" else ": give a prompt as --prompt TEXT"
         )
