@@ -94,14 +94,17 @@ def test_info_says_what_a_checkpoint_holds_and_how_it_was_made(ckpt: str, tmp_pa
     lines = {" ".join(line.split()) for line in shown.splitlines()}
     assert shown == succeed("info", "--ckpt", ckpt).out and f"recipe epochs {EPOCHS}" in lines
     assert "RNN(vocab_size=50, embedding_size=32, hidden_size=64, num_layers=2) of 19,442 parameters" in shown
-    assert "ModelDrafter(model=RNN(" in shown
+    assert "ModelDrafter(model=RNN(" in shown and "prompts 3 with 3 tokens (-v shows them)" in lines
     document = succeed("info", ckpt, "--output", "json").json
     assert document["prompts"] == checkpoint.load(ckpt).prompts and document["recipe"]["epochs"] == EPOCHS
     path = str(tmp_path / "text.ckpt")
     recipe = {"losses": {"\x1b[31m": [1]}, "long": "a" * 500, "data": {"size_bytes": "many"}}
-    checkpoint.save(path, cases.MODELS["rnn"](0), NGramDrafter(), recipe=recipe)
-    assert "recipe long" not in succeed("info", path).out
+    prompts = [list(range(10)) * 10, [1, 2]]
+    checkpoint.save(path, cases.MODELS["rnn"](0), NGramDrafter(), prompts=prompts, recipe=recipe)
+    shown = succeed("info", path).out
+    assert "recipe long" not in shown and "2 with 2 to 100 tokens (-v shows them)\n" in shown
     shown = succeed("info", path, "-v").out
+    assert f"{prompts}\n" in shown
     assert all(word in succeed("info").out for word in ("python", "torch", "threads", "pair gpt2", "GB, "))
     assert "\\x1b[31m" in shown and "\x1b" not in shown and f"{'a' * 200}...\n" in shown
 

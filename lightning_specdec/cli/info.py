@@ -65,9 +65,12 @@ def _show(values: dict[str, Any], options: Namespace) -> int:
         recipe = values.get("recipe") or {}
         if "verbose" not in options:
             values = {**values, "recipe": {name: recipe[name] for name in RECIPE if name in recipe}}
+            if lengths := sorted({len(prompt) for prompt in values.get("prompts") or ()}):
+                span = " to ".join(map(str, dict.fromkeys((lengths[0], lengths[-1]))))
+                values["prompts"] = f"{len(values['prompts'])} with {span} tokens (-v shows them)"
         lines = list(_lines(values))
         width = min(32, max(len(name) for name, _ in lines))
-        say("\n".join(f"{name:<{width}}  {short(value, 200)}" for name, value in lines))
+        say("\n".join(f"{name:<{width}}  {value if name == 'prompts' else short(value, 200)}" for name, value in lines))
         if len(recipe) > len(values.get("recipe") or {}):
             say("(-v shows the rest of the recipe)")
     return 1 if values.get("fits") is False else 0
