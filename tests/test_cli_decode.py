@@ -89,6 +89,13 @@ def test_on_a_terminal_lines_are_no_wider_and_rejected_tokens_are_shown(monkeypa
     assert " ".join(" ".join(seen).split()) == " ".join(f"{100 + i} 200 400" for i in range(20))
 
 
+def test_where_the_methods_stopped_for_other_reasons_both_are_named() -> None:
+    rows = [RowResult(0, [1], [2, 3], "length", 2, []), RowResult(0, [1], [2, 4], "eos", 2, [])]
+    plain, drafted = (DecodeResult([each], 1.0, {}, 2, 2) for each in rows)
+    told = "prompt 0: 1\n    2 4\n  standard\n    2 3\n  (stopped: eos, standard: length)\n"
+    assert told in shown.outputs(None, plain, drafted, [None])
+
+
 @pytest.mark.parametrize(
     ("speedups", "told"),
     [
@@ -185,7 +192,7 @@ def test_eos_logprobs_threads_seed_and_dtype_do_what_they_say(ckpt: str) -> None
         assert len(row[side]["logprobs"]) == 2 and all(value <= 0 for value in row[side]["logprobs"])
     assert document["manifest"]["threads"] == 1
     printed = succeed(*options, "--dtype", "bfloat16").out
-    assert "(stopped: eos)" in printed and "  logprobs\n" in printed
+    assert re.search(r"\n  logprobs\n.*\n  \(stopped: eos\)\n  marks: ", printed), "behind all of a prompt's output"
     drawn = ("decode", ckpt, "--repeats", "0", "--temperature", "1", "--max_new_tokens", "12", "--seed")
     assert succeed(*drawn, "3").out == succeed(*drawn, "3").out != succeed(*drawn, "4").out
 

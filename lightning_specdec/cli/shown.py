@@ -109,13 +109,16 @@ def outputs(
     for plain, drafted in every[:most]:
         row = drafted or plain
         prompt = texts[row.index] or (tokenizer.decode(row.prompt) if tokenizer else _joined(row.prompt))
-        lines += [f"prompt {row.index}: {short(visible(' '.join(prompt.split())), MOST_SHOWN)}", *_shown(row)]
+        lines += [f"prompt {row.index}: {short(visible(' '.join(prompt.split())), MOST_SHOWN)}", _shown(row)]
         if drafted is not None and drafted.rounds:
             lines += ["  marked", _block(_marked(drafted, tokenizer, colour))]
         if drafted is not None and plain is not None and plain.tokens != drafted.tokens:
-            lines += ["  standard", *_shown(plain)]
+            lines += ["  standard", _shown(plain)]
         if row.logprobs is not None:
             lines += ["  logprobs", _block(" ".join(f"{value:.3f}" for value in row.logprobs))]
+        reasons = dict.fromkeys(each.stop_reason for each in (drafted, plain) if each is not None)
+        if [*reasons] != ["length"]:
+            lines.append(f"  (stopped: {', standard: '.join(reasons)})")
     if speculative is not None:
         legend = [_styled(text, fate, colour) for fate, text in LEGEND.items()]
         lines.append("  marks: " + ", ".join(filter(None, legend)))
@@ -124,9 +127,8 @@ def outputs(
     return "\n".join(lines)
 
 
-def _shown(row: RowResult) -> list[str]:
-    ending = [f"  (stopped: {row.stop_reason})"] if row.stop_reason != "length" else []
-    return [_block(_joined(row.tokens) if row.text is None else visible(row.text)), *ending]
+def _shown(row: RowResult) -> str:
+    return _block(_joined(row.tokens) if row.text is None else visible(row.text))
 
 
 def _joined(tokens: Sequence[int]) -> str:
