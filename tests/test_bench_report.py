@@ -93,11 +93,15 @@ def test_the_first_chart_has_each_places_best_choice_and_transformers_own_method
     ends = [segment[:, 0].tolist() for segment in segments]
     speedup = report.advice[0].best and report.advice[0].best.walltime_speedup
     assert speedup and ends[0] == [1.0, 1.0] and ends[1] == pytest.approx(list(speedup.ends or ()))
+    assert "transformers" in chart.title and "transformers" in chart.note
+    alone = answer_chart(report.advice, [each for each in report.cells if each.case.method != "generate"])
+    assert alone is not None and "transformers" not in alone.title + alone.note
 
 
 def test_nothing_of_the_results_can_run_or_load(page: str) -> None:
     assert "<script" not in page and "<b onclick" not in page and "default-src 'none'" in page
     assert html.escape("</script><script>alert(1)</script>") in page
+    assert "Gray" not in page and re.search(r"prefers-color-scheme: dark\) {\n.*\nimg { filter: invert", page)
     images = re.findall(r'(?:src|href)="([^"]*)"', page)
     assert len(images) == 5
     for image in images:

@@ -20,6 +20,7 @@ from lightning_specdec.report.answer import Advice, shown
 
 INK, MUTED, GRID, FAILED, GROUND = "#1b1f24", "#5c6570", "#d9dee4", "#c2353b", "#fdfdfd"
 COLORS = ("#1f6fb4", "#c85a08", "#1a8056", "#b5338a", "#6b56c8", "#856300", "#0a7d8c", "#7a4a2b")
+GRAY = " Gray: transformers' own methods on the same model and prompts."
 WIDTH, HEIGHT = 4.6, 2.9
 TALL = 2.0
 """Error bars end at this multiple of the highest value, so that one does not flatten all others."""
@@ -43,10 +44,11 @@ _STYLE |= dict.fromkeys(("axes.labelcolor", "text.color", "xtick.color", "ytick.
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure, and its title as text."""
+    """A figure, its title as text, and what its caption says besides."""
 
     title: str
     figure: Figure
+    note: str = ""
 
     def svg(self) -> bytes:
         """The drawing, as a file of its own."""
@@ -62,7 +64,7 @@ def answer_chart(advice: Sequence[Advice], found: Sequence[Comparison]) -> Chart
     if not known:
         return None
     with _styled():
-        axes, ends, y = Figure(layout="constrained").add_subplot(), [1.0], 0.0
+        axes, ends, note, y = Figure(layout="constrained").add_subplot(), [1.0], "", 0.0
         for title, (choice, best) in zip(_titles([best.case for _, best in known], "rule"), known, strict=True):
             axes.text(0, y, _line(title, 64), fontweight="bold", va="center")
             theirs = [one for one in found if one.case.place == best.case.place and one.case.method in HUGGING_FACE]
@@ -74,6 +76,7 @@ def answer_chart(advice: Sequence[Advice], found: Sequence[Comparison]) -> Chart
                     value, (low, high) = one.walltime_speedup.value, one.walltime_speedup.ends or (1.0, 1.0)
                     ends.append(max(value, min(high, TALL * value)))
                     axes.barh(y + 1.7, value, 0.5, color=color)
+                    note = GRAY if color == GRID else note
                     axes.vlines(1.0, y + 1.35, y + 2.05, color=INK, linewidth=1)
                     axes.hlines(y + 1.7, low, min(high, TALL * value), color=INK, linewidth=1)
                 y += 1.8
@@ -86,7 +89,7 @@ def answer_chart(advice: Sequence[Advice], found: Sequence[Comparison]) -> Chart
         figure = axes.get_figure(root=True)
         assert figure is not None
         figure.set_size_inches(WIDTH, 0.6 + 0.16 * y)
-        return Chart("The best choices, and transformers' own methods", figure)
+        return Chart("The best choices" + ", and transformers' own methods" * bool(note), figure, note)
 
 
 def speedup_charts(found: Sequence[Comparison]) -> list[Chart]:

@@ -155,10 +155,12 @@ def write(report: Report, directory: Path) -> Path:
 def _page(report: Report, tables: Mapping[str, Table]) -> str:
     """The page: it escapes whatever comes from the results, loads nothing and runs no script."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_printable)
+    answer = answer_chart(report.advice, report.cells)
     return environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8")).render(
         report=report,
         tables=tables,
-        answers=[_image(each) for each in (answer_chart(report.advice, report.cells),) if each],
+        answers=[_image(answer)] if answer else [],
+        note=answer.note if answer else "",
         speedups=[_image(each) for each in speedup_charts(report.cells)],
         machine=f"{made_on(report.manifest)}, {str(report.manifest.get('date', '?'))[:10]}",
         manifest=json.dumps({name: value for name, value in report.manifest.items() if name != "prompts"}, indent=1),
