@@ -136,11 +136,11 @@ def which_draft_table() -> str:
 
     compared = _record("draft_comparison")["drafts"]
     blocks = [compared[name]["reported"]["walltime_speedup"] for name in ("block", "block_no_markov")]
-    exits, heads = gain(small, checkpoint="text"), gain(small, checkpoint="multi_token")
-    sibling = f"{gain(small, checkpoint='transformer')} small"
+    exits, heads = gain(small, checkpoint="text"), f"{gain(small, checkpoint='multi_token')} on progressions"
+    sibling = f"{gain(small, checkpoint='transformer')} on progressions"
     rows = [
         ("Prompt lookup (n-gram)", "no", smollm2("lookup"), "`--drafter NGramDrafter`, the default"),
-        ("Draft model", "no, if a smaller sibling exists", sibling, "`--draft DIR`"),
+        ("Draft model", "no, if its family has a smaller model", sibling, "`--draft DIR`"),
         ("EAGLE-3 and 3.1 head", "`fit --recipe eagle`", smollm2("smollm2_eagle"), "`--draft FILE`"),
         (
             "The same after prompt lookup",
@@ -148,14 +148,14 @@ def which_draft_table() -> str:
             smollm2("lookup + smollm2_eagle"),
             "`--draft FILE --drafter NGramWithFallback`",
         ),
-        ("Medusa heads", "`fit --recipe medusa`", f"{smollm2('smollm2_heads')}, {heads} small", "`--draft FILE`"),
+        ("Medusa heads", "`fit --recipe medusa`", f"{smollm2('smollm2_heads')}, {heads}", "`--draft FILE`"),
         (
             "Block drafter (DFlash, DSpark) after prompt lookup",
             "`fit --recipe block`",
             f"{max(blocks):.2f} SmolLM2 in OpenVINO, an hour of training",
             "`--draft FILE --drafter NGramWithFallback`",
         ),
-        ("Early exit (LayerSkip)", "yes, of the target", f"{exits} small", "`--drafter EarlyExitDrafter`"),
+        ("Early exit (LayerSkip)", "yes, of the target", f"{exits} on source code", "`--drafter EarlyExitDrafter`"),
     ]
     return _table(("Drafter", "Needs training?", "Speedup, best window", "`decode --target DIR ...`"), rows)
 
