@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ class RunFiles:
             callback.save_on_exception = trainer.world_size == 1
         self.logger = trainer.logger if isinstance(trainer.logger, TensorBoardLogger) else None
         self._locks: list[int] = []
+        self._made: list[Path] = []
 
     def find(self, name: str) -> str:
         """The file behind `last`, `best` or a path.
@@ -103,14 +105,14 @@ class RunFiles:
         Raises:
             ValueError: another run writes there.
         """
-        places = set(self.checkpoints.values())
-        used = places if self.logger is None else {*places, Path(self.logger.root_dir)}
+        used = {*self.checkpoints.values(), *(() if self.logger is None else (Path(self.logger.root_dir),))}
         version = max((number for each in used for number in runs.versions(each)[:1]), default=-1) + 1
         if resumed is not None and (name := Path(resumed).parent.name).startswith("version_"):
             version = int(name.removeprefix("version_"))
-        for directory in (place / f"version_{version}" for place in places):
+        for directory in (place / f"version_{version}" for place in used):
             try:
                 directory.mkdir(parents=True, exist_ok=resumed is not None)
+                self._made += [directory] * (resumed is None)
                 self._locks.append(os.open(directory, os.O_RDONLY))
                 fcntl.flock(self._locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
                 for half in directory.glob(".*.ckpt.*"):  # of a run that was killed while it wrote
@@ -124,8 +126,10 @@ class RunFiles:
         if self.logger is not None:
             self.logger._version = version
 
-    def release(self) -> None:
-        """Let other runs write there."""
+    def release(self, num_steps: int) -> None:
+        """Let other runs write there; a new run that came to no step leaves nothing behind."""
+        for directory in () if num_steps else self._made:
+            shutil.rmtree(directory, ignore_errors=True)
         while self._locks:
             os.close(self._locks.pop())
 
