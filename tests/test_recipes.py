@@ -121,6 +121,8 @@ def test_the_sizes_follow_from_the_target(tmp_path: Path, corpus: Path) -> None:
     assert config_for("layers", thirty, [str(corpus)])["model"]["init_args"]["draft_layers"] == [0, 1, 2, 29, 30, 31]
     model = config_for("pair", thirty, [str(corpus)])["model"]["init_args"]["draft"]["init_args"]["model"]
     assert model["num_hidden_layers"] == 4
+    drafts = [config_for("eagle", two, [str(corpus)], minutes=minutes)["model"]["init_args"] for minutes in (5, 60)]
+    assert [(each["num_draft_tokens"], each["learning_rate"]) for each in drafts] == [(2, 0.004), (4, 0.002)]
 
 
 def test_a_fault_is_one_line_and_leaves_nothing(tmp_path: Path, target: str, corpus: Path) -> None:
