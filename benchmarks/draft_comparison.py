@@ -50,7 +50,7 @@ KINDS: dict[str, tuple[str, type[DistillationTraining], dict[str, Any]]] = {
     "block_no_markov": ("block", BlockTraining, {"markov_rank": 0}),
 }
 """Recipe, module and differences from the recipe; "eagle" is the shipped head."""
-LOOKUP, SHIPPED = "lookup", "shipped"
+LOOKUP = "lookup"
 SAME = ("model", "backend", "prompts", "num_prompts", "num_chosen_on", "max_new_tokens", "threads", "repeats")
 OF_TRAINING = ("minutes", "hours", "num_held_out")
 MEASURED_TIMES = 4
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--windows", nargs="+", type=int, default=[1, 2, 3, 4])
     parser.add_argument("--confidences", nargs="+", type=float, default=[0.0, 0.3])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="drafts to train and measure in this run")
-    parser.add_argument("--also", type=Path, help="another draft file to measure, such as the shipped one")
+    parser.add_argument("--also", nargs="+", type=Path, default=[], help="other draft files to measure, named by file")
     parser.add_argument("--backend", choices=["auto", "torch", "openvino"], default="auto")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -230,7 +230,7 @@ def measure(options: argparse.Namespace) -> None:
     if options.output and options.output.exists():
         found = json.loads(options.output.read_text(encoding="utf-8"))["drafts"]
         check_same(plain, [each["manifest"] for each in found.values()], SAME)
-    names = [LOOKUP, *([SHIPPED] if options.also else []), *training]
+    names = [LOOKUP, *(path.stem for path in options.also), *training]
     for name in [name for name in names if options.only is None or name in options.only]:
         list(sweep(decoder, others[:1], made(name, decoder, options, None), options.windows[:1], options))  # warms up
         choices = list(candidates(name, decoder, others, options))
@@ -252,8 +252,8 @@ def made(name: str, decoder: SpeculativeDecoder, options: argparse.Namespace, mi
     """Prompt lookup, with that draft as fallback if one is named."""
     if name == LOOKUP:
         return NGramDrafter()
-    path = options.also if name == SHIPPED else options.directory / f"{name}.safetensors"
-    loaded = checkpoints.load(path, target=decoder.target)
+    paths = {path.stem: path for path in options.also}
+    loaded = checkpoints.load(paths.get(name, options.directory / f"{name}.safetensors"), target=decoder.target)
     drafter = loaded.drafter.to(dtype_of(decoder.target))
     if isinstance(drafter, BlockDrafter):
         drafter.settings = replace(drafter.settings, min_confidence=min_confidence or 0.0)
