@@ -20,6 +20,8 @@ pytestmark = pytest.mark.usefixtures("here")
         (["decode"], "name the models by one of MODEL, --ckpt, --pair, --target"),
         (["decode", "--ckpt", "x.ckpt", "--num_draft_token", "3"], "did you mean --num_draft_tokens?"),
         (["decode", "--ckpt", "x.ckpt", "--prompts", "x.txt"], "did you mean --prompts_file?"),
+        (["decode", "x.ckpt", ""], "unrecognized arguments: : give a prompt as --prompt TEXT"),
+        (["decode", "x.ckpt", "-"], "unrecognized arguments: - (see `"),
         (["decode", "--ckpt", "x.ckpt", "1 2 3"], "name the models once, got --ckpt and '1 2 3'"),
         (["decode", "--ckpt", "x.ckpt"], "x.ckpt: no such checkpoint"),
         (["export", "--ckpt", "x.ckpt"], "--output"),

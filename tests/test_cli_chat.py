@@ -133,6 +133,6 @@ def test_what_cannot_chat_is_refused_in_one_line(model: str, here: None) -> None
         refused("chat", *arguments, told=told)
     refused("chat", "--target", model, "--stop", "", stdin="a\n", told="stop string is empty")
     refused("chat", "--target", model, stdin="the oak " * 600 + "\n", told="begin a new one")
-    for command in ("/clear", "/save chat.txt"):
-        refused("chat", "--target", model, stdin=f"{command}\n", told=f"no command {command.split()[0]}: /reset begins")
+    for command in ("/clear", "/save chat.txt", "/reset now"):
+        refused("chat", "--target", model, stdin=f"{command}\n", told=f"no command {command}: /reset begins")
     assert succeed("chat", "--target", model, "--max_new_tokens", "4", stdin="/usr/bin/ls?\n").out, "a path is text"

@@ -92,7 +92,7 @@ def test_prompts_come_from_files_and_stdin_as_text_or_json(tmp_path: Path) -> No
     lines = ["the cat", "the dog\nsat", "{ not json", "a\u2028b\x85c"]
     assert texts("--prompts_file", str(path)) == lines
     assert texts("--prompts_file", "-", stdin=path.read_text()) == lines
-    assert texts("--prompt", "a\nb", "--prompt", '{"prompt": 1}') == ["a\nb", '{"prompt": 1}']
+    assert texts("--prompt", "a\nb", "--prompt", '{"prompt": 1}', "--prompt", "\n") == ["a\nb", '{"prompt": 1}', "\n"]
     assert texts() == list(OWN_PROMPTS)
 
 

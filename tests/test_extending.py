@@ -128,6 +128,15 @@ class Plain(LightningModule):
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters())
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, self.trainer.max_epochs)]
+
+class Manual(Plain):
+    automatic_optimization = False
+
+    def training_step(self, batch, index):
+        optimizer = self.optimizers(use_pl_optimizer=False)  # whose steps Lightning does not count
+        if self.training:
+            super().training_step(batch, index).backward()
+            optimizer.step()
 """
 
 
@@ -138,6 +147,9 @@ def test_a_lightning_module_of_ones_own_resumes_from_its_checkpoints_and_from_no
     given = ("--model", "my_plain.Plain", "--data", "my_data.Counting", "--trainer.accelerator", "cpu")
     options = (*given, "--trainer.logger", "false", *saves)
     assert "\ncheckpoint: ck/version_0/epoch=0" in succeed("fit", *options, "--trainer.max_epochs", "1").out
+    manual = ("--model", "my_plain.Manual", *options[2:], "--trainer.callbacks.dirpath", "manual")
+    succeed("fit", *manual, "--trainer.limit_val_batches", "0", "--trainer.max_epochs", "1")
+    assert list(tmp_path.glob("manual/version_0/*.ckpt")), "steps that Lightning does not count"
     succeed("fit", *options, *named, "--trainer.max_epochs", "1")
     last = tmp_path / "ck" / "version_1" / "last.ckpt"
     assert "val/loss" in succeed("validate", *options, "--ckpt_path", str(last)).out

@@ -8,6 +8,7 @@ import stat
 import sys
 from pathlib import Path
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from lightning_specdec.data import corpus as corpus_files
 from lightning_specdec.decoding import autoregressive_decode
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.loading import load_model
+from lightning_specdec.training import served
 
 __all__ = ["target"]
 
@@ -158,7 +160,7 @@ import json, os, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 given = dict(zip(sys.argv[3::2], sys.argv[4::2]))
 open("pid", "w").write(str(os.getpid()))
-assert "--no-enable-chunked-prefill" in sys.argv
+assert ("--no-enable-chunked-prefill" in sys.argv) != bool("{fault}")
 if "{fault}":
     sys.exit("ValueError: {fault}")
 class Handler(BaseHTTPRequestHandler):
@@ -181,6 +183,8 @@ def test_an_engine_by_its_python_is_started_for_the_run_and_ended(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     prompt_file(tmp_path)
+    # Of a machine without a GPU, or with one.
+    monkeypatch.setattr(served, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: bool(fault))))
     path = tmp_path / "python"
     path.write_text(PROGRAM.format(python=sys.executable, fault=fault))
     path.chmod(path.stat().st_mode | stat.S_IXUSR)

@@ -22,6 +22,7 @@ import torch
 import yaml
 from cli_fixtures import Bomb, call, succeed
 from families import tiny
+from lightning.pytorch import Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
 from training_fixtures import CONFIGS, EPOCHS, RNN_CONFIG, TrainedRun, shipped_run, shrunk, verb
@@ -32,6 +33,7 @@ from lightning_specdec.models import RNN
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.training import PairTraining, SafeCheckpointIO, SpeculativeTraining
 from lightning_specdec.training.cli import CliTrainer, run
+from lightning_specdec.training.optimizers import TimeLimit, time_left
 
 __all__ = ["shipped_run"]
 FILES = ["best.ckpt", "config.yaml", "last.ckpt"]
@@ -365,7 +367,10 @@ def test_a_run_whose_time_is_used_up_is_over(tmp_path: Path, monkeypatch: pytest
     succeed(*fit, "--trainer.callbacks.minutes", "9", "--trainer.max_epochs", "1")
     outcome = call(*fit, "--trainer.callbacks.minutes", "0.0001", "--ckpt_path", "last")
     assert outcome.code == 2 and "resuming" not in outcome.out
-    assert "last.ckpt is over, the run's time is used up: give more --minutes" in outcome.err.splitlines()[-1]
+    told = "last.ckpt is over, the run's time is used up: give more --minutes or --trainer.max_time, or begin a new run"
+    assert told in outcome.err.splitlines()[-1]
+    monkeypatch.setattr(TimeLimit, "began", time.monotonic() - 1000)
+    assert time_left(Trainer(max_time="00:00:01:00", logger=False)) == 60, "Lightning's own limit begins with training"
 
 
 SHIPPED: dict[str, set[str]] = {
@@ -451,6 +456,17 @@ def test_a_new_run_leaves_the_files_of_the_one_before_and_decode_takes_the_newes
     (home / "version_10").mkdir()
     shutil.copy(home / "version_0" / "best.ckpt", home / "version_10" / "last.ckpt")
     assert runs.find(home) == home / "version_10" / "last.ckpt", "numbers, not words"
+
+
+def test_curves_may_lie_beside_the_checkpoints_and_a_finished_run_leaves_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fit = ("fit", "--config", str(RNN_CONFIG), "--trainer.accelerator", "cpu", "--trainer.max_epochs", "1")
+    for version, steps in enumerate(("2", "0")):  # none are counted either where another process has trained
+        succeed(*fit, "--trainer.logger.init_args.save_dir", "checkpoints", "--trainer.max_steps", steps)
+        home = tmp_path / f"checkpoints/rnn/version_{version}"
+        assert (home / "config.yaml").is_file() and (home / "last.ckpt").is_file() == (steps == "2")
 
 
 def test_a_directory_has_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

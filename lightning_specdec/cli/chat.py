@@ -27,7 +27,7 @@ from lightning_specdec.cli.options import (
     pair_source,
 )
 from lightning_specdec.config.settings import Settings, setting
-from lightning_specdec.config.terminal import say
+from lightning_specdec.config.terminal import say, short
 
 if TYPE_CHECKING:
     from lightning_specdec.decoding import Row
@@ -84,8 +84,8 @@ def run(options: Namespace) -> int:
                 chat = Chat(tokenizer, system=chosen(options, ChatSettings).system)
                 talk = Talk(chat, Conversation(*decoder.ready(), config), interactive=interactive)
             try:
-                if re.fullmatch(r"/\w+", command := line.split()[0]):  # not a path
-                    raise ValueError(f"there is no command {command}: {COMMANDS}")
+                if re.fullmatch(r"/\w+", line.split()[0]):  # not a path
+                    raise ValueError(f"there is no command {short(line, 40)}: {COMMANDS}")
                 told = talk.say(line)
             except ValueError as error:
                 if not interactive:

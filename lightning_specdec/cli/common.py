@@ -142,7 +142,7 @@ def _read_prompts(settings: PromptSettings) -> list[Placed] | None:
         placed += _read_lines(settings.prompts_file)
     if not placed:
         raise ValueError("there is no prompt: give at least one line")
-    if empty := [where for where, text in placed if not text.strip()]:
+    if empty := [where for where, text in placed if not text]:
         raise ValueError(f"{empty[0]} is empty: give at least one token")
     return placed
 

@@ -148,10 +148,10 @@ class Parser(argparse.ArgumentParser):
         _, found, words = message.partition("unrecognized arguments: ")
         if not found:
             return ""
-        unknown = words.split()[0].partition("=")[0]
+        unknown = words.partition(" ")[0].partition("=")[0]
         if unknown in FORMER:
             return f": {FORMER[unknown]}"
-        known = list(self._option_string_actions)
+        known = list(self._option_string_actions) if unknown.strip("-") else []
         near = [each for each in known if each.startswith(unknown)] or difflib.get_close_matches(unknown, known, n=1)
         return (
             f": did you mean {near[0]}?" if near else "" if unknown[:1] == "-" else ": give a prompt as --prompt TEXT"

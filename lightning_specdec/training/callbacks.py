@@ -242,6 +242,8 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         place = prefix if name in ("arguments", "model") else f"{prefix}/{name}".strip("/")
         if isinstance(value, Mapping):
             flat |= _flat(value, place)
+        elif isinstance(value, list | tuple) and len(value) > 16:  # such as a draft's vocabulary
+            flat[place] = f"{len(value)} entries"
         elif value is not None:
             flat[place] = value if isinstance(value, str | int | float) else str(value)
     return flat

@@ -161,7 +161,7 @@ class TrainingCLI(LightningCLI):
                 say(f"stopped at step {step}: repeat with --ckpt_path last")
             raise
         finally:
-            self.files.release(self.trainer.global_step)
+            self.files.release(keep=self.trainer.state.finished or self.trainer.global_step > 0)
 
     def after_fit(self) -> None:
         """Report what was reached and where it is."""

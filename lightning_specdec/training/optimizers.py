@@ -114,7 +114,8 @@ def time_share(trainer: Trainer) -> float | None:
 def time_left(trainer: Trainer) -> float | None:
     """Seconds that a run has left before it begins its steps; None for a run without a time limit."""
     for timer in timers(trainer):
-        return max(0.0, (timer.time_remaining() or 0) - (time.monotonic() - TimeLimit.began))
+        gone = time.monotonic() - TimeLimit.began if isinstance(timer, TimeLimit) else 0.0
+        return max(0.0, (timer.time_remaining() or 0) - gone)
     return None
 
 

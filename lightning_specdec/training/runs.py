@@ -105,7 +105,8 @@ class RunFiles:
         Raises:
             ValueError: another run writes there.
         """
-        used = {*self.checkpoints.values(), *(() if self.logger is None else (Path(self.logger.root_dir),))}
+        curves = () if self.logger is None or "://" in self.logger.root_dir else (Path(self.logger.root_dir),)
+        used = {place.resolve() for place in (*self.checkpoints.values(), *curves)}
         version = max((number for each in used for number in runs.versions(each)[:1]), default=-1) + 1
         if resumed is not None and (name := Path(resumed).parent.name).startswith("version_"):
             version = int(name.removeprefix("version_"))
@@ -126,9 +127,11 @@ class RunFiles:
         if self.logger is not None:
             self.logger._version = version
 
-    def release(self, num_steps: int) -> None:
-        """Let other runs write there; a new run that came to no step leaves nothing behind."""
-        for directory in () if num_steps else self._made:
+    def release(self, *, keep: bool) -> None:
+        """Let other runs write there, and remove what a new run has made unless `keep`, or if it saved a checkpoint."""
+        # The Trainer counts neither the steps of an optimizer that it does not wrap nor those of forked processes.
+        saved = any(found for directory in self._made for found in directory.rglob("*.ckpt"))
+        for directory in () if keep or saved else self._made:
             shutil.rmtree(directory, ignore_errors=True)
         while self._locks:
             os.close(self._locks.pop())
@@ -193,7 +196,9 @@ def check_checkpoint(path: str, trainer: Trainer, model: LightningModule, data: 
                 "without it, or begin a new run"
             )
     if left == 0:
-        raise ValueError(f"{path} is over, the run's time is used up: give more --minutes, or begin a new run")
+        raise ValueError(
+            f"{path} is over, the run's time is used up: give more --minutes or --trainer.max_time, or begin a new run"
+        )
     return step
 
 
