@@ -14,11 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_specdec.bench.manifest import manifest
 from lightning_specdec.checkpoints import archive
 from lightning_specdec.training.draft_recipes import RECIPES
 
@@ -99,6 +101,22 @@ def measure(recipe: str, words: list[str], home: Path, num_kills: int, draw: ran
     }
 
 
+def record(given: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the output holds."""
+    told = {name: value for name, value in vars(given).items() if name not in ("target", "text", "output")}
+    told["target"] = Path(given.target).name if given.target else "tiny"
+    return {"manifest": manifest(options=told, device=torch.device("cpu")), "rows": rows}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: what each recipe's kills lost, and how many runs ended as the uninterrupted one."""
+    lines = ["| Recipe | Steps of a run | Kills | Longest time lost, s | Runs | Same weights |"] + ["| --- " * 6 + "|"]
+    for row in rows:
+        figures = (row["recipe"], row["steps"], row["kills"], row["most_seconds_since_checkpoint"], row["runs"])
+        lines.append("| {} | {} | {} | {:.1f} | {} | {} |".format(*figures, row["same_weights"]))
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target")
@@ -120,8 +138,7 @@ def main() -> None:
             words += ["--trainer.accelerator", "cpu"]
             rows.append(measure(recipe, words, home, given.kills, draw))
             print(json.dumps(rows[-1]), flush=True)
-            content = {"save_seconds": given.save_seconds, "max_epochs": given.max_epochs, "rows": rows}
-            given.output.write_text(json.dumps(content, indent=1) + "\n")
+            given.output.write_text(json.dumps(record(given, rows), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 
 import audits
 import draft_comparison
+import kills
 import peers
 import rnn_speed
 import smollm2_calls
@@ -170,6 +171,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "which_draft": which_draft_table,
     "audits": lambda: audits.table(_record("audits")["rows"]),
     "draft_comparison": lambda: draft_comparison.table(_record("draft_comparison")["drafts"]),
+    "kills": lambda: kills.table(_record("kills")["rows"]),
     "rnn_speed": lambda: rnn_speed.table(_record("rnn_speed")["rows"]),
     "smollm2_calls": lambda: smollm2_calls.table(_record("smollm2_calls_openvino")["rows"]),
     "smollm2_draft_kinds": lambda: smollm2_draft_kinds.table(_record("smollm2_draft_kinds")["drafts"]),

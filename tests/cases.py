@@ -172,7 +172,7 @@ DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
     "heads_reduced": lambda target: heads(target, reduced=True),
     "eagle": lambda target: fitted_eagle(target),
     "eagle_reduced": lambda target: fitted_eagle(target, reduced=True),
-    "eagle_windowed": lambda target: fitted_eagle(target, attention_window=3),
+    "eagle_windowed": lambda target: fitted_eagle(target, attention_window=3, min_confidence=0.1),
     "eagle_31_windowed": lambda target: fitted_eagle(target, norm_output=True, attention_window=3),
     "eagle_3_reduced": lambda target: fitted_eagle(target, reduced=True, feature_norms=False),
     "block": lambda target: fitted_block(target, min_confidence=0.3),
@@ -185,7 +185,7 @@ DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
     "lookup_first": lambda target: NGramWithFallback(LONG_MATCHES, ModelDrafter(related(target))),
     "lookup_heads": lambda target: NGramWithFallback(LONG_MATCHES, heads(target)),
     "lookup_exit": lambda target: NGramWithFallback(LONG_MATCHES, EarlyExitDrafter(1)),
-    "lookup_eagle": lambda target: NGramWithFallback(LONG_MATCHES, fitted_eagle(target)),
+    "lookup_eagle": lambda target: NGramWithFallback(LONG_MATCHES, fitted_eagle(target, min_confidence=0.1)),
     "lookup_block": lambda target: NGramWithFallback(LONG_MATCHES, fitted_block(target, min_confidence=0.3)),
     "staged_exit": lambda target: StagedDrafter([small(target), EarlyExitDrafter(1)], stage_windows=3),
 }

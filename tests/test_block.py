@@ -26,6 +26,7 @@ from test_eagle import TEXT, proposed
 from tiny_block import block, fitted_block
 from tiny_distillation import batch_of, begun, check_that_counts_are_decodings, check_that_it_learns, own_texts
 from tiny_distillation import target as tiny_target
+from tiny_eagle import fitted_eagle
 
 from lightning_specdec.audit.exact_round import measure_round
 from lightning_specdec.decoding import Session, autoregressive_decode
@@ -126,36 +127,40 @@ def drafts(drafter: BlockDrafter, model: LanguageModel, uniform: torch.Tensor) -
         return drafter.propose(memory, request, [window] * rows, Sampling(1.3))
 
 
-def test_where_a_window_ends_depends_on_no_token_that_it_cuts_off() -> None:
+@pytest.mark.parametrize("first", [0, 1])
+def test_where_a_window_ends_depends_on_no_token_that_it_cuts_off(first: int) -> None:
+    """A block's first place is always one of the window; an autoregressive head may end it before."""
     model = target("llama")
-    settings = {"num_layers": 1, "num_steps": 10}
-    whole = deepcopy(fitted_block(model, **settings))
-    with torch.no_grad():  # so that chances follow from the tokens before alone, and differ widely
-        whole.network.confidence.weight.copy_(torch.tensor([0.0] * (model.hidden_size or 0) + [2.0, -2.0, 2.0]))
+    whole: Any = deepcopy(fitted_block(model, num_layers=1, num_steps=10) if first else fitted_eagle(model))
+    if first:
+        with torch.no_grad():  # so that chances follow from the tokens before alone, and differ widely
+            whole.network.confidence.weight.copy_(torch.tensor([0.0] * (model.hidden_size or 0) + [2.0, -2.0, 2.0]))
     uniform = torch.rand(400, 3, generator=torch.Generator().manual_seed(0))
     tokens = drafts(whole, model, uniform).tokens.tolist()
     chances = {}
-    for bound in (0.05, 0.2, 0.4, 0.6, 1.0):
-        cautious = BlockDrafter(**{**whole.arguments(), "min_confidence": bound}).eval()
+    for bound in (0.05, 0.15, 0.25, 0.4, 0.6, 1.0):
+        cautious = type(whole)(**{**whole.arguments(), "min_confidence": bound}).eval()
         cautious.load_state_dict(whole.state_dict())
         made = drafts(cautious, model, uniform)
         lengths = made.lengths.tolist()
-        assert min(lengths) >= 1 and made.tokens.shape[1] == max(lengths)
+        assert min(lengths) >= first and made.tokens.shape[1] == max(lengths)
         chances[bound] = sum(lengths)
-        for end in (1, 2):  # whether there is a place `end` follows from the tokens before it
+        for end in (0, 1, 2):  # whether there is a place `end` follows from the tokens before it
             longer: dict[tuple[int, ...], set[bool]] = {}
             for row, length in zip(tokens, lengths, strict=True):
                 if length >= end:
                     longer.setdefault(tuple(row[:end]), set()).add(length > end)
             assert all(len(each) == 1 for each in longer.values())
-    assert len(set(chances.values())) > 3 and chances[1.0] == 400, "the bounds cut alike, or nothing"
+    assert len(set(chances.values())) > 3 and chances[1.0] == 400 * first, "the bounds cut alike, or nothing"
 
 
+@pytest.mark.parametrize("drafter", ["block", "eagle"])
 @pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.5}], ids=str)
-def test_rounds_that_end_early_in_all_rows_are_the_targets(settings: dict[str, Any]) -> None:
-    drafter = fitted_block(target("llama"), num_steps=10, min_confidence=0.3)
+def test_rounds_that_end_early_in_all_rows_are_the_targets(settings: dict[str, Any], drafter: str) -> None:
+    made = fitted_block if drafter == "block" else fitted_eagle
+    cautious = made(target("llama"), num_steps=10, min_confidence=0.3 if drafter == "block" else 0.05)
     sampling = Sampling(1.0, **settings)
-    law = measure_round(target("llama"), drafter, TEXT, rule=RejectionSampling(), sampling=sampling)
+    law = measure_round(target("llama"), cautious, TEXT, rule=RejectionSampling(), sampling=sampling)
     assert law.num_drafts and law.is_the_targets
 
 

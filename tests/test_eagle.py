@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import PROMPTS, target
+from cli_fixtures import refused, succeed
 from tiny_eagle import eagle, fitted_eagle
+from tiny_models import write_text_model
 
+from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.decoding import Session, autoregressive_decode
 from lightning_specdec.drafters import DraftRequest, EagleDrafter, TargetContext, last_two
 from lightning_specdec.drafters.eagle import FeatureDrafter
@@ -205,3 +209,25 @@ def test_numbers_that_are_none_behind_a_rejection_change_no_guess() -> None:
                 draft = drafter.propose(memory, request, [4], Sampling())
             found.append(draft.tokens.tolist())
     assert found[0] == found[1]
+
+
+def test_min_confidence_may_be_given_to_a_head_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    home, head = write_text_model(tmp_path / "model"), str(tmp_path / "head.safetensors")
+    plain = SpeculativeDecoder.from_pretrained(home)
+    plain.with_drafter(eagle(plain.target, min_confidence=0.25)).save_draft(head)
+    bounds = []
+    for kind in ("EagleDrafter", "NGramWithFallback"):
+        for given in ({}, {"min_confidence": 1}):
+            asked = {"class_path": kind, "init_args": given}
+            made: Any = SpeculativeDecoder.from_pretrained(home, head, drafter=asked).drafter
+            bounds.append(getattr(made, "fallback", made).settings.min_confidence)
+    assert bounds == [0.25, 1, 0.25, 1]
+    decode = ("decode", "--target", home, "--draft", head, "--repeats", "0", "--prompt", "the oak", "--drafter")
+    outcome = succeed(*decode, "EagleDrafter", "--drafter.min_confidence", "1")
+    assert "output identical" in outcome.out
+    told = "the draft is a EagleDrafter with its own settings: drop --drafter.head_size"
+    refused(*decode, "EagleDrafter", "--drafter.head_size", "2", told=told)
+    refused(*decode, "EagleDrafter", "--drafter.min_confidence", "2", told="min_confidence must be in [0, 1]")
+    model = ("decode", "--target", home, "--draft", home, "--drafter", "NGramWithFallback")
+    refused(*model, "--drafter.min_confidence", "1", told="ModelDrafter has no min_confidence: drop it")

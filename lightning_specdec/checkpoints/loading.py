@@ -184,7 +184,7 @@ def _choose(
         draft: a draft model, or a drafter that is there already.
         keep: whether the user named this drafter, so that a kind without use for it is an error.
     """
-    own = draft if isinstance(draft, Drafter) else None
+    own: Any = draft if isinstance(draft, Drafter) else None
     if choice is None:
         if own is None:
             return NGramDrafter() if draft is None else CrossVocabulary.for_target(target, draft)
@@ -201,10 +201,9 @@ def _choose(
             raise ValueError(f"the draft is a {type(own).__name__} already: drop --drafter {choice.name}")
         return kind.for_target(target, **settings)
     if settings:
-        if not isinstance(own, EarlyExitDrafter):
-            raise ValueError(
-                f"the draft is a {choice.name} with its own settings: drop --drafter.{next(iter(settings))}"
-            )
+        free = {"exit_layer"} if isinstance(own, EarlyExitDrafter) else {"min_confidence"}
+        if fixed := [name for name in settings if name not in free or not hasattr(own, "at")]:
+            raise ValueError(f"the draft is a {choice.name} with its own settings: drop --drafter.{fixed[0]}")
         own = own.at(**settings)
     own.check_target(target)
     return own

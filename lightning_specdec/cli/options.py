@@ -286,14 +286,16 @@ def typed(choice: Choice, kind: str) -> Choice:
     """
     if not choice.settings:
         return choice
-    settings: type[Settings] = KINDS[kind].load(choice.name).Settings
+    found = KINDS[kind].load(choice.name)
+    settings: type[Settings] = found.Settings
     known = dict(choice.settings)
     for name in known.keys() & hints(settings).keys():  # type: ignore[arg-type]
         try:
             known[name] = parse(known[name], hints(settings)[name])  # type: ignore[arg-type]
         except ValueError as error:
             raise ValueError(f"--{kind}.{name} {error}") from None
-    settings.from_dict(known, f"{choice.name}.")
+    if not getattr(found, "from_file", False):  # the file has the others
+        settings.from_dict(known, f"{choice.name}.")
     return Choice(choice.name, known)
 
 

@@ -21,7 +21,7 @@ from lightning_specdec.config.settings import setting
 from lightning_specdec.drafters.base import DraftRequest, TargetContext
 from lightning_specdec.drafters.eagle import FeatureDrafter, FeatureState
 from lightning_specdec.drafters.eagle_network import FeatureNetwork, FeatureSettings, attention, rotate
-from lightning_specdec.drafters.model import Drawn, make_draft, nothing
+from lightning_specdec.drafters.model import Drawn, make_draft, nothing, shortened
 from lightning_specdec.rules import Draft, Sampling
 
 if TYPE_CHECKING:
@@ -41,9 +41,6 @@ class BlockSettings(FeatureSettings):
     block_size: int = setting(7, "positions in a block, the most draft tokens of a round", minimum=1, maximum=64)
     num_layers: int = setting(1, "decoder layers", minimum=1, maximum=64)
     markov_rank: int = setting(64, "rank of the Markov head; 0 for none", minimum=0)
-    min_confidence: float = setting(
-        0.0, "end the window where the chance that all its tokens are kept falls below this", minimum=0, maximum=1
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -206,24 +203,11 @@ class BlockDrafter(FeatureDrafter):
         vocabulary, anchors = self.draft_vocabulary, request.tail[:, 1].contiguous()
         outputs = self.run(request, wanted, sampling, call, hidden, anchors, vocabulary=vocabulary)
         draft = make_draft(outputs, wanted, request, num_calls=1)
-        return draft if outputs[3] is None else self._confident(draft, outputs[3])
-
-    def _confident(self, draft: Draft, chances: Float[Tensor, "B K"]) -> Draft:
-        """The draft up to each row's first place that is not worth a draft token; the first place always is.
-
-        What ends a window are hidden states and the tokens before its end, none that is cut off, so the output keeps
-        its distribution.
-        """
-        if not self.settings.min_confidence:
+        if outputs[3] is None or not self.settings.min_confidence:
             return draft
-        lengths = 1 + (chances.float().cumprod(1)[:, 1:] >= self.settings.min_confidence).sum(1)
-        draft.lengths = lengths if draft.lengths is None else torch.minimum(lengths, draft.lengths)
-        if lengths.device.type == "cpu":  # elsewhere reading the lengths would take longer than the target's places
-            width = int(draft.lengths.max())
-            draft.tokens = draft.tokens[:, :width]
-            draft.probs = None if draft.probs is None else draft.probs[:, :width]
-            draft.logits = None if draft.logits is None else draft.logits[:, :width]
-        return draft
+        # The first place always is worth it. A window ends by hidden states and the tokens before its end.
+        chances = outputs[3].float().cumprod(1)[:, 1:]
+        return shortened(draft, 1 + (chances >= self.settings.min_confidence).sum(1))
 
     def _read(self, state: FeatureState, request: DraftRequest) -> None:
         """Keep the keys and values of the features of the settled text that have not been read."""

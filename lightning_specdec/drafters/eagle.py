@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_specdec.drafters.base import DraftRequest, DraftState, TargetContext
 from lightning_specdec.drafters.eagle_network import EagleNetwork, EagleSettings, attention
 from lightning_specdec.drafters.layout import pad
-from lightning_specdec.drafters.model import Drawn, TrainedDrafter, make_draft, nothing, runs_in_openvino
+from lightning_specdec.drafters.model import Drawn, TrainedDrafter, make_draft, nothing, runs_in_openvino, shortened
 from lightning_specdec.models import KVState, LanguageModel, ModelOutput
 from lightning_specdec.models.base import select
 from lightning_specdec.rules import Draft, Sampling
@@ -110,6 +110,12 @@ class FeatureDrafter(TrainedDrafter, ABC):
             raise ValueError(f"the draft reads layer {last}, the target has the layers 0 to {num_layers - 1}")
         target.embeddings(torch.zeros(1, 1, dtype=torch.long, device=target.device))
 
+    def at(self, min_confidence: float) -> FeatureDrafter:
+        """The same drafter with another `min_confidence`; the network is shared."""
+        other = copy(self)
+        other.settings = self.settings.changed(min_confidence=min_confidence)
+        return other
+
     def features(self, target: LanguageModel) -> Sequence[int]:
         layers: Sequence[int] = self.settings.feature_layers
         return layers
@@ -160,9 +166,14 @@ class EagleDrafter(FeatureDrafter):
         if not num_draft_tokens:
             return nothing(request)
         feature, logits, entries = self._read(state, request)
+        least, chances = self.settings.min_confidence, list[Tensor]()
 
         def call(drawn: Drawn, feature: Float[Tensor, "B 1 D"], logits: Float[Tensor, "B W"]) -> None:
             for i in range(num_draft_tokens):
+                if least:  # what a window ends by is the text, not the token drawn at its end
+                    chances.append(logits.float().softmax(-1).amax(-1) * (chances[-1] if chances else 1))
+                    if i and logits.device.type == "cpu" and chances[-1].max() < least:
+                        break
                 token = drawn.draw(logits)
                 if i + 1 < num_draft_tokens:
                     embedded = state.context.model.embeddings(token[:, None])
@@ -170,7 +181,8 @@ class EagleDrafter(FeatureDrafter):
 
         outputs = self.run(request, wanted, sampling, call, feature, logits, vocabulary=self.draft_vocabulary)
         state.read.truncate(entries)
-        return make_draft(outputs, wanted, request)
+        draft = make_draft(outputs, wanted, request)
+        return shortened(draft, (torch.stack(chances, 1) >= least).sum(1)) if least else draft
 
     def _read(
         self, state: FeatureState, request: DraftRequest

@@ -208,6 +208,17 @@ def make_draft(
     return Draft(tokens, lengths, probs, logits, num_calls or tokens.shape[1], states)
 
 
+def shortened(draft: Draft, lengths: Int[Tensor, "B"]) -> Draft:
+    """At most so many tokens of each row's draft; lossless if that follows from text and earlier tokens alone."""
+    draft.lengths = lengths if draft.lengths is None else torch.minimum(lengths, draft.lengths)
+    if lengths.device.type == "cpu":  # elsewhere reading the lengths would take longer than the target's places
+        width = int(draft.lengths.max())
+        draft.tokens = draft.tokens[:, :width]
+        draft.probs = None if draft.probs is None else draft.probs[:, :width]
+        draft.logits = None if draft.logits is None else draft.logits[:, :width]
+    return draft
+
+
 def nothing(request: DraftRequest) -> Draft:
     """No draft tokens for any row."""
     return Draft(torch.empty(len(request.tail), 0, dtype=torch.long, device=request.tail.device))

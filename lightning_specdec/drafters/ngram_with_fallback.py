@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from lightning_specdec.config.settings import setting
 from lightning_specdec.drafters.base import Drafter, DraftRequest, DraftState, JointState, TargetContext
 from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary
+from lightning_specdec.drafters.eagle import FeatureDrafter
 from lightning_specdec.drafters.ngram import NGramDrafter, NGramSettings, certain
 from lightning_specdec.models import ExitStates, LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
@@ -31,6 +32,7 @@ class FallbackSettings(NGramSettings):
 
     # A continuation of a single matched token is right less often than a trained draft (docs/log.md).
     min_ngram: int = setting(2, "shortest suffix to look up", minimum=1)
+    min_confidence: float | None = setting(None, "that of the trained draft; default: its own", minimum=0, maximum=1)
 
 
 class NGramWithFallback(Drafter):
@@ -60,6 +62,10 @@ class NGramWithFallback(Drafter):
     def for_target(cls, target: LanguageModel, draft: Any = None, **settings: Any) -> Drafter:
         """As `Drafter.for_target`; `draft` may also be a drafter."""
         fallback = draft if isinstance(draft, Drafter) else CrossVocabulary.for_target(target, draft)
+        if (least := settings.pop("min_confidence", None)) is not None:
+            if not isinstance(fallback, FeatureDrafter):
+                raise ValueError(f"{type(fallback).__name__} has no min_confidence: drop it")
+            fallback = fallback.at(least)
         drafter = cls(sure_lookup(**settings), fallback)
         drafter.check_target(target)
         return drafter
@@ -117,7 +123,7 @@ def sure_lookup(**settings: Any) -> NGramDrafter:
     """A lookup to go before a draft, which looks up long matches alone."""
     if settings.get("max_ngram") == 1:  # less than the default of the shortest one
         settings = {"min_ngram": 1, **settings}
-    return NGramDrafter(**FallbackSettings(**settings).to_dict())
+    return NGramDrafter(**{"min_ngram": FallbackSettings.min_ngram, **settings})
 
 
 def _joined(copied: Draft, other: Draft, exit_states: ExitStates | None) -> Draft:
