@@ -21,7 +21,6 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,7 @@ from lightning_specdec.checkpoints.target_reference import dtype_of
 from lightning_specdec.config.files import replaced
 from lightning_specdec.data import Batch
 from lightning_specdec.data.generated_text import GeneratedText
-from lightning_specdec.drafters import BlockDrafter, Drafter, NGramDrafter, NGramWithFallback
-from lightning_specdec.drafters.ngram_with_fallback import sure_lookup
+from lightning_specdec.drafters import Drafter, NGramDrafter, NGramWithFallback
 from lightning_specdec.models.loading import load_model
 from lightning_specdec.training import BlockTraining, DistillationTraining, EagleTraining, OnlineFeatures
 from lightning_specdec.training.draft_recipes import config_for
@@ -69,7 +67,7 @@ def main() -> None:
     parser.add_argument("--num_chosen_on", type=int, default=6, help="prompts after those, on which windows are chosen")
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--windows", nargs="+", type=int, default=[1, 2, 3, 4])
-    parser.add_argument("--confidences", nargs="+", type=float, default=[0.0, 0.3])
+    parser.add_argument("--confidences", nargs="+", type=float, default=[0.0, 0.1])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="drafts to train and measure in this run")
     parser.add_argument("--also", nargs="+", type=Path, default=[], help="other draft files to measure, named by file")
     parser.add_argument("--backend", choices=["auto", "torch", "openvino"], default="auto")
@@ -255,9 +253,7 @@ def made(name: str, decoder: SpeculativeDecoder, options: argparse.Namespace, mi
     paths = {path.stem: path for path in options.also}
     loaded = checkpoints.load(paths.get(name, options.directory / f"{name}.safetensors"), target=decoder.target)
     drafter = loaded.drafter.to(dtype_of(decoder.target))
-    if isinstance(drafter, BlockDrafter):
-        drafter.settings = replace(drafter.settings, min_confidence=min_confidence or 0.0)
-    return NGramWithFallback(sure_lookup(), drafter)
+    return NGramWithFallback.for_target(decoder.target, drafter, min_confidence=min_confidence)
 
 
 def sweep(
@@ -275,9 +271,8 @@ def sweep(
 def candidates(
     name: str, decoder: SpeculativeDecoder, prompts: Sequence[list[int]], options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Results of each window on some prompts, and of each confidence if the draft has one."""
-    confident = name.startswith("block")
-    for confidence in options.confidences if confident else [None]:
+    """Results of each window on some prompts, and of each confidence if there is a draft."""
+    for confidence in [None] if name == LOOKUP else options.confidences:
         drafter = made(name, decoder, options, confidence)
         for cell in sweep(decoder, prompts, drafter, options.windows, options):
             yield row_of(cell) | {"min_confidence": confidence}
