@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--num_chosen_on", type=int, default=6, help="prompts after those, on which windows are chosen")
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--windows", nargs="+", type=int, default=[1, 2, 3, 4])
-    parser.add_argument("--confidences", nargs="+", type=float, default=[0.0, 0.1])
+    parser.add_argument("--confidences", nargs="+", type=float, default=[0.0, 0.1, 0.3])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="drafts to train and measure in this run")
     parser.add_argument("--also", nargs="+", type=Path, default=[], help="other draft files to measure, named by file")
     parser.add_argument("--backend", choices=["auto", "torch", "openvino"], default="auto")

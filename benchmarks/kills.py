@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peers import markdown
 
 from lightning_specdec.bench.manifest import manifest
 from lightning_specdec.checkpoints import archive
@@ -110,11 +111,9 @@ def record(given: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, A
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown: what each recipe's kills lost, and how many runs ended as the uninterrupted one."""
-    lines = ["| Recipe | Steps of a run | Kills | Longest time lost, s | Runs | Same weights |"] + ["| --- " * 6 + "|"]
-    for row in rows:
-        figures = (row["recipe"], row["steps"], row["kills"], row["most_seconds_since_checkpoint"], row["runs"])
-        lines.append("| {} | {} | {} | {:.1f} | {} | {} |".format(*figures, row["same_weights"]))
-    return "\n".join(lines)
+    names = ("recipe", "steps", "kills", "most_seconds_since_checkpoint", "runs", "same_weights")
+    heads = ("Recipe", "Steps of a run", "Kills", "Longest time lost, s", "Runs", "Same weights")
+    return markdown(heads, [[str(row[name]) for name in names] for row in rows])
 
 
 def main() -> None:

@@ -19,7 +19,6 @@ from lightning_specdec.config.pairs import get_pair
 from lightning_specdec.drafters import (
     CrossVocabulary,
     Drafter,
-    EarlyExitDrafter,
     ModelDrafter,
     NGramDrafter,
     NGramWithFallback,
@@ -184,7 +183,7 @@ def _choose(
         draft: a draft model, or a drafter that is there already.
         keep: whether the user named this drafter, so that a kind without use for it is an error.
     """
-    own: Any = draft if isinstance(draft, Drafter) else None
+    own = draft if isinstance(draft, Drafter) else None
     if choice is None:
         if own is None:
             return NGramDrafter() if draft is None else CrossVocabulary.for_target(target, draft)
@@ -200,11 +199,10 @@ def _choose(
         if keep:
             raise ValueError(f"the draft is a {type(own).__name__} already: drop --drafter {choice.name}")
         return kind.for_target(target, **settings)
-    if settings:
-        free = {"exit_layer"} if isinstance(own, EarlyExitDrafter) else {"min_confidence"}
-        if fixed := [name for name in settings if name not in free or not hasattr(own, "at")]:
-            raise ValueError(f"the draft is a {choice.name} with its own settings: drop --drafter.{fixed[0]}")
-        own = own.at(**settings)
+    for name, value in settings.items():
+        if name != own.free:
+            raise ValueError(f"the draft is a {choice.name} with its own settings: drop --drafter.{name}")
+        own = own.at(value)
     own.check_target(target)
     return own
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -170,6 +171,7 @@ class Drafter(nn.Module, ABC):
         from_file: whether it is trained, so that it is loaded from a file and not made from settings.
         inside_target: whether it reads the target's state or hidden states. It then always sees whole texts.
         takes_model: whether the constructor's first argument is a draft model.
+        free: the setting that may change once there are weights, see `at`.
     """
 
     Settings: ClassVar[type[BaseSettings]] = NoSettings
@@ -178,10 +180,17 @@ class Drafter(nn.Module, ABC):
     from_file: ClassVar[bool] = False
     inside_target: bool = False
     takes_model: ClassVar[bool] = False
+    free: ClassVar[str | None] = None
 
     def __init__(self, *values: Any, **settings: Any) -> None:
         super().__init__()
         self.settings = self.Settings.arguments(*values, **settings)
+
+    def at(self, value: Any) -> Self:
+        """The same drafter with another value of its `free` setting; the weights are shared."""
+        other = copy(self)
+        other.settings = self.settings.changed(**{str(self.free): value})
+        return other
 
     @classmethod
     def for_target(cls, target: LanguageModel, draft: Any = None, **settings: Any) -> Drafter:

@@ -98,6 +98,7 @@ class FeatureDrafter(TrainedDrafter, ABC):
     settings: Any
     network: Any
     in_openvino: Any = None
+    free = "min_confidence"
 
     def fused(self, target: LanguageModel | None = None) -> Any:
         return self.packed("network")
@@ -109,12 +110,6 @@ class FeatureDrafter(TrainedDrafter, ABC):
         if last >= num_layers:
             raise ValueError(f"the draft reads layer {last}, the target has the layers 0 to {num_layers - 1}")
         target.embeddings(torch.zeros(1, 1, dtype=torch.long, device=target.device))
-
-    def at(self, min_confidence: float) -> FeatureDrafter:
-        """The same drafter with another `min_confidence`; the network is shared."""
-        other = copy(self)
-        other.settings = self.settings.changed(min_confidence=min_confidence)
-        return other
 
     def features(self, target: LanguageModel) -> Sequence[int]:
         layers: Sequence[int] = self.settings.feature_layers
@@ -166,9 +161,10 @@ class EagleDrafter(FeatureDrafter):
         if not num_draft_tokens:
             return nothing(request)
         feature, logits, entries = self._read(state, request)
-        least, chances = self.settings.min_confidence, list[Tensor]()
+        least = self.settings.min_confidence
 
-        def call(drawn: Drawn, feature: Float[Tensor, "B 1 D"], logits: Float[Tensor, "B W"]) -> None:
+        def call(drawn: Drawn, feature: Float[Tensor, "B 1 D"], logits: Float[Tensor, "B W"]) -> Tensor | None:
+            chances: list[Tensor] = []
             for i in range(num_draft_tokens):
                 if least:  # what a window ends by is the text, not the token drawn at its end
                     chances.append(logits.float().softmax(-1).amax(-1) * (chances[-1] if chances else 1))
@@ -178,11 +174,12 @@ class EagleDrafter(FeatureDrafter):
                 if i + 1 < num_draft_tokens:
                     embedded = state.context.model.embeddings(token[:, None])
                     feature, logits = self._advance(state.read, embedded, feature, None)
+            return torch.stack(chances, dim=1) if chances else None
 
         outputs = self.run(request, wanted, sampling, call, feature, logits, vocabulary=self.draft_vocabulary)
         state.read.truncate(entries)
         draft = make_draft(outputs, wanted, request)
-        return shortened(draft, (torch.stack(chances, 1) >= least).sum(1)) if least else draft
+        return draft if outputs[3] is None else shortened(draft, (outputs[3] >= least).sum(1))
 
     def _read(
         self, state: FeatureState, request: DraftRequest

@@ -43,9 +43,7 @@ class FeatureSettings(Settings):
         None, "tokens that the draft scores, ascending, or how many to choose before training; default: all"
     )
     feature_norms: bool = setting(True, "normalize each layer's hidden states before joining them")
-    min_confidence: float = setting(
-        0.0, "end the window where the chance that all its tokens are kept falls below this", minimum=0, maximum=1
-    )
+    min_confidence: float = setting(0.0, "end the window where its chance to be kept is lower", minimum=0, maximum=1)
     head_size: int | None = setting(None, "size of a head; default: hidden_size / num_heads", minimum=2, maximum=2**12)
     rotary_base: float = setting(10_000.0, "base of the rotary positions", minimum=1)
     norm_eps: float = setting(1e-5, "epsilon of the norms", above=0, maximum=1)

@@ -6,7 +6,6 @@ Shapes: B rows, T tokens, N places, D hidden size, V vocabulary, W tokens that a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -165,14 +164,20 @@ class EarlyExitDrafter(TrainedDrafter):
     Settings = EarlyExitSettings
     settings: EarlyExitSettings
     from_file = False
+    free = "exit_layer"
 
     def __init__(self, *values: Any, sampling: Sampling | None = None, **settings: Any) -> None:
         super().__init__(*values, sampling=sampling, **settings)
         own = self.settings
-        self.exit_layer, self.heads = own.exit_layer, nn.ModuleDict()
+        self.heads = nn.ModuleDict()
         for layer in own.head_layers:
             assert own.hidden_size is not None
             self.heads[str(layer)] = ExitHead(own.hidden_size, self.num_tokens, own.num_blocks)
+
+    @property
+    def exit_layer(self) -> int:
+        """How many of the target's layers draft."""
+        return self.settings.exit_layer
 
     @property
     def head(self) -> ExitHead | None:
@@ -188,12 +193,6 @@ class EarlyExitDrafter(TrainedDrafter):
         target.check_exit(self.exit_layer)
         if self.heads:
             super().check_target(target)
-
-    def at(self, exit_layer: int) -> EarlyExitDrafter:
-        """The same drafter with another exit; the heads are shared."""
-        other = copy(self)
-        other.exit_layer, other.settings = exit_layer, self.settings.changed(exit_layer=exit_layer)
-        return other
 
     def fused(self, target: LanguageModel | None = None) -> EarlyExitDrafter:
         return self.packed("heads")

@@ -12,7 +12,6 @@ from torch.nn.functional import pad
 from lightning_specdec.config.settings import setting
 from lightning_specdec.drafters.base import Drafter, DraftRequest, DraftState, JointState, TargetContext
 from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary
-from lightning_specdec.drafters.eagle import FeatureDrafter
 from lightning_specdec.drafters.ngram import NGramDrafter, NGramSettings, certain
 from lightning_specdec.models import ExitStates, LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
@@ -63,7 +62,7 @@ class NGramWithFallback(Drafter):
         """As `Drafter.for_target`; `draft` may also be a drafter."""
         fallback = draft if isinstance(draft, Drafter) else CrossVocabulary.for_target(target, draft)
         if (least := settings.pop("min_confidence", None)) is not None:
-            if not isinstance(fallback, FeatureDrafter):
+            if fallback.free != "min_confidence":
                 raise ValueError(f"{type(fallback).__name__} has no min_confidence: drop it")
             fallback = fallback.at(least)
         drafter = cls(sure_lookup(**settings), fallback)
