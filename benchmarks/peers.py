@@ -96,8 +96,10 @@ def _methods() -> Iterator[Method]:
             short = {"min_ngram": [1], "max_ngram": [3], "tokens_per_match": [1, 5]}
             lookups += grid(drafter=["NGramDrafter"], num_draft_tokens=[5], **short)
             yield Method(*ours, "lookup", (load,), lookups)
-            heads = grid(drafter=["NGramWithFallback"], num_draft_tokens=[3, 5], min_ngram=[2], tokens_per_match=[2, 5])
-            heads += grid(drafter=["NGramWithFallback"], num_draft_tokens=["auto"], min_ngram=[2])
+            after: Row = {"drafter": ["NGramWithFallback"], "min_ngram": [2]}
+            heads = grid(**after, num_draft_tokens=[3, 5], tokens_per_match=[2], min_confidence=[None, 0.05, 0.15])
+            heads += grid(**after, num_draft_tokens=[5], tokens_per_match=[5], min_confidence=[None, 0.05])
+            heads += grid(**after, num_draft_tokens=["auto"])
             yield Method(*ours, "lookup, head", (load,), heads)
         scheduler: Load = {"cache_size": 1, "enable_prefix_caching": False}
         whole = {**scheduler, "max_num_batched_tokens": CONTEXT + 200, "dynamic_split_fuse": False}

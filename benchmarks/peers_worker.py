@@ -53,7 +53,8 @@ class Ours:
         }
 
     def _decoder(self, setting: dict[str, Any]) -> Any:
-        own = {name: value for name, value in setting.items() if name in ("max_ngram", "min_ngram", "tokens_per_match")}
+        names = ("max_ngram", "min_ngram", "tokens_per_match", "min_confidence")
+        own = {name: value for name, value in setting.items() if name in names}
         key = json.dumps([setting["drafter"], own], sort_keys=True)
         if key not in self.made:
             if setting["drafter"] == "NGramWithFallback":
