@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from lightning_specdec.rules import Draft, Sampling
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
+
+D = TypeVar("D", bound="Drafter")  # not `Self`: the tests' shape checker refuses it
 
 
 @dataclass
@@ -186,7 +188,7 @@ class Drafter(nn.Module, ABC):
         super().__init__()
         self.settings = self.Settings.arguments(*values, **settings)
 
-    def at(self, value: Any) -> Self:
+    def at(self: D, value: Any) -> D:
         """The same drafter with another value of its `free` setting; the weights are shared."""
         other = copy(self)
         other.settings = self.settings.changed(**{str(self.free): value})
