@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from cases import PROMPTS, target
+from cases import EOS, PROMPTS, target
 from cli_fixtures import refused, succeed
 from tiny_eagle import eagle, fitted_eagle
 from tiny_models import write_text_model
 
 from lightning_specdec import SpeculativeDecoder
-from lightning_specdec.decoding import Session, autoregressive_decode
+from lightning_specdec.decoding import Session, autoregressive_decode, speculative_decode
 from lightning_specdec.drafters import DraftRequest, EagleDrafter, TargetContext, last_two
 from lightning_specdec.drafters.eagle import FeatureDrafter
 from lightning_specdec.models import LanguageModel, ModelOutput
-from lightning_specdec.rules import Sampling
+from lightning_specdec.rules import Draft, Sampling
 from lightning_specdec.training.eagle import rollouts
 
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -209,6 +209,32 @@ def test_numbers_that_are_none_behind_a_rejection_change_no_guess() -> None:
                 draft = drafter.propose(memory, request, [4], Sampling())
             found.append(draft.tokens.tolist())
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[1:2], PROMPTS], ids=len)
+@pytest.mark.parametrize("bound", [0.3, 0.5, 1.0])
+def test_a_window_that_ends_early_costs_no_pass_behind_its_end(
+    bound: float, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside rows that want no draft tokens, because they have ended."""
+    passes, widths, model = [], [], target("llama")
+
+    class Counted(EagleDrafter):
+        def _advance(self, *given: Any) -> Any:
+            passes.append(1)
+            return super()._advance(*given)
+
+        def propose(self, *given: Any) -> Draft:
+            before, draft = len(passes), super().propose(*given)
+            widths.append(draft.tokens.shape[1])
+            assert len(passes) - before == draft.num_calls <= widths[-1] + 1, "a further pass tells where it ends"
+            return draft
+
+    whole = fitted_eagle(model)
+    drafter = Counted(**{**whole.arguments(), "min_confidence": bound}).eval()
+    drafter.load_state_dict(whole.state_dict())
+    result = speculative_decode(model, drafter, prompts, max_new_tokens=20, num_draft_tokens=4, eos=EOS)
+    assert result.num_draft_calls == len(passes) and (max(widths) > 0) == (bound < 1)
 
 
 def test_min_confidence_may_be_given_to_a_head_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,13 +167,13 @@ class EagleDrafter(FeatureDrafter):
             chances: list[Tensor] = []
             for i in range(num_draft_tokens):
                 if least:  # what a window ends by is the text, not the token drawn at its end
-                    chances.append(logits.float().softmax(-1).amax(-1) * (chances[-1] if chances else 1))
-                    if i and logits.device.type == "cpu" and chances[-1].max() < least:
-                        break
+                    before = chances[-1] if chances else torch.tensor(wanted, device=logits.device) > 0
+                    chances.append(logits.float().softmax(-1).amax(-1) * before)
                 token = drawn.draw(logits)
-                if i + 1 < num_draft_tokens:
-                    embedded = state.context.model.embeddings(token[:, None])
-                    feature, logits = self._advance(state.read, embedded, feature, None)
+                if i + 1 == num_draft_tokens or (least and token.device.type == "cpu" and chances[-1].max() < least):
+                    break
+                embedded = state.context.model.embeddings(token[:, None])
+                feature, logits = self._advance(state.read, embedded, feature, None)
             return torch.stack(chances, dim=1) if chances else None
 
         outputs = self.run(request, wanted, sampling, call, feature, logits, vocabulary=self.draft_vocabulary)
