@@ -14,7 +14,7 @@ from tiny_models import write_text_model
 
 from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.decoding import Session, autoregressive_decode, speculative_decode
-from lightning_specdec.drafters import DraftRequest, EagleDrafter, TargetContext, last_two
+from lightning_specdec.drafters import DraftRequest, EagleDrafter, NGramWithFallback, TargetContext, last_two
 from lightning_specdec.drafters.eagle import FeatureDrafter
 from lightning_specdec.models import LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
@@ -255,5 +255,9 @@ def test_min_confidence_may_be_given_to_a_head_from_a_file(tmp_path: Path, monke
     told = "the draft is a EagleDrafter with its own settings: drop --drafter.head_size"
     refused(*decode, "EagleDrafter", "--drafter.head_size", "2", told=told)
     refused(*decode, "EagleDrafter", "--drafter.min_confidence", "2", told="min_confidence must be in [0, 1]")
+    plain.with_drafter(NGramWithFallback.for_target(plain.target, made.fallback.at(0))).save_draft("joined.safetensors")
+    asked = {"class_path": "NGramWithFallback", "init_args": {"min_confidence": 1, "min_ngram": 3}}
+    again: Any = SpeculativeDecoder.from_pretrained(home, "joined.safetensors", drafter=asked).drafter
+    assert (again.lookup.settings.min_ngram, again.fallback.settings.min_confidence) == (3, 1)
     model = ("decode", "--target", home, "--draft", home, "--drafter", "NGramWithFallback")
     refused(*model, "--drafter.min_confidence", "1", told="ModelDrafter has no min_confidence: drop it")

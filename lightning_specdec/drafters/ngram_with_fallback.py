@@ -60,6 +60,8 @@ class NGramWithFallback(Drafter):
     @classmethod
     def for_target(cls, target: LanguageModel, draft: Any = None, **settings: Any) -> Drafter:
         """As `Drafter.for_target`; `draft` may also be a drafter."""
+        if isinstance(draft, NGramWithFallback):  # another lookup before the same draft
+            draft = draft.fallback
         fallback = draft if isinstance(draft, Drafter) else CrossVocabulary.for_target(target, draft)
         if (least := settings.pop("min_confidence", None)) is not None:
             if fallback.free != "min_confidence":
