@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import cases
 import pytest
 from families import tiny
+from tiny_block import fitted_block
+from tiny_eagle import fitted_eagle
 from torch import Tensor
 
 from lightning_specdec.decoding import Calibration
@@ -48,6 +51,25 @@ def test_a_calibration_finds_the_costs_that_the_calls_have(size: int, monkeypatc
         assert found.loop_seconds == pytest.approx([0.0] * 6, abs=1e-9)
         assert found.draft_seconds == pytest.approx(0.01) and found.draft_step_seconds == pytest.approx(0.21)
         assert found.target_token_seconds == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("with_lookup", [False, True])
+@pytest.mark.parametrize("made", [fitted_eagle, fitted_block])
+def test_windows_that_a_draft_would_end_early_are_measured_whole(made: Any, with_lookup: bool) -> None:
+    """What a draft token costs would not be seen otherwise, and `auto` would take the widest window."""
+    model, drafted = cases.target("llama"), Counter[tuple[int, int]]()
+    drafter: Any = made(model).at(1.0)
+
+    class Counted(type(drafter)):  # type: ignore[misc]
+        def propose(self, state: Any, request: Any, windows: Any, sampling: Sampling) -> Draft:
+            draft: Draft = super().propose(state, request, windows, sampling)
+            drafted[max(windows), draft.tokens.shape[1]] += 1
+            return draft
+
+    drafter.__class__ = Counted
+    calibrate(model, NGramWithFallback(NGramDrafter(), drafter) if with_lookup else drafter, windows=(2, 4), seconds=0)
+    # In a round of the prompt nothing is drafted.
+    assert {window: number for window, number in drafted if number} == {2: 2, 4: 4}
 
 
 @pytest.mark.parametrize(

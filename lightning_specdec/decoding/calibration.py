@@ -88,6 +88,8 @@ def calibrate(
         seconds: how long to measure, if `FEWEST_PASSES` fit.
     """
     measured = drafter.fallback if isinstance(drafter, NGramWithFallback) else drafter
+    if measured.free == "min_confidence":  # a window that ends early hides what its tokens cost
+        measured = measured.at(0.0)
     most = measured.max_draft_tokens or max(windows)
     windows = sorted({min(window, most) for window in windows})
     limits = [limit for limit in (target.max_positions, drafter.max_positions) if limit is not None]
