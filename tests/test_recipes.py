@@ -90,6 +90,19 @@ def test_a_run_of_given_minutes_ends_with_its_schedule_and_keeps_what_is_read_of
     assert b" entries" in hparams["_hparams_/session_start_info"], "long lists by their lengths"
 
 
+def test_a_short_run_may_get_more_minutes(target: str, corpus: Path) -> None:
+    """What a recipe chooses for a short run changes with its minutes; the error says how to keep it."""
+    fit = ["fit", "--recipe", "eagle", "--target", target, "--text", str(corpus), "--trainer.accelerator", "cpu"]
+    fit += ["--data.batch_size", "2", "--trainer.max_epochs"]
+    succeed(*fit, "1", "--minutes", "15")
+    options: list[str] = []
+    for given in ("--model.learning_rate 0.004", "--model.num_draft_tokens 2"):
+        outcome = call(*fit, "2", "--minutes", "16", "--ckpt_path", "last", *options)
+        assert f": give {given}, or begin a new run" in outcome.err
+        options += given.split()
+    assert "resuming" in succeed(*fit, "2", "--minutes", "16", "--ckpt_path", "last", *options).out
+
+
 def test_the_guides_first_commands_work_as_written(target: str, corpus: Path) -> None:
     """But for the size: a tiny target where SmolLM2 is, its text for the shipped one, seconds for minutes."""
     Path("checkpoints").mkdir()

@@ -213,7 +213,9 @@ def _check_config(path: str, described: Mapping[str, Any], model: SpeculativeTra
     free = moved | {"format", "recipe", "versions", "prompts", "tokenizer"}
     for name in (name for name in given if name in before and name not in free):
         if difference := _difference(name, before[name], json.loads(json.dumps(given[name]))):
-            raise ValueError(f"{path} cannot resume: {difference}: {_CONFIG}, or begin a new run")
+            single = name in model.settings() and isinstance(before[name], str | int | float)
+            advice = f"give --model.{name} {before[name]}" if single else _CONFIG
+            raise ValueError(f"{path} cannot resume: {difference}: {advice}, or begin a new run")
 
 
 def _difference(name: str, before: Any, now: Any) -> str | None:
