@@ -24,7 +24,7 @@ import yaml
 LAWS = (
     "rules sampling states distribution session lossless whole_decodes stopping rounds ngram multi_token eagle "
     "early_exit staged ngram_with_fallback lookup_first cross_vocabulary conversation processors "
-    "windows huggingface layers translation vocabulary new_drafter"
+    "windows huggingface layers translation vocabulary new_drafter audit"
 ).split()
 """Test files of the laws, the fastest first; a tree runs those that it has."""
 

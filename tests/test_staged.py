@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_specdec import models
 from lightning_specdec.checkpoints import networks
 from lightning_specdec.config.kinds import DRAFTERS
-from lightning_specdec.decoding import Session, open_session
+from lightning_specdec.decoding import Session, open_session, run
 from lightning_specdec.drafters import (
     Draft,
     Drafter,
@@ -220,6 +220,36 @@ def test_the_host_reads_the_device_twice_for_each_call_of_the_larger_stage(
             session.step()
             num_calls = session.num_draft_calls - before
             assert set(reads.seen) <= {"tolist"} and len(reads.seen) <= 1 + 2 * num_calls
+
+
+class Told(ModelDrafter):
+    """Notes what it drafts for its only row, and how much of it is said to be kept."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__(model)
+        self.drafted: list[tuple[int, list[int]]] = []
+        self.told: list[int] = []
+
+    def propose(self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+        draft = super().propose(state, request, windows, sampling)
+        self.drafted.append((len(request.texts[0]), draft.tokens[0, : windows[0]].tolist()))
+        return draft
+
+    def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
+        self.told += num_accepted if len(self.told) < len(self.drafted) else []  # it may have drafted nothing
+        super().observe(state, output, num_accepted)
+
+
+def test_the_smaller_stage_learns_how_many_of_its_tokens_the_larger_one_keeps() -> None:
+    model = cases.target("rnn")
+    smaller = Told(cases.near(model))
+    staged = StagedDrafter([smaller, ModelDrafter(model)], stage_windows=2)
+    result = run(open_session(model, staged, [cases.PROMPTS[0]], max_new_tokens=24, num_draft_tokens=5))
+    text, kept = [*cases.PROMPTS[0], *result.tokens[0]], []
+    for start, tokens in smaller.drafted:
+        pairs = zip(tokens, text[start:], strict=False)
+        kept.append(next((i for i, (drafted, token) in enumerate(pairs) if drafted != token), len(tokens)))
+    assert smaller.told == kept and {*kept} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("at_call", range(1, 6))
