@@ -158,3 +158,14 @@ def test_a_pair_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         load_or_measure(model, drafter, **options)
     load_or_measure(cases.MODELS["rnn"](hidden_size=32), drafter)
     assert measured == [1, 2, 1, 1, 1]
+
+
+def test_another_release_of_openvino_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measuring, "calibrate", lambda *_, **__: COSTS)
+    model = cases.MODELS["rnn"]()
+    for backend, release, kept in (("torch", "1", 1), ("torch", "2", 1), ("openvino", "1", 2), ("openvino", "2", 3)):
+        monkeypatch.setattr(type(model), "backend", backend)
+        monkeypatch.setattr("importlib.metadata.version", lambda name, own=release: own)
+        load_or_measure(model, NGramDrafter())
+        assert len([*tmp_path.rglob("*.json")]) == kept

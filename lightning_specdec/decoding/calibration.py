@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import metadata
 from itertools import accumulate
 from statistics import linear_regression, median
 from typing import Any
@@ -157,7 +158,9 @@ def load_or_measure(
     settings = batch_size, type(make_rule(config.rule)), config.sampling
     is_gpu = device.type == "cuda"
     processor = torch.cuda.get_device_name(device) if is_gpu else torch.backends.cpu.get_cpu_capability()
-    machine = FORMAT, __version__, torch.__version__, torch.get_num_threads(), str(device), processor
+    openvino = metadata.version("openvino") if target.backend == "openvino" else None
+    versions = FORMAT, __version__, torch.__version__, openvino
+    machine = *versions, torch.get_num_threads(), str(device), processor
     key = repr((settings, machine, fingerprint(target), fingerprint(drafter)))
     kept = cache_home() / f"calibration-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     try:
