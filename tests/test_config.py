@@ -69,6 +69,8 @@ def test_a_decoding_config_takes_changes_and_a_sampling_at_once() -> None:
     with pytest.raises(ValueError, match="eos must be a list of integers or none, got 1.5"):
         DecodingConfig(eos=1.5)  # type: ignore[arg-type]
     assert DecodingConfig.of(config) is config and DecodingConfig.of(config, seed=1).top_k == 2
+    with pytest.raises(ValueError, match="config must be a DecodingConfig, got 'auto': give its fields by name"):
+        DecodingConfig.of("auto")  # type: ignore[arg-type]
     for changes, told in (({"sead": 1}, "did you mean seed"), ({"num_draft_tokens": "many"}, "auto or an integer")):
         with pytest.raises(ValueError, match=told):
             DecodingConfig.of(config, **changes)

@@ -78,6 +78,8 @@ class DecodingConfig(SamplingSettings):
         Raises:
             ValueError: a name is not a field, or a value is wrong.
         """
+        if not isinstance(config, cls | None):
+            raise ValueError(f"config must be a {cls.__name__}, got {config!r}: give its fields by name")
         sampling = changes.pop("sampling", None)
         if sampling is not None:
             names = [each.name for each in fields(SamplingSettings)]
