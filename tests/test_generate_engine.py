@@ -55,7 +55,8 @@ class StandIn(Handler):
 
     def answer(self, value: Any) -> None:
         data = value if isinstance(value, bytes) else json.dumps(value).encode()
-        self.send_response(400 if value == b"no" else 200)
+        failed = isinstance(value, dict) and ("error" in value or "detail" in value)
+        self.send_response(400 if value == b"no" else 500 if failed or value == b"" else 200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -109,6 +110,12 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "a page": ({"models": b"<html>"}, "does not answer with JSON"),
     "an older release": ({"answer": {"choices": [{"text": "a"}]}}, "(0.32.0) is too old"),
     "an error": ({"answer": b"no"}, "refuses with 400: no"),
+    "a failure": (
+        {"answer": {"error": {"message": "no\nmemory " + "x" * 3000, "code": 500}}},
+        "refuses with 500: no memory x",
+    ),
+    "a failure of its framework": ({"answer": {"detail": "no engine"}}, "refuses with 500: no engine"),
+    "a failure without a word": ({"answer": b""}, "refuses with 500: Internal Server Error"),
     "no choice": ({"answer": {"choices": []}}, "does not answer with a completion"),
     "foreign tokens": ({"answer": tokens(*[10**6] * 9)}, "tokens that the target has not"),
     "text for tokens": ({"answer": tokens(*"abcdefghi")}, "tokens that the target has not"),

@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +120,12 @@ class Endpoint:
             with urllib.request.urlopen(request, timeout=30 if body is None else _ANSWERS_SECONDS) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
-            told = " ".join(error.read(2000).decode(errors="replace").split())
-            raise ValueError(f"{self.url}{path} refuses with {error.code}: {short(told, 300)}") from error
+            told = error.read(100_000).decode(errors="replace").strip() or error.reason
+            with suppress(ValueError, AttributeError, RecursionError):  # else as it is
+                found = json.loads(told)
+                told = (found.get("error") or found).get("message") or found.get("detail") or told
+            told = short(" ".join(str(told).split()), 300)
+            raise ValueError(f"{self.url}{path} refuses with {error.code}: {told}") from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise ValueError(f"{self.url} cannot be reached ({reason}): start vLLM there, then run it again") from error
