@@ -275,6 +275,12 @@ def test_auto_takes_the_faster_backend_and_remembers_it(cache: Path, monkeypatch
         kept.write_text('{"torch": ')  # a damaged file is measured again
 
 
+def test_a_model_is_loaded_in_the_backend_that_is_asked_for(tmp_path: Path, cache: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path / "model")
+    for backend, kind in (("torch", HuggingFaceLM), ("auto", HuggingFaceLM), ("openvino", OpenVINOLM)):
+        assert type(loading.load_model(tmp_path / "model", backend=backend)) is kind
+
+
 @pytest.mark.parametrize(
     ("family", "options", "told"),
     [

@@ -98,7 +98,7 @@ class LayerStack:
         normed: Tensor = getattr(self.inner, self._norm)(hidden)
         return normed
 
-    def head(self, normed: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
+    def head(self, normed: Float[Tensor, "*T D"]) -> Float[Tensor, "*T V"]:
         """The output head, for the final norm's output."""
         logits: Tensor = self.model.get_output_embeddings()(normed)
         return logits

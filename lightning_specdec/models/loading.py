@@ -66,7 +66,8 @@ def load_model(source: str | os.PathLike[str], **options: Any) -> HuggingFaceLM:
     Args:
         source: a directory that `save_pretrained` wrote, or a model's name on the hub.
         options: `dtype` ("bfloat16"; default: as stored), `device` (default: "cpu"), `quantization` ("int8" or "int4"),
-            `revision` (branch, tag or commit on the hub), `trust_remote_code` (run Python code of the model).
+            `backend` ("openvino" or "auto"; default: "torch"), `revision` (branch, tag or commit on the hub),
+            `trust_remote_code` (run Python code of the model).
 
     Raises:
         ValueError: it is not found, is not a causal language model, is damaged, or does not fit in memory.
@@ -74,7 +75,7 @@ def load_model(source: str | os.PathLike[str], **options: Any) -> HuggingFaceLM:
     examined = examine(source, **options)
     needed = examined.size.weight_bytes(examined.dtype)  # what is quantized is read as it is first
     require_memory(examined.source, needed, examined.device)
-    return load(examined)
+    return in_backend(load(examined), examined.backend, examined.quantization)
 
 
 def examine(
