@@ -82,6 +82,16 @@ def test_the_table_shows_every_row_and_marks_the_best(speedup: float, monkeypatc
     assert ("\nnothing here is faster" in shown) == (speedup < 1) and "\n1 prompt, batch" in shown
 
 
+@pytest.mark.parametrize(("low", "told"), [(1.5, ""), (1.3, ", others may be as fast"), (float("nan"), ", others may")])
+def test_the_best_is_marked_as_one_of_several_where_intervals_overlap(
+    low: float, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {2: Interval(1.2, 1.0, 1.4), 3: Interval(1.6, low, 1.7)}
+    monkeypatch.setattr(Comparison, "walltime_speedup", property(lambda self: found[self.case.num_draft_tokens]))
+    shown = succeed("sweep", "--target", "target", *BRIEF, "--prompt", "the cat").out
+    assert re.findall("<- best(.*)", shown)[0].startswith(told) and bool(told) == ("may be" in shown)
+
+
 def test_other_tokens_and_failures_are_shown_and_make_the_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("lightning_specdec.bench.measure._beside", lambda *more: {"same_tokens": False})

@@ -23,6 +23,7 @@ from lightning_specdec.bench.rows import (
     ResultRow,
     comparisons,
 )
+from lightning_specdec.bench.statistics import Interval
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.config.kinds import DRAFTERS, RULES, Choice
@@ -302,6 +303,12 @@ def best(found: Sequence[Comparison]) -> Comparison | None:
     """The one whose speedup is the surest, of those with the tokens they should."""
     right = (each for each in ranked(found) if each.walltime_speedup is not None and each.same_tokens is not False)
     return next(right, None)
+
+
+def is_proven(top: Interval, found: Sequence[Comparison]) -> bool:
+    """Whether the interval of the best one lies above those of all others with the tokens they should."""
+    others = [each.walltime_speedup for each in found if each.same_tokens is not False]
+    return all(other is None or other is top or other.high < top.low for other in others)
 
 
 def ranked(found: Sequence[Comparison]) -> list[Comparison]:
