@@ -4,10 +4,11 @@
     python benchmarks/draft_comparison.py drafts --prompts question.jsonl --minutes 60 \
         --output docs/results/draft_comparison.json
 
-The script trains the drafts that DIRECTORY lacks, then measures. All drafts learn from the same batches of the shipped
-text, in the same order. The drafts of a process share the target's outputs. A draft's minutes count its own steps and
-these outputs, in processor time divided by threads, so other work on the machine does not shorten them. `--hours` ends
-training earlier; the record holds the minutes of each draft.
+The script trains the drafts that DIRECTORY lacks, then measures; with `--also FILE` it trains only those that `--only`
+names. All drafts learn from the same batches of the shipped text, in the same order. The drafts of a process share the
+target's outputs. A draft's minutes count its own steps and these outputs, in processor time divided by threads, so
+other work on the machine does not shorten them. `--hours` ends training earlier; the record holds the minutes of each
+draft.
 
 `--only` trains or measures some drafts and keeps the others in the output. Two processes of one thread train as much as
 one of two, and each measurement needs a quiet machine for a shorter time.
@@ -69,14 +70,22 @@ def main() -> None:
     parser.add_argument("--windows", nargs="+", type=int, default=[1, 2, 3, 4])
     parser.add_argument("--confidences", nargs="+", type=float, default=[0.0, 0.1, 0.3])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="drafts to train and measure in this run")
-    parser.add_argument("--also", nargs="+", type=Path, default=[], help="other draft files to measure, named by file")
+    parser.add_argument(
+        "--also",
+        nargs="+",
+        type=Path,
+        default=[],
+        help="other draft files to measure, named by file, beside lookup and the trained drafts of DIRECTORY; with "
+        "them, only drafts that --only names are trained",
+    )
     parser.add_argument("--backend", choices=["auto", "torch", "openvino"], default="auto")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    names = [name for name in KINDS if options.only is None or name in options.only]
+    wanted = options.only or (() if options.also else KINDS)
+    names = [name for name in KINDS if name in wanted]
     if lacking := [name for name in names if not record_of(name, options).is_file()]:
         options.directory.mkdir(parents=True, exist_ok=True)
         train(lacking, options)

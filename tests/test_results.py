@@ -138,6 +138,22 @@ def test_every_table_that_is_shown_is_made_from_its_record(tables: ModuleType) -
     assert {name for text in shown.values() for name in tables.names(text)} == set(tables.TABLES), "each is shown"
 
 
+@pytest.mark.parametrize(
+    ("words", "trained"),
+    [("", ["eagle", "twice"]), ("--also x", []), ("--also x --only eagle x", ["eagle"]), ("--only twice", ["twice"])],
+)
+def test_a_comparison_with_other_draft_files_trains_only_those_that_are_named(
+    words: str, trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    comparison, found = importlib.import_module("draft_comparison"), []
+    monkeypatch.setattr(comparison, "KINDS", {"eagle": None, "twice": None})
+    monkeypatch.setattr(comparison, "train", lambda names, options: found.extend(names))
+    monkeypatch.setattr("sys.argv", ["draft_comparison.py", str(tmp_path), *words.split()])
+    comparison.main()
+    assert found == trained
+
+
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_record_says_how_it_was_made(name: str) -> None:
     manifest = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())["manifest"]
