@@ -376,7 +376,9 @@ def test_training_goes_on_from_an_imported_head(tmp_path: Path) -> None:
 def test_the_command_line_exports_imports_audits_and_writes_a_draft_file(here: None) -> None:
     tiny_models.write_text_model(Path("target"), num_hidden_layers=5)
     target = load_model("target")
-    engines.export(Path("first"), eagle(target, layers=[0, 2, 3]), target, "sglang")
+    recipe = {"data_arguments": {"paths": ["/home/me/notes.txt"]}}
+    engines.export(Path("first"), eagle(target, layers=[0, 2, 3]), target, "sglang", recipe=recipe)
+    assert 'Trained on: ["notes.txt"]' in Path("first/README.md").read_text(), "no directory of this machine"
     models = "--draft", "first", "--target", "target"
     succeed("export", *models, "--output", "head.safetensors")
     done = succeed("export", "--draft", "head.safetensors", *models[2:], "--format", "vllm", "--output", "second")

@@ -113,6 +113,28 @@ def test_the_draft_is_exported_alone_and_needs_no_target_for_that() -> None:
     succeed("decode", "--ckpt", "small.ckpt", *BRIEF)
 
 
+def test_an_exported_draft_names_no_directory_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, here = checkpoint.read("run/version_0/best.ckpt"), str(Path.cwd())
+    document = content[checkpoint.KEY]
+    document["target"]["source"] = f"{here}/target"
+    document["recipe"] |= {
+        "draft": f"{here}/run/a.ckpt",
+        "data_arguments": {"paths": [f"{here}/a.txt", "b"], "seed": 0},
+    }
+    for place, tokenizer, draft in ((tmp_path, None, "run/a.ckpt"), (tmp_path / "run", "target", "a.ckpt")):
+        monkeypatch.chdir(place)
+        document["tokenizer"] = tokenizer and f"{here}/{tokenizer}"
+        torch.save(content, "whole.ckpt")
+        succeed("export", "--ckpt", "whole.ckpt", "--output", "draft.safetensors")
+        assert here.encode() not in Path("draft.safetensors").read_bytes()
+        made = checkpoint.read("draft.safetensors")[checkpoint.KEY]
+        assert (made["target"]["source"], made["tokenizer"], made["recipe"]["draft"]) == ("target", tokenizer, draft)
+        assert made["recipe"]["data_arguments"] == {"paths": ["a.txt", "b"], "seed": 0}
+    refused("decode", "--ckpt", "draft.safetensors", *BRIEF, told="give its directory with --target")
+    monkeypatch.chdir(tmp_path)
+    succeed("decode", "--ckpt", "draft.safetensors", *BRIEF)
+
+
 def test_the_trainer_uses_such_a_checkpoint() -> None:
     outcome = train("test", "--ckpt_path", "run/version_0/best.ckpt")
     assert outcome.code == 0, outcome.err

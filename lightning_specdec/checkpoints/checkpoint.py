@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,6 +121,8 @@ def save(
 ) -> None:
     """Write a pair for decoding, or a draft file if `target` is a reference: whole or not at all, as safetensors.
 
+    Paths in the recipe, and all that a draft file has, are written as `portable` gives them.
+
     Args:
         target, drafts, described: the arguments of `describe`.
         dtype: store weights in this type, for a smaller file: a floating-point type, or int8 (a scale for each row of
@@ -129,6 +132,8 @@ def save(
         ValueError: a part cannot be built again, a weight does not fit the type, or no file can be put there.
     """
     document = describe(target, drafts, **described)
+    names = ("recipe", "target", "tokenizer") if isinstance(target, TargetReference) else ("recipe",)
+    document |= {name: portable(document[name]) for name in names}
     drafter, *others = _named(drafts).items()
     parts: dict[str, nn.Module] = {} if isinstance(target, TargetReference) else {TARGET: target}
     parts |= {_DRAFTER: drafter[1], **{f"{_OTHERS}{key}.": other for key, other in others}}
@@ -144,6 +149,18 @@ def save(
         document["computes_in"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
         weights = _stored_as(weights, dtype)
     archive.write_document(path, document, weights)
+
+
+def portable(value: Any) -> Any:
+    """Plain values without this machine's directories: absolute paths from the current one, or the last part alone."""
+    if isinstance(value, dict):
+        return {name: portable(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [portable(each) for each in value]
+    if not isinstance(value, str) or not os.path.isabs(value):
+        return value
+    path, here = Path(value), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else path.name
 
 
 def is_exported(path: str | os.PathLike[str]) -> bool:

@@ -22,6 +22,7 @@ from safetensors import torch as safetensors
 from torch import Tensor
 
 from lightning_specdec.checkpoints import engine_heads
+from lightning_specdec.checkpoints.checkpoint import portable
 from lightning_specdec.checkpoints.engine_reference import (
     DSparkReference,
     Eagle3Reference,
@@ -122,7 +123,7 @@ def export(
         ValueError: the engine cannot run such a draft, or computes something else from it.
         OSError: the directory cannot be written.
     """
-    recipe = dict(recipe or {})
+    recipe = portable(dict(recipe or {}))
     if engine not in ENGINES:
         raise ValueError(f"format must be one of {', '.join(ENGINES)}, got {engine!r}")
     if dtype is not None and dtype not in FLOATS:
