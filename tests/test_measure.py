@@ -20,7 +20,7 @@ from lightning_specdec.bench.measure import Case, best, measure, sweep
 from lightning_specdec.bench.rows import Comparison, comparisons
 from lightning_specdec.bench.table import comparison_table
 from lightning_specdec.config.decoding import DecodingConfig
-from lightning_specdec.drafters import DraftRequest, DraftState, EarlyExitDrafter
+from lightning_specdec.drafters import DraftRequest, DraftState, EarlyExitDrafter, NGramDrafter, NGramWithFallback
 from lightning_specdec.rules import Draft, Verdict
 
 BRIEF: dict[str, Any] = {"max_new_tokens": 6, "repeats": 1, "warmup": 0}
@@ -63,6 +63,13 @@ def test_a_benchmark_decodes_what_decoding_does(batch_size: int, temperature: fl
     assert "speculative" in repr(pair().benchmark([[1, 2]], repeats=1, mode="speculative").summary())
     with pytest.raises(ValueError, match="mode must be both, standard or speculative"):
         pair().benchmark([[1, 2]], mode="twice")
+
+
+def test_a_draft_behind_a_lookup_has_no_cost_of_a_token() -> None:
+    """Copied tokens cost nothing: a mean over both kinds is neither's cost."""
+    drafter = NGramWithFallback(NGramDrafter(), pair().drafter)
+    found = pair().with_drafter(drafter).benchmark(cases.PROMPTS, repeats=2, max_new_tokens=9)
+    assert found.cost_ratio is found.predicted_speedup is None and (found.phase_seconds or {})["draft"] > 0
 
 
 def test_cases_take_turns_after_the_warm_up_and_nothing_is_collected_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

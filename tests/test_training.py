@@ -185,7 +185,7 @@ def test_a_bad_checkpoint_is_refused_before_anything_runs(
         verb(monkeypatch, tmp_path, "test", "--ckpt_path", best, "--data.vocab_size", "60", logger=True)
     with pytest.raises(ValueError, match=f"{EPOCHS} finished epochs and the run ends after {EPOCHS - 1}"):
         verb(monkeypatch, tmp_path, "fit", "--ckpt_path", last, "--trainer.max_epochs", str(EPOCHS - 1), logger=True)
-    with pytest.raises(ValueError, match="is at step [0-9]+ and the run ends after 2: raise --trainer.max_steps"):
+    with pytest.raises(ValueError, match="is at step [0-9]+, the run ends after 2: raise --trainer.max_steps"):
         verb(monkeypatch, tmp_path, "fit", "--ckpt_path", last, "--trainer.max_steps", "2", logger=True)
     assert sorted(tmp_path.iterdir()) == before
 

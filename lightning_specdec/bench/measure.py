@@ -23,7 +23,6 @@ from lightning_specdec.bench.rows import (
     ResultRow,
     comparisons,
 )
-from lightning_specdec.bench.statistics import Interval
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.config.kinds import DRAFTERS, RULES, Choice
@@ -40,7 +39,7 @@ from lightning_specdec.decoding import (
 from lightning_specdec.decoding.calibration import load_or_measure
 from lightning_specdec.decoding.rows import check_batch, check_eos, num_shared
 from lightning_specdec.decoding.windows import DEFAULT_WINDOW
-from lightning_specdec.drafters import Drafter
+from lightning_specdec.drafters import Drafter, NGramWithFallback
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.model_config import FOREIGN
 from lightning_specdec.rules import AcceptanceRule, Sampling, make_rule
@@ -305,12 +304,6 @@ def best(found: Sequence[Comparison]) -> Comparison | None:
     return next(right, None)
 
 
-def is_proven(top: Interval, found: Sequence[Comparison]) -> bool:
-    """Whether the interval of the best one lies above those of all others with the tokens they should."""
-    others = [each.walltime_speedup for each in found if each.same_tokens is not False]
-    return all(other is None or other is top or other.high < top.low for other in others)
-
-
 def ranked(found: Sequence[Comparison]) -> list[Comparison]:
     """By the lower end of the speedup's interval, the highest first.
 
@@ -413,7 +406,8 @@ def _figures(case: Case, result: DecodeResult) -> dict[str, Any]:
     }
     if result.counts is not None:
         figures |= {**vars(result.counts), "num_changed": result.num_changed}
-        figures["num_draft_steps"] = num_draft_steps(result.rows, case.batch_size)
+        if not isinstance(case.drafter, NGramWithFallback):  # a mean with copied tokens is no draft's cost
+            figures["num_draft_steps"] = num_draft_steps(result.rows, case.batch_size)
     return figures
 
 

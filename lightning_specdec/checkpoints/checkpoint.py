@@ -121,10 +121,8 @@ def save(
 ) -> None:
     """Write a pair for decoding, or a draft file if `target` is a reference: whole or not at all, as safetensors.
 
-    Paths in the recipe, and all that a draft file has, are written as `portable` gives them.
-
     Args:
-        target, drafts, described: the arguments of `describe`.
+        target, drafts, described: the arguments of `describe`. Paths are written as of `portable`.
         dtype: store weights in this type, for a smaller file: a floating-point type, or int8 (a scale for each row of
             a matrix; vectors stay as they are). Whoever reads the file computes in the type that they had.
 
@@ -159,8 +157,7 @@ def portable(value: Any) -> Any:
         return [portable(each) for each in value]
     if not isinstance(value, str) or not os.path.isabs(value):
         return value
-    path, here = Path(value), Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else path.name
+    return os.path.relpath(value) if Path(value).is_relative_to(Path.cwd()) else Path(value).name
 
 
 def is_exported(path: str | os.PathLike[str]) -> bool:

@@ -65,7 +65,7 @@ def run(options: Namespace) -> int:
     source, decoder, _, prompts = loaded
     from lightning_specdec.bench.candidates import Candidate, candidates
     from lightning_specdec.bench.manifest import made_on
-    from lightning_specdec.bench.measure import best, is_proven, ranked
+    from lightning_specdec.bench.measure import best, ranked
     from lightning_specdec.bench.table import comparison_table, interval
 
     if source.drafter is not None or source.draft is not None:
@@ -99,7 +99,9 @@ def run(options: Namespace) -> int:
     else:
         speedup = None if top is None else top.walltime_speedup
         faster = speedup is not None and speedup.value > 1
-        mark = "<- best" if speedup and is_proven(speedup, measured) else "<- best, others may be as fast"
+        others = [each.walltime_speedup for each in measured if each is not top and each.same_tokens is not False]
+        alone = speedup is not None and all(each is None or each.high < speedup.low for each in others)
+        mark = "<- best" if alone else "<- best, others may be as fast"
         say(comparison_table(ranked(measured), remark=lambda row: mark if row is top and faster else ""))
         say(f"\n{command if faster else 'nothing here is faster than standard decoding'}\n" if command else "")
         say(f"{counted(len(prompts), 'prompt')}, batch size {measure.batch_size}, {made_on(made)}")

@@ -159,9 +159,8 @@ def load_or_measure(
     is_gpu = device.type == "cuda"
     processor = torch.cuda.get_device_name(device) if is_gpu else torch.backends.cpu.get_cpu_capability()
     openvino = metadata.version("openvino") if target.backend == "openvino" else None
-    versions = FORMAT, __version__, torch.__version__, openvino
-    machine = *versions, torch.get_num_threads(), str(device), processor
-    key = repr((settings, machine, fingerprint(target), fingerprint(drafter)))
+    machine = FORMAT, __version__, torch.__version__, torch.get_num_threads(), str(device), processor
+    key = repr((settings, machine, openvino, fingerprint(target), fingerprint(drafter)))
     kept = cache_home() / f"calibration-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     try:
         return Calibration.from_dict(json.loads(kept.read_text()))

@@ -189,9 +189,7 @@ def check_checkpoint(path: str, trainer: Trainer, model: LightningModule, data: 
             f"{path} has {done} finished epochs and the run ends after {trainer.max_epochs}: raise --trainer.max_epochs"
         )
     if 0 <= trainer.max_steps <= step:
-        raise ValueError(
-            f"{path} is at step {step} and the run ends after {trainer.max_steps}: raise --trainer.max_steps"
-        )
+        raise ValueError(f"{path} is at step {step}, the run ends after {trainer.max_steps}: raise --trainer.max_steps")
     for each in trainer.early_stopping_callbacks:
         waited = content["callbacks"].get(each.state_key, {}).get("wait_count")
         if isinstance(waited, int) and waited >= each.patience:
