@@ -153,10 +153,8 @@ def portable(value: Any) -> Any:
     """Plain values without this machine's directories: absolute paths from the current one, or the last part alone."""
     if isinstance(value, dict):
         return {name: portable(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [portable(each) for each in value]
     if not isinstance(value, str) or not os.path.isabs(value):
-        return value
+        return [portable(each) for each in value] if isinstance(value, list) else value
     return os.path.relpath(value) if Path(value).is_relative_to(Path.cwd()) else Path(value).name
 
 

@@ -100,8 +100,8 @@ def run(options: Namespace) -> int:
         speedup = None if top is None else top.walltime_speedup
         faster = speedup is not None and speedup.value > 1
         others = [each.walltime_speedup for each in measured if each is not top and each.same_tokens is not False]
-        alone = speedup is not None and all(each is None or each.high < speedup.low for each in others)
-        mark = "<- best" if alone else "<- best, others may be as fast"
+        close = any(each and speedup and not each.high < speedup.low for each in others)
+        mark = "<- best" + ", others may be as fast" * close
         say(comparison_table(ranked(measured), remark=lambda row: mark if row is top and faster else ""))
         say(f"\n{command if faster else 'nothing here is faster than standard decoding'}\n" if command else "")
         say(f"{counted(len(prompts), 'prompt')}, batch size {measure.batch_size}, {made_on(made)}")

@@ -124,8 +124,8 @@ class Endpoint:
             with suppress(ValueError, AttributeError, RecursionError):  # else as it is
                 found = json.loads(told)
                 told = (found.get("error") or found).get("message") or found.get("detail") or told
-            told = " ".join(f"{self.url}{path} refuses with {error.code}: {told}".split())
-            raise ValueError(short(told, 400)) from error
+            told = f"refuses with {error.code}: {' '.join(str(told).split())}"
+            raise ValueError(f"{self.url}{path} {short(told, 320)}") from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise ValueError(f"{self.url} cannot be reached ({reason}): start vLLM there, then run it again") from error
