@@ -1,44 +1,21 @@
 """Sampling, and the rules that decide which draft tokens are accepted."""
 
 from lightning_specdec.config.kinds import RULES as _KINDS
-from lightning_specdec.rules.acceptance import (
-    AcceptanceRule,
-    Draft,
-    EpsilonThreshold,
-    ExactMatch,
-    RejectionSampling,
-    TypicalAcceptance,
-    Verdict,
-    make_rule,
-)
-from lightning_specdec.rules.sampling import (
-    SOFTMAX,
-    LogitsProcessor,
-    Purpose,
-    Sampling,
-    column,
-    draw,
-    noise_table,
-)
+from lightning_specdec.rules.acceptance import AcceptanceRule as AcceptanceRule
+from lightning_specdec.rules.acceptance import Draft as Draft
+from lightning_specdec.rules.acceptance import EpsilonThreshold as EpsilonThreshold
+from lightning_specdec.rules.acceptance import ExactMatch as ExactMatch
+from lightning_specdec.rules.acceptance import RejectionSampling as RejectionSampling
+from lightning_specdec.rules.acceptance import TypicalAcceptance as TypicalAcceptance
+from lightning_specdec.rules.acceptance import Verdict as Verdict
+from lightning_specdec.rules.acceptance import make_rule as make_rule
+from lightning_specdec.rules.sampling import SOFTMAX as SOFTMAX
+from lightning_specdec.rules.sampling import LogitsProcessor as LogitsProcessor
+from lightning_specdec.rules.sampling import Purpose as Purpose
+from lightning_specdec.rules.sampling import Sampling as Sampling
+from lightning_specdec.rules.sampling import column as column
+from lightning_specdec.rules.sampling import draw as draw
+from lightning_specdec.rules.sampling import noise_table as noise_table
 
 RULES: dict[str, type[AcceptanceRule]] = {name: _KINDS.load(name) for name in _KINDS}
 """`config.kinds.RULES`, with the classes."""
-
-__all__ = [
-    "RULES",
-    "SOFTMAX",
-    "AcceptanceRule",
-    "Draft",
-    "EpsilonThreshold",
-    "ExactMatch",
-    "LogitsProcessor",
-    "Purpose",
-    "RejectionSampling",
-    "Sampling",
-    "TypicalAcceptance",
-    "Verdict",
-    "column",
-    "draw",
-    "make_rule",
-    "noise_table",
-]

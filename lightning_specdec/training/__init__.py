@@ -1,53 +1,29 @@
 """Training: Lightning modules, their metrics, and what a run leaves behind."""
 
-from lightning_specdec.training.base import SpeculativeTraining
-from lightning_specdec.training.block import BlockTraining
-from lightning_specdec.training.callbacks import (
-    AcceptedPerRound,
-    HyperparameterTable,
-    RunProgressBar,
-    TensorBoardCurves,
-)
-from lightning_specdec.training.decode_callback import DecodeHeldOut
-from lightning_specdec.training.distillation import DistillationTraining
-from lightning_specdec.training.draft_losses import CrossEntropy, DraftLoss, ForwardKL, TotalVariation
-from lightning_specdec.training.draft_recipes import DistilledModelTraining, ExitHeadTraining, MultiTokenTraining
-from lightning_specdec.training.eagle import EagleTraining
-from lightning_specdec.training.early_exit import EarlyExitTraining
-from lightning_specdec.training.generate import GenerateText
-from lightning_specdec.training.metrics import ExpectedRounds, RoundMetrics, next_token_loss
-from lightning_specdec.training.offline_features import FeaturesByNeed, OfflineFeatures
-from lightning_specdec.training.optimizers import TimeLimit
-from lightning_specdec.training.pair import PairTraining
-from lightning_specdec.training.runs import SafeCheckpointIO
-from lightning_specdec.training.target_outputs import OnlineFeatures
-
-__all__ = [
-    "AcceptedPerRound",
-    "BlockTraining",
-    "CrossEntropy",
-    "DecodeHeldOut",
-    "DistillationTraining",
-    "DistilledModelTraining",
-    "DraftLoss",
-    "EagleTraining",
-    "EarlyExitTraining",
-    "ExitHeadTraining",
-    "ExpectedRounds",
-    "FeaturesByNeed",
-    "ForwardKL",
-    "GenerateText",
-    "HyperparameterTable",
-    "MultiTokenTraining",
-    "PairTraining",
-    "OfflineFeatures",
-    "OnlineFeatures",
-    "RoundMetrics",
-    "RunProgressBar",
-    "SafeCheckpointIO",
-    "TensorBoardCurves",
-    "TimeLimit",
-    "TotalVariation",
-    "SpeculativeTraining",
-    "next_token_loss",
-]
+from lightning_specdec.training.base import SpeculativeTraining as SpeculativeTraining
+from lightning_specdec.training.block import BlockTraining as BlockTraining
+from lightning_specdec.training.callbacks import AcceptedPerRound as AcceptedPerRound
+from lightning_specdec.training.callbacks import HyperparameterTable as HyperparameterTable
+from lightning_specdec.training.callbacks import RunProgressBar as RunProgressBar
+from lightning_specdec.training.callbacks import TensorBoardCurves as TensorBoardCurves
+from lightning_specdec.training.decode_callback import DecodeHeldOut as DecodeHeldOut
+from lightning_specdec.training.distillation import DistillationTraining as DistillationTraining
+from lightning_specdec.training.draft_losses import CrossEntropy as CrossEntropy
+from lightning_specdec.training.draft_losses import DraftLoss as DraftLoss
+from lightning_specdec.training.draft_losses import ForwardKL as ForwardKL
+from lightning_specdec.training.draft_losses import TotalVariation as TotalVariation
+from lightning_specdec.training.draft_recipes import DistilledModelTraining as DistilledModelTraining
+from lightning_specdec.training.draft_recipes import ExitHeadTraining as ExitHeadTraining
+from lightning_specdec.training.draft_recipes import MultiTokenTraining as MultiTokenTraining
+from lightning_specdec.training.eagle import EagleTraining as EagleTraining
+from lightning_specdec.training.early_exit import EarlyExitTraining as EarlyExitTraining
+from lightning_specdec.training.generate import GenerateText as GenerateText
+from lightning_specdec.training.metrics import ExpectedRounds as ExpectedRounds
+from lightning_specdec.training.metrics import RoundMetrics as RoundMetrics
+from lightning_specdec.training.metrics import next_token_loss as next_token_loss
+from lightning_specdec.training.offline_features import FeaturesByNeed as FeaturesByNeed
+from lightning_specdec.training.offline_features import OfflineFeatures as OfflineFeatures
+from lightning_specdec.training.optimizers import TimeLimit as TimeLimit
+from lightning_specdec.training.pair import PairTraining as PairTraining
+from lightning_specdec.training.runs import SafeCheckpointIO as SafeCheckpointIO
+from lightning_specdec.training.target_outputs import OnlineFeatures as OnlineFeatures
