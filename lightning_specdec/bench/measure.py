@@ -26,6 +26,7 @@ from lightning_specdec.bench.rows import (
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.config.kinds import DRAFTERS, RULES, Choice
+from lightning_specdec.config.terminal import one_line
 from lightning_specdec.data.prompts import Prompt
 from lightning_specdec.decoding import (
     AdaptiveWindow,
@@ -165,7 +166,7 @@ class Case:
 
     def failed(self, repeat: int, error: BaseException) -> ResultRow:
         """The row of a run that failed."""
-        return self.row(repeat, error=in_one_line(error)[:1000])
+        return self.row(repeat, error=one_line(error)[:1000])
 
 
 def measure(
@@ -329,11 +330,6 @@ def rule_label(rule: Any) -> str:
     if isinstance(rule, AcceptanceRule):
         return RULES.name_of(type(rule))
     return Choice.read(rule or "ExactMatch", "rule").label
-
-
-def in_one_line(error: BaseException) -> str:
-    """What something failed with."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _standard(target: LanguageModel, prompts: Sequence[Sequence[int]], config: DecodingConfig, batch_size: int) -> Case:

@@ -11,13 +11,14 @@ from typing import Any
 
 from lightning_specdec.bench.config import OWN, SHIPPED, BenchConfig
 from lightning_specdec.bench.huggingface import HuggingFace
-from lightning_specdec.bench.measure import FAILURES, Case, in_one_line, windows_of
+from lightning_specdec.bench.measure import FAILURES, Case, windows_of
 from lightning_specdec.bench.rows import ASSISTED, GENERATE, SPECULATIVE, STANDARD
 from lightning_specdec.checkpoints.loading import find_device, load_pair
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.kinds import Choice
 from lightning_specdec.config.models import check_directory
 from lightning_specdec.config.pairs import get_pair
+from lightning_specdec.config.terminal import one_line
 from lightning_specdec.data.prompts import Prompt, by_domain, read_prompts, shipped_prompts
 from lightning_specdec.data.prompts.domains import SEQUENCES
 from lightning_specdec.decoding.rows import check_prompt
@@ -75,7 +76,7 @@ class BenchPair:
             try:
                 ready[key] = draft.fused(target)
             except FAILURES as error:  # the memory for it may be missing
-                ready[key] = in_one_line(error)
+                ready[key] = one_line(error)
         packed = target.packed()
         baseline = None
         if hasattr(model := getattr(packed, "model", None), "generate"):
@@ -152,7 +153,7 @@ def load_bench_pair(name: str, config: BenchConfig) -> BenchPair:
         try:
             drafts[draft] = load_pair(entry.source(draft, config.device), target=target, pack=False).drafter
         except FAILURES as error:
-            drafts[draft] = in_one_line(error)
+            drafts[draft] = one_line(error)
     prompts = _prompts(target, loaded.prompts, config)
     for prompt in chain(*prompts.values()):
         check_prompt(prompt.tokens, target.vocab_size, f"prompt {prompt.id}")

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_specdec.bench.config import BenchConfig
-from lightning_specdec.bench.measure import FAILURES, in_one_line, measure, missing_repeats
+from lightning_specdec.bench.measure import FAILURES, measure, missing_repeats
 from lightning_specdec.bench.pairs import BenchPair
 from lightning_specdec.bench.results import ResultsWriter
+from lightning_specdec.config.terminal import one_line
 
 log = logging.getLogger(__name__)
 BY_PAIR = ("pairs", "prompts", "failed_pairs")
@@ -56,8 +57,8 @@ def run(
         except FAILURES as error:
             if len(config.pairs) == 1:
                 raise
-            results.update(failed_pairs={**results.manifest["failed_pairs"], name: in_one_line(error)})
-            log.warning("failed: %s: %s", name, in_one_line(error))
+            results.update(failed_pairs={**results.manifest["failed_pairs"], name: one_line(error)})
+            log.warning("failed: %s: %s", name, one_line(error))
             continue
         _describe(pair, results)
         groups = pair.cases(config)

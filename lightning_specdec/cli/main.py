@@ -5,7 +5,6 @@ Imports nothing heavy before the verb is known, so `--help` and a misspelled fla
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import sys
@@ -14,7 +13,8 @@ from types import ModuleType
 
 from lightning_specdec import __version__
 from lightning_specdec.cli.options import KINDS, Parser, UsageError, kind_help
-from lightning_specdec.config.terminal import say
+from lightning_specdec.config.settings import nearest
+from lightning_specdec.config.terminal import one_line, say
 
 TRAINER_VERBS = ("fit", "validate", "test", "generate")
 VERBS = (*TRAINER_VERBS, "decode", "chat", "sweep", "bench", "report", "audit", "info", "export")
@@ -42,10 +42,10 @@ def main() -> None:
     except (ValueError, OSError) as error:
         if "--debug" in sys.argv:
             raise
-        text = " ".join(str(error).split())
+        text = one_line(error)
         if isinstance(error, OSError) and error.strerror:
             text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-        say(f"error: {text or type(error).__name__}", file=sys.stderr)
+        say(f"error: {text}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         say("interrupted", file=sys.stderr)
@@ -69,9 +69,8 @@ def _run(words: list[str]) -> int:
     if verb in FORMER_VERBS:
         raise UsageError(f"`{verb}` is now `lightning_specdec {FORMER_VERBS[verb]}`")
     if verb not in VERBS:
-        near = difflib.get_close_matches(verb, VERBS, n=1)
-        advice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(VERBS)}"
-        raise UsageError(f"unknown verb {verb!r}: {advice}")
+        advice = nearest(verb, VERBS) or f": choose from {', '.join(VERBS)}"
+        raise UsageError(f"unknown verb {verb!r}{advice}")
     module = _module(verb)
     if verb in TRAINER_VERBS:
         code: int = module.run(verb, rest)

@@ -17,6 +17,11 @@ def visible(text: str) -> str:
     return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
+def one_line(error: BaseException) -> str:
+    """What an error says, on one line; its type where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def short(text: str, length: int) -> str:
     """The text, cut where it is longer."""
     return text if len(text) <= length else f"{text[:length]}..."

@@ -5,10 +5,9 @@ Nothing that a file says is run or fetched, and every size is bounded before it 
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +17,8 @@ from huggingface_hub.errors import StrictDataclassError
 
 from lightning_specdec.config.checks import BUILTIN_ERRORS, require_int
 from lightning_specdec.config.models import DTYPES, check_directory
+from lightning_specdec.config.settings import nearest
+from lightning_specdec.config.terminal import one_line, short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -63,8 +64,7 @@ def quiet() -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     """A foreign error as one line of bounded length."""
-    text = " ".join(str(error).split())
-    return (text if len(text) <= 200 else f"{text[:200]}...") or type(error).__name__
+    return short(one_line(error), 200)
 
 
 def read_config(name: str, path: Path, trust_remote_code: bool) -> PreTrainedConfig:
@@ -102,7 +102,7 @@ def to_config(values: Mapping[str, Any]) -> PreTrainedConfig:
     given = dict(values)
     kind = given.pop("model_type", None)
     if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        meant = _nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        meant = nearest(kind, sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
         raise ValueError(f"{str(kind)[:80]!r} is not a model_type of a causal language model of transformers{meant}")
     _check(given, f"the config of a {kind} model")
     if given.get("dtype") not in (None, *DTYPES):
@@ -111,7 +111,7 @@ def to_config(values: Mapping[str, Any]) -> PreTrainedConfig:
     names = _settings(family)
     for name in given:
         if name not in names:
-            raise ValueError(f"a {kind} model has no {name[:80]!r}{_nearest(name, names)}")
+            raise ValueError(f"a {kind} model has no {name[:80]!r}{nearest(name, sorted(names))}")
     # No token is special that the values do not name.
     none = {field.name: None for field in fields(family) if field.name in _SPECIAL and "None" in str(field.type)}
     try:
@@ -119,11 +119,6 @@ def to_config(values: Mapping[str, Any]) -> PreTrainedConfig:
     except FOREIGN as error:
         raise ValueError(f"this is not the config of a {kind!r} model: {first_line(error)}") from error
     return config
-
-
-def _nearest(name: object, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(name), sorted(names), n=1)
-    return f": did you mean {near[0]}?" if near else ""
 
 
 def to_values(config: PreTrainedConfig) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from lightning_specdec.config.hub import find
+from lightning_specdec.config.terminal import one_line
 from lightning_specdec.text.stream import TextStream
 from lightning_specdec.text.vocabulary import Vocabulary
 
@@ -143,7 +144,7 @@ class TextTokenizer(Tokenizer):
             if (path / "generation_config.json").is_file():
                 generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
         except Exception as error:  # transformers and tokenizers raise many kinds, `Exception` itself among them
-            raise ValueError(f"the tokenizer of {name} cannot be read: {_one_line(error)}") from error
+            raise ValueError(f"the tokenizer of {name} cannot be read: {_sentence(error)}") from error
         loaded = cls(tokenizer, generation_config=generation_config)
         loaded.name = name
         return loaded
@@ -190,7 +191,7 @@ class TextTokenizer(Tokenizer):
                 options = {"add_generation_prompt": True, "tokenize": False}
                 return str(self.tokenizer.apply_chat_template([dict(each) for each in messages], **options))
         except (TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError) as error:
-            raise ValueError(f"the model's chat template does not take this chat: {_one_line(error)}") from error
+            raise ValueError(f"the model's chat template does not take this chat: {_sentence(error)}") from error
 
     def encode_rendered(self, text: str) -> list[int]:
         """The tokens of text that spells its special tokens out itself; none are added."""
@@ -244,12 +245,11 @@ def _bounded_work(error: Exception) -> Iterator[None]:
         sys.settrace(before)
 
 
+def _sentence(error: Exception) -> str:
+    """An error's first sentence."""
+    return one_line(error).split(". ")[0][:200]
+
+
 def _numbers(tokens: int | Sequence[int] | None) -> frozenset[int]:
     """One token, several or none as a set."""
     return frozenset(() if tokens is None else (tokens,) if isinstance(tokens, int) else tokens)
-
-
-def _one_line(error: Exception) -> str:
-    """An error's first sentence."""
-    text = " ".join(str(error).split())
-    return text.split(". ")[0][:200] or type(error).__name__
