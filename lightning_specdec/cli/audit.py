@@ -10,14 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from lightning_specdec.cli.common import counted, load, progress, set_up_logs
-from lightning_specdec.cli.options import (
-    MeasureSettings,
-    OutputSettings,
-    Parser,
-    PromptSettings,
-    add_models,
-    chosen,
-)
+from lightning_specdec.cli.options import MeasureSettings, OutputSettings, Parser, PromptSettings, chosen
 from lightning_specdec.config.decoding import MAX_TOKENS, SamplingSettings
 from lightning_specdec.config.kinds import DRAFTERS, RULES
 from lightning_specdec.config.settings import setting, setting_fields
@@ -58,7 +51,7 @@ class AuditSettings(OutputSettings):
 
 def add_arguments(parser: Parser) -> None:
     """The flags of the verb."""
-    add_models(parser)
+    parser.add_models()
     parser.add_settings("Prompt", PromptSettings)
     parser.add_settings("Sampling (with each temperature)", SamplingSettings, skip=("temperature",))
     parser.add_settings("Measure", MeasureSettings, skip=("repeats", "batch_size", "ignore_eos"))

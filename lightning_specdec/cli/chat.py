@@ -17,15 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from lightning_specdec.cli.common import load_decoder, set_up_logs
-from lightning_specdec.cli.options import (
-    MeasureSettings,
-    Parser,
-    add_decoding,
-    add_models,
-    chosen,
-    decoding,
-    pair_source,
-)
+from lightning_specdec.cli.options import MeasureSettings, Parser, chosen, decoding, pair_source
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.config.terminal import say, short
 
@@ -51,9 +43,9 @@ class ChatSettings(Settings):
 
 def add_arguments(parser: Parser) -> None:
     """The flags of the verb."""
-    add_models(parser, skip=("ckpt",))
+    parser.add_models(skip=("ckpt",))
     parser.add_settings("Prompt", ChatSettings)
-    add_decoding(parser, skip=("eos", "logprobs"), max_new_tokens=512)
+    parser.add_decoding(skip=("eos", "logprobs"), max_new_tokens=512)
     parser.add_settings("Measure", MeasureSettings, skip=("repeats", "batch_size", "ignore_eos"))
 
 

@@ -11,16 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_specdec.cli.common import counted, load, progress, set_up_logs
-from lightning_specdec.cli.options import (
-    MeasureSettings,
-    OutputSettings,
-    Parser,
-    PromptSettings,
-    add_decoding,
-    add_models,
-    chosen,
-    decoding,
-)
+from lightning_specdec.cli.options import MeasureSettings, OutputSettings, Parser, PromptSettings, chosen, decoding
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.settings import setting
 from lightning_specdec.config.terminal import say, visible
@@ -54,9 +45,9 @@ class DecodeSettings(OutputSettings):
 
 def add_arguments(parser: Parser) -> None:
     """The flags of the verb."""
-    add_models(parser)
+    parser.add_models()
     parser.add_settings("Prompt", PromptSettings)
-    add_decoding(parser)
+    parser.add_decoding()
     parser.add_settings("Measure", MeasureSettings)
     parser.add_settings("Output", DecodeSettings)
 

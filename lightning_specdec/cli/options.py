@@ -114,6 +114,18 @@ class Parser(argparse.ArgumentParser):
         told = f"give --{name} NAME --{name}.SETTING VALUE; --{name}.help NAME shows the settings"
         self.add_argument_group(f"{name.capitalize()}s", f"{told}\n{listed}")
 
+    def add_models(self, *, skip: Sequence[str] = ()) -> None:
+        """The flags that name target and drafter; MODEL stands for --ckpt, --target or --pair."""
+        self.add_argument("MODEL", nargs="?", help="a checkpoint, a model's directory, a pair, or a name on the hub")
+        self.add_settings("Model", TargetSource, skip=skip)
+        self.add_settings("Draft", DraftSource, skip=skip)
+        self.add_kinds("drafter")
+
+    def add_decoding(self, *, skip: Sequence[str] = (), **defaults: Any) -> None:
+        """The flags of `DecodingConfig`, and of its `SamplingSettings`."""
+        self.add_settings("Sampling", DecodingConfig, skip=skip, **defaults)
+        self.add_kinds("rule")
+
     def read(self, words: Sequence[str]) -> Namespace:
         """The flags that are given, and no others; `drafter` and `rule` are `Choice`s with unread settings."""
         rest: list[str] = []
@@ -212,20 +224,6 @@ def decoding(options: Namespace, **changes: Any) -> DecodingConfig:
         return config
     RULES.check(config.rule.name)
     return config.changed(rule=typed(config.rule, "rule"))
-
-
-def add_models(parser: Parser, *, skip: Sequence[str] = ()) -> None:
-    """The flags that name target and drafter; MODEL stands for --ckpt, --target or --pair."""
-    parser.add_argument("MODEL", nargs="?", help="a checkpoint, a model's directory, a pair, or a name on the hub")
-    parser.add_settings("Model", TargetSource, skip=skip)
-    parser.add_settings("Draft", DraftSource, skip=skip)
-    parser.add_kinds("drafter")
-
-
-def add_decoding(parser: Parser, *, skip: Sequence[str] = (), **defaults: Any) -> None:
-    """The flags of `DecodingConfig`, and of its `SamplingSettings`."""
-    parser.add_settings("Sampling", DecodingConfig, skip=skip, **defaults)
-    parser.add_kinds("rule")
 
 
 def add_class(parser: Parser) -> None:

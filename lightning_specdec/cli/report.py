@@ -12,8 +12,6 @@ from lightning_specdec.config.terminal import say
 
 SUMMARY = "write the results of a benchmark as one page: the answer, tables and figures"
 EXAMPLES = "lightning_specdec report results/rnn\nlightning_specdec report results/rnn --output docs/results/rnn"
-FOLDER = "report"
-"""Default directory of a report, beside the rows."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -30,7 +28,7 @@ def run(options: Namespace) -> int:
 
     results = read(options.RESULTS)
     made = Report.of(results)
-    directory = results.directory / FOLDER if options.output is None else Path(options.output).expanduser()
+    directory = results.directory / "report" if options.output is None else Path(options.output).expanduser()
     page = write(made, directory)
     for line in made.lines:
         say(line)

@@ -10,16 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_specdec.cli.common import counted, load, progress, set_up_logs
-from lightning_specdec.cli.options import (
-    MeasureSettings,
-    OutputSettings,
-    Parser,
-    PromptSettings,
-    add_decoding,
-    add_models,
-    chosen,
-    decoding,
-)
+from lightning_specdec.cli.options import MeasureSettings, OutputSettings, Parser, PromptSettings, chosen, decoding
 from lightning_specdec.config.decoding import MAX_TOKENS
 from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.settings import setting, setting_fields
@@ -49,9 +40,9 @@ class SweepSettings(OutputSettings):
 
 def add_arguments(parser: Parser) -> None:
     """The flags of the verb."""
-    add_models(parser)
+    parser.add_models()
     parser.add_settings("Prompt", PromptSettings)
-    add_decoding(parser, skip=("num_draft_tokens", "logprobs"), max_new_tokens=128)
+    parser.add_decoding(skip=("num_draft_tokens", "logprobs"), max_new_tokens=128)
     parser.add_settings("Measure", MeasureSettings, repeats=5)
     parser.add_settings("Output", SweepSettings)
 
