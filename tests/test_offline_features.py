@@ -14,6 +14,7 @@ import cases
 import pytest
 import torch
 from cli_fixtures import here
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_specdec.data import Batch, SequenceFile, TokenData
@@ -45,7 +46,9 @@ def sequences(directory: Path, *, seed: int = 0) -> SequenceFile:
     rows = [torch.randint(cases.VOCAB, (2 + (7 * i) % 20,), generator=noise).tolist() for i in range(40)]
     path = directory / "rows.csv"
     path.write_text("".join(",".join(map(str, row)) + "\n" for row in rows))
-    return SequenceFile(str(path), cases.VOCAB, num_val=5, num_test=3, batch_size=4)
+    data = SequenceFile(str(path), cases.VOCAB, num_val=5, num_test=3, batch_size=4)
+    data.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    return data
 
 
 def prepared(data: TokenData, directory: Path, target: LanguageModel | None = None, **options: Any) -> OfflineFeatures:

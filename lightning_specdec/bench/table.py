@@ -1,11 +1,10 @@
-"""The table of `decode`, `sweep` and `bench`, for terminals, Markdown, CSV and JSON."""
+"""The table of `decode`, `sweep` and `bench`, for terminals, Markdown and CSV."""
 
 from __future__ import annotations
 
 import csv
 import html
 import io
-import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 from lightning_specdec.bench.rows import SPECULATIVE, STANDARD, Comparison, seconds
 from lightning_specdec.bench.statistics import Interval
 
-FORMS = ("text", "markdown", "csv", "json")
 Column = tuple[str, Callable[[Comparison], str]]
 
 
@@ -57,11 +55,9 @@ def comparison_table(
     """A line for each comparison; settings that are the same in all of them are left out.
 
     Args:
-        form: one of `FORMS`.
+        form: "text", "markdown" or "csv".
         remark: what stands at a line's end.
     """
-    if form == "json":
-        return json.dumps([each.summary() for each in found])
     if form == "csv":
         return _csv(found)
     settings = [column for column in (*_WHERE, _WHAT[2]) if len({column[1](each) for each in found}) > 1]

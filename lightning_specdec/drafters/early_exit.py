@@ -182,11 +182,8 @@ class EarlyExitDrafter(TrainedDrafter):
     @property
     def head(self) -> ExitHead | None:
         """The exit's own output head; None where the target's serves."""
-        return self.head_of(self.exit_layer)
-
-    def head_of(self, exit_layer: int) -> ExitHead | None:
-        """Another exit's own output head; None where the target's serves."""
-        found: Any = self.heads[str(exit_layer)] if str(exit_layer) in self.heads else None
+        name = str(self.exit_layer)
+        found: Any = self.heads[name] if name in self.heads else None
         return found
 
     def check_target(self, target: LanguageModel) -> None:

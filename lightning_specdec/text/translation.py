@@ -44,7 +44,8 @@ class Translation:
         shared = [(t, piece) for t, piece in enumerate(first.token_bytes) if piece and piece in self._by_bytes]
         last = {piece: token for token, piece in shared}
         self.pairs = {token: self._by_bytes[piece] for piece, token in last.items()} | self.special
-        self.whole = {token: self._by_bytes[piece] for token, piece in shared if _is_text(piece)}
+        characters = ((token, piece) for token, piece in shared if piece.decode(errors="ignore").encode() == piece)
+        self.whole = {token: self._by_bytes[piece] for token, piece in characters}
         self.filler = next((second.special[role] for role in ("bos", "eos") if role in second.special), 0)
 
     def __deepcopy__(self, memo: object) -> Translation:
@@ -165,11 +166,6 @@ class TranslatedText:
         encode = self.translation.encode_prompt if in_prompt else self.translation.encode_piece
         self.tokens += encode(text) if text else []
         self._loose = data[num_read:]
-
-
-def _is_text(piece: bytes) -> bool:
-    """Whether these bytes are whole characters."""
-    return piece.decode(errors="ignore").encode() == piece
 
 
 def _same_special(first: Vocabulary, second: Vocabulary) -> dict[int, int]:

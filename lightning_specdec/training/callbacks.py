@@ -125,19 +125,12 @@ class RunProgressBar(ProgressBar):
 
         module.watch = watch
 
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close()  # before the run's last line
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._close()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._close()
-
-    def _close(self) -> None:
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+    on_predict_end = on_exception = teardown  # a bar ends before the run's last line
 
 
 class SaveNewest(Callback):

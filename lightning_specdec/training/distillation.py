@@ -24,7 +24,7 @@ from lightning_specdec.data.base import SPLITS
 from lightning_specdec.drafters import Drafter, DraftVocabulary
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.base import SpeculativeTraining
-from lightning_specdec.training.draft_losses import CrossEntropy, DraftLoss, ForwardKL, position_weights
+from lightning_specdec.training.draft_losses import CrossEntropy, DraftLoss, ForwardKL
 from lightning_specdec.training.metrics import SAMPLINGS, Means, next_token_loss, next_token_means
 from lightning_specdec.training.optimizers import BETAS, MuonAdamW, time_share, warmup_cosine
 from lightning_specdec.training.target_outputs import (
@@ -138,7 +138,7 @@ class DistillationTraining(SpeculativeTraining):
 
     def loss_weights(self, num_steps: int) -> list[float]:
         """The weights of that many draft steps in a training step's loss."""
-        weights = position_weights(self.position_decay, num_steps)
+        weights = [self.position_decay**i for i in range(num_steps)]
         return [weight / sum(weights) for weight in weights]
 
     def train(self, mode: bool = True) -> DistillationTraining:

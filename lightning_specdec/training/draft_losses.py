@@ -79,8 +79,3 @@ class TotalVariation(DraftLoss):
 
     def values(self, log_draft: Tensor, log_target: Tensor, labels: Tensor) -> Tensor:
         return 1 - torch.minimum(log_draft.exp(), log_target.exp()).sum(-1)
-
-
-def position_weights(decay: float, num_positions: int) -> list[float]:
-    """decay^i for i = 0, 1, ...: draft token i is judged only if all before it were accepted."""
-    return [decay**i for i in range(num_positions)]

@@ -19,7 +19,6 @@ from lightning_specdec.drafters.eagle_network import EagleNetwork, attention
 from lightning_specdec.drafters.heads import rows_of
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.distillation import DistillationTraining
-from lightning_specdec.training.draft_losses import position_weights
 from lightning_specdec.training.target_outputs import DraftStep, TargetOutputs
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ class EagleTraining(FeatureTraining):
     def loss_weights(self, num_steps: int) -> list[float]:
         if not (self.random_lengths and self.training):
             return super().loss_weights(num_steps)
-        return [1 / sum(position_weights(self.position_decay, self.num_draft_tokens))] * num_steps
+        return [1 / sum(self.position_decay**i for i in range(self.num_draft_tokens))] * num_steps
 
     def rollout_length(self, step: int) -> int:
         """Draft tokens of the rollouts of an optimizer step: depends on its number alone, so that runs can resume."""
@@ -117,22 +116,18 @@ def sizes(
     target: LanguageModel, num_heads: int | None, num_key_heads: int | None, intermediate_size: int | None
 ) -> dict[str, Any]:
     """The sizes of a draft over a target's hidden states; those that are None follow from the target."""
-    size = target.hidden_size or 0
+    size, num_layers = target.hidden_size or 0, target.num_layers or 1
     heads = num_heads or max(1, size // HEAD_SIZE)
+    # EAGLE-3 reads the third layer, the middle one and the third last.
+    layers = {min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)}
     return {
-        "feature_layers": low_middle_high(target.num_layers or 1),
+        "feature_layers": sorted(layers),
         "hidden_size": size,
         "vocab_size": target.vocab_size,
         "num_heads": heads,
         "num_key_heads": num_key_heads or heads,
         "intermediate_size": intermediate_size or 4 * size,
     }
-
-
-def low_middle_high(num_layers: int) -> list[int]:
-    """The layers that EAGLE-3 reads: the third, the middle one, the third last."""
-    last = num_layers - 1
-    return sorted({min(2, last), num_layers // 2, max(0, last - 2)})
 
 
 def rollouts(

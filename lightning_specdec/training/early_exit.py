@@ -33,16 +33,6 @@ def step_scale(step: int, num_steps: int) -> float:
     return math.expm1(min(step / max(num_steps - 1, 1), 1.0) * math.log(2))
 
 
-def dropout_rates(num_layers: int, max_rate: float, scale: float = 1.0) -> list[float]:
-    """p_l = S(t) D(l) p_max: how likely a layer is skipped for one sample, where D(l) is S over the layers."""
-    return [scale * step_scale(layer, num_layers) * max_rate for layer in range(num_layers)]
-
-
-def draw_kept(rates: Sequence[float], num_samples: int, generator: torch.Generator) -> Bool[Tensor, "L B"]:
-    """Which layers read which samples: each sample is skipped by itself, with the layer's rate."""
-    return torch.rand(len(rates), num_samples, generator=generator) >= torch.tensor(rates)[:, None]
-
-
 class EarlyExitTraining(SpeculativeTraining):
     """Trains a transformer so that its lower layers can draft for the whole of it, as LayerSkip does.
 
@@ -156,6 +146,9 @@ class EarlyExitTraining(SpeculativeTraining):
         num_steps = self.trainer.estimated_stepping_batches
         if math.isinf(num_steps):
             raise ValueError("LayerSkip depends on the length of the run: give it a max_epochs or max_steps")
-        rates = dropout_rates(self.num_layers, self.layer_dropout, step_scale(self.global_step, int(num_steps)))
+        # Each sample skips layer l with p_l = S(t) D(l) p_max, where D(l) is S over the layers.
+        highest = step_scale(self.global_step, int(num_steps)) * self.layer_dropout
+        rates = torch.tensor([highest * step_scale(layer, self.num_layers) for layer in range(self.num_layers)])
         key = (self.global_step * 1_009 + batch_idx) * self.trainer.world_size
-        return draw_kept(rates, num_rows, torch.Generator().manual_seed((key + self.global_rank) % 2**32))
+        generator = torch.Generator().manual_seed((key + self.global_rank) % 2**32)
+        return torch.rand(self.num_layers, num_rows, generator=generator) >= rates[:, None]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.nn.functional import linear, pad
 from torch.nn.utils.rnn import pad_sequence
 
@@ -99,16 +99,16 @@ class OfflineFeatures(OnlineFeatures):
         ]
         row_bytes = data.max_length * (len(kept) * target.hidden_size * self.dtype.itemsize + 8)
         self._announce(row_bytes * SHARD_ROWS * len(missing))
-        rank, num_processes = process_rank()
-        _barrier()  # all have looked before one writes
-        own = missing[rank::num_processes]
-        with progress_bar(len(own), "shard", shown=bool(own) and rank == 0) as bar:
+        trainer: Any = data.trainer
+        trainer.strategy.barrier("all have looked before one writes")
+        own = missing[trainer.global_rank :: trainer.world_size]
+        with progress_bar(len(own), "shard", shown=bool(own) and trainer.is_global_zero) as bar:
             for split, number in own:
                 arrays = dict(self._compute(target, data, split, number, kept))
                 with replaced(self._path(split, number)) as file:
                     file.write(save(arrays))
                 bar.update()
-        _barrier()
+        trainer.strategy.barrier("the features are written")
 
     def _path(self, split: str, number: int) -> Path:
         return self.directories[split] / f"shard-{number:05d}.safetensors"
@@ -251,14 +251,3 @@ def rows_digest(data: TokenData, split: str) -> str:
         for tokens, length in zip(batch.tokens.numpy(), batch.lengths.tolist(), strict=True):
             digest.update(np.array([length, *tokens[:length]], "<i4").tobytes())
     return digest.hexdigest()
-
-
-def process_rank() -> tuple[int, int]:
-    """This process's rank and the number of processes."""
-    several = distributed.is_available() and distributed.is_initialized()
-    return (distributed.get_rank(), distributed.get_world_size()) if several else (0, 1)
-
-
-def _barrier() -> None:
-    if process_rank()[1] > 1:
-        distributed.barrier()
