@@ -38,7 +38,6 @@ class Finding:
         return self.verdict in ("bug", "biased", "error")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
         values = {name: value for name, value in asdict(self).items() if name != "cell"}
         return {**self.cell._asdict(), **values, "failed": self.failed}
 
@@ -70,7 +69,6 @@ class Audit:
         return [finding for finding in self.findings if finding.enough_power is False]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
         return {
             "passed": not self.failures,
             "enough_power": not self.weak,

@@ -144,7 +144,6 @@ class Case:
         return self.row(repeat, **_figures(self, result)), result
 
     def row(self, repeat: int, **figures: Any) -> ResultRow:
-        """A row of this case with these figures."""
         rule, window = self.rule, self.config.num_draft_tokens if self.method in DRAFTING else None
         if isinstance(window, Window):
             figures["window"] = window.to_dict()
@@ -165,7 +164,6 @@ class Case:
         )
 
     def failed(self, repeat: int, error: BaseException) -> ResultRow:
-        """The row of a run that failed."""
         return self.row(repeat, error=one_line(error)[:1000])
 
 

@@ -109,7 +109,6 @@ class ResultsWriter(Results):
         self.rows.append(row)
 
     def update(self, **entries: Any) -> None:
-        """Set entries of the manifest."""
         self.manifest |= json.loads(json.dumps(entries))
         with replaced(self.directory / MANIFEST) as file:
             file.write((json.dumps(self.manifest, indent=1) + "\n").encode())

@@ -50,7 +50,6 @@ class AuditSettings(OutputSettings):
 
 
 def add_arguments(parser: Parser) -> None:
-    """The flags of the verb."""
     parser.add_models()
     parser.add_settings("Prompt", PromptSettings)
     parser.add_settings("Sampling (with each temperature)", SamplingSettings, skip=("temperature",))

@@ -40,7 +40,6 @@ class BenchSettings(Settings):
 
 
 def add_arguments(parser: Parser) -> None:
-    """The flags of the verb."""
     parser.add_settings("benchmark", BenchSettings)
 
 

@@ -42,7 +42,6 @@ class ChatSettings(Settings):
 
 
 def add_arguments(parser: Parser) -> None:
-    """The flags of the verb."""
     parser.add_models(skip=("ckpt",))
     parser.add_settings("Prompt", ChatSettings)
     parser.add_decoding(skip=("eos", "logprobs"), max_new_tokens=512)

@@ -44,7 +44,6 @@ class DecodeSettings(OutputSettings):
 
 
 def add_arguments(parser: Parser) -> None:
-    """The flags of the verb."""
     parser.add_models()
     parser.add_settings("Prompt", PromptSettings)
     parser.add_decoding()

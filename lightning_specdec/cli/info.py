@@ -33,7 +33,6 @@ RECIPE = ("training", "data", "epochs", "steps", "tokens_seen", "training_second
 
 
 def add_arguments(parser: Parser) -> None:
-    """The flags of the verb."""
     parser.add_argument("MODEL", nargs="?", help="a checkpoint, a draft file, a model's directory or name, or a pair")
     parser.add_settings("Model", TargetSource, skip=("target",))
     parser.add_settings("Output", OutputSettings)

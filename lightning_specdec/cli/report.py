@@ -15,7 +15,6 @@ EXAMPLES = "lightning_specdec report results/rnn\nlightning_specdec report resul
 
 
 def add_arguments(parser: Parser) -> None:
-    """The flags of the verb."""
     parser.add_argument("RESULTS", help="directory that `bench` wrote")
     parser.add_argument("--output", default=None, metavar="DIR", help="directory of the page; default: RESULTS/report")
 

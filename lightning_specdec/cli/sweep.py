@@ -39,7 +39,6 @@ class SweepSettings(OutputSettings):
 
 
 def add_arguments(parser: Parser) -> None:
-    """The flags of the verb."""
     parser.add_models()
     parser.add_settings("Prompt", PromptSettings)
     parser.add_decoding(skip=("num_draft_tokens", "logprobs"), max_new_tokens=128)

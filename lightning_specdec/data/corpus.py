@@ -40,7 +40,6 @@ class GeneratedRow(NamedTuple):
 
 
 def shard_path(directory: Path, number: int) -> Path:
-    """The file of a shard."""
     return directory / f"shard-{number:05d}.safetensors"
 
 
@@ -121,7 +120,6 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def write_manifest(directory: Path, values: Mapping[str, Any]) -> None:
-    """Write the manifest of a directory."""
     with replaced(directory / MANIFEST) as file:
         file.write((json.dumps(values, indent=1) + "\n").encode())
 

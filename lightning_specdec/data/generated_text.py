@@ -126,7 +126,6 @@ class GeneratedText(TokenData):
         return self._places
 
     def collate(self, rows: Sequence[Row]) -> Batch:
-        """One batch of rows, right-padded with zeros."""
         batch = super().collate([(index, tokens) for index, (tokens, _) in rows])
         return batch._replace(prompt_lengths=torch.tensor([length for _, (_, length) in rows]))
 

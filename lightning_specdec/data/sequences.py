@@ -36,7 +36,6 @@ class SequenceData(TokenData):
         """All sequences, each of at least two tokens, all distinct."""
 
     def splits(self) -> Splits:
-        """The sequences of each split."""
         split = [self.rows(name) for name in SPLITS]
         return Splits(*([list(rows[i][1]) for i in range(len(rows))] for rows in split))
 

@@ -162,7 +162,6 @@ class Rate:
     trials: float = 0.0
 
     def count(self, hit: bool) -> None:
-        """Count one trial."""
         kept = min(1.0, (MEMORY - 1) / self.trials) if self.trials else 1.0
         self.hits, self.trials = self.hits * kept + hit, self.trials * kept + 1
 

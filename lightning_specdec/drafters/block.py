@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockSettings(FeatureSettings):
-    """Settings of `BlockDrafter`."""
-
     feature_norms: bool = setting(
         False, "normalize each layer's hidden states before joining them; other engines do not support it"
     )

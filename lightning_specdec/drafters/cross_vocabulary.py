@@ -133,8 +133,6 @@ class CrossDraftState(DraftState):
 
 @dataclass(frozen=True)
 class CrossVocabularySettings(Settings):
-    """Settings of `CrossVocabulary`."""
-
     min_share: float = setting(0.1, "minimum share of common tokens, of the smaller vocabulary", minimum=0, maximum=1)
 
 

@@ -63,8 +63,6 @@ class FeatureSettings(Settings):
 
 @dataclass(frozen=True)
 class EagleSettings(FeatureSettings):
-    """Settings of `EagleDrafter`."""
-
     norm_output: bool = setting(False, "feed back the output after the final norm")
     norm_before_residual: bool = setting(False, "take the residual stream from the normalized feature")
 

@@ -139,8 +139,6 @@ class ExitHead(nn.Module):
 
 @dataclass(frozen=True)
 class EarlyExitSettings(Settings):
-    """Settings of `EarlyExitDrafter`."""
-
     exit_layer: int = setting(help="how many of the target's layers draft", minimum=1)
     head_layers: tuple[int, ...] = setting((), "exits with a trained output head; others use the target's", minimum=1)
     hidden_size: int | None = setting(None, "hidden size of the target that these heads are for", minimum=1)

@@ -270,8 +270,6 @@ def runs_in_openvino(target: LanguageModel | None, dtype: torch.dtype) -> bool:
 
 
 class ModelDraftState(DraftState):
-    """The state of the draft's model."""
-
     def __init__(self, model_state: DecodeState) -> None:
         self.model_state = model_state
 

@@ -46,7 +46,6 @@ class StackedHeads:
         self.output = _stack(layer.weight.T for layer in outputs)
 
     def __call__(self, hidden: Float[Tensor, "B D"], num_heads: int) -> Float[Tensor, "H B W"]:
-        """The logits of the first heads."""
         states = hidden.expand(num_heads, -1, -1)
         for weight, bias in self.blocks:
             states = states + nn.functional.silu(torch.baddbmm(bias[:num_heads], states, weight[:num_heads]))
@@ -101,8 +100,6 @@ class MultiTokenState(DraftState):
 
 @dataclass(frozen=True)
 class MultiTokenSettings(Settings):
-    """Settings of `MultiTokenDrafter`."""
-
     num_heads: int = setting(help="heads, which is the most tokens drafted in a round", minimum=1, maximum=64)
     hidden_size: int = setting(help="hidden size of the target", minimum=1, maximum=2**16)
     vocab_size: int = setting(help="vocabulary of the target", minimum=2, maximum=2**20)
@@ -188,7 +185,6 @@ class MultiTokenDrafter(TrainedDrafter):
         return scores
 
     def first_logits(self, num_heads: int, hidden: Float[Tensor, "B D"]) -> Iterable[Float[Tensor, "B W"]]:
-        """The logits of so many heads."""
         if self.in_openvino:
             flat = hidden.float().contiguous()
             return [head.run([flat])[0] for head in self.in_openvino[:num_heads]]

@@ -15,8 +15,6 @@ from lightning_specdec.rules import Draft, Sampling
 
 @dataclass(frozen=True)
 class NGramSettings(Settings):
-    """Settings of `NGramDrafter`."""
-
     RENAMED = {"guesses_per_token": "tokens_per_match"}
 
     max_ngram: int = setting(5, "longest suffix to look up, tried first", minimum=1, maximum=32)

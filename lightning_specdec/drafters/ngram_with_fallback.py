@@ -18,8 +18,6 @@ from lightning_specdec.rules import Draft, Sampling
 
 
 class FallbackState(JointState):
-    """The states of both drafters."""
-
     def __init__(self, lookup: DraftState, fallback: DraftState, context: TargetContext | None) -> None:
         super().__init__(lookup, fallback)
         self.lookup, self.fallback, self.context = lookup, fallback, context

@@ -123,8 +123,6 @@ def _joined(pieces: list[list[Tensor]]) -> Float[Tensor, "B K V"] | None:
 
 @dataclass(frozen=True)
 class StagedSettings(Settings):
-    """Settings of `StagedDrafter`."""
-
     stage_windows: int = setting(4, "draft tokens that a stage proposes to the next one", minimum=1)
 
 

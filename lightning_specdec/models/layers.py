@@ -94,7 +94,6 @@ class LayerStack:
         return hidden
 
     def norm(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
-        """The final norm."""
         normed: Tensor = getattr(self.inner, self._norm)(hidden)
         return normed
 

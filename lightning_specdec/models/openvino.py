@@ -406,7 +406,6 @@ class OpenVINOLM(HuggingFaceLM):
         features: Sequence[int] = (),
         exit_states: ExitStates | None = None,
     ) -> ModelOutput:
-        """See `HuggingFaceLM.forward`."""
         if state is None:
             state = self.init_state(*tokens.shape)
         with self._cutting:

@@ -49,7 +49,6 @@ class Report:
 
     @classmethod
     def of(cls, results: Results) -> Report:
-        """The report of a results directory."""
         commits = dict.fromkeys(str(row.commit) for row in results.rows)
         manifest = results.manifest | ({"commit": ", then ".join(commits)} if commits else {})
         return cls(str(manifest["name"]), manifest, comparisons(results.rows))

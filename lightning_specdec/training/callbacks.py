@@ -22,7 +22,6 @@ from lightning_specdec.training.optimizers import time_share
 
 
 def tensorboards(trainer: Trainer) -> list[TensorBoardLogger]:
-    """The run's TensorBoard loggers."""
     return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
 
 

@@ -145,7 +145,6 @@ class ExitHeadTraining(DistillationTraining):
 
     @property
     def head(self) -> ExitHead:
-        """The head that is trained."""
         assert self.drafter.head is not None
         return self.drafter.head
 

@@ -197,6 +197,5 @@ class RoundMetrics(nn.ModuleDict):
         return {f"{prefix}{rate}": counts[prefix][rate] for prefix in prefixes for rate in RATES}
 
     def reset(self) -> None:
-        """Forget all counts."""
         for name in self:
             self.of(name.removesuffix("rounds")).reset()

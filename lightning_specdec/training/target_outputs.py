@@ -138,7 +138,6 @@ class DraftStep(NamedTuple):
 
     @property
     def predicted(self) -> slice:
-        """The tokens that are predicted."""
         return slice(self.first, self.first + self.stride * self.hidden.shape[1], self.stride)
 
     @property
