@@ -10,7 +10,7 @@ import pytest
 from tiny_tokenizers import byte_level
 
 from lightning_specdec.data.prompts import Prompt, by_domain, read_prompts, shipped_prompts
-from lightning_specdec.data.prompts.prompt import INSTRUCTION, MAX_ARTICLE_TOKENS
+from lightning_specdec.text.prompts import INSTRUCTION, MAX_ARTICLE_TOKENS
 from lightning_specdec.text.tokenizer import ByteTokenizer, TextTokenizer
 
 ROOT = Path(__file__).parent.parent

@@ -19,8 +19,7 @@ from lightning_specdec.config.kinds import Choice
 from lightning_specdec.config.models import check_directory
 from lightning_specdec.config.pairs import get_pair
 from lightning_specdec.config.terminal import one_line
-from lightning_specdec.data.prompts import Prompt, by_domain, read_prompts, shipped_prompts
-from lightning_specdec.data.prompts.domains import SEQUENCES
+from lightning_specdec.data.prompts import SEQUENCES, Prompt, by_domain, read_prompts, shipped_prompts
 from lightning_specdec.decoding.rows import check_prompt
 from lightning_specdec.decoding.windows import DEFAULT_WINDOW
 from lightning_specdec.drafters import Drafter, ModelDrafter

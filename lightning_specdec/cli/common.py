@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -15,6 +14,7 @@ from lightning_specdec.cli.options import PromptSettings, chosen, pair_source, t
 from lightning_specdec.config.models import PairSource
 from lightning_specdec.config.settings import Settings
 from lightning_specdec.config.terminal import visible
+from lightning_specdec.text.prompts import Prompt, read_prompts
 
 if TYPE_CHECKING:
     from lightning_specdec.decoder import SpeculativeDecoder
@@ -127,45 +127,24 @@ def load_decoder(options: Namespace, source: PairSource) -> SpeculativeDecoder:
     return decoder
 
 
-Placed = tuple[str, str]
-"""The origin of a prompt, and its text."""
-
-
-def _read_prompts(settings: PromptSettings) -> list[Placed] | None:
-    """The prompts of the flags as they were typed; None where there are none."""
+def _read_prompts(settings: PromptSettings) -> list[Prompt] | None:
+    """The prompts of the flags as they were typed, their places as ids; None where there are none."""
     if not settings.prompt and settings.prompts_file is None:
         return None
-    placed: list[Placed] = []
+    found: list[Prompt] = []
     for i, text in enumerate(settings.prompt, start=1):
-        placed += _read_lines("-") if text == "-" else [(f"--prompt {i}", text)]
+        found += read_prompts(Path("-"), as_typed=True) if text == "-" else [Prompt(f"--prompt {i}", "", text=text)]
     if settings.prompts_file is not None:
-        placed += _read_lines(settings.prompts_file)
-    if not placed:
+        found += read_prompts(Path(settings.prompts_file), as_typed=True)
+    if not found:
         raise ValueError("there is no prompt: give at least one line")
-    if empty := [where for where, text in placed if not text]:
+    if empty := [each.id for each in found if not each.text]:
         raise ValueError(f"{empty[0]} is empty: give at least one token")
-    return placed
-
-
-def _read_lines(path: str) -> list[Placed]:
-    """The prompts of a file or of stdin, one a line: text, or a JSON object with a "prompt"."""
-    try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text: give one prompt a line") from error
-    placed = []
-    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):  # JSON may hold other line ends
-        try:
-            value = json.loads(line)["prompt"]
-        except (ValueError, TypeError, KeyError, IndexError, RecursionError):
-            value = line
-        if line.strip():
-            placed.append((f"{'stdin' if path == '-' else path}, line {number}", "" if value is None else str(value)))
-    return placed
+    return found
 
 
 def _find_prompts(
-    decoder: SpeculativeDecoder, given: list[Placed] | None, *, raw: bool
+    decoder: SpeculativeDecoder, given: list[Prompt] | None, *, raw: bool
 ) -> list[tuple[str | None, list[int]]]:
     """Text, where prompts are text, and tokens: the user's prompts, the pair's own, or the default ones."""
     tokenizer = decoder.tokenizer
@@ -174,10 +153,9 @@ def _find_prompts(
     if tokenizer is None:
         if given is None:
             raise ValueError("the target keeps no prompts of its own: give some with --prompt '1 2 3'")
-        return [(None, _tokens(where, text, decoder.target.vocab_size)) for where, text in given]
-    texts = OWN_PROMPTS if given is None else [text for _, text in given]
-    encode = decoder.encode_chat if tokenizer.has_chat_template and not raw else decoder.encode
-    return [(text, encode(text)) for text in texts]
+        return [(None, _tokens(each.id, str(each.text), decoder.target.vocab_size)) for each in given]
+    prompts = [Prompt("", "", text=text) for text in OWN_PROMPTS] if given is None else given
+    return [(each.text, list(each.encoded(tokenizer, raw=raw).tokens)) for each in prompts]
 
 
 def _tokens(where: str, text: str, vocab_size: int) -> list[int]:

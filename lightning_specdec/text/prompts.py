@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,33 +54,48 @@ class Prompt:
         return replace(self, tokens=tuple(tokenizer.encode_chat([*messages, {"role": "user", "content": text}])))
 
 
-def read_prompts(path: Path) -> list[Prompt]:
+def read_prompts(path: Path, *, as_typed: bool = False) -> list[Prompt]:
     """The prompts of a file: of `.txt` each line's text, of other files each line's JSON object or string.
 
     An object has a "prompt", `turns` of which the first is taken, an "article" to be summarized, or "tokens", a list of
     integers. Ids and domains that are missing come from the file's name.
 
+    Args:
+        as_typed: take an object's "prompt" and any other line as it is, `-` as stdin; ids are the places, for errors.
+
     Raises:
         ValueError: there is no such file, it has no prompt, or a line is none.
     """
+    is_stdin = as_typed and str(path) == "-"
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        text = sys.stdin.read() if is_stdin else path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ValueError(f"there is no prompts file {path}: check the path") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text: give prompts as JSON lines") from error
+        raise ValueError(f"{path} is not text: give one prompt on each line") from error
     found = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            where = f"{path}, line {number}"
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):  # JSON may hold other line ends
+        where = f"{'stdin' if is_stdin else path}, line {number}"
+        if line.strip() and as_typed:
+            found.append(Prompt(where, "", text=_typed(line)))
+        elif line.strip():
             try:
                 value = line.rstrip("\r") if path.suffix == ".txt" else json.loads(line)
             except (ValueError, RecursionError):
                 raise ValueError(f"{where}: this is not JSON: write one object on each line") from None
             found.append(_read_row(value, where, path.stem, number))
-    if not found:
+    if not found and not as_typed:
         raise ValueError(f"{path} holds no prompt: give one JSON object on each line")
     return found
+
+
+def _typed(line: str) -> str:
+    """The "prompt" of a JSON object, empty for null; any other line itself."""
+    try:
+        value = json.loads(line)["prompt"]
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+        value = line
+    return "" if value is None else str(value)
 
 
 def _read_row(row: Any, where: str, stem: str, number: int) -> Prompt:
