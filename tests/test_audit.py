@@ -15,10 +15,8 @@ import cases
 import jaxtyping
 import pytest
 
-from lightning_specdec.audit.auditor import Auditor
-from lightning_specdec.audit.controls import CorrectsFromTarget
+from lightning_specdec.audit.auditor import Audit, Auditor, CorrectsFromTarget
 from lightning_specdec.audit.exact_round import measure_round
-from lightning_specdec.audit.findings import Audit
 from lightning_specdec.decoding import Session, autoregressive_decode
 from lightning_specdec.drafters import Drafter, ModelDrafter, NGramDrafter
 from lightning_specdec.models import LanguageModel

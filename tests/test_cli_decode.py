@@ -16,7 +16,7 @@ from report_rows import cells_of, faster, standard
 from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.audit.identity import Divergence
 from lightning_specdec.checkpoints import checkpoint
-from lightning_specdec.cli import shown
+from lightning_specdec.cli import decode
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoding import DecodeInterrupted, DecodeResult, RowResult
 from lightning_specdec.decoding.results import Round
@@ -83,7 +83,7 @@ def test_on_a_terminal_lines_are_no_wider_and_rejected_tokens_are_shown(monkeypa
     outcome = DecodeResult([row], 1.0, {}, 20, 20, rule="ExactMatch")
     monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((40, 24)))
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    plain, marked = shown.outputs(None, None, outcome, [None], colour=True).split("  marked\n")
+    plain, marked = decode.outputs(None, None, outcome, [None], colour=True).split("  marked\n")
     seen = re.sub(r"\x1b\[[\d;]*m", "", marked).splitlines()[:-1]
     assert all(len(line) <= 40 for line in (*plain.splitlines(), *seen))
     assert " ".join(" ".join(seen).split()) == " ".join(f"{100 + i} 200 400" for i in range(20))
@@ -93,7 +93,7 @@ def test_where_the_methods_stopped_for_other_reasons_both_are_named() -> None:
     rows = [RowResult(0, [1], [2, 3], "length", 2, []), RowResult(0, [1], [2, 4], "eos", 2, [])]
     plain, drafted = (DecodeResult([each], 1.0, {}, 2, 2) for each in rows)
     told = "prompt 0: 1\n    2 4\n  standard\n    2 3\n  (stopped: eos, standard: length)\n"
-    assert told in shown.outputs(None, plain, drafted, [None])
+    assert told in decode.outputs(None, plain, drafted, [None])
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_where_the_methods_stopped_for_other_reasons_both_are_named() -> None:
 def test_a_gain_is_claimed_only_where_its_interval_lies_above_one(speedups: list[list[float]], told: str) -> None:
     rows = [standard(len(each), repeat=i) for i, each in enumerate(speedups)]
     rows += [faster(each, repeat=i) for i, each in enumerate(speedups)]
-    assert shown.saved(cells_of(rows)[1]).startswith(told)
+    assert decode.saved(cells_of(rows)[1]).startswith(told)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_where_outputs_differ_a_near_tie_is_told_from_a_fault(ckpt: str, monkeyp
     def told(*tokens: int, rule: str = "ExactMatch", **config: Any) -> str:
         other = result([1, 2, 3], [*tokens], rule=rule)
         decoder = SpeculativeDecoder.from_checkpoint(ckpt)
-        return shown.agreement(decoder, result([1, 2, 3], [5, 6]), other, DecodingConfig(**config))
+        return decode.agreement(decoder, result([1, 2, 3], [5, 6]), other, DecodingConfig(**config))
 
     assert told(5, 6) == "output identical"
     fault = "NOT a near-tie in float32: `lightning_specdec audit` looks closer"
@@ -168,7 +168,7 @@ def test_where_outputs_differ_a_near_tie_is_told_from_a_fault(ckpt: str, monkeyp
     monkeypatch.setattr("lightning_specdec.audit.identity.find_divergence", lambda *given, **options: tie)
     assert told(5, 7).endswith("first at token 2 of prompt 1 (near-tie in float32)")
     one, other = result([5, 6]), result([5, 7], rule="ExactMatch")
-    assert shown.agreement(SpeculativeDecoder.from_checkpoint(ckpt), one, other, DecodingConfig()) == (
+    assert decode.agreement(SpeculativeDecoder.from_checkpoint(ckpt), one, other, DecodingConfig()) == (
         "output differs at token 2 (near-tie in float32)"
     )
     assert "two draws" in told(5, 7, rule="RejectionSampling", temperature=1.0)

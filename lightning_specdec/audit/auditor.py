@@ -14,12 +14,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from dataclasses import asdict, dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
-from lightning_specdec.audit.controls import CorrectsFromTarget, KeepsEverything
+import torch
+from torch import Tensor
+
 from lightning_specdec.audit.exact_round import RoundLaw, measure_round
-from lightning_specdec.audit.findings import Audit, AuditCase, Finding
 from lightning_specdec.audit.identity import Divergence, find_divergence, num_wrong_rounds
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import DecodingConfig
@@ -27,7 +29,16 @@ from lightning_specdec.decoding import DecodeResult, autoregressive_decode, spec
 from lightning_specdec.decoding.rows import check_batch, check_eos
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import LanguageModel
-from lightning_specdec.rules import AcceptanceRule, Sampling
+from lightning_specdec.rules import (
+    AcceptanceRule,
+    Draft,
+    ExactMatch,
+    Purpose,
+    RejectionSampling,
+    Sampling,
+    Verdict,
+    column,
+)
 
 CHECKS = ("identity", "round")
 CONTEXT = 16
@@ -38,8 +49,100 @@ NUM_TRIED, NUM_PASSED = 4, 24
 """For each place of that check: at how many the biased round is tried, and how many are passed to find those."""
 PLAIN = 0.02
 """Error of a biased round with which a place is good enough; else those with the largest are taken."""
-KEEPS, CORRECTS = KeepsEverything(), CorrectsFromTarget()
 log = logging.getLogger(__name__)
+
+
+class AuditCase(NamedTuple):
+    """What is audited: the names of a draft, a rule and a sampling."""
+
+    draft: str
+    rule: str
+    sampling: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found of one cell.
+
+    Args:
+        check: "identity" or "round", or "lossy" for what a lossy rule changes.
+        verdict: "same", "tie" or "bug"; "exact" or "biased"; "measured"; "idle" where nothing was ever drafted; "error"
+            where the check broke.
+        enough_power: whether the biased rule was found out; None where there was none.
+        figures: plain values; the `reason` alone where the check broke.
+    """
+
+    cell: AuditCase
+    check: str
+    verdict: str
+    enough_power: bool | None = None
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        """Whether something that should be lossless is not, or could not be checked."""
+        return self.verdict in ("bug", "biased", "error")
+
+    def to_dict(self) -> dict[str, Any]:
+        values = {name: value for name, value in asdict(self).items() if name != "cell"}
+        return {**self.cell._asdict(), **values, "failed": self.failed}
+
+
+@dataclass
+class Audit:
+    """The findings so far.
+
+    Args:
+        left_out: drafts and rules that do not go together, by name: the rule needs logits and the draft has none.
+    """
+
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def lossless(self) -> list[Finding]:
+        """Those of what should be lossless."""
+        return [finding for finding in self.findings if finding.check != "lossy"]
+
+    @property
+    def failures(self) -> list[Finding]:
+        """Those that say that something is not lossless, or that nothing can be said."""
+        return [finding for finding in self.findings if finding.failed]
+
+    @property
+    def weak(self) -> list[Finding]:
+        """Those that had not enough power to say so."""
+        return [finding for finding in self.findings if finding.enough_power is False]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "passed": not self.failures,
+            "enough_power": not self.weak,
+            "left_out": [list(each) for each in self.left_out],
+            "findings": [finding.to_dict() for finding in self.findings],
+        }
+
+
+class KeepsEverything(ExactMatch):
+    """Biased: no draft token is ever rejected."""
+
+    def judge(self, draft: Draft, *rest: Any) -> Verdict:
+        verdict = super().judge(draft, *rest)
+        kept = torch.ones_like(verdict.kept)
+        if draft.lengths is not None:
+            kept &= torch.arange(kept.shape[1], device=kept.device) < draft.lengths[:, None]
+        return Verdict(kept, verdict.endings)
+
+
+class CorrectsFromTarget(RejectionSampling):
+    """Biased, but less: a correction is drawn from the target itself, so that what the draft likes comes twice."""
+
+    def judge(self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None) -> Verdict:
+        verdict = super().judge(draft, target_logits, sampling, noise)
+        return Verdict(verdict.kept, sampling.sample(target_logits, column(noise, Purpose.CORRECT)))
+
+
+KEEPS, CORRECTS = KeepsEverything(), CorrectsFromTarget()
 
 
 class Auditor:

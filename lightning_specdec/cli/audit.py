@@ -17,8 +17,7 @@ from lightning_specdec.config.settings import setting, setting_fields
 from lightning_specdec.config.terminal import say
 
 if TYPE_CHECKING:
-    from lightning_specdec.audit.auditor import Auditor
-    from lightning_specdec.audit.findings import Finding
+    from lightning_specdec.audit.auditor import Auditor, Finding
 
 SUMMARY = "check that the output is the target's, for every draft, rule and sampling"
 EXAMPLES = """\

@@ -1,7 +1,8 @@
-"""Tokenizers: text and chats to tokens, tokens to text, what ends an answer."""
+"""Tokenizers: text and chats to tokens, tokens to text also while they arrive, what ends an answer."""
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
 import sys
@@ -15,7 +16,6 @@ from typing import Any
 
 from lightning_specdec.config.hub import find
 from lightning_specdec.config.terminal import one_line
-from lightning_specdec.text.stream import TextStream
 from lightning_specdec.text.vocabulary import Vocabulary
 
 Message = Mapping[str, str]
@@ -25,6 +25,66 @@ MOST_TEMPLATE_LINES = 1_000_000
 _NO_TEMPLATE = "the tokenizer has no chat template: take a model that was tuned for chats"
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 """What a directory with a tokenizer holds at least one of."""
+_NOT_A_CHARACTER = "\ufffd".encode()
+
+
+class TextStream:
+    """One text that grows by tokens.
+
+    Bytes are held back until they can no longer change. All pieces together are exactly what decoding all tokens at
+    once gives, and each piece costs as much as its own tokens.
+
+    Args:
+        vocabulary: the tokens' bytes, and how they are joined.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._run = bytearray()  # the byte tokens since the last other token
+        self._ready = bytearray()  # what came before them and is not shown yet
+        self._num_to_strip = vocabulary.num_stripped
+
+    def push(self, tokens: Sequence[int], *, hold: int = 0) -> str:
+        """The text that these tokens settle.
+
+        Args:
+            tokens: what follows those pushed before; numbers without a token show nothing.
+            hold: so many bytes at the end are not shown yet, as they may be the beginning of a stop string.
+        """
+        for token in tokens:
+            piece = self._vocabulary.join([token])
+            if token in self._vocabulary.byte_tokens:
+                self._run += piece
+            elif piece:
+                self._end_run()
+                self._ready += piece
+        return self._show(len(self._ready) - max(hold - len(self._run), 0))
+
+    def finish(self, *, drop: int = 0) -> str:
+        """The rest of the text, without its last `drop` bytes; nothing is pushed after it."""
+        self._end_run()
+        return self._show(len(self._ready) - drop, final=True)
+
+    def _end_run(self) -> None:
+        """Settle what the byte tokens stand for."""
+        if self._run:
+            try:
+                self._run.decode()
+                self._ready += self._run
+            except UnicodeDecodeError:
+                self._ready += _NOT_A_CHARACTER * len(self._run)
+            self._run.clear()
+
+    def _show(self, num_bytes: int, *, final: bool = False) -> str:
+        num_bytes = max(num_bytes, 0)
+        text = self._decoder.decode(bytes(self._ready[:num_bytes]), final)
+        del self._ready[:num_bytes]
+        while self._num_to_strip and text.startswith(" "):
+            self._num_to_strip, text = self._num_to_strip - 1, text[1:]
+        if text:
+            self._num_to_strip = 0
+        return text
 
 
 class Tokenizer(ABC):
@@ -82,9 +142,9 @@ class Tokenizer(ABC):
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens, exactly: nothing is tidied up, and bytes that are no character become U+FFFD."""
 
-    @abstractmethod
     def stream(self) -> TextStream:
         """An empty text whose pieces add up to what `decode` gives."""
+        return TextStream(self.vocabulary)
 
 
 class ByteTokenizer(Tokenizer):
@@ -102,9 +162,6 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self.vocabulary.join(tokens).decode("utf-8", "replace")
-
-    def stream(self) -> TextStream:
-        return TextStream(self.vocabulary)
 
 
 class TextTokenizer(Tokenizer):
@@ -209,9 +266,6 @@ class TextTokenizer(Tokenizer):
     def decode(self, tokens: Iterable[int]) -> str:
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return str(self.tokenizer.decode(list(tokens), **options))
-
-    def stream(self) -> TextStream:
-        return TextStream(self.vocabulary)
 
 
 def named_tokenizer(name: str) -> Tokenizer:
