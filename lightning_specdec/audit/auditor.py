@@ -13,8 +13,8 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 

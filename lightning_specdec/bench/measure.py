@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +25,7 @@ from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.config.kinds import DRAFTERS, RULES, Choice
 from lightning_specdec.config.terminal import one_line
+from lightning_specdec.data.corpus import tokens_sha256
 from lightning_specdec.data.prompts import Prompt
 from lightning_specdec.decoding import (
     AdaptiveWindow,
@@ -403,11 +402,6 @@ def _figures(case: Case, result: DecodeResult) -> dict[str, Any]:
         if not isinstance(case.drafter, NGramWithFallback):  # a mean with copied tokens is no draft's cost
             figures["num_draft_steps"] = num_draft_steps(result.rows, case.batch_size)
     return figures
-
-
-def tokens_sha256(tokens: Sequence[Sequence[int]]) -> str:
-    """A hash of all new tokens."""
-    return hashlib.sha256(json.dumps([list(each) for each in tokens]).encode()).hexdigest()
 
 
 def num_draft_steps(rows: Sequence[RowResult], batch_size: int) -> int:

@@ -146,6 +146,6 @@ def open_corpus(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
     ]
 
 
-def prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
-    """Changes with any token of any prompt."""
-    return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+def tokens_sha256(texts: Sequence[Sequence[int]]) -> str:
+    """A hash of all tokens of several texts."""
+    return hashlib.sha256(json.dumps([list(text) for text in texts]).encode()).hexdigest()

@@ -97,7 +97,6 @@ class FeatureDrafter(TrainedDrafter, ABC):
 
     settings: Any
     network: Any
-    in_openvino: Any = None
     free = "min_confidence"
 
     def fused(self, target: LanguageModel | None = None) -> Any:

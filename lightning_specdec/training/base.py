@@ -140,8 +140,7 @@ class SpeculativeTraining(LightningModule, ABC):
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         self._evaluate("test", batch)
 
-    def on_test_epoch_start(self) -> None:
-        self.metrics.reset()
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_test_epoch_end(self) -> None:
         self._log_rates("test", frozenset())

@@ -181,7 +181,7 @@ class GenerateText(LightningModule):
             "arguments": arguments,
             "data": {"class": type(data).__name__, **data.arguments()},
             "num_prompts": len(prompts),
-            "prompts_sha256": corpus.prompts_digest(prompts),
+            "prompts_sha256": corpus.tokens_sha256(prompts),
             "num_shards": len(data.shards),
             "versions": {"lightning_specdec": __version__, "torch": torch.__version__},
         }
