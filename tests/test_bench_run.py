@@ -18,8 +18,8 @@ import torch
 from tiny_bench import PROMPTS, config, measured, pair
 
 from lightning_specdec.bench.measure import Case
-from lightning_specdec.bench.pairs import BenchPair
 from lightning_specdec.bench.results import read
+from lightning_specdec.bench.run import BenchPair
 from lightning_specdec.decoding import PHASES
 from lightning_specdec.drafters import ModelDrafter, NGramDrafter
 

@@ -17,7 +17,7 @@ from cli_fixtures import call, here, refused, succeed
 from lightning_specdec.cli.chat import Talk
 from lightning_specdec.config.terminal import visible
 from lightning_specdec.decoder import SpeculativeDecoder
-from lightning_specdec.decoding.conversation import Conversation
+from lightning_specdec.decoding.session import Conversation
 from lightning_specdec.text.chat import Chat
 from lightning_specdec.text.tokenizer import TextTokenizer
 

@@ -13,8 +13,8 @@ import torch
 
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoding import Row, Session, autoregressive_decode, run
-from lightning_specdec.decoding import conversation as module
-from lightning_specdec.decoding.conversation import Conversation
+from lightning_specdec.decoding import session as module
+from lightning_specdec.decoding.session import Conversation
 from lightning_specdec.rules import Sampling
 
 TURNS = [[3, 1, 4], [7], [2, 7, 1, 8, 2, 8], [10, 0, 10], [6]]

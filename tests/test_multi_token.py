@@ -17,7 +17,7 @@ from torch.nn.functional import one_hot
 
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoding import Row, Session, autoregressive_decode, speculative_decode
-from lightning_specdec.decoding.conversation import Conversation
+from lightning_specdec.decoding.session import Conversation
 from lightning_specdec.decoding.windows import Plan, Window
 from lightning_specdec.drafters import Draft, DraftRequest, DraftState, MultiTokenDrafter, TargetContext
 from lightning_specdec.drafters.multi_token import MOST_STACKED

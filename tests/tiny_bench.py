@@ -12,9 +12,8 @@ import torch
 
 from lightning_specdec.bench.config import BenchConfig
 from lightning_specdec.bench.manifest import manifest
-from lightning_specdec.bench.pairs import BenchPair
 from lightning_specdec.bench.results import Results
-from lightning_specdec.bench.run import open_results, run
+from lightning_specdec.bench.run import BenchPair, open_results, run
 from lightning_specdec.data.prompts import Prompt
 from lightning_specdec.drafters import Drafter, ModelDrafter, NGramDrafter
 from lightning_specdec.models import LanguageModel

@@ -50,7 +50,7 @@ def run(options: Namespace) -> int:
     if not settings.config:
         raise UsageError("--config is missing: give a YAML file, for example configs/bench/rnn.yaml")
     from lightning_specdec.bench.config import read_config
-    from lightning_specdec.bench.pairs import check_pairs
+    from lightning_specdec.bench.run import check_pairs
 
     changes = {} if settings.name is None else {"name": settings.name}
     configs = [read_config(shipped_config(path), **changes) for path in settings.config]
@@ -74,8 +74,7 @@ def run(options: Namespace) -> int:
 def _measure(config: BenchConfig, settings: BenchSettings, several: list[Results]) -> None:
     """Run what is missing of a config, and add its results to the others'."""
     from lightning_specdec.bench.manifest import manifest
-    from lightning_specdec.bench.pairs import load_bench_pair
-    from lightning_specdec.bench.run import open_results, run
+    from lightning_specdec.bench.run import load_bench_pair, open_results, run
     from lightning_specdec.checkpoints.loading import find_device
 
     directory = Path(settings.output).expanduser() / config.name

@@ -23,7 +23,7 @@ from lightning_specdec.config.terminal import say, short
 
 if TYPE_CHECKING:
     from lightning_specdec.decoding import Row
-    from lightning_specdec.decoding.conversation import Conversation
+    from lightning_specdec.decoding.session import Conversation
     from lightning_specdec.text.chat import Chat
 
 SUMMARY = "chat with a model, decoding speculatively"
@@ -53,7 +53,7 @@ def run(options: Namespace) -> int:
     set_up_logs(options)
     config, source = decoding(options), pair_source(options)
     decoder = load_decoder(options, source)
-    from lightning_specdec.decoding.conversation import Conversation
+    from lightning_specdec.decoding.session import Conversation
     from lightning_specdec.text.chat import Chat
     from lightning_specdec.text.tokenizer import TextTokenizer
 
