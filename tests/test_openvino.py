@@ -104,7 +104,10 @@ def test_calls_keep_recent_sizes_and_padding_changes_nothing(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
-def test_layers_divided_behind_an_exit_compute_the_same(dtype: torch.dtype, tolerance: float) -> None:
+def test_layers_divided_behind_an_exit_compute_the_same(
+    dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # layers this small run on one thread
     model = HuggingFaceLM(tiny("llama")).to(dtype)
     other, tokens = OpenVINOLM.of(model), torch.randint(67, (2, 9), generator=torch.Generator().manual_seed(1))
     whole = other(tokens, features=(0, 2))
@@ -296,6 +299,15 @@ def test_what_it_cannot_run_is_refused(family: str, options: list[str], told: st
 def test_another_device_is_refused() -> None:
     with pytest.raises(ValueError, match="runs on a CPU, not on cuda"):
         loading.check_openvino("cuda")
+
+
+def test_one_thread_with_amx_is_refused_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenVINO 2026.4 divides by zero there, which ends the process."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    loading.check_openvino("cpu", torch.float32)
+    with pytest.raises(ValueError, match="crashes in bfloat16 on one thread"):
+        loading.check_openvino("cpu", torch.bfloat16)
 
 
 def test_a_missing_installation_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,6 +241,9 @@ def check_openvino(device: str | torch.device, dtype: torch.dtype | None = None)
     if dtype is not None and dtype not in OPENVINO_DTYPES:
         kinds = " or ".join(str(each).removeprefix("torch.") for each in OPENVINO_DTYPES)
         raise ValueError(f"OpenVINO computes in {kinds}, got {str(dtype).removeprefix('torch.')}: give --dtype")
+    amx = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+    if amx and min(torch.get_num_threads(), len(os.sched_getaffinity(0))) == 1:  # its gated MLP divides by threads // 2
+        raise ValueError("OpenVINO crashes in bfloat16 on one thread of this processor: --threads 2 or --backend torch")
 
 
 def in_backend(model: HuggingFaceLM, backend: str, quantization: str | None = None) -> HuggingFaceLM:
