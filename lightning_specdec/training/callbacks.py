@@ -44,6 +44,7 @@ def progress_bar(total: int | None, unit: str, *, initial: int = 0, shown: bool 
         unit=unit,
         disable=not shown,
         dynamic_ncols=True,
+        smoothing=0,  # the time left is by the average so far, validations included
         file=sys.stderr,
         mininterval=0.1 if sys.stderr.isatty() else 10,
         bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit} {elapsed}<{remaining}{postfix}",
