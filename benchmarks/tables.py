@@ -108,19 +108,22 @@ def fastest_outside(cells: Sequence[Comparison]) -> str:
 def first_table() -> str:
     """First table of the README: bfloat16, with 95% intervals over the prompts."""
     rows = _record("peers")["rows"]
-    methods = {
-        "transformers, prompt lookup": "transformers/bfloat16/lookup",
-        "this package, standard decoding": "ours openvino/bfloat16/standard",
-        "this package, prompt lookup, then the head that ships": "ours openvino/bfloat16/lookup, head",
+    engines = {
+        "transformers": ("transformers", {"standard": "`generate`", "lookup": "its prompt lookup"}),
+        "ours torch": ("this package", {"standard": "standard decoding", "lookup, head": "prompt lookup, then a head"}),
     }
-    cells = {name: peers.cells(rows, "prompts", method) for name, method in methods.items()}
-    theirs = peers.cells(rows, "prompts", "transformers/bfloat16/standard")
-    lines = [
-        (name, f"{peers.speed(mine.values()):.1f}", "{:.2f} ({:.2f} to {:.2f})".format(*peers.ratio(mine, theirs)))
-        for name, mine in cells.items()
-    ]
-    baseline = f"{peers.speed(theirs.values()):.1f}"
-    return _table(("Method", "Tokens/s", f"Over transformers' `generate` ({baseline} tokens/s), 95% interval"), lines)
+    engines["ours openvino"] = ("this package, OpenVINO", engines["ours torch"][1])
+    theirs, lines = peers.cells(rows, "prompts", "transformers/bfloat16/standard"), []
+    for engine, (name, decodings) in engines.items():
+        standard = peers.cells(rows, "prompts", f"{engine}/bfloat16/standard")
+        for decoding, words in decodings.items():
+            mine = peers.cells(rows, "prompts", f"{engine}/bfloat16/{decoding}")
+            over = [
+                "-" if mine == other else "{:.2f} ({:.2f} to {:.2f})".format(*peers.ratio(mine, other))
+                for other in (standard, theirs)
+            ]
+            lines.append((f"{name}, {words}", f"{peers.speed(mine.values()):.1f}", *over))
+    return _table(("Method", "Tokens/s", "Over the same without a draft", "Over transformers' `generate`"), lines)
 
 
 def which_draft_table() -> str:

@@ -18,7 +18,7 @@ from lightning_specdec import ExactMatch, ModelDrafter, Sampling, SpeculativeDec
 from lightning_specdec.bench import measure as measure_module
 from lightning_specdec.bench.measure import Case, best, measure, sweep
 from lightning_specdec.bench.rows import Comparison, comparisons
-from lightning_specdec.bench.table import comparison_table
+from lightning_specdec.bench.table import comparison_table, grid
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.drafters import DraftRequest, DraftState, EarlyExitDrafter, NGramDrafter, NGramWithFallback
 from lightning_specdec.rules import Draft, Verdict
@@ -63,6 +63,12 @@ def test_a_benchmark_decodes_what_decoding_does(batch_size: int, temperature: fl
     assert "speculative" in repr(pair().benchmark([[1, 2]], repeats=1, mode="speculative").summary())
     with pytest.raises(ValueError, match="mode must be both, standard or speculative"):
         pair().benchmark([[1, 2]], mode="twice")
+
+
+def test_a_heading_keeps_an_import_path_and_spells_a_figures_name() -> None:
+    shown = grid(["", "my_drafter.BigramDrafter, window 3"], [["block_efficiency", "1.00"]])
+    assert "my_drafter.BigramDrafter," in shown
+    assert "block efficiency" in " ".join(grid(["", "block_efficiency"], [["a", "1.00"]]).split())
 
 
 def test_a_draft_behind_a_lookup_has_no_cost_of_a_token() -> None:

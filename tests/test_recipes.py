@@ -164,4 +164,5 @@ def test_a_fault_is_one_line_and_leaves_nothing(tmp_path: Path, target: str, cor
         outcome = call("fit", *words)
         assert outcome.code == 2 and "Traceback" not in outcome.err, words
         assert told in outcome.err.splitlines()[-1], outcome.err
+        assert "minutes left" not in outcome.out + outcome.err, "nothing is measured for a run that is over"
     assert not list(tmp_path.rglob("*.ckpt")) and not list(tmp_path.rglob("version_*")), "no number is used up"

@@ -91,7 +91,7 @@ def grid(heads: Sequence[str], rows: Sequence[Sequence[str]], form: str = "text"
 
 def _broken(head: str, cells: Sequence[str]) -> list[str]:
     """A heading as lines no wider than its words and the cells below it."""
-    words = head.replace("_", " ").split()
+    words = (head if "." in head else head.replace("_", " ")).split()  # an import path stays as it is
     return textwrap.wrap(" ".join(words), max(map(len, (".", *words, *cells)))) or [""]
 
 

@@ -79,7 +79,8 @@ class LoadedPair:
         """
         chosen = next(iter(self.drafts)) if name is None else name
         if chosen not in self.drafts:
-            raise ValueError(f"the checkpoint has no draft {short(chosen, 80)!r}: it has {', '.join(self.drafts)}")
+            told = f"it has {', '.join(self.drafts)}; a draft file goes with --target"
+            raise ValueError(f"the checkpoint has no draft {short(chosen, 80)!r}: {told}")
         return self.drafts[chosen]
 
 

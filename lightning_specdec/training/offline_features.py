@@ -213,6 +213,8 @@ class FeaturesByNeed(OfflineFeatures):
         trainer: Any = data.trainer
         if is_sharded(trainer) or is_trained(target):  # not yet on its devices, or never the same twice
             return True
+        if (left := trainer.strategy.broadcast(time_left(trainer))) == 0:  # the time limit ends the run
+            return True
         sample = data.first_rows("train", 2 * data.batch_size)
         for _ in range(2):  # the first one warms up
             began = time.perf_counter()
@@ -220,7 +222,7 @@ class FeaturesByNeed(OfflineFeatures):
             OnlineFeatures.read(self, target, batch, "train", layers=layers, tokens=None)
         seconds = (time.perf_counter() - began) * len(data.rows("train")) / len(sample.tokens)
         epochs, why = float(trainer.max_epochs), f"max_epochs is {trainer.max_epochs}"
-        if (left := time_left(trainer)) is not None:  # the draft's own steps take about as long
+        if left is not None:  # the draft's own steps take about as long
             epochs, why = left / (2 * seconds), f"the run has {left / 60:.1f} minutes left, half of them for the draft"
         once = bool(trainer.strategy.broadcast(epochs <= 1.5))
         how = "online, in each step" if once else "once and cached"

@@ -92,9 +92,10 @@ class TimeLimit(Timer):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start_time[RunningStage.TRAINING] = self.began
         if (self.time_remaining() or 0) <= 0:
+            gone = self.time_elapsed()
             raise ValueError(
-                f"{self.minutes:g} minutes are too few for one checkpoint: {self.time_elapsed():.0f} s were gone "
-                "before the first step, give more --minutes"
+                f"{self.minutes:g} minutes are too few for one checkpoint: {gone:.0f} s were gone before the first "
+                f"step, give --minutes {math.ceil(gone / 30)} or more"
             )
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
