@@ -159,7 +159,7 @@ def which_draft_table() -> str:
             f"{max(blocks):.2f} SmolLM2 in OpenVINO, an hour of training",
             "`--draft FILE --drafter NGramWithFallback`",
         ),
-        ("Early exit (LayerSkip)", "yes, of the target", f"{exits} on source code", "`--drafter EarlyExitDrafter`"),
+        ("Early exit (LayerSkip)", "yes, with its target", f"{exits} on source code", "`--drafter EarlyExitDrafter`"),
     ]
     return _table(("Drafter", "Needs training?", "Speedup, best window", "`decode --target DIR ...`"), rows)
 
