@@ -25,7 +25,7 @@ from lightning_specdec.checkpoints.target_reference import TargetReference
 from lightning_specdec.config.decoding import MAX_TOKENS
 from lightning_specdec.config.kinds import DRAFTERS, MODELS, Kinds
 from lightning_specdec.config.settings import check
-from lightning_specdec.config.terminal import short
+from lightning_specdec.config.terminal import one_line, short
 from lightning_specdec.decoding.rows import check_prompt
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import LanguageModel
@@ -204,7 +204,7 @@ def load(
         for each in drafts.values() if held is not None else ():
             each.check_target(held)
     except BROKEN as error:
-        reason = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+        reason = f"it has no {error}" if isinstance(error, KeyError) else one_line(error)
         raise ValueError(f"{path} cannot be used: {short(reason, 300)}") from error
 
     def find_target() -> LanguageModel:

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_specdec.checkpoints.archive import BROKEN
 from lightning_specdec.checkpoints.networks import with_weights
 from lightning_specdec.config.checks import require_int
-from lightning_specdec.config.terminal import short
+from lightning_specdec.config.terminal import one_line, short
 from lightning_specdec.drafters import BlockDrafter, Drafter, EagleDrafter, MultiTokenDrafter
 from lightning_specdec.drafters.eagle import FeatureDrafter
 from lightning_specdec.drafters.eagle_network import EagleSettings
@@ -252,7 +252,7 @@ def read_head(directory: Path, target: LanguageModel) -> Drafter:
         drafter: Drafter = with_weights(make, "head", weights)
         drafter.check_target(target)
     except BROKEN as error:
-        reason = f"its config has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+        reason = f"its config has no {error}" if isinstance(error, KeyError) else one_line(error)
         raise ValueError(f"{directory} cannot be used as a draft: {short(reason, 300)}") from error
     return drafter
 

@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_specdec.config.terminal import one_line
+
 _SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
 _WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json")
 
@@ -70,7 +72,7 @@ def _snapshot(name: str, revision: str | None, patterns: Sequence[str], *, offli
             )
         )
     except (errors.HFValidationError, errors.HTTPError, OSError) as error:
-        cause = " ".join(str(error.__cause__ or error).split())[:300]
+        cause = one_line(error.__cause__ or error)[:300]
         raise ValueError(
             f"there is no directory {name}, and the hub gives none (revision {revision or 'main'}: {cause}): check "
             "the name and the network; set HF_TOKEN for gated and private models"

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from lightning_specdec.config.terminal import one_line
+
 _DEEPEST = 50
 _MOST_NODES = 200_000
 _MOST_CHARACTERS = 2**20
@@ -68,6 +70,6 @@ def read_yaml(path: Path) -> Any:
         check_yaml(text)
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())[:300]}") from error
+        raise ValueError(f"{path} is not valid YAML: {one_line(error)[:300]}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

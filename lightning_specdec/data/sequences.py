@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from lightning_specdec.config.checks import require_int
+from lightning_specdec.config.terminal import one_line
 from lightning_specdec.data.base import SPLITS, NumberedRows, TokenData
 
 MAX_PROGRESSIONS = 2**22
@@ -170,7 +171,7 @@ class SequenceFile(SequenceData):
             try:
                 lines = Path(self.path).read_text(encoding="utf-8-sig").splitlines()
             except (ValueError, OSError) as error:
-                raise ValueError(f"{self.path} cannot be read ({' '.join(str(error).split())})") from None
+                raise ValueError(f"{self.path} cannot be read ({one_line(error)})") from None
             found = [tuple(self._parse(number, line)) for number, line in enumerate(lines, 1) if line.strip()]
             self._sequences = [list(sequence) for sequence in dict.fromkeys(found)]
             if not found:
