@@ -22,6 +22,7 @@ from lightning_specdec.decoding.rows import (
 from lightning_specdec.decoding.timing import PhaseTimer, peak_memory_bytes
 from lightning_specdec.drafters.layout import pad, with_draft_tokens
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.base import one_thread
 from lightning_specdec.rules import Purpose, Sampling, noise_table
 
 COMMIT_EVERY = 64
@@ -63,7 +64,8 @@ def autoregressive_decode(
     timer, num_calls, live = PhaseTimer(device), 0, rows
 
     def choose(logits: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
-        chosen = sampling.sample(logits, uniform)
+        with one_thread(target.backend == "openvino"):
+            chosen = sampling.sample(logits, uniform)
         return chosen, flag_undrawable(chosen, logits) if sampling.greedy else chosen  # a draw finds out by itself
 
     def result() -> DecodeResult:

@@ -36,6 +36,7 @@ from lightning_specdec.drafters import Draft, Drafter, DraftRequest, last_two
 from lightning_specdec.drafters.base import DeviceRound
 from lightning_specdec.drafters.layout import pad, with_draft_tokens
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.base import one_thread
 from lightning_specdec.rules import Sampling, make_rule
 from lightning_specdec.text.tokenizer import Tokenizer
 
@@ -211,7 +212,8 @@ class Session:
         )
         self.num_target_calls += 1
         timer.lap("verify")
-        values = verification.outcome(rows, draft, output.logits, noise, batch.graphs).tolist()
+        with one_thread(self.target.backend == "openvino"):
+            values = verification.outcome(rows, draft, output.logits, noise, batch.graphs).tolist()
         timer.lap("accept")
         events, outcomes, num_accepted = verification.commit(rows, values, draft, windows, timer.elapsed())
         timer.lap("rest")

@@ -144,8 +144,10 @@ class EagleDrafter(FeatureDrafter):
             return super().fused(target)
         from lightning_specdec.drafters.eagle_openvino import EagleInOpenVINO
 
-        other = copy(self)
-        other.in_openvino = EagleInOpenVINO(self.network)
+        assert target is not None
+        other, own = copy(self), self.draft_vocabulary
+        tokens = None if own is None else own.tokens
+        other.in_openvino = EagleInOpenVINO(self.network, tokens, target.embedding_table)
         return other
 
     def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> FeatureState:
@@ -159,8 +161,16 @@ class EagleDrafter(FeatureDrafter):
         num_draft_tokens = max(wanted)
         if not num_draft_tokens:
             return nothing(request)
-        feature, logits, entries = self._read(state, request)
-        least = self.settings.min_confidence
+        least, own = self.settings.min_confidence, self.sampling or sampling
+        embedded, hidden, lengths, entries = self._unread(state, request)
+        if self.in_openvino is not None and own.greedy and not own.processors and not request.wants_logits:
+            rolled = self.in_openvino.roll(state.read, embedded, hidden, lengths, num_draft_tokens)
+            if rolled is not None:
+                draft = make_draft((rolled[0], None, None), wanted, request)
+                chances = rolled[1].cumprod(1) * (torch.tensor(wanted)[:, None] > 0)
+                state.read.truncate(entries)
+                return shortened(draft, (chances >= least).sum(1)) if least else draft
+        feature, logits = self._advance(state.read, embedded, hidden, lengths)
 
         def call(drawn: Drawn, feature: Float[Tensor, "B 1 D"], logits: Float[Tensor, "B W"]) -> Tensor | None:
             chances: list[Tensor] = []
@@ -180,14 +190,11 @@ class EagleDrafter(FeatureDrafter):
         draft = make_draft(outputs, wanted, request)
         return draft if outputs[3] is None else shortened(draft, (outputs[3] >= least).sum(1))
 
-    def _read(
+    def _unread(
         self, state: FeatureState, request: DraftRequest
-    ) -> tuple[Float[Tensor, "B 1 D"], Float[Tensor, "B W"], list[int]]:
-        """Read the entries of the settled text that have not been read, the last one in any case.
-
-        Returns:
-            As `_advance`; and how many entries each row has.
-        """
+    ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T FD"], list[int], list[int]]:
+        """The entries of the settled text that have not been read, the last one in any case, as `_advance` takes them;
+        and how many entries each row has."""
         texts = request.texts
         ends = [min(len(text) - 1, known) for text, known in zip(texts, state.known, strict=True)]
         starts = [min(max(end - 1, 0), length) for end, length in zip(ends, state.read.consumed, strict=True)]
@@ -197,7 +204,7 @@ class EagleDrafter(FeatureDrafter):
         # As many as any round settles, so that shapes do not depend on acceptance.
         tokens, _ = pad(unread, request.tail.device, state.num_scored)
         embedded = state.context.model.embeddings(tokens)
-        return *self._advance(state.read, embedded, state.hidden(starts, tokens.shape[1], lengths), lengths), ends
+        return embedded, state.hidden(starts, tokens.shape[1], lengths), lengths, ends
 
     def _advance(
         self,

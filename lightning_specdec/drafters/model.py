@@ -15,7 +15,7 @@ from lightning_specdec.drafters.base import Drafter, DraftRequest, DraftState, T
 from lightning_specdec.drafters.heads import DraftVocabulary
 from lightning_specdec.drafters.layout import pad
 from lightning_specdec.models import DecodeState, ExitStates, KVState, LanguageModel, ModelOutput
-from lightning_specdec.models.base import OPENVINO_DTYPES
+from lightning_specdec.models.base import OPENVINO_DTYPES, one_thread
 from lightning_specdec.models.graphs import Outputs
 from lightning_specdec.models.packed import can_pack, pack_linears
 from lightning_specdec.rules import Draft, Sampling
@@ -83,6 +83,8 @@ class DrawingDrafter(Drafter, ABC):
     """
 
     gives_logits = True
+    in_openvino: Any = None
+    """Its networks as they draft for a target in OpenVINO, if they do."""
 
     def __init__(self, *values: Any, sampling: Sampling | None = None, **settings: Any) -> None:
         super().__init__(*values, **settings)
@@ -121,7 +123,8 @@ class DrawingDrafter(Drafter, ABC):
             return *drawn.outputs, made
 
         if key is None:
-            return draw(request.uniform, *inputs)
+            with one_thread(bool(self.in_openvino)):
+                return draw(request.uniform, *inputs)
         assert request.device is not None
         full = id(self), len(request.tail), own, wants_logits, request.vocab_size, key
         return request.device.graphs.run(full, draw, request.uniform, *inputs)

@@ -143,7 +143,7 @@ class MultiTokenDrafter(TrainedDrafter):
             from lightning_specdec.models.openvino import Compiled
 
             other, example = copy(self), (torch.zeros(2, self.settings.hidden_size),)
-            kind = self._like.dtype, getattr(target, "settings", None)
+            kind = self._like.dtype, getattr(target, "settings", None), self.settings
             other.in_openvino = [Compiled.of(head, example, *kind) for head in self.heads]
             return other
         if self.num_tokens > MOST_STACKED:

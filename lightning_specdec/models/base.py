@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -180,6 +181,11 @@ class LanguageModel(nn.Module, ABC):
         self._lacks("input embeddings that can be shared")
 
     @property
+    def embedding_table(self) -> Float[Tensor, "V D"] | None:
+        """The weights whose rows `embeddings` gives; None where it computes them in another way."""
+        return None
+
+    @property
     def output_weight(self) -> Float[Tensor, "V D"]:
         """The output head's weight matrix."""
         self._lacks("output head that can be shared")
@@ -227,6 +233,18 @@ class LanguageModel(nn.Module, ABC):
             # A copy, since the next recorded call overwrites its logits, which may be the choice's memory.
             tokens = choose(output.logits[:, -1].clone(), i).clone()[:, None]
             valid_lengths, last = None, slice(-1, None)
+
+
+@contextmanager
+def one_thread(wanted: bool) -> Iterator[None]:
+    """Torch on one thread where wanted. Beside OpenVINO its other threads, which wait busily for more work, take
+    longer from the cores than they save."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if wanted else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def weights_digest(module: nn.Module) -> str:

@@ -236,6 +236,11 @@ class HuggingFaceLM(LanguageModel):
         return embedded
 
     @property
+    def embedding_table(self) -> Tensor | None:
+        found = self.model.get_input_embeddings()
+        return found.weight if type(found) is torch.nn.Embedding else None
+
+    @property
     @torch.no_grad()
     def output_weight(self) -> Tensor:
         """The output head's weight matrix, computed from its output, since the weight may be packed or quantized."""

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import cache
 from itertools import accumulate, pairwise
 from operator import add
 from pathlib import Path
@@ -33,11 +32,10 @@ from lightning_specdec.config.memory import require_memory
 from lightning_specdec.models.base import ExitStates, ModelOutput, weights_digest, weights_stamp
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.loading import check_openvino
-from lightning_specdec.models.openvino_conversion import FORMAT, GROUP, Attention, Sizes, convert, shared_tensor, traced
+from lightning_specdec.models.openvino_conversion import FORMAT, GROUP, Attention, convert, shared_tensor, traced
+from lightning_specdec.models.paged_state import BLOCK, PagedState, lengthened, without_padding
 from lightning_specdec.models.state import DecodeState, Lengths, as_list
 
-BLOCK = 32
-"""Tokens of a block of keys and values: the only size that OpenVINO's CPU kernels take."""
 PRECISIONS = {torch.float32: ("f32", ov.Type.f32), torch.bfloat16: ("bf16", ov.Type.bf16)}
 """What a model of that dtype computes in and keeps its keys and values in."""
 DYNAMIC = 32
@@ -47,23 +45,31 @@ _PLACES = ("past_lens", "subsequence_begins", "block_indices", "block_indices_be
 
 
 def converted(model: HuggingFaceLM, quantization: str | None = None) -> Path:
-    """The directory of a model's converted files: made once, kept in the cache by its weights, checked when read.
+    """The directory of a model's converted files, see `_kept`; ValueError also where OpenVINO cannot run it."""
+
+    def make(directory: Path) -> None:
+        require_memory("converting the model to OpenVINO", 12 * model.num_parameters, "cpu")  # in float32
+        single = model.in_float32()
+        convert(single, directory, model.dtype, quantization)
+        if quantization is None:
+            _check(single, OpenVINOLM(single, directory))
+
+    return _kept((weights_digest(model), model.arguments(), model.dtype, quantization), make)
+
+
+def _kept(settings: object, make: Callable[[Path], None]) -> Path:
+    """A directory of converted files: made once, kept in the cache by its settings, checked when read.
 
     Raises:
-        ValueError: OpenVINO cannot run it, or the files are damaged or cannot be written.
+        ValueError: the files are damaged or cannot be written.
     """
-    kind = model.dtype, quantization, GROUP, DYNAMIC, FORMAT, ov.get_version()
-    settings = repr((weights_digest(model), model.arguments(), kind))
-    home = cache_home() / f"openvino-{hashlib.sha256(settings.encode()).hexdigest()[:24]}"
+    everything = repr((settings, GROUP, DYNAMIC, FORMAT, ov.get_version()))
+    home = cache_home() / f"openvino-{hashlib.sha256(everything.encode()).hexdigest()[:24]}"
     sums = home / "sha256.json"
     if not home.exists():
         try:
             with new_directory(home) as made:
-                require_memory("converting the model to OpenVINO", 12 * model.num_parameters, "cpu")  # in float32
-                single = model.in_float32()
-                convert(single, made, model.dtype, quantization)
-                if quantization is None:
-                    _check(single, OpenVINOLM(single, made))
+                make(made)
                 (made / sums.name).write_text(json.dumps(_sha256(made)), encoding="ascii")
         except (OSError, ValueError):  # another process may have been first
             if not home.exists():
@@ -75,6 +81,13 @@ def converted(model: HuggingFaceLM, quantization: str | None = None) -> Path:
     if not whole:
         raise ValueError(f"{home} is damaged: delete it to have it rebuilt")
     return home
+
+
+@cache
+def _core() -> ov.Core:
+    core = ov.Core()
+    core.add_extension(Attention)
+    return core
 
 
 def _sha256(directory: Path) -> dict[str, str]:
@@ -109,18 +122,21 @@ class Compiled:
     def __init__(self, model: ov.Model, dtype: torch.dtype) -> None:
         self.sizes: list[tuple[int, int, int]] = []
         places = [ops.parameter([] if name == _PLACES[-1] else [-1], ov.Type.i32, name) for name in _PLACES]
-        caches = []
+        caches: list[Any] = []
         for node in model.get_ordered_ops():
             if node.get_type_name() == "Attention":
                 heads, key, value, window = (int(each) for each in node.input_value(3).get_node().data)
-                pair = [ops.parameter([-1, heads, BLOCK, size], PRECISIONS[dtype][1]) for size in (key, value)]
-                paged = _paged_attention(node, pair, places, window)
+                here = places
+                if node.get_input_size() > 5:  # a token that follows in the same layer, the only one
+                    here = [*_next_places(node.input_value(5)), *places[2:]]
+                else:
+                    caches += [ops.parameter([-1, heads, BLOCK, size], PRECISIONS[dtype][1]) for size in (key, value)]
+                    self.sizes.append((heads, key, value))
+                paged = _paged_attention(node, caches[-2:], here, window)
                 for kind, size in (("k", key), ("v", value)):
                     paged.set_rt_info(heads, f"num_{kind}_heads")
                     paged.set_rt_info(size, f"{kind}_head_size")
                 node.output(0).replace(paged.output(0))
-                caches += pair
-                self.sizes.append((heads, key, value))
         if caches:
             model = ov.Model(model.get_results(), [*model.get_parameters(), *places, *caches], "paged")
         model.validate_nodes_and_infer_types()
@@ -132,8 +148,8 @@ class Compiled:
             "KV_CACHE_PRECISION": precision,  # float16 otherwise, also for float32
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": DYNAMIC,
         }
-        self.request = ov.Core().compile_model(model, "CPU", options).create_infer_request()
-        self._num_outputs = len(model.outputs)
+        self.request = _core().compile_model(model, "CPU", options).create_infer_request()
+        self._narrow = [output.get_element_type() == ov.Type.bf16 for output in model.outputs]
         self._bound: object = None
         self._inputs: dict[int, np.ndarray] = {}
         self._lock = Lock()
@@ -141,10 +157,37 @@ class Compiled:
 
     @classmethod
     def of(
-        cls, network: nn.Module, example: tuple[Tensor, ...], dtype: torch.dtype, quantization: str | None
+        cls,
+        network: nn.Module,
+        example: tuple[Tensor, ...],
+        dtype: torch.dtype,
+        quantization: str | None,
+        settings: object,
+        *,
+        shared: bool = False,
     ) -> Compiled:
-        """A small network of torch, with inputs like these; arguments as of `convert`."""
-        return cls(traced(deepcopy(network).float(), example, dtype, quantization), dtype)
+        """A small network of torch, with inputs like these; converted once. Other arguments as of `convert`.
+
+        Args:
+            settings: what the network computes, besides its class and weights.
+            shared: whether the first input is always the one given here, whose memory is used as it is.
+
+        Raises:
+            ValueError: see `_kept`.
+        """
+
+        def make(directory: Path) -> None:
+            made = traced(deepcopy(network).float(), example, dtype, quantization)
+            ov.save_model(made, directory / "model.xml", compress_to_fp16=False)
+
+        kind = type(network).__name__, weights_digest(network), settings, dtype, quantization
+        model = _core().read_model(_kept(kind, make) / "model.xml")
+        if shared:
+            given = model.get_parameters()[0]
+            constant = ops.constant(shared_tensor(example[0].detach()), shared_memory=True)
+            given.output(0).replace(ops.convert(constant, given.get_element_type()).output(0))
+            model.remove_parameter(given)
+        return cls(model, dtype)
 
     def run(self, inputs: Sequence[Any], state: PagedState | None = None, first: int = 0) -> list[Tensor]:
         """The outputs.
@@ -170,13 +213,13 @@ class Compiled:
                     self.request.set_input_tensor(i, ov.Tensor(own, shared_memory=True))
                     self._inputs[i] = own
             self.request.infer()
-            return [_copied(self.request.get_output_tensor(i)) for i in range(self._num_outputs)]
-
-
-def _copied(output: ov.Tensor) -> Tensor:
-    if output.element_type == ov.Type.bf16:  # numpy has none
-        return torch.from_numpy(output.data.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(output.data.copy())
+            outputs = [self.request.get_output_tensor(i).data for i in range(len(self._narrow))]
+            return [
+                torch.from_numpy(output.view(np.int16).copy()).view(torch.bfloat16)  # numpy has no bfloat16
+                if narrow
+                else torch.from_numpy(output.copy())
+                for output, narrow in zip(outputs, self._narrow, strict=True)
+            ]
 
 
 class _Graph:
@@ -231,6 +274,13 @@ def _entry_behind(model: ov.Model, layer: int) -> Any:
     return entry
 
 
+def _next_places(past: Any) -> list[Any]:
+    """The first two of `_PLACES` where each row has one token more."""
+    size = ops.gather(ops.shape_of(past, "i32"), ops.constant(np.int32(0)), ops.constant(np.int32(0)))
+    one = ops.constant(np.int32(1))
+    return [ops.convert(past, "i32"), ops.range(ops.constant(np.int32(0)), ops.add(size, one), one, "i32")]
+
+
 def _paged_attention(node: Any, caches: Sequence[Any], places: Sequence[Any], window: int) -> Any:
     """OpenVINO's paged attention in the place of `Attention`, without sinks, eviction and sparsity."""
 
@@ -240,7 +290,7 @@ def _paged_attention(node: Any, caches: Sequence[Any], places: Sequence[Any], wi
     def nothing(kind: type = np.int32) -> Any:
         return constant(np.zeros(0), kind)
 
-    query, key, value, _, scale = node.input_values()
+    query, key, value, _, scale = node.input_values()[:5]
     *starts, longest = (place.output(0) for place in places)
     floats, bytes_ = nothing(np.float32), nothing(np.uint8)
     inputs = [query, key, value, *(cache.output(0) for cache in caches), *starts, scale, constant(window)]
@@ -250,79 +300,6 @@ def _paged_attention(node: Any, caches: Sequence[Any], places: Sequence[Any], wi
     inputs += [constant(0), nothing(), nothing(), nothing()]  # eviction
     inputs += [nothing(), bytes_, nothing()]  # types of tokens; trees
     return _PagedAttentionExtension(inputs)
-
-
-class PagedState(DecodeState):
-    """Attention's keys and values, layer by layer, in blocks of `BLOCK` tokens; a row's blocks lie together.
-
-    Args:
-        batch_size: rows.
-        max_length: most tokens that a row consumes.
-        sizes: of each layer: its key heads, the size of a key's head, that of a value's.
-        dtype: of keys and values.
-
-    Attributes:
-        num_tokens: sizes of this state's calls, by the layer that they begin with.
-        num_scored: of how many positions they score.
-    """
-
-    def __init__(
-        self, batch_size: int, max_length: int, *, sizes: Sequence[tuple[int, int, int]], dtype: torch.dtype
-    ) -> None:
-        super().__init__(batch_size, torch.device("cpu"))
-        self.num_tokens, self.num_scored = defaultdict[int, Sizes](Sizes), Sizes()
-        self.num_blocks = max(1, -(-max_length // BLOCK))
-        shapes = [(batch_size * self.num_blocks, heads, BLOCK, size) for heads, *kinds in sizes for size in kinds]
-        memory = torch.zeros(sum(map(math.prod, shapes)), dtype=dtype)  # once: the system clears a page when it is met
-        self._use(
-            [part.view(shape) for part, shape in zip(memory.split(list(map(math.prod, shapes))), shapes, strict=True)]
-        )
-
-    def _use(self, buffers: list[Tensor]) -> None:
-        self._buffers, self.caches = buffers, [shared_tensor(buffer) for buffer in buffers]
-
-    def places(self, starts: Sequence[int], lengths: Sequence[int], width: int = 0) -> list[np.ndarray]:
-        """The positions `[P, 1]` of the next `lengths[b]` tokens of each row, from `starts[b]` on, and `_PLACES`.
-
-        Args:
-            width: for how many tokens, where those are fewer. The last row takes the others, as far as it has room:
-                its next tokens overwrite them.
-        """
-        rows = [row for row, length in enumerate(lengths) if length]
-        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-        positions = [np.arange(starts[row], ends[row]) for row in rows]
-        last, num_tokens = rows[-1], sum(lengths)
-        padding = max(0, min(width - num_tokens, self.num_blocks * BLOCK - ends[last]))
-        if padding:
-            positions.append(np.full(padding, ends[last] - 1))
-            lengths, ends[last] = [*lengths], ends[last] + padding
-            lengths[last] += padding
-        blocks = [-(-ends[row] // BLOCK) for row in rows]
-        assert max(blocks) <= self.num_blocks, f"{max(ends)} tokens overrun {self.num_blocks * BLOCK} slots"
-        firsts = [row * self.num_blocks for row in rows]
-        tables = [np.arange(first, first + num, dtype=np.int32) for first, num in zip(firsts, blocks, strict=True)]
-        return [
-            np.concatenate(positions)[:, None],
-            np.array([starts[row] for row in rows], dtype=np.int32),
-            np.array([0, *accumulate(lengths[row] for row in rows)], dtype=np.int32),
-            np.concatenate(tables),
-            np.array([0, *accumulate(blocks)], dtype=np.int32),
-            np.array(max(ends), dtype=np.int32),
-        ]
-
-    def clear(self, rows: Sequence[int]) -> None:
-        super().clear(rows)
-        for buffer in self._buffers:
-            self._by_row(buffer)[list(rows)] = 0  # a request that ended in NaN must not poison the next one
-
-    def _by_row(self, buffer: Tensor) -> Tensor:
-        return buffer.unflatten(0, (-1, self.num_blocks))
-
-    def _select(self, rows: Sequence[int], source: Tensor, empty: Tensor) -> None:
-        taken = [self._by_row(buffer)[source] for buffer in self._buffers]
-        for each in taken:
-            each[empty] = 0
-        self._use([each.flatten(0, 1) for each in taken])
 
 
 class OpenVINOLM(HuggingFaceLM):
@@ -339,8 +316,6 @@ class OpenVINOLM(HuggingFaceLM):
     def __init__(self, model: HuggingFaceLM, directory: Path, quantization: str | None = None) -> None:
         super().__init__(model.model, tokenizer=model.tokenizer)
         self.origin, self.directory, self.settings = model.origin, directory, quantization
-        self._core = ov.Core()
-        self._core.add_extension(Attention)
         self._features: set[int] = set()
         self._cutting = Lock()
         self._exits: list[int] = []
@@ -363,7 +338,7 @@ class OpenVINOLM(HuggingFaceLM):
         self._graphs = [self._part(*ends) for ends in pairwise((0, *self._exits, self.stack.num_layers))]
 
     def _part(self, first: int, end: int) -> _Graph:
-        return _Graph(self._core.read_model(self.directory / "model.xml"), first, end, self._features, self.dtype)
+        return _Graph(_core().read_model(self.directory / "model.xml"), first, end, self._features, self.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HuggingFaceLM:
         return HuggingFaceLM(deepcopy(self.model, memo), tokenizer=self.tokenizer)
@@ -446,10 +421,7 @@ class OpenVINOLM(HuggingFaceLM):
             behind it; and the features by layer; zeros at padding.
         """
         assert isinstance(state, PagedState), f"OpenVINO needs a PagedState, got {state}"
-        shape, real = given.shape[:2], None
-        if min(lengths) < shape[1]:
-            real = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
-        flat = given.flatten(0, 1) if real is None else given[real]
+        shape, flat = given.shape[:2], without_padding(given, lengths)
         graphs = [graph for graph in self._graphs if first <= graph.first and graph.end <= end]
         context = max(map(add, starts, lengths))
         places = state.places(starts, lengths, state.num_tokens[graphs[0].first].padded(len(flat), context))
@@ -464,23 +436,15 @@ class OpenVINOLM(HuggingFaceLM):
 
         def padded(output: Tensor) -> Tensor:
             new = output[: len(flat), 0].to(self._dtype)
-            if real is None:
-                return new.unflatten(0, shape)
+            if len(flat) == shape.numel():
+                return new.view(*shape, new.shape[-1])
             made = new.new_zeros(*shape, new.shape[-1])
-            made[real] = new
+            for row, part in zip(made, new.split(list(lengths)), strict=True):
+                row[: len(part)] = part
             return made
 
-        if end == self.stack.num_layers:
-            last = hidden.unflatten(0, scored.shape)
-        else:
-            last = padded(hidden)
+        last = hidden.view(*scored.shape, hidden.shape[-1]) if end == self.stack.num_layers else padded(hidden)
         return last, {layer: padded(output) for layer, output in outputs.items()}
-
-
-def lengthened(flat: Tensor, places: Sequence[np.ndarray]) -> Tensor:
-    """The tokens, or their vectors, `[P, 1, ...]`; the last one is repeated for the padding in `places`."""
-    padding = len(places[0]) - len(flat)
-    return (torch.cat((flat, flat[-1:].expand(padding, *flat.shape[1:]))) if padding else flat)[:, None]
 
 
 def _places_of(lengths: Sequence[int], num_tokens: int, logits_for: Tensor | slice | None) -> np.ndarray:

@@ -64,7 +64,7 @@ class Attention(ov.Op):
 class _Traced(nn.Module):
     """`Attention` while a model is traced: it only gives the right shape."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, sizes: Tensor, scale: Tensor) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sizes: Tensor, scale: Tensor, *past: Tensor) -> Tensor:
         return query + key.sum() + value.sum()
 
 
@@ -86,7 +86,13 @@ class _OpenAttention(nn.Module):
         *,
         window: int | None = None,
         scale: float | None = None,
+        past: Int[Tensor, "P"] | None = None,
     ) -> Float[Tensor, "P H 1 F"]:
+        """
+        Args:
+            past: how many tokens lie before each one, where it is the next one of its row and follows tokens that the
+                same layer reads earlier in the same call.
+        """
         shapes = [[int(each.shape[i]) for i in (1, 3)] for each in (query, key, value)]  # constants of the graph
         (heads, size), (groups, _), (_, value_size) = shapes
         flat = [
@@ -94,7 +100,8 @@ class _OpenAttention(nn.Module):
             for each, shape in zip((query, key, value), shapes, strict=True)
         ]
         sizes = torch.tensor([groups, size, value_size, window or 0], dtype=torch.int32)
-        found: Tensor = self.traced(*flat, sizes, torch.tensor(scale or size**-0.5))
+        more = () if past is None else (past,)
+        found: Tensor = self.traced(*flat, sizes, torch.tensor(scale or size**-0.5), *more)
         return found.reshape(-1, 1, heads, value_size).transpose(1, 2)
 
 
@@ -188,7 +195,10 @@ def traced(network: nn.Module, example: tuple[Tensor, ...], dtype: torch.dtype, 
             evaluate=lambda module, *inputs: module(*inputs),
             convert=lambda module, target, *inputs: target(*inputs),
         ),
-        ConversionExtension(_ATTENTION, lambda context: Attention([context.get_input(i) for i in range(5)]).outputs()),
+        ConversionExtension(
+            _ATTENTION,
+            lambda context: Attention([context.get_input(i) for i in range(context.get_input_size())]).outputs(),
+        ),
     ]
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
