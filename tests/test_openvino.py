@@ -79,8 +79,9 @@ def test_logits_and_features_are_those_of_torch(family: str) -> None:
 
 
 def test_calls_keep_recent_sizes_and_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls on a few tokens have few sizes, those on one that of a recent call, up to the row's last slot."""
-    monkeypatch.setattr("lightning_specdec.models.openvino_conversion.RECENT", 8)
+    """Calls on a few tokens have few sizes, those on one that of the last call, until changing would have been cheaper
+    and up to the row's last slot."""
+    monkeypatch.setattr("lightning_specdec.models.openvino_conversion.MOST_PADDED", 8 * 5 * 160)
     model, sizes = HuggingFaceLM(tiny("llama")), list[tuple[int, int]]()
     other, run_graph = OpenVINOLM.of(model), Compiled.run
 
@@ -96,11 +97,14 @@ def test_calls_keep_recent_sizes_and_padding_changes_nothing(monkeypatch: pytest
         wanted, got = (each(given, state).logits for each, state in zip((model, other), states, strict=True))
         torch.testing.assert_close(got, wanted.detach(), atol=1e-4, rtol=1e-4)
     assert states[1].consumed == [64] and sizes[:4] == [(20, 20), *[(6, 6)] * 3]
-    assert sizes[11:14] == [(1, 1), (6, 6), (6, 6)] and sizes[-1] == (1, 6), "no room for padding in the last slot"
+    assert sizes[11:14] == [(1, 6), (6, 6), (6, 6)] and sizes[-1] == (1, 6), "no room for padding in the last slot"
     other(tokens[:, :1], other.init_state(1, 64))
     assert sizes[-1] == (1, 1), "what ran before with other states"
-    long = Sizes()
+    long, quantized = Sizes(), Sizes(row=1500)
     assert [long.padded(number, 4000) for number in (1, 6, 1, 5)] == [1, 6, 1, 6], "padding attends to the context too"
+    monkeypatch.undo()
+    assert [quantized.padded(number, 100) for number in (6, 1, 1, 1, 1)] == [6, 6, 6, 6, 1]
+    assert [quantized.padded(number) for number in (40, 36, 30, 9, 5, 17)] == [40, 40, 30, 10, 10, 17]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])

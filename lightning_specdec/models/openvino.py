@@ -32,7 +32,16 @@ from lightning_specdec.config.memory import require_memory
 from lightning_specdec.models.base import ExitStates, ModelOutput, weights_digest, weights_stamp
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.loading import check_openvino
-from lightning_specdec.models.openvino_conversion import FORMAT, GROUP, Attention, convert, shared_tensor, traced
+from lightning_specdec.models.openvino_conversion import (
+    FORMAT,
+    GROUP,
+    QUANTIZED_ROW,
+    ROW,
+    Attention,
+    convert,
+    shared_tensor,
+    traced,
+)
 from lightning_specdec.models.paged_state import BLOCK, PagedState, lengthened, without_padding
 from lightning_specdec.models.state import DecodeState, Lengths, as_list
 
@@ -352,7 +361,8 @@ class OpenVINOLM(HuggingFaceLM):
         if weights_stamp(self) != self._stamp:
             raise ValueError("the weights changed after the model was converted: convert it anew with OpenVINOLM.of")
         sizes = [size for graph in self._graphs for size in graph.compiled.sizes]
-        return PagedState(batch_size, max_length, sizes=sizes, dtype=self.dtype)
+        row = QUANTIZED_ROW if self.settings else ROW
+        return PagedState(batch_size, max_length, sizes=sizes, dtype=self.dtype, row=row)
 
     def check_exit(self, num_layers: int) -> None:
         super().check_exit(num_layers)

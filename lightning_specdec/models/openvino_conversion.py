@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import deque
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -40,8 +39,10 @@ MOST_PADDING = 5
 """Tokens that other calls compute in vain, at most, to have the shape of a recent one."""
 MOST_ATTENDED = 10_000
 """Tokens that padding attends to at most: 6 ms, as much as another size costs."""
-RECENT = 64
-"""Calls whose shapes count as recent."""
+MOST_PADDED = 25_000
+"""Tokens that the padding of calls in a row attends to at most: as much as another size costs, and the way back."""
+ROW, QUANTIZED_ROW = 125, 1_500
+"""Attended tokens that cost as much as what else is computed for a token of padding."""
 
 
 class Attention(ov.Op):
@@ -240,18 +241,23 @@ def _quantized(model: ov.Model, quantization: str) -> ov.Model:
 
 
 class Sizes:
-    """One dimension of a network's inputs from call to call: a new shape costs OpenVINO milliseconds (docs/log.md)."""
+    """One dimension of a network's inputs from call to call: a new shape costs OpenVINO milliseconds (docs/log.md).
 
-    def __init__(self) -> None:
-        self._recent: deque[int] = deque(maxlen=RECENT)
+    Args:
+        row: see `ROW`.
+    """
+
+    def __init__(self, row: int = ROW) -> None:
+        self._row, self._size, self._padded = row, 0, 0
 
     def padded(self, number: int, context: int = 0) -> int:
-        """The size of `SIZES` that holds it; for one token, and for many, the largest recent size that is near.
-
-        Padding attends to the context too, so behind a long one there is none.
-        """
+        """The size of `SIZES` that holds it; that of the last call where it is near, until it would have been cheaper
+        to change. Padding attends to the context too, so behind a long one there is none."""
         size = next((each for each in SIZES if 1 < number <= each), number)
-        self._recent.append(size)
-        most = size if size in SIZES else size + MOST_PADDING
-        size = max(each for each in tuple(self._recent) if size <= each <= most)
-        return size if (size - number) * context <= MOST_ATTENDED else number
+        most = SIZES[-1] if number <= SIZES[-1] else number + MOST_PADDING
+        padded = self._padded + (self._size - number) * (context + self._row)
+        if size < self._size <= most and padded <= MOST_PADDED:
+            self._padded = padded
+        else:
+            self._size, self._padded = size if (size - number) * context <= MOST_ATTENDED else number, 0
+        return self._size

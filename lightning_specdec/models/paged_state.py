@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_specdec.models.openvino_conversion import Sizes, shared_tensor
+from lightning_specdec.models.openvino_conversion import ROW, Sizes, shared_tensor
 from lightning_specdec.models.state import DecodeState
 
 BLOCK = 32
@@ -29,6 +29,7 @@ class PagedState(DecodeState):
         max_length: most tokens that a row consumes.
         sizes: of each layer: its key heads, the size of a key's head, that of a value's.
         dtype: of keys and values.
+        row: what a token of padding costs the network, see `ROW`.
 
     Attributes:
         num_tokens: sizes of this state's calls, by the layer that they begin with.
@@ -36,10 +37,16 @@ class PagedState(DecodeState):
     """
 
     def __init__(
-        self, batch_size: int, max_length: int, *, sizes: Sequence[tuple[int, int, int]], dtype: torch.dtype
+        self,
+        batch_size: int,
+        max_length: int,
+        *,
+        sizes: Sequence[tuple[int, int, int]],
+        dtype: torch.dtype,
+        row: int = ROW,
     ) -> None:
         super().__init__(batch_size, torch.device("cpu"))
-        self.num_tokens, self.num_scored = defaultdict[int, Sizes](Sizes), Sizes()
+        self.num_tokens, self.num_scored = defaultdict[int, Sizes](lambda: Sizes(row)), Sizes()
         self.num_blocks = max(1, -(-max_length // BLOCK))
         shapes = [(batch_size * self.num_blocks, heads, BLOCK, size) for heads, *kinds in sizes for size in kinds]
         memory = torch.zeros(sum(map(math.prod, shapes)), dtype=dtype)  # once: the system clears a page when it is met
