@@ -27,6 +27,7 @@ from lightning_specdec.models import LanguageModel, loading
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.openvino import Compiled, OpenVINOLM
 from lightning_specdec.models.openvino_conversion import Sizes
+from lightning_specdec.models.paged_state import PagedState
 
 FAMILIES = ["llama", "qwen3", "gpt2", "mistral"]
 """Grouped queries; norms of queries and keys; learned positions; a sliding window of 5."""
@@ -96,8 +97,8 @@ def test_calls_keep_recent_sizes_and_padding_changes_nothing(monkeypatch: pytest
         given = tokens[:, start : start + num_tokens]
         wanted, got = (each(given, state).logits for each, state in zip((model, other), states, strict=True))
         torch.testing.assert_close(got, wanted.detach(), atol=1e-4, rtol=1e-4)
-    assert states[1].consumed == [64] and sizes[:4] == [(20, 20), *[(6, 6)] * 3]
-    assert sizes[11:14] == [(1, 6), (6, 6), (6, 6)] and sizes[-1] == (1, 6), "no room for padding in the last slot"
+    assert states[1].consumed == [64] and sizes[:4] == [(20, 20), (6, 6), (6, 1), (6, 6)]
+    assert sizes[11:14] == [(1, 1), (6, 6), (6, 6)] and sizes[-1] == (1, 1), "no room for padding in the last slot"
     other(tokens[:, :1], other.init_state(1, 64))
     assert sizes[-1] == (1, 1), "what ran before with other states"
     long, quantized = Sizes(), Sizes(row=1500)
@@ -207,6 +208,13 @@ def test_trained_heads_draft_as_in_torch(kind: str, monkeypatch: pytest.MonkeyPa
     in_torch, in_openvino = drafted
     assert [each[:2] for each in in_torch] == [each[:2] for each in in_openvino]
     assert {each[2] for each in in_openvino} == {True} != {each[2] for each in in_torch}
+
+
+def test_padding_takes_no_slots_from_the_tokens_that_follow_in_a_call() -> None:
+    state = PagedState(1, 64, sizes=[(1, 2, 2)], dtype=torch.float32)
+    for start in range(50, 59):
+        positions, *_, longest = state.places([start], [2], width=6, num_more=4)
+        assert len(positions) == min(6, 60 - start) and longest == start + len(positions) + 4 <= 64
 
 
 def test_keys_and_values_of_float32_models_are_kept_in_float32() -> None:

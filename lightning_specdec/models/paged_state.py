@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_specdec.models.openvino_conversion import ROW, Sizes, shared_tensor
+from lightning_specdec.models.openvino_conversion import QUANTIZED_ROW, ROW, Sizes, shared_tensor
 from lightning_specdec.models.state import DecodeState
 
 BLOCK = 32
@@ -46,7 +46,7 @@ class PagedState(DecodeState):
         row: int = ROW,
     ) -> None:
         super().__init__(batch_size, torch.device("cpu"))
-        self.num_tokens, self.num_scored = defaultdict[int, Sizes](lambda: Sizes(row)), Sizes()
+        self.num_tokens, self.num_scored = defaultdict[int, Sizes](lambda: Sizes(row)), Sizes(QUANTIZED_ROW)
         self.num_blocks = max(1, -(-max_length // BLOCK))
         shapes = [(batch_size * self.num_blocks, heads, BLOCK, size) for heads, *kinds in sizes for size in kinds]
         memory = torch.zeros(sum(map(math.prod, shapes)), dtype=dtype)  # once: the system clears a page when it is met
@@ -71,7 +71,7 @@ class PagedState(DecodeState):
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         positions = [np.arange(starts[row], ends[row]) for row in rows]
         last, num_tokens = rows[-1], sum(lengths)
-        padding = max(0, min(width - num_tokens, self.num_blocks * BLOCK - ends[last]))
+        padding = max(0, min(width - num_tokens, self.num_blocks * BLOCK - num_more - ends[last]))
         if padding:
             positions.append(np.full(padding, ends[last] - 1))
             lengths, ends[last] = [*lengths], ends[last] + padding
