@@ -154,6 +154,14 @@ def test_two_decoders_share_a_model_in_two_threads() -> None:
         assert [*pool.map(decode, pairs)] == wanted
 
 
+def test_two_threads_convert_heads_at_once(cache: Path) -> None:
+    model = OpenVINOLM.of(HuggingFaceLM(tiny("llama")))
+    decoders = [SpeculativeDecoder(model, eagle(model, norm_output=each)) for each in (False, True)]
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda decoder: decoder.decode([1, 2], max_new_tokens=8).tokens, decoders)
+    assert first == second
+
+
 @pytest.mark.parametrize("make", [eagle, heads])
 def test_heads_of_other_types_draft_in_torch(make: Callable[[LanguageModel], Any]) -> None:
     model = OpenVINOLM.of(HuggingFaceLM(tiny("llama")))

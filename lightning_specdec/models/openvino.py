@@ -51,6 +51,8 @@ DYNAMIC = 32
 """Activations that share a scale where they meet quantized weights."""
 _PLACES = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
 """Inputs that say where the tokens belong, named as OpenVINO's own pipelines do."""
+_CONVERTING = Lock()
+"""Torch traces one network at a time."""
 
 
 def converted(model: HuggingFaceLM, quantization: str | None = None) -> Path:
@@ -77,7 +79,7 @@ def _kept(settings: object, make: Callable[[Path], None]) -> Path:
     sums = home / "sha256.json"
     if not home.exists():
         try:
-            with new_directory(home) as made:
+            with _CONVERTING, new_directory(home) as made:
                 make(made)
                 (made / sums.name).write_text(json.dumps(_sha256(made)), encoding="ascii")
         except (OSError, ValueError):  # another process may have been first
