@@ -73,7 +73,7 @@ def run(options: Namespace) -> int:
 def _export_draft(settings: ExportSettings, options: Namespace) -> int:
     """Write a draft for an engine; without --format, as a draft file."""
     if settings.target is None:
-        raise UsageError("--target is missing: give the directory of the draft's target")
+        raise UsageError("--target is missing: give the transformers model of the draft; engines serve no other target")
     if settings.ckpt is not None and settings.draft is not None:
         raise UsageError("--ckpt and --draft exclude each other: give one of them")
     from lightning_specdec.checkpoints import TargetReference, checkpoint, engines, load_pair

@@ -131,7 +131,8 @@ class DecodeResult:
         return [row.tokens for row in self.rows]
 
     def __repr__(self) -> str:
-        shown = f"{len(self.rows)} prompts, {self.num_new_tokens} new tokens, {self.tokens_per_second:.1f} tokens/s"
+        prompts = "1 prompt" if len(self.rows) == 1 else f"{len(self.rows)} prompts"
+        shown = f"{prompts}, {self.num_new_tokens} new tokens, {self.tokens_per_second:.1f} tokens/s"
         if self.rule is not None and self.block_efficiency is not None:
             shown += f", block efficiency {self.block_efficiency:.2f}"
         return f"DecodeResult({shown})"
