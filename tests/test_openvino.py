@@ -24,6 +24,7 @@ from lightning_specdec.decoding import Session
 from lightning_specdec.decoding.session import run
 from lightning_specdec.drafters import EarlyExitDrafter, NGramDrafter, StagedDrafter, eagle_openvino
 from lightning_specdec.models import LanguageModel, loading
+from lightning_specdec.models.base import one_thread
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.openvino import Compiled, OpenVINOLM
 from lightning_specdec.models.openvino_conversion import Sizes
@@ -160,6 +161,17 @@ def test_two_threads_convert_heads_at_once(cache: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda decoder: decoder.decode([1, 2], max_new_tokens=8).tokens, decoders)
     assert first == second
+
+
+def test_threads_that_begin_within_one_thread_keep_all() -> None:
+    torch.set_num_threads(3)
+    try:
+        with one_thread(True), ThreadPoolExecutor(1) as pool:
+            assert torch.get_num_threads() == 1
+            assert pool.submit(torch.get_num_threads).result() == 3
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("make", [eagle, heads])

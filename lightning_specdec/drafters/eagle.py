@@ -167,9 +167,8 @@ class EagleDrafter(FeatureDrafter):
             rolled = self.in_openvino.roll(state.read, embedded, hidden, lengths, num_draft_tokens)
             if rolled is not None:
                 draft = make_draft((rolled[0], None, None), wanted, request)
-                chances = rolled[1].cumprod(1) * (torch.tensor(wanted)[:, None] > 0)
                 state.read.truncate(entries)
-                return shortened(draft, (chances >= least).sum(1)) if least else draft
+                return shortened(draft, (rolled[1].cumprod(1) >= least).sum(1)) if least else draft
         feature, logits = self._advance(state.read, embedded, hidden, lengths)
 
         def call(drawn: Drawn, feature: Float[Tensor, "B 1 D"], logits: Float[Tensor, "B W"]) -> Tensor | None:

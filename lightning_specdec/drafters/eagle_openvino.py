@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_specdec.drafters.eagle_network import EagleNetwork
 from lightning_specdec.models.openvino import Compiled
 from lightning_specdec.models.openvino_conversion import open_attention
-from lightning_specdec.models.paged_state import BLOCK, PagedState, lengthened, without_padding
+from lightning_specdec.models.paged_state import PagedState, lengthened, without_padding
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -165,9 +165,7 @@ class EagleInOpenVINO:
         Returns:
             The tokens and their probabilities; None where that many cannot be drafted at once.
         """
-        room = read.num_blocks * BLOCK - ROLLED + 1
-        fits = all(length and start + length <= room for start, length in zip(read.consumed, lengths, strict=True))
-        if self._roll is None or not fits or not 1 < num_tokens <= ROLLED:
+        if self._roll is None or not all(lengths) or not 1 < num_tokens <= ROLLED:
             return None
         tokens, chances = self._roll.run(_inputs(read, embedded, features, lengths, ROLLED - 1), read)
         read.advance(embedded.shape[1], lengths)

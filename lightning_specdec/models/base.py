@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, N scored positions, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import zlib
 from abc import ABC, abstractmethod
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 Plain = int | float | str | bool
 OPENVINO_DTYPES = (torch.float32, torch.bfloat16)
 """What networks compute in where they run in OpenVINO."""
+_set_num_threads = getattr(ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", torch.set_num_threads)
+"""Of this thread of Python: torch's function also sets the number for those that begin later, which keep it."""
 
 
 @dataclass
@@ -240,11 +243,11 @@ def one_thread(wanted: bool) -> Iterator[None]:
     """Torch on one thread where wanted. Beside OpenVINO its other threads, which wait busily for more work, take
     longer from the cores than they save."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1 if wanted else before)
+    _set_num_threads(1 if wanted else before)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        _set_num_threads(before)
 
 
 def weights_digest(module: nn.Module) -> str:
