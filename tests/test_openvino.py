@@ -3,7 +3,9 @@ run."""
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -172,6 +174,17 @@ def test_threads_that_begin_within_one_thread_keep_all() -> None:
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(1)
+
+
+def test_a_head_keeps_the_embeddings_that_it_reads() -> None:
+    """A target whose weights are replaced does not free their memory."""
+    model = OpenVINOLM.of(HuggingFaceLM(tiny("llama")))
+    drafter, weight = eagle(model).fused(model), model.embedding_table
+    assert weight is not None
+    memory = weakref.ref(weight.untyped_storage())
+    weight.data = torch.zeros(1)
+    gc.collect()
+    assert drafter.in_openvino and memory() is not None
 
 
 @pytest.mark.parametrize("make", [eagle, heads])

@@ -172,11 +172,9 @@ class EagleInOpenVINO:
         return tokens[:, :num_tokens], chances[:, :num_tokens]
 
 
-def _inputs(
-    read: PagedState, embedded: Tensor, features: Tensor, counts: Sequence[int], num_more: int = 0
-) -> list[Any]:
-    """Entries without padding, whose outputs are wanted, and their places."""
-    places = read.places(read.consumed, counts, read.num_tokens[num_more].padded(sum(counts)), num_more)
+def _inputs(read: PagedState, embedded: Tensor, features: Tensor, counts: Sequence[int], drawn: int = 0) -> list[Any]:
+    """Entries without padding, whose outputs are wanted, and their places; `drawn` tokens of each row follow them."""
+    places = read.places(read.consumed, counts, read.num_tokens[drawn].padded(sum(counts)), drawn)
     scored = torch.tensor([max(end - 1, 0) for end in accumulate(counts)])
     flat = [without_padding(each, counts) for each in (embedded, features)]
     return [*(lengthened(each, places).float().contiguous() for each in flat), scored, *places]

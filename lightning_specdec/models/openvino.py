@@ -51,8 +51,7 @@ DYNAMIC = 32
 """Activations that share a scale where they meet quantized weights."""
 _PLACES = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
 """Inputs that say where the tokens belong, named as OpenVINO's own pipelines do."""
-_CONVERTING = Lock()
-"""Torch traces one network at a time."""
+_CONVERTING = Lock()  # torch traces one network at a time
 
 
 def converted(model: HuggingFaceLM, quantization: str | None = None) -> Path:
@@ -125,13 +124,14 @@ class Compiled:
     Args:
         model: with inputs that are all read; the positions are the last one, where it has attention. It is changed.
         dtype: as of `PRECISIONS`.
+        memory: what the model reads and does not keep.
 
     Attributes:
         sizes: see `PagedState`.
     """
 
-    def __init__(self, model: ov.Model, dtype: torch.dtype) -> None:
-        self.sizes: list[tuple[int, int, int]] = []
+    def __init__(self, model: ov.Model, dtype: torch.dtype, memory: object = None) -> None:
+        self._memory, self.sizes = memory, list[tuple[int, int, int]]()
         places = [ops.parameter([] if name == _PLACES[-1] else [-1], ov.Type.i32, name) for name in _PLACES]
         caches: list[Any] = []
         for node in model.get_ordered_ops():
@@ -193,12 +193,13 @@ class Compiled:
 
         kind = type(network).__name__, weights_digest(network), settings, dtype, quantization
         model = _core().read_model(_kept(kind, make) / "model.xml")
+        memory = shared_tensor(example[0].detach()) if shared else None
         if shared:
             given = model.get_parameters()[0]
-            constant = ops.constant(shared_tensor(example[0].detach()), shared_memory=True)
+            constant = ops.constant(memory, shared_memory=True)
             given.output(0).replace(ops.convert(constant, given.get_element_type()).output(0))
             model.remove_parameter(given)
-        return cls(model, dtype)
+        return cls(model, dtype, memory)
 
     def run(self, inputs: Sequence[Any], state: PagedState | None = None, first: int = 0) -> list[Tensor]:
         """The outputs.
