@@ -24,8 +24,6 @@ from lightning_specdec.rules import Draft, Sampling
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-    from lightning_specdec.drafters.eagle_openvino import EagleInOpenVINO
-
 
 HIDDEN = -1
 """Where the target's hidden states lie, beside the keys and values of the network's layers."""
@@ -136,8 +134,6 @@ class EagleDrafter(FeatureDrafter):
     def __init__(self, *values: Any, sampling: Sampling | None = None, **settings: Any) -> None:
         super().__init__(*values, sampling=sampling, **settings)
         self.network = EagleNetwork(self.settings, self.num_tokens)
-        self.in_openvino: EagleInOpenVINO | None = None
-        """The network as it drafts for a target in OpenVINO."""
 
     def fused(self, target: LanguageModel | None = None) -> EagleDrafter:
         if not runs_in_openvino(target, self.network.dtype):

@@ -7,6 +7,7 @@ all rows, without padding, V tokens of the target, W tokens of the draft.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -54,10 +55,7 @@ class _Step(nn.Module):
         positions: Int[Tensor, "P 1"],
     ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N W"]]:
         """The next features and the logits behind some entries."""
-
-        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            return self.attention(queries, keys, values, window=self.network.attention_window)
-
+        attend = partial(self.attention, window=self.network.attention_window)
         last = self.network.layer(embedded, features, positions, attend)[:, 0].index_select(0, scored)
         return self.network.fed_back(last), self.network.logits(last)
 
@@ -79,21 +77,17 @@ class _Roll(nn.Module):
         positions: Int[Tensor, "P 1"],
     ) -> tuple[Int[Tensor, "B _"], Float[Tensor, "B _"]]:
         """The tokens, and how likely each is."""
-        network, past = self.network, None
+        network, attend = self.network, partial(self.attention, window=self.network.attention_window)
         tokens: list[Tensor] = []
         chances: list[Tensor] = []
-
-        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            return self.attention(queries, keys, values, window=network.attention_window, past=past)
-
         hidden = network.layer(embedded, network.joined(features), positions, attend).index_select(0, scored)
         positions = positions.index_select(0, scored)
         for i in range(ROLLED):
             if i:
                 positions = positions + 1
-                past = positions[:, 0]
                 embedded = nn.functional.embedding(tokens[-1], embeddings)[:, None].float()
-                hidden = network.layer(embedded, network.fed_back(hidden), positions, attend)
+                behind = partial(attend, past=positions[:, 0])
+                hidden = network.layer(embedded, network.fed_back(hidden), positions, behind)
             logits = network.logits(hidden[:, 0])
             token = _largest(logits)
             chances.append(logits.softmax(-1).amax(-1))

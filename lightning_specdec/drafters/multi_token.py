@@ -24,8 +24,6 @@ from lightning_specdec.rules import Draft, Sampling
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-    from lightning_specdec.models.openvino import Compiled
-
 
 MOST_STACKED = 4096
 """Tokens up to which output layers are stacked; larger ones are packed for the processor."""
@@ -131,8 +129,6 @@ class MultiTokenDrafter(TrainedDrafter):
         self._like: Tensor
         self.stacked: StackedHeads | None = None
         """The heads for decoding, which training does not reach."""
-        self.in_openvino: list[Compiled] = []
-        """The heads as they draft for a target in OpenVINO."""
 
     @property
     def max_draft_tokens(self) -> int:

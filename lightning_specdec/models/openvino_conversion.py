@@ -36,7 +36,7 @@ _ATTENTION = "lightning_specdec_openvino"
 SIZES = (6, 10, 16)
 """Tokens that calls on a few compute: up to six cost what one costs, and another size than before 6 ms."""
 MOST_PADDING = 5
-"""Tokens that other calls compute in vain, at most, to have the shape of a recent one."""
+"""Tokens that other calls compute in vain, at most, to have the shape of the last one."""
 MOST_ATTENDED = 10_000
 """Tokens that padding attends to at most: 6 ms, as much as another size costs."""
 MOST_PADDED = 25_000

@@ -46,7 +46,8 @@ class PagedState(DecodeState):
         row: int = ROW,
     ) -> None:
         super().__init__(batch_size, torch.device("cpu"))
-        self.num_tokens, self.num_scored = defaultdict[int, Sizes](lambda: Sizes(row)), Sizes(QUANTIZED_ROW)
+        self.num_tokens = defaultdict[int, Sizes](lambda: Sizes(row))
+        self.num_scored = Sizes(QUANTIZED_ROW)  # another size changes the output head alone, which is cheap
         self.num_blocks = max(1, -(-max_length // BLOCK))
         shapes = [(batch_size * self.num_blocks, heads, BLOCK, size) for heads, *kinds in sizes for size in kinds]
         memory = torch.zeros(sum(map(math.prod, shapes)), dtype=dtype)  # once: the system clears a page when it is met
