@@ -21,7 +21,7 @@ from tiny_heads import heads
 from transformers import AutoModelForCausalLM
 
 from lightning_specdec.checkpoints import engine_heads, engines
-from lightning_specdec.checkpoints.engine_heads import read_head
+from lightning_specdec.checkpoints.engine_heads import ORIGIN, read_head, recommended
 from lightning_specdec.config.models import ENGINES
 from lightning_specdec.decoding import autoregressive_decode, speculative_decode
 from lightning_specdec.drafters import (
@@ -252,10 +252,27 @@ def test_what_an_engine_cannot_run_is_refused_with_what_is_needed(
 
 def test_plain_heads_go_to_llama_cpp(tmp_path: Path) -> None:
     made = engines.export(tmp_path / "out", head(**PLAIN), TARGET, "llama.cpp")
-    assert not made.loaded
+    assert made.loaded
     assert "--target-model-dir" in made.commands[0] and " --spec-type draft-eagle3 " in made.commands[1]
     names = load_file(tmp_path / "out" / "model.safetensors")
     assert not any("fc_norm" in name for name in names) and "layers.0.hidden_norm.weight" in names
+
+
+def test_a_head_says_whose_it_is_and_how_many_tokens_to_draft(tmp_path: Path) -> None:
+    for name in ("mine", "other"):
+        tiny_models.write_text_model(tmp_path / name, num_hidden_layers=5, seed=len(name))
+    mine, other = (load_model(str(tmp_path / name)) for name in ("mine", "other"))
+    head, medusa = eagle(mine, layers=[0, 2, 3]), heads(mine)
+    for engine, drafter, window in (("vllm", head, 5), ("sglang", head, 5), ("vllm", medusa, 3)):
+        out = tmp_path / f"{engine}-{type(drafter).__name__}"
+        engines.export(out, drafter, mine, engine, num_draft_tokens=5)
+        assert read_head(out, mine) and recommended(out) == {"num_draft_tokens": window}
+        with pytest.raises(ValueError, match="mine .sha256.*other .sha256.*has another sha256"):
+            read_head(out, other)
+        (out / ORIGIN).unlink()
+        assert read_head(out, other) and recommended(out).get("num_draft_tokens") == (
+            window if "vllm-Eagle" in out.name else None
+        )
 
 
 def test_a_disk_that_fills_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,6 +310,8 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "the last layer": (lambda path: change(path, {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}), "last layer"),
     "layers that are none": (lambda path: change(path, {"eagle_aux_hidden_state_layer_ids": "abc"}), "cannot be used"),
     "another target": (lambda path: nested(path, {"vocab_size": 24}), "vocabulary of 24"),
+    "another target's note": (lambda path: (path / ORIGIN).write_text('{"target": 3}'), "its target must be a mapping"),
+    "a broken note": (lambda path: (path / ORIGIN).write_text("{"), f"{ORIGIN} is damaged"),
 }
 
 
@@ -377,14 +396,13 @@ def test_the_command_line_exports_imports_audits_and_writes_a_draft_file(here: N
     tiny_models.write_text_model(Path("target"), num_hidden_layers=5)
     target = load_model("target")
     recipe = {"data_arguments": {"paths": ["/home/me/notes.txt"]}}
-    engines.export(Path("first"), eagle(target, layers=[0, 2, 3]), target, "sglang", recipe=recipe)
+    engines.export(Path("first"), eagle(target, layers=[0, 2, 3]), target, "sglang", recipe=recipe, num_draft_tokens=5)
     assert 'Trained on: ["notes.txt"]' in Path("first/README.md").read_text(), "no directory of this machine"
     models = "--draft", "first", "--target", "target"
     succeed("export", *models, "--output", "head.safetensors")
     done = succeed("export", "--draft", "head.safetensors", *models[2:], "--format", "vllm", "--output", "second")
-    assert (
-        "vllm serve target --speculative-config" in done.out and "license" not in Path("second/README.md").read_text()
-    )
+    assert "vllm serve target --spec" in done.out and '"num_speculative_tokens": 5' in done.out
+    assert "license" not in Path("second/README.md").read_text()
     assert "not run in sglang" in succeed("export", *models, "--format", "sglang", "--output", "third").out
     assert torch.equal(*(load_file(f"{name}/model.safetensors")["fc.weight"] for name in ("first", "second")))
     shown = [

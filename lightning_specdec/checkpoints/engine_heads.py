@@ -19,7 +19,9 @@ from torch import Tensor
 
 from lightning_specdec.checkpoints.archive import BROKEN
 from lightning_specdec.checkpoints.networks import with_weights
+from lightning_specdec.checkpoints.target_reference import TargetReference
 from lightning_specdec.config.checks import require_int
+from lightning_specdec.config.decoding import MAX_TOKENS
 from lightning_specdec.config.terminal import one_line, short
 from lightning_specdec.drafters import BlockDrafter, Drafter, EagleDrafter, MultiTokenDrafter
 from lightning_specdec.drafters.eagle import FeatureDrafter
@@ -46,6 +48,8 @@ _BLOCK_LAYER = {
 }
 _WHOLE = {"fc": "join", "norm": "output_norm", "lm_head": "output"}
 _QUERY_KEY_VALUE, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+ORIGIN = "lightning_specdec.json"
+"""What this package notes beside what engines read: whose draft it is and how many tokens a round should draft."""
 _LARGEST_CONFIG, _POSITIONS = 2**20, 2**20
 _REFUSED = {
     "norm_before_fc": "normalizes the joined features (norm_before_fc)",
@@ -244,6 +248,8 @@ def read_head(directory: Path, target: LanguageModel) -> Drafter:
     try:
         config = _read_config(directory)
         weights = _read_weights(directory)
+        if "target" in (made := _read_origin(directory)):
+            TargetReference.from_dict(made["target"], "its target.").check(target, "it")
         kind = config.get("speculators_model_type", config.get("model_type"))
         if kind == "medusa" or "medusa_num_heads" in config:
             make, weights = _medusa(config, weights)
@@ -257,15 +263,36 @@ def read_head(directory: Path, target: LanguageModel) -> Drafter:
     return drafter
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
-    with (directory / "config.json").open(encoding="utf-8") as file:
+def recommended(directory: Path) -> dict[str, int]:
+    """The recipe that a head's directory tells: how many tokens a round should draft, or nothing."""
+    config: Any = _read_config(directory) | _read_origin(directory)
+    try:
+        window = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    except (LookupError, TypeError):
+        window = None
+    window = config.get("num_draft_tokens", window)
+    return {} if window is None else {"num_draft_tokens": require_int("its num_draft_tokens", window, 1, MAX_TOKENS)}
+
+
+def write_origin(directory: Path, target: LanguageModel, num_draft_tokens: int) -> None:
+    """Note whose draft a directory holds, and how many tokens a round should draft."""
+    made = {"target": TargetReference.of(target).to_dict(), "num_draft_tokens": num_draft_tokens}
+    (directory / ORIGIN).write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_origin(directory: Path) -> dict[str, Any]:
+    return _read_config(directory, ORIGIN) if (directory / ORIGIN).is_file() else {}
+
+
+def _read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
+    with (directory / name).open(encoding="utf-8") as file:
         text = file.read(_LARGEST_CONFIG + 1)
     try:
         config = json.loads(text) if len(text) <= _LARGEST_CONFIG else None
     except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
-        raise ValueError("its config.json is damaged or too large: copy or download it again")
+        raise ValueError(f"its {name} is damaged or too large: copy or download it again")
     return config
 
 

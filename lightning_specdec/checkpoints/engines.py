@@ -54,8 +54,12 @@ from lightning_specdec.models.model_config import quiet
 from lightning_specdec.models.safetensors_file import SINGLE
 from lightning_specdec.rules import Sampling
 
-NOT_RUN = ("sglang", "llama.cpp")
-"""Engines whose directories were checked by computing what they do, and never loaded in the engine itself."""
+_RUN: dict[str, tuple[type[Drafter], ...]] = {
+    "vllm": (EagleDrafter, MultiTokenDrafter, ModelDrafter),
+    "llama.cpp": (EagleDrafter,),
+    "transformers": (ModelDrafter,),
+}
+"""Drafts that ran in the engine itself (docs/serve.md); of others, what the engine computes was compared."""
 _CLOSE = 1e-3
 """Largest difference of logits, relative to the largest logit."""
 _STEPS = 4
@@ -143,6 +147,7 @@ def export(
     try:
         with new_directory(output) as folder:
             plan.write(folder)
+            engine_heads.write_origin(folder, target, plan.window)
             pairs = plan.compare(folder, [text for text in known if len(text) > 2])
             difference = max(_difference(*pair) for pair in pairs)
             if not difference < _CLOSE:
@@ -151,7 +156,7 @@ def export(
                     "and nothing was written: report this with the draft's settings"
                 )
             count = sum(len(ours) for ours, _ in pairs)
-            loaded = engine not in NOT_RUN and not isinstance(stored, BlockDrafter)
+            loaded = isinstance(stored, _RUN.get(engine, ()))
             made = Exported(output, commands, difference, count, loaded)
             (folder / "README.md").write_text(_card(made, stored, target, engine, recipe), encoding="utf-8")
     except SafetensorError as error:
@@ -164,7 +169,7 @@ def _plan(stored: Drafter, target: HuggingFaceLM, engine: str, window: int, plac
     name = type(stored).__name__
     for kind, reason in _NO_ENGINE.items():
         if isinstance(stored, kind):
-            raise ValueError(f"{engine} cannot run a {name}: {reason}")
+            raise ValueError(f"{engine} cannot run this {name}: {reason}")
     if isinstance(stored, FeatureDrafter) and (lacks := _lacks(stored, target, engine)):
         raise ValueError(f"{engine} cannot run this {name}: {'; '.join(lacks)}")
     if isinstance(stored, EagleDrafter):
@@ -173,7 +178,7 @@ def _plan(stored: Drafter, target: HuggingFaceLM, engine: str, window: int, plac
         return _block_plan(stored, target, place)
     if isinstance(stored, MultiTokenDrafter):
         if engine != "vllm":
-            raise ValueError(f"{engine} cannot run a {name}: it has no Medusa heads; vllm has")
+            raise ValueError(f"{engine} cannot run this {name}: it has no Medusa heads; vllm has")
         if stored.draft_vocabulary is not None:
             raise ValueError(
                 f"vllm cannot run this {name}: its heads must score all tokens, train them without draft_vocabulary"
@@ -181,9 +186,9 @@ def _plan(stored: Drafter, target: HuggingFaceLM, engine: str, window: int, plac
         return _medusa_plan(stored, target)
     model = stored.model if isinstance(stored, CrossVocabulary | ModelDrafter) else None
     if not isinstance(model, HuggingFaceLM):
-        raise ValueError(f"{engine} cannot run a {name}: it loads models of transformers and heads alone")
+        raise ValueError(f"{engine} cannot run this {name}: it loads models of transformers and heads alone")
     if isinstance(stored, CrossVocabulary) and engine in ("sglang", "llama.cpp"):
-        raise ValueError(f"{engine} cannot run a {name}: the draft needs the target's vocabulary there")
+        raise ValueError(f"{engine} cannot run this {name}: the draft needs the target's vocabulary there")
     return _model_plan(stored, model, target, engine, window)
 
 
@@ -368,7 +373,7 @@ def _card(made: Exported, stored: Drafter, target: HuggingFaceLM, engine: str, r
     data = recipe.get("data_arguments", {}).get("paths") or recipe.get("data") or "not recorded"
     figures = {name: value for name, value in (recipe.get("reached") or {}).items() if isinstance(value, int | float)}
     lines = ["---", "library_name: lightning_specdec", *([f"license: {licence}"] if licence else []), "---", ""]
-    lines += [f"# A draft for {place}", "", f"A `{type(stored).__name__}` for speculative decoding in {engine}."]
+    lines += [f"# A draft for {place}", "", f"`{type(stored).__name__}`, for speculative decoding in {engine}."]
     lines += ["The output stays the target's; the draft changes how long it takes.", ""]
     lines += [f"- Target: {place}, weights sha256 {sha256 or 'not known'}", f"- Trained on: {json.dumps(data)}"]
     lines += [f"- Tokens seen: {recipe['tokens_seen']:,}"] if isinstance(recipe.get("tokens_seen"), int) else []

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_specdec.checkpoints.checkpoint import MAIN, LoadedPair, load
-from lightning_specdec.checkpoints.engine_heads import is_head, read_head
+from lightning_specdec.checkpoints.engine_heads import is_head, read_head, recommended
 from lightning_specdec.checkpoints.target_reference import dtype_of
 from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.memory import peak_bytes, require_memory
@@ -118,15 +118,18 @@ def _pretrained(source: PairSource, target: LanguageModel | None, pack: bool) ->
     models = _load_models(wanted, source, pack) if wanted else []
     if isinstance(model, str):
         model = models.pop(0)
-    window, recipe, choice = None, {}, source.drafter
+    recipe: dict[str, Any] = {}
+    choice = source.drafter
     if head is not None:
         draft = read_head(head, model).to(source.device, _draft_dtype(source, model))
+        recipe = recommended(head)
     if is_file:
         loaded = load(draft, target=model, drafter=None if choice is None else choice.name)
         assert loaded.target is model
-        recipe, window = loaded.recipe, loaded.num_draft_tokens
+        recipe = loaded.recipe
         draft, choice = loaded.drafter.to(source.device, _draft_dtype(source, model)), _asked(choice, loaded)
     drafter = _choose(choice, model, models[0] if models else draft, keep=True)
+    window = recipe.get("num_draft_tokens")
     return LoadedPair(lambda: model, drafter, {MAIN: drafter}, recipe=recipe, num_draft_tokens=window)
 
 
