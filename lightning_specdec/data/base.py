@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.terminal import say
@@ -134,25 +135,6 @@ class EpochSampler(Sampler[int]):
     def generator(self) -> torch.Generator:
         """This epoch's random numbers, from the first one."""
         return torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
-
-
-class DealtOut(DistributedSampler[int]):
-    """Every n-th index of a sampler, for one of n processes, in the sampler's own order: Lightning would shuffle again.
-
-    Args:
-        sampler: of the order; the indices that do not go round are left out.
-        places: `num_replicas` and `rank`.
-    """
-
-    def __init__(self, sampler: EpochSampler, places: Mapping[str, int]) -> None:
-        super().__init__(sampler, shuffle=False, drop_last=True, **places)  # type: ignore[arg-type]
-        self.sampler = sampler
-
-    def set_epoch(self, epoch: int) -> None:
-        self.sampler.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[int]:
-        return islice(self.sampler, self.rank, len(self) * self.num_replicas, self.num_replicas)
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -271,8 +253,9 @@ class TokenData(LightningDataModule, ABC):
 
         rows, trainer = self.rows("train"), self.trainer
         sampler: Sampler[int] = self.train_sampler()
-        if trainer is not None and trainer.world_size > 1:
-            sampler = DealtOut(self.train_sampler(), trainer.distributed_sampler_kwargs or {})
+        if trainer is not None and trainer.world_size > 1:  # Lightning would wrap it with another shuffle
+            places = trainer.distributed_sampler_kwargs or {}
+            sampler = DistributedSamplerWrapper(sampler, shuffle=False, drop_last=True, **places)
         return ResumableLoader(
             rows, batch_size=self.batch_size, sampler=sampler, collate_fn=self.collate, num_done=num_done
         )
