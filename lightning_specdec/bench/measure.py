@@ -6,7 +6,6 @@ import gc
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -120,11 +119,15 @@ class Case:
 
     def decode(self, *, seed: int) -> DecodeResult:
         """Decode the prompts, batch by batch, without garbage collection."""
-        results = []
-        with _no_collection():
+        results, collecting = [], gc.isenabled()
+        gc.disable()  # a collection would fall on whichever case happens to run
+        try:
             for first in range(0, len(self.prompts), self.batch_size):
                 texts = [list(prompt.tokens) for prompt in self.prompts[first : first + self.batch_size]]
                 results.append(self._decode(texts, list(range(first, first + len(texts))), seed))
+        finally:
+            if collecting:
+                gc.enable()
         return merge_results(results)
 
     def _decode(self, texts: list[list[int]], indices: list[int], seed: int) -> DecodeResult:
@@ -357,18 +360,6 @@ def _compared(standard: Case, drafter: Drafter, name: str, repeats: int, warmup:
     if failed is not None:
         raise ValueError(failed.error)
     return replace(comparisons(rows)[-1], interrupted=interrupted)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage collection meanwhile: it would fall on whichever case happens to run."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _beside(result: DecodeResult, expected: DecodeResult | ResultRow | None) -> dict[str, Any]:
