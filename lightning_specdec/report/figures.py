@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
@@ -64,7 +63,8 @@ def answer_chart(advice: Sequence[Advice], found: Sequence[Comparison]) -> Chart
     if not known:
         return None
     with _styled():
-        axes, ends, note, y = Figure(layout="constrained").add_subplot(), [1.0], "", 0.0
+        figure, ends, note, y = Figure(layout="constrained"), [1.0], "", 0.0
+        axes = figure.add_subplot()
         for title, (choice, best) in zip(_titles([best.case for _, best in known], "rule"), known, strict=True):
             axes.text(0, y, _line(title, 64), fontweight="bold", va="center")
             theirs = [one for one in found if one.case.place == best.case.place and one.case.method in HUGGING_FACE]
@@ -86,8 +86,6 @@ def answer_chart(advice: Sequence[Advice], found: Sequence[Comparison]) -> Chart
         axes.set_ylim(y - 0.8, -0.7)
         axes.set_xlim(0, 1.05 * max(ends))
         axes.set_xlabel("walltime speedup (1: standard decoding)")
-        figure = axes.get_figure(root=True)
-        assert figure is not None
         figure.set_size_inches(WIDTH, 0.6 + 0.16 * y)
         return Chart("The best choices" + ", and transformers' own methods" * bool(note), figure, note)
 
@@ -128,7 +126,8 @@ def _speedup_chart(title: str, cases: Sequence[Comparison]) -> Chart:
     drafts = list(dict.fromkeys(each.case.draft for each in cases))
     highest = max((each.walltime_speedup.value for each in cases if each.walltime_speedup), default=1.0)
     with _styled():
-        axes = Figure(figsize=(WIDTH, HEIGHT), layout="constrained").add_subplot()
+        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+        axes = figure.add_subplot()
         axes.set_title(_line(title, 64), loc="left", fontweight="bold")
         axes.set_xlabel("window (draft tokens)")
         axes.set_ylabel("walltime speedup")
@@ -154,7 +153,11 @@ def _speedup_chart(title: str, cases: Sequence[Comparison]) -> Chart:
         axes.set_xticks(range(len(windows)), list(map(str, windows)))
         axes.set_xlim(-0.5, len(windows) - 0.5)
         axes.set_ylim(0, max(1.1, axes.get_ylim()[1]))
-        return Chart(title, _finished(axes))
+        handles, labels = axes.get_legend_handles_labels()
+        columns = max(1, min(4, 58 // (4 + max(map(len, labels), default=0))))
+        figure.set_figheight(HEIGHT + 0.17 * math.ceil(len(labels) / columns))
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=1.8, columnspacing=1.2)
+        return Chart(title, figure)
 
 
 @contextmanager
@@ -162,15 +165,6 @@ def _styled() -> Iterator[None]:
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # names may be of any script
         yield
-
-
-def _finished(axes: Axes) -> Figure:
-    figure, (handles, labels) = axes.get_figure(root=True), axes.get_legend_handles_labels()
-    assert figure is not None
-    columns = max(1, min(4, 58 // (4 + max(map(len, labels), default=0))))
-    figure.set_figheight(HEIGHT + 0.17 * math.ceil(len(labels) / columns))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=1.8, columnspacing=1.2)
-    return figure
 
 
 def _line(text: str, longest: int = 30) -> str:
