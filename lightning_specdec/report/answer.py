@@ -51,17 +51,12 @@ class Advice:
             return "nothing to say: no lossless method finished with the tokens of standard decoding"
         told = f"{choice_of(self.best)}: {shown(self.best.walltime_speedup)}"
         if self.pays:
-            return f"use {told}{self._warning}"
+            if (theirs := self.theirs) is not None:
+                told += f"; faster: transformers' {theirs.case.label}, {shown(theirs.walltime_speedup)}"
+            return f"use {told}"
         if _speedup(self.best) <= 1:
             return f"do not speculate: the best is {told}"
         return f"do not speculate yet: the best is {told}, which may be chance: measure more prompts"
-
-    @property
-    def _warning(self) -> str:
-        """That one of transformers' methods is faster; empty where none is."""
-        if self.theirs is None:
-            return ""
-        return f"; faster: transformers' {self.theirs.case.label}, {shown(self.theirs.walltime_speedup)}"
 
 
 def advise(found: Sequence[Comparison], dtypes: Mapping[str, str | None]) -> list[Advice]:
