@@ -20,7 +20,6 @@ from lightning_specdec.bench.results import ResultsWriter
 from lightning_specdec.bench.rows import ASSISTED, GENERATE, SPECULATIVE, STANDARD
 from lightning_specdec.checkpoints.loading import find_device, load_pair
 from lightning_specdec.config.decoding import DecodingConfig
-from lightning_specdec.config.kinds import Choice
 from lightning_specdec.config.models import check_directory
 from lightning_specdec.config.pairs import get_pair
 from lightning_specdec.config.terminal import one_line
@@ -96,6 +95,7 @@ class BenchPair:
         Windows that a draft cannot fill are those that it can, and rules that would do the same are one.
         """
         groups = []
+        lossless = [rule for rule in config.rules if make_rule(rule).lossless]
         numbers = [window for window in config.num_draft_tokens if isinstance(window, int)]
         adaptive = ["auto"] if "auto" in config.num_draft_tokens else []
         for domain, temperature, size in product(self.prompts, config.temperatures, config.batch_sizes):
@@ -113,10 +113,12 @@ class BenchPair:
                 batch_size=size,
             )
             group = [standard]
+            # Greedy, all lossless rules accept the same draft tokens.
+            rules = [rule for rule in config.rules if temperature > 0 or rule not in lossless[1:]]
             for draft, drafter in self.drafts.items():
                 most = drafter.max_draft_tokens if isinstance(drafter, Drafter) else None
                 windows: list[int | str] = [*windows_of(most, numbers), *adaptive]
-                for rule, window in product(_rules(config, temperature), windows):
+                for rule, window in product(rules, windows):
                     chosen = decoding.changed(rule=rule, num_draft_tokens=window)
                     group.append(replace(standard, method=SPECULATIVE, config=chosen, drafter=drafter, draft=draft))
             for method in config.baselines if self.baseline is not None else ():
@@ -172,12 +174,6 @@ def _num_parameters(draft: Drafter) -> int | None:
     """Those that belong to the draft; None where it has none."""
     models = [part for part in draft.modules() if isinstance(part, LanguageModel)]
     return max([sum(each.numel() for each in draft.parameters()), *(model.num_parameters for model in models)]) or None
-
-
-def _rules(config: BenchConfig, temperature: float) -> list[Choice]:
-    """Those that accept different draft tokens: greedy, all lossless rules accept the same."""
-    lossless = [rule for rule in config.rules if make_rule(rule).lossless]
-    return [rule for rule in config.rules if temperature > 0 or rule not in lossless[1:]]
 
 
 def _prompts(target: LanguageModel, own: Sequence[Sequence[int]], config: BenchConfig) -> Prompts:
