@@ -50,7 +50,8 @@ class Vocabulary:
             ValueError: it is of another kind.
         """
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        steps = [] if backend is None or backend.decoder is None else list(_steps(backend.decoder))
+        decoder = getattr(backend, "decoder", None)
+        steps = [] if decoder is None else list(_steps(json.loads(decoder.__getstate__())))
         by_letters = [step["type"] for step in steps] == ["ByteLevel"]
         falls_back, num_stripped = False, 0
         for step in [] if by_letters else steps or [{"type": "no decoder"}]:
@@ -116,16 +117,12 @@ class Vocabulary:
         return None
 
 
-def _steps(decoder: Any) -> Iterator[dict[str, Any]]:
+def _steps(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The steps of a backend's decoder in their order, as its file describes them."""
-
-    def flat(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        if spec["type"] != "Sequence":
-            yield spec
-        for inner in spec.get("decoders", ()):
-            yield from flat(inner)
-
-    return flat(json.loads(decoder.__getstate__()))
+    if spec["type"] != "Sequence":
+        yield spec
+    for inner in spec.get("decoders", ()):
+        yield from _steps(inner)
 
 
 # GPT-2 spells bytes as letters: those that show as themselves, the others by letters from 256 on, in their order.
