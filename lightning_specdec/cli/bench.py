@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,22 +72,26 @@ def run(options: Namespace) -> int:
 
 def _measure(config: BenchConfig, settings: BenchSettings, several: list[Results]) -> None:
     """Run what is missing of a config, and add its results to the others'."""
+    import torch
+
     from lightning_specdec.bench.manifest import manifest
     from lightning_specdec.bench.run import load_bench_pair, open_results, run
     from lightning_specdec.checkpoints.loading import find_device
 
-    directory = Path(settings.output).expanduser() / config.name
-    with _threads(config.threads):
+    directory, before = Path(settings.output).expanduser() / config.name, torch.get_num_threads()
+    torch.set_num_threads(config.threads or before)
+    try:
         made = manifest(options=settings.to_dict(), device=find_device(config.device))
-        try:
-            with open_results(directory, config, made) as results:
-                several.append(results)
-                run(config, results, partial(load_bench_pair, config=config), partial(progress, often=True))
-        except OSError as error:
-            raise ValueError(
-                f"{error.filename or directory} cannot be written ({error.strerror or error}): what is finished stays; "
-                "make room or give another --output, and the same command resumes"
-            ) from error
+        with open_results(directory, config, made) as results:
+            several.append(results)
+            run(config, results, partial(load_bench_pair, config=config), partial(progress, often=True))
+    except OSError as error:
+        raise ValueError(
+            f"{error.filename or directory} cannot be written ({error.strerror or error}): what is finished stays; "
+            "make room or give another --output, and the same command resumes"
+        ) from error
+    finally:
+        torch.set_num_threads(before)
 
 
 def _show(several: Sequence[Results], form: str) -> None:
@@ -124,16 +127,3 @@ def _wrong(results: Results) -> bool:
     exact = {name for name, pair in results.manifest["pairs"].items() if pair["dtype"] not in ("bfloat16", "float16")}
     other = (each for each in cells if each.case.pair in exact and each.case.method in OURS)
     return bool(failed or results.manifest["failed_pairs"]) or any(each.same_tokens is False for each in other)
-
-
-@contextmanager
-def _threads(number: int | None) -> Iterator[None]:
-    """Meanwhile, so many CPU threads."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
