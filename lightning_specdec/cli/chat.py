@@ -11,7 +11,6 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -22,7 +21,6 @@ from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.config.terminal import say, short
 
 if TYPE_CHECKING:
-    from lightning_specdec.decoding import Row
     from lightning_specdec.decoding.session import Conversation
     from lightning_specdec.text.chat import Chat
 
@@ -96,7 +94,6 @@ class Talk:
 
     def __init__(self, chat: Chat, conversation: Conversation, *, interactive: bool) -> None:
         self.chat, self.conversation, self.interactive = chat, conversation, interactive
-        self.interrupted = False
 
     def say(self, content: str) -> str:
         """Ask, show the answer as it comes, and give its figures in a line.
@@ -106,37 +103,29 @@ class Talk:
         """
         started, stream = time.perf_counter(), self.chat.tokenizer.stream()
         row = self.conversation.begin(self.chat.ask(content))
-        with self._stoppable():
-            while row.live:
-                for _, tokens in self.conversation.session.step():
-                    say(stream.push(tokens, hold=row.num_hidden), end="", flush=True)
-                if self.interrupted:
-                    self.conversation.session.cancel(row)
-        say(stream.finish(drop=row.num_hidden), flush=True)
-        self.chat.answer(row.text[row.prompt_length :], num_cut=row.num_hidden)
-        return _figures(row, time.perf_counter() - started)
-
-    @contextmanager
-    def _stoppable(self) -> Iterator[None]:
-        """On a terminal the first Ctrl-C ends the answer after the current round, a second one the program."""
-        self.interrupted = False
+        interrupted = False
 
         def stop(number: int, frame: FrameType | None) -> None:
-            if self.interrupted or not self.interactive:
+            """On a terminal the first Ctrl-C ends the answer after the current round, a second one the program."""
+            nonlocal interrupted
+            if interrupted or not self.interactive:
                 raise KeyboardInterrupt
-            self.interrupted = True
+            interrupted = True
 
         before = signal.signal(signal.SIGINT, stop)
         try:
-            yield
+            while row.live:
+                for _, tokens in self.conversation.session.step():
+                    say(stream.push(tokens, hold=row.num_hidden), end="", flush=True)
+                if interrupted:
+                    self.conversation.session.cancel(row)
         finally:
             signal.signal(signal.SIGINT, before)
-
-
-def _figures(row: Row, seconds: float) -> str:
-    rate = row.counts and row.counts.acceptance_rate
-    accepted = "" if rate is None else f", {rate:.0%} of the draft tokens accepted"
-    return f"{row.num_new} tokens, {row.num_new / seconds:.1f} tokens/s{accepted} (stopped: {row.stop_reason})"
+        say(stream.finish(drop=row.num_hidden), flush=True)
+        self.chat.answer(row.text[row.prompt_length :], num_cut=row.num_hidden)
+        seconds, rate = time.perf_counter() - started, row.counts and row.counts.acceptance_rate
+        accepted = "" if rate is None else f", {rate:.0%} of the draft tokens accepted"
+        return f"{row.num_new} tokens, {row.num_new / seconds:.1f} tokens/s{accepted} (stopped: {row.stop_reason})"
 
 
 def _turns(interactive: bool) -> Iterator[str]:
