@@ -133,22 +133,11 @@ class Path(NamedTuple):
     share: float
 
 
-class Tree(NamedTuple):
-    """The drafts of a round by what the drafter reports.
+def draft_tree(stage: Stage) -> tuple[list[Path], list[list[float]], float]:
+    """The drafts of a round by what the drafter reports, one token after the other.
 
-    Args:
-        paths: all but the rarest.
-        ends: numbers just within both ends of each token's interval.
-        left_out: the probability of the rarest.
-    """
-
-    paths: list[Path]
-    ends: list[list[float]]
-    left_out: float
-
-
-def draft_tree(stage: Stage) -> Tree:
-    """The drafts of a round, one token after the other.
+    Returns:
+        All but the rarest; numbers just within both ends of each token's interval; the probability of the rarest.
 
     Raises:
         ValueError: there are too many.
@@ -174,7 +163,7 @@ def draft_tree(stage: Stage) -> Tree:
         begun = longer
         if len(begun) + len(paths) > MOST_PATHS:
             raise ValueError(f"a round has more than {MOST_PATHS} drafts: draft fewer tokens, or from fewer (top_k)")
-    return Tree(paths, ends, left_out)
+    return paths, ends, left_out
 
 
 def _intervals(probs: Float[Tensor, "V"]) -> list[tuple[int, float, float]]:
