@@ -141,16 +141,17 @@ class ResumableLoader(DataLoader[Any]):
     """A `DataLoader` that continues in the middle of an epoch once Lightning has restored its state.
 
     Args:
-        num_done: returns how many batches of this epoch have been learned from.
+        trainer: the Trainer that learns from the batches.
         options: those of `DataLoader`.
     """
 
-    def __init__(self, *args: Any, num_done: Callable[[], int], **options: Any) -> None:
+    def __init__(self, *args: Any, trainer: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.num_done, self._first = num_done, 0
+        self.trainer, self._first = trainer, 0
 
     def state_dict(self) -> dict[str, int]:
-        return {"num_batches": self.num_done()}
+        """How many batches of the epoch in progress the Trainer has made a step of."""
+        return {"num_batches": int(self.trainer.fit_loop.epoch_loop.batch_progress.current.processed)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         done = int(state["num_batches"])
@@ -247,17 +248,13 @@ class TokenData(LightningDataModule, ABC):
             self.rows(split)
 
     def train_dataloader(self) -> DataLoader[Row]:
-        def num_done() -> int:  # batches of the epoch in progress that the Trainer has made a step of
-            trainer: Any = self.trainer
-            return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
-
         rows, trainer = self.rows("train"), self.trainer
         sampler: Sampler[int] = self.train_sampler()
         if trainer is not None and trainer.world_size > 1:  # Lightning would wrap it with another shuffle
             places = trainer.distributed_sampler_kwargs or {}
             sampler = DistributedSamplerWrapper(sampler, shuffle=False, drop_last=True, **places)
         return ResumableLoader(
-            rows, batch_size=self.batch_size, sampler=sampler, collate_fn=self.collate, num_done=num_done
+            rows, batch_size=self.batch_size, sampler=sampler, collate_fn=self.collate, trainer=trainer
         )
 
     def val_dataloader(self) -> DataLoader[Row]:
