@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 from lightning_specdec.config.checks import require_int, require_number
@@ -205,16 +205,9 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _number(text: str, kind: Callable[[str], Any]) -> Any:
-    """A number, without the underscores, blanks and digits of other scripts that Python reads too."""
-    if not re.fullmatch(r"[-+.0-9a-z]+", text):
-        raise ValueError(text)
-    return kind(text)
-
-
 _PARSERS: dict[type, Callable[[str], Any]] = {
-    int: partial(_number, kind=int),
-    float: partial(_number, kind=float),
+    int: int,
+    float: float,
     bool: {"true": True, "false": False}.__getitem__,
     type(None): {"null": None, "none": None}.__getitem__,
 }
@@ -227,11 +220,13 @@ def parse(text: str, hint: Any) -> Any:
         ValueError: the word is no such value.
     """
     kinds = [typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else kind for kind in options_of(hint)]
-    is_text = str in kinds or Any in kinds
+    is_text, word = str in kinds or Any in kinds, text.lower()
+    # Python reads numbers with underscores, blanks and digits of other scripts too.
+    is_plain = re.fullmatch(r"[-+.0-9a-z]+", word) is not None
     for kind, parser in _PARSERS.items():
-        if kind in kinds and not (is_text and kind is type(None)):
+        if is_plain and kind in kinds and not (is_text and kind is type(None)):
             try:
-                return parser(text.lower())
+                return parser(word)
             except (ValueError, KeyError):
                 pass  # another kind may fit
     if is_text:
