@@ -131,27 +131,6 @@ class ExpectedRounds(Metric):
         }
 
 
-def chain_acceptance(
-    draft_logits: Float[Tensor, "B T V"],
-    target_logits: Float[Tensor, "B T V"],
-    batch: Batch,
-    sampling: Sampling,
-    num_draft_tokens: int,
-) -> Float[Tensor, "B N K"]:
-    """The acceptance of a draft that reads its own tokens: that of new token j + i, wherever its round started.
-
-    Exact at temperature 0 if the texts are what the target itself decodes greedily, an estimate elsewhere.
-
-    Args:
-        draft_logits, target_logits: `[:, t]` score token t + 1 of `batch.tokens`.
-    """
-    offsets = torch.arange(int((batch.lengths - batch.prompt_lengths).max()), device=target_logits.device)
-    positions = (batch.prompt_lengths[:, None] - 1 + offsets).clamp(max=target_logits.shape[1] - 1)
-    rows = torch.arange(len(positions), device=positions.device)[:, None]
-    acceptance = overlap(sampling.probs(draft_logits[rows, positions]), sampling.probs(target_logits[rows, positions]))
-    return functional.pad(acceptance, (0, num_draft_tokens - 1)).unfold(1, num_draft_tokens, 1)
-
-
 class RoundMetrics(nn.ModuleDict):
     """The expected rounds of one or several drafts: `PREFIXrounds` and `PREFIXsampling_rounds` of each.
 
@@ -184,11 +163,22 @@ class RoundMetrics(nn.ModuleDict):
         batch: Batch,
         prefix: str = "",
     ) -> None:
-        """Count a batch of a draft that scores every token of the texts; logits as of `chain_acceptance`."""
+        """Count a batch of a draft that reads its own tokens: a new token is accepted alike wherever its round started.
+
+        Exact at temperature 0 if the texts are what the target itself decodes greedily, an estimate elsewhere.
+
+        Args:
+            draft_logits, target_logits: `[:, t]` score token t + 1 of `batch.tokens`.
+        """
+        num_new, device = batch.lengths - batch.prompt_lengths, target_logits.device
+        offsets = torch.arange(int(num_new.max()), device=device)
+        positions = (batch.prompt_lengths[:, None] - 1 + offsets).clamp(max=target_logits.shape[1] - 1)
+        rows = torch.arange(len(positions), device=device)[:, None]
         for name, sampling in SAMPLINGS.items():
             rounds = self.of(prefix + name)
-            acceptance = chain_acceptance(draft_logits, target_logits, batch, sampling, rounds.num_draft_tokens)
-            rounds.update(acceptance, batch.lengths - batch.prompt_lengths)
+            both = (sampling.probs(logits[rows, positions]) for logits in (draft_logits, target_logits))
+            acceptance = functional.pad(overlap(*both), (0, rounds.num_draft_tokens - 1))
+            rounds.update(acceptance.unfold(1, rounds.num_draft_tokens, 1), num_new)
 
     def compute(self) -> dict[str, Tensor]:
         """The acceptance rate and block efficiency of each draft, over all processes."""
