@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -355,10 +356,7 @@ def _eagle(
         rotary_base=rotary["rope_theta"],
         norm_eps=sizes.rms_norm_eps,
     )
-
-    def make() -> EagleDrafter:
-        return EagleDrafter(**settings.to_dict())
-
+    make = partial(EagleDrafter, **settings.to_dict())
     if embedding is not None:
         make().check_target(target)
         theirs = target.embeddings(torch.arange(sizes.vocab_size, device=target.device)[None])[0].float().cpu()
@@ -402,15 +400,13 @@ def _medusa(config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[Callabl
     if "token_map" in weights:
         raise ValueError("its heads score only some tokens (token_map), in an unsupported order")
     weights = {name.removeprefix("medusa_heads."): value for name, value in weights.items()}
-    sizes = [config.get(f"medusa_{name}", config.get(other)) for name, other in _MEDUSA]
-    num_heads, num_blocks = (require_int(f"medusa_{_MEDUSA[i][0]}", sizes[i], 1, 64) for i in (0, 1))
+    num_heads, num_blocks = (
+        require_int(f"medusa_{name}", config.get(f"medusa_{name}", config.get(other)), 1, 64) for name, other in _MEDUSA
+    )
     output = weights[f"0.{num_blocks}.weight"]
     vocab_size, hidden_size = output.shape
     for i in range(num_heads):
         for j in range(num_blocks):
             weights.setdefault(f"{i}.{j}.linear.bias", output.new_zeros(hidden_size))
-
-    def make() -> MultiTokenDrafter:
-        return MultiTokenDrafter(num_heads, hidden_size=hidden_size, vocab_size=vocab_size, num_blocks=num_blocks)
-
+    make = partial(MultiTokenDrafter, num_heads, hidden_size=hidden_size, vocab_size=vocab_size, num_blocks=num_blocks)
     return make, {f"heads.{name}": value for name, value in weights.items()}
