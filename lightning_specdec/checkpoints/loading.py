@@ -104,14 +104,12 @@ def _pretrained(source: PairSource, target: LanguageModel | None, pack: bool) ->
     model, draft, revision = target or wrapped(source.target), wrapped(source.draft), source.draft_revision
     if draft is None and source.draft_quantization is not None:
         draft, revision = wrapped(source.target), source.revision
-    is_file = isinstance(draft, str) and Path(draft).expanduser().is_file()
+    place = Path(draft).expanduser() if isinstance(draft, str) else None
+    is_file, has_head = (place is not None and holds(place) for holds in (Path.is_file, is_head))
     wanted: list[tuple[str, str | None, str | None, str | None]] = []
     if isinstance(model, str):
         wanted.append((model, source.dtype, source.quantization, source.revision))
-    head = Path(draft).expanduser() if isinstance(draft, str) and not is_file else None
-    if head is not None and not is_head(head):
-        head = None
-    if isinstance(draft, str) and not is_file and head is None:
+    if isinstance(draft, str) and not (is_file or has_head):
         wanted.append((draft, source.draft_dtype or source.dtype, source.draft_quantization, revision))
     elif source.draft_quantization or revision:
         raise ValueError("quantization and revision need a named draft model: drop those settings")
@@ -120,9 +118,8 @@ def _pretrained(source: PairSource, target: LanguageModel | None, pack: bool) ->
         model = models.pop(0)
     recipe: dict[str, Any] = {}
     choice = source.drafter
-    if head is not None:
-        draft = read_head(head, model).to(source.device, _draft_dtype(source, model))
-        recipe = recommended(head)
+    if place is not None and has_head:
+        draft, recipe = read_head(place, model).to(source.device, _draft_dtype(source, model)), recommended(place)
     if is_file:
         loaded = load(draft, target=model, drafter=None if choice is None else choice.name)
         assert loaded.target is model
@@ -145,11 +142,11 @@ def _load_models(
     """Load models that are named by source, dtype, quantization and revision, if all of them fit the memory."""
     from lightning_specdec.models import loading
 
-    examined = []
-    for name, dtype, quantization, revision in wanted:
-        options: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "revision": revision}
-        options |= {"device": source.device, "trust_remote_code": source.trust_remote_code, "backend": source.backend}
-        examined.append(loading.examine(name, **options))
+    options: dict[str, Any] = {name: getattr(source, name) for name in ("device", "trust_remote_code", "backend")}
+    examined = [
+        loading.examine(name, dtype=dtype, quantization=quantization, revision=revision, **options)
+        for name, dtype, quantization, revision in wanted
+    ]
     parts = [(model.size, model.dtype, model.quantization) for model in examined]
     packed = pack and torch.device(source.device).type == "cpu"
     require_memory(" with ".join(model.source for model in examined), peak_bytes(parts, packed=packed), source.device)
