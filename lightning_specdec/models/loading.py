@@ -65,9 +65,10 @@ def load_model(source: str | os.PathLike[str], **options: Any) -> HuggingFaceLM:
 
     Args:
         source: a directory that `save_pretrained` wrote, or a model's name on the hub.
-        options: `dtype` ("bfloat16"; default: as stored), `device` (default: "cpu"), `quantization` ("int8" or "int4"),
-            `backend` ("openvino" or "auto"; default: "torch"), `revision` (branch, tag or commit on the hub),
-            `trust_remote_code` (run Python code of the model).
+        options: `dtype` ("bfloat16"; default: as its config says, float32 where that says nothing), `device` (default:
+            "cpu"), `quantization` ("int8" or "int4"), `backend` ("openvino" or "auto", see `in_backend`; default:
+            "torch"), `revision` (branch, tag or commit on the hub), `trust_remote_code` (run Python code of the model,
+            which is refused otherwise).
 
     Raises:
         ValueError: it is not found, is not a causal language model, is damaged, or does not fit in memory.
@@ -88,16 +89,7 @@ def examine(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Examined:
-    """Find a model and check all that can be checked without its weights.
-
-    Args:
-        source: a directory that `save_pretrained` wrote, or a model's name on the hub.
-        dtype: what it computes in; when None as its config says, float32 where that says nothing.
-        device: where it goes.
-        quantization: "int8" or "int4" for weights stored so, None for plain ones.
-        backend: "torch", "openvino" or "auto", see `in_backend`.
-        revision: branch, tag or commit on the hub.
-        trust_remote_code: whether the model's own Python code may run; without it such a model is refused.
+    """Find a model and check all that can be checked without its weights; arguments as of `load_model`.
 
     Raises:
         ValueError: it is not there, is no causal language model, or is damaged.
