@@ -268,15 +268,12 @@ class Conversation:
     states doubles, the text is read once more.
 
     Args:
-        config: how to decode; an answer has `max_new_tokens` at most, fewer where `max_length` leaves less room.
-        max_length: most tokens of all turns together; what the models were made for when None.
+        config: how to decode; an answer has `max_new_tokens` at most, fewer where the models' context ends before.
     """
 
-    def __init__(
-        self, target: LanguageModel, drafter: Drafter, config: DecodingConfig, *, max_length: int | None = None
-    ) -> None:
+    def __init__(self, target: LanguageModel, drafter: Drafter, config: DecodingConfig) -> None:
         self.config = config
-        limits = (max_length, target.max_positions, drafter.max_positions)
+        limits = (target.max_positions, drafter.max_positions)
         self.max_length = min((limit for limit in limits if limit is not None), default=MAX_TOKENS)
         self.session = Session(target, drafter, config, max_length=FIRST_LENGTH)
         self.row: Row | None = None
