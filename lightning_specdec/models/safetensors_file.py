@@ -85,8 +85,7 @@ def weights_sha256(directory: Path) -> str:
     digest = hashlib.sha256()
     for path in files:
         with path.open("rb") as file:
-            while block := file.read(2**20):
-                digest.update(block)
+            hashlib.file_digest(file, lambda: digest)
     with suppress(OSError), replaced(cached) as file:
         file.write(digest.hexdigest().encode())
     return digest.hexdigest()
