@@ -6,9 +6,10 @@
 Each engine runs in a separate process (`peers_worker.py`, with the Python of that engine's environment); all processes
 but the active one are stopped. Every method answers the same chat prompts of Spec-Bench, given as tokens: greedily, one
 at a time, with the same threads, end tokens and number of new tokens. Part `tune` tries every candidate of `METHODS` on
-separate prompts; the other parts measure the fastest of each, interleaved by prompt in a rotating order. Rows are
-appended to a file as they are measured, and existing rows are not measured again. Answers that differ from our standard
-decoding are recorded with the gap between the float32 logits there.
+separate prompts; the other parts measure the fastest of each, interleaved by prompt in a random order, with a short
+request that is not measured wherever another process answered before. Rows are appended to a file as they are measured,
+and existing rows are not measured again. Answers that differ from our standard decoding are recorded with the gap
+between the float32 logits there.
 """
 
 from __future__ import annotations
@@ -252,6 +253,7 @@ class Run:
         ]
         self.began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.done = {_key(row) for row in self.rows}
+        self.last: Engine | None = None
         self.hush: subprocess.Popen[bytes] | None = None
         self.loud = self.rested = 0.0
 
@@ -263,8 +265,8 @@ class Run:
             here = [row for row in rows if row["prompt"] == label and row["repeat"] == repeat]
             if here:
                 self.quiet()
-            first = turn % max(len(here), 1)
-            for row in [*here[first:], *here[:first]]:
+            random.Random(turn).shuffle(here)
+            for row in here:
                 self._one(row, prompts, engines[_place(METHODS[row["method"]], row["load"])], engines.values())
 
     def quiet(self) -> None:
@@ -287,9 +289,15 @@ class Run:
     def _one(self, row: Row, prompts: list[list[int]], engine: Engine, engines: Iterable[Engine]) -> None:
         for each in engines:
             each.stop()
+        if engine is not self.last:  # the caches are another process's
+            self.warm_up(engine, row["setting"])
+            self.last = engine
         request = {"prompts": prompts, "setting": row["setting"], "num_tokens": self.options.max_new_tokens}
         found = engine.ask(**request, end=self.end)
         self.add({**row, "num_prompt_tokens": sum(map(len, prompts)), **found})
+
+    def warm_up(self, engine: Engine, setting: Row) -> None:
+        engine.ask(prompts=[self.tuning[0].tokens[-32:]], setting=setting, num_tokens=24, end=self.end)
 
     def add(self, row: Row) -> None:
         row["run"] = self.began
@@ -338,8 +346,7 @@ class Run:
                         print(f"loading {method.engine} {load}", flush=True)
                         engines[place] = Engine(method, dict(load), self.options)
                         self.add_versions(method, engines[place])
-                    warm = self.tuning[0].tokens[-32:]
-                    engines[place].ask(prompts=[warm], setting=setting, num_tokens=24, end=self.end)
+                    self.warm_up(engines[place], setting)
                 self.measure(part, engines, mine)
             finally:
                 self.end_quiet()

@@ -131,8 +131,8 @@ def test_measuring_goes_on_where_it_stopped(peers: ModuleType, tmp_path: Path, m
     peers.Run(options, tokenizer).go("prompts")
     rows = peers.read_rows(options.rows)
     assert engines == ["ours torch"] and len([row for row in rows if row["part"] == "prompts"]) == 3 * 24 * 2
-    first = [row["method"].split("/")[-1] for row in rows if row["part"] == "prompts"][::3]
-    assert first[:4] == ["standard", "lookup", "lookup, head", "standard"], "the order rotates"
+    order = [row["method"].split("/")[-1] for row in rows if row["part"] == "prompts"]
+    assert len({tuple(order[i : i + 3]) for i in range(0, len(order), 3)}) == 6, "in all orders"
     assert "| 24 of 24" not in peers.table(rows) and " 2 |" in peers.table(rows).splitlines()[2]
     peers.Run(options, tokenizer).go("prompts")
     assert peers.read_rows(options.rows) == rows and len(engines) == 1, "nothing is missing"
