@@ -82,11 +82,22 @@ def build(described: object, kinds: tuple[Kinds, ...], trusted: str | None = Non
     if not isinstance(described, dict) or not isinstance(described.get("arguments"), dict):
         raise ValueError(f"expected a class and its arguments, got {short(repr(described), 80)}")
     kind = _kind(described.get("class"), kinds, trusted)
-    arguments = {key: built(value) for key, value in current(described["arguments"]).items()}
+    arguments = {key: built(value) for key, value in _current(described["arguments"]).items()}
     found = kind(**arguments)
     if foreign := arguments.keys() - found.arguments().keys():
         raise ValueError(f"a checkpoint's {kind.__name__} has no argument {short(str(min(foreign)), 80)!r}")
     return found
+
+
+def _current(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of older files as they are given now."""
+    arguments = {_FORMER.get(key, key): value for key, value in arguments.items()}
+    if arguments.pop("shared_output", False):
+        raise ValueError("its heads share the target's output layer, which is no longer supported: train them again")
+    windows = arguments.get("stage_windows")
+    if isinstance(windows, list) and windows:  # one for each stage; the draft is the same with any
+        arguments["stage_windows"] = windows[-1]
+    return arguments
 
 
 def check_parts(described: object) -> None:
@@ -106,23 +117,17 @@ def check_parts(described: object) -> None:
 
 def current(described: Any) -> Any:
     """Descriptions of older files, wherever they stand among plain values, as they are written now."""
-    if not isinstance(described, dict):
-        return [current(each) for each in described] if isinstance(described, list) else described
-    found = {_FORMER.get(key, key): current(value) for key, value in described.items()}
-    if found.pop("shared_output", False):
-        raise ValueError("its heads share the target's output layer, which is no longer supported: train them again")
-    windows = found.get("stage_windows")
-    if isinstance(windows, list) and windows:  # one for each stage; the draft is the same with any
-        found["stage_windows"] = windows[-1]
-    return found
+    if isinstance(described, dict):
+        return _current({key: current(value) for key, value in described.items()})
+    return [current(each) for each in described] if isinstance(described, list) else described
 
 
 def _kind(name: object, kinds: tuple[Kinds, ...], trusted: str | None) -> type[Any]:
     """The class of that name; an import path only where the user has given the same one."""
     name = short(str(name), 200)
     for each in kinds:
-        if (known := each.renamed.get(name, name)) in each:
-            return each.load(known)
+        if (current := each.renamed.get(name, name)) in each:
+            return each.load(current)
     return kinds[-1].load(name, trusted=name == trusted)
 
 
