@@ -297,6 +297,7 @@ class Run:
         self.add({**row, "num_prompt_tokens": sum(map(len, prompts)), **found})
 
     def warm_up(self, engine: Engine, setting: Row) -> None:
+        """A short request that is not measured."""
         engine.ask(prompts=[self.tuning[0].tokens[-32:]], setting=setting, num_tokens=24, end=self.end)
 
     def add(self, row: Row) -> None:

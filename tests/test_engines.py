@@ -21,7 +21,7 @@ from tiny_heads import heads
 from transformers import AutoModelForCausalLM
 
 from lightning_specdec.checkpoints import engine_heads, engines
-from lightning_specdec.checkpoints.engine_heads import ORIGIN, read_head, recommended
+from lightning_specdec.checkpoints.engine_heads import ORIGIN, read_head
 from lightning_specdec.config.models import ENGINES
 from lightning_specdec.decoding import autoregressive_decode, speculative_decode
 from lightning_specdec.drafters import (
@@ -103,7 +103,7 @@ def test_a_head_comes_back_as_it_went(name: str, engine: str, tmp_path: Path) ->
     made = engines.export(tmp_path / "out", drafter, TARGET, engine)
     assert made.difference < 1e-5 and made.num_compared == 12 and made.loaded == (engine == "vllm")
     assert str(tmp_path / "out") in made.commands[0]
-    back = read_head(tmp_path / "out", TARGET)
+    back, _ = read_head(tmp_path / "out", TARGET)
     assert same(drafter, back)
     if "layers" not in VARIANTS[name]:
         assert all(torch.equal(value, back.state_dict()[key]) for key, value in drafter.state_dict().items())
@@ -145,7 +145,7 @@ def test_a_fitted_head_drafts_as_well_as_before(tmp_path: Path) -> None:
     engines.export(tmp_path / "out", drafter, target, "vllm")
     runs = [
         speculative_decode(target, each, PROMPTS, max_new_tokens=16, num_draft_tokens=3)
-        for each in (drafter, read_head(tmp_path / "out", target))
+        for each in (drafter, read_head(tmp_path / "out", target)[0])
     ]
     assert runs[0].counts == runs[1].counts and runs[0].counts is not None and runs[0].counts.num_accepted > 5
 
@@ -167,9 +167,9 @@ def test_nothing_is_left_to_defaults_that_readers_do_not_have(tmp_path: Path) ->
 def test_medusa_heads_come_back_as_they_went(tmp_path: Path) -> None:
     drafter = heads(TARGET)
     assert engines.export(tmp_path / "out", drafter, TARGET, "vllm").difference < 1e-5
-    assert same(drafter, read_head(tmp_path / "out", TARGET))
+    assert same(drafter, read_head(tmp_path / "out", TARGET)[0])
     without = {f"{i}__0__linear__bias": None for i in range(3)}
-    other = read_head(change(tmp_path / "out", {"medusa_fc_bias": False}, **without), TARGET)
+    other, _ = read_head(change(tmp_path / "out", {"medusa_fc_bias": False}, **without), TARGET)
     assert isinstance(other, MultiTokenDrafter) and same(other, other)
 
 
@@ -266,13 +266,12 @@ def test_a_head_says_whose_it_is_and_how_many_tokens_to_draft(tmp_path: Path) ->
     for engine, drafter, window in (("vllm", head, 5), ("sglang", head, 5), ("vllm", medusa, 3)):
         out = tmp_path / f"{engine}-{type(drafter).__name__}"
         engines.export(out, drafter, mine, engine, num_draft_tokens=5)
-        assert read_head(out, mine) and recommended(out) == {"num_draft_tokens": window}
+        assert read_head(out, mine)[1] == {"num_draft_tokens": window}
+        assert str(tmp_path) not in (out / ORIGIN).read_text(), "no directory of this machine"
         with pytest.raises(ValueError, match="mine .sha256.*other .sha256.*has another sha256"):
             read_head(out, other)
         (out / ORIGIN).unlink()
-        assert read_head(out, other) and recommended(out).get("num_draft_tokens") == (
-            window if "vllm-Eagle" in out.name else None
-        )
+        assert read_head(out, other)[1].get("num_draft_tokens") == (window if "vllm-Eagle" in out.name else None)
 
 
 def test_a_disk_that_fills_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,6 +310,10 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "layers that are none": (lambda path: change(path, {"eagle_aux_hidden_state_layer_ids": "abc"}), "cannot be used"),
     "another target": (lambda path: nested(path, {"vocab_size": 24}), "vocabulary of 24"),
     "another target's note": (lambda path: (path / ORIGIN).write_text('{"target": 3}'), "its target must be a mapping"),
+    "no number of draft tokens": (
+        lambda path: (path / ORIGIN).write_text('{"num_draft_tokens": 0}'),
+        "num_draft_tokens",
+    ),
     "a broken note": (lambda path: (path / ORIGIN).write_text("{"), f"{ORIGIN} is damaged"),
 }
 
@@ -345,7 +348,7 @@ def test_names_of_specforge_and_the_defaults_of_engines_are_read(exported: Path,
     }
     tmp_path.joinpath("config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
-    back: Any = read_head(tmp_path, TARGET)
+    back: Any = read_head(tmp_path, TARGET)[0]
     assert back.settings.feature_layers == (1, 1, 1) and same(drafter, back)
 
 
@@ -360,7 +363,7 @@ def foreign(name: str) -> tuple[Path, HuggingFaceLM]:
 @pytest.mark.parametrize("name", ["speculators", "speculators_31", "specforge"])
 def test_heads_of_other_programs_compute_what_they_compute_there(name: str) -> None:
     directory, target = foreign(name)
-    drafter: Any = read_head(directory, target)
+    drafter: Any = read_head(directory, target)[0]
     assert drafter.settings.feature_layers == (0, 2, 3)
     assert drafter.draft_vocabulary.tokens.tolist() == [1, 3, 4, 7, 20, 22]
     theirs = load_file(directory / "expected.safetensors")
@@ -386,7 +389,7 @@ def test_training_goes_on_from_an_imported_head(tmp_path: Path) -> None:
     training = EagleTraining(target, draft=str(tmp_path / "out"), draft_vocabulary=3, num_draft_tokens=3)
     begun(training)
     assert all(torch.equal(each, training.drafter.state_dict()[key]) for key, each in drafter.state_dict().items())
-    assert training.drafter.arguments() == read_head(tmp_path / "out", target).arguments()
+    assert training.drafter.arguments() == read_head(tmp_path / "out", target)[0].arguments()
     check_that_it_learns(training, 12)
     with pytest.raises(ValueError, match="this trains a MultiTokenDrafter"):
         MultiTokenTraining(target, draft=str(tmp_path / "out"), num_heads=2)

@@ -239,8 +239,8 @@ def is_head(directory: Path) -> bool:
     return any(name in config for name in names) or config.get("model_type") == "medusa"
 
 
-def read_head(directory: Path, target: LanguageModel) -> Drafter:
-    """The head of a directory, for this target.
+def read_head(directory: Path, target: LanguageModel) -> tuple[Drafter, dict[str, int]]:
+    """The head of a directory, for this target, and its recipe: how many tokens a round should draft, if it says so.
 
     Raises:
         ValueError: the directory is torn or no head, the head has something that `EagleDrafter` has not, or it is for
@@ -248,9 +248,10 @@ def read_head(directory: Path, target: LanguageModel) -> Drafter:
     """
     try:
         config = _read_config(directory)
+        note = _read_config(directory, ORIGIN) if (directory / ORIGIN).is_file() else {}
+        if "target" in note:
+            TargetReference.from_dict(note["target"], "its target.").check(target, "it")
         weights = _read_weights(directory)
-        if "target" in (made := _read_origin(directory)):
-            TargetReference.from_dict(made["target"], "its target.").check(target, "it")
         kind = config.get("speculators_model_type", config.get("model_type"))
         if kind == "medusa" or "medusa_num_heads" in config:
             make, weights = _medusa(config, weights)
@@ -258,31 +259,20 @@ def read_head(directory: Path, target: LanguageModel) -> Drafter:
             make, weights = _eagle(config, weights, target)
         drafter: Drafter = with_weights(make, "head", weights)
         drafter.check_target(target)
+        return drafter, _recipe(config | note)
     except BROKEN as error:
         reason = f"its config has no {error}" if isinstance(error, KeyError) else one_line(error)
         raise ValueError(f"{directory} cannot be used as a draft: {short(reason, 300)}") from error
-    return drafter
 
 
-def recommended(directory: Path) -> dict[str, int]:
-    """The recipe that a head's directory tells: how many tokens a round should draft, or nothing."""
-    config: Any = _read_config(directory) | _read_origin(directory)
+def _recipe(config: dict[str, Any]) -> dict[str, int]:
+    """How many tokens a round should draft, by this package's note or by speculators' config; or nothing."""
     try:
         window = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
     except (LookupError, TypeError):
         window = None
     window = config.get("num_draft_tokens", window)
     return {} if window is None else {"num_draft_tokens": require_int("its num_draft_tokens", window, 1, MAX_TOKENS)}
-
-
-def write_origin(directory: Path, target: LanguageModel, num_draft_tokens: int) -> None:
-    """Note whose draft a directory holds, and how many tokens a round should draft."""
-    made = {"target": TargetReference.of(target).to_dict(), "num_draft_tokens": num_draft_tokens}
-    (directory / ORIGIN).write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
-
-
-def _read_origin(directory: Path) -> dict[str, Any]:
-    return _read_config(directory, ORIGIN) if (directory / ORIGIN).is_file() else {}
 
 
 def _read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:

@@ -31,6 +31,7 @@ from lightning_specdec.checkpoints.engine_reference import (
     medusa_logits,
 )
 from lightning_specdec.checkpoints.networks import FLOATS
+from lightning_specdec.checkpoints.target_reference import TargetReference
 from lightning_specdec.config.files import new_directory
 from lightning_specdec.config.models import ENGINES
 from lightning_specdec.drafters import (
@@ -147,7 +148,8 @@ def export(
     try:
         with new_directory(output) as folder:
             plan.write(folder)
-            engine_heads.write_origin(folder, target, plan.window)
+            made_for = portable(TargetReference.of(target).to_dict())
+            _write_json(folder / engine_heads.ORIGIN, {"target": made_for, "num_draft_tokens": plan.window})
             pairs = plan.compare(folder, [text for text in known if len(text) > 2])
             difference = max(_difference(*pair) for pair in pairs)
             if not difference < _CLOSE:
@@ -335,8 +337,12 @@ def _random_texts(target: HuggingFaceLM) -> list[list[int]]:
 
 
 def _write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _write_json(folder / "config.json", config)
     (folder / SINGLE).write_bytes(safetensors.save(weights, {"format": "pt"}))
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _commands(plan: _Plan, engine: str, place: str, output: Path) -> tuple[str, ...]:

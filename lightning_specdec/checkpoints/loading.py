@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_specdec.checkpoints.checkpoint import MAIN, LoadedPair, load
-from lightning_specdec.checkpoints.engine_heads import is_head, read_head, recommended
+from lightning_specdec.checkpoints.engine_heads import is_head, read_head
 from lightning_specdec.checkpoints.target_reference import dtype_of
 from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.memory import peak_bytes, require_memory
@@ -105,7 +105,8 @@ def _pretrained(source: PairSource, target: LanguageModel | None, pack: bool) ->
     if draft is None and source.draft_quantization is not None:
         draft, revision = wrapped(source.target), source.revision
     place = Path(draft).expanduser() if isinstance(draft, str) else None
-    is_file, has_head = (place is not None and holds(place) for holds in (Path.is_file, is_head))
+    is_file = place is not None and place.is_file()
+    has_head = place is not None and is_head(place)
     wanted: list[tuple[str, str | None, str | None, str | None]] = []
     if isinstance(model, str):
         wanted.append((model, source.dtype, source.quantization, source.revision))
@@ -119,7 +120,8 @@ def _pretrained(source: PairSource, target: LanguageModel | None, pack: bool) ->
     recipe: dict[str, Any] = {}
     choice = source.drafter
     if place is not None and has_head:
-        draft, recipe = read_head(place, model).to(source.device, _draft_dtype(source, model)), recommended(place)
+        head, recipe = read_head(place, model)
+        draft = head.to(source.device, _draft_dtype(source, model))
     if is_file:
         loaded = load(draft, target=model, drafter=None if choice is None else choice.name)
         assert loaded.target is model
