@@ -3,14 +3,27 @@ tensors that stay."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
 import cases
 import pytest
+import torch
 
-from lightning_specdec.decoding import Session, speculative_decode
+from lightning_specdec.decoding import (
+    AdaptiveWindow,
+    Calibration,
+    Row,
+    Session,
+    autoregressive,
+    autoregressive_decode,
+    speculative_decode,
+)
+from lightning_specdec.decoding.batch import Upload
 from lightning_specdec.drafters import Drafter, EarlyExitDrafter, ModelDrafter
+from lightning_specdec.models.graphs import begin_read
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.rules import Sampling
 
@@ -80,3 +93,121 @@ def test_a_next_turn_goes_on_over_recorded_calls(name: str) -> None:
             session.step()
         found.append([(each.text, each.rounds) for each in (*rows, row)])
     assert found[0] == found[1]
+
+
+class Watched(Session):
+    """Compares what the device makes of a round that the host has not read with what the host makes of it."""
+
+    num_ahead = 0
+
+    def _round(self, **options: Any) -> Any:
+        if self._ahead is not None:
+            self.num_ahead += 1
+            rows, graphs = self._batch.rows, self._batch.graphs
+            assert graphs is not None
+            windows = [min(self._ahead, row.remaining - 1) for row in rows]
+            wanted = Upload(graphs, torch.zeros(len(rows), Upload.WIDTH).long()).fill(rows, windows).values.tolist()
+            made = graphs.buffer("round", (len(rows), Upload.WIDTH), torch.long).tolist()
+            assert all(one == other for row, one, other in zip(rows, made, wanted, strict=True) if row.live)
+        return super()._round(**options)
+
+
+def _decode(session: Session, script: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Rows that are added, cancelled and resumed, each after so many rounds."""
+    rows: list[Row] = []
+    for num_rounds, action, *given in script:
+        for _ in range(num_rounds):
+            session.step()
+        if action == "add":
+            rows.append(session.add(*given, max_new_tokens=30))
+        elif action == "cancel":
+            session.cancel(rows[given[0]])
+        else:
+            while rows[given[0]].live:
+                session.step()
+            rows.append(session.resume(rows[given[0]], [*rows[given[0]].text, 5], max_new_tokens=20))
+    while session.live:
+        session.step()
+    return [(row.text, row.stop_reason, row.rounds) for row in rows if row.stop_reason != "cancelled"]
+
+
+COMING_AND_GOING = [
+    (0, "add", [1, 2, 3]),
+    (6, "add", [4, 5]),
+    (7, "add", [3]),
+    (5, "cancel", 2),
+    (0, "resume", 0),
+    (3, "add", [2, 2, 9]),
+    (0, "resume", 3),
+]
+
+
+@pytest.mark.parametrize("eos", [None, cases.EOS])
+@pytest.mark.parametrize("sampling", ["greedy", "hot"])
+@pytest.mark.parametrize("name", ["near", "early_exit", "heads", "lookup_exit"])
+def test_rounds_that_run_ahead_are_those_that_the_host_asks_for(name: str, sampling: str, eos: Any) -> None:
+    options = {"max_length": 90, "num_draft_tokens": 3, "seed": 7, "eos": eos, "sampling": SAMPLINGS[sampling]}
+    options["rule"] = "RejectionSampling"
+    target, drafter = cases.target("llama"), cases.drafter(name, "llama")
+    plain = _decode(Session(target, drafter, **options), COMING_AND_GOING)
+    session = Watched(recorded(target), recording(drafter), **options)
+    assert _decode(session, COMING_AND_GOING) == plain
+    assert (session.num_ahead > 0) == drafter.runs_ahead
+
+
+@pytest.mark.parametrize("name", ["near", "early_exit", "heads"])
+def test_a_round_in_full_swing_uploads_nothing_and_reads_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(recorded(cases.target("llama")), recording(cases.drafter(name, "llama")), max_length=90)
+    for prompt in ([1, 2, 3], [4, 5]):
+        session.add(prompt, max_new_tokens=64)
+    for _ in range(5):
+        session.step()
+    counted: Counter[str] = Counter()
+    for owner, what in ((Upload, "fill"), (torch.Tensor, "tolist"), (torch, "tensor")):
+        plain = getattr(owner, what)
+        monkeypatch.setattr(owner, what, lambda *a, w=what, f=plain, **o: counted.update([w]) or f(*a, **o))
+    for _ in range(4):
+        assert len(session.step()) == 2
+    assert counted == {"tolist": 4}
+
+
+def test_adaptive_windows_run_ahead_where_rows_share_them() -> None:
+    costs = Calibration((1, 2, 3), (1.0, 1.05, 1.1), (0.1, 0.1, 0.1), 0.1, 0.1, 0.01)
+    options: dict[str, Any] = {"max_length": 90, "num_draft_tokens": AdaptiveWindow(costs)}
+    target, drafter = cases.target("llama"), cases.drafter("near", "llama")
+    plain = autoregressive_decode(target, cases.PROMPTS, max_new_tokens=40)
+    for sampling, ahead in (("greedy", True), ("hot", False)):
+        session = Watched(
+            recorded(target), recording(drafter), rule="RejectionSampling", sampling=SAMPLINGS[sampling], **options
+        )
+        rows = [session.add(prompt, max_new_tokens=40) for prompt in cases.PROMPTS]
+        while session.live:
+            session.step()
+        assert (session.num_ahead > 0) == ahead
+        if ahead:
+            assert [row.result().tokens for row in rows] == [row.tokens for row in plain.rows]
+
+
+@pytest.mark.parametrize("sampling", [*SAMPLINGS])
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_standard_decoding_launches_the_next_call_before_it_reads_a_token(
+    sampling: str, logprobs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 20, "sampling": SAMPLINGS[sampling], "eos": cases.EOS}
+    target, model, events = cases.target("llama"), recorded(cases.target("llama")), list[str]()
+    plain = autoregressive_decode(target, cases.PROMPTS, logprobs=logprobs, **options)
+
+    def said(what: str, call: Any) -> Any:
+        def calling(*args: Any, **options: Any) -> Any:
+            events.append(what)
+            return call(*args, **options)
+
+        return calling
+
+    model.forward = said("call", model.forward)  # type: ignore[method-assign]
+    monkeypatch.setattr(autoregressive, "begin_read", lambda values: said("read", begin_read(values)))
+    found = autoregressive_decode(model, cases.PROMPTS, logprobs=logprobs, **options)
+    for one, other in zip(found.rows, plain.rows, strict=True):
+        assert (one.tokens, one.stop_reason) == (other.tokens, other.stop_reason)
+        assert one.logprobs == (pytest.approx(other.logprobs, abs=1e-5) if logprobs else None)
+    assert events[:5] == ["call", "call", "read", "call", "read"]

@@ -23,6 +23,7 @@ from lightning_specdec.decoding.timing import PhaseTimer, peak_memory_bytes
 from lightning_specdec.drafters.layout import pad, with_draft_tokens
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.base import one_thread
+from lightning_specdec.models.graphs import begin_read
 from lightning_specdec.rules import Purpose, Sampling, noise_table
 
 COMMIT_EVERY = 64
@@ -66,7 +67,8 @@ def autoregressive_decode(
     def choose(logits: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
         with one_thread(target.backend == "openvino"):
             chosen = sampling.sample(logits, uniform)
-        return chosen, flag_undrawable(chosen, logits) if sampling.greedy else chosen  # a draw finds out by itself
+        told = flag_undrawable(chosen, logits) if sampling.greedy else chosen  # a draw finds out by itself
+        return chosen.clamp(max=target.vocab_size - 1), told  # the row is still read: any token will do
 
     def result() -> DecodeResult:
         answers = [row.result() for row in rows]
@@ -92,19 +94,21 @@ def autoregressive_decode(
                 chosen, told = choose(processed, uniform)
             else:
                 chosen, told = graphs.run(("choose", sampling), choose, processed, uniform)
-            scores: list[float] | None = None
             if config.logprobs:  # float64 holds the tokens beside them exactly: the host reads once
-                known = Sampling.log_probs(logits, chosen.clamp(max=target.vocab_size - 1)).double()
-                numbers, scores = torch.stack((told.double(), known)).tolist()
-                values = [int(token) for token in numbers]
-            else:
-                values = told.tolist()
+                told = torch.stack((told.double(), Sampling.log_probs(logits, chosen).double()))
+            read, ahead = told.tolist if graphs is None else begin_read(told), None
+            if graphs is not None and any(row.live and row.remaining > 1 for row in live):  # before the host reads
+                timer.lap("accept")
+                ahead = target(chosen[:, None], state).logits[:, -1]
+                timer.lap("verify")
+            values, scores = read(), None
+            if config.logprobs:
+                values, scores = [int(token) for token in values[0]], values[1]
             timer.lap("accept")
             num_calls, seconds = num_calls + 1, timer.elapsed()
             for i, row in enumerate(live):
                 if values[i] >= target.vocab_size:
                     row.fail()
-                    chosen = chosen.clamp(max=target.vocab_size - 1)  # the row is still read: any token will do
                 elif row.live:
                     row.append(values[i : i + 1], seconds, scores and scores[i : i + 1])
             kept = [i for i, row in enumerate(live) if row.live]
@@ -115,11 +119,11 @@ def autoregressive_decode(
                 index = torch.tensor(kept, device=device)
                 state.select(kept)
                 live, chosen = [live[i] for i in kept], chosen[index]
-                noise = None if noise is None else noise[index]
+                noise, ahead = (None if each is None else each[index] for each in (noise, ahead))
             if num_calls % COMMIT_EVERY == 0:
                 state.commit(state.consumed)
             timer.lap("rest")
-            logits = target(chosen[:, None], state).logits[:, -1]
+            logits = target(chosen[:, None], state).logits[:, -1] if ahead is None else ahead
     except KeyboardInterrupt:
         raise DecodeInterrupted(result()) from None
     timer.lap("rest")

@@ -52,14 +52,15 @@ class Batch:
             return self.graphs.buffer(name, shape, dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def upload(self, windows: Sequence[int]) -> Upload | None:
-        """The round's numbers on the device, in one copy; None where calls are not recorded."""
+    def upload(self, windows: Sequence[int], *, ahead: bool) -> Upload | None:
+        """The round's numbers on the device, in one copy if they are not `ahead` there; None where calls are not
+        recorded."""
         if self.graphs is None:
             return None
         if self._upload is None:
             values = self._steady("round", (len(self.rows), Upload.WIDTH), torch.long)
             self._upload = Upload(self.graphs, values)
-        return self._upload.fill(self.rows, windows)
+        return self._upload if ahead else self._upload.fill(self.rows, windows)
 
     def enter(self, row: Row, place: int) -> None:
         """Give a row its place, and its noise behind that of its earlier turns."""
@@ -146,23 +147,44 @@ class Upload:
         values: `[B, WIDTH]`, a tensor that stays where it is.
     """
 
-    WIDTH = 6
+    WIDTH = 7
 
-    def __init__(self, graphs: GraphCache, values: Int[Tensor, "B 6"]) -> None:
+    def __init__(self, graphs: GraphCache, values: Int[Tensor, "B 7"]) -> None:
         self.graphs, self.values = graphs, values
-        self.tail, self.starts, self.num_new, self.num_added, self.windows = values[:, :2], *values[:, 2:].unbind(1)
+        self.tail, self.starts, self.num_new, self.num_added, self.windows, _ = values[:, :2], *values[:, 2:].unbind(1)
         self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda")
 
     def fill(self, rows: Sequence[Row], windows: Sequence[int]) -> Upload:
         """Send the rows' present numbers. The round's only read waits for the copy too, so the memory is free again by
         then."""
         numbers = [
-            (*tail_of(row.text), len(row.text) - 1, row.num_new, row.num_added, window)
+            (*tail_of(row.text), len(row.text) - 1, row.num_new, row.num_added, window, row.max_length * row.live)
             for row, window in zip(rows, windows, strict=True)
         ]
         self._host.copy_(torch.tensor(numbers))
         self.values.copy_(self._host, non_blocking=True)
         return self
+
+    def go_on(self, outcome: Tensor, width: int, vocab_size: int) -> None:
+        """Make them the next round's, of at most `width` draft tokens, from an outcome of as many that the host has not
+        read; only those of rows that it ends are not what `fill` would send."""
+
+        def follow(values: Tensor, outcome: Tensor) -> Outputs:
+            tail, (starts, num_new, num_added, _, ends) = values[:, :2], values[:, 2:].unbind(1)
+            kept, endings, drafted = outcome[:, : 3 * width + 1].long().split((width, width + 1, width), dim=1)
+            accepted = kept.cumprod(1).sum(1, keepdim=True)
+            live = ends > starts + 1
+            added = torch.where(live, accepted[:, 0] + 1, 0)
+            before = torch.cat((tail[:, 1:], drafted), dim=1).gather(1, accepted)
+            newest = endings.gather(1, accepted).clamp(max=vocab_size - 1)
+            tail = torch.where(live[:, None], torch.cat((before, newest), dim=1), tail)
+            starts, num_new, num_added = starts + added, num_new + added, torch.where(live, added, num_added)
+            windows = (ends - starts - 2).clamp(0, width)
+            return (torch.cat((tail, torch.stack((starts, num_new, num_added, windows, ends), dim=1)), dim=1),)
+
+        made = self.graphs.run(("go on", width), follow, self.values, outcome)[0]
+        assert made is not None
+        self.values.copy_(made)
 
 
 def _vacant() -> Row:

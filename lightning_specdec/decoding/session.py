@@ -37,6 +37,7 @@ from lightning_specdec.drafters.base import DeviceRound
 from lightning_specdec.drafters.layout import pad, with_draft_tokens
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.base import one_thread
+from lightning_specdec.models.graphs import begin_read
 from lightning_specdec.rules import Sampling, make_rule
 from lightning_specdec.text.tokenizer import Tokenizer
 
@@ -95,6 +96,9 @@ class Session:
         self._plan = self.window.plan(jointly=self.rule.ignores_windows or certain)
         self._added: dict[Row, None] = {}
         self._next_index = 0
+        self._ahead: int | None = None
+        """Draft tokens of the next round where the device runs it already."""
+        self._waiting: list[tuple[Row, list[int]]] = []
         # Draft tokens are read beyond the text: at most a window and the token before it.
         num_slots = max_length + self.window.largest + 1
         noisy = not self.sampling.greedy or drafter.needs_noise(self.sampling)
@@ -121,6 +125,7 @@ class Session:
             ValueError: the prompt is empty, has a token outside the vocabulary, or is too long.
         """
         row = self._row(prompt, max_new_tokens, self._next_index if index is None else index)
+        self._settle()
         return self._enter(row, self._batch.make_place())
 
     @torch.inference_mode()
@@ -140,6 +145,7 @@ class Session:
             raise ValueError(f"the row {state} instead")
         new = self._row(prompt, max_new_tokens, row.index, num_drawn=row.num_drawn + row.num_new)
         row.resumed = True
+        self._settle()
         # The old text's last token was drawn and never read; a draft token may have been, in its place.
         keep = min(num_shared(row.text, prompt), len(row.text) - 1, len(prompt) - 1)
         place = self._batch.go_back(row, keep)
@@ -189,31 +195,49 @@ class Session:
 
     @torch.inference_mode()
     def _step(self) -> list[tuple[Row, list[int]]]:
-        batch, timer, verification = self._batch, self.timer, self._verification
-        if not batch.shrink():
+        if self._waiting:
+            events, self._waiting = self._waiting, []
+            return events
+        if not (self.live if self._ahead is not None else self._batch.shrink()):
             return []
-        rows, windows = batch.rows, self._plan.windows(batch.rows)
-        width, upload = max(windows), batch.upload(windows)
-        if width and upload is not None and isinstance(self.window, FixedWindow):
-            width = self.window.largest  # the last rounds of a text need no recordings of their own
+        return self._round()
+
+    def _round(self, *, last: bool = False) -> list[tuple[Row, list[int]]]:
+        batch, timer, verification, graphs = self._batch, self.timer, self._verification, self._batch.graphs
+        rows, ahead, self._ahead = batch.rows, self._ahead, None
+        if ahead is None:
+            windows = self._plan.windows(rows)
+            width = max(windows)
+            if width and graphs is not None and isinstance(self.window, FixedWindow):
+                width = self.window.largest  # the last rounds of a text need no recordings of their own
+        else:
+            width, windows = ahead, [min(ahead, row.remaining - 1) if row.live else 0 for row in rows]
+        upload = batch.upload(windows, ahead=ahead is not None)
+        if graphs is not None:
+            graphs.begin(repeated=ahead is not None)
+        lap = timer.lap if graphs is None else partial(graphs.mark, timer.lap)
         unread = batch.rewind(upload)
         tail = last_two([row.text for row in rows], self.device) if upload is None else upload.tail
         noise = batch.round_noise(width + 1, upload)
-        timer.lap("rest")
+        lap("rest")
         draft = self._propose(tail, windows, width, noise, upload)
-        timer.lap("draft")
+        lap("draft")
         # The target reads what it has not seen of each text, and the draft tokens; it scores the K + 1 last positions.
         last_only = all(len(each) == 1 for each in unread)
         new = (tail[:, 1:], None) if last_only else pad(unread, self.device)
-        tokens, valid_lengths, places = with_draft_tokens(*new, draft.tokens)
+        tokens, valid_lengths, places = with_draft_tokens(*new, draft.tokens, graphs if last_only else None)
         score = self.target if draft.exit_states is None else partial(self.target, exit_states=draft.exit_states)
         output = score(
             tokens, batch.target_state, valid_lengths=valid_lengths, logits_for=places, features=self._features
         )
         self.num_target_calls += 1
-        timer.lap("verify")
+        lap("verify")
         with one_thread(self.target.backend == "openvino"):
-            values = verification.outcome(rows, draft, output.logits, noise, batch.graphs).tolist()
+            outcome = verification.outcome(rows, draft, output.logits, noise, graphs)
+            read = outcome.tolist if graphs is None else begin_read(outcome)
+            if upload is not None and upload.graphs.end() and draft.tokens.shape[1] == width and not last:
+                self._run_ahead(upload, outcome, width)
+            values = read()
         timer.lap("accept")
         events, outcomes, num_accepted = verification.commit(rows, values, draft, windows, timer.elapsed())
         timer.lap("rest")
@@ -222,6 +246,21 @@ class Session:
         self._plan.learn(outcomes)
         timer.lap("rest")
         return events
+
+    def _run_ahead(self, upload: Upload, outcome: Tensor, width: int) -> None:
+        """Launch the next round before the host reads this one's outcome, unless it may be another, or none."""
+        live = self.live
+        same = self._plan.ahead == width and power_of_two(len(live)) == len(self._batch.rows)
+        if same and self.drafter.runs_ahead and any(row.remaining > width + 1 for row in live):
+            upload.go_on(outcome, width, self.target.vocab_size)
+            upload.graphs.repeat()
+            self._ahead = width
+
+    def _settle(self) -> None:
+        """Finish a round that runs ahead, since rows are about to change; `step` gives its tokens."""
+        if self._ahead is not None:
+            with self.lock:
+                self._waiting += self._round(last=True)
 
     def _propose(
         self, tail: Tensor, windows: Sequence[int], width: int, noise: Tensor | None, upload: Upload | None

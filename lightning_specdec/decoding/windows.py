@@ -75,7 +75,13 @@ class Outcome:
 
 
 class Plan(ABC):
-    """The windows of one session, round by round."""
+    """The windows of one session, round by round.
+
+    Attributes:
+        ahead: of all rows in the next round, before the last one is learnt from; None where that is not known.
+    """
+
+    ahead: int | None = None
 
     @abstractmethod
     def windows(self, rows: Sequence[Row]) -> list[int]:
@@ -103,7 +109,7 @@ class FixedWindow(Window, Plan):
     """The same number of draft tokens in every round, fewer at a row's end; 0 is standard decoding."""
 
     def __init__(self, num_draft_tokens: int) -> None:
-        self.largest = require_int("num_draft_tokens", num_draft_tokens, 0)
+        self.largest = self.ahead = require_int("num_draft_tokens", num_draft_tokens, 0)
 
     def plan(self, *, jointly: bool) -> Plan:
         return self
@@ -236,6 +242,10 @@ class _AdaptivePlan(Plan):
         self.new = partial(Controller, calibration)
         self.shared = self.new() if jointly else None
         self.own: WeakKeyDictionary[Row, Controller] = WeakKeyDictionary()
+
+    @property
+    def ahead(self) -> int | None:  # type: ignore[override]
+        return None if self.shared is None else self.shared.window
 
     def _controller(self, row: Row) -> Controller:
         if self.shared is None and row not in self.own:

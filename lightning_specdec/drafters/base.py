@@ -174,6 +174,8 @@ class Drafter(nn.Module, ABC):
         inside_target: whether it reads the target's state or hidden states. It then always sees whole texts.
         takes_model: whether the constructor's first argument is a draft model.
         free: the setting that may change once there are weights, see `at`.
+        runs_ahead: whether recorded calls are all of its `propose`, and its `observe` computes nothing: a session may
+            then launch a round before the one before is observed.
     """
 
     Settings: ClassVar[type[BaseSettings]] = NoSettings
@@ -183,6 +185,7 @@ class Drafter(nn.Module, ABC):
     inside_target: bool = False
     takes_model: ClassVar[bool] = False
     free: ClassVar[str | None] = None
+    runs_ahead: ClassVar[bool] = False
 
     def __init__(self, *values: Any, **settings: Any) -> None:
         super().__init__()

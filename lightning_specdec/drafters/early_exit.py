@@ -163,6 +163,7 @@ class EarlyExitDrafter(TrainedDrafter):
     settings: EarlyExitSettings
     from_file = False
     free = "exit_layer"
+    runs_ahead = True
 
     def __init__(self, *values: Any, sampling: Sampling | None = None, **settings: Any) -> None:
         super().__init__(*values, sampling=sampling, **settings)

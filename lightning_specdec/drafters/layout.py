@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_specdec.models.graphs import GraphCache
+
 if TYPE_CHECKING:
     from jaxtyping import Int
 
@@ -26,7 +28,10 @@ def pad(
 
 
 def with_draft_tokens(
-    unread: Int[Tensor, "B T"], lengths: Sequence[int] | None, draft: Int[Tensor, "B K"]
+    unread: Int[Tensor, "B T"],
+    lengths: Sequence[int] | None,
+    draft: Int[Tensor, "B K"],
+    graphs: GraphCache | None = None,
 ) -> tuple[Int[Tensor, "B _"], list[int] | None, Int[Tensor, "B K1"] | slice]:
     """The input of a call that reads each row's unread tokens and its draft tokens after them.
 
@@ -34,6 +39,7 @@ def with_draft_tokens(
         unread: right-padded, as `pad` gives them.
         lengths: how many of them are real, at least one of each row; None for all.
         draft: the draft tokens; may be none, K = 0.
+        graphs: where to record that, if it comes in few shapes.
 
     Returns:
         The tokens, how many of each row are real (None: all), and the K + 1 places whose logits judge the draft and
@@ -41,7 +47,10 @@ def with_draft_tokens(
     """
     num_draft = draft.shape[1]
     if lengths is None:
-        tokens = torch.cat((unread, draft), dim=1) if num_draft else unread
+        tokens = torch.cat((unread, draft), dim=1) if num_draft and graphs is None else unread
+        if num_draft and graphs is not None:  # to one place, whatever made the draft: what reads it is recorded once
+            tokens = graphs.buffer("tokens", (len(unread), unread.shape[1] + num_draft), draft.dtype)
+            graphs.run("join", lambda *parts: (torch.cat(parts, dim=1, out=tokens),), unread, draft)
         return tokens, None, slice(-num_draft - 1, None)
     first = torch.tensor([[length] for length in lengths], device=unread.device)
     behind = first + torch.arange(num_draft + 1, device=unread.device)

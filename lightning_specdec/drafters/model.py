@@ -180,7 +180,7 @@ class DrawingDrafter(Drafter, ABC):
         head = head or model.exit_logits
 
         def call(drawn: Drawn, tokens: Tensor, starts: Tensor) -> Tensor | None:
-            made = []
+            starts, made = starts - (num_read - 1), []
             for _ in range(width):
                 hidden = model.read_at(storage, span, tokens, starts, num_layers)
                 logits = head(hidden[:, -1:])[:, -1]
@@ -190,7 +190,7 @@ class DrawingDrafter(Drafter, ABC):
             return None if num_layers is None else torch.cat(made, dim=1)
 
         key = width, id(storage), span
-        return self.run(request, (), sampling, call, tokens, device.starts - (num_read - 1), key=key)
+        return self.run(request, (), sampling, call, tokens, device.starts, key=key)
 
 
 def make_draft(
@@ -205,9 +205,10 @@ def make_draft(
     tokens, probs, logits = outputs[:3]
     assert tokens is not None
     device, lengths = request.device, None
-    if min(wanted) < tokens.shape[1]:
-        uploaded = device is not None and list(wanted) == list(device.wanted)
-        lengths = device.windows if device and uploaded else torch.tensor(wanted, device=request.tail.device)
+    if device is not None and list(wanted) == list(device.wanted):
+        lengths = device.windows  # also where all are full: rounds are alike
+    elif min(wanted) < tokens.shape[1]:
+        lengths = torch.tensor(wanted, device=request.tail.device)
     return Draft(tokens, lengths, probs, logits, num_calls or tokens.shape[1], states)
 
 
@@ -319,6 +320,7 @@ class ModelDrafter(DrawingDrafter):
     """
 
     takes_model = True
+    runs_ahead = True
 
     def __init__(self, model: LanguageModel, *, sampling: Sampling | None = None) -> None:
         super().__init__(sampling=sampling)

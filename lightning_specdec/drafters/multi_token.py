@@ -116,6 +116,7 @@ class MultiTokenDrafter(TrainedDrafter):
 
     Settings = MultiTokenSettings
     settings: MultiTokenSettings
+    runs_ahead = True
 
     def __init__(self, *values: Any, sampling: Sampling | None = None, **settings: Any) -> None:
         super().__init__(*values, sampling=sampling, **settings)

@@ -28,6 +28,10 @@ class GraphCache:
         self._recordings: dict[Hashable, _Recording] = {}
         self._buffers: dict[Hashable, Tensor] = {}
         self._addresses: set[int] = set()
+        self._noted: list[Any] | None = None
+        self._finished: list[Any] = []
+        self._place: int | None = None
+        """Of the next noted item that has run already; None where none has."""
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor that stays where it is, zero when it is made."""
@@ -45,7 +49,43 @@ class GraphCache:
             for tensor in (*recording.inputs, *recording.outputs):
                 if tensor is not None:
                     self._keep(tensor)
-        return recording.replay(inputs)
+        return recording.outputs if self._has_run(recording) else recording.replay(inputs)
+
+    def begin(self, *, repeated: bool) -> None:
+        """Note what runs from now on, for `repeat`. What `repeat` has run already does not run again, up to the first
+        call that differs."""
+        self._noted, self._place = ([*self._finished], 0) if repeated else ([], None)
+
+    def mark(self, call: Callable[[str], None], name: str) -> None:
+        """Call a function of the host between recorded calls, and again when they are repeated."""
+        if not self._has_run((call, name)):
+            call(name)
+
+    def _has_run(self, item: Any) -> bool:
+        if self._noted is None:
+            return False
+        if self._place is not None:
+            if self._noted[self._place : self._place + 1] == [item]:
+                self._place += 1
+                return True
+            del self._noted[self._place :]
+            self._place = None
+        self._noted.append(item)
+        return False
+
+    def end(self) -> bool:
+        """Note no more. Gives whether `repeat` may run the same again: it was so before, over inputs that stay."""
+        before, self._finished, self._noted, self._place = self._finished, self._noted or [], None, None
+        copied = any(isinstance(item, _Recording) and item.copied for item in self._finished)
+        return self._finished == before and not copied
+
+    def repeat(self) -> None:
+        """Run what was noted between `begin` and `end` once more."""
+        for item in self._finished:
+            if isinstance(item, _Recording):
+                item.replay(())
+            else:
+                item[0](item[1])
 
     def _keep(self, tensor: Tensor) -> Tensor:
         if tensor.numel():
@@ -68,7 +108,7 @@ class _Recording:
             tensor if stays or tensor is None else tensor.clone(memory_format=torch.contiguous_format)
             for tensor, stays in zip(inputs, kept, strict=True)
         ]
-        self._copied = [i for i, stays in enumerate(kept) if not stays and inputs[i] is not None]
+        self.copied = [i for i, stays in enumerate(kept) if not stays and inputs[i] is not None]
         self._call, self._graph = call, None
         device = next(tensor.device for tensor in inputs if tensor is not None)
         if device.type != "cuda":
@@ -84,7 +124,7 @@ class _Recording:
             self.outputs = call(*self.inputs)
 
     def replay(self, inputs: Sequence[Tensor | None]) -> Outputs:
-        for i in self._copied:
+        for i in self.copied:
             self.inputs[i].copy_(inputs[i])  # type: ignore[union-attr,arg-type]
         if self._graph is not None:
             self._graph.replay()
@@ -93,3 +133,19 @@ class _Recording:
                 if stays is not None and made is not None:
                     stays.copy_(made)
         return self.outputs
+
+
+def begin_read(values: Tensor) -> Callable[[], list[Any]]:
+    """Begin to copy values to the host; the result waits for them, and not for what is launched in the meantime."""
+    if values.device.type != "cuda":
+        return values.clone().tolist
+    kept, copied = torch.empty(values.shape, dtype=values.dtype, pin_memory=True), torch.cuda.Event()
+    kept.copy_(values, non_blocking=True)
+    copied.record(torch.cuda.current_stream(values.device))
+
+    def read() -> list[Any]:
+        copied.synchronize()
+        found: list[Any] = kept.tolist()
+        return found
+
+    return read
