@@ -22,6 +22,7 @@ from lightning_specdec.decoding import (
     speculative_decode,
 )
 from lightning_specdec.decoding.batch import Upload
+from lightning_specdec.decoding.calibration import calibrate
 from lightning_specdec.drafters import Drafter, EarlyExitDrafter, ModelDrafter
 from lightning_specdec.models.graphs import begin_read
 from lightning_specdec.models.huggingface import HuggingFaceLM
@@ -211,3 +212,17 @@ def test_standard_decoding_launches_the_next_call_before_it_reads_a_token(
         assert (one.tokens, one.stop_reason) == (other.tokens, other.stop_reason)
         assert one.logprobs == (pytest.approx(other.logprobs, abs=1e-5) if logprobs else None)
     assert events[:5] == ["call", "call", "read", "call", "read"]
+
+
+def test_a_calibration_measures_recorded_rounds_that_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths, plain = list[int](), Upload.go_on
+
+    def go_on(self: Upload, outcome: torch.Tensor, width: int, vocab_size: int) -> None:
+        widths.append(width)
+        plain(self, outcome, width, vocab_size)
+
+    monkeypatch.setattr(Upload, "go_on", go_on)
+    options: dict[str, Any] = {"context_length": 5, "windows": (1, 2), "seconds": 0.0}
+    found = calibrate(recorded(cases.target("llama")), recording(cases.drafter("early_exit", "llama")), **options)
+    assert widths[-12:] == [1] * 4 + [2] * 4 + [0] * 4
+    assert found.widths == (1, 2, 3) and min(found.target_seconds) > 0

@@ -41,6 +41,7 @@ PERIOD = 24
 class _Measured(Window, Plan):
     def __init__(self, largest: int) -> None:
         self.largest = self.now = largest
+        self.ahead: int | None = None
 
     def plan(self, *, jointly: bool) -> Plan:
         return self
@@ -59,7 +60,9 @@ class _FullSession(Session):
         draft, windows = super()._propose(*arguments), arguments[1]
         width, lengths = draft.tokens.shape[1], draft.lengths
         missing = max(windows) - width
-        if missing and lengths is None:
+        if not missing:
+            return draft
+        if lengths is None:
             lengths = torch.full((len(windows),), width, device=draft.tokens.device)
         pad = torch.nn.functional.pad
         probs, logits = (
@@ -94,12 +97,14 @@ def calibrate(
     most = measured.max_draft_tokens or max(windows)
     windows = sorted({min(window, most) for window in windows})
     limits = [limit for limit in (target.max_positions, drafter.max_positions) if limit is not None]
+    # Uncounted and counted rounds of a width: a call of another width than before costs more, and recorded rounds run
+    # ahead from the third on.
+    turns = (1, 1) if getattr(target.init_state(1, 2), "graphs", None) is None else (2, 4)
     while True:
-        # The second of two rounds of a width counts: a call of another width than before costs more. The first round
-        # reads the prompt, a draft may do so in the next one. Those without a draft come last: the round behind them
-        # would read more.
-        script = [windows[0], *(each for window in (*windows, 0) for each in (window, window))]
-        num_new = sum(script) + len(script) + 1
+        # The first round reads the prompt, a draft may do so in the next one. Those without a draft come last: the
+        # round behind them would read more.
+        script = [(windows[0], 1), *((window, turn) for window in (*windows, 0) for turn in turns)]
+        num_new = sum((window + 1) * turn for window, turn in script) + 1
         if len(windows) == 1 or num_new + 2 <= min(limits, default=num_new + 2):
             break
         windows = windows[:-1]
@@ -114,10 +119,12 @@ def calibrate(
     while len(passes) <= FEWEST_PASSES or (len(passes) <= MOST_PASSES and session.timer.elapsed() < seconds):
         rows = [session.add(text) for _ in range(batch_size)]
         rounds, before = [], session.timer.seconds()
-        for window.now in script:
-            session.step()
+        for window.now, turn in script:
+            for i in range(turn):
+                window.ahead = None if i + 1 == turn != turns[0] else window.now
+                session.step()
             after = session.timer.seconds()
-            rounds.append({phase: after[phase] - before[phase] for phase in PHASES})
+            rounds.append({phase: (after[phase] - before[phase]) / turn for phase in PHASES})
             before = after
         passes.append(rounds)
         for row in rows:

@@ -95,7 +95,7 @@ class GraphCache:
     def _describe(self, tensor: Tensor | None) -> tuple[Any, ...]:
         if tensor is None:
             return ("none",)
-        if tensor.untyped_storage().data_ptr() in self._addresses:
+        if not tensor.numel() or tensor.untyped_storage().data_ptr() in self._addresses:
             return "kept", tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
         return "copied", tensor.shape, tensor.dtype
 
