@@ -1,6 +1,9 @@
-"""Measure decoding on a GPU: target calls against the memory limit, rounds outside the models, a trained pair.
+"""Measure decoding on a GPU: target calls against the memory limit, rounds outside the models, trained pairs.
 
-python benchmarks/gpu.py calls rounds train decode --output gpu.json
+python benchmarks/gpu.py train decode identity calls rounds --output gpu.json
+
+`train` also compiles what the other parts need, in processes beside it (`warm`), so that they find it in the compiler's
+cache.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -22,7 +26,14 @@ import yaml
 
 from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.bench.manifest import manifest
-from lightning_specdec.decoding import DecodeResult, Session, autoregressive_decode, speculative_decode
+from lightning_specdec.decoding import (
+    AdaptiveWindow,
+    DecodeResult,
+    Session,
+    autoregressive_decode,
+    speculative_decode,
+)
+from lightning_specdec.decoding.calibration import load_or_measure
 from lightning_specdec.drafters import Drafter, EagleDrafter, EarlyExitDrafter, ModelDrafter, MultiTokenDrafter
 from lightning_specdec.models.compiled import compile_layers
 from lightning_specdec.models.huggingface import HuggingFaceLM
@@ -38,29 +49,39 @@ NEW_TOKENS = 160
 NUM_ROUNDS = 40
 FORMS = ("eager", "recorded", "recorded and compiled")
 SAMPLINGS = {"greedy": Sampling(), "temperature 1": Sampling(1.0)}
+PASSES = 3
 TEXT = "torch/**/*.py"
+LAYERS = 30
+SMALL = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+}
+"""The shape of SmolLM2-135M; with bytes for tokens it has 106 million parameters."""
 TRAINED: dict[str, dict[str, Any]] = {
     "early_exit": {
         "class_path": "EarlyExitTraining",
-        "init_args": {"exit_layer": 2, "exit_weights": [2, 3, 2, 2, *[1] * 11, 24], "layer_dropout": 0.0},
+        "init_args": {"exit_layer": 2, "exit_weights": [3, 4, 3, *[0] * (LAYERS - 4), 20], "layer_dropout": 0.0},
     },
     "multi_token": {"class_path": "MultiTokenTraining", "init_args": {"num_heads": 4}},
 }
+WIDTHS = (1, 2, 3, 5, 7, 9, 17)
+"""Tokens of each row in the calls that are compiled beforehand: of draft, standard decoding, and windows of `auto`."""
 
 
-def llama(hidden_size: int, intermediate_size: int, num_hidden_layers: int, vocab_size: int) -> HuggingFaceLM:
+def llama(vocab_size: int, **sizes: int) -> HuggingFaceLM:
     """A random model in bfloat16."""
     torch.manual_seed(0)
     config = {
         "model_type": "llama",
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": num_hidden_layers,
-        "num_attention_heads": hidden_size // 64,
+        "num_attention_heads": sizes["hidden_size"] // 64,
         "num_key_value_heads": 8,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": 1024 if sizes == SMALL else 4096,
         "vocab_size": vocab_size,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": sizes != SMALL,
+        **sizes,
     }
     with torch.device("cuda"):
         return HuggingFaceLM(config).to(torch.bfloat16).eval()
@@ -140,7 +161,7 @@ def rounds() -> list[dict[str, Any]]:
     drafters: dict[str, Drafter] = {
         "early exit": EarlyExitDrafter(2),
         "heads": MultiTokenDrafter(4, draft_vocabulary=list(range(8000)), **more),
-        "model": ModelDrafter(llama(2048, 8192, 2, 32000).packed()),
+        "model": ModelDrafter(llama(**{**sizes, "num_hidden_layers": 2}, vocab_size=32000).packed()),
         "autoregressive head": EagleDrafter([2, 8, 14], **more, **eagle),
     }
     rows: list[dict[str, Any]] = []
@@ -183,23 +204,36 @@ def _meetings(session: Session, num_rounds: int = 4) -> dict[str, float]:
             session.step()
     counts: collections.Counter[str] = collections.Counter()
     for event in seen.events() or ():
-        for part in ("HtoD", "DtoH", "StreamSynchronize", "GraphLaunch"):
+        for part in ("HtoD", "DtoH", "StreamSynchronize", "EventSynchronize", "GraphLaunch"):
             if part in event.name:
                 counts[part] += 1
     return {
         "uploads": counts["HtoD"] / num_rounds,
         "reads": counts["DtoH"] / num_rounds,
-        "synchronizations": counts["StreamSynchronize"] / num_rounds,
+        "synchronizations": (counts["StreamSynchronize"] + counts["EventSynchronize"]) / num_rounds,
         "graph_launches": counts["GraphLaunch"] / num_rounds,
     }
 
 
+def warm(batch: int, shape: str) -> None:
+    """Compile the calls of one batch size into the compiler's cache."""
+    small = shape == "small"
+    model = llama(256, **SMALL) if small else llama(32000, **next(iter(SHAPES.values())))
+    target = model.packed()
+    compile_layers(target)
+    with torch.inference_mode():
+        state = target.init_state(batch, 400)
+        target(torch.zeros(batch, 64, dtype=torch.long, device="cuda"), state, logits_for=slice(-1, None))
+        for width in WIDTHS if small else (1, 2, 5):
+            target(torch.zeros(batch, width, dtype=torch.long, device="cuda"), state, logits_for=slice(-1, None))
+
+
 def train(minutes: float, directory: Path) -> dict[str, Any]:
-    """Train a model of 113M parameters with early exits, and one with heads, on Python sources.
+    """Train a model of 106M parameters with early exits, and one with heads, on Python sources, side by side.
 
     The configuration is a scaled configs/text.yaml."""
     site = Path(torch.__file__).parent.parent
-    seconds: dict[str, Any] = {}
+    began, running = time.perf_counter(), {}
     for name, model in TRAINED.items():
         config = yaml.safe_load(Path("configs/text.yaml").read_text())
         config["data"]["init_args"] |= {
@@ -209,82 +243,144 @@ def train(minutes: float, directory: Path) -> dict[str, Any]:
             "num_train": 65536,
             "num_val": 64,
         }
-        sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 12}
         target = config["model"]["init_args"]["target"]
-        target["init_args"]["model"] |= sizes
-        options = {"target": target, "num_draft_tokens": 4, "learning_rate": 0.0006}
+        target["init_args"]["model"] |= SMALL
+        options = {"target": target, "num_draft_tokens": 4, "learning_rate": 0.001}
         config["model"] = {**model, "init_args": {**options, **model["init_args"]}}
         trainer = config["trainer"]
-        trainer |= {"max_epochs": 1000, "max_time": {"seconds": int(60 * minutes)}, "accelerator": "cuda", "devices": 1}
-        trainer |= {"precision": "bf16-mixed", "check_val_every_n_epoch": 2}
+        trainer |= {"max_epochs": 1000, "accelerator": "cuda", "devices": 1, "precision": "bf16-mixed"}
         keep = {"dirpath": str(directory / name), "filename": "last", "enable_version_counter": False}
-        last = {"class_path": "ModelCheckpoint", "init_args": {**keep, "save_on_train_epoch_end": True}}
-        trainer["callbacks"] = [last]
+        trainer["callbacks"] = [
+            {"class_path": "ModelCheckpoint", "init_args": {**keep, "save_on_train_epoch_end": True}},
+            # The learning rate falls with the time.
+            {"class_path": "lightning_specdec.training.optimizers.TimeLimit", "init_args": {"minutes": minutes}},
+        ]
         trainer["logger"]["init_args"]["save_dir"] = str(directory / "logs")
         path = directory / f"{name}.yaml"
         path.write_text(yaml.safe_dump(config))
-        began = time.perf_counter()
         command = [sys.executable, "-m", "lightning_specdec", "fit", "--config", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        log = (directory / f"{name}.log").open("w")
+        running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    places = [("small", 2**i) for i in range(7)] + [("large", batch) for batch in BATCHES]
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    for shape, batch in places:
+        command = [sys.executable, __file__, "warm", "--shape", shape, "--batch", str(batch)]
+        with (directory / f"warm_{shape}_{batch}.log").open("w") as log:
+            running[f"warm {shape} {batch}"] = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+    seconds: dict[str, Any] = {}
+    for name, process in running.items():
+        code = process.wait()
         seconds[name] = time.perf_counter() - began
-        _show({"trained": name, "seconds": seconds[name], "output": (done.stdout + done.stderr)[-1500:]})
+        if name in TRAINED or code:
+            log_path = directory / f"{name.replace(' ', '_')}.log"
+            _show({"ended": name, "code": code, "seconds": seconds[name], "output": log_path.read_text()[-700:]})
     return seconds
 
 
-def decode(directory: Path) -> list[dict[str, Any]]:
-    """Compare the trained pairs with standard decoding on held-out text, both recorded and compiled."""
+def _trained(name: str, directory: Path, dtype: torch.dtype) -> tuple[SpeculativeDecoder, HuggingFaceLM, Drafter]:
+    (path,) = (directory / name).rglob("last.ckpt")  # in the directory of its run
+    decoder = SpeculativeDecoder.from_checkpoint(path, device="cuda", dtype=dtype)
+    target, drafter = decoder.ready()
+    assert isinstance(target, HuggingFaceLM)
+    return decoder, target, drafter
+
+
+def identity(directory: Path) -> list[dict[str, Any]]:
+    """Compare the outputs of both decodings in float32, recorded and not compiled."""
     rows: list[dict[str, Any]] = []
     for name in TRAINED:
-        decoder = SpeculativeDecoder.from_checkpoint(
-            directory / name / "last.ckpt", device="cuda", dtype=torch.bfloat16
-        )
-        target = decoder.ready()[0]
-        assert isinstance(target, HuggingFaceLM)
-        compile_layers(target)
-        texts = decoder.prompts
-        drafter = decoder.ready()[1]
-        label = "exit after layer 2 of 16" if name == "early_exit" else "4 heads"
-        for batch in BATCHES:
-            chosen = [texts[i % len(texts)] for i in range(max(batch, 8))]
-            groups = [chosen[i : i + batch] for i in range(0, len(chosen), batch)]
+        decoder, target, drafter = _trained(name, directory, torch.float32)
+        for batch in (1, 8):
+            groups = [decoder.prompts[i : i + batch] for i in range(0, 8, batch)]
             for sampled, sampling in SAMPLINGS.items():
-                for window in (4, 6) if batch == 1 and name == "early_exit" else (4,):
-                    row = _compare(target, drafter, groups, sampling, window)
-                    rows.append({"draft": label, "batch": batch, "sampling": sampled, "window": window, **row})
-                    _show(rows[-1])
+                row = _compare(target, drafter, groups, sampling, 4, passes=1)
+                kept = {key: row[key] for key in ("same_output", "num_prompts", "block_efficiency")}
+                rows.append({"draft": name, "batch": batch, "sampling": sampled, **kept})
+                _show(rows[-1])
+    return rows
+
+
+def decode(directory: Path, keep: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
+    """Compare the trained pairs with standard decoding on held-out text, both recorded and compiled."""
+    rows: list[dict[str, Any]] = []
+    pairs = {name: _trained(name, directory, torch.bfloat16) for name in TRAINED}
+    for _, target, _ in pairs.values():
+        compile_layers(target)
+    settings: list[tuple[str, int, str, int, int | str]] = []
+    for batch in BATCHES:
+        settings += [(name, batch, sampled, 2, 4) for sampled in SAMPLINGS for name in TRAINED]
+    settings += [("early_exit", 1, "greedy", layer, window) for layer, window in ((1, 4), (3, 4), (2, 6), (3, 6))]
+    settings += [(name, batch, sampled, 2, "auto") for batch in BATCHES for sampled in SAMPLINGS for name in TRAINED]
+    for name, batch, sampled, layer, window in settings:
+        decoder, target, drafter = pairs[name]
+        drafter = drafter.at(layer) if name == "early_exit" else drafter
+        label = f"exit after layer {layer} of {LAYERS}" if name == "early_exit" else "4 heads"
+        chosen = [decoder.prompts[i % len(decoder.prompts)] for i in range(max(batch, 8))]
+        groups, began = [chosen[i : i + batch] for i in range(0, len(chosen), batch)], time.perf_counter()
+        sampling, costs = SAMPLINGS[sampled], None
+        if window == "auto":
+            costs = load_or_measure(target, drafter, batch_size=batch, sampling=sampling)
+        row = _compare(target, drafter, groups, sampling, window if costs is None else AdaptiveWindow(costs))
+        setting = {"draft": label, "batch": batch, "sampling": sampled, "window": window}
+        if costs is not None:
+            setting["calibration"] = costs.to_dict()
+        rows.append({**setting, **row, "measured_in_seconds": time.perf_counter() - began})
+        _show({key: value for key, value in rows[-1].items() if key != "calibration"})
+        keep(rows)
     return rows
 
 
 def _compare(
-    target: HuggingFaceLM, drafter: Drafter, groups: Sequence[list[list[int]]], sampling: Sampling, window: int
+    target: HuggingFaceLM,
+    drafter: Drafter,
+    groups: Sequence[list[list[int]]],
+    sampling: Sampling,
+    window: Any,
+    passes: int = PASSES,
 ) -> dict[str, Any]:
-    """Alternate standard and speculative decoding over the same prompts, after one uncounted run of each."""
+    """Alternate standard and speculative decoding over the same prompts, after one uncounted pass of each, in which
+    everything is recorded and compiled."""
     standard: list[DecodeResult] = []
     speculative: list[DecodeResult] = []
-    for counted in (False, True):
-        for group in groups if counted else groups[:1]:
+    for number in range(passes + 1):
+        for group in groups:
             one = autoregressive_decode(target, group, max_new_tokens=NEW_TOKENS, sampling=sampling)
             other = speculative_decode(
                 target, drafter, group, max_new_tokens=NEW_TOKENS, sampling=sampling, num_draft_tokens=window
             )
-            if counted:
+            if number:
                 standard.append(one)
                 speculative.append(other)
     ratios = [one.seconds / other.seconds for one, other in zip(standard, speculative, strict=True)]
     tokens = sum(result.num_new_tokens for result in speculative)
     rounds = sum(row.num_rounds for result in speculative for row in result.rows)
-    same = sum(a.tokens == b.tokens for one, two in zip(standard, speculative, strict=True)
-               for a, b in zip(one.rows, two.rows, strict=True))  # fmt: skip
+    pairs = [
+        (a.tokens, b.tokens)
+        for one, other in zip(standard, speculative, strict=True)
+        for a, b in zip(one.rows, other.rows, strict=True)
+    ]
     return {
         "walltime_speedup": sum(r.seconds for r in standard) / sum(r.seconds for r in speculative),
         "smallest": min(ratios),
+        "median": statistics.median(ratios),
         "largest": max(ratios),
         "block_efficiency": tokens / rounds,
         "standard_tokens_per_second": sum(r.num_new_tokens for r in standard) / sum(r.seconds for r in standard),
         "speculative_tokens_per_second": tokens / sum(r.seconds for r in speculative),
-        "same_output": same,
-        "num_prompts": sum(map(len, groups)),
+        "phase_milliseconds_a_round": _phases(speculative),
+        "phase_milliseconds_a_token": _phases(standard),
+        "same_output": sum(one == other for one, other in pairs) // passes,
+        "num_prompts": len(pairs) // passes,
     }
+
+
+def _phases(results: Sequence[DecodeResult]) -> dict[str, float]:
+    """Milliseconds of each phase by target call."""
+    calls = sum(result.num_target_calls for result in results)
+    names = results[0].phase_seconds
+    return {name: round(1e3 * sum(r.phase_seconds[name] for r in results) / calls, 4) for name in names}
 
 
 def _show(row: dict[str, Any]) -> None:
@@ -293,25 +389,36 @@ def _show(row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=("calls", "rounds", "train", "decode"))
-    parser.add_argument("--minutes", type=float, default=4.0, help="training time of each of the two models")
+    parser.add_argument("parts", nargs="+", choices=("train", "decode", "identity", "calls", "rounds", "warm"))
+    parser.add_argument("--minutes", type=float, default=4.0, help="training time of the two models, side by side")
     parser.add_argument("--directory", type=Path, help="directory of the trained models (default: a temporary one)")
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, help="file for what is measured")
+    parser.add_argument("--batch", type=int, default=1, help="of warm")
+    parser.add_argument("--shape", choices=("small", "large"), default="small", help="of warm")
     options = parser.parse_args()
+    if options.parts == ["warm"]:
+        return warm(options.batch, options.shape)
+    if options.output is None:
+        parser.error("--output is missing")
     directory = options.directory or Path(tempfile.mkdtemp())
     directory.mkdir(parents=True, exist_ok=True)
     made: dict[str, Any] = {
         "manifest": manifest(options={"parts": options.parts, "minutes": options.minutes}, device=torch.device("cuda"))
     }
+
+    def keep(part: str, rows: Any) -> None:
+        made[part] = rows
+        options.output.write_text(json.dumps(made, indent=1))
+
     parts: dict[str, Callable[[], Any]] = {
+        "train": lambda: train(options.minutes, directory),
+        "decode": lambda: decode(directory, lambda rows: keep("decode", rows)),
+        "identity": lambda: identity(directory),
         "calls": calls,
         "rounds": rounds,
-        "train": lambda: train(options.minutes, directory),
-        "decode": lambda: decode(directory),
     }
     for part in options.parts:
-        made[part] = parts[part]()
-        options.output.write_text(json.dumps(made, indent=1))
+        keep(part, parts[part]())
 
 
 if __name__ == "__main__":

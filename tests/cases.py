@@ -34,7 +34,6 @@ from lightning_specdec.drafters import (
 )
 from lightning_specdec.models import RNN, DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.models.openvino import OpenVINOLM
 from lightning_specdec.rules import RULES as REGISTERED_RULES
 from lightning_specdec.rules import AcceptanceRule, Sampling
 
@@ -140,13 +139,19 @@ def _llama(seed: int, **sizes: Any) -> HuggingFaceLM:
     return HuggingFaceLM(tiny("llama", seed, **sizes))
 
 
+def _in_openvino(model: HuggingFaceLM) -> LanguageModel:
+    from lightning_specdec.models.openvino import OpenVINOLM  # a machine with a GPU may lack it
+
+    return OpenVINOLM.of(model)
+
+
 MODELS: dict[str, Callable[..., LanguageModel]] = {
     "rnn": lambda seed=1, **sizes: make(RNN, seed, **{"embedding_size": 8, "hidden_size": 16, **sizes}),
     "fused": lambda seed=1, **sizes: MODELS["rnn"](seed, **sizes).fused(),
     "transformer": lambda seed=1, **sizes: make(TinyTransformer, seed, **{"sharpness": 2.5, **sizes}),
     "gemma3": lambda seed=1, vocab_size=VOCAB: HuggingFaceLM(tiny("gemma3_text", seed, vocab_size=vocab_size)),
     "llama": lambda seed=1, **sizes: _llama(seed, **sizes),
-    "openvino": lambda seed=1, **sizes: OpenVINOLM.of(_llama(seed, **sizes)),
+    "openvino": lambda seed=1, **sizes: _in_openvino(_llama(seed, **sizes)),
 }
 
 DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {

@@ -164,7 +164,7 @@ def test_neighbouring_tables_are_independent(seed: int) -> None:
     tables = torch.stack([noise_table(seed, index, 3) for index in range(count)]).double().flatten(1)
     assert float((tables.mean(0) - 0.5).abs().max()) < 5 * (1 / 12 / count) ** 0.5
     centred = (tables - 0.5) * 12**0.5
-    among = centred.T @ centred / count - torch.eye(9)
+    among = centred.T @ centred / count - torch.eye(9, device=tables.device)
     assert float((among - among.diag().diag()).abs().max()) < 5 / count**0.5
     neighbours = (centred[1:] * centred[:-1]).mean(0)
     assert float(neighbours.abs().max()) < 5 / count**0.5
