@@ -60,6 +60,12 @@ def test_compiled_layers_decode_the_same_and_are_compiled_once_for_all_widths() 
     assert done.stdout == "held\n", done.stderr[-2000:]
 
 
+def test_all_layers_share_what_is_compiled() -> None:
+    """Layers are compiled each for itself where their options differ, and a pass is equal to itself alone."""
+    for one_token in (False, True):
+        assert compiled._options("inductor", one_token) == compiled._options("inductor", one_token) is not None
+
+
 def test_a_model_that_records_no_calls_is_refused() -> None:
     with pytest.raises(ValueError, match="only calls that are recorded"):
         compiled.compile_layers(HuggingFaceLM(tiny("llama")))

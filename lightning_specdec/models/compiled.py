@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,8 +43,8 @@ class _LayerCache:
 class _JoinedLinear(nn.Module):
     """One of several linear layers over the same input, as a part of all of them joined.
 
-    Compiled, each computes the joined product and takes its own rows, and `_merge_equal` leaves one product: fewer and
-    larger kernels read the weights. Uncompiled, each reads its own rows alone.
+    Compiled for several tokens, each computes the joined product and takes its own rows, and the compiler leaves one
+    product: fewer and larger kernels read the weights. Otherwise each reads its own rows alone.
     """
 
     def __init__(self, layer: nn.Linear, joined: Tensor, first: int) -> None:
@@ -53,7 +54,7 @@ class _JoinedLinear(nn.Module):
         self.weight = layer.weight
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and inputs.numel() > inputs.shape[-1]:
             return nn.functional.linear(inputs, self.joined)[..., self.first : self.last]
         return nn.functional.linear(inputs, self.weight)
 
@@ -72,8 +73,16 @@ def join_linears(model: nn.Module) -> None:
                 first += layer.out_features
 
 
-def _merge_equal() -> Any:
-    """A compiler's pass that computes once what a graph computes several times; torch does so for training alone."""
+@cache
+def _options(backend: str, one_token: bool) -> dict[str, Any] | None:
+    """The compiler's options. One object, since layers with equal options share what is compiled.
+
+    With a pass that computes once what a graph computes several times; torch does so for training alone. Products with
+    one token become sums over the weights in kernels that are tuned, which a GPU reads faster.
+    """
+    if backend != "inductor":
+        return None
+    from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     aten = torch.ops.aten
@@ -92,7 +101,12 @@ def _merge_equal() -> Any:
         def uuid(self) -> str:
             return "lightning_specdec.merge_equal.1"
 
-    return MergeEqual()
+    options: dict[str, Any] = {"post_grad_custom_pre_pass": MergeEqual()}
+    if one_token:
+        options["coordinate_descent_tuning"] = True
+        if hasattr(config.triton, "enable_pdl"):  # a kernel's launch overlaps with the end of the one before
+            options["triton.enable_pdl"] = True
+    return options
 
 
 def compile_layers(model: HuggingFaceLM, *, backend: str = "inductor") -> float:
@@ -124,8 +138,10 @@ def compile_layers(model: HuggingFaceLM, *, backend: str = "inductor") -> float:
 
 def _dispatch(index: int, plain: Callable[..., Any], backend: str) -> Callable[..., Any]:
     """A layer's forward pass: compiled where a recorded call continues a state whose buffers are there."""
-    options: Any = {"post_grad_custom_pre_pass": _merge_equal()} if backend == "inductor" else None
-    compiled = torch.compile(plain, dynamic=False, backend=backend, options=options)
+    compiled = [
+        torch.compile(plain, dynamic=False, backend=backend, options=_options(backend, one_token))
+        for one_token in (False, True)
+    ]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         cache: Any = next((value for value in (*args, *kwargs.values()) if hasattr(value, "slots")), None)
@@ -140,6 +156,6 @@ def _dispatch(index: int, plain: Callable[..., Any], backend: str) -> Callable[.
         # A layer's own number is read by its code, but only to find its part of the cache: no code depends on it.
         # All models share a layer class's code, so they share its count of compilations too.
         with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MOST_COMPILATIONS):
-            return compiled(*args, **kwargs)
+            return compiled[args[0].numel() == args[0].shape[-1]](*args, **kwargs)
 
     return forward
