@@ -60,8 +60,7 @@ def _made(drafter: AnyDrafter, target: LanguageModel) -> Drafter:
         drafter.check_target(target)
         return drafter
     choice = Choice.read(drafter, "drafter")
-    made: Drafter = DRAFTERS.load(choice.name).for_target(target, **choice.settings)
-    return made
+    return DRAFTERS.load(choice.name).for_target(target, **choice.settings)
 
 
 class SpeculativeDecoder:
@@ -287,8 +286,7 @@ class SpeculativeDecoder:
         """
         config = self.config(config, **changes)
         if config.num_draft_tokens != "auto":
-            chosen: int | Window = config.num_draft_tokens
-            return chosen
+            return config.num_draft_tokens
         from lightning_specdec.decoding.calibration import load_or_measure
 
         return AdaptiveWindow(load_or_measure(*self.ready(), config, batch_size=batch_size))

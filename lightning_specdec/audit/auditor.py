@@ -256,8 +256,7 @@ class Auditor:
         sampling, found = self.samplings[name], []
         for eos in dict.fromkeys((self.eos, self.stops(sampling))):
             standard, other = self.decode(None, None, sampling, eos), self.decode(draft, rule, sampling, eos)
-            outputs = standard.tokens, other.tokens
-            for number, both in enumerate(zip(self.prompts, *outputs, strict=True)):
+            for number, both in enumerate(zip(self.prompts, standard.tokens, other.tokens, strict=True)):
                 settings: dict[str, Any] = {"sampling": sampling, "seed": self.seed, "width": self.window + 1}
                 if (parting := find_divergence(self.target, *both, number=number, **settings)) is not None:
                     found.append(parting)

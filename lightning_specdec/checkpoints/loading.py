@@ -134,8 +134,7 @@ def _pretrained(source: PairSource, target: LanguageModel | None, pack: bool) ->
 
 def _draft_dtype(source: PairSource, target: LanguageModel) -> torch.dtype:
     """What a trained draft computes in: by default as its target."""
-    found: torch.dtype = dtype_of(target) if source.draft_dtype is None else getattr(torch, source.draft_dtype)
-    return found
+    return dtype_of(target) if source.draft_dtype is None else getattr(torch, source.draft_dtype)
 
 
 def _load_models(

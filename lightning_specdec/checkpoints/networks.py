@@ -195,12 +195,8 @@ def _without_weights(most: int) -> Iterator[None]:
             return parameter
         return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
-    hook = register_module_parameter_registration_hook(drop)  # type: ignore[arg-type]
-    try:
-        with _NoRandomValues():
-            yield
-    finally:
-        hook.remove()
+    with register_module_parameter_registration_hook(drop), _NoRandomValues():  # type: ignore[arg-type]
+        yield
 
 
 @torch.no_grad()

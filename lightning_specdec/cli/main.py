@@ -73,8 +73,7 @@ def _run(words: list[str]) -> int:
         raise UsageError(f"unknown verb {verb!r}{advice}")
     module = _module(verb)
     if verb in TRAINER_VERBS:
-        code: int = module.run(verb, rest)
-        return code
+        return module.run(verb, rest)
     if {"-h", "--help"} & set(rest):
         say(make_parser(verb).format_help(), end="")
         return 0
@@ -82,8 +81,7 @@ def _run(words: list[str]) -> int:
         if flag in [f"--{kind}.help" for kind in KINDS]:
             say(kind_help(flag, name))
             return 0
-    code = module.run(make_parser(verb).read(rest))
-    return code
+    return module.run(make_parser(verb).read(rest))
 
 
 def _module(verb: str) -> ModuleType:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,17 +61,14 @@ def new_directory(path: Path) -> Iterator[Path]:
         raise ValueError(f"{path} is there already and stays as it is: choose another directory")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
-        try:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", ignore_cleanup_errors=True) as name:
+            folder = Path(name)
             yield folder
             for each in folder.iterdir():
                 with each.open("rb") as file:
                     os.fsync(file.fileno())
             os.chmod(folder, 0o755)  # a temporary directory is its owner's alone
             os.rename(folder, path)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
     except OSError as error:  # a full disk names no file
         if error.filename is None and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(path)) from error

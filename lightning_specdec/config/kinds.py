@@ -84,8 +84,7 @@ class Kinds:
         """
         self.check(name)
         if name in self._found:
-            found: type[Any] = getattr(import_module(self._found[name][0]), name)
-            return found
+            return getattr(import_module(self._found[name][0]), name)
         if not trusted:
             raise ValueError(
                 f"the file names the {self.noun} {name} by its import path, which is never imported from a file: "

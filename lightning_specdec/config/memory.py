@@ -58,8 +58,7 @@ def available_bytes(device: str = "cpu", *, root: Path = Path("/")) -> int | Non
     if device.startswith("cuda"):
         import torch
 
-        free: int = torch.cuda.mem_get_info(torch.device(device))[0]
-        return free
+        return torch.cuda.mem_get_info(torch.device(device))[0]
     found: list[int] = []
     group = root / "sys/fs/cgroup"
     with suppress(OSError, KeyError):

@@ -96,8 +96,7 @@ class Shard:
 
     def row(self, number: int) -> np.ndarray:
         """The tokens of a row."""
-        tokens: np.ndarray = self._tokens[self.starts[number] : self.starts[number + 1]]
-        return tokens
+        return self._tokens[self.starts[number] : self.starts[number + 1]]
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

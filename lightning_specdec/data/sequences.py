@@ -99,8 +99,7 @@ class QuadraticProgressions(SequenceData, Sequence[list[int]]):
 
     def __getitem__(self, number: Any) -> Any:
         start, step, change = self._parts[number]
-        tokens: list[int] = ((start + step * self._times + change * self._grown) % self.vocab_size).tolist()
-        return tokens
+        return ((start + step * self._times + change * self._grown) % self.vocab_size).tolist()
 
     def sequences(self) -> Sequence[list[int]]:
         """All progressions, each computed when it is asked for."""

@@ -86,8 +86,7 @@ class BlockLayer(nn.Module):
         queries = rotate(self.query_norm(heads), positions, self.rotary_base).to(values.dtype)
         hidden = hidden + self.attention_output(attend(queries, keys, values).transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.inner_norm(hidden)).chunk(2, dim=-1)
-        output: Tensor = hidden + self.down(nn.functional.silu(gate) * up)
-        return output
+        return hidden + self.down(nn.functional.silu(gate) * up)
 
 
 class BlockNetwork(FeatureNetwork):
@@ -133,15 +132,13 @@ class BlockNetwork(FeatureNetwork):
         hidden = torch.cat(((self.anchor_scale * anchors.to(self.dtype))[:, :, None], masks), dim=2).flatten(1, 2)
         for number, layer in enumerate(self.layers):
             hidden = layer(hidden, positions, partial(attend, number))
-        normed: Tensor = self.output_norm(hidden)
-        return normed
+        return self.output_norm(hidden)
 
     def before(self, tokens: Int[Tensor, "*B"]) -> Float[Tensor, "*B R"]:
         """What the Markov head knows of the token before a place; zero for tokens below 0."""
         if self.markov_input is None:
             return self.mask.new_zeros(*tokens.shape, 0)
-        found: Tensor = self.markov_input(tokens.clamp(min=0))
-        return found * (tokens >= 0)[..., None]
+        return self.markov_input(tokens.clamp(min=0)) * (tokens >= 0)[..., None]
 
     def bias(self, before: Float[Tensor, "*B R"]) -> Float[Tensor, "*B W"] | float:
         """What that token adds to a place's logits."""
@@ -149,8 +146,7 @@ class BlockNetwork(FeatureNetwork):
 
     def confidence_logit(self, hidden: Float[Tensor, "*B D"], before: Float[Tensor, "*B R"]) -> Float[Tensor, "*B"]:
         """The logit of the probability that a place's token is kept if all before it are, whichever it is."""
-        made: Tensor = self.confidence(torch.cat((hidden, before), dim=-1))
-        return made[..., 0]
+        return self.confidence(torch.cat((hidden, before), dim=-1))[..., 0]
 
 
 class BlockDrafter(FeatureDrafter):
@@ -234,5 +230,4 @@ class BlockDrafter(FeatureDrafter):
         def attend(number: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             return attention(queries, *storage.update(number, slots, keys, values), seen)
 
-        made: Tensor = self.network(state.context.model.embeddings(request.tail[:, 1:]), positions, attend)
-        return made
+        return self.network(state.context.model.embeddings(request.tail[:, 1:]), positions, attend)

@@ -109,8 +109,7 @@ class FeatureDrafter(TrainedDrafter, ABC):
         target.embeddings(torch.zeros(1, 1, dtype=torch.long, device=target.device))
 
     def features(self, target: LanguageModel) -> Sequence[int]:
-        layers: Sequence[int] = self.settings.feature_layers
-        return layers
+        return self.settings.feature_layers
 
     def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> FeatureState:
         assert context is not None, "this draft reads its target's hidden states, so a session must say which that is"

@@ -50,8 +50,7 @@ class FeatureSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers = self.feature_layers
-        if not layers:
+        if not self.feature_layers:
             raise ValueError("feature_layers must be one layer at least")
         divided = self.hidden_size % (2 * self.num_heads) if self.head_size is None else self.head_size % 2
         if divided or self.num_heads % self.num_key_heads:
@@ -92,8 +91,7 @@ class FeatureNetwork(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """What it computes in."""
-        dtype: torch.dtype = self.output_norm.weight.dtype
-        return dtype
+        return self.output_norm.weight.dtype
 
     def features(self, hidden: Sequence[Float[Tensor, "B T D"]]) -> Float[Tensor, "B T D"]:
         """One feature for each token from the hidden states of F layers."""
@@ -155,20 +153,17 @@ class EagleNetwork(FeatureNetwork):
         residual = normed if self.settings.norm_before_residual else features
         hidden = residual + self.attention_output(attend(queries, keys, values).transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.inner_norm(hidden)).chunk(2, dim=-1)
-        output: Tensor = hidden + self.down(nn.functional.silu(gate) * up)
-        return output
+        return hidden + self.down(nn.functional.silu(gate) * up)
 
     def logits(self, hidden: Float[Tensor, "*B D"]) -> Float[Tensor, "*B W"]:
         """Scores of the next token from the layer's output."""
-        scores: Tensor = self.output(self.output_norm(hidden))
-        return scores
+        return self.output(self.output_norm(hidden))
 
     def fed_back(self, hidden: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
         """The next entry's feature where the target has not been: the layer's output, normalized in EAGLE-3.1."""
         if not self.settings.norm_output:
             return hidden
-        normed: Tensor = self.output_norm(hidden)
-        return normed
+        return self.output_norm(hidden)
 
 
 def attention(

@@ -75,8 +75,7 @@ class DraftVocabulary(nn.Module):
 
     def arguments(self) -> list[int]:
         """The target's numbers, as the constructor takes them."""
-        numbers: list[int] = self.tokens.tolist()
-        return numbers
+        return self.tokens.tolist()
 
     def spread(self, values: Float[Tensor, "*B W"], fill: float) -> Float[Tensor, "*B V"]:
         """Values of the draft's tokens as values of the target's, with `fill` for those that the draft does not have.

@@ -62,8 +62,7 @@ class LayerStack:
 
     @property
     def layers(self) -> nn.ModuleList:
-        found: nn.ModuleList = getattr(self.inner, self._layers)
-        return found
+        return getattr(self.inner, self._layers)
 
     @property
     def num_layers(self) -> int:
@@ -94,13 +93,11 @@ class LayerStack:
         return hidden
 
     def norm(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
-        normed: Tensor = getattr(self.inner, self._norm)(hidden)
-        return normed
+        return getattr(self.inner, self._norm)(hidden)
 
     def head(self, normed: Float[Tensor, "*T D"]) -> Float[Tensor, "*T V"]:
         """The output head, for the final norm's output."""
-        logits: Tensor = self.model.get_output_embeddings()(normed)
-        return logits
+        return self.model.get_output_embeddings()(normed)
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Float[Tensor, "B 1 T S"]:

@@ -147,13 +147,8 @@ def without_memory(
             if built[0] > limits[0] or built[1] > limits[1]:
                 raise ValueError("its config.json describes a model far larger than its weight files")
 
-    hook = torch.nn.modules.module.register_module_parameter_registration_hook(count)
-    try:
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    finally:
-        hook.remove()
-    return model
+    with torch.nn.modules.module.register_module_parameter_registration_hook(count), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def measure(model: PreTrainedModel) -> ModelSize:

@@ -379,8 +379,7 @@ class OpenVINOLM(HuggingFaceLM):
         if self._head is None:
             self._head = self._part(self.stack.num_layers, self.stack.num_layers)
         flat = hidden.flatten(0, -2)
-        scored = np.arange(len(flat))
-        logits, _ = self._head.run(flat[:, None].float().contiguous(), scored, None, ())
+        logits, _ = self._head.run(flat[:, None].float().contiguous(), np.arange(len(flat)), None, ())
         return logits.unflatten(0, hidden.shape[:-1])
 
     @torch.no_grad()

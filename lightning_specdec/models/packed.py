@@ -48,14 +48,12 @@ class PackedLinear(nn.Module):
         self.bias_plain = None if bias is None else bias.detach().clone()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        output: Tensor = _PRODUCT(inputs, self.weight_packed, self.bias_plain, "none", [], "")
-        return output
+        return _PRODUCT(inputs, self.weight_packed, self.bias_plain, "none", [], "")
 
     @property
     def weight(self) -> Tensor:
         """The plain weight, laid out anew each time: for models that read a small layer's instead of calling it."""
-        plain: Tensor = self.weight_packed.to_dense()
-        return plain
+        return self.weight_packed.to_dense()
 
 
 class Int8Linear(nn.Module):

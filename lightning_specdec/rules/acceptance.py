@@ -126,13 +126,7 @@ class ExactMatch(AcceptanceRule):
     ignores_windows = True
     draft_purpose = Purpose.CORRECT
 
-    def judge(
-        self,
-        draft: Draft,
-        target_logits: Float[Tensor, "B K1 V"],
-        sampling: Sampling,
-        noise: Float[Tensor, "B K1 3"] | None,
-    ) -> Verdict:
+    def judge(self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None) -> Verdict:
         own = sampling.sample(target_logits, column(noise, Purpose.CORRECT))
         return Verdict(_within(draft.tokens == own[:, :-1], draft.lengths), own)
 
@@ -146,13 +140,7 @@ class RejectionSampling(AcceptanceRule):
 
     lossless = True
 
-    def judge(
-        self,
-        draft: Draft,
-        target_logits: Float[Tensor, "B K1 V"],
-        sampling: Sampling,
-        noise: Float[Tensor, "B K1 3"] | None,
-    ) -> Verdict:
+    def judge(self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None) -> Verdict:
         target_probs = sampling.probs(target_logits)
         draft_probs = draft.probs
         if draft_probs is None:
@@ -181,13 +169,7 @@ class _LossyRule(AcceptanceRule):
     def agrees(self, draft: Draft, target_logits: Float[Tensor, "B K V"], sampling: Sampling) -> Bool[Tensor, "B K"]:
         """Whether the target finds each draft token good enough."""
 
-    def judge(
-        self,
-        draft: Draft,
-        target_logits: Float[Tensor, "B K1 V"],
-        sampling: Sampling,
-        noise: Float[Tensor, "B K1 3"] | None,
-    ) -> Verdict:
+    def judge(self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None) -> Verdict:
         own = sampling.sample(target_logits, column(noise, Purpose.CORRECT))
         kept = _within(self.agrees(draft, target_logits[:, :-1], sampling), draft.lengths)
         return Verdict(kept, own, changed=draft.tokens != own[:, :-1])
@@ -252,8 +234,7 @@ def make_rule(rule: str | Choice | AcceptanceRule | None) -> AcceptanceRule:
     if isinstance(rule, AcceptanceRule):
         return rule
     choice = Choice("ExactMatch") if rule is None else Choice.read(rule, "rule")
-    made: AcceptanceRule = RULES.load(choice.name)(**choice.settings)
-    return made
+    return RULES.load(choice.name)(**choice.settings)
 
 
 def _within(kept: Bool[Tensor, "B K"], lengths: Int[Tensor, "B"] | None) -> Bool[Tensor, "B K"]:

@@ -101,8 +101,7 @@ class BlockTraining(FeatureTraining):
     def step_logits(self, number: int, hidden: Float[Tensor, "N D_R"]) -> Float[Tensor, "N W"]:
         network = self.drafter.network
         normed, before = hidden.split((network.settings.hidden_size, network.settings.markov_rank), dim=-1)
-        scores: Tensor = network.output(normed) + network.bias(before)
-        return scores
+        return network.output(normed) + network.bias(before)
 
     def step_losses(
         self, number: int, hidden: Float[Tensor, "N D_R"], log_probs: Float[Tensor, "N W"], labels: Int[Tensor, "N"]
@@ -152,5 +151,4 @@ def blocks(
         output = (theirs.flatten(2, 3) @ old_values).unflatten(2, (-1, len(places)))
         return (output + (ours.unflatten(3, (-1, size)) @ values).flatten(3, 4)).flatten(1, 2)
 
-    hidden: Tensor = network(embedded, places[None], attend)
-    return hidden.unflatten(1, (-1, size))
+    return network(embedded, places[None], attend).unflatten(1, (-1, size))

@@ -133,8 +133,7 @@ class DistillationTraining(SpeculativeTraining):
     @property
     def draft_vocabulary(self) -> DraftVocabulary | None:
         """The reduced vocabulary of the draft; None where it has the target's."""
-        found: DraftVocabulary | None = getattr(self.drafter, "draft_vocabulary", None)
-        return found
+        return getattr(self.drafter, "draft_vocabulary", None)
 
     def loss_weights(self, num_steps: int) -> list[float]:
         """The weights of that many draft steps in a training step's loss."""

@@ -167,8 +167,7 @@ class ExitHeadTraining(DistillationTraining):
         return [DraftStep(outputs.features[self.drafter.exit_layer - 1][:, :-1], 1)]
 
     def step_logits(self, number: int, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N W"]:
-        logits: Tensor = self.head(hidden)
-        return logits
+        return self.head(hidden)
 
 
 class MultiTokenTraining(DistillationTraining):

@@ -33,8 +33,7 @@ class FeatureTraining(DistillationTraining):
     first_round = False
 
     def layers(self) -> Sequence[int]:
-        layers: Sequence[int] = cast(Any, self.drafter).settings.feature_layers
-        return layers
+        return cast(Any, self.drafter).settings.feature_layers
 
     @torch.no_grad()
     def init_from_target(self) -> None:
@@ -177,8 +176,7 @@ def _attend_in_rounds(
     seen = (distances >= step) & (distances < (num_entries if window is None else window))
     if step == 0:
         return attention(queries, all_keys[0], all_values[0], seen[None])
-    oldest = 1 if window is None else max(1, step - window + 1)
-    later = range(oldest, step + 1)
+    later = range(1 if window is None else max(1, step - window + 1), step + 1)
     keys = [all_keys[0], *(_shifted(all_keys[i], step - i) for i in later)]
     values = [all_values[0], *(_shifted(all_values[i], step - i) for i in later)]
     # Attention to the first keys where `seen` says so, and to one entry of each later step at the same place.

@@ -64,8 +64,7 @@ class EarlyExitTraining(SpeculativeTraining):
         self.exit_layer, self.num_layers = exit_layer, cast("HuggingFaceLM", target).stack.num_layers
         weights = [1.0] * self.num_layers if exit_weights is None else list(exit_weights)
         self.exit_weights = [require_number("exit_weights", weight, low=0.0) for weight in weights]
-        drafts = len(weights) == self.num_layers and weights[exit_layer - 1] and weights[-1]
-        if not drafts:
+        if not (len(weights) == self.num_layers and weights[exit_layer - 1] and weights[-1]):
             raise ValueError(
                 f"exit_weights must be {self.num_layers} numbers, one for each layer, above 0 for exit {exit_layer} "
                 f"and the model itself, got {weights}"
