@@ -157,13 +157,9 @@ class BlockDrafter(FeatureDrafter):
     is hardly ever kept ends the window. All places are computed whatever the window, which changes no distribution.
     """
 
-    Settings = BlockSettings
+    Settings, Network = BlockSettings, BlockNetwork
     settings: BlockSettings
     network: BlockNetwork
-
-    def __init__(self, *values: Any, sampling: Sampling | None = None, **settings: Any) -> None:
-        super().__init__(*values, sampling=sampling, **settings)
-        self.network = BlockNetwork(self.settings, self.num_tokens)
 
     @property
     def max_draft_tokens(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -93,9 +93,13 @@ class FeatureDrafter(TrainedDrafter, ABC):
     A row's first round has no draft: the target has not read anything yet.
     """
 
+    Network: ClassVar[type[Any]]
     settings: Any
-    network: Any
     free = "min_confidence"
+
+    def __init__(self, *values: Any, **settings: Any) -> None:
+        super().__init__(*values, **settings)
+        self.network: Any = self.Network(self.settings, self.num_tokens)
 
     def fused(self, target: LanguageModel | None = None) -> Any:
         return self.packed("network")
@@ -127,12 +131,9 @@ class EagleDrafter(FeatureDrafter):
     a reduced vocabulary; here one path of tokens instead of a tree.
     """
 
-    Settings = EagleSettings
+    Settings, Network = EagleSettings, EagleNetwork
     settings: EagleSettings
-
-    def __init__(self, *values: Any, sampling: Sampling | None = None, **settings: Any) -> None:
-        super().__init__(*values, sampling=sampling, **settings)
-        self.network = EagleNetwork(self.settings, self.num_tokens)
+    network: EagleNetwork
 
     def fused(self, target: LanguageModel | None = None) -> EagleDrafter:
         if not runs_in_openvino(target, self.network.dtype):

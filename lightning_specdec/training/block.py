@@ -6,6 +6,7 @@ W tokens of the draft, H query heads that share G keys, E size of a head, N posi
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from lightning_specdec.drafters import BlockDrafter
 from lightning_specdec.drafters.block import BlockNetwork
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.draft_losses import TotalVariation
-from lightning_specdec.training.eagle import FeatureTraining, sizes
+from lightning_specdec.training.eagle import FeatureTraining
 from lightning_specdec.training.target_outputs import DraftStep, TargetOutputs
 
 if TYPE_CHECKING:
@@ -36,9 +37,7 @@ class BlockTraining(FeatureTraining):
         min_confidence: as of `BlockSettings`.
         anchor_stride: from one block's beginning to the next, the first at a place that changes with each step. Larger
             ones cost less of a step and learn less from it.
-        num_heads, num_key_heads, intermediate_size, attention_window, feature_norms, draft_vocabulary: as of
-            `EagleTraining`.
-        options: those of `DistillationTraining`.
+        options: those of `FeatureTraining` and `DistillationTraining`.
     """
 
     drafter: BlockDrafter
@@ -52,23 +51,14 @@ class BlockTraining(FeatureTraining):
         markov_rank: int = 64,
         min_confidence: float = 0.0,
         anchor_stride: int = 2,
-        num_heads: int | None = None,
-        num_key_heads: int | None = None,
-        intermediate_size: int | None = None,
-        attention_window: int | None = None,
         feature_norms: bool = False,
-        draft_vocabulary: int | None = None,
         num_draft_tokens: int = 4,
         **options: Any,
     ) -> None:
-        def make_drafter(target: LanguageModel) -> BlockDrafter:
-            given = sizes(target, num_heads, num_key_heads, intermediate_size)
-            given |= {"attention_window": attention_window, "feature_norms": feature_norms, "num_layers": num_layers}
-            given |= {"draft_vocabulary": draft_vocabulary, "block_size": block_size or num_draft_tokens}
-            return BlockDrafter(**given, markov_rank=markov_rank, min_confidence=min_confidence)
-
+        own = {"block_size": block_size or num_draft_tokens, "num_layers": num_layers, "markov_rank": markov_rank}
+        make = partial(BlockDrafter, **own, min_confidence=min_confidence)
         self.anchor_stride = require_int("anchor_stride", anchor_stride, 1)
-        super().__init__(make_drafter, target, num_draft_tokens=num_draft_tokens, **options)
+        super().__init__(make, target, feature_norms=feature_norms, num_draft_tokens=num_draft_tokens, **options)
         if (most := self.drafter.max_draft_tokens) < num_draft_tokens:
             raise ValueError(
                 f"a round cannot have {num_draft_tokens} draft tokens of a block of {most}: lower num_draft_tokens or "
@@ -103,9 +93,7 @@ class BlockTraining(FeatureTraining):
         normed, before = hidden.split((network.settings.hidden_size, network.settings.markov_rank), dim=-1)
         return network.output(normed) + network.bias(before)
 
-    def step_losses(
-        self, number: int, hidden: Float[Tensor, "N D_R"], log_probs: Float[Tensor, "N W"], labels: Int[Tensor, "N"]
-    ) -> Float[Tensor, "N"]:
+    def step_losses(self, number: int, hidden: Tensor, log_probs: Tensor, labels: Tensor) -> Float[Tensor, "N"]:
         """See `DistillationTraining`; and the cross-entropy of the chance that a draft token is kept, which changes the
         confidence head alone."""
         network = self.drafter.network
@@ -113,10 +101,9 @@ class BlockTraining(FeatureTraining):
         with torch.no_grad():
             kept = (1 - TotalVariation()(logits, log_probs, labels)).clamp(0, 1)
         normed, before = hidden.detach().split((network.settings.hidden_size, network.settings.markov_rank), dim=-1)
-        logit = network.confidence_logit(normed, before)
-        return self.loss(logits, log_probs, labels) + functional.binary_cross_entropy_with_logits(
-            logit.float(), kept, reduction="none"
-        )
+        confidence = network.confidence_logit(normed, before).float()
+        confidence_loss = functional.binary_cross_entropy_with_logits(confidence, kept, reduction="none")
+        return self.loss(logits, log_probs, labels) + confidence_loss
 
 
 def blocks(

@@ -6,8 +6,9 @@ that share G keys, E size of a head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 from lightning_specdec.data import Batch
 from lightning_specdec.drafters import EagleDrafter
+from lightning_specdec.drafters.eagle import FeatureDrafter
 from lightning_specdec.drafters.eagle_network import EagleNetwork, attention
 from lightning_specdec.drafters.heads import rows_of
 from lightning_specdec.models import LanguageModel
@@ -28,35 +30,73 @@ HEAD_SIZE = 64
 
 
 class FeatureTraining(DistillationTraining):
-    """Trains a draft over the target's hidden states."""
+    """Trains a draft over the target's hidden states.
+
+    Args:
+        make: the drafter's class, or a function with further arguments of it.
+        num_heads: attention heads; as many as make each 64 wide when None.
+        num_key_heads: key heads that they share; as many when None.
+        intermediate_size: width of the inner network; four times the hidden size when None.
+        attention_window: newest entries that the attention sees; all when None. With a window shorter than most
+            training texts, the draft works at any length.
+        feature_norms: as of the drafter's settings.
+        draft_vocabulary: size of the draft's vocabulary, the most frequent tokens of the training texts; the target's
+            vocabulary when None.
+        options: those of `DistillationTraining`.
+    """
 
     first_round = False
+    drafter: FeatureDrafter
+
+    def __init__(
+        self,
+        make: Callable[..., FeatureDrafter],
+        target: LanguageModel | None = None,
+        *,
+        num_heads: int | None = None,
+        num_key_heads: int | None = None,
+        intermediate_size: int | None = None,
+        attention_window: int | None = None,
+        feature_norms: bool = True,
+        draft_vocabulary: int | None = None,
+        **options: Any,
+    ) -> None:
+        def make_drafter(target: LanguageModel) -> FeatureDrafter:
+            size, num_layers = target.hidden_size or 0, target.num_layers or 1
+            heads = num_heads or max(1, size // HEAD_SIZE)
+            # EAGLE-3 reads the third layer, the middle one and the third last.
+            layers = {min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)}
+            return make(
+                feature_layers=sorted(layers),
+                hidden_size=size,
+                vocab_size=target.vocab_size,
+                num_heads=heads,
+                num_key_heads=num_key_heads or heads,
+                intermediate_size=intermediate_size or 4 * size,
+                attention_window=attention_window,
+                feature_norms=feature_norms,
+                draft_vocabulary=draft_vocabulary,
+            )
+
+        super().__init__(make_drafter, target, **options)
 
     def layers(self) -> Sequence[int]:
-        return cast(Any, self.drafter).settings.feature_layers
+        return self.drafter.settings.feature_layers
 
     @torch.no_grad()
     def init_from_target(self) -> None:
         """Copy the target's output head."""
-        network = cast(Any, self.drafter).network
-        network.output.weight.copy_(rows_of(self.target.output_weight, self.draft_vocabulary))
+        self.drafter.network.output.weight.copy_(rows_of(self.target.output_weight, self.draft_vocabulary))
 
 
 class EagleTraining(FeatureTraining):
     """Trains an `EagleDrafter` by training-time test (Li et al. 2025, "EAGLE-3", section 3).
 
     Args:
-        num_heads: attention heads; as many as make each 64 wide when None.
-        num_key_heads: key heads that they share; as many when None.
-        intermediate_size: width of the inner network; four times the hidden size when None.
-        attention_window: newest entries that the attention sees; all when None. With a window shorter than most
-            training texts, the draft works at any length.
-        feature_norms, norm_output: as of `EagleSettings`. Both are EAGLE-3.1; neither is plain EAGLE-3.
-        draft_vocabulary: size of the draft's vocabulary, the most frequent tokens of the training texts; the target's
-            vocabulary when None.
+        norm_output: as of `EagleSettings`. With `feature_norms` it makes EAGLE-3.1; without both it is plain EAGLE-3.
         random_lengths: whether a step's rollouts end early at random, each draft token being followed by another with
             probability `position_decay`. The expected loss is the same, at half the work for a decay of 0.6.
-        options: those of `DistillationTraining`.
+        options: those of `FeatureTraining` and `DistillationTraining`.
     """
 
     drafter: EagleDrafter
@@ -65,27 +105,12 @@ class EagleTraining(FeatureTraining):
         self,
         target: LanguageModel | None = None,
         *,
-        num_heads: int | None = None,
-        num_key_heads: int | None = None,
-        intermediate_size: int | None = None,
-        attention_window: int | None = None,
-        feature_norms: bool = True,
         norm_output: bool = False,
-        draft_vocabulary: int | None = None,
         random_lengths: bool = False,
         **options: Any,
     ) -> None:
-        def make_drafter(target: LanguageModel) -> EagleDrafter:
-            return EagleDrafter(
-                **sizes(target, num_heads, num_key_heads, intermediate_size),
-                attention_window=attention_window,
-                feature_norms=feature_norms,
-                norm_output=norm_output,
-                draft_vocabulary=draft_vocabulary,
-            )
-
         self.random_lengths = random_lengths
-        super().__init__(make_drafter, target, **options)
+        super().__init__(partial(EagleDrafter, norm_output=norm_output), target, **options)
 
     def loss_weights(self, num_steps: int) -> list[float]:
         if not (self.random_lengths and self.training):
@@ -109,24 +134,6 @@ class EagleTraining(FeatureTraining):
 
     def step_logits(self, number: int, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N W"]:
         return self.drafter.network.logits(hidden)
-
-
-def sizes(
-    target: LanguageModel, num_heads: int | None, num_key_heads: int | None, intermediate_size: int | None
-) -> dict[str, Any]:
-    """The sizes of a draft over a target's hidden states; those that are None follow from the target."""
-    size, num_layers = target.hidden_size or 0, target.num_layers or 1
-    heads = num_heads or max(1, size // HEAD_SIZE)
-    # EAGLE-3 reads the third layer, the middle one and the third last.
-    layers = {min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)}
-    return {
-        "feature_layers": sorted(layers),
-        "hidden_size": size,
-        "vocab_size": target.vocab_size,
-        "num_heads": heads,
-        "num_key_heads": num_key_heads or heads,
-        "intermediate_size": intermediate_size or 4 * size,
-    }
 
 
 def rollouts(
