@@ -105,9 +105,7 @@ class Eagle3Reference(Reference):
         scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
         return self._behind_attention(residual, scores, values, self.layer)
 
-    def logits(
-        self, states: Sequence[Float[Tensor, "T D"]], table: Float[Tensor, "V D"], text: Sequence[int], num_tokens: int
-    ) -> Float[Tensor, "K V"]:
+    def logits(self, states: Sequence[Tensor], table: Tensor, text: Sequence[int], num_tokens: int) -> Tensor:
         known = len(text) - num_tokens
         taps = [states[tap][: known - 1] for tap in self.taps]
         if self.config["fc_norm"]:
@@ -124,9 +122,7 @@ class Eagle3Reference(Reference):
 class DSparkReference(Reference):
     """A DSpark draft that samples from its anchor, with as many places as its block has."""
 
-    def logits(
-        self, states: Sequence[Float[Tensor, "T D"]], table: Float[Tensor, "V D"], text: Sequence[int], num_tokens: int
-    ) -> Float[Tensor, "K V"]:
+    def logits(self, states: Sequence[Tensor], table: Tensor, text: Sequence[int], num_tokens: int) -> Tensor:
         assert self.config["sample_from_anchor"] and not self.sizes["is_causal"]
         known, size = len(text) - num_tokens, self.config["block_size"]
         taps = [states[tap][: known - 1] for tap in self.config["aux_hidden_state_layer_ids"]]

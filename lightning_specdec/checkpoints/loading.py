@@ -16,13 +16,7 @@ from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.memory import peak_bytes, require_memory
 from lightning_specdec.config.models import MOST_SMALL, PairSource
 from lightning_specdec.config.pairs import get_pair
-from lightning_specdec.drafters import (
-    CrossVocabulary,
-    Drafter,
-    ModelDrafter,
-    NGramDrafter,
-    NGramWithFallback,
-)
+from lightning_specdec.drafters import CrossVocabulary, Drafter, ModelDrafter, NGramDrafter, NGramWithFallback
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.text.tokenizer import named_tokenizer
 

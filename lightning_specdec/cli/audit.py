@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from lightning_specdec.cli.common import counted, load, progress, set_up_logs
+from lightning_specdec.cli.common import counted, load, progress
 from lightning_specdec.cli.options import MeasureSettings, OutputSettings, Parser, PromptSettings, chosen
 from lightning_specdec.config.decoding import MAX_TOKENS, SamplingSettings
 from lightning_specdec.config.kinds import DRAFTERS, RULES
@@ -58,7 +58,6 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     """Check every draft, rule and sampling; 1 where something that should be lossless is not."""
-    set_up_logs(options)
     settings = chosen(options, AuditSettings)
     plain = [SamplingSettings(), SamplingSettings(1.0), SamplingSettings(0.7, top_p=0.9)]
     if settings.temperatures or any(each.name in options for each in setting_fields(SamplingSettings)):

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_specdec.cli.common import counted, log, progress, set_up_logs
+from lightning_specdec.cli.common import counted, log, progress
 from lightning_specdec.cli.options import Parser, UsageError, chosen
 from lightning_specdec.config.pairs import shipped_config
 from lightning_specdec.config.settings import Settings, setting
@@ -44,7 +44,6 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     """Measure what the flags say; 1 where a case failed or gave other tokens."""
-    set_up_logs(options)
     settings = chosen(options, BenchSettings)
     if not settings.config:
         raise UsageError("--config is missing: give a YAML file, for example configs/bench/rnn.yaml")

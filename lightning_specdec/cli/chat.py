@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from lightning_specdec.cli.common import load_decoder, set_up_logs
+from lightning_specdec.cli.common import load_decoder
 from lightning_specdec.cli.options import MeasureSettings, Parser, chosen, decoding, pair_source
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.config.terminal import say, short
@@ -48,7 +48,6 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     """Talk until the input ends: on a terminal with a prompt for each turn, otherwise one turn per line of stdin."""
-    set_up_logs(options)
     config, source = decoding(options), pair_source(options)
     decoder = load_decoder(options, source)
     from lightning_specdec.decoding.session import Conversation

@@ -15,7 +15,7 @@ from itertools import groupby, zip_longest
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
-from lightning_specdec.cli.common import counted, load, progress, set_up_logs
+from lightning_specdec.cli.common import counted, load, progress
 from lightning_specdec.cli.options import MeasureSettings, OutputSettings, Parser, PromptSettings, chosen, decoding
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.settings import setting
@@ -68,7 +68,6 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     """Decode with each method, measure, and print the answer, the outputs and the table."""
-    set_up_logs(options)
     settings, measure, config = chosen(options, DecodeSettings), chosen(options, MeasureSettings), decoding(options)
     loaded = load(options)
     _, decoder, texts, prompts = loaded
@@ -204,8 +203,7 @@ def _divergence(
     keys: dict[str, Any] = {"number": one.index, "sampling": Sampling.of(config), "seed": config.seed, "width": width}
     found = find_divergence(target, one.prompt, one.tokens, other.tokens, **keys)
     assert found is not None
-    dtype = str(next(target.parameters()).dtype).removeprefix("torch.")
-    cause = f"near-tie in {dtype}"
+    cause = f"near-tie in {str(next(target.parameters()).dtype).removeprefix('torch.')}"
     cause = cause if found.verdict == "tie" else f"NOT a {cause}: `lightning_specdec audit` looks closer"
     return f"token {found.position + 1}", cause
 

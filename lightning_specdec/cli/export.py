@@ -6,7 +6,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_specdec.cli.common import OWN_PROMPTS, counted, progress, set_up_logs
+from lightning_specdec.cli.common import OWN_PROMPTS, counted, progress
 from lightning_specdec.cli.options import Parser, UsageError, add_class, chosen, class_named
 from lightning_specdec.config.models import ENGINES, PairSource
 from lightning_specdec.config.settings import Settings, setting
@@ -43,7 +43,6 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     """Write the file."""
-    set_up_logs(options)
     if "ckpt" not in options and "draft" not in options:
         raise UsageError("--ckpt is missing: give a file, or a draft as --draft")
     if "output" not in options:
@@ -97,9 +96,8 @@ def _export_draft(settings: ExportSettings, options: Namespace) -> int:
     made = engines.export(
         output, loaded.drafter, target, settings.format, texts=texts, recipe=loaded.recipe, dtype=settings.dtype
     )
-    say(
-        f"{output}: {counted(made.num_compared, 'row')} of logits compared, off by {made.difference:.1e} of the largest"
-    )
+    compared = f"{counted(made.num_compared, 'row')} of logits compared"
+    say(f"{output}: {compared}, off by {made.difference:.1e} of the largest")
     if not made.loaded:
         say(f"not run in {settings.format} itself")
     for command in made.commands:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_specdec import __version__
-from lightning_specdec.cli.common import progress, set_up_logs
+from lightning_specdec.cli.common import progress
 from lightning_specdec.cli.options import OutputSettings, Parser, UsageError, add_class, chosen, class_named, model_flag
 from lightning_specdec.config.kinds import DRAFTERS
 from lightning_specdec.config.memory import available_bytes, gigabytes
@@ -41,7 +41,6 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     """Describe MODEL; 1 for a pair that does not fit this machine."""
-    set_up_logs(options)
     if "MODEL" in options:
         setattr(options, model_flag(options.MODEL), options.MODEL)
     elif "ckpt" not in options and "pair" not in options:

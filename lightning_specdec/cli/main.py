@@ -12,6 +12,7 @@ from importlib import import_module
 from types import ModuleType
 
 from lightning_specdec import __version__
+from lightning_specdec.cli.common import set_up_logs
 from lightning_specdec.cli.options import KINDS, Parser, UsageError, kind_help
 from lightning_specdec.config.settings import nearest
 from lightning_specdec.config.terminal import one_line, say
@@ -81,7 +82,9 @@ def _run(words: list[str]) -> int:
         if flag in [f"--{kind}.help" for kind in KINDS]:
             say(kind_help(flag, name))
             return 0
-    return module.run(make_parser(verb).read(rest))
+    options = make_parser(verb).read(rest)
+    set_up_logs(options)
+    return module.run(options)
 
 
 def _module(verb: str) -> ModuleType:

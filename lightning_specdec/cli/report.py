@@ -6,7 +6,6 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from lightning_specdec.cli.common import set_up_logs
 from lightning_specdec.cli.options import Parser
 from lightning_specdec.config.terminal import say
 
@@ -21,7 +20,6 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     """Write the report, and say the answer."""
-    set_up_logs(options)
     from lightning_specdec.bench.results import read
     from lightning_specdec.report.report import Report, write
 

@@ -9,7 +9,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightning_specdec.cli.common import counted, load, progress, set_up_logs
+from lightning_specdec.cli.common import counted, load, progress
 from lightning_specdec.cli.options import MeasureSettings, OutputSettings, Parser, PromptSettings, chosen, decoding
 from lightning_specdec.config.decoding import MAX_TOKENS
 from lightning_specdec.config.kinds import DRAFTERS, Choice
@@ -48,7 +48,6 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     """Measure every draft with every window; 1 where one failed or gave other tokens."""
-    set_up_logs(options)
     settings, measure = chosen(options, SweepSettings), chosen(options, MeasureSettings)
     config = decoding(options, num_draft_tokens=None)
     loaded = load(options, num_own=settings.num_prompts)
@@ -96,12 +95,8 @@ def run(options: Namespace) -> int:
         say(f"\n{command if faster else 'nothing here is faster than standard decoding'}\n" if command else "")
         say(f"{counted(len(prompts), 'prompt')}, batch size {measure.batch_size}, {made_on(made)}")
     if interrupted:
-        say(
-            "interrupted: what is above was measured by then"
-            if measured
-            else "interrupted before anything was measured",
-            file=sys.stderr,
-        )
+        how_far = ": what is above was measured by then" if measured else " before anything was measured"
+        say(f"interrupted{how_far}", file=sys.stderr)
         return 130
     return int(any(row.error or row.same_tokens is False for row in measured))
 

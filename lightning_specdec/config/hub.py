@@ -62,15 +62,11 @@ def _snapshot(name: str, revision: str | None, patterns: Sequence[str], *, offli
     from huggingface_hub import errors, snapshot_download
 
     try:
-        return Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                endpoint=os.environ.get("HF_ENDPOINT"),
-                allow_patterns=list(patterns),
-                local_files_only=offline,
-            )
+        endpoint = os.environ.get("HF_ENDPOINT")
+        found = snapshot_download(
+            name, revision=revision, endpoint=endpoint, allow_patterns=list(patterns), local_files_only=offline
         )
+        return Path(found)
     except (errors.HFValidationError, errors.HTTPError, OSError) as error:
         cause = one_line(error.__cause__ or error)[:300]
         raise ValueError(

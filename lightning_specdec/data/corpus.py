@@ -20,7 +20,6 @@ FORMAT = 1
 _SAME = ("vocab_size", "target", "tokenizer", "arguments", "data", "num_prompts", "prompts_sha256")
 """What two runs into one directory must have in common."""
 _TYPES: dict[str, type] = {"vocab_size": int, "target": dict, "tokenizer": dict, "num_shards": int}
-_ARRAYS = ("starts", "prompt_lengths", "prompt_numbers", "temperatures")
 
 
 class GeneratedRow(NamedTuple):
@@ -78,14 +77,13 @@ class Shard:
             raise FileNotFoundError(f"{path} is missing: run `lightning_specdec generate` again, which writes it")
         try:
             arrays = load_file(path)
-            self.starts, self.prompt_lengths, self.prompt_numbers, self.temperatures = (
-                arrays[name] for name in _ARRAYS
-            )
-            self._tokens = tokens = arrays["tokens"]
+            self.starts, self._tokens = arrays["starts"], arrays["tokens"]
+            self.prompt_lengths, self.prompt_numbers = arrays["prompt_lengths"], arrays["prompt_numbers"]
+            self.temperatures = arrays["temperatures"]
             sizes = np.diff(self.starts)
-            if self.starts[0] or self.starts[-1] != len(tokens) or (sizes <= self.prompt_lengths).any():
+            if self.starts[0] or self.starts[-1] != len(self._tokens) or (sizes <= self.prompt_lengths).any():
                 raise ValueError("its rows do not fit its tokens")
-            if (self.prompt_lengths < 1).any() or tokens.max(initial=0) >= vocab_size:
+            if (self.prompt_lengths < 1).any() or self._tokens.max(initial=0) >= vocab_size:
                 raise ValueError("it holds rows that cannot have been generated")
         except (ValueError, LookupError, OSError, SafetensorError) as error:
             remedy = "delete it and run `lightning_specdec generate` again, which writes it anew"

@@ -98,8 +98,7 @@ class FeatureNetwork(nn.Module):
         states = [each.to(self.dtype) for each in hidden]
         if self.settings.feature_norms:
             states = [norm(each) for norm, each in zip(self.layer_norms, states, strict=True)]
-        joined: Tensor = self.join(torch.cat(states, dim=-1))
-        return joined.to(self.dtype)  # which autocast may have left in another type
+        return self.join(torch.cat(states, dim=-1)).to(self.dtype)  # autocast may have left it in another type
 
     def joined(self, hidden: Float[Tensor, "B T FD"]) -> Float[Tensor, "B T D"]:
         """As `features`, from hidden states that lie side by side."""

@@ -78,8 +78,7 @@ class _Roll(nn.Module):
     ) -> tuple[Int[Tensor, "B _"], Float[Tensor, "B _"]]:
         """The tokens, and how likely each is."""
         network, attend = self.network, partial(self.attention, window=self.network.attention_window)
-        tokens: list[Tensor] = []
-        chances: list[Tensor] = []
+        tokens, chances = list[Tensor](), list[Tensor]()
         hidden = network.layer(embedded, network.joined(features), positions, attend).index_select(0, scored)
         positions = positions.index_select(0, scored)
         for i in range(ROLLED):

@@ -177,8 +177,6 @@ class _LossyRule(AcceptanceRule):
 
 @dataclass(frozen=True)
 class EpsilonSettings(BaseSettings):
-    """Settings of `EpsilonThreshold`."""
-
     epsilon: float = setting(0.1, "largest difference of probability that counts as agreement", above=0, maximum=1)
 
 
@@ -202,8 +200,6 @@ class EpsilonThreshold(_LossyRule):
 
 @dataclass(frozen=True)
 class TypicalSettings(BaseSettings):
-    """Settings of `TypicalAcceptance`."""
-
     epsilon: float = setting(0.09, "probability that is always enough", above=0, maximum=1)
     delta: float = setting(0.3, "scale of the threshold that depends on the entropy", above=0, maximum=1)
 

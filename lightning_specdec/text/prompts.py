@@ -103,10 +103,8 @@ def _read_row(row: Any, where: str, stem: str, number: int) -> Prompt:
     if not isinstance(row, dict | str):
         raise ValueError(f"{where}: this is not a JSON object: write one on each line")
     row = {"prompt": row} if isinstance(row, str) else {key: value for key, value in row.items() if value is not None}
-    domain, name = (
-        row.get("domain", row.get("category", stem)),
-        row.get("id", f"{stem}-{row.get('question_id', number)}"),
-    )
+    domain = row.get("domain", row.get("category", stem))
+    name = row.get("id", f"{stem}-{row.get('question_id', number)}")
     for key, value in (("domain", domain), ("id", name)):
         if not isinstance(value, str) or not value.isprintable() or not value.strip():
             raise ValueError(f'{where}: "{key}" must be a name, got {value!r}')

@@ -64,11 +64,9 @@ class DecodeHeldOut(Callback):
         """The figures by name: each prompt by itself, both methods in turn; the first once more beforehand, untimed."""
         given: Any = {"max_new_tokens": self.max_new_tokens}
         drafted, standard, prompts = [], [], self._prompts(trainer)
+        pair, window = (module.target, module.drafter), module.num_draft_tokens
         for prompt in (prompts[0], *prompts):
-            window = module.num_draft_tokens
-            drafted.append(
-                speculative_decode(module.target, module.drafter, [prompt], num_draft_tokens=window, **given)
-            )
+            drafted.append(speculative_decode(*pair, [prompt], num_draft_tokens=window, **given))
             standard.append(autoregressive_decode(module.target, [prompt], **given))
         self._show(trainer, [(one.rows[0], two.rows[0]) for one, two in zip(standard[1:], drafted[1:], strict=True)])
         result = merge_results(drafted[1:])

@@ -109,9 +109,9 @@ class DistillationTraining(SpeculativeTraining):
         self.target.requires_grad_(not freeze_target)
         self.train()
 
-    @abstractmethod
     def layers(self) -> Sequence[int]:
-        """The target's layers whose hidden states are read."""
+        """The target's layers whose hidden states are read: those that the drafter reads."""
+        return self.drafter.features(self.target)
 
     @abstractmethod
     def draft_steps(self, batch: Batch, outputs: TargetOutputs) -> list[DraftStep]:

@@ -91,9 +91,6 @@ class DistilledModelTraining(DistillationTraining):
             part.requires_grad_(False)
         return draft
 
-    def layers(self) -> Sequence[int]:
-        return ()
-
     def draft_steps(self, batch: Batch, outputs: TargetOutputs) -> list[DraftStep]:
         model = self.drafter.model
         last = (model.num_layers or 0) - 1
@@ -219,9 +216,6 @@ class MultiTokenTraining(DistillationTraining):
 
     def loss_weights(self, num_steps: int) -> list[float]:
         return super().loss_weights(num_steps) if self.freeze_target else [1.0] * num_steps
-
-    def layers(self) -> Sequence[int]:
-        return self.drafter.features(self.target)
 
     def init_from_target(self) -> None:
         """Copy the target's output head into each head."""

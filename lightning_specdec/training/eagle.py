@@ -80,9 +80,6 @@ class FeatureTraining(DistillationTraining):
 
         super().__init__(make_drafter, target, **options)
 
-    def layers(self) -> Sequence[int]:
-        return self.drafter.settings.feature_layers
-
     @torch.no_grad()
     def init_from_target(self) -> None:
         """Copy the target's output head."""

@@ -122,13 +122,7 @@ class OfflineFeatures(OnlineFeatures):
 
     @torch.no_grad()
     def read(
-        self,
-        target: LanguageModel,
-        batch: Batch,
-        split: str,
-        *,
-        layers: Sequence[int],
-        tokens: Int[Tensor, "W"] | None,
+        self, target: LanguageModel, batch: Batch, split: str, *, layers: Sequence[int], tokens: Tensor | None
     ) -> TargetOutputs:
         device = batch.tokens.device
         dtype = next(weight.dtype for weight in target.parameters() if weight.is_floating_point())

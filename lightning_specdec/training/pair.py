@@ -5,7 +5,6 @@ Shapes: B rows, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -57,8 +56,7 @@ class PairTraining(SpeculativeTraining):
         several: dict[str, Drafter] = {name: drafters[name] for name in self.names}
         if stage_windows is not None:
             several = {STAGED: StagedDrafter(list(drafters.values()), stage_windows=stage_windows), **several}
-        named: Drafter | Mapping[str, Drafter] = several if draft is None else drafters["draft"]
-        super().__init__(target, named, **options)
+        super().__init__(target, several if draft is None else drafters["draft"], **options)
 
     def new_metrics(self) -> RoundMetrics:
         prefixes = self.prefixes()
