@@ -292,12 +292,7 @@ class SpeculativeDecoder:
         return AdaptiveWindow(load_or_measure(*self.ready(), config, batch_size=batch_size))
 
     def decode(
-        self,
-        prompts: TextPrompts,
-        config: Config = None,
-        *,
-        indices: Sequence[int] | None = None,
-        **changes: Any,
+        self, prompts: TextPrompts, config: Config = None, *, indices: Sequence[int] | None = None, **changes: Any
     ) -> DecodeResult:
         """Decode speculatively. Returns the new tokens, their text if there is a tokenizer, counts and seconds.
 
@@ -314,12 +309,7 @@ class SpeculativeDecoder:
         return self._with_text(run(self.session(prompts, config, indices=indices, **changes)))
 
     def decode_standard(
-        self,
-        prompts: TextPrompts,
-        config: Config = None,
-        *,
-        indices: Sequence[int] | None = None,
-        **changes: Any,
+        self, prompts: TextPrompts, config: Config = None, *, indices: Sequence[int] | None = None, **changes: Any
     ) -> DecodeResult:
         """Decode with the target alone, one call per token: the baseline. Arguments and errors as of `decode`."""
         config, tokens = self.config(config, **changes), self._tokens(prompts)

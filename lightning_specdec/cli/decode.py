@@ -229,7 +229,7 @@ def outputs(
     every = list(zip_longest(standard.rows if standard else [], speculative.rows if speculative else []))
     for plain, drafted in every[:most]:
         row = drafted or plain
-        prompt = texts[row.index] or (tokenizer.decode(row.prompt) if tokenizer else _joined(row.prompt))
+        prompt = texts[row.index] or (tokenizer.decode(row.prompt) if tokenizer else " ".join(map(str, row.prompt)))
         lines += [f"prompt {row.index}: {short(visible(' '.join(prompt.split())), MOST_SHOWN)}", _shown(row)]
         if drafted is not None and drafted.rounds:
             lines += ["  marked", _block(_marked(drafted, tokenizer, colour))]
@@ -249,11 +249,7 @@ def outputs(
 
 
 def _shown(row: RowResult) -> str:
-    return _block(_joined(row.tokens) if row.text is None else visible(row.text))
-
-
-def _joined(tokens: Sequence[int]) -> str:
-    return " ".join(map(str, tokens))
+    return _block(" ".join(map(str, row.tokens)) if row.text is None else visible(row.text))
 
 
 def _block(text: str) -> str:

@@ -160,9 +160,7 @@ class EagleNetwork(FeatureNetwork):
 
     def fed_back(self, hidden: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
         """The next entry's feature where the target has not been: the layer's output, normalized in EAGLE-3.1."""
-        if not self.settings.norm_output:
-            return hidden
-        return self.output_norm(hidden)
+        return self.output_norm(hidden) if self.settings.norm_output else hidden
 
 
 def attention(

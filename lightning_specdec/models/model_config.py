@@ -77,9 +77,7 @@ def read_config(name: str, path: Path, trust_remote_code: bool) -> PreTrainedCon
 
     check_directory(str(path))
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            path, local_files_only=True, trust_remote_code=trust_remote_code
-        )
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except FOREIGN as error:
         if "trust_remote_code=True" in str(error):
             raise ValueError(
@@ -87,7 +85,6 @@ def read_config(name: str, path: Path, trust_remote_code: bool) -> PreTrainedCon
                 "--trust_remote_code (trust_remote_code=True)"
             ) from error
         raise ValueError(f"{path}/config.json describes no model: {first_line(error)}") from error
-    return config
 
 
 def to_config(values: Mapping[str, Any]) -> PreTrainedConfig:
@@ -115,10 +112,9 @@ def to_config(values: Mapping[str, Any]) -> PreTrainedConfig:
     # No token is special that the values do not name.
     none = {field.name: None for field in fields(family) if field.name in _SPECIAL and "None" in str(field.type)}
     try:
-        config: PreTrainedConfig = family(**{**none, **given})
+        return family(**{**none, **given})
     except FOREIGN as error:
         raise ValueError(f"this is not the config of a {kind!r} model: {first_line(error)}") from error
-    return config
 
 
 def to_values(config: PreTrainedConfig) -> dict[str, Any]:

@@ -206,9 +206,7 @@ def given_target(
 
 def stored_elsewhere(target: LanguageModel) -> TargetReference | None:
     """The reference to a frozen target with weight files of its own, which a checkpoint need not contain; else None."""
-    if target.origin is None or is_trained(target):
-        return None
-    return TargetReference.of(target)
+    return None if target.origin is None or is_trained(target) else TargetReference.of(target)
 
 
 def check_same_tokens(source: str, vocab_size: int, tokenizer: str | None, data: TokenData) -> None:
