@@ -113,14 +113,14 @@ def prompts(batch: int, vocab_size: int, length: int = 64) -> list[list[int]]:
     return torch.randint(vocab_size, (batch, length), generator=generator).tolist()
 
 
-def calls() -> dict[str, Any]:
+def calls(quick: bool) -> dict[str, Any]:
     """Standard decoding of random models of a billion parameters: unchanged, recorded, and recorded and compiled."""
     rate = read_rate()
     rows: list[dict[str, Any]] = []
-    for name, sizes in SHAPES.items():
+    for name, sizes in list(SHAPES.items())[: 1 if quick else None]:
         vocab_size = VOCABULARY[sizes["hidden_size"]]
         model = llama(**sizes, vocab_size=vocab_size)
-        for form in FORMS:
+        for form in FORMS[2:] if quick else FORMS:
             target = model if form == "eager" else model.packed()
             compile_seconds = compile_layers(target) if "compiled" in form else 0.0
             for batch in BATCHES[:1] if form == "eager" else BATCHES:
@@ -146,7 +146,7 @@ def calls() -> dict[str, Any]:
     return {"read_bytes_per_second": rate, "rows": rows}
 
 
-def rounds() -> list[dict[str, Any]]:
+def rounds(quick: bool) -> list[dict[str, Any]]:
     """Time of a round outside draft and target, and its transfers between host and device."""
     sizes = SHAPES["16 layers of 2048 (as Llama 3.2 1B)"]
     target = llama(**sizes, vocab_size=32000).packed()
@@ -161,9 +161,10 @@ def rounds() -> list[dict[str, Any]]:
     drafters: dict[str, Drafter] = {
         "early exit": EarlyExitDrafter(2),
         "heads": MultiTokenDrafter(4, draft_vocabulary=list(range(8000)), **more),
-        "model": ModelDrafter(llama(**{**sizes, "num_hidden_layers": 2}, vocab_size=32000).packed()),
-        "autoregressive head": EagleDrafter([2, 8, 14], **more, **eagle),
     }
+    if not quick:
+        drafters["model"] = ModelDrafter(llama(**{**sizes, "num_hidden_layers": 2}, vocab_size=32000).packed())
+        drafters["autoregressive head"] = EagleDrafter([2, 8, 14], **more, **eagle)
     rows: list[dict[str, Any]] = []
     for name, drafter in drafters.items():
         drafter = drafter.to("cuda", torch.bfloat16).eval()
@@ -239,7 +240,7 @@ def train(minutes: float, directory: Path) -> dict[str, Any]:
         config["data"]["init_args"] |= {
             "paths": str(site / TEXT),
             "length": 513,
-            "batch_size": 32,
+            "batch_size": 64,
             "num_train": 65536,
             "num_val": 64,
         }
@@ -292,28 +293,34 @@ def identity(directory: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name in TRAINED:
         decoder, target, drafter = _trained(name, directory, torch.float32)
-        for batch in (1, 8):
-            groups = [decoder.prompts[i : i + batch] for i in range(0, 8, batch)]
-            for sampled, sampling in SAMPLINGS.items():
-                row = _compare(target, drafter, groups, sampling, 4, passes=1)
-                kept = {key: row[key] for key in ("same_output", "num_prompts", "block_efficiency")}
-                rows.append({"draft": name, "batch": batch, "sampling": sampled, **kept})
-                _show(rows[-1])
+        for sampled, sampling in SAMPLINGS.items():
+            row = _compare(target, drafter, [decoder.prompts[:8]], sampling, 4, passes=1)
+            kept = {key: row[key] for key in ("same_output", "num_prompts", "block_efficiency")}
+            rows.append({"draft": name, "batch": 8, "sampling": sampled, **kept})
+            _show(rows[-1])
     return rows
 
 
-def decode(directory: Path, keep: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
-    """Compare the trained pairs with standard decoding on held-out text, both recorded and compiled."""
+def decode(
+    directory: Path, passes: int, seconds: float, keep: Callable[[list[dict[str, Any]]], None]
+) -> list[dict[str, Any]]:
+    """Compare the trained pairs with standard decoding on held-out text, both recorded and compiled.
+
+    No comparison begins after so many seconds."""
+    started = time.perf_counter()
     rows: list[dict[str, Any]] = []
     pairs = {name: _trained(name, directory, torch.bfloat16) for name in TRAINED}
     for _, target, _ in pairs.values():
         compile_layers(target)
     settings: list[tuple[str, int, str, int, int | str]] = []
-    for batch in BATCHES:
-        settings += [(name, batch, sampled, 2, 4) for sampled in SAMPLINGS for name in TRAINED]
-    settings += [("early_exit", 1, "greedy", layer, window) for layer, window in ((1, 4), (3, 4), (2, 6), (3, 6))]
-    settings += [(name, batch, sampled, 2, "auto") for batch in BATCHES for sampled in SAMPLINGS for name in TRAINED]
+    for sampled in SAMPLINGS:
+        for window in (4, "auto"):
+            settings += [(name, batch, sampled, 2, window) for batch in BATCHES for name in TRAINED]
+    settings += [("early_exit", 1, "greedy", layer, window) for layer, window in ((1, 4), (3, 4), (2, 6))]
     for name, batch, sampled, layer, window in settings:
+        if time.perf_counter() - started > seconds:
+            _show({"left_out": (name, batch, sampled, layer, window)})
+            continue
         decoder, target, drafter = pairs[name]
         drafter = drafter.at(layer) if name == "early_exit" else drafter
         label = f"exit after layer {layer} of {LAYERS}" if name == "early_exit" else "4 heads"
@@ -322,7 +329,8 @@ def decode(directory: Path, keep: Callable[[list[dict[str, Any]]], None]) -> lis
         sampling, costs = SAMPLINGS[sampled], None
         if window == "auto":
             costs = load_or_measure(target, drafter, batch_size=batch, sampling=sampling)
-        row = _compare(target, drafter, groups, sampling, window if costs is None else AdaptiveWindow(costs))
+        chosen_window = window if costs is None else AdaptiveWindow(costs)
+        row = _compare(target, drafter, groups, sampling, chosen_window, passes=passes)
         setting = {"draft": label, "batch": batch, "sampling": sampled, "window": window}
         if costs is not None:
             setting["calibration"] = costs.to_dict()
@@ -338,7 +346,7 @@ def _compare(
     groups: Sequence[list[list[int]]],
     sampling: Sampling,
     window: Any,
-    passes: int = PASSES,
+    passes: int,
 ) -> dict[str, Any]:
     """Alternate standard and speculative decoding over the same prompts, after one uncounted pass of each, in which
     everything is recorded and compiled."""
@@ -393,6 +401,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=4.0, help="training time of the two models, side by side")
     parser.add_argument("--directory", type=Path, help="directory of the trained models (default: a temporary one)")
     parser.add_argument("--output", type=Path, help="file for what is measured")
+    parser.add_argument("--quick", action="store_true", help="fewer passes, one model and one form of calls")
+    parser.add_argument("--decode_seconds", type=float, default=float("inf"), help="time after which decode ends")
     parser.add_argument("--batch", type=int, default=1, help="of warm")
     parser.add_argument("--shape", choices=("small", "large"), default="small", help="of warm")
     options = parser.parse_args()
@@ -402,9 +412,8 @@ def main() -> None:
         parser.error("--output is missing")
     directory = options.directory or Path(tempfile.mkdtemp())
     directory.mkdir(parents=True, exist_ok=True)
-    made: dict[str, Any] = {
-        "manifest": manifest(options={"parts": options.parts, "minutes": options.minutes}, device=torch.device("cuda"))
-    }
+    chosen = {"parts": options.parts, "minutes": options.minutes, "quick": options.quick}
+    made: dict[str, Any] = {"manifest": manifest(options=chosen, device=torch.device("cuda"))}
 
     def keep(part: str, rows: Any) -> None:
         made[part] = rows
@@ -412,10 +421,12 @@ def main() -> None:
 
     parts: dict[str, Callable[[], Any]] = {
         "train": lambda: train(options.minutes, directory),
-        "decode": lambda: decode(directory, lambda rows: keep("decode", rows)),
+        "decode": lambda: decode(
+            directory, 2 if options.quick else PASSES, options.decode_seconds, lambda rows: keep("decode", rows)
+        ),
         "identity": lambda: identity(directory),
-        "calls": calls,
-        "rounds": rounds,
+        "calls": lambda: calls(options.quick),
+        "rounds": lambda: rounds(options.quick),
     }
     for part in options.parts:
         keep(part, parts[part]())

@@ -173,7 +173,7 @@ def test_a_round_in_full_swing_uploads_nothing_and_reads_once(name: str, monkeyp
 
 
 def test_adaptive_windows_run_ahead_where_rows_share_them() -> None:
-    costs = Calibration((1, 2, 3), (1.0, 1.05, 1.1), (0.1, 0.1, 0.1), 0.1, 0.1, 0.01)
+    costs = Calibration((1, 2, 5), (1.0, 1.05, 1.1), (0.1, 0.1, 0.1), 0.1, 0.1, 0.01)
     options: dict[str, Any] = {"max_length": 90, "num_draft_tokens": AdaptiveWindow(costs)}
     target, drafter = cases.target("llama"), cases.drafter("near", "llama")
     plain = autoregressive_decode(target, cases.PROMPTS, max_new_tokens=40)
@@ -186,6 +186,9 @@ def test_adaptive_windows_run_ahead_where_rows_share_them() -> None:
             session.step()
         assert (session.num_ahead > 0) == ahead
         if ahead:
+            buffers: Any = session._batch.graphs._buffers  # type: ignore[union-attr]
+            widths = {shape[1] for what, shape, _ in buffers if what == "tokens"}
+            assert widths <= {2, 5}, "calls were recorded for a window that was not measured"
             assert [row.result().tokens for row in rows] == [row.tokens for row in plain.rows]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import cases
 import pytest
 import torch
+from families import placed
 
 from lightning_specdec.checkpoints.checkpoint import load, save
 from lightning_specdec.config.kinds import DRAFTERS
@@ -177,8 +178,8 @@ def test_a_file_keeps_a_drafter_with_all_its_parts(name: str, tmp_path: Path) ->
     save(tmp_path / "pair.safetensors", target, drafter)
     loaded = load(tmp_path / "pair.safetensors")
     assert type(loaded.drafter) is type(drafter)
-    drafters = drafter, loaded.drafter
-    results = [speculative_decode(loaded.target, each, cases.PROMPTS, max_new_tokens=9) for each in drafters]
+    model, drafters = placed(loaded.target), (drafter, placed(loaded.drafter))
+    results = [speculative_decode(model, each, cases.PROMPTS, max_new_tokens=9) for each in drafters]
     assert [row.rounds for row in results[0].rows] == [row.rounds for row in results[1].rows]
 
 

@@ -31,7 +31,7 @@ def block(
         if drafter.network.markov_output is not None:
             nn.init.normal_(drafter.network.markov_output.weight)
         nn.init.normal_(drafter.network.confidence.weight, std=0.2)
-    return drafter.eval()
+    return drafter.to(target.device).eval()
 
 
 def fitted_block(target: LanguageModel, *, num_steps: int = 30, **more: Any) -> BlockDrafter:

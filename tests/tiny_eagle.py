@@ -25,16 +25,20 @@ def eagle(
     assert target.hidden_size is not None and target.num_layers is not None
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        return EagleDrafter(
-            layers or list(range(target.num_layers)),
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            num_heads=2,
-            num_key_heads=1,
-            intermediate_size=16,
-            draft_vocabulary=draft_vocabulary,
-            **more,
-        ).eval()
+        return (
+            EagleDrafter(
+                layers or list(range(target.num_layers)),
+                hidden_size=target.hidden_size,
+                vocab_size=target.vocab_size,
+                num_heads=2,
+                num_key_heads=1,
+                intermediate_size=16,
+                draft_vocabulary=draft_vocabulary,
+                **more,
+            )
+            .to(target.device)
+            .eval()
+        )
 
 
 def fitted_eagle(target: LanguageModel, *, reduced: bool = False, num_steps: int = 30, **more: Any) -> EagleDrafter:

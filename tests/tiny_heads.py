@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from families import tiny
+from families import placed, tiny
 from torch import Tensor, nn
 
 from lightning_specdec.decoding import autoregressive_decode
@@ -49,7 +49,7 @@ def family(name: str) -> HuggingFaceLM:
 
 
 def small(**arguments: Any) -> MultiTokenDrafter:
-    return MultiTokenDrafter(**{"num_heads": 2, "hidden_size": 4, "vocab_size": 7, **arguments})
+    return placed(MultiTokenDrafter(**{"num_heads": 2, "hidden_size": 4, "vocab_size": 7, **arguments}))
 
 
 @functools.cache
@@ -102,7 +102,7 @@ def _heads(target: LanguageModel, num_heads: int, reduced: bool, num_steps: int)
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
             draft_vocabulary=some_tokens(target.vocab_size) if reduced else None,
-        )
+        ).to(target.device)
     try:
         drafter.check_target(target)
     except ValueError:

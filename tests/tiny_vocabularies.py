@@ -38,11 +38,12 @@ class Renamed(LanguageModel):
 
     def __init__(self, model: LanguageModel, vocabulary: Vocabulary) -> None:
         super().__init__()
+        self.tokens: Tensor
         self.model, self.vocab_size = model, len(vocabulary)
         self.vocabulary: Vocabulary = vocabulary
         pieces = [piece or b"a" for piece in vocabulary.token_bytes]
-        self.tokens = torch.tensor([piece[0] - ord("a") for piece in pieces])
-        self.bonus = torch.tensor([30.0 * (len(piece) > 1) for piece in pieces])
+        self.register_buffer("tokens", torch.tensor([piece[0] - ord("a") for piece in pieces]), persistent=False)
+        self.register_buffer("bonus", torch.tensor([30.0 * (len(piece) > 1) for piece in pieces]), persistent=False)
 
     def init_state(self, batch_size: int, max_length: int) -> DecodeState:
         return self.model.init_state(batch_size, max_length)

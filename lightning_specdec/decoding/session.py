@@ -31,7 +31,7 @@ from lightning_specdec.decoding.rows import (
 )
 from lightning_specdec.decoding.timing import PhaseTimer, peak_memory_bytes
 from lightning_specdec.decoding.verification import Verification
-from lightning_specdec.decoding.windows import FixedWindow, as_window
+from lightning_specdec.decoding.windows import as_window
 from lightning_specdec.drafters import Draft, Drafter, DraftRequest, last_two
 from lightning_specdec.drafters.base import DeviceRound
 from lightning_specdec.drafters.layout import pad, with_draft_tokens
@@ -105,6 +105,8 @@ class Session:
         seed = config.seed if noisy else None
         self._batch = Batch(target, drafter, batch_size=batch_size, num_slots=num_slots, seed=seed)
         self._verification = Verification(self.rule, self.sampling, target.vocab_size, logprobs=config.logprobs)
+        if self._batch.graphs is not None:
+            self._plan.keep_to_measured()
         self._features = tuple(drafter.features(target))
 
     @property
@@ -208,8 +210,8 @@ class Session:
         if ahead is None:
             windows = self._plan.windows(rows)
             width = max(windows)
-            if width and graphs is not None and isinstance(self.window, FixedWindow):
-                width = self.window.largest  # the last rounds of a text need no recordings of their own
+            if width and graphs is not None:
+                width = self._plan.ahead or width  # the last rounds of a text need no recordings of their own
         else:
             width, windows = ahead, [min(ahead, row.remaining - 1) if row.live else 0 for row in rows]
         upload = batch.upload(windows, ahead=ahead is not None)

@@ -90,6 +90,9 @@ class Plan(ABC):
     def learn(self, outcomes: Sequence[Outcome]) -> None:  # noqa: B027
         """Take in a round, in which these rows were live."""
 
+    def keep_to_measured(self) -> None:  # noqa: B027
+        """Choose measured windows alone from now on, since calls are recorded for each one."""
+
 
 class Window(ABC):
     """How a session chooses the number of draft tokens per round. One object serves any number of sessions."""
@@ -183,8 +186,9 @@ class Controller:
         window: of the next round.
     """
 
-    def __init__(self, costs: Calibration) -> None:
+    def __init__(self, costs: Calibration, *, measured_only: bool = False) -> None:
         self.costs, largest = costs, costs.widths[-1] - 1
+        self.choices = [width - 1 for width in costs.widths] if measured_only else range(largest + 1)
         self.round_seconds = [costs.round_seconds(window) for window in range(largest + 1)]
         # The prior fades like other tests: a useless draft would be kept alive by it otherwise.
         self.positions = [Rate(PRIOR_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT), *(Rate() for _ in range(1, largest))]
@@ -210,7 +214,7 @@ class Controller:
             draft = self.costs.draft_seconds + window * self.costs.draft_step_seconds
             seconds = draft + plain + offered * (self.round_seconds[window] - plain)
             speeds.append((1 + offered * accepted) / seconds)
-        return max(range(len(speeds)), key=speeds.__getitem__)
+        return max(self.choices, key=speeds.__getitem__)
 
     def next_window(self) -> int:
         """The best window by what was learnt; 1 or 0 where that is standard decoding."""
@@ -242,6 +246,10 @@ class _AdaptivePlan(Plan):
         self.new = partial(Controller, calibration)
         self.shared = self.new() if jointly else None
         self.own: WeakKeyDictionary[Row, Controller] = WeakKeyDictionary()
+
+    def keep_to_measured(self) -> None:
+        self.new = partial(self.new, measured_only=True)
+        self.shared = self.shared and self.new()
 
     @property
     def ahead(self) -> int | None:  # type: ignore[override]

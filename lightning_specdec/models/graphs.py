@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -119,9 +120,14 @@ class _Recording:
         with torch.cuda.stream(stream):
             call(*self.inputs)
         torch.cuda.current_stream(device).wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self.outputs = call(*self.inputs)
+        self._graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()  # freeing another graph would end the recording with an error
+        try:
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self.outputs = call(*self.inputs)
+        finally:
+            if collects:
+                gc.enable()
 
     def replay(self, inputs: Sequence[Tensor | None]) -> Outputs:
         for i in self.copied:
