@@ -240,7 +240,7 @@ def train(minutes: float, directory: Path) -> dict[str, Any]:
         config["data"]["init_args"] |= {
             "paths": str(site / TEXT),
             "length": 513,
-            "batch_size": 64,
+            "batch_size": 32,
             "num_train": 65536,
             "num_val": 64,
         }

@@ -23,8 +23,8 @@ from lightning_specdec.decoding import (
 )
 from lightning_specdec.decoding.batch import Upload
 from lightning_specdec.decoding.calibration import calibrate
-from lightning_specdec.drafters import Drafter, EarlyExitDrafter, ModelDrafter
-from lightning_specdec.models.graphs import begin_read
+from lightning_specdec.drafters import Drafter, ModelDrafter
+from lightning_specdec.models.graphs import _Recording, begin_read
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.rules import Sampling
 
@@ -62,17 +62,30 @@ def test_recorded_rounds_decide_as_unrecorded_ones(name: str, rule: str, samplin
         ]
 
 
-def test_a_second_session_records_nothing() -> None:
-    model, drafter = recorded(cases.target("llama")), EarlyExitDrafter(1)
-    counts = []
-    for prompt in ([1, 2, 3], [1, 2, 3], [1, 2, 3]):
-        speculative_decode(model, drafter, prompt, max_new_tokens=12)
-        assert model._pool is not None
-        (storage,) = model._pool._idle
-        assert storage.graphs is not None
-        keys: list[Any] = list(storage.graphs._recordings)
-        counts.append(len(keys))
-    assert counts[1] == counts[2], "a text of the same length was recorded again"
+@pytest.mark.parametrize("sampling", ["greedy", "hot"])
+@pytest.mark.parametrize("name", ["standard", "near", "early_exit", "heads"])
+def test_recordings_serve_every_token_and_every_later_session(
+    name: str, sampling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a batch shrinks by halves, and where the next text is longer."""
+    model, recordings, plain = recorded(cases.target("llama")), list[Any](), _Recording.__init__
+
+    def counted(self: Any, *arguments: Any) -> None:
+        recordings.append(arguments)
+        plain(self, *arguments)
+
+    monkeypatch.setattr(_Recording, "__init__", counted)
+    drafter = None if name == "standard" else recording(cases.drafter(name, "llama"))
+    counts, prompts = [], [[1, 2, 3], [4, 5], [3], [2, 2, 9]]
+    for num_new in (80, 80, 60):
+        recordings.clear()
+        options: dict[str, Any] = {"max_new_tokens": num_new, "sampling": SAMPLINGS[sampling]}
+        if drafter is None:
+            autoregressive_decode(model, prompts, **options)
+        else:
+            speculative_decode(model, drafter, prompts, **options)
+        counts.append(len(recordings))
+    assert 0 < counts[0] < 30 and counts[1] == 0 and counts[2] < 8, counts
 
 
 @pytest.mark.parametrize("name", ["near", "early_exit", "heads"])

@@ -64,11 +64,12 @@ def autoregressive_decode(
     ]
     timer, num_calls, live = PhaseTimer(device), 0, rows
 
-    def choose(logits: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
+    def choose(logits: Tensor, uniform: Tensor | None, place: Tensor | None = None) -> tuple[Tensor, Tensor]:
         with one_thread(target.backend == "openvino"):
             chosen = sampling.sample(logits, uniform)
         told = flag_undrawable(chosen, logits) if sampling.greedy else chosen  # a draw finds out by itself
-        return chosen.clamp(max=target.vocab_size - 1), told  # the row is still read: any token will do
+        chosen = chosen.clamp(max=target.vocab_size - 1)  # the row is still read: any token will do
+        return chosen if place is None else place.copy_(chosen), told
 
     def result() -> DecodeResult:
         answers = [row.result() for row in rows]
@@ -93,7 +94,9 @@ def autoregressive_decode(
             if (graphs := getattr(state, "graphs", None)) is None:
                 chosen, told = choose(processed, uniform)
             else:
-                chosen, told = graphs.run(("choose", sampling), choose, processed, uniform)
+                # To one place, so that the call that reads it is recorded once.
+                place = graphs.buffer("chosen", (len(live),), torch.long)
+                chosen, told = graphs.run(("choose", sampling), choose, processed, uniform, place)
             if config.logprobs:  # float64 holds the tokens beside them exactly: the host reads once
                 told = torch.stack((told.double(), Sampling.log_probs(logits, chosen).double()))
             read, ahead = told.tolist if graphs is None else begin_read(told), None

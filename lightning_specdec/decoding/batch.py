@@ -13,6 +13,7 @@ from lightning_specdec.drafters import Drafter, TargetContext
 from lightning_specdec.drafters.base import tail_of
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.graphs import GraphCache, Outputs
+from lightning_specdec.models.state import next_span
 from lightning_specdec.rules import Purpose, noise_table
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class Batch:
         self.noise: Float[Tensor, "B S 3"] | None = None
         """Each row's uniform numbers, from its first new token on."""
         if seed is not None:
-            self.noise = self._steady("noise", (batch_size, num_slots, len(Purpose)), torch.float64).zero_()
+            size = num_slots if self.graphs is None else next_span(num_slots)  # of few shapes
+            self.noise = self._steady("noise", (batch_size, size, len(Purpose)), torch.float64).zero_()
         self._upload: Upload | None = None
 
     @property

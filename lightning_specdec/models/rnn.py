@@ -6,7 +6,6 @@ Shapes: B rows, T tokens, V vocabulary, H hidden units of a layer, L layers, D =
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -84,11 +83,9 @@ class RNN(LanguageModel):
     def run_layers(self, tokens: Int[Tensor, "B T"], hidden: Sequence[Tensor | None]) -> list[Float[Tensor, "B T H"]]:
         """Each layer's hidden states after each token. `hidden` is each layer's `[B, H]` before, or None for zeros."""
         outputs, below = [], self.embedding(tokens)
-        # In cuDNN's TF32, which is its default, the same tokens in calls of other lengths would give other logits.
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False) if tokens.is_cuda else nullcontext():
-            for layer, before in zip(self.layers, hidden, strict=True):
-                below, _ = layer(below, None if before is None else before[None].contiguous())
-                outputs.append(below)
+        for layer, before in zip(self.layers, hidden, strict=True):
+            below, _ = layer(below, None if before is None else before[None].contiguous())
+            outputs.append(below)
         return outputs
 
     def check_output_head(self) -> None:

@@ -10,7 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -271,7 +271,8 @@ def next_span(num_slots: int) -> int:
 class StoragePool:
     """Storages that wait for their next state, so that what was recorded over them serves again."""
 
-    MOST_IDLE = 2
+    MOST_IDLE = 3
+    """Slots that idle storages have together at most, in the largest one's: halves of a shrinking batch need two."""
 
     def __init__(self) -> None:
         self._idle: list[KVStorage] = []
@@ -289,7 +290,10 @@ class StoragePool:
 
     def give_back(self, storage: KVStorage) -> None:
         """Keep a storage that is no longer used."""
-        self._idle = [storage, *self._idle][: self.MOST_IDLE]
+        self._idle.insert(0, storage)
+        sizes = [len(each.rows) * each.num_slots for each in self._idle]
+        kept = sum(total <= self.MOST_IDLE * max(sizes) for total in accumulate(sizes))
+        del self._idle[kept:]
 
     def __deepcopy__(self, memo: object) -> StoragePool:
         return StoragePool()  # what was recorded is of this model's weights
