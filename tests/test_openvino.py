@@ -267,23 +267,23 @@ def test_drafting_is_lossless_towards_the_quantized_target(quantization: str, si
         assert decoder.decode(prompts, max_new_tokens=16, temperature=temperature).tokens == standard.tokens
 
 
-def test_a_model_is_converted_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_converted_once_and_nobody_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(
+        "openvino_telemetry.backend.backend_ga4.GA4Backend.send", lambda self, message: told.append(message)
+    )
     model = HuggingFaceLM(tiny("llama"))
     first = OpenVINOLM.of(model)
     monkeypatch.setattr("lightning_specdec.models.openvino.convert", None)
+    assert OpenVINOLM.of(model).directory == first.directory and not told
+    weights, sums = first.directory / "model.bin", first.directory / "sha256.json"
+    for file, damage in ((weights, weights.read_bytes()[:-1]), (sums, None), (sums, b"{"), (sums, b"{}")):
+        whole = file.read_bytes()
+        file.unlink() if damage is None else file.write_bytes(damage)
+        with pytest.raises(ValueError, match="is damaged: delete it"):
+            OpenVINOLM.of(model)
+        file.write_bytes(whole)
     assert OpenVINOLM.of(model).directory == first.directory
-    (weights,) = (first.directory).glob("model.bin")
-    weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="is damaged: delete it"):
-        OpenVINOLM.of(model)
-
-
-@pytest.mark.parametrize("spoil", [Path.unlink, lambda sums: sums.write_text("{"), lambda sums: sums.write_text("{}")])
-def test_a_conversion_without_its_sums_is_damaged(spoil: Callable[[Path], Any], cache: Path) -> None:
-    model = HuggingFaceLM(tiny("llama"))
-    spoil(OpenVINOLM.of(model).directory / "sha256.json")
-    with pytest.raises(ValueError, match="is damaged: delete it"):
-        OpenVINOLM.of(model)
 
 
 def test_weights_that_change_in_memory_are_not_served_by_an_old_conversion(tmp_path: Path, cache: Path) -> None:

@@ -11,6 +11,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import openvino as ov
 import torch
@@ -191,22 +192,20 @@ def traced(network: nn.Module, example: tuple[Tensor, ...], dtype: torch.dtype, 
     """
     extension = [
         ModuleExtension(
-            _Traced,
-            _ATTENTION,
-            evaluate=lambda module, *inputs: module(*inputs),
-            convert=lambda module, target, *inputs: target(*inputs),
+            _Traced, _ATTENTION, evaluate=lambda call, *args: call(*args), convert=lambda _, call, *args: call(*args)
         ),
         ConversionExtension(
             _ATTENTION,
             lambda context: Attention([context.get_input(i) for i in range(context.get_input_size())]).outputs(),
         ),
     ]
-    with warnings.catch_warnings(), torch.no_grad():
+    # OpenVINO and NNCF report their use over the network, each time from a new fork of this process.
+    with warnings.catch_warnings(), torch.no_grad(), patch("openvino_telemetry.utils.sender.TelemetrySender.send"):
         warnings.simplefilter("ignore")
         shapes = [ov.PartialShape([-1, *each.shape[1:]]) for each in example]
         converted = ov.convert_model(network.eval(), example_input=example, input=shapes, extension=extension)
-    if quantization is not None:
-        return _quantized(converted, quantization)
+        if quantization is not None:
+            return _quantized(converted, quantization)
     if dtype == torch.bfloat16:
         _narrow(converted)
     return converted
