@@ -63,7 +63,7 @@ def scored(drafter: BlockDrafter, model: LanguageModel, text: list[int], start: 
 )
 def test_guesses_are_those_of_the_blocks_that_it_is_trained_on(name: str, changes: dict[str, Any]) -> None:
     model = target(name)
-    drafter = fitted_block(model, **changes)
+    drafter = fitted_block(model, num_steps=5, **changes)
     for window in (2, 6):  # what is drafted of a block does not depend on how much is
         draft = proposed(drafter, model, TEXT, 5, window)
         wanted = scored(drafter, model, [*TEXT, *draft.tokens[0].tolist()], len(TEXT) - 1)

@@ -110,7 +110,7 @@ def test_a_turn_reads_its_own_tokens_alone(target: str, drafter: str) -> None:
             (*pair, "RejectionSampling")
             for pair in cases.pairs(["ragged", "hotter", "cross", "heads"], ["transformer"])
         ),
-        *cases.triples(["near", "ngram"], ["rnn"]),
+        *(each for each in cases.triples(["near", "ngram"], ["rnn"]) if each[2] != "ExactMatch"),
         ("llama", "early_exit", "RejectionSampling"),
     ],
 )
