@@ -40,7 +40,6 @@ from lightning_specdec.training.runs import (
 
 _TAKES_YAML = ("--config", "--trainer", "--model", "--data")
 _SUMMARY = ("loss", "acceptance_rate", "block_efficiency", "walltime_speedup")
-VERBS = ("fit", "validate", "test", "generate")
 _SCAFFOLD = re.compile(
     r"Does not validate against any|Subtypes:|Errors:|Given value( type)?:|Problem with given class_path '[^']*':$"
     r"|Expected a path but|Expected a <class 'NoneType'>|Parser key"
@@ -103,9 +102,9 @@ class TrainingCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        verbs = {verb: skipped | {"weights_only"} for verb, skipped in LightningCLI.subcommands().items()}
-        del verbs["predict"]
-        return {**verbs, "generate": {"model", "datamodule"}}
+        """The verb of this call and the arguments to skip: a parser for each verb would take as long as the rest."""
+        verbs = {**LightningCLI.subcommands(), "generate": {"model", "datamodule"}}
+        return {sys.argv[1]: verbs[sys.argv[1]] | {"weights_only"}}
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
@@ -253,7 +252,7 @@ def run(began: float | None = None) -> None:
             save_config_callback=SaveConfig,
             save_config_kwargs={"overwrite": True},
             trainer_defaults={"log_every_n_steps": 10},
-            parser_kwargs={**parser_kwargs, **{verb: dict(parser_kwargs) for verb in VERBS}},
+            parser_kwargs={**parser_kwargs, sys.argv[1]: dict(parser_kwargs)},
         )
     except SIGTERMException:  # which is a SystemExit, of code 0
         raise SystemExit(128 + signal.SIGTERM) from None
