@@ -11,7 +11,7 @@ from tiny_models import write_text_model
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "docs" / "notebooks").glob("*.ipynb"))
 FEWER = {
-    "acceptance_study": "NUM_TEXTS, NUM_NEW, NUM_DRAWS, REPEATS = 3, 24, 3, 2",
+    "acceptance_study": "NUM_TEXTS, NUM_NEW, NUM_DRAWS, REPEATS = 3, 12, 3, 2",
     "transformers": "MODEL, DRAFT, NUM_NEW = {models!r} + '/target', {models!r} + '/draft', 12",
 }
 """What stands in the place of the cell that is tagged "parameters"; {models} holds tiny ones."""

@@ -35,8 +35,8 @@ def trained(name: str, target: str, corpus: Path, home: Path, *, resumed: bool =
     values["model"]["init_args"] |= {"learn_from_prompts": True}
     values["data"]["init_args"] |= {"batch_size": 4 // devices, "num_val": 2, "num_test": 1}
     values["trainer"] |= {"max_epochs": 1 + resumed, "limit_train_batches": 3, "accelerator": "cpu", "devices": devices}
-    values["trainer"]["log_every_n_steps"] = 1
-    values["trainer"] |= {"strategy": STRATEGIES[name]}
+    values["trainer"] |= {"strategy": STRATEGIES[name], "log_every_n_steps": 1}
+    values["trainer"]["callbacks"][0]["init_args"] = {"num_prompts": 1, "max_new_tokens": 4}  # of DecodeHeldOut
     (home / name / "run.yaml").write_text(yaml.safe_dump(values))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
