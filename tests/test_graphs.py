@@ -23,7 +23,7 @@ from lightning_specdec.decoding import (
 )
 from lightning_specdec.decoding.batch import Upload
 from lightning_specdec.decoding.calibration import calibrate
-from lightning_specdec.drafters import Drafter, ModelDrafter
+from lightning_specdec.drafters import Drafter, EarlyExitDrafter, ModelDrafter
 from lightning_specdec.models.graphs import _Recording, begin_read
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.rules import Sampling
@@ -183,6 +183,17 @@ def test_a_round_in_full_swing_uploads_nothing_and_reads_once(name: str, monkeyp
     for _ in range(4):
         assert len(session.step()) == 2
     assert counted == {"tolist": 4}
+
+
+def test_a_drafter_with_its_own_methods_runs_ahead_only_if_it_says_so() -> None:
+    class Watching(EarlyExitDrafter):
+        def observe(self, state: Any, output: Any, num_accepted: Any) -> None:
+            """Reads the output, which the next round's would have overwritten."""
+
+    class Renamed(EarlyExitDrafter):
+        pass
+
+    assert EarlyExitDrafter.runs_ahead and Renamed.runs_ahead and not Watching.runs_ahead
 
 
 def test_adaptive_windows_run_ahead_where_rows_share_them() -> None:

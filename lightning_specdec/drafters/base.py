@@ -175,7 +175,7 @@ class Drafter(nn.Module, ABC):
         takes_model: whether the constructor's first argument is a draft model.
         free: the setting that may change once there are weights, see `at`.
         runs_ahead: whether recorded calls are all of its `propose`, and its `observe` computes nothing: a session may
-            then launch a round before the one before is observed.
+            then launch a round before the one before is observed. A subclass with its own methods has to say so anew.
     """
 
     Settings: ClassVar[type[BaseSettings]] = NoSettings
@@ -186,6 +186,10 @@ class Drafter(nn.Module, ABC):
     takes_model: ClassVar[bool] = False
     free: ClassVar[str | None] = None
     runs_ahead: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        if "runs_ahead" not in vars(cls) and {"propose", "observe"} & vars(cls).keys():
+            cls.runs_ahead = False
 
     def __init__(self, *values: Any, **settings: Any) -> None:
         super().__init__()
