@@ -21,10 +21,11 @@ from lightning_specdec.decoding import (
     autoregressive_decode,
     speculative_decode,
 )
+from lightning_specdec.decoding import session as session_module
 from lightning_specdec.decoding.batch import Upload
 from lightning_specdec.decoding.calibration import calibrate
 from lightning_specdec.drafters import Drafter, EarlyExitDrafter, ModelDrafter
-from lightning_specdec.models.graphs import _Recording, begin_read
+from lightning_specdec.models.graphs import GraphCache, _Recording, begin_read
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.rules import Sampling
 
@@ -183,6 +184,45 @@ def test_a_round_in_full_swing_uploads_nothing_and_reads_once(name: str, monkeyp
     for _ in range(4):
         assert len(session.step()) == 2
     assert counted == {"tolist": 4}
+
+
+@pytest.mark.parametrize("place", ["begin", "go_on", "repeat", "read", "commit", "observe", "learn"])
+@pytest.mark.parametrize("name", ["near", "early_exit", "heads"])
+def test_a_session_goes_on_after_ctrl_c_while_a_round_runs_ahead(
+    name: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafter = cases.target("llama"), cases.drafter(name, "llama")
+    options: dict[str, Any] = {"sampling": SAMPLINGS["hot"], "seed": 2}
+    wanted = speculative_decode(target, drafter, cases.PROMPTS, max_new_tokens=30, **options).tokens
+    calls, ours = Counter[str](), recording(drafter)
+    session = Session(recorded(target), ours, max_length=90, **options)
+    rows = [session.add(prompt, max_new_tokens=30) for prompt in cases.PROMPTS]
+
+    def broken(call: Any) -> Any:
+        def calling(*args: Any, **options: Any) -> Any:
+            calls[place] += 1
+            made = call(*args, **options)
+            if calls[place] in (4, 6, 7):  # the first ones before anything runs ahead
+                raise KeyboardInterrupt
+            return made
+
+        return calling
+
+    if place == "read":
+        monkeypatch.setattr(session_module, "begin_read", lambda values: broken(begin_read(values)))
+    else:
+        owner = {"begin": GraphCache, "repeat": GraphCache, "go_on": Upload, "commit": session._verification}.get(
+            place, ours if place == "observe" else session._plan
+        )
+        monkeypatch.setattr(owner, place, broken(getattr(owner, place)))
+    failures = 0
+    while session.live:
+        try:
+            session.step()
+        except KeyboardInterrupt:
+            failures += 1
+    assert failures > 1
+    assert [row.result().tokens for row in rows] == wanted
 
 
 def test_a_drafter_with_its_own_methods_runs_ahead_only_if_it_says_so() -> None:

@@ -98,6 +98,7 @@ class Session:
         self._next_index = 0
         self._ahead: int | None = None
         """Draft tokens of the next round where the device runs it already."""
+        self._unobserved = False
         self._waiting: list[tuple[Row, list[int]]] = []
         # Draft tokens are read beyond the text: at most a window and the token before it.
         num_slots = max_length + self.window.largest + 1
@@ -207,6 +208,9 @@ class Session:
     def _round(self, *, last: bool = False) -> list[tuple[Row, list[int]]]:
         batch, timer, verification, graphs = self._batch, self.timer, self._verification, self._batch.graphs
         rows, ahead, self._ahead = batch.rows, self._ahead, None
+        if ahead is None and self._unobserved and graphs is not None:  # interrupted, its outputs overwritten
+            batch.draft_state.clear(range(len(rows)))
+        self._unobserved = True
         if ahead is None:
             windows = self._plan.windows(rows)
             width = max(windows)
@@ -237,26 +241,30 @@ class Session:
         with one_thread(self.target.backend == "openvino"):
             outcome = verification.outcome(rows, draft, output.logits, noise, graphs)
             read = outcome.tolist if graphs is None else begin_read(outcome)
-            if upload is not None and upload.graphs.end() and draft.tokens.shape[1] == width and not last:
-                self._run_ahead(upload, outcome, width)
+            steady = upload is not None and upload.graphs.end() and draft.tokens.shape[1] == width
+            next_width = self._run_ahead(upload, outcome, width) if upload and steady and not last else None
             values = read()
         timer.lap("accept")
         events, outcomes, num_accepted = verification.commit(rows, values, draft, windows, timer.elapsed())
+        self._ahead = next_width
         timer.lap("rest")
         self.drafter.observe(batch.draft_state, output, num_accepted)
+        self._unobserved = False
         timer.lap("draft")
         self._plan.learn(outcomes)
         timer.lap("rest")
         return events
 
-    def _run_ahead(self, upload: Upload, outcome: Tensor, width: int) -> None:
-        """Launch the next round before the host reads this one's outcome, unless it may be another, or none."""
+    def _run_ahead(self, upload: Upload, outcome: Tensor, width: int) -> int | None:
+        """Launch the next round before the host reads this one's outcome, unless it may be another, or none. Gives its
+        width."""
         live = self.live
         same = self._plan.ahead == width and power_of_two(len(live)) == len(self._batch.rows)
-        if same and self.drafter.runs_ahead and any(row.remaining > width + 1 for row in live):
-            upload.go_on(outcome, width, self.target.vocab_size)
-            upload.graphs.repeat()
-            self._ahead = width
+        if not (same and self.drafter.runs_ahead and any(row.remaining > width + 1 for row in live)):
+            return None
+        upload.go_on(outcome, width, self.target.vocab_size)
+        upload.graphs.repeat()
+        return width
 
     def _settle(self) -> None:
         """Finish a round that runs ahead, since rows are about to change; `step` gives its tokens."""
