@@ -146,7 +146,7 @@ class Upload:
 
     Args:
         graphs: the target's recorded calls.
-        values: `[B, WIDTH]`, a tensor that stays where it is.
+        values: `[B, WIDTH]`, a tensor that stays where it is. Its last column is the most tokens of a text, less two.
     """
 
     WIDTH = 7
@@ -160,7 +160,7 @@ class Upload:
         """Send the rows' present numbers. The round's only read waits for the copy too, so the memory is free again by
         then."""
         numbers = [
-            (*tail_of(row.text), len(row.text) - 1, row.num_new, row.num_added, window, row.max_length * row.live)
+            (*tail_of(row.text), len(row.text) - 1, row.num_new, row.num_added, window, (row.max_length - 2) * row.live)
             for row, window in zip(rows, windows, strict=True)
         ]
         self._host.copy_(torch.tensor(numbers))
@@ -169,20 +169,19 @@ class Upload:
 
     def go_on(self, outcome: Tensor, width: int, vocab_size: int) -> None:
         """Make them the next round's, of at most `width` draft tokens, from an outcome of as many that the host has not
-        read; only those of rows that it ends are not what `fill` would send."""
+        read; only those of rows that have ended or end by it are not what `fill` would send."""
 
         def follow(values: Tensor, outcome: Tensor) -> Outputs:
-            tail, (starts, num_new, num_added, _, ends) = values[:, :2], values[:, 2:].unbind(1)
             kept, endings, drafted = outcome[:, : 3 * width + 1].long().split((width, width + 1, width), dim=1)
             accepted = kept.cumprod(1).sum(1, keepdim=True)
-            live = ends > starts + 1
-            added = torch.where(live, accepted[:, 0] + 1, 0)
-            before = torch.cat((tail[:, 1:], drafted), dim=1).gather(1, accepted)
-            newest = endings.gather(1, accepted).clamp(max=vocab_size - 1)
-            tail = torch.where(live[:, None], torch.cat((before, newest), dim=1), tail)
-            starts, num_new, num_added = starts + added, num_new + added, torch.where(live, added, num_added)
-            windows = (ends - starts - 2).clamp(0, width)
-            return (torch.cat((tail, torch.stack((starts, num_new, num_added, windows, ends), dim=1)), dim=1),)
+            tokens = torch.cat((endings, values[:, 1:2], drafted), dim=1)
+            # The last two of a text: what ends the round, and the accepted token or the text's last one before it.
+            places = accepted + torch.arange(width + 1, -1, -width - 1, device=values.device)
+            tail = tokens.gather(1, places).clamp(max=vocab_size - 1)
+            added, most = accepted + 1, values[:, 6:]
+            starts = values[:, 2:4] + added
+            windows = (most - starts[:, :1]).clamp(0, width)
+            return (torch.cat((tail, starts, added, windows, most), dim=1),)
 
         made = self.graphs.run(("go on", width), follow, self.values, outcome)[0]
         assert made is not None
