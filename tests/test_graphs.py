@@ -230,6 +230,23 @@ def test_a_session_goes_on_after_ctrl_c_while_a_round_runs_ahead(
     assert [row.result().tokens for row in rows] == wanted
 
 
+@pytest.mark.parametrize("name", ["near", "early_exit", "heads"])
+def test_rows_whose_logits_are_no_numbers_end_alone(name: str) -> None:
+    """A row that failed has no new token, and its place is read all the same."""
+    target = deepcopy(cases.target("llama"))
+    target.embedding_table.data[7] = torch.nan  # type: ignore[union-attr]
+    prompts = [[1, 2, 3], [4, 5], [3, 3, 1], [2]]
+    plain, again = (
+        speculative_decode(model, drafter, prompts, max_new_tokens=40).rows
+        for model, drafter in (
+            (target, cases.drafter(name, "llama")),
+            (recorded(target), recording(cases.drafter(name, "llama"))),
+        )
+    )
+    assert [(row.tokens, row.stop_reason) for row in again] == [(row.tokens, row.stop_reason) for row in plain]
+    assert {row.stop_reason for row in plain} == {"failed"} and max(len(row.tokens) for row in plain) > 1
+
+
 def test_a_drafter_with_its_own_methods_runs_ahead_only_if_it_says_so() -> None:
     class Watching(EarlyExitDrafter):
         def observe(self, state: Any, output: Any, num_accepted: Any) -> None:

@@ -206,7 +206,7 @@ class MultiTokenDrafter(TrainedDrafter):
             key, added = ("heads", width), device.num_added
 
         def call(drawn: Drawn, scored: Float[Tensor, "B N D"], added: Int[Tensor, "B"]) -> None:
-            hidden = select(scored, (added - 1).clamp(max=scored.shape[1] - 1)[:, None])[:, 0]
+            hidden = select(scored, (added - 1).clamp(0, scored.shape[1] - 1)[:, None])[:, 0]  # 0 of a row that failed
             for scores in self.first_logits(width, hidden):
                 drawn.draw(scores)
 
