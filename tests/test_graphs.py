@@ -255,7 +255,35 @@ def test_a_drafter_with_its_own_methods_runs_ahead_only_if_it_says_so() -> None:
     class Renamed(EarlyExitDrafter):
         pass
 
-    assert EarlyExitDrafter.runs_ahead and Renamed.runs_ahead and not Watching.runs_ahead
+    class Mixed(Watching, Renamed):
+        pass
+
+    class Daring(Mixed):
+        runs_ahead = True
+
+    found = [each.runs_ahead for each in (EarlyExitDrafter, Renamed, Watching, Mixed, Daring)]
+    assert found == [True, True, False, False, True]
+
+
+def test_batches_of_any_size_run_ahead() -> None:
+    for size in (1, 2, 3, 5):
+        session = Watched(recorded(cases.target("llama")), EarlyExitDrafter(1), max_length=40, batch_size=size)
+        for i in range(size):
+            session.add([1, i], max_new_tokens=20)
+        for _ in range(8):
+            session.step()
+        assert session.num_ahead, size
+
+
+def test_recordings_outlive_no_drafter() -> None:
+    """Another drafter may lie where a former one lay."""
+    target = recorded(cases.target("llama"))
+    for exit_layer in (1, 2, 1, 2, 1, 2):
+        rounds = [
+            speculative_decode(model, EarlyExitDrafter(exit_layer), [1, 2, 3], max_new_tokens=14).rows[0].rounds
+            for model in (cases.target("llama"), target)
+        ]
+        assert rounds[0] == rounds[1]
 
 
 def test_adaptive_windows_run_ahead_where_rows_share_them() -> None:

@@ -147,8 +147,8 @@ class Session:
             state = "was resumed before: resume the newest turn" if row.resumed else "is still being decoded: cancel it"
             raise ValueError(f"the row {state} instead")
         new = self._row(prompt, max_new_tokens, row.index, num_drawn=row.num_drawn + row.num_new)
-        row.resumed = True
         self._settle()
+        row.resumed = True
         # The old text's last token was drawn and never read; a draft token may have been, in its place.
         keep = min(num_shared(row.text, prompt), len(row.text) - 1, len(prompt) - 1)
         place = self._batch.go_back(row, keep)
@@ -259,7 +259,7 @@ class Session:
         """Launch the next round before the host reads this one's outcome, unless it may be another, or none. Gives its
         width."""
         live = self.live
-        same = self._plan.ahead == width and power_of_two(len(live)) == len(self._batch.rows)
+        same = self._plan.ahead == width and power_of_two(len(live)) >= len(self._batch.rows)
         if not (same and self.drafter.runs_ahead and any(row.remaining > width + 1 for row in live)):
             return None
         upload.go_on(outcome, width, self.target.vocab_size)

@@ -187,8 +187,10 @@ class Drafter(nn.Module, ABC):
     free: ClassVar[str | None] = None
     runs_ahead: ClassVar[bool] = False
 
-    def __init_subclass__(cls) -> None:
-        if "runs_ahead" not in vars(cls) and {"propose", "observe"} & vars(cls).keys():
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        said: Any = next(base for base in cls.__mro__ if "runs_ahead" in vars(base))
+        if (cls.propose, cls.observe) != (said.propose, said.observe):  # of its own, or of another base
             cls.runs_ahead = False
 
     def __init__(self, *values: Any, **settings: Any) -> None:

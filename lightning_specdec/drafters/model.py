@@ -126,7 +126,7 @@ class DrawingDrafter(Drafter, ABC):
             with one_thread(bool(self.in_openvino)):
                 return draw(request.uniform, *inputs)
         assert request.device is not None
-        full = id(self), len(request.tail), own, wants_logits, request.vocab_size, key
+        full = self, len(request.tail), own, wants_logits, request.vocab_size, key
         return request.device.graphs.run(full, draw, request.uniform, *inputs)
 
     def roll(
@@ -182,10 +182,10 @@ class DrawingDrafter(Drafter, ABC):
         def call(drawn: Drawn, tokens: Tensor, starts: Tensor) -> Tensor | None:
             starts, made = starts - (num_read - 1), []
             for _ in range(width):
-                hidden = model.read_at(storage, span, tokens, starts, num_layers)
+                hidden = model.read_at(storage, span, tokens.clamp(max=model.vocab_size - 1), starts, num_layers)
                 logits = head(hidden[:, -1:])[:, -1]
                 starts = starts + tokens.shape[1]
-                tokens = drawn.draw(fit(logits, vocab_size))[:, None].clamp(max=logits.shape[-1] - 1)
+                tokens = drawn.draw(fit(logits, vocab_size))[:, None]
                 made.append(hidden)
             return None if num_layers is None else torch.cat(made, dim=1)
 
@@ -353,12 +353,12 @@ class ModelDrafter(DrawingDrafter):
         state.drafted_at = [len(text) for text in request.texts]
         caught_up = all(len(each) == 2 for each in unread)
         tokens, valid_lengths = (request.tail, None) if caught_up else pad(unread, request.tail.device)
-        if request.vocab_size is not None and request.vocab_size > self.model.vocab_size:
-            tokens = tokens.clamp(max=self.model.vocab_size - 1)  # as in `roll`
         outputs = None
         if caught_up and request.device is not None:
             outputs = self.recorded_roll(self.model, own, tokens, request, sampling)
         if outputs is None:
+            if request.vocab_size is not None and request.vocab_size > self.model.vocab_size:
+                tokens = tokens.clamp(max=self.model.vocab_size - 1)  # as in `roll`
             outputs = self.roll(self.model, own, tokens, valid_lengths, windows, request, sampling)
         elif request.device is not None:
             own.advance(request.device.width + 1)
