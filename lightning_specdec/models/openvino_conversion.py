@@ -9,6 +9,7 @@ import math
 import warnings
 from contextlib import redirect_stdout
 from io import StringIO
+from operator import call
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -18,12 +19,13 @@ import torch
 from openvino import opset13 as ops
 from openvino.frontend import GeneralFailure, OpConversionFailure
 from openvino.frontend.pytorch import ConversionExtension, ModuleExtension
+from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.models.model_config import FOREIGN, first_line
+from lightning_specdec.models.model_config import FOREIGN, first_line, quiet
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -145,9 +147,9 @@ class _Model(nn.Module):
         self, hidden: Float[Tensor, "P 1 D"], positions: Int[Tensor, "P 1"], scored: Int[Tensor, "N"]
     ) -> tuple[Tensor, ...]:
         outputs = []
-        call = self.stack.begin(hidden, positions, None, _NewTokens())
+        begun = self.stack.begin(hidden, positions, None, _NewTokens())
         for layer in range(self.stack.num_layers):
-            hidden = self.stack.run(hidden, call, layer, layer + 1)
+            hidden = self.stack.run(hidden, begun, layer, layer + 1)
             outputs.append(hidden)
         normed = self.stack.norm(hidden)
         return *outputs, normed, self.stack.head(normed[:, 0].index_select(0, scored))
@@ -190,20 +192,19 @@ def traced(network: nn.Module, example: tuple[Tensor, ...], dtype: torch.dtype, 
     Args:
         example: its inputs, whose first dimensions may be others later.
     """
-    extension = [
-        ModuleExtension(
-            _Traced, _ATTENTION, evaluate=lambda call, *args: call(*args), convert=lambda _, call, *args: call(*args)
-        ),
-        ConversionExtension(
-            _ATTENTION,
-            lambda context: Attention([context.get_input(i) for i in range(context.get_input_size())]).outputs(),
-        ),
-    ]
+    modules = {_Traced: ModuleExtension(_Traced, _ATTENTION, evaluate=call, convert=lambda _, *args: call(*args))}
+    attention = ConversionExtension(
+        _ATTENTION,
+        lambda context: Attention([context.get_input(i) for i in range(context.get_input_size())]).outputs(),
+    )
     # OpenVINO and NNCF report their use over the network, each time from a new fork of this process.
-    with warnings.catch_warnings(), torch.no_grad(), patch("openvino_telemetry.utils.sender.TelemetrySender.send"):
+    unreported = patch("openvino_telemetry.utils.sender.TelemetrySender.send")
+    with quiet(), warnings.catch_warnings(), torch.no_grad(), unreported:
         warnings.simplefilter("ignore")
+        once = {"check_trace": False}
+        decoder = TorchScriptPythonDecoder(network, None, example, module_extensions=modules, trace_kwargs=once)
         shapes = [ov.PartialShape([-1, *each.shape[1:]]) for each in example]
-        converted = ov.convert_model(network.eval(), example_input=example, input=shapes, extension=extension)
+        converted = ov.convert_model(decoder, input=shapes, extension=attention)
         if quantization is not None:
             return _quantized(converted, quantization)
     if dtype == torch.bfloat16:
