@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,16 +26,27 @@ pytestmark = pytest.mark.usefixtures("here")
         (["decode", "--ckpt", "x.ckpt", "1 2 3"], "name the models once, got --ckpt and '1 2 3'"),
         (["decode", "--ckpt", "x.ckpt"], "x.ckpt: no such checkpoint"),
         (["export", "--ckpt", "x.ckpt"], "--output"),
-        (["fit"], "are required: fit.data, fit.model: give --config FILE, as configs/rnn.yaml"),
-        (["generate"], "give --config FILE, as configs/smollm2_generate.yaml"),
+        (["fit"], "fit needs --config FILE, as configs/rnn.yaml, or --recipe NAME"),
+        (["generate", "--help_al"], "generate needs --config FILE, as configs/smollm2_generate.yaml"),
+        (["fit", "--model", "PairTraining"], "are required: target: give --config FILE, as configs/rnn.yaml"),
+        (["fit", "--config=configs/rnn.yaml", "--minutes", "3"], "--minutes is an option of --recipe NAME"),
         (["fit", *TRAINER, "--trainer.max_epoch", "3"], "did you mean --trainer.max_epochs?"),
         (["fit", *TRAINER, "--ckpt", "last"], "did you mean --ckpt_path?"),
-        (["fit", "--config", "nowhere.yaml"], "File does not exist"),
+        (["fit", "--config=configs/rnn.yaml", "--trainer.max_epoch", "3"], "did you mean --trainer.max_epochs?"),
+        (["fit", "--config", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),
         (["fit", *TRAINER, "--ckpt_path", "last"], "no such checkpoint"),
     ],
 )
 def test_an_unknown_verb_option_or_file_is_refused(arguments: list[str], told: str) -> None:
     refused(*arguments, told=told)
+
+
+@pytest.mark.parametrize("words", ["fit", "fit --config=nowhere.yaml", "fit --target missing", "test --text=a"])
+def test_what_cannot_be_a_run_is_refused_before_lightning_is_imported(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lightning_specdec.training.cli", None)
+    refused(*words.split())
 
 
 @pytest.mark.parametrize(

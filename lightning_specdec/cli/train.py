@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import re
 import sys
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
@@ -55,6 +58,9 @@ _OPTIONS = """\
   --help_all            every argument of the Trainer (slow: imports it)
   --debug               show the traceback of an error"""
 
+_ENOUGH = ("--config", "--model", "--data", "--print_config")
+"""Options without one of which nothing is described that could run."""
+
 
 def run(verb: str, words: list[str]) -> int:
     """Show the help, or hand over to LightningCLI, which reads `sys.argv`."""
@@ -67,7 +73,8 @@ def run(verb: str, words: list[str]) -> int:
         return 0
     if verb == "generate":
         words = [re.sub(r"^--engine(?==|$)", "--model.engine", word) for word in words]
-    sys.argv[2:] = ["--help" if word == "--help_all" else shipped_config(word) for word in words if word != "--debug"]
+    words = ["--help" if word == "--help_all" else word for word in words if word != "--debug"]
+    sys.argv[2:] = ["=".join(map(shipped_config, word.split("=", 1))) for word in words]
     began = time.monotonic()
     if verb == "fit" and any(word.partition("=")[0] == "--recipe" for word in sys.argv[2:]):
         values, rest = _by_recipe(sys.argv[2:])
@@ -75,10 +82,25 @@ def run(verb: str, words: list[str]) -> int:
             say(yaml.safe_dump(values, sort_keys=False), end="")
             return 0
         sys.argv[2:] = ["--config", yaml.safe_dump(values, sort_keys=False), *rest]
+    _check(verb, sys.argv[2:])
     from lightning_specdec.training.cli import run
 
     run(began)
     return 0
+
+
+def _check(verb: str, words: list[str]) -> None:
+    """Refuse, before Lightning is imported, what cannot be a run."""
+    options = [(*word.split("=", 1), after)[:2] for word, after in zip(words, [*words[1:], ""], strict=False)]
+    names = {name for name, _ in options}
+    if unused := sorted(names & {"--target", "--text", "--minutes"}):
+        raise ValueError(f"{unused[0]} is an option of --recipe NAME")
+    if not any(name.endswith("help") or name.startswith(_ENOUGH) for name in names):
+        example = "configs/smollm2_generate.yaml" if verb == "generate" else "configs/rnn.yaml"
+        raise ValueError(f"{verb} needs --config FILE, as {example}{', or --recipe NAME' * (verb == 'fit')}")
+    for name, value in options:
+        if name == "--config" and value.endswith((".yaml", ".yml")) and not Path(value).exists():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), value)
 
 
 class _Parser(argparse.ArgumentParser):
