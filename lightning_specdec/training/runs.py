@@ -213,11 +213,15 @@ def _check_config(path: str, described: Mapping[str, Any], model: SpeculativeTra
         given |= data.arguments()
     moved = {"target_checkpoint"} | ({"target"} if "sha256" in described["target"] else set())
     free = moved | {"format", "recipe", "versions", "prompts", "tokenizer"}
+    differences, options = [], []
     for name in (name for name in given if name in before and name not in free):
         if difference := _difference(name, before[name], json.loads(json.dumps(given[name]))):
-            single = name in model.settings() and isinstance(before[name], str | int | float)
-            advice = f"give --model.{name} {before[name]}" if single else _CONFIG
-            raise ValueError(f"{path} cannot resume: {difference}: {advice}, or begin a new run")
+            differences.append(difference)
+            if name in model.settings() and isinstance(before[name], str | int | float):
+                options.append(f"--model.{name} {before[name]}")
+    if differences:
+        advice = f"give {' '.join(options)}" if len(options) == len(differences) else _CONFIG
+        raise ValueError(f"{path} cannot resume: {'; '.join(differences[:3])}: {advice}, or begin a new run")
 
 
 def _difference(name: str, before: Any, now: Any) -> str | None:
