@@ -149,6 +149,10 @@ def test_every_shipped_config_is_parsed_and_built(
         (["--data.num_train", "104"], "115 distinct sequences, and the splits need 119"),
         (["--data", "SequenceFile", "--data.path", "nowhere.csv"], "nowhere.csv cannot be read"),
         (["--ckpt_path", "nowhere.ckpt"], "nowhere.ckpt: no such checkpoint"),
+        (
+            ["--trainer.callbacks", "ModelCheckpoint", "--trainer.callbacks.dirpath", "memory://a"],
+            "dirpath memory://a is no directory",
+        ),
         (["--weights_only", "false"], "unrecognized arguments: --weights_only"),
     ],
 )

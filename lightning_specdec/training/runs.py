@@ -75,6 +75,10 @@ class RunFiles:
     def __init__(self, trainer: Trainer) -> None:
         callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
         self.checkpoints = {callback: Path(str(callback.dirpath)) for callback in callbacks if callback.dirpath}
+        if remote := [callback.dirpath for callback in self.checkpoints if "://" in str(callback.dirpath)]:
+            raise ValueError(
+                f"dirpath {remote[0]} is no directory of this machine: checkpoints are written there first"
+            )
         self.newest = [callback for callback in self.checkpoints if callback.monitor is None]
         for callback in self.newest:  # where one of several processes fails, the others would not come to save
             callback.save_on_exception = trainer.world_size == 1
