@@ -155,6 +155,19 @@ def test_decoding_loads_no_lightning() -> None:
     assert loaded.isdisjoint({"lightning", "jsonargparse", "torchmetrics", "tensorboard", "transformers", "jaxtyping"})
 
 
+def test_measuring_loads_no_lightning() -> None:
+    """It takes as long as everything else in a short measurement."""
+    path = str(Path(__file__).parent.parent / "checkpoints" / "rnn.safetensors")
+    statement = (
+        "from lightning_specdec import SpeculativeDecoder, audit, report\n"
+        "from lightning_specdec.bench import run\n"
+        "from lightning_specdec.cli import audit, bench, chat, decode, export, info, report, sweep\n"
+        f"SpeculativeDecoder.from_checkpoint({path!r}).benchmark(max_new_tokens=2, repeats=1)"
+    )
+    loaded = loaded_by(statement)
+    assert "lightning_specdec" in loaded and loaded.isdisjoint({"lightning", "jsonargparse", "torchmetrics", "scipy"})
+
+
 def test_loading_a_checkpoint_does_not_load_the_compiler_of_torch() -> None:
     """It takes a second; building modules without memory loads it where initial weights are drawn."""
     path = str(Path(__file__).parent.parent / "checkpoints" / "rnn.safetensors")

@@ -25,6 +25,7 @@ from lightning_specdec.config.checks import require_number
 from lightning_specdec.config.kinds import MODELS, search_here
 from lightning_specdec.config.terminal import say
 from lightning_specdec.config.yaml_text import check_yaml
+from lightning_specdec.data import *  # noqa: F403  # likewise
 from lightning_specdec.models.packed import limit_threads
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.callbacks import RunProgressBar, SaveNewest
