@@ -23,6 +23,7 @@ from lightning_specdec.drafters.heads import rows_of
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.loading import examine
 from lightning_specdec.training.distillation import DistillationTraining
+from lightning_specdec.training.optimizers import fast_bfloat16
 from lightning_specdec.training.target_outputs import DraftStep, TargetOutputs
 
 if TYPE_CHECKING:
@@ -253,7 +254,8 @@ def config_for(recipe: str, target: str, text: Sequence[str], *, minutes: float 
     vocabulary, layers, hidden = config.vocab_size, config.num_hidden_layers, config.hidden_size
     positions = getattr(config, "max_position_embeddings", None) or _LONGEST + _NEW_TOKENS
     num_new = min(_NEW_TOKENS, max(1, positions // 4))
-    dtype = "bfloat16" if hidden >= _LARGE and _fast_bfloat16() else "float32"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = "bfloat16" if hidden >= _LARGE and fast_bfloat16(device) else "float32"
     reduced = vocabulary // 6 // 256 * 256 or None  # a sixth has most of what is said
     given: dict[str, Any] = {"target_checkpoint": target, "target_dtype": dtype}
     given |= {"target_features": {"class_path": "FeaturesByNeed"}, "learn_from_prompts": True, "warmup_steps": 30}
@@ -291,7 +293,7 @@ def config_for(recipe: str, target: str, text: Sequence[str], *, minutes: float 
         given["draft_vocabulary"] = reduced
     width = reduced or vocabulary
     row_bytes = min(_LONGEST, positions) * 4 * (12 * width + 64 * hidden)  # logits and layers of four draft tokens
-    free, most = available_bytes("cuda" if torch.cuda.is_available() else "cpu"), 16 if torch.cuda.is_available() else 4
+    free, most = available_bytes(device), 16 if device == "cuda" else 4
     batch_size = next((size for size in (16, 8, 4, 2) if size <= most and (free or 0) // 2 >= size * row_bytes), 1)
     data = _data(target, text, vocabulary, min(_LONGEST, positions - num_new)) | {"batch_size": batch_size}
     name = f"{Path(target).expanduser().absolute().name}_{recipe}"
@@ -349,10 +351,3 @@ def _data(target: str, text: Sequence[str], vocabulary: int, longest: int) -> di
     count = sum(int(read_manifest(Path(path).expanduser()).get("num_prompts", 0)) for path in paths)
     held = {"num_val": min(16, max(1, count // 10)), "num_test": min(16, max(1, count // 20))}
     return given | {"class_path": "GeneratedText", "max_length": longest, **held}
-
-
-def _fast_bfloat16() -> bool:
-    """Whether this machine computes in bfloat16 rather than imitates it."""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())

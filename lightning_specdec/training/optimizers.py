@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
+from torch.overrides import TorchFunctionMode
 
 from lightning_specdec.config.checks import require_number
 
@@ -45,13 +47,31 @@ class MuonAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for part in self.parts:
-            part.step()
+        device = self.param_groups[0]["params"][0].device.type
+        with nullcontext() if fast_bfloat16(device) else _InFloat32():
+            for part in self.parts:
+                part.step()
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._share()
+
+
+class _InFloat32(TorchFunctionMode):
+    """Lets torch's Muon, which always multiplies in bfloat16, do so in float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.bfloat16:
+            return args[0].to(torch.float32, copy=True)  # it is written to
+        return func(*args, **(kwargs or {}))
+
+
+def fast_bfloat16(device: str) -> bool:
+    """Whether a kind of device computes in bfloat16 rather than imitates it."""
+    if device == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
 
 
 def warmup_cosine(step: int, num_steps: float, *, warmup_steps: int, final: float) -> float:
