@@ -54,13 +54,16 @@ def test_a_recipe_killed_in_its_first_epoch_goes_on_and_its_draft_decodes(
 
 
 def fit_for_minutes(*words: str) -> Outcome:
-    """`fit` with seconds for MINUTES, or a minute on a machine that starts slowly."""
+    """`fit` with seconds for MINUTES, or a minute on a slow machine; what all tries told."""
+    told = ""
     for minutes in ("0.08", "0.4", "1"):
         outcome = call(*(minutes if word == "MINUTES" else word for word in words))
-        if "too few for one checkpoint" not in outcome.err:
+        told += outcome.err
+        steps = re.findall(r"(\d+)/\d+ step", outcome.err)
+        if steps and int(steps[-1]) >= 60:  # twice the warm-up
             break
     assert outcome.code == 0, outcome.err
-    return outcome
+    return outcome._replace(err=told)
 
 
 def test_a_run_of_given_minutes_ends_with_its_schedule_and_keeps_what_is_read_often(target: str, corpus: Path) -> None:
@@ -70,7 +73,7 @@ def test_a_run_of_given_minutes_ends_with_its_schedule_and_keeps_what_is_read_of
     )
     told = r"hidden states are computed once and cached: .* once, the run has \S+ minutes left, half of"
     assert re.search(told, outcome.err) and "free)" in outcome.err
-    (best,) = Path().glob("checkpoints/target_eagle/version_*/best.ckpt")
+    *_, best = sorted(Path().glob("checkpoints/target_eagle/version_*/best.ckpt"))
     content, logs = checkpoint.read(best), Path("logs/target_eagle", best.parent.name)
     rate = content["optimizer_states"][0]["param_groups"][0]["lr"]
     assert FINAL_RATE * 0.004 <= rate < 0.1 * 0.004 and content["epoch"] > 1
