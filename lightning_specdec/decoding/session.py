@@ -191,19 +191,16 @@ class Session:
             raise ValueError("the row is still being decoded: cancel it, or wait for its end, before it is released")
         self._added.pop(row, None)
 
+    @torch.inference_mode()
     def step(self) -> list[tuple[Row, list[int]]]:
         """Run one round. Returns each live row with its new tokens; an empty list if no row is live."""
         with self.lock:
-            return self._step()
-
-    @torch.inference_mode()
-    def _step(self) -> list[tuple[Row, list[int]]]:
-        if self._waiting:
-            events, self._waiting = self._waiting, []
-            return events
-        if not (self.live if self._ahead is not None else self._batch.shrink()):
-            return []
-        return self._round()
+            if self._waiting:
+                events, self._waiting = self._waiting, []
+                return events
+            if not (self.live if self._ahead is not None else self._batch.shrink()):
+                return []
+            return self._round()
 
     def _round(self, *, last: bool = False) -> list[tuple[Row, list[int]]]:
         batch, timer, verification, graphs = self._batch, self.timer, self._verification, self._batch.graphs
