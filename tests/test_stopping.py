@@ -13,7 +13,7 @@ import cases
 import pytest
 
 from lightning_specdec.decoding import DecodeResult, autoregressive_decode, speculative_decode
-from lightning_specdec.decoding.stopping import StopStrings
+from lightning_specdec.decoding.stopping import StopSearch, StopStrings
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import Sampling
 
@@ -50,7 +50,7 @@ def test_a_search_in_pieces_of_any_size_finds_what_a_search_byte_after_byte_find
         tokens = [generator.randrange(len(PIECES) + 1) for _ in range(generator.randint(0, 20))]
         tokens = [min(token, 50) for token in tokens]  # one of them is no token
         expected = oracle([token for token in tokens if token < len(PIECES)], strings)
-        search, read, found = stops.search(), 0, None
+        search, read, found = StopSearch(stops), 0, None
         while found is None and read < len(tokens):
             chunk = tokens[read : read + generator.randint(0, 5)]
             kept = search.push(chunk)

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoding.results import Counts, Round, RowResult
-from lightning_specdec.decoding.stopping import StopStrings
+from lightning_specdec.decoding.stopping import StopSearch, StopStrings
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import LanguageModel
 
@@ -53,7 +53,7 @@ class Row:
         self.max_length = self.prompt_length + max_new_tokens
         self.resumed = False
         """Whether another row continues with its noise."""
-        self._search = None if stop is None else stop.search()
+        self._search = None if stop is None else StopSearch(stop)
         self.stop_reason = "" if max_new_tokens else "length"
         self.counts = Counts() if speculative else None
         self.rounds: list[Round] = []

@@ -27,10 +27,6 @@ class StopStrings:
         self.token_bytes = token_bytes
         self.needles = tuple(sorted({string.encode() for string in strings}, key=len, reverse=True))
 
-    def search(self) -> StopSearch:
-        """The search through one row's new text, at its beginning."""
-        return StopSearch(self)
-
 
 class StopSearch:
     """How far the search through one row's new text has come. A round costs its own bytes and one string's length.
