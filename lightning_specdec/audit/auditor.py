@@ -39,6 +39,7 @@ from lightning_specdec.rules import (
     Verdict,
     column,
 )
+from lightning_specdec.rules.acceptance import within
 
 CHECKS = ("identity", "round")
 CONTEXT = 16
@@ -128,10 +129,7 @@ class KeepsEverything(ExactMatch):
 
     def judge(self, draft: Draft, *rest: Any) -> Verdict:
         verdict = super().judge(draft, *rest)
-        kept = torch.ones_like(verdict.kept)
-        if draft.lengths is not None:
-            kept &= torch.arange(kept.shape[1], device=kept.device) < draft.lengths[:, None]
-        return Verdict(kept, verdict.endings)
+        return Verdict(within(torch.ones_like(verdict.kept), draft.lengths), verdict.endings)
 
 
 class CorrectsFromTarget(RejectionSampling):

@@ -128,7 +128,7 @@ class ExactMatch(AcceptanceRule):
 
     def judge(self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None) -> Verdict:
         own = sampling.sample(target_logits, column(noise, Purpose.CORRECT))
-        return Verdict(_within(draft.tokens == own[:, :-1], draft.lengths), own)
+        return Verdict(within(draft.tokens == own[:, :-1], draft.lengths), own)
 
 
 class RejectionSampling(AcceptanceRule):
@@ -151,7 +151,7 @@ class RejectionSampling(AcceptanceRule):
             draft.tokens, target_probs[:, :-1]
         )
         if draft.lengths is not None:
-            drafted = _within(torch.ones_like(kept), draft.lengths)
+            drafted = within(torch.ones_like(kept), draft.lengths)
             kept, draft_probs = kept & drafted, draft_probs * drafted[..., None]
         # Behind the last draft token the draft left nothing out: the bonus comes from the target itself.
         residual = (target_probs - torch.nn.functional.pad(draft_probs, (0, 0, 0, 1))).clamp_(min=0)
@@ -171,7 +171,7 @@ class _LossyRule(AcceptanceRule):
 
     def judge(self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None) -> Verdict:
         own = sampling.sample(target_logits, column(noise, Purpose.CORRECT))
-        kept = _within(self.agrees(draft, target_logits[:, :-1], sampling), draft.lengths)
+        kept = within(self.agrees(draft, target_logits[:, :-1], sampling), draft.lengths)
         return Verdict(kept, own, changed=draft.tokens != own[:, :-1])
 
 
@@ -233,7 +233,7 @@ def make_rule(rule: str | Choice | AcceptanceRule | None) -> AcceptanceRule:
     return RULES.load(choice.name)(**choice.settings)
 
 
-def _within(kept: Bool[Tensor, "B K"], lengths: Int[Tensor, "B"] | None) -> Bool[Tensor, "B K"]:
+def within(kept: Bool[Tensor, "B K"], lengths: Int[Tensor, "B"] | None) -> Bool[Tensor, "B K"]:
     """`kept`, false behind each row's draft tokens."""
     return kept if lengths is None else kept & (torch.arange(kept.shape[1], device=kept.device) < lengths[:, None])
 
