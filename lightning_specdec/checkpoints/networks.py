@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_specdec.config.kinds import DRAFTERS, MODELS, Kinds
 from lightning_specdec.config.terminal import short
 from lightning_specdec.drafters import Drafter
+from lightning_specdec.drafters.ngram import NGramSettings
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.packed import PackedLinear
 
@@ -28,8 +29,6 @@ FLOATS = {
 }
 _MOST_PARTS, _DEEPEST = 32, 8
 """Networks that a file describes, and networks inside networks."""
-_FORMER = {"guesses_per_token": "tokens_per_match"}
-"""Arguments that older files name otherwise."""
 _ALIGNMENT = 64  # bytes: a cache line, and what torch gives its own tensors
 _COMPUTED_BYTES = 2**28
 """Most bytes of buffers that are computed and not stored: tables of rotations and the like."""
@@ -91,7 +90,7 @@ def build(described: object, kinds: tuple[Kinds, ...], trusted: str | None = Non
 
 def _current(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of older files as they are given now."""
-    arguments = {_FORMER.get(key, key): value for key, value in arguments.items()}
+    arguments = {NGramSettings.RENAMED.get(key, key): value for key, value in arguments.items()}
     if arguments.pop("shared_output", False):
         raise ValueError("its heads share the target's output layer, which is no longer supported: train them again")
     windows = arguments.get("stage_windows")
