@@ -18,8 +18,7 @@ from lightning_specdec.cli.chat import Talk
 from lightning_specdec.config.terminal import visible
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.decoding.session import Conversation
-from lightning_specdec.text.chat import Chat
-from lightning_specdec.text.tokenizer import TextTokenizer
+from lightning_specdec.text.tokenizer import Message, TextTokenizer
 
 __all__ = ["here"]
 TURNS = ["the oak", "Où est l'été ?", "thunder 🌩"]
@@ -40,11 +39,13 @@ def decoder(model: str) -> SpeculativeDecoder:
 
 def oracle(decoder: SpeculativeDecoder, turns: list[str], *, system: str | None = None, **options: Any) -> list[str]:
     """Standard decoding's answers, each to the whole chat read from scratch."""
-    assert isinstance(decoder.tokenizer, TextTokenizer)
-    chat, answers = Chat(decoder.tokenizer, system=system), []
+    messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    answers = []
     for turn in turns:
-        (row,) = decoder.decode_standard(chat.ask(turn), max_new_tokens=NEW, **options).rows
-        answers.append(chat.answer(row.tokens, num_cut=row.num_hidden))
+        messages.append({"role": "user", "content": turn})
+        tokens = decoder.encode_chat(messages)
+        answers.append(str(decoder.decode_standard(tokens, max_new_tokens=NEW, **options).text))
+        messages.append({"role": "assistant", "content": answers[-1]})
     return answers
 
 
@@ -102,12 +103,12 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(
 ) -> None:
     assert isinstance(decoder.tokenizer, TextTokenizer)
     conversation = Conversation(*decoder.ready(), decoder.config(max_new_tokens=NEW))
-    talker = Talk(Chat(decoder.tokenizer), conversation, interactive=True)
+    talker = Talk(decoder.tokenizer, conversation, interactive=True)
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(sys, "stdout", Impatient())
     told = talker.say(TURNS[0])
     whole, row = oracle(decoder, TURNS[:1])[0], conversation.row
-    first = talker.chat.messages[-1]["content"]
+    first = talker.messages[-1]["content"]
     assert row is not None and row.stop_reason == "cancelled" and "cancelled" in told and row.num_new < NEW
     assert whole.startswith(first) and len(first) < len(whole)
     talker.say(TURNS[1])
@@ -116,6 +117,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(
     sys.stdout.presses = 2
     with pytest.raises(KeyboardInterrupt):
         talker.say(TURNS[2])
+    assert [each["content"] for each in talker.messages[::2]] == TURNS[:2], "a question without an answer is dropped"
     assert signal.getsignal(signal.SIGINT) is before
 
 

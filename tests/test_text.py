@@ -14,7 +14,6 @@ from cli_fixtures import call, here, succeed
 from transformers import GenerationConfig
 
 from lightning_specdec import RNN, ModelDrafter, SpeculativeDecoder
-from lightning_specdec.text.chat import Chat
 from lightning_specdec.text.tokenizer import ByteTokenizer, TextTokenizer, Tokenizer
 
 __all__ = ["here"]
@@ -198,17 +197,3 @@ def test_a_template_that_does_not_take_a_chat_says_why_in_one_line_at_once(templ
     with pytest.raises(ValueError, match=told) as error:
         TextTokenizer(tokenizer).encode_chat(HELLO)
     assert "\n" not in str(error.value) and time.perf_counter() - started < 5
-
-
-def test_a_chat_is_the_encoding_of_all_that_was_said() -> None:
-    tokenizer = shared("byte_level")
-    chat = Chat(tokenizer, system="Be brief")
-    chat.ask("never mind")
-    system = {"role": "system", "content": "Be brief"}
-    assert chat.ask("the oak") == tokenizer.encode_chat([system, *HELLO]) and chat.messages == [system]
-    answer = tokenizer.encode(" fell, STOP")
-    assert chat.answer(answer, num_cut=len(", STOP")) == " fell"
-    messages = [system, *HELLO, {"role": "assistant", "content": " fell"}]
-    assert chat.messages == messages
-    assert chat.ask("why?") == tokenizer.encode_chat([*messages, {"role": "user", "content": "why?"}])
-    assert chat.answer([]) == ""

@@ -22,7 +22,7 @@ from lightning_specdec.config.terminal import say, short
 
 if TYPE_CHECKING:
     from lightning_specdec.decoding.session import Conversation
-    from lightning_specdec.text.chat import Chat
+    from lightning_specdec.text.tokenizer import Message, TextTokenizer
 
 SUMMARY = "chat with a model, decoding speculatively"
 EXAMPLES = """\
@@ -51,7 +51,6 @@ def run(options: Namespace) -> int:
     config, source = decoding(options), pair_source(options)
     decoder = load_decoder(options, source)
     from lightning_specdec.decoding.session import Conversation
-    from lightning_specdec.text.chat import Chat
     from lightning_specdec.text.tokenizer import TextTokenizer
 
     tokenizer, interactive = decoder.tokenizer, sys.stdin.isatty() and sys.stdout.isatty()
@@ -69,8 +68,8 @@ def run(options: Namespace) -> int:
             _note(COMMANDS if line == "/help" else "the chat begins anew")
         elif line:
             if talk is None:
-                chat = Chat(tokenizer, system=chosen(options, ChatSettings).system)
-                talk = Talk(chat, Conversation(*decoder.ready(), config), interactive=interactive)
+                conversation, system = Conversation(*decoder.ready(), config), chosen(options, ChatSettings).system
+                talk = Talk(tokenizer, conversation, system=system, interactive=interactive)
             try:
                 if re.fullmatch(r"/\w+", line.split()[0]):  # not a path
                     raise ValueError(f"there is no command {short(line, 40)}: {COMMANDS}")
@@ -85,23 +84,32 @@ def run(options: Namespace) -> int:
 
 
 class Talk:
-    """A chat and the conversation that answers in it.
+    """A chat as messages, and the conversation that answers in it.
+
+    A template renders the whole chat anew for each turn. Nearly every template only adds to its last rendering, so a
+    conversation that continues with it reads little more than the question.
 
     Args:
+        tokenizer: of the model, with a chat template.
+        system: the system message; the template's own when None.
         interactive: whether Ctrl-C stops an answer and not the program.
     """
 
-    def __init__(self, chat: Chat, conversation: Conversation, *, interactive: bool) -> None:
-        self.chat, self.conversation, self.interactive = chat, conversation, interactive
+    def __init__(
+        self, tokenizer: TextTokenizer, conversation: Conversation, *, system: str | None = None, interactive: bool
+    ) -> None:
+        self.tokenizer, self.conversation, self.interactive = tokenizer, conversation, interactive
+        self.messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     def say(self, content: str) -> str:
-        """Ask, show the answer as it comes, and give its figures in a line.
+        """Ask, show the answer as it comes, and give its figures in a line. A question without an answer is dropped.
 
         Raises:
             ValueError: the chat has outgrown the context, or its template does not take it.
         """
-        started, stream = time.perf_counter(), self.chat.tokenizer.stream()
-        row = self.conversation.begin(self.chat.ask(content))
+        started, stream, pieces = time.perf_counter(), self.tokenizer.stream(), list[str]()
+        messages = [*self.messages, {"role": "user", "content": content}]
+        row = self.conversation.begin(self.tokenizer.encode_chat(messages))
         interrupted = False
 
         def stop(number: int, frame: FrameType | None) -> None:
@@ -115,13 +123,15 @@ class Talk:
         try:
             while row.live:
                 for _, tokens in self.conversation.session.step():
-                    say(stream.push(tokens, hold=row.num_hidden), end="", flush=True)
+                    pieces.append(stream.push(tokens, hold=row.num_hidden))
+                    say(pieces[-1], end="", flush=True)
                 if interrupted:
                     self.conversation.session.cancel(row)
         finally:
             signal.signal(signal.SIGINT, before)
-        say(stream.finish(drop=row.num_hidden), flush=True)
-        self.chat.answer(row.text[row.prompt_length :], num_cut=row.num_hidden)
+        pieces.append(stream.finish(drop=row.num_hidden))
+        say(pieces[-1], flush=True)
+        self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
         seconds, rate = time.perf_counter() - started, row.counts and row.counts.acceptance_rate
         accepted = "" if rate is None else f", {rate:.0%} of the draft tokens accepted"
         return f"{row.num_new} tokens, {row.num_new / seconds:.1f} tokens/s{accepted} (stopped: {row.stop_reason})"
