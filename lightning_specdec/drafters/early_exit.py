@@ -96,7 +96,7 @@ class ExitModel(LanguageModel):
         """The logits from the lower layers' output."""
         if self.head is None:
             return self.target.exit_logits(hidden)
-        scores: Tensor = self.head(hidden)
+        scores = self.head(hidden)
         return scores if self.tokens is None else self.tokens.spread(scores, -torch.inf)
 
     def arguments(self) -> dict[str, Plain]:
@@ -133,8 +133,7 @@ class ExitHead(nn.Module):
 
     def forward(self, hidden: Float[Tensor, "*B D"]) -> Float[Tensor, "*B W"]:
         """Logits, computed in the head's own type."""
-        logits: Tensor = self.output(self.norm(self.blocks(hidden.to(self.norm.weight.dtype))))
-        return logits
+        return self.output(self.norm(self.blocks(hidden.to(self.norm.weight.dtype))))
 
 
 @dataclass(frozen=True)

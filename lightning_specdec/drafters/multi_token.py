@@ -178,8 +178,7 @@ class MultiTokenDrafter(TrainedDrafter):
 
         Those of head i at place t are of token t + 2 + i, when the target's own are of token t + 1.
         """
-        scores: Tensor = self.heads[number](hidden.to(self._like.dtype))
-        return scores
+        return self.heads[number](hidden.to(self._like.dtype))
 
     def first_logits(self, num_heads: int, hidden: Float[Tensor, "B D"]) -> Iterable[Float[Tensor, "B W"]]:
         if self.in_openvino:

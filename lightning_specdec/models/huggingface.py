@@ -149,12 +149,10 @@ class HuggingFaceLM(LanguageModel):
             parts = deepcopy(self.model, {id(stack.layers): nn.ModuleList(stack.layers[layer] for layer in chosen)})
             made.model.load_state_dict(parts.state_dict())
         except RuntimeError as error:  # quantized weights, or layers of several kinds
-            raise ValueError(f"{self._name} with the layers {chosen} cannot be built: {first_line(error)}") from error
+            raise ValueError(
+                f"{type(self.model).__name__} with the layers {chosen} cannot be built: {first_line(error)}"
+            ) from error
         return made.eval()
-
-    @property
-    def _name(self) -> str:
-        return type(self.model).__name__
 
     @property
     def stack(self) -> LayerStack:
@@ -170,7 +168,7 @@ class HuggingFaceLM(LanguageModel):
                 self._parts = LayerStack(self.model)
                 self._check_parts()
             except FOREIGN as error:
-                self._parts = f"{self._name} cannot be taken apart: {first_line(error)}"
+                self._parts = f"{type(self.model).__name__} cannot be taken apart: {first_line(error)}"
         if isinstance(self._parts, str):
             raise ValueError(self._parts)
         return self._parts
@@ -232,8 +230,7 @@ class HuggingFaceLM(LanguageModel):
         return self.stack.head(hidden)
 
     def embeddings(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self.model.get_input_embeddings()(tokens)
-        return embedded
+        return self.model.get_input_embeddings()(tokens)
 
     @property
     def embedding_table(self) -> Tensor | None:
@@ -247,8 +244,7 @@ class HuggingFaceLM(LanguageModel):
         head = self.model.get_output_embeddings()
         assert self.hidden_size is not None
         units = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)
-        made: Tensor = head(units) - head(torch.zeros_like(units[:1]))
-        return made.T
+        return (head(units) - head(torch.zeros_like(units[:1]))).T
 
     def forward(
         self,
@@ -270,7 +266,7 @@ class HuggingFaceLM(LanguageModel):
             if not self.takes_apart:
                 return self._whole(tokens, None, logits_for, features)
             return self._by_parts(self.begin(tokens), 0, logits_for, features)
-        assert isinstance(state, KVState), f"{self._name} needs a KVState, got {state}"
+        assert isinstance(state, KVState), f"{type(self.model).__name__} needs a KVState, got {state}"
         num_tokens = tokens.shape[1]
         ready = exit_states is None or (valid_lengths is None and {*exit_states.lengths} == {num_tokens - 1})
         if ready and self.records(state, num_tokens):
@@ -434,7 +430,6 @@ def _from_config(config: PreTrainedConfig | Mapping[str, Any], vocab_size: int |
         settings = HuggingFaceSettings(config, vocab_size)
         config = to_config({**({} if vocab_size is None else {"vocab_size": vocab_size}), **settings.model})
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config)
     except FOREIGN as error:
         raise ValueError(f"no {config.model_type!r} model can be built so: {first_line(error)}") from error
-    return model
