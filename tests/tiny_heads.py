@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_specdec.decoding import autoregressive_decode
 from lightning_specdec.drafters import MultiTokenDrafter
 from lightning_specdec.models import DecodeState, KVState, LanguageModel, ModelOutput
-from lightning_specdec.models.base import Plain, select
+from lightning_specdec.models.base import select
 from lightning_specdec.models.huggingface import HuggingFaceLM
 
 OPEN = ["llama", "gpt2", "gpt_neox"]
@@ -145,7 +145,7 @@ class Chain(LanguageModel):
         step[(3 * tokens + 1) % self.vocab_size, tokens] = 1.0
         return torch.linalg.matrix_power(step, count)
 
-    def arguments(self) -> dict[str, Plain]:
+    def arguments(self) -> dict[str, Any]:
         return {"vocab_size": self.vocab_size}
 
     def init_state(self, batch_size: int, max_length: int) -> KVState:

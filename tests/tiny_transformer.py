@@ -8,13 +8,13 @@ Shapes: B rows, T tokens, S cache slots, V vocabulary, D width, H heads, E = D /
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lightning_specdec.models import DecodeState, KVState, LanguageModel, ModelOutput
-from lightning_specdec.models.base import Plain
 from lightning_specdec.models.state import Lengths, Slots
 
 
@@ -68,7 +68,7 @@ class TinyTransformer(LanguageModel):
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
         self.norm, self.output = nn.LayerNorm(width), nn.Linear(width, vocab_size)
 
-    def arguments(self) -> dict[str, Plain]:
+    def arguments(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("vocab_size", "width", "num_heads", "num_layers")}
 
     def init_state(self, batch_size: int, max_length: int) -> KVState:

@@ -18,7 +18,7 @@ from lightning_specdec.drafters.heads import Block
 from lightning_specdec.drafters.layout import pad
 from lightning_specdec.drafters.model import TrainedDrafter, make_draft
 from lightning_specdec.models import DecodeState, ExitStates, LanguageModel, ModelOutput
-from lightning_specdec.models.base import Plain, select
+from lightning_specdec.models.base import select
 from lightning_specdec.models.state import Lengths
 from lightning_specdec.rules import Draft, Sampling
 
@@ -99,7 +99,7 @@ class ExitModel(LanguageModel):
         scores = self.head(hidden)
         return scores if self.tokens is None else self.tokens.spread(scores, -torch.inf)
 
-    def arguments(self) -> dict[str, Plain]:
+    def arguments(self) -> dict[str, Any]:
         raise ValueError("the lower layers belong to their target: save that")
 
 

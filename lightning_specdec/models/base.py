@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from lightning_specdec.text.tokenizer import Tokenizer
     from lightning_specdec.text.vocabulary import Vocabulary
 
-Plain = int | float | str | bool
 OPENVINO_DTYPES = (torch.float32, torch.bfloat16)
 """What networks compute in where they run in OpenVINO."""
 _set_num_threads = getattr(ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", torch.set_num_threads)
