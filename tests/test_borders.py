@@ -41,8 +41,8 @@ TORCH_ONLY = ("rules/", "drafters/", "decoding/", "decoder.py", "models/rnn.py",
 MAY_IMPORT_LIGHTNING = ("training/", "data/", "cli/")
 MAY_REACH_UP = {"decoder.py": {"hf_generate", "training", "bench", "data", "audit"}}
 """Inside a method: `generate`, `train`, `benchmark`, `sweep` and `audit` import what lies behind them."""
-MOST_LINES, MOST_FILES, MOST_FILE_LINES, MOST_ROOT_FILES = 24_005, 138, 500, 5
-MOST_TEST_LINES = 18_663
+MOST_LINES, MOST_FILES, MOST_FILE_LINES, MOST_ROOT_FILES = 23_951, 137, 500, 5
+MOST_TEST_LINES = 18_650
 
 
 def imports(tree: ast.AST, *, whole: bool) -> Iterator[str]:
