@@ -26,7 +26,9 @@ CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--checkpoints", nargs="+", type=Path, default=sorted(CHECKPOINTS.glob("[!s]*.safetensors")))
+    parser.add_argument(
+        "--checkpoints", nargs="+", type=Path, default=sorted(CHECKPOINTS.glob("[!s]*.safetensors"))
+    )
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -34,7 +36,8 @@ def main() -> int:
     for path in options.checkpoints:
         rows.append(audited(path))
         print(
-            f"{path.name}: {'passed' if rows[-1]['passed'] else 'FAILED'}, {rows[-1]['wall_seconds']:.0f} s", flush=True
+            f"{path.name}: {'passed' if rows[-1]['passed'] else 'FAILED'}, {rows[-1]['wall_seconds']:.0f} s",
+            flush=True,
         )
     print(f"\n{table(rows)}")
     if options.output:
@@ -46,7 +49,16 @@ def main() -> int:
 
 def audited(path: Path) -> dict[str, Any]:
     """Result of `audit` on a checkpoint, and its seconds."""
-    command = [sys.executable, "-m", "lightning_specdec", "audit", "--ckpt", str(path), "--threads", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_specdec",
+        "audit",
+        "--ckpt",
+        str(path),
+        "--threads",
+        "1",
+    ]
     began = time.perf_counter()
     done = subprocess.run([*command, "--output", "json"], stdout=subprocess.PIPE, text=True)
     seconds = time.perf_counter() - began

@@ -45,7 +45,13 @@ def run(tree: Path, command: list[str]) -> tuple[float, str]:
     """Seconds and output of a command that imports the package from this tree."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     started = time.perf_counter()
-    done = subprocess.run([sys.executable, "-P", *command], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return time.perf_counter() - started, done.stdout
 
 
@@ -64,7 +70,9 @@ def turn(tree: Path, sources: list[str]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("--target", help="a transformers model, measured with prompt lookup")
@@ -82,7 +90,9 @@ def main() -> None:
         before, after = ([row[figure] for row in rows if row["tree"] == name] for name in trees)
         ratios = [b / a for a, b in zip(before, after, strict=True)]
         middle = statistics.median(before), statistics.median(after)
-        print(f"{figure}: {middle[0]:.6f} s -> {middle[1]:.6f} s, median ratio {statistics.median(ratios):.3f}")
+        print(
+            f"{figure}: {middle[0]:.6f} s -> {middle[1]:.6f} s, median ratio {statistics.median(ratios):.3f}"
+        )
     if options.output:
         options.output.write_text(json.dumps(rows, indent=1))
 

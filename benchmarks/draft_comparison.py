@@ -38,7 +38,12 @@ from lightning_specdec.data import Batch
 from lightning_specdec.data.generated_text import GeneratedText
 from lightning_specdec.drafters import Drafter, NGramDrafter, NGramWithFallback
 from lightning_specdec.models.loading import load_model
-from lightning_specdec.training import BlockTraining, DistillationTraining, EagleTraining, OnlineFeatures
+from lightning_specdec.training import (
+    BlockTraining,
+    DistillationTraining,
+    EagleTraining,
+    OnlineFeatures,
+)
 from lightning_specdec.training.draft_recipes import config_for
 from lightning_specdec.training.optimizers import warmup_cosine
 
@@ -50,7 +55,16 @@ KINDS: dict[str, tuple[str, type[DistillationTraining], dict[str, Any]]] = {
 }
 """Recipe, module and differences from the recipe; "eagle" is the shipped head."""
 LOOKUP = "lookup"
-SAME = ("model", "backend", "prompts", "num_prompts", "num_chosen_on", "max_new_tokens", "threads", "repeats")
+SAME = (
+    "model",
+    "backend",
+    "prompts",
+    "num_prompts",
+    "num_chosen_on",
+    "max_new_tokens",
+    "threads",
+    "repeats",
+)
 OF_TRAINING = ("minutes", "hours", "num_held_out")
 MEASURED_TIMES = 4
 """How often held-out text is measured during training."""
@@ -63,13 +77,25 @@ def main() -> None:
     parser.add_argument("--prompts", help="Spec-Bench's question.jsonl; if not given, only train")
     parser.add_argument("--minutes", type=float, default=60.0, help="training time of each draft")
     parser.add_argument("--hours", type=float, default=24.0, help="time limit of training")
-    parser.add_argument("--num_held_out", type=int, default=8, help="rows of held-out text that measure the training")
+    parser.add_argument(
+        "--num_held_out",
+        type=int,
+        default=8,
+        help="rows of held-out text that measure the training",
+    )
     parser.add_argument("--num_prompts", type=int, default=24, help="prompts that are reported")
-    parser.add_argument("--num_chosen_on", type=int, default=6, help="prompts after those, on which windows are chosen")
+    parser.add_argument(
+        "--num_chosen_on",
+        type=int,
+        default=6,
+        help="prompts after those, on which windows are chosen",
+    )
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--windows", nargs="+", type=int, default=[1, 2, 3, 4])
     parser.add_argument("--confidences", nargs="+", type=float, default=[0.0, 0.1, 0.3])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="drafts to train and measure in this run")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="drafts to train and measure in this run"
+    )
     parser.add_argument(
         "--also",
         nargs="+",
@@ -96,7 +122,9 @@ def main() -> None:
 class Run:
     """Training of one draft, one step per call."""
 
-    def __init__(self, name: str, target: Any, data: GeneratedText, options: argparse.Namespace) -> None:
+    def __init__(
+        self, name: str, target: Any, data: GeneratedText, options: argparse.Namespace
+    ) -> None:
         recipe, kind, changes = KINDS[name]
         config = config_for(recipe, options.model, ["shipped"])["model"]["init_args"] | changes
         left_out = ("target_checkpoint", "target_dtype", "target_features")
@@ -116,7 +144,9 @@ class Run:
         """One step, given the fraction of the run that is done."""
         module, self.trainer.global_step = self.module.train(), self.step
         module.read = lambda *_: outputs  # type: ignore[method-assign]
-        of_rate = warmup_cosine(self.step, self.step / max(share, 1e-9), warmup_steps=module.warmup_steps, final=0.05)
+        of_rate = warmup_cosine(
+            self.step, self.step / max(share, 1e-9), warmup_steps=module.warmup_steps, final=0.05
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = module.learning_rate * of_rate
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -140,20 +170,35 @@ class Run:
                     total[0], total[1] = total[0] + float(value) * count, total[1] + count
         means = {name: total / max(1, count) for name, (total, count) in sums.items()}
         means["block_efficiency"] = float(module.metrics.compute()["block_efficiency"])
-        self.curve.append({"minutes": self.seconds / 60, "steps": self.step, "tokens": self.tokens, **means})
-        print(self.name, *(f"{name} {value:.3f}" for name, value in self.curve[-1].items()), flush=True)
+        self.curve.append(
+            {"minutes": self.seconds / 60, "steps": self.step, "tokens": self.tokens, **means}
+        )
+        print(
+            self.name,
+            *(f"{name} {value:.3f}" for name, value in self.curve[-1].items()),
+            flush=True,
+        )
 
 
 def train(names: Sequence[str], options: argparse.Namespace) -> None:
     """Train these drafts on the same batches and write them."""
     began, config = time.monotonic(), config_for("eagle", options.model, ["shipped"])
-    data = GeneratedText(**{**config["data"]["init_args"], "num_val": options.num_held_out, "num_test": 1})
+    data = GeneratedText(
+        **{**config["data"]["init_args"], "num_val": options.num_held_out, "num_test": 1}
+    )
     data.setup("fit")
-    target = load_model(options.model, dtype=config["model"]["init_args"]["target_dtype"]).requires_grad_(False).eval()
+    target = (
+        load_model(options.model, dtype=config["model"]["init_args"]["target_dtype"])
+        .requires_grad_(False)
+        .eval()
+    )
     runs = [Run(name, target, data, options) for name in names]
     batches = (batch for epoch in itertools.count() for batch in epoch_of(data, epoch))
     rows, read = data.rows("val"), runs[0].module.read
-    held_out = [data.collate([rows[j] for j in range(i, min(i + 4, len(rows)))]) for i in range(0, len(rows), 4)]
+    held_out = [
+        data.collate([rows[j] for j in range(i, min(i + 4, len(rows)))])
+        for i in range(0, len(rows), 4)
+    ]
     with torch.no_grad():
         measured = [(batch, read(batch, "val")) for batch in held_out]
     for run in runs:
@@ -192,14 +237,22 @@ def spent(options: argparse.Namespace) -> float:
 
 def share_of(run: Run, began: float, options: argparse.Namespace) -> float:
     """Fraction of a training that is done."""
-    return max(run.seconds / 60 / options.minutes, (time.monotonic() - began) / 3600 / options.hours)
+    return max(
+        run.seconds / 60 / options.minutes, (time.monotonic() - began) / 3600 / options.hours
+    )
 
 
 def save(run: Run, target: Any, options: argparse.Namespace) -> None:
     """Write the current state of a draft."""
-    recipe = {"training": type(run.module).__name__, "tokens_seen": run.tokens, "training_seconds": run.seconds}
+    recipe = {
+        "training": type(run.module).__name__,
+        "tokens_seen": run.tokens,
+        "training_seconds": run.seconds,
+    }
     path = options.directory / f"{run.name}.safetensors"
-    checkpoints.save(path, TargetReference.of(target), run.module.drafter, recipe=recipe, dtype="bfloat16")
+    checkpoints.save(
+        path, TargetReference.of(target), run.module.drafter, recipe=recipe, dtype="bfloat16"
+    )
 
 
 def record_of(name: str, options: argparse.Namespace) -> Path:
@@ -223,12 +276,18 @@ def told(run: Run, options: argparse.Namespace) -> dict[str, Any]:
 def measure(options: argparse.Namespace) -> None:
     """Choose each draft's window on some prompts, decode other prompts with it, and write the results."""
     records = {name: record_of(name, options) for name in KINDS}
-    training = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in records.items() if path.is_file()}
+    training = {
+        name: json.loads(path.read_text(encoding="utf-8"))
+        for name, path in records.items()
+        if path.is_file()
+    }
     decoder = SpeculativeDecoder.from_pretrained(
         options.model, NGramDrafter(), dtype="bfloat16", backend=options.backend
     )
     assert decoder.tokenizer is not None
-    prompts = mixed(load(options.prompts, decoder.tokenizer), options.num_prompts + options.num_chosen_on)
+    prompts = mixed(
+        load(options.prompts, decoder.tokenizer), options.num_prompts + options.num_chosen_on
+    )
     reported, others = prompts[: options.num_prompts], prompts[options.num_prompts :]
     left_out = ("output", "only", "also", "directory", *OF_TRAINING)
     plain = {name: value for name, value in vars(options).items() if name not in left_out}
@@ -239,7 +298,15 @@ def measure(options: argparse.Namespace) -> None:
         check_same(plain, [each["manifest"] for each in found.values()], SAME)
     names = [LOOKUP, *(path.stem for path in options.also), *training]
     for name in [name for name in names if options.only is None or name in options.only]:
-        list(sweep(decoder, others[:1], made(name, decoder, options, None), options.windows[:1], options))  # warms up
+        list(
+            sweep(
+                decoder,
+                others[:1],
+                made(name, decoder, options, None),
+                options.windows[:1],
+                options,
+            )
+        )  # warms up
         choices = list(candidates(name, decoder, others, options))
         best = max(choices, key=lambda row: row["walltime_speedup"])
         drafter = made(name, decoder, options, best["min_confidence"])
@@ -255,12 +322,19 @@ def measure(options: argparse.Namespace) -> None:
     print(f"\n{table(found)}")
 
 
-def made(name: str, decoder: SpeculativeDecoder, options: argparse.Namespace, min_confidence: float | None) -> Drafter:
+def made(
+    name: str,
+    decoder: SpeculativeDecoder,
+    options: argparse.Namespace,
+    min_confidence: float | None,
+) -> Drafter:
     """Prompt lookup, with that draft as fallback if one is named."""
     if name == LOOKUP:
         return NGramDrafter()
     paths = {path.stem: path for path in options.also}
-    loaded = checkpoints.load(paths.get(name, options.directory / f"{name}.safetensors"), target=decoder.target)
+    loaded = checkpoints.load(
+        paths.get(name, options.directory / f"{name}.safetensors"), target=decoder.target
+    )
     drafter = loaded.drafter.to(dtype_of(decoder.target))
     return NGramWithFallback.for_target(decoder.target, drafter, min_confidence=min_confidence)
 
@@ -273,12 +347,21 @@ def sweep(
     options: argparse.Namespace,
 ) -> Iterator[Comparison]:
     """Measure each window beside standard decoding, greedy, one prompt at a time."""
-    settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "eos": (), "repeats": options.repeats}
-    return decoder.sweep(prompts, drafters={"draft": drafter}, windows=windows, warmup=0, **settings)
+    settings: dict[str, Any] = {
+        "max_new_tokens": options.max_new_tokens,
+        "eos": (),
+        "repeats": options.repeats,
+    }
+    return decoder.sweep(
+        prompts, drafters={"draft": drafter}, windows=windows, warmup=0, **settings
+    )
 
 
 def candidates(
-    name: str, decoder: SpeculativeDecoder, prompts: Sequence[list[int]], options: argparse.Namespace
+    name: str,
+    decoder: SpeculativeDecoder,
+    prompts: Sequence[list[int]],
+    options: argparse.Namespace,
 ) -> Iterator[dict[str, Any]]:
     """Results of each window on some prompts, and of each confidence if there is a draft."""
     for confidence in [None] if name == LOOKUP else options.confidences:
@@ -291,16 +374,31 @@ def candidates(
 def row_of(cell: Comparison) -> dict[str, Any]:
     """Figures of a row: counts, seconds, and rates derived from them."""
     summary, rows, standard = cell.summary(), cell.rows, cell.standard
-    histogram = [sum(each) for each in itertools.zip_longest(*(row.histogram or [] for row in rows), fillvalue=0)]
+    histogram = [
+        sum(each)
+        for each in itertools.zip_longest(*(row.histogram or [] for row in rows), fillvalue=0)
+    ]
     kept = [sum(histogram[i:]) / sum(histogram) for i in range(1, len(histogram))]
-    names = ("num_draft_tokens", "walltime_speedup", "walltime_speedup_low", "walltime_speedup_high", "same_tokens")
+    names = (
+        "num_draft_tokens",
+        "walltime_speedup",
+        "walltime_speedup_low",
+        "walltime_speedup_high",
+        "same_tokens",
+    )
     return {
-        **{name: summary[name] for name in (*names, "block_efficiency", "acceptance_rate", "error")},
+        **{
+            name: summary[name] for name in (*names, "block_efficiency", "acceptance_rate", "error")
+        },
         "kept_by_position": kept,
         "histogram": histogram,
-        "round_seconds": sum(row.seconds for row in rows) / sum(row.num_target_calls for row in rows),
-        "standard_step_seconds": sum(row.seconds for row in standard) / sum(row.num_target_calls for row in standard),
-        "draft_seconds": len(rows) * (cell.phase_seconds or {"draft": 0.0})["draft"] / sum(histogram),
+        "round_seconds": sum(row.seconds for row in rows)
+        / sum(row.num_target_calls for row in rows),
+        "standard_step_seconds": sum(row.seconds for row in standard)
+        / sum(row.num_target_calls for row in standard),
+        "draft_seconds": len(rows)
+        * (cell.phase_seconds or {"draft": 0.0})["draft"]
+        / sum(histogram),
         "phase_seconds": cell.phase_seconds,
     }
 
@@ -315,7 +413,11 @@ def table(drafts: Mapping[str, Mapping[str, Any]]) -> str:
     for name, each in drafts.items():
         row, training = each["reported"], each["training"] or {}
         last = training["curve"][-1] if training else {}
-        held_out = [last[key] for key in sorted(last) if key.startswith("position_") and "sampling" not in key]
+        held_out = [
+            last[key]
+            for key in sorted(last)
+            if key.startswith("position_") and "sampling" not in key
+        ]
         interval = f"[{row['walltime_speedup_low']:.2f}, {row['walltime_speedup_high']:.2f}]"
         cells = [
             name if name == LOOKUP else f"{LOOKUP} + {name}",

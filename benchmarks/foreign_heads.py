@@ -21,10 +21,23 @@ from transformers import LlamaConfig, Qwen3Config
 
 V, W, D, T, STEPS = 23, 6, 32, 9, 2
 SIZES: dict[str, Any] = {
-    **{"hidden_size": D, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8},
-    **{"num_hidden_layers": 1, "vocab_size": V, "max_position_embeddings": 64, "rms_norm_eps": 1e-5},
+    "hidden_size": D,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "num_hidden_layers": 1,
+    "vocab_size": V,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
 }
-SCALED = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 SCALED |= {"original_max_position_embeddings": 16}
 TOKENS = torch.tensor([1, 3, 4, 7, 20, 22])
 
@@ -48,7 +61,11 @@ def speculators(output: Path, layer: Any, **options: Any) -> None:
     layer._attn_implementation = "eager"
     verifier = VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"])
     proposals = [GreedyTokenProposalConfig(speculative_tokens=3)]
-    told = {"algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": proposals}
+    told = {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": proposals,
+    }
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer,
         draft_vocab_size=W,
@@ -70,10 +87,18 @@ def speculators(output: Path, layer: Any, **options: Any) -> None:
 def specforge(output: Path, **options: Any) -> None:
     """A head of SpecForge."""
     from specforge.export.checkpoint_io import apply_legacy_rope_scaling
-    from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3, prepare_decoder_attention_mask
+    from specforge.modeling.draft.llama3_eagle import (
+        LlamaForCausalLMEagle3,
+        prepare_decoder_attention_mask,
+    )
 
     layers = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3], "use_aux_hidden_state": True}
-    more: dict[str, Any] = {"draft_vocab_size": W, "target_hidden_size": D, "eagle_config": layers, **options}
+    more: dict[str, Any] = {
+        "draft_vocab_size": W,
+        "target_hidden_size": D,
+        "eagle_config": layers,
+        **options,
+    }
     config = LlamaConfig(**SIZES, **more)
     model = LlamaForCausalLMEagle3(config).eval()
     randomize(model)
@@ -100,7 +125,10 @@ def save(write: Any, output: Path, features: Any, tokens: Any, logits: list[torc
         if path.name not in ("config.json", "model.safetensors"):
             path.unlink()
     expected = {"features": features[0], "tokens": tokens[0], "logits": torch.stack(logits)}
-    save_file({name: value.contiguous() for name, value in expected.items()}, output / "expected.safetensors")
+    save_file(
+        {name: value.contiguous() for name, value in expected.items()},
+        output / "expected.safetensors",
+    )
     print(output.name, sorted(json.loads((output / "config.json").read_text())))
 
 

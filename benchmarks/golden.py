@@ -48,12 +48,18 @@ def cases(directory: Path) -> Iterator[tuple[str, Any]]:
     for name in CHECKPOINTS:
         for draft, decoder in decoders(directory / f"{name}.ckpt"):
             weights = hashlib.sha256()
-            for key, value in sorted({**decoder.target.state_dict(), **decoder.drafter.state_dict()}.items()):
-                weights.update(key.encode() + value.detach().contiguous().view(torch.uint8).numpy().tobytes())
+            for key, value in sorted(
+                {**decoder.target.state_dict(), **decoder.drafter.state_dict()}.items()
+            ):
+                weights.update(
+                    key.encode() + value.detach().contiguous().view(torch.uint8).numpy().tobytes()
+                )
             yield f"{name}, {draft}, weights", weights.hexdigest()
             prompts = [list(prompt)[: 5 + 9 * i] for i, prompt in enumerate(decoder.prompts[:3])]
             for sampling, options in SAMPLINGS.items():
-                standard = decoder.decode_standard(prompts, max_new_tokens=MAX_NEW_TOKENS, seed=5, **options)
+                standard = decoder.decode_standard(
+                    prompts, max_new_tokens=MAX_NEW_TOKENS, seed=5, **options
+                )
                 yield f"{name}, {draft}, {sampling}, standard", standard.tokens
                 for rule_name, rule in RULES.items():
                     for window in WINDOWS:
@@ -67,21 +73,33 @@ def cases(directory: Path) -> Iterator[tuple[str, Any]]:
                                 **options,
                             )
                         except ValueError as error:
-                            yield f"{name}, {draft}, {sampling}, {rule_name}, {window}", type(error).__name__
+                            yield (
+                                f"{name}, {draft}, {sampling}, {rule_name}, {window}",
+                                type(error).__name__,
+                            )
                             continue
                         rows = [
-                            (row.tokens, row.counts.histogram, row.counts.num_proposed, row.stop_reason)
+                            (
+                                row.tokens,
+                                row.counts.histogram,
+                                row.counts.num_proposed,
+                                row.stop_reason,
+                            )
                             for row in result.rows
                         ]
                         yield f"{name}, {draft}, {sampling}, {rule_name}, {window}", rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     verbs = parser.add_subparsers(dest="verb", required=True)
     write = verbs.add_parser("write")
     write.add_argument("output", type=Path)
-    write.add_argument("--checkpoints", type=Path, required=True, help="checkpoints that both trees read")
+    write.add_argument(
+        "--checkpoints", type=Path, required=True, help="checkpoints that both trees read"
+    )
     compare = verbs.add_parser("compare")
     compare.add_argument("before", type=Path)
     compare.add_argument("after", type=Path)
@@ -93,7 +111,9 @@ def main() -> None:
     before, after = json.loads(options.before.read_text()), json.loads(options.after.read_text())
     changed = [name for name in before if name not in after or before[name] != after[name]]
     print(*changed, sep="\n")
-    print(f"{len(before)} cases, {len(changed)} changed or missing, {len(after.keys() - before.keys())} new")
+    print(
+        f"{len(before)} cases, {len(changed)} changed or missing, {len(after.keys() - before.keys())} new"
+    )
 
 
 if __name__ == "__main__":

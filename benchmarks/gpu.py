@@ -34,14 +34,28 @@ from lightning_specdec.decoding import (
     speculative_decode,
 )
 from lightning_specdec.decoding.calibration import load_or_measure
-from lightning_specdec.drafters import Drafter, EagleDrafter, EarlyExitDrafter, ModelDrafter, MultiTokenDrafter
+from lightning_specdec.drafters import (
+    Drafter,
+    EagleDrafter,
+    EarlyExitDrafter,
+    ModelDrafter,
+    MultiTokenDrafter,
+)
 from lightning_specdec.models.compiled import compile_layers
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.rules import Sampling
 
 SHAPES: dict[str, dict[str, int]] = {
-    "16 layers of 2048 (as Llama 3.2 1B)": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
-    "4 layers of 4096 (as Llama 3 8B's)": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4},
+    "16 layers of 2048 (as Llama 3.2 1B)": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+    },
+    "4 layers of 4096 (as Llama 3 8B's)": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 4,
+    },
 }
 VOCABULARY = {2048: 128256, 4096: 32000}
 BATCHES = (1, 4, 16, 64)
@@ -63,7 +77,11 @@ SMALL = {
 TRAINED: dict[str, dict[str, Any]] = {
     "early_exit": {
         "class_path": "EarlyExitTraining",
-        "init_args": {"exit_layer": 2, "exit_weights": [3, 4, 3, *[0] * (LAYERS - 4), 20], "layer_dropout": 0.0},
+        "init_args": {
+            "exit_layer": 2,
+            "exit_weights": [3, 4, 3, *[0] * (LAYERS - 4), 20],
+            "layer_dropout": 0.0,
+        },
     },
     "multi_token": {"class_path": "MultiTokenTraining", "init_args": {"num_heads": 4}},
 }
@@ -136,7 +154,9 @@ def calls(quick: bool) -> dict[str, Any]:
                     "batch": batch,
                     "milliseconds_a_token": 1e3 * seconds,
                     "tokens_per_second": batch / seconds,
-                    "share_of_memory_limit": sum(weight.nbytes for weight in model.parameters()) / seconds / rate,
+                    "share_of_memory_limit": sum(weight.nbytes for weight in model.parameters())
+                    / seconds
+                    / rate,
                     "compile_seconds": compile_seconds,
                 }
                 rows.append(row)
@@ -163,7 +183,9 @@ def rounds(quick: bool) -> list[dict[str, Any]]:
         "heads": MultiTokenDrafter(4, draft_vocabulary=list(range(8000)), **more),
     }
     if not quick:
-        drafters["model"] = ModelDrafter(llama(**{**sizes, "num_hidden_layers": 2}, vocab_size=32000).packed())
+        drafters["model"] = ModelDrafter(
+            llama(**{**sizes, "num_hidden_layers": 2}, vocab_size=32000).packed()
+        )
         drafters["autoregressive head"] = EagleDrafter([2, 8, 14], **more, **eagle)
     rows: list[dict[str, Any]] = []
     for name, drafter in drafters.items():
@@ -202,7 +224,9 @@ def _round_seconds(session: Session) -> tuple[float, dict[str, float]]:
         session.step()
     torch.cuda.synchronize()
     seconds = (time.perf_counter() - began) / NUM_ROUNDS
-    return seconds, {key: (value - before[key]) / NUM_ROUNDS for key, value in session.timer.seconds().items()}
+    return seconds, {
+        key: (value - before[key]) / NUM_ROUNDS for key, value in session.timer.seconds().items()
+    }
 
 
 def _meetings(session: Session, num_rounds: int = 4) -> dict[str, float]:
@@ -233,9 +257,17 @@ def warm(batch: int, shape: str) -> None:
     compile_layers(target)
     with torch.inference_mode():
         state = target.init_state(batch, 400)
-        target(torch.zeros(batch, 64, dtype=torch.long, device="cuda"), state, logits_for=slice(-1, None))
+        target(
+            torch.zeros(batch, 64, dtype=torch.long, device="cuda"),
+            state,
+            logits_for=slice(-1, None),
+        )
         for width in WIDTHS if small else (1, 2, 5):
-            target(torch.zeros(batch, width, dtype=torch.long, device="cuda"), state, logits_for=slice(-1, None))
+            target(
+                torch.zeros(batch, width, dtype=torch.long, device="cuda"),
+                state,
+                logits_for=slice(-1, None),
+            )
 
 
 def train(minutes: float, directory: Path) -> dict[str, Any]:
@@ -258,12 +290,27 @@ def train(minutes: float, directory: Path) -> dict[str, Any]:
         options = {"target": target, "num_draft_tokens": 4, "learning_rate": 0.001}
         config["model"] = {**model, "init_args": {**options, **model["init_args"]}}
         trainer = config["trainer"]
-        trainer |= {"max_epochs": 1000, "accelerator": "cuda", "devices": 1, "precision": "bf16-mixed"}
-        keep = {"dirpath": str(directory / name), "filename": "last", "enable_version_counter": False}
+        trainer |= {
+            "max_epochs": 1000,
+            "accelerator": "cuda",
+            "devices": 1,
+            "precision": "bf16-mixed",
+        }
+        keep = {
+            "dirpath": str(directory / name),
+            "filename": "last",
+            "enable_version_counter": False,
+        }
         trainer["callbacks"] = [
-            {"class_path": "ModelCheckpoint", "init_args": {**keep, "save_on_train_epoch_end": True}},
+            {
+                "class_path": "ModelCheckpoint",
+                "init_args": {**keep, "save_on_train_epoch_end": True},
+            },
             # The learning rate falls with the time.
-            {"class_path": "lightning_specdec.training.optimizers.TimeLimit", "init_args": {"minutes": minutes}},
+            {
+                "class_path": "lightning_specdec.training.optimizers.TimeLimit",
+                "init_args": {"minutes": minutes},
+            },
         ]
         trainer["logger"]["init_args"]["save_dir"] = str(directory / "logs")
         path = directory / f"{name}.yaml"
@@ -285,11 +332,20 @@ def train(minutes: float, directory: Path) -> dict[str, Any]:
         seconds[name] = time.perf_counter() - began
         if name in TRAINED or code:
             log_path = directory / f"{name.replace(' ', '_')}.log"
-            _show({"ended": name, "code": code, "seconds": seconds[name], "output": log_path.read_text()[-700:]})
+            _show(
+                {
+                    "ended": name,
+                    "code": code,
+                    "seconds": seconds[name],
+                    "output": log_path.read_text()[-700:],
+                }
+            )
     return seconds
 
 
-def _trained(name: str, directory: Path, dtype: torch.dtype) -> tuple[SpeculativeDecoder, HuggingFaceLM, Drafter]:
+def _trained(
+    name: str, directory: Path, dtype: torch.dtype
+) -> tuple[SpeculativeDecoder, HuggingFaceLM, Drafter]:
     (path,) = (directory / name).rglob("last.ckpt")  # in the directory of its run
     decoder = SpeculativeDecoder.from_checkpoint(path, device="cuda", dtype=dtype)
     target, drafter = decoder.ready()
@@ -325,7 +381,9 @@ def decode(
     for sampled in SAMPLINGS:
         for window in (4, "auto"):
             settings += [(name, batch, sampled, 2, window) for batch in BATCHES for name in TRAINED]
-    settings += [("early_exit", 1, "greedy", layer, window) for layer, window in ((1, 4), (3, 4), (2, 6))]
+    settings += [
+        ("early_exit", 1, "greedy", layer, window) for layer, window in ((1, 4), (3, 4), (2, 6))
+    ]
     for name, batch, sampled, layer, window in settings:
         if time.perf_counter() - started > seconds:
             _show({"left_out": (name, batch, sampled, layer, window)})
@@ -334,7 +392,10 @@ def decode(
         drafter = drafter.at(layer) if name == "early_exit" else drafter
         label = f"exit after layer {layer} of {LAYERS}" if name == "early_exit" else "4 heads"
         chosen = [decoder.prompts[i % len(decoder.prompts)] for i in range(max(batch, 8))]
-        groups, began = [chosen[i : i + batch] for i in range(0, len(chosen), batch)], time.perf_counter()
+        groups, began = (
+            [chosen[i : i + batch] for i in range(0, len(chosen), batch)],
+            time.perf_counter(),
+        )
         sampling, costs = SAMPLINGS[sampled], None
         if window == "auto":
             costs = load_or_measure(target, drafter, batch_size=batch, sampling=sampling)
@@ -365,7 +426,12 @@ def _compare(
         for group in groups:
             one = autoregressive_decode(target, group, max_new_tokens=NEW_TOKENS, sampling=sampling)
             other = speculative_decode(
-                target, drafter, group, max_new_tokens=NEW_TOKENS, sampling=sampling, num_draft_tokens=window
+                target,
+                drafter,
+                group,
+                max_new_tokens=NEW_TOKENS,
+                sampling=sampling,
+                num_draft_tokens=window,
             )
             if number:
                 standard.append(one)
@@ -380,12 +446,14 @@ def _compare(
     ]
     return {
         "walltime_speedup": sum(r.seconds for r in standard) / sum(r.seconds for r in speculative),
-        "speedup_behind_the_first_token": _seconds_behind_first(standard) / _seconds_behind_first(speculative),
+        "speedup_behind_the_first_token": _seconds_behind_first(standard)
+        / _seconds_behind_first(speculative),
         "smallest": min(ratios),
         "median": statistics.median(ratios),
         "largest": max(ratios),
         "block_efficiency": tokens / rounds,
-        "standard_tokens_per_second": sum(r.num_new_tokens for r in standard) / sum(r.seconds for r in standard),
+        "standard_tokens_per_second": sum(r.num_new_tokens for r in standard)
+        / sum(r.seconds for r in standard),
         "speculative_tokens_per_second": tokens / sum(r.seconds for r in speculative),
         "phase_milliseconds_a_round": _phases(speculative),
         "phase_milliseconds_a_token": _phases(standard),
@@ -397,7 +465,8 @@ def _compare(
 def _seconds_behind_first(results: Sequence[DecodeResult]) -> float:
     """Seconds of what follows the reading of the prompts, which neither decoding records."""
     ends = [
-        (min(r.token_seconds[0] for r in each.rows), max(r.token_seconds[-1] for r in each.rows)) for each in results
+        (min(r.token_seconds[0] for r in each.rows), max(r.token_seconds[-1] for r in each.rows))
+        for each in results
     ]
     return sum(last - first for first, last in ends)
 
@@ -406,21 +475,38 @@ def _phases(results: Sequence[DecodeResult]) -> dict[str, float]:
     """Milliseconds of each phase by target call."""
     calls = sum(result.num_target_calls for result in results)
     names = results[0].phase_seconds
-    return {name: round(1e3 * sum(r.phase_seconds[name] for r in results) / calls, 4) for name in names}
+    return {
+        name: round(1e3 * sum(r.phase_seconds[name] for r in results) / calls, 4) for name in names
+    }
 
 
 def _show(row: dict[str, Any]) -> None:
-    print(*(f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
+    print(
+        *(f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()),
+        flush=True,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=("train", "decode", "identity", "calls", "rounds", "warm"))
-    parser.add_argument("--minutes", type=float, default=4.0, help="training time of the two models, side by side")
-    parser.add_argument("--directory", type=Path, help="directory of the trained models (default: a temporary one)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="+", choices=("train", "decode", "identity", "calls", "rounds", "warm")
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=4.0, help="training time of the two models, side by side"
+    )
+    parser.add_argument(
+        "--directory", type=Path, help="directory of the trained models (default: a temporary one)"
+    )
     parser.add_argument("--output", type=Path, help="file for what is measured")
-    parser.add_argument("--quick", action="store_true", help="fewer passes, one model and one form of calls")
-    parser.add_argument("--decode_seconds", type=float, default=float("inf"), help="time after which decode ends")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer passes, one model and one form of calls"
+    )
+    parser.add_argument(
+        "--decode_seconds", type=float, default=float("inf"), help="time after which decode ends"
+    )
     parser.add_argument("--batch", type=int, default=1, help="of warm")
     parser.add_argument("--shape", choices=("small", "large"), default="small", help="of warm")
     options = parser.parse_args()
@@ -440,7 +526,10 @@ def main() -> None:
     parts: dict[str, Callable[[], Any]] = {
         "train": lambda: train(options.minutes, directory),
         "decode": lambda: decode(
-            directory, 2 if options.quick else PASSES, options.decode_seconds, lambda rows: keep("decode", rows)
+            directory,
+            2 if options.quick else PASSES,
+            options.decode_seconds,
+            lambda rows: keep("decode", rows),
         ),
         "identity": lambda: identity(directory),
         "calls": lambda: calls(options.quick),

@@ -59,7 +59,9 @@ def fit(home: Path, words: list[str], seconds: float | None = None) -> int:
             return process.wait()
 
 
-def measure(recipe: str, words: list[str], home: Path, num_kills: int, draw: random.Random) -> dict[str, Any]:
+def measure(
+    recipe: str, words: list[str], home: Path, num_kills: int, draw: random.Random
+) -> dict[str, Any]:
     """One recipe's row."""
     whole = home / f"{recipe}_whole"
     whole.mkdir()
@@ -78,7 +80,9 @@ def measure(recipe: str, words: list[str], home: Path, num_kills: int, draw: ran
             moment = draw.uniform(0.2, 1.0) * duration if len(steps) < num_kills else None
             code = fit(killed, [*words, *["--ckpt_path", "last"][: 2 * len(found)]], moment)
             printed = (killed / "printed.txt").read_text()
-            if code == 2 and ("finished epochs" in printed[-400:] or "EarlyStopping ended" in printed[-400:]):
+            if code == 2 and (
+                "finished epochs" in printed[-400:] or "EarlyStopping ended" in printed[-400:]
+            ):
                 code = 0  # it was killed after its last checkpoint: nothing is left to do
             assert code in (0, -9), printed[-2000:]
             found = list(killed.glob("checkpoints/*/version_*/last.ckpt"))
@@ -86,7 +90,10 @@ def measure(recipe: str, words: list[str], home: Path, num_kills: int, draw: ran
                 steps.append(archive.read(found[0])["global_step"] if found else None)
                 lost += [time.time() - found[0].stat().st_mtime] if found else []
         other = end(killed)
-        weights = (torch.equal(value, other["state_dict"][name]) for name, value in one["state_dict"].items())
+        weights = (
+            torch.equal(value, other["state_dict"][name])
+            for name, value in one["state_dict"].items()
+        )
         same.append(one["global_step"] == other["global_step"] and all(weights))
         ends.append(other["global_step"])
     return {
@@ -104,7 +111,11 @@ def measure(recipe: str, words: list[str], home: Path, num_kills: int, draw: ran
 
 def record(given: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """What the output holds."""
-    told = {name: value for name, value in vars(given).items() if name not in ("target", "text", "output")}
+    told = {
+        name: value
+        for name, value in vars(given).items()
+        if name not in ("target", "text", "output")
+    }
     told["target"] = Path(given.target).name if given.target else "tiny"
     return {"manifest": manifest(options=told, device=torch.device("cpu")), "rows": rows}
 
@@ -117,7 +128,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target")
     parser.add_argument("--text", nargs="+")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES))
@@ -130,10 +143,17 @@ def main() -> None:
     draw, rows = random.Random(given.seed), []
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
-        target, text = (given.target, given.text) if given.target else ((made := tiny(home))[0], [made[1]])
+        target, text = (
+            (given.target, given.text) if given.target else ((made := tiny(home))[0], [made[1]])
+        )
         for recipe in given.recipes:
             words = ["--recipe", recipe, "--target", str(Path(target).resolve()), "--text", *text]
-            words += ["--trainer.max_epochs", str(given.max_epochs), "--save_seconds", str(given.save_seconds)]
+            words += [
+                "--trainer.max_epochs",
+                str(given.max_epochs),
+                "--save_seconds",
+                str(given.save_seconds),
+            ]
             words += ["--trainer.accelerator", "cpu"]
             rows.append(measure(recipe, words, home, given.kills, draw))
             print(json.dumps(rows[-1]), flush=True)

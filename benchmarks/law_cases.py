@@ -25,7 +25,11 @@ def _name(part: object) -> str:
     kind = RENAMED.get(type(part).__name__, type(part).__name__).lstrip("_")
     family = getattr(getattr(getattr(part, "model", None), "config", None), "model_type", None)
     fallback = getattr(part, "fallback", None)
-    return kind + (f":{family}" if family else "") + (f"+{_name(fallback)}" if fallback is not None else "")
+    return (
+        kind
+        + (f":{family}" if family else "")
+        + (f"+{_name(fallback)}" if fallback is not None else "")
+    )
 
 
 def pytest_addoption(parser: Any) -> None:
@@ -43,8 +47,16 @@ def pytest_configure(config: Any) -> None:
 
     def recording(self: Any, *arguments: Any, **options: Any) -> None:
         original(self, *arguments, **options)
-        window = str(self.window.largest) if type(self.window).__name__ == "FixedWindow" else "adaptive"
-        parts = (_name(self.target), _name(self.drafter), _name(self.rule), window, f"{self.sampling.temperature:g}")
+        window = (
+            str(self.window.largest) if type(self.window).__name__ == "FixedWindow" else "adaptive"
+        )
+        parts = (
+            _name(self.target),
+            _name(self.drafter),
+            _name(self.rule),
+            window,
+            f"{self.sampling.temperature:g}",
+        )
         _seen.add(parts)
 
     session.__init__ = recording
@@ -57,7 +69,9 @@ def pytest_sessionfinish(session: Any) -> None:
 def _pairs(cases: list[list[str]]) -> set[tuple[str, ...]]:
     """All pairs of values that occur together, with the names of their settings."""
     places = range(len(NAMES))
-    return {(NAMES[i], case[i], NAMES[j], case[j]) for case in cases for i, j in combinations(places, 2)}
+    return {
+        (NAMES[i], case[i], NAMES[j], case[j]) for case in cases for i, j in combinations(places, 2)
+    }
 
 
 def main() -> int:

@@ -21,14 +21,39 @@ from pathlib import Path
 
 import yaml
 
-LAWS = (
-    "rules sampling states distribution session lossless whole_decodes stopping rounds ngram multi_token eagle "
-    "early_exit staged ngram_with_fallback lookup_first cross_vocabulary conversation processors "
-    "windows huggingface layers translation vocabulary new_drafter audit"
-).split()
+LAWS = [
+    "rules",
+    "sampling",
+    "states",
+    "distribution",
+    "session",
+    "lossless",
+    "whole_decodes",
+    "stopping",
+    "rounds",
+    "ngram",
+    "multi_token",
+    "eagle",
+    "early_exit",
+    "staged",
+    "ngram_with_fallback",
+    "lookup_first",
+    "cross_vocabulary",
+    "conversation",
+    "processors",
+    "windows",
+    "huggingface",
+    "layers",
+    "translation",
+    "vocabulary",
+    "new_drafter",
+    "audit",
+]
 """Test files of the laws, the fastest first; a tree runs those that it has."""
 
-MUTANTS: dict[str, list[dict[str, str]]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+MUTANTS: dict[str, list[dict[str, str]]] = yaml.safe_load(
+    Path(__file__).with_suffix(".yaml").read_text()
+)
 
 
 def apply(tree: Path, edits: list[dict[str, str]]) -> bool:
@@ -49,12 +74,22 @@ def run(tree: Path, seconds: float) -> dict[str, object]:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files]
     started = time.perf_counter()
     try:
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=seconds
+        )
     except subprocess.TimeoutExpired:
         return {"killed": True, "by": "time limit", "seconds": seconds}
-    failed = [line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    failed = [
+        line.split(" - ")[0]
+        for line in done.stdout.splitlines()
+        if line.startswith(("FAILED", "ERROR"))
+    ]
     spent = round(time.perf_counter() - started, 1)
-    return {"killed": done.returncode != 0, "by": failed[0][:200] if failed else None, "seconds": spent}
+    return {
+        "killed": done.returncode != 0,
+        "by": failed[0][:200] if failed else None,
+        "seconds": spent,
+    }
 
 
 def measure(tree: Path, output: Path, seconds: float) -> None:
@@ -65,9 +100,15 @@ def measure(tree: Path, output: Path, seconds: float) -> None:
             continue
         with tempfile.TemporaryDirectory() as directory:
             copy = Path(directory) / "tree"
-            ignored = shutil.ignore_patterns(".git", ".venv", "logs", "__pycache__", "docs", "smollm2*")
+            ignored = shutil.ignore_patterns(
+                ".git", ".venv", "logs", "__pycache__", "docs", "smollm2*"
+            )
             shutil.copytree(tree, copy, ignore=ignored)
-            found[intent] = run(copy, seconds) if apply(copy, edits) else {"killed": None, "by": "does not apply"}
+            found[intent] = (
+                run(copy, seconds)
+                if apply(copy, edits)
+                else {"killed": None, "by": "does not apply"}
+            )
         output.write_text(json.dumps(found, indent=1))
         print(f"{intent}: {found[intent]}", flush=True)
 
@@ -76,14 +117,24 @@ def compare(before: Path, after: Path) -> None:
     """Print the mutants that each suite kills and those that the second one misses."""
     one, two = json.loads(before.read_text()), json.loads(after.read_text())
     for intent in MUTANTS:
-        print(f"{intent}: {one.get(intent, {}).get('killed')} -> {two.get(intent, {}).get('killed')}")
-    missed = [name for name in MUTANTS if one.get(name, {}).get("killed") and not two.get(name, {}).get("killed")]
+        print(
+            f"{intent}: {one.get(intent, {}).get('killed')} -> {two.get(intent, {}).get('killed')}"
+        )
+    missed = [
+        name
+        for name in MUTANTS
+        if one.get(name, {}).get("killed") and not two.get(name, {}).get("killed")
+    ]
     alive = [intent for intent in MUTANTS if two.get(intent, {}).get("killed") is False]
-    print(f"{len(MUTANTS)} mutants; killed before and not now: {missed or 'none'}; surviving now: {alive or 'none'}")
+    print(
+        f"{len(MUTANTS)} mutants; killed before and not now: {missed or 'none'}; surviving now: {alive or 'none'}"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tree", type=Path)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--seconds", type=float, default=300.0, help="time limit of one mutant")

@@ -7,12 +7,17 @@ import sys
 import tomllib
 from pathlib import Path
 
-PROJECT = tomllib.loads((Path(__file__).resolve().parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = tomllib.loads(
+    (Path(__file__).resolve().parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+)
 
 
 def floors() -> dict[str, str]:
     """The oldest version of each dependency."""
-    named = (re.match(r"([\w-]+)(?:\[\w+\])?>=([\d.]+)", each) for each in PROJECT["project"]["dependencies"])
+    named = (
+        re.match(r"([\w-]+)(?:\[\w+\])?>=([\d.]+)", each)
+        for each in PROJECT["project"]["dependencies"]
+    )
     return {found[1]: found[2] for found in named if found}
 
 

@@ -84,7 +84,9 @@ class Method:
 
 def grid(**values: Sequence[Any]) -> tuple[Row, ...]:
     """All combinations of these values."""
-    return tuple(dict(zip(values, each, strict=True)) for each in itertools.product(*values.values()))
+    return tuple(
+        dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())
+    )
 
 
 def _methods() -> Iterator[Method]:
@@ -98,33 +100,56 @@ def _methods() -> Iterator[Method]:
             lookups += grid(drafter=["NGramDrafter"], num_draft_tokens=[5], **short)
             yield Method(*ours, "lookup", (load,), lookups)
             after: Row = {"drafter": ["NGramWithFallback"], "min_ngram": [2]}
-            heads = grid(**after, num_draft_tokens=[3, 5], tokens_per_match=[2], min_confidence=[None, 0.05, 0.15])
-            heads += grid(**after, num_draft_tokens=[5], tokens_per_match=[5], min_confidence=[None, 0.05])
+            heads = grid(
+                **after,
+                num_draft_tokens=[3, 5],
+                tokens_per_match=[2],
+                min_confidence=[None, 0.05, 0.15],
+            )
+            heads += grid(
+                **after, num_draft_tokens=[5], tokens_per_match=[5], min_confidence=[None, 0.05]
+            )
             heads += grid(**after, num_draft_tokens=["auto"])
             yield Method(*ours, "lookup, head", (load,), heads)
         scheduler: Load = {"cache_size": 1, "enable_prefix_caching": False}
         whole = {**scheduler, "max_num_batched_tokens": CONTEXT + 200, "dynamic_split_fuse": False}
-        paged: list[Load] = [{"precision": precision, "scheduler": each} for each in (scheduler, whole)]
+        paged: list[Load] = [
+            {"precision": precision, "scheduler": each} for each in (scheduler, whole)
+        ]
         loads: list[Load] = [{"precision": precision, "ATTENTION_BACKEND": "SDPA"}, *paged]
-        for changed in ({"KV_CACHE_PRECISION": "bf16"}, {"KV_CACHE_PRECISION": "u8"}, {"ENABLE_CPU_PINNING": False}):
+        for changed in (
+            {"KV_CACHE_PRECISION": "bf16"},
+            {"KV_CACHE_PRECISION": "u8"},
+            {"ENABLE_CPU_PINNING": False},
+        ):
             loads.append({**paged[0], **changed})
         genai = "openvino_genai", precision
         yield Method(*genai, "standard", tuple(loads), ({},))
         lookup: Load = {**paged[1], "prompt_lookup": True}
-        yield Method(*genai, "lookup", (lookup,), grid(num_assistant_tokens=[3, 5, 8], max_ngram_size=[2, 3, 4]))
+        yield Method(
+            *genai,
+            "lookup",
+            (lookup,),
+            grid(num_assistant_tokens=[3, 5, 8], max_ngram_size=[2, 3, 4]),
+        )
         kind = PRECISIONS[precision][1]
         llama = "llama_cpp", kind
         flash = grid(precision=[kind], flash_attn=[False, True])
         yield Method(*llama, "standard", flash, ({},))
         tried = grid(precision=[kind], flash_attn=[False, True], logits_all=[True])
-        yield Method(*llama, "lookup", tried, grid(num_pred_tokens=[3, 5, 8], max_ngram_size=[2, 3]))
+        yield Method(
+            *llama, "lookup", tried, grid(num_pred_tokens=[3, 5, 8], max_ngram_size=[2, 3])
+        )
     attention = grid(attn_implementation=["sdpa", "eager"])
     yield Method("transformers", "bfloat16", "standard", attention, ({},))
     lookups = grid(prompt_lookup_num_tokens=[3, 5, 10], max_matching_ngram_size=[2, 3])
     yield Method("transformers", "bfloat16", "lookup", attention[:1], lookups)
     yield Method("vllm", "bfloat16", "standard", ({}, {"enforce_eager": True}), ({},))
     ngrams = [{"num_speculative_tokens": number, "prompt_lookup_max": 3} for number in (3, 5, 8)]
-    tried = tuple({"speculative_config": {"method": "ngram", "prompt_lookup_min": 2, **each}} for each in ngrams)
+    tried = tuple(
+        {"speculative_config": {"method": "ngram", "prompt_lookup_min": 2, **each}}
+        for each in ngrams
+    )
     yield Method("vllm", "bfloat16", "lookup", tried, ({},))
     yield Method("vllm", "bfloat16", "head", tuple({"head": number} for number in (2, 3, 4)), ({},))
 
@@ -139,7 +164,9 @@ class Prompt:
     tokens: list[int]
 
 
-def choose(rows: Iterable[Row], tokenizer: Any, *, tuning: int = NUM_TUNING) -> tuple[list[Prompt], list[Prompt]]:
+def choose(
+    rows: Iterable[Row], tokenizer: Any, *, tuning: int = NUM_TUNING
+) -> tuple[list[Prompt], list[Prompt]]:
     """Reported prompts and tuning prompts: `NUM_EACH` and `tuning` of each task.
 
     A task's questions of at most `LONGEST` tokens are divided in order into `2 * NUM_EACH` equal parts. The first
@@ -171,8 +198,17 @@ class Engine:
 
     def __post_init__(self) -> None:
         kind = self.method.engine.split()[0]
-        told = {"engine": kind, "load": self.load, "threads": self.options.threads, "files": self.options.files}
-        environment = {**os.environ, "OMP_NUM_THREADS": str(self.options.threads), "HF_HUB_OFFLINE": "1"}
+        told = {
+            "engine": kind,
+            "load": self.load,
+            "threads": self.options.threads,
+            "files": self.options.files,
+        }
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(self.options.threads),
+            "HF_HUB_OFFLINE": "1",
+        }
         environment |= LARGE_PAGES | ENVIRONMENT.get(kind, {})
         python = self.options.engines.get(kind, sys.executable)
         if kind not in ("ours", "transformers"):
@@ -225,7 +261,9 @@ class Engine:
             with suppress(OSError, ProcessLookupError):
                 if os.getpgid(int(path.name)) == self.process.pid:
                     lines = (path / "status").read_text().splitlines()
-                    total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+                    total += sum(
+                        1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")
+                    )
         return total
 
     def close(self) -> None:
@@ -249,7 +287,10 @@ class Run:
             method
             for name, method in METHODS.items()
             if any(word in name for word in options.only)
-            and (method.engine.startswith(("ours", "transformers")) or method.engine in options.engines)
+            and (
+                method.engine.startswith(("ours", "transformers"))
+                or method.engine in options.engines
+            )
         ]
         self.began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.done = {_key(row) for row in self.rows}
@@ -257,17 +298,26 @@ class Run:
         self.hush: subprocess.Popen[bytes] | None = None
         self.loud = self.rested = 0.0
 
-    def measure(self, part: str, engines: dict[str, Engine], jobs: Sequence[tuple[Method, Load, Row]]) -> None:
+    def measure(
+        self, part: str, engines: dict[str, Engine], jobs: Sequence[tuple[Method, Load, Row]]
+    ) -> None:
         """What is missing, prompt by prompt."""
         rows = [row for job in jobs for row in self.missing(part, job)]
         texts = self.texts(part)
-        for turn, (repeat, (label, prompts)) in enumerate(itertools.product(range(self.options.repeats), texts)):
+        for turn, (repeat, (label, prompts)) in enumerate(
+            itertools.product(range(self.options.repeats), texts)
+        ):
             here = [row for row in rows if row["prompt"] == label and row["repeat"] == repeat]
             if here:
                 self.quiet()
             random.Random(turn).shuffle(here)
             for row in here:
-                self._one(row, prompts, engines[_place(METHODS[row["method"]], row["load"])], engines.values())
+                self._one(
+                    row,
+                    prompts,
+                    engines[_place(METHODS[row["method"]], row["load"])],
+                    engines.values(),
+                )
 
     def quiet(self) -> None:
         """With `--quiet`, measure only while its command runs: for `PIECE` seconds, then not for `REST`."""
@@ -275,7 +325,9 @@ class Run:
             return
         self.end_quiet()
         time.sleep(max(0.0, self.rested - time.monotonic()))
-        self.hush = subprocess.Popen(shlex.split(self.options.quiet), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.hush = subprocess.Popen(
+            shlex.split(self.options.quiet), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         assert self.hush.stdout is not None
         self.hush.stdout.readline()
         self.loud = time.monotonic() + PIECE
@@ -286,19 +338,27 @@ class Run:
             share = 1 + (time.monotonic() - self.loud) / PIECE
             self.hush, self.rested = None, time.monotonic() + share * REST
 
-    def _one(self, row: Row, prompts: list[list[int]], engine: Engine, engines: Iterable[Engine]) -> None:
+    def _one(
+        self, row: Row, prompts: list[list[int]], engine: Engine, engines: Iterable[Engine]
+    ) -> None:
         for each in engines:
             each.stop()
         if engine is not self.last:  # the caches are another process's
             self.warm_up(engine, row["setting"])
             self.last = engine
-        request = {"prompts": prompts, "setting": row["setting"], "num_tokens": self.options.max_new_tokens}
+        request = {
+            "prompts": prompts,
+            "setting": row["setting"],
+            "num_tokens": self.options.max_new_tokens,
+        }
         found = engine.ask(**request, end=self.end)
         self.add({**row, "num_prompt_tokens": sum(map(len, prompts)), **found})
 
     def warm_up(self, engine: Engine, setting: Row) -> None:
         """A short request that is not measured."""
-        engine.ask(prompts=[self.tuning[0].tokens[-32:]], setting=setting, num_tokens=24, end=self.end)
+        engine.ask(
+            prompts=[self.tuning[0].tokens[-32:]], setting=setting, num_tokens=24, end=self.end
+        )
 
     def add(self, row: Row) -> None:
         row["run"] = self.began
@@ -306,15 +366,25 @@ class Run:
         self.done.add(_key(row))
         with self.options.rows.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        speed = f"{row['num_tokens'] / row['seconds']:.1f} tokens/s" if "seconds" in row else row.get("error")
+        speed = (
+            f"{row['num_tokens'] / row['seconds']:.1f} tokens/s"
+            if "seconds" in row
+            else row.get("error")
+        )
         setting = json.dumps({**row["load"], **row["setting"]}) if row["part"] == "tune" else ""
-        print(f"{row['part']} {row['repeat']} {row['prompt']} {row['method']} {setting}: {speed}", flush=True)
+        print(
+            f"{row['part']} {row['repeat']} {row['prompt']} {row['method']} {setting}: {speed}",
+            flush=True,
+        )
 
     def texts(self, part: str) -> list[tuple[Any, list[list[int]]]]:
         if part == "tune":
             return [(prompt.id, [prompt.tokens]) for prompt in self.tuning]
         if part == "batch":
-            return [(f"first {size}", [each.tokens for each in self.prompts[:size]]) for size in (1, 4, 16)]
+            return [
+                (f"first {size}", [each.tokens for each in self.prompts[:size]])
+                for size in (1, 4, 16)
+            ]
         if part == "context":
             text = [token for prompt in reversed(self.prompts) for token in prompt.tokens]
             return [(f"last {CONTEXT} tokens of all", [text[-CONTEXT:]])]
@@ -328,9 +398,13 @@ class Run:
         chosen = [(method, *best(self.rows, method)) for method in self.methods]
         if part == "temperature":
             ours = [each for each in chosen if each[0].engine.startswith("ours")]
-            chosen = [(method, load, {**setting, "temperature": 1.0}) for method, load, setting in ours]
+            chosen = [
+                (method, load, {**setting, "temperature": 1.0}) for method, load, setting in ours
+            ]
         if part == "batch":
-            chosen = [each for each in chosen if each[0].engine != "llama_cpp"]  # this method takes one prompt
+            chosen = [
+                each for each in chosen if each[0].engine != "llama_cpp"
+            ]  # this method takes one prompt
         return chosen
 
     def go(self, part: str) -> None:
@@ -353,7 +427,13 @@ class Run:
                 self.end_quiet()
                 for place, engine in engines.items():
                     if part != "tune" and engine.error is None:
-                        row = {"part": "memory", "method": place, "load": {}, "setting": {}, "prompt": part}
+                        row = {
+                            "part": "memory",
+                            "method": place,
+                            "load": {},
+                            "setting": {},
+                            "prompt": part,
+                        }
                         self.add({**row, "repeat": 0, "peak_bytes": engine.peak_memory()})
                     engine.close()
 
@@ -362,11 +442,22 @@ class Run:
         method, load, setting = job
         known = {"part": part, "method": method.name, "load": load, "setting": setting}
         repeats = range(1 if part == "tune" else self.options.repeats)
-        rows = [{**known, "prompt": label, "repeat": i} for i in repeats for label, _ in self.texts(part)]
+        rows = [
+            {**known, "prompt": label, "repeat": i}
+            for i in repeats
+            for label, _ in self.texts(part)
+        ]
         return [row for row in rows if _key(row) not in self.done]
 
     def add_versions(self, method: Method, engine: Engine) -> None:
-        row = {"part": "versions", "method": method.engine, "load": {}, "setting": {}, "prompt": 0, "repeat": 0}
+        row = {
+            "part": "versions",
+            "method": method.engine,
+            "load": {},
+            "setting": {},
+            "prompt": 0,
+            "repeat": 0,
+        }
         if _key(row) not in self.done:
             self.add({**row, "versions": engine.versions})
 
@@ -409,7 +500,8 @@ def cells(rows: Iterable[Row], part: str, method: str) -> Cells:
             found.setdefault(row["prompt"], []).append(row)
     return {
         prompt: {
-            name: _median([row[name] or 0.0 for row in each]) for name in ("seconds", "first", "num_tokens", "calls")
+            name: _median([row[name] or 0.0 for row in each])
+            for name in ("seconds", "first", "num_tokens", "calls")
         }
         for prompt, each in found.items()
     }
@@ -431,7 +523,9 @@ def ratio(top: Cells, bottom: Cells, *, draws: int = 2000) -> tuple[float, float
     common, generator = [prompt for prompt in top if prompt in bottom], random.Random(0)
 
     def of(prompts: Sequence[Any]) -> float:
-        return speed(top[prompt] for prompt in prompts) / speed(bottom[prompt] for prompt in prompts)
+        return speed(top[prompt] for prompt in prompts) / speed(
+            bottom[prompt] for prompt in prompts
+        )
 
     drawn = sorted(of(generator.choices(common, k=len(common))) for _ in range(draws))
     return of(common), drawn[int(0.025 * draws)], drawn[int(0.975 * draws) - 1]
@@ -446,7 +540,9 @@ def with_differences(rows: Sequence[Row], gap: Callable[..., float]) -> list[Row
     ours = {
         (row["part"], row["prompt"], METHODS[row["method"]].precision): row["tokens"][0]
         for row in rows
-        if row["method"] in METHODS and row["method"] == _standard(METHODS[row["method"]]) and "tokens" in row
+        if row["method"] in METHODS
+        and row["method"] == _standard(METHODS[row["method"]])
+        and "tokens" in row
     }
     written = []
     for row in rows:
@@ -456,7 +552,10 @@ def with_differences(rows: Sequence[Row], gap: Callable[..., float]) -> list[Row
             if wanted is not None:
                 place = plain["differs"] = first_difference(wanted, row["tokens"][0])
                 if place is not None:
-                    pair = [each[place] if place < len(each) else -1 for each in (wanted, row["tokens"][0])]
+                    pair = [
+                        each[place] if place < len(each) else -1
+                        for each in (wanted, row["tokens"][0])
+                    ]
                     plain["gap"] = gap(row["prompt"], wanted[:place], *pair)
         written.append(plain)
     return written
@@ -497,18 +596,34 @@ def _standard(method: Method) -> str:
 
 def table(rows: Sequence[Row], part: str = "prompts") -> str:
     """Speed of each method, fastest first, as a Markdown table; ratios are to our standard decoding in OpenVINO."""
-    heads: Line = ("Engine", "Type", "Method", "tokens/s", "after the first", "tokens a call", "first token, ms")
-    heads += ("beside our standard (95% interval)", "answers that differ (widest gap)", "memory, MB")
+    heads: Line = (
+        "Engine",
+        "Type",
+        "Method",
+        "tokens/s",
+        "after the first",
+        "tokens a call",
+        "first token, ms",
+    )
+    heads += (
+        "beside our standard (95% interval)",
+        "answers that differ (widest gap)",
+        "memory, MB",
+    )
     lines: list[tuple[float, Line]] = []
     for method in METHODS.values():
         mine, standard = cells(rows, part, method.name), cells(rows, part, _standard(method))
         name = method.engine.replace("_", " "), method.precision, method.decoding
         if not mine:
-            failed = [row["error"] for row in rows if row["method"] == method.name and "error" in row]
+            failed = [
+                row["error"] for row in rows if row["method"] == method.name and "error" in row
+            ]
             if failed and part == "prompts":
                 lines.append((0.0, (*name, f"fails: {failed[-1]}", *["-"] * (len(heads) - 4))))
             continue
-        number, calls = (sum(cell[name] for cell in mine.values()) for name in ("num_tokens", "calls"))
+        number, calls = (
+            sum(cell[name] for cell in mine.values()) for name in ("num_tokens", "calls")
+        )
         later = sum(cell["seconds"] - cell["first"] for cell in mine.values())
         shown = "-"
         if standard and set(standard) & set(mine):
@@ -529,7 +644,9 @@ def table(rows: Sequence[Row], part: str = "prompts") -> str:
 
 def _differing(rows: Sequence[Row], part: str, method: str) -> str:
     """Number of answers that differ, number of prompts, and the widest logit gap."""
-    mine = [row for row in rows if row["part"] == part and row["method"] == method and "differs" in row]
+    mine = [
+        row for row in rows if row["part"] == part and row["method"] == method and "differs" in row
+    ]
     other = {row["prompt"] for row in mine if row["differs"] is not None}
     widest = f" ({max(row.get('gap', 0.0) for row in mine):.2f})" if other else ""
     return f"{len(other)} of {len({row['prompt'] for row in mine})}{widest}" if mine else "-"
@@ -556,7 +673,11 @@ def fastest(rows: Sequence[Row]) -> str:
             engine[method.decoding] = speed(mine.values()), len(mine)
     lines: list[tuple[float, Line]] = []
     for name, found in kinds.items():
-        drafting = max((kind for kind in found if kind != "standard"), key=lambda kind: found[kind], default=None)
+        drafting = max(
+            (kind for kind in found if kind != "standard"),
+            key=lambda kind: found[kind],
+            default=None,
+        )
         plain = f"{found['standard'][0]:.1f}" if "standard" in found else "-"
         best = f"{found[drafting][0]:.1f} ({drafting})" if drafting else "-"
         numbers = {number for _, number in found.values()}
@@ -577,13 +698,21 @@ def batches(rows: Sequence[Row]) -> str:
     for method in METHODS.values():
         if mine := cells(rows, "batch", method.name):
             speeds = [f"{speed([mine[size]]):.1f}" if size in mine else "-" for size in sizes]
-            lines.append((method.engine.replace("_", " "), method.precision, method.decoding, *speeds))
+            lines.append(
+                (method.engine.replace("_", " "), method.precision, method.decoding, *speeds)
+            )
     return markdown(("Engine", "Type", "Method", *(f"{size}, tokens/s" for size in sizes)), lines)
 
 
 def own_table(rows: Sequence[Row]) -> str:
     """Our methods by backend: speed at temperature 1 over standard decoding, time outside the models, rounds."""
-    heads: Line = ("Backend", "Type", "Method", "temperature 1, tokens/s", "beside standard there (95% interval)")
+    heads: Line = (
+        "Backend",
+        "Type",
+        "Method",
+        "temperature 1, tokens/s",
+        "beside standard there (95% interval)",
+    )
     heads += ("outside the models, ms a round",)
     lines = []
     for method in METHODS.values():
@@ -591,19 +720,29 @@ def own_table(rows: Sequence[Row]) -> str:
             continue
         drawn = cells(rows, "temperature", method.name)
         standard = cells(rows, "temperature", f"{method.engine}/{method.precision}/standard")
-        shown = "{:.2f} ({:.2f} to {:.2f})".format(*ratio(drawn, standard)) if drawn and standard else "-"
+        shown = (
+            "{:.2f} ({:.2f} to {:.2f})".format(*ratio(drawn, standard))
+            if drawn and standard
+            else "-"
+        )
         figures = (
             f"{speed(drawn.values()):.1f}" if drawn else "-",
             shown,
             f"{milliseconds_outside(rows, method.name):.2f}",
         )
-        lines.append((method.engine.removeprefix("ours "), method.precision, method.decoding, *figures))
+        lines.append(
+            (method.engine.removeprefix("ours "), method.precision, method.decoding, *figures)
+        )
     return markdown(heads, lines)
 
 
 def milliseconds_outside(rows: Iterable[Row], method: str) -> float:
     """Milliseconds of acceptance and bookkeeping in our greedy rounds at batch 1."""
-    mine = [row for row in rows if row["part"] == "prompts" and row["method"] == method and "phases" in row]
+    mine = [
+        row
+        for row in rows
+        if row["part"] == "prompts" and row["method"] == method and "phases" in row
+    ]
     outside = sum(row["phases"]["accept"] + row["phases"]["rest"] for row in mine)
     return 1000 * outside / sum(row["calls"] for row in mine) if mine else float("nan")
 
@@ -613,38 +752,62 @@ def beside_genai(rows: Sequence[Row]) -> str:
     lines = []
     for precision in PRECISIONS:
         found = {
-            kind: {name: cells(rows, "prompts", name) for name in METHODS if name.startswith(f"{kind}/{precision}/")}
+            kind: {
+                name: cells(rows, "prompts", name)
+                for name in METHODS
+                if name.startswith(f"{kind}/{precision}/")
+            }
             for kind in ("ours openvino", "openvino_genai")
         }
-        ours, theirs = ({name.split("/")[-1]: mine for name, mine in each.items() if mine} for each in found.values())
+        ours, theirs = (
+            {name.split("/")[-1]: mine for name, mine in each.items() if mine}
+            for each in found.values()
+        )
         drafting = [name for name in ours if name != "standard"]
         if "standard" not in ours or "standard" not in theirs:
             continue
-        lines.append((precision, "standard over standard", ratio(ours["standard"], theirs["standard"])))
+        lines.append(
+            (precision, "standard over standard", ratio(ours["standard"], theirs["standard"]))
+        )
         if drafting and "lookup" in theirs:
             best = max(drafting, key=lambda name: speed(ours[name].values()))
             lines.append((precision, f"{best} over lookup", ratio(ours[best], theirs["lookup"])))
         first = [
-            {prompt: {"num_tokens": 1.0, "seconds": cell["first"]} for prompt, cell in mine["standard"].items()}
+            {
+                prompt: {"num_tokens": 1.0, "seconds": cell["first"]}
+                for prompt, cell in mine["standard"].items()
+            }
             for mine in (theirs, ours)
         ]
         lines.append((precision, "seconds to the first token, standard", ratio(*first)))
     heads = ("Type", "Ours over OpenVINO GenAI's", "Ratio", "95% interval")
     return markdown(
         heads,
-        [(kind, what, f"{value:.2f}", f"{low:.2f} to {high:.2f}") for kind, what, (value, low, high) in lines],
+        [
+            (kind, what, f"{value:.2f}", f"{low:.2f} to {high:.2f}")
+            for kind, what, (value, low, high) in lines
+        ],
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", required=True, help="Spec-Bench's question.jsonl")
-    parser.add_argument("--engine", action="append", default=[], metavar="NAME=PYTHON", help="an engine's Python")
+    parser.add_argument(
+        "--engine", action="append", default=[], metavar="NAME=PYTHON", help="an engine's Python"
+    )
     parser.add_argument("--model", default="checkpoints/smollm2")
     parser.add_argument("--head", default="checkpoints/smollm2_eagle.safetensors")
-    parser.add_argument("--converted", type=Path, default=Path(".peers"), help="directory of converted models")
+    parser.add_argument(
+        "--converted", type=Path, default=Path(".peers"), help="directory of converted models"
+    )
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--only", nargs="+", default=[""], help="only methods whose name contains one of these words")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        help="only methods whose name contains one of these words",
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max_new_tokens", type=int, default=128)
@@ -657,29 +820,57 @@ def main() -> None:
     )
     options = parser.parse_args()
     options.engines = dict(each.split("=", 1) for each in options.engine)
-    options.files = {"model": options.model, "head": options.head, "eagle3": str(options.converted / "eagle3")}
-    options.files |= {f"genai_{name}": str(options.converted / f"genai_{name}") for name in ("bfloat16", "int8")}
-    options.files |= {f"gguf_{name}": str(options.converted / f"smollm2-{name}.gguf") for name in ("BF16", "Q8_0")}
+    options.files = {
+        "model": options.model,
+        "head": options.head,
+        "eagle3": str(options.converted / "eagle3"),
+    }
+    options.files |= {
+        f"genai_{name}": str(options.converted / f"genai_{name}") for name in ("bfloat16", "int8")
+    }
+    options.files |= {
+        f"gguf_{name}": str(options.converted / f"smollm2-{name}.gguf") for name in ("BF16", "Q8_0")
+    }
     options.rows.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the workers too, which may be stopped
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(1)
+    )  # ends the workers too, which may be stopped
     run = Run(options, TextTokenizer.load(options.model))
     for part in options.parts:
         run.go(part)
-    print(*(each(run.rows) for each in (table, fastest, beside_genai, batches, own_table)), sep="\n\n")
+    print(
+        *(each(run.rows) for each in (table, fastest, beside_genai, batches, own_table)), sep="\n\n"
+    )
     if options.output:
         write(options, run)
 
 
 def write(options: argparse.Namespace, run: Run) -> None:
     """Write the record, without tokens and paths."""
-    told = {"model": Path(options.model).name, "head": Path(options.head).name, "prompts": Path(options.prompts).name}
-    told |= {"repeats": options.repeats, "threads": options.threads, "max_new_tokens": options.max_new_tokens}
+    told = {
+        "model": Path(options.model).name,
+        "head": Path(options.head).name,
+        "prompts": Path(options.prompts).name,
+    }
+    told |= {
+        "repeats": options.repeats,
+        "threads": options.threads,
+        "max_new_tokens": options.max_new_tokens,
+    }
     words = ["--only", *options.only, "--parts", *options.parts, "--repeats", str(options.repeats)]
     told["command"] = f"python benchmarks/peers.py {shlex.join(words)} --prompts question.jsonl"
-    ids = {"prompt_ids": [each.id for each in run.prompts], "tuning_ids": [each.id for each in run.tuning]}
+    ids = {
+        "prompt_ids": [each.id for each in run.prompts],
+        "tuning_ids": [each.id for each in run.tuning],
+    }
     chosen = {method.name: best(run.rows, method) for method in METHODS.values()}
-    record = {"manifest": manifest(options=told, device=torch.device("cpu")), **ids, "end": run.end, "chosen": chosen}
+    record = {
+        "manifest": manifest(options=told, device=torch.device("cpu")),
+        **ids,
+        "end": run.end,
+        "chosen": chosen,
+    }
     lines = ",\n".join(json.dumps(row) for row in with_differences(run.rows, gaps(run)))
     with replaced(options.output) as file:
         file.write((json.dumps(record)[:-1] + f', "rows": [\n{lines}\n]}}\n').encode())

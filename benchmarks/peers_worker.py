@@ -35,14 +35,22 @@ class Ours:
         self.head: Any = None
         self.made: dict[str, Any] = {}
 
-    def answer(self, prompts: list[list[int]], setting: dict[str, Any], num_tokens: int, end: list[int]) -> Answer:
-        options: Any = {"max_new_tokens": num_tokens, "eos": tuple(end), "temperature": setting.get("temperature", 0.0)}
+    def answer(
+        self, prompts: list[list[int]], setting: dict[str, Any], num_tokens: int, end: list[int]
+    ) -> Answer:
+        options: Any = {
+            "max_new_tokens": num_tokens,
+            "eos": tuple(end),
+            "temperature": setting.get("temperature", 0.0),
+        }
         decoder = self._decoder(setting)
         started = time.perf_counter()
         if setting["drafter"] is None:
             result = decoder.decode_standard(prompts, **options)
         else:
-            result = decoder.decode(prompts, num_draft_tokens=setting["num_draft_tokens"], **options)
+            result = decoder.decode(
+                prompts, num_draft_tokens=setting["num_draft_tokens"], **options
+            )
         seconds = time.perf_counter() - started
         return {
             "tokens": result.tokens,
@@ -60,10 +68,14 @@ class Ours:
             if setting["drafter"] == "NGramWithFallback":
                 if self.head is None:
                     draft = self.files["head"]
-                    found = self.decoder_class.from_pretrained(self.decoder.target, draft=draft, dtype="bfloat16")
+                    found = self.decoder_class.from_pretrained(
+                        self.decoder.target, draft=draft, dtype="bfloat16"
+                    )
                     self.head = found.drafter
                 drafters = import_module("lightning_specdec.drafters")
-                drafter = drafters.NGramWithFallback.for_target(self.decoder.target, self.head, **own)
+                drafter = drafters.NGramWithFallback.for_target(
+                    self.decoder.target, self.head, **own
+                )
             else:
                 drafter = {"class_path": "NGramDrafter", "init_args": own}
             self.made[key] = self.decoder.with_drafter(drafter)
@@ -79,23 +91,39 @@ class Transformers:
         torch, transformers = import_module("torch"), import_module("transformers")
         torch.set_num_threads(threads)
         transformers.logging.set_verbosity_error()
-        found = transformers.AutoModelForCausalLM.from_pretrained(files["model"], dtype=torch.bfloat16, **load)
+        found = transformers.AutoModelForCausalLM.from_pretrained(
+            files["model"], dtype=torch.bfloat16, **load
+        )
         self.torch, self.model, self.calls = torch, found.eval(), 0
         self.model.register_forward_pre_hook(self._count)
 
     def _count(self, *_: Any) -> None:
         self.calls += 1
 
-    def answer(self, prompts: list[list[int]], setting: dict[str, Any], num_tokens: int, end: list[int]) -> Answer:
+    def answer(
+        self, prompts: list[list[int]], setting: dict[str, Any], num_tokens: int, end: list[int]
+    ) -> Answer:
         ids, mask = map(self.torch.tensor, padded(prompts, end[0]))
-        options = {"max_new_tokens": num_tokens, "do_sample": False, "eos_token_id": end, "pad_token_id": end[0]}
+        options = {
+            "max_new_tokens": num_tokens,
+            "do_sample": False,
+            "eos_token_id": end,
+            "pad_token_id": end[0],
+        }
         self.calls, clock = 0, _Clock()
         started = time.perf_counter()
         found = self.model.generate(
-            ids, attention_mask=mask, streamer=clock if len(prompts) == 1 else None, **options, **setting
+            ids,
+            attention_mask=mask,
+            streamer=clock if len(prompts) == 1 else None,
+            **options,
+            **setting,
         )
         seconds = time.perf_counter() - started
-        tokens, first = found[:, ids.shape[1] :].tolist(), clock.times[1] - started if clock.times else None
+        tokens, first = (
+            found[:, ids.shape[1] :].tolist(),
+            clock.times[1] - started if clock.times else None,
+        )
         return {"tokens": tokens, "seconds": seconds, "first": first, "calls": self.calls}
 
 
@@ -121,7 +149,10 @@ class OpenVINOGenAI:
         self.genai, openvino = import_module("openvino_genai"), import_module("openvino")
         self.numpy, self.tensor_class = import_module("numpy"), openvino.Tensor
         precision, scheduler = load.pop("precision"), load.pop("scheduler", None)
-        options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "bf16", "INFERENCE_NUM_THREADS": threads}
+        options: dict[str, Any] = {
+            "INFERENCE_PRECISION_HINT": "bf16",
+            "INFERENCE_NUM_THREADS": threads,
+        }
         options |= {"PERFORMANCE_HINT": "LATENCY", **load}
         if scheduler is not None:
             options["scheduler_config"] = self.genai.SchedulerConfig()
@@ -129,21 +160,33 @@ class OpenVINOGenAI:
                 setattr(options["scheduler_config"], name, value)
         self.pipeline = self.genai.LLMPipeline(files[f"genai_{precision}"], "CPU", **options)
 
-    def answer(self, prompts: list[list[int]], setting: dict[str, Any], num_tokens: int, end: list[int]) -> Answer:
+    def answer(
+        self, prompts: list[list[int]], setting: dict[str, Any], num_tokens: int, end: list[int]
+    ) -> Answer:
         config = self.pipeline.get_generation_config()
-        config.max_new_tokens, config.do_sample, config.apply_chat_template = num_tokens, False, False
+        config.max_new_tokens, config.do_sample, config.apply_chat_template = (
+            num_tokens,
+            False,
+            False,
+        )
         config.stop_token_ids, config.eos_token_id = set(end), end[0]
         for name, value in setting.items():
             setattr(config, name, value)
         tensors = [
-            self.tensor_class(self.numpy.array(each, dtype=self.numpy.int64)) for each in padded(prompts, end[0])
+            self.tensor_class(self.numpy.array(each, dtype=self.numpy.int64))
+            for each in padded(prompts, end[0])
         ]
         started = time.perf_counter()
         found = self.pipeline.generate(self.genai.TokenizedInputs(*tensors), config)
         seconds, measured = time.perf_counter() - started, found.perf_metrics
         calls = len(measured.raw_metrics.m_new_token_times)
         first = measured.get_ttft().mean / 1000
-        return {"tokens": [list(row) for row in found.tokens], "seconds": seconds, "first": first, "calls": calls}
+        return {
+            "tokens": [list(row) for row in found.tokens],
+            "seconds": seconds,
+            "first": first,
+            "calls": calls,
+        }
 
 
 class LlamaCpp:
@@ -153,7 +196,12 @@ class LlamaCpp:
 
     def __init__(self, files: dict[str, str], load: dict[str, Any], threads: int) -> None:
         self.library, file = import_module("llama_cpp"), files[f"gguf_{load.pop('precision')}"]
-        options = {"n_ctx": CONTEXT, "n_threads": threads, "n_threads_batch": threads, "verbose": False}
+        options = {
+            "n_ctx": CONTEXT,
+            "n_threads": threads,
+            "n_threads_batch": threads,
+            "verbose": False,
+        }
         self.model, self.calls = self.library.Llama(file, **options, **load), 0
         self.drafts = import_module("llama_cpp.llama_speculative")
         self.evaluate, self.model.eval = self.model.eval, self._count
@@ -162,8 +210,12 @@ class LlamaCpp:
         self.calls += 1
         self.evaluate(tokens)
 
-    def answer(self, prompts: list[list[int]], setting: dict[str, Any], num_tokens: int, end: list[int]) -> Answer:
-        self.model.draft_model = self.drafts.LlamaPromptLookupDecoding(**setting) if setting else None
+    def answer(
+        self, prompts: list[list[int]], setting: dict[str, Any], num_tokens: int, end: list[int]
+    ) -> Answer:
+        self.model.draft_model = (
+            self.drafts.LlamaPromptLookupDecoding(**setting) if setting else None
+        )
         self.model.reset()
         self.calls, tokens, first = 0, [], 0.0
         started = time.perf_counter()
@@ -186,14 +238,24 @@ class VLLM:
 
     def __init__(self, files: dict[str, str], load: dict[str, Any], threads: int) -> None:
         self.vllm = import_module("vllm")
-        options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": CONTEXT, "max_num_seqs": 16}
+        options: dict[str, Any] = {
+            "dtype": "bfloat16",
+            "max_model_len": CONTEXT,
+            "max_num_seqs": 16,
+        }
         options |= {"enable_prefix_caching": False, "disable_log_stats": True}
         if num_draft_tokens := load.pop("head", 0):
-            head = {"method": "eagle3", "model": files["eagle3"], "num_speculative_tokens": num_draft_tokens}
+            head = {
+                "method": "eagle3",
+                "model": files["eagle3"],
+                "num_speculative_tokens": num_draft_tokens,
+            }
             options["speculative_config"] = head
         self.engine, self.asked = self.vllm.LLM(files["model"], **options, **load).llm_engine, 0
 
-    def answer(self, prompts: list[list[int]], setting: dict[str, Any], num_tokens: int, end: list[int]) -> Answer:
+    def answer(
+        self, prompts: list[list[int]], setting: dict[str, Any], num_tokens: int, end: list[int]
+    ) -> Answer:
         wanted = self.vllm.SamplingParams(
             temperature=0.0, max_tokens=num_tokens, stop_token_ids=end, detokenize=False, **setting
         )
@@ -244,9 +306,14 @@ def reason(error: Exception) -> str:
 
 def installed(packages: Sequence[str]) -> dict[str, str]:
     """Versions of the installed packages."""
-    found = {each.metadata["Name"].lower().replace("_", "-"): each.version for each in metadata.distributions()}
+    found = {
+        each.metadata["Name"].lower().replace("_", "-"): each.version
+        for each in metadata.distributions()
+    }
     names = [name.lower().replace("_", "-") for name in packages]
-    return {"python": sys.version.split()[0]} | {name: found[name] for name in names if name in found}
+    return {"python": sys.version.split()[0]} | {
+        name: found[name] for name in names if name in found
+    }
 
 
 def main() -> None:
@@ -270,7 +337,9 @@ def main() -> None:
         try:
             found = engine.answer(**request)
             found["tokens"] = [without_end(row, request["end"]) for row in found["tokens"]]
-            found["num_tokens"] = sum(min(len(row) + 1, request["num_tokens"]) for row in found["tokens"])
+            found["num_tokens"] = sum(
+                min(len(row) + 1, request["num_tokens"]) for row in found["tokens"]
+            )
             say(found)
         except Exception as error:
             say({"error": reason(error)})

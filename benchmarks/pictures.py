@@ -68,7 +68,10 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     config = DecodingConfig(max_new_tokens=options.max_new_tokens)
     config = config.changed(num_draft_tokens=options.num_draft_tokens)
     prompts = [decoder.encode_chat(options.prompt)]
-    standard, speculative = decoder.decode_standard(prompts, config), decoder.decode(prompts, config)
+    standard, speculative = (
+        decoder.decode_standard(prompts, config),
+        decoder.decode(prompts, config),
+    )
     comparison = decoder.benchmark(prompts, config, repeats=options.repeats, warmup=1)
     speedup = comparison.walltime_speedup
     assert speedup is not None
@@ -86,7 +89,12 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 
 def pictures(record: dict[str, Any]) -> dict[str, str]:
     """All pictures by file name."""
-    return {"answer.svg": answer(record), "round.svg": a_round(), "prefill.svg": prefill(), "ragged.svg": ragged()}
+    return {
+        "answer.svg": answer(record),
+        "round.svg": a_round(),
+        "prefill.svg": prefill(),
+        "ragged.svg": ragged(),
+    }
 
 
 def answer(record: dict[str, Any]) -> str:
@@ -96,12 +104,17 @@ def answer(record: dict[str, Any]) -> str:
     same = "output identical" if record["same_tokens"] else "output differs at a near-tie"
     parts = [_text(24, 34, f"\u201c{record['prompt']}\u201d", "plain head")]
     longest = 430.0
-    for y, name, speed, kind in ((52, "standard decoding", slow, "slow"), (84, "with the draft", fast, "fast")):
+    for y, name, speed, kind in (
+        (52, "standard decoding", slow, "slow"),
+        (84, "with the draft", fast, "fast"),
+    ):
         width = longest * speed / max(slow, fast)
         parts += [_text(24, y + 17, name, "plain"), _box(170, y, width, 24, kind)]
         parts.append(_text(182 + width, y + 17, f"{speed:.1f} tokens/s", "plain head"))
     told = f"{value:.2f}x faster (95% interval {low:.2f} to {high:.2f}), {same}: {record['num_new_tokens']} tokens"
-    parts.append(_text(24, 138, f"{told} in {record['num_rounds']} calls of the target", "plain head"))
+    parts.append(
+        _text(24, 138, f"{told} in {record['num_rounds']} calls of the target", "plain head")
+    )
     y = 160
     for row in _wrapped([(fate, text) for fate, text in record["pieces"] if fate != "rejected"]):
         for column, fate, text in row:
@@ -111,8 +124,13 @@ def answer(record: dict[str, Any]) -> str:
             if text.strip():
                 parts.append(_text(x, y + 16, text, "", width))
         y += LINE
-    parts += [_box(24, y + 12, 14, 14, "kept"), _text(46, y + 24, "proposed by the draft and kept", "plain soft")]
-    parts.append(_text(280, y + 24, "the rest is the target's own token of each call", "plain soft"))
+    parts += [
+        _box(24, y + 12, 14, 14, "kept"),
+        _text(46, y + 24, "proposed by the draft and kept", "plain soft"),
+    ]
+    parts.append(
+        _text(280, y + 24, "the rest is the target's own token of each call", "plain soft")
+    )
     made = record["manifest"]
     processor = made["processor"].replace("(R)", "").removesuffix(" Processor")
     names = f"SmolLM2-135M-Instruct, {made['options']['dtype']}, batch 1, {made['threads']} cores of an {processor}"
@@ -144,23 +162,30 @@ def a_round() -> str:
     proposed = [("kept", "on"), ("kept", "the"), ("rejected", "sofa")]
     parts += _words(116, "1. the draft proposes", proposed, first=3)
     parts += _words(
-        176, "2. the target, in one call", [("own", "on"), ("own", "the"), ("own", "mat"), ("empty", "unused")], first=3
+        176,
+        "2. the target, in one call",
+        [("own", "on"), ("own", "the"), ("own", "mat"), ("empty", "unused")],
+        first=3,
     )
-    parts += _words(236, "3. the verdict", [("kept", "on"), ("kept", "the"), ("own", "mat")], first=3)
+    parts += _words(
+        236, "3. the verdict", [("kept", "on"), ("kept", "the"), ("own", "mat")], first=3
+    )
     told = "Three new tokens for one call of the target. The rejected token gives way to the target's own."
     parts.append(_text(24, 298, told, "plain soft"))
-    return _svg(318, [_text(24, 32, "A round", "plain head"), *parts], "A round of speculative decoding")
+    return _svg(
+        318, [_text(24, 32, "A round", "plain head"), *parts], "A round of speculative decoding"
+    )
 
 
 def prefill() -> str:
     """Predictive prefill: the call that reads the prompt also verifies draft tokens."""
     prompt = [("own", each) for each in ("name", "three", "uses")]
     parts = [_text(24, 32, "Predictive prefill", "plain head")]
-    parts += _words(56, "as usual: call 1", prompt) + _words(106, "call 2", [("kept", "of"), ("kept", "a")], first=3)
-    parts += _words(176, "here: call 1", [*prompt, ("kept", "of"), ("kept", "a")])
-    told = (
-        "A drafter that needs no hidden state proposes first, so that reading the prompt also checks its draft tokens."
+    parts += _words(56, "as usual: call 1", prompt) + _words(
+        106, "call 2", [("kept", "of"), ("kept", "a")], first=3
     )
+    parts += _words(176, "here: call 1", [*prompt, ("kept", "of"), ("kept", "a")])
+    told = "A drafter that needs no hidden state proposes first, so that reading the prompt also checks its draft tokens."
     return _svg(258, [*parts, _text(24, 238, told, "plain soft")], "Predictive prefill")
 
 
@@ -173,8 +198,15 @@ def ragged() -> str:
         kinds = ["own"] * length + ["kept"] * kept + ["rejected"] * (window - kept)
         for slot, kind in enumerate(kinds + ["empty"] * (12 - len(kinds))):
             parts.append(_box(80 + 44 * slot, y, 40, 32, kind))
-        parts.append(_text(622, y + 21, f"{kept} kept, 1 own: {length + kept + 1} tokens", "plain soft"))
-    named = (("own", "text"), ("kept", "kept"), ("rejected", "rejected, overwritten next"), ("empty", "free"))
+        parts.append(
+            _text(622, y + 21, f"{kept} kept, 1 own: {length + kept + 1} tokens", "plain soft")
+        )
+    named = (
+        ("own", "text"),
+        ("kept", "kept"),
+        ("rejected", "rejected, overwritten next"),
+        ("empty", "free"),
+    )
     for x, (kind, told) in zip((80, 170, 260, 490), named, strict=True):
         parts += [_box(x, 196, 14, 14, kind), _text(x + 22, 208, told, "plain soft")]
     told = "Going back is a shorter length; nothing is moved, and no row waits for another."
@@ -186,12 +218,17 @@ def _words(y: int, name: str, tokens: Sequence[tuple[str, str]], first: int = 0)
     parts = [_text(24, y + 21, name, "plain")]
     for number, (kind, word) in enumerate(tokens, first):
         x = 230 + 84 * number
-        parts += [_box(x, y, 76, 32, kind), _text(x + 38 - len(word) * CHARACTER / 2, y + 21, word, "")]
+        parts += [
+            _box(x, y, 76, 32, kind),
+            _text(x + 38 - len(word) * CHARACTER / 2, y + 21, word, ""),
+        ]
     return parts
 
 
 def _box(x: float, y: float, width: float, height: float, kind: str) -> str:
-    return f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" rx="3"/>'
+    return (
+        f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" rx="3"/>'
+    )
 
 
 def _text(x: float, y: float, text: str, kind: str, width: float | None = None) -> str:
@@ -202,7 +239,17 @@ def _text(x: float, y: float, text: str, kind: str, width: float | None = None) 
 def _svg(height: float, parts: Sequence[str], title: str) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img">'
     page = f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>'
-    return "\n".join([head, f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", page, *parts, "</svg>", ""])
+    return "\n".join(
+        [
+            head,
+            f"<title>{escape(title)}</title>",
+            f"<style>{STYLE}</style>",
+            page,
+            *parts,
+            "</svg>",
+            "",
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Insert the help of verbs, and replace links to files outside the site by their text."""
     if _HELP in markdown:
         verbs = [verb for verb in main.VERBS if verb not in main.TRAINER_VERBS]
-        markdown = markdown.replace(_HELP, "\n\n".join(f"## {verb}\n\n```text\n{_help(verb)}\n```" for verb in verbs))
+        markdown = markdown.replace(
+            _HELP, "\n\n".join(f"## {verb}\n\n```text\n{_help(verb)}\n```" for verb in verbs)
+        )
     return _OUTSIDE.sub(r"\1", markdown)
 
 
@@ -34,7 +36,11 @@ def on_page_content(content: str, **_: Any) -> str:
     """Convert formulas to MathML."""
 
     def formula(found: re.Match[str]) -> str:
-        return str(convert(html.unescape(found[3]).strip(), display="block" if found[2] == "[" else "inline"))
+        return str(
+            convert(
+                html.unescape(found[3]).strip(), display="block" if found[2] == "[" else "inline"
+            )
+        )
 
     return _MATH.sub(formula, content)
 
@@ -47,7 +53,9 @@ class SettingsReference(griffe.Extension):
     """Describes the settings of each class in the reference by its fields: the line of `--help`, limits and default."""
 
     def on_package(self, *, pkg: Any, **_: Any) -> None:
-        for entry in re.findall(r"^::: (\S+)$", _REFERENCE.read_text(encoding="utf-8"), re.MULTILINE):
+        for entry in re.findall(
+            r"^::: (\S+)$", _REFERENCE.read_text(encoding="utf-8"), re.MULTILINE
+        ):
             module, _dot, name = entry.rpartition(".")
             kind = getattr(import_module(module), name)
             if not isinstance(kind, type):
@@ -55,11 +63,22 @@ class SettingsReference(griffe.Extension):
             known = _static(pkg, kind)
             if issubclass(kind, Settings):
                 _set_defaults(pkg, kind)
-                own_docs = {each.name: _docstring(pkg, kind, each.name) for each in setting_fields(kind)}
-                lines = [f"{each.name}: {own_docs[each.name] or _described(each)}" for each in setting_fields(kind)]
+                own_docs = {
+                    each.name: _docstring(pkg, kind, each.name) for each in setting_fields(kind)
+                }
+                lines = [
+                    f"{each.name}: {own_docs[each.name] or _described(each)}"
+                    for each in setting_fields(kind)
+                ]
                 _append(known, "Args", lines)
-            elif (own := getattr(kind, "Settings", None)) and setting_fields(own) and "Settings" in known.members:
-                types = {name: str(getattr(hint, "__name__", hint)) for name, hint in hints(own).items()}
+            elif (
+                (own := getattr(kind, "Settings", None))
+                and setting_fields(own)
+                and "Settings" in known.members
+            ):
+                types = {
+                    name: str(getattr(hint, "__name__", hint)) for name, hint in hints(own).items()
+                }
                 lines = [
                     f"{each.name} ({types[each.name]}): {_described(each)} Default: `{each.default}`."
                     for each in setting_fields(own)
@@ -84,7 +103,9 @@ def _docstring(pkg: Any, kind: type, name: str) -> str:
 
 def _set_defaults(pkg: Any, kind: type) -> None:
     """Show a field's default in place of the call that declares it."""
-    for each in (base for base in kind.__mro__ if base is not Settings and issubclass(base, Settings)):
+    for each in (
+        base for base in kind.__mro__ if base is not Settings and issubclass(base, Settings)
+    ):
         for own in setting_fields(each):
             member = _static(pkg, each).members.get(own.name)
             if member is not None and "setting(" in str(member.value):
@@ -94,7 +115,9 @@ def _set_defaults(pkg: Any, kind: type) -> None:
 def _described(field: Any) -> str:
     """The help of a field, and what values it takes."""
     limits, parts = field.metadata, [field.metadata["help"]] if field.metadata.get("help") else []
-    low, high, above, choices = (limits.get(name) for name in ("minimum", "maximum", "above", "choices"))
+    low, high, above, choices = (
+        limits.get(name) for name in ("minimum", "maximum", "above", "choices")
+    )
     if choices is not None and low is None:
         parts.append(f"one of {', '.join(choices)}")
     if above is not None:

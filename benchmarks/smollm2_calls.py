@@ -44,12 +44,18 @@ def main() -> None:
         name = str(dtype).removeprefix("torch.")
         calls = _forms(options, dtype)
         for width in WIDTHS:
-            tokens = torch.randint(100, 40_000, (1, width), generator=torch.Generator().manual_seed(width))
-            seconds = _interleave({form: partial(call, tokens) for form, call in calls.items()}, options.repeats)
+            tokens = torch.randint(
+                100, 40_000, (1, width), generator=torch.Generator().manual_seed(width)
+            )
+            seconds = _interleave(
+                {form: partial(call, tokens) for form, call in calls.items()}, options.repeats
+            )
             row = {form: 1000 * statistics.median(each) for form, each in seconds.items()}
             rows.append({"dtype": name, "width": width, "milliseconds": row})
             print(
-                f"{name:<9} {width:>3}  " + "  ".join(f"{form} {value:.1f}" for form, value in row.items()), flush=True
+                f"{name:<9} {width:>3}  "
+                + "  ".join(f"{form} {value:.1f}" for form, value in row.items()),
+                flush=True,
             )
         rows.append({"dtype": name, **_memory(options, dtype)})
         print(f"{name:<9} {rows[-1]}", flush=True)
@@ -82,7 +88,9 @@ def _forms(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Call]:
     calls["int8"] = _ours(int8.pack())
     if find_spec("openvino"):
         for name, quantization in (("openvino", None), ("openvino int8", "int8")):
-            calls[name] = _ours(in_backend(HuggingFaceLM(_load(options, dtype)), "openvino", quantization))
+            calls[name] = _ours(
+                in_backend(HuggingFaceLM(_load(options, dtype)), "openvino", quantization)
+            )
     return calls
 
 
@@ -138,7 +146,9 @@ def _memory(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, int]:
     with torch.inference_mode():
         model(_text(), state, logits_for=slice(-1, None))
     return {
-        "cache_bytes": sum(buffer.nbytes for pair in state.storage.layers.values() for buffer in pair),
+        "cache_bytes": sum(
+            buffer.nbytes for pair in state.storage.layers.values() for buffer in pair
+        ),
     }
 
 

@@ -52,40 +52,64 @@ def main() -> None:
         check_same(plain, [each["manifest"] for each in record["drafts"].values()], SAME)
     decoder = SpeculativeDecoder.from_pretrained(options.model, NGramDrafter(), dtype="bfloat16")
     assert decoder.tokenizer is not None
-    kinds = {f"Spec-Bench {task}": texts for task, texts in load(options.prompts, decoder.tokenizer).items()}
-    for prompt in [prompt for prompt in shipped_prompts() if int(prompt.id[-3:]) <= options.num_prompts]:
+    kinds = {
+        f"Spec-Bench {task}": texts
+        for task, texts in load(options.prompts, decoder.tokenizer).items()
+    }
+    for prompt in [
+        prompt for prompt in shipped_prompts() if int(prompt.id[-3:]) <= options.num_prompts
+    ]:
         tokens = list(prompt.encoded(decoder.tokenizer).tokens)
         kinds.setdefault(f"shipped {prompt.domain}", []).append(tokens)
     made = manifest(options=plain, device=torch.device("cpu"))
     ways: dict[str, Drafter] = {} if LOOKUP in record["drafts"] else {LOOKUP: NGramDrafter()}
     for path in options.drafts:
         draft = checkpoints.load(path, target=decoder.target).drafter.to(dtype_of(decoder.target))
-        ways |= {path.stem: draft, f"{LOOKUP} + {path.stem}": NGramWithFallback(sure_lookup(), draft)}
+        ways |= {
+            path.stem: draft,
+            f"{LOOKUP} + {path.stem}": NGramWithFallback(sure_lookup(), draft),
+        }
     for name, drafter in ways.items():
         decoder = SpeculativeDecoder(decoder.target, drafter)
-        found = {kind: efficiency(decoder, texts[: options.num_prompts], options) for kind, texts in kinds.items()}
+        found = {
+            kind: efficiency(decoder, texts[: options.num_prompts], options)
+            for kind, texts in kinds.items()
+        }
         print(name, *(f"{kind} {value:.2f}" for kind, value in found.items()), sep="  ", flush=True)
         record["drafts"][name] = {"manifest": made, "block_efficiency": found}
     if options.output:
         with replaced(options.output) as file:
-            file.write((json.dumps({"manifest": made, "drafts": record["drafts"]}, indent=1) + "\n").encode())
+            file.write(
+                (
+                    json.dumps({"manifest": made, "drafts": record["drafts"]}, indent=1) + "\n"
+                ).encode()
+            )
     print(f"\n{table(record['drafts'])}")
 
 
-def efficiency(decoder: SpeculativeDecoder, prompts: Sequence[list[int]], options: argparse.Namespace) -> float:
+def efficiency(
+    decoder: SpeculativeDecoder, prompts: Sequence[list[int]], options: argparse.Namespace
+) -> float:
     """New tokens / rounds, over all prompts."""
     settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "eos": ()}
-    rows = [decoder.decode([each], num_draft_tokens=options.num_draft_tokens, **settings).rows[0] for each in prompts]
+    rows = [
+        decoder.decode([each], num_draft_tokens=options.num_draft_tokens, **settings).rows[0]
+        for each in prompts
+    ]
     return sum(len(row.tokens) for row in rows) / sum(row.num_rounds for row in rows)
 
 
 def table(drafts: Mapping[str, Mapping[str, Any]]) -> str:
     """One line per kind of prompt and one column per draft, as a Markdown table."""
-    kinds = list(dict.fromkeys(kind for each in drafts.values() for kind in each["block_efficiency"]))
+    kinds = list(
+        dict.fromkeys(kind for each in drafts.values() for kind in each["block_efficiency"])
+    )
     lines = [f"| Prompts | {' | '.join(drafts)} |", "|---" * (len(drafts) + 1) + "|"]
     for kind in kinds:
         found = [each["block_efficiency"].get(kind) for each in drafts.values()]
-        lines.append(f"| {kind} | {' | '.join('-' if value is None else f'{value:.2f}' for value in found)} |")
+        lines.append(
+            f"| {kind} | {' | '.join('-' if value is None else f'{value:.2f}' for value in found)} |"
+        )
     return "\n".join(lines)
 
 

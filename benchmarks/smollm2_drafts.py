@@ -25,7 +25,13 @@ import torch
 from spec_bench import check_same, load, mixed
 from transformer_speed import line
 
-from lightning_specdec import AcceptanceRule, ExactMatch, RejectionSampling, SpeculativeDecoder, checkpoints
+from lightning_specdec import (
+    AcceptanceRule,
+    ExactMatch,
+    RejectionSampling,
+    SpeculativeDecoder,
+    checkpoints,
+)
 from lightning_specdec.bench.manifest import manifest
 from lightning_specdec.bench.rows import Comparison
 from lightning_specdec.checkpoints.target_reference import dtype_of
@@ -45,7 +51,9 @@ def main() -> None:
     parser.add_argument("--model", default="checkpoints/smollm2")
     parser.add_argument("--prompts", required=True, help="Spec-Bench's question.jsonl")
     parser.add_argument("--num_prompts", type=int, default=12, help="prompts of Spec-Bench")
-    parser.add_argument("--num_shipped", type=int, default=2, help="prompts of each domain of the shipped set")
+    parser.add_argument(
+        "--num_shipped", type=int, default=2, help="prompts of each domain of the shipped set"
+    )
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--windows", nargs="+", type=int, default=[1, 2, 3, 4, 6])
     parser.add_argument("--repeats", type=int, default=3)
@@ -57,14 +65,18 @@ def main() -> None:
     plain = {**vars(options), "drafts": [path.name for path in options.drafts], "output": None}
     plain["prompts"] = Path(options.prompts).name
     drafts: dict[str, Any] = {}
-    if options.output and options.output.exists():  # fail now, not after an hour, if the record cannot be extended
+    if (
+        options.output and options.output.exists()
+    ):  # fail now, not after an hour, if the record cannot be extended
         drafts = json.loads(options.output.read_text(encoding="utf-8"))["drafts"]
         check_same(plain, [each["manifest"] for each in drafts.values()], SAME)
     rows: list[dict[str, Any]] = []
     for dtype in options.dtypes:
         rows += measured(dtype, options, rows, look_up=LOOKUP not in drafts)
     made = manifest(options=plain, device=torch.device("cpu"))
-    recipes = {path.stem: {**told(path), "file_bytes": path.stat().st_size} for path in options.drafts}
+    recipes = {
+        path.stem: {**told(path), "file_bytes": path.stat().st_size} for path in options.drafts
+    }
     for name in dict.fromkeys(row["draft"].removeprefix(f"{LOOKUP} + ") for row in rows):
         own = [row for row in rows if row["draft"].removeprefix(f"{LOOKUP} + ") == name]
         drafts[name] = {"manifest": made, "recipe": recipes.get(name), "rows": own}
@@ -78,7 +90,10 @@ def told(path: Path) -> dict[str, Any]:
     """Training record in a draft file."""
     found = checkpoints.load(path)
     names = ("training", "tokens_seen", "training_seconds", "reached", "loss", "steps")
-    return {"kind": type(found.drafter).__name__, **{name: found.recipe.get(name) for name in names}}
+    return {
+        "kind": type(found.drafter).__name__,
+        **{name: found.recipe.get(name) for name in names},
+    }
 
 
 def measured(
@@ -96,17 +111,31 @@ def measured(
     shipped = [prompt for prompt in shipped_prompts() if int(prompt.id[-3:]) <= options.num_shipped]
     prompts += [list(prompt.encoded(decoder.tokenizer).tokens) for prompt in shipped]
     trained = {
-        path.stem: checkpoints.load(path, target=decoder.target).drafter.to(dtype_of(decoder.target))
+        path.stem: checkpoints.load(path, target=decoder.target).drafter.to(
+            dtype_of(decoder.target)
+        )
         for path in options.drafts
     }
     drafts: dict[str, Drafter] = {LOOKUP: NGramDrafter()} if look_up else {}
     for name, each in trained.items():
         drafts |= {name: each, f"{LOOKUP} + {name}": NGramWithFallback(sure_lookup(), each)}
-    shared: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "eos": (), "repeats": options.repeats}
+    shared: dict[str, Any] = {
+        "max_new_tokens": options.max_new_tokens,
+        "eos": (),
+        "repeats": options.repeats,
+    }
     rows: list[dict[str, Any]] = []
 
-    def add(name: str, windows: Sequence[int], rule: AcceptanceRule, temperature: float) -> list[Comparison]:
-        settings = {"windows": windows, "rule": rule, "temperature": temperature, "warmup": 0, **shared}
+    def add(
+        name: str, windows: Sequence[int], rule: AcceptanceRule, temperature: float
+    ) -> list[Comparison]:
+        settings = {
+            "windows": windows,
+            "rule": rule,
+            "temperature": temperature,
+            "warmup": 0,
+            **shared,
+        }
         cells = []
         for cell in decoder.sweep(prompts, drafters={name: drafts[name]}, **settings):
             cells.append(cell)
@@ -117,9 +146,16 @@ def measured(
 
     for name in drafts:
         known = _best(before, name, before[0]["dtype"]) if before else None
-        cells = add(name, options.windows if known is None else [known["num_draft_tokens"]], ExactMatch(), 0.0)
+        cells = add(
+            name,
+            options.windows if known is None else [known["num_draft_tokens"]],
+            ExactMatch(),
+            0.0,
+        )
         timed = [cell for cell in cells if cell.walltime_speedup is not None]
-        if known is None and timed:  # near ties in bfloat16 may differ from standard decoding: the row records it
+        if (
+            known is None and timed
+        ):  # near ties in bfloat16 may differ from standard decoding: the row records it
             top = max(timed, key=lambda cell: cell.walltime_speedup or (0.0, 0.0, 0.0))
             add(name, [int(top.case.num_draft_tokens or 0)], RejectionSampling(), 1.0)
     return rows
@@ -145,8 +181,12 @@ def table(drafts: Mapping[str, Mapping[str, Any]]) -> str:
         trained = bool(recipe) and name in drafts  # neither lookup alone nor lookup first
         cells = [
             name,
-            f"{recipe['training_seconds'] / 60:.0f}" if trained and recipe.get("training_seconds") else "-",
-            f"{recipe['tokens_seen'] / 1e6:.2f} M" if trained and recipe.get("tokens_seen") else "-",
+            f"{recipe['training_seconds'] / 60:.0f}"
+            if trained and recipe.get("training_seconds")
+            else "-",
+            f"{recipe['tokens_seen'] / 1e6:.2f} M"
+            if trained and recipe.get("tokens_seen")
+            else "-",
             _acceptance(recipe) if trained else "-",
             str(top["num_draft_tokens"]),
             efficiency,
@@ -159,20 +199,30 @@ def table(drafts: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _best(rows: Sequence[Mapping[str, Any]], name: str, dtype: str) -> Mapping[str, Any] | None:
-    own = [row for row in rows if (row["draft"], row["dtype"]) == (name, dtype) and row["error"] is None]
+    own = [
+        row
+        for row in rows
+        if (row["draft"], row["dtype"]) == (name, dtype) and row["error"] is None
+    ]
     greedy = [row for row in own if row["temperature"] == 0]
     return max(greedy, key=lambda row: row["walltime_speedup"], default=None)
 
 
 def _sampled(rows: Sequence[Mapping[str, Any]], name: str, dtype: str) -> Mapping[str, Any] | None:
     """Rejection sampling; for a draft without probabilities, exact matching is equivalent."""
-    own = [row for row in rows if (row["draft"], row["dtype"], row["rule"]) == (name, dtype, "RejectionSampling")]
+    own = [
+        row
+        for row in rows
+        if (row["draft"], row["dtype"], row["rule"]) == (name, dtype, "RejectionSampling")
+    ]
     return next((row for row in own if row["error"] is None), None)
 
 
 def _acceptance(recipe: Mapping[str, Any]) -> str:
     reached = recipe.get("reached") or {}
-    names = [name for name in reached if name.startswith("val/position_") and "sampling" not in name]
+    names = [
+        name for name in reached if name.startswith("val/position_") and "sampling" not in name
+    ]
     return " ".join(f"{reached[name]:.2f}" for name in sorted(names)) or "-"
 
 

@@ -46,26 +46,47 @@ def main() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         reference: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
-        target = SpeculativeDecoder.from_pretrained(options.model, dtype=name, backend=options.backend).ready()[0]
+        target = SpeculativeDecoder.from_pretrained(
+            options.model, dtype=name, backend=options.backend
+        ).ready()[0]
         eos = sorted(tokenizer.eos)
         expected = [_generate(reference, prompt, options.max_new_tokens) for prompt in prompts]
         found[name] = {}
         for way, outputs in _ours(target, prompts, eos, options).items():
-            settings: dict[str, Any] = {"sampling": Sampling(), "seed": 0, "width": options.num_draft_tokens + 1}
+            settings: dict[str, Any] = {
+                "sampling": Sampling(),
+                "seed": 0,
+                "width": options.num_draft_tokens + 1,
+            }
             each = (
                 find_divergence(target, *texts, number=number, **settings)
                 for number, texts in enumerate(zip(prompts, expected, outputs, strict=True))
             )
             splits = [vars(parting) for parting in each if parting is not None]
-            found[name][way] = {"num_prompts": len(prompts), "num_equal": len(prompts) - len(splits), "splits": splits}
-            print(f"{name:<9} {way:<26} {len(prompts) - len(splits)} of {len(prompts)} equal", flush=True)
+            found[name][way] = {
+                "num_prompts": len(prompts),
+                "num_equal": len(prompts) - len(splits),
+                "splits": splits,
+            }
+            print(
+                f"{name:<9} {way:<26} {len(prompts) - len(splits)} of {len(prompts)} equal",
+                flush=True,
+            )
             for split in splits:
                 print(f"          {split}", flush=True)
-    kinds = [split["verdict"] for ways in found.values() for way in ways.values() for split in way["splits"]]
+    kinds = [
+        split["verdict"]
+        for ways in found.values()
+        for way in ways.values()
+        for split in way["splits"]
+    ]
     print(f"{kinds.count('tie')} ties, {kinds.count('bug')} bugs")
     plain = {**vars(options), "output": None, "prompts": Path(options.prompts).name}
     if options.output:
-        record = {"manifest": manifest(options=plain, device=torch.device("cpu")), "identity": found}
+        record = {
+            "manifest": manifest(options=plain, device=torch.device("cpu")),
+            "identity": found,
+        }
         options.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
@@ -78,7 +99,9 @@ def _ours(
     for size in (1, 8):
         batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
         outputs[f"standard, batch {size}"] = [
-            tokens for batch in batches for tokens in autoregressive_decode(target, batch, **shared).tokens
+            tokens
+            for batch in batches
+            for tokens in autoregressive_decode(target, batch, **shared).tokens
         ]
         outputs[f"lookup, batch {size}"] = [
             tokens
@@ -93,7 +116,11 @@ def _ours(
 def _generate(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
     ids = torch.tensor([prompt])
     output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        pad_token_id=0,
     )
     return output[0, len(prompt) :].tolist()
 

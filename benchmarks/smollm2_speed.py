@@ -61,7 +61,10 @@ def main() -> None:
         for part in options.parts:
             seconds = _interleave(machine.ways(part), parts[part], machine)
             rows += machine.rows(part, seconds)
-    found = manifest(options={**vars(options), "output": None, "prompts": "spec_bench"}, device=torch.device("cpu"))
+    found = manifest(
+        options={**vars(options), "output": None, "prompts": "spec_bench"},
+        device=torch.device("cpu"),
+    )
     if options.output:
         options.output.write_text(json.dumps({"manifest": found, "rows": rows}, indent=1) + "\n")
 
@@ -100,7 +103,9 @@ class _Machine:
         self.dtype, self.number = str(dtype).removeprefix("torch."), options.max_new_tokens
         self.theirs: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
         self.theirs.generation_config.eos_token_id = None
-        self.target = HuggingFaceLM(AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()).pack()
+        self.target = HuggingFaceLM(
+            AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
+        ).pack()
         config = AutoConfig.from_pretrained(options.model)
         config.update({"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128})
         config.update({"num_attention_heads": 1, "num_key_value_heads": 1})
@@ -114,19 +119,28 @@ class _Machine:
         if part == "standard":
             return {"generate": self._generate(), "standard": self._standard()}
         if part == "lookup":
-            theirs = {f"generate lookup {n}": self._generate(prompt_lookup_num_tokens=n) for n in LOOKUPS}
+            theirs = {
+                f"generate lookup {n}": self._generate(prompt_lookup_num_tokens=n) for n in LOOKUPS
+            }
             ours = {f"lookup {k}": self._ours(f"lookup {k}", NGramDrafter(), k) for k in WINDOWS}
             adaptive = AdaptiveWindow(calibrate(self.target, NGramDrafter(), context_length=500))
             ours["lookup auto"] = self._ours("lookup auto", NGramDrafter(), adaptive)
             return {"generate": self._generate(), "standard": self._standard(), **theirs, **ours}
         assistant = self.theirs if part == "right" else self.random
         own = ModelDrafter(self.target if part == "right" else HuggingFaceLM(self.random).fused())
-        schedules: dict[str, dict[str, Any]] = {"defaults": {"num_assistant_tokens_schedule": "heuristic"}}
+        schedules: dict[str, dict[str, Any]] = {
+            "defaults": {"num_assistant_tokens_schedule": "heuristic"}
+        }
         schedules |= {
-            f"constant {n}": {"num_assistant_tokens_schedule": "constant", "num_assistant_tokens": n} for n in CONSTANTS
+            f"constant {n}": {
+                "num_assistant_tokens_schedule": "constant",
+                "num_assistant_tokens": n,
+            }
+            for n in CONSTANTS
         }
         theirs = {
-            f"generate assisted {name}": self._assisted(assistant, **schedule) for name, schedule in schedules.items()
+            f"generate assisted {name}": self._assisted(assistant, **schedule)
+            for name, schedule in schedules.items()
         }
         ours = {f"{part} {k}": self._ours(f"{part} {k}", own, k) for k in MODEL_WINDOWS[part]}
         return {"standard": self._standard(), **theirs, **ours}
@@ -168,7 +182,9 @@ class _Machine:
                 "lookup over generate's": ratio(best(["generate lookup"]), ours),
                 "lookup over standard": ratio(standard, ours),
                 "adaptive lookup over standard": ratio(standard, seconds["lookup auto"]),
-                "adaptive lookup over generate's": ratio(best(["generate lookup"]), seconds["lookup auto"]),
+                "adaptive lookup over generate's": ratio(
+                    best(["generate lookup"]), seconds["lookup auto"]
+                ),
             }
         ours = best([f"{part} "])
         return {
@@ -214,7 +230,9 @@ class _Machine:
         return way
 
 
-def _interleave(ways: dict[str, Way], prompts: list[list[int]], machine: _Machine) -> dict[str, list[float]]:
+def _interleave(
+    ways: dict[str, Way], prompts: list[list[int]], machine: _Machine
+) -> dict[str, list[float]]:
     """Seconds of each method on each prompt, after one warm-up on the first."""
     for way in ways.values():
         way(prompts[0])

@@ -23,7 +23,9 @@ def load(path: str | Path, tokenizer: Any, *, longest: int = 1024) -> dict[str, 
     return prompts
 
 
-def check_same(options: Mapping[str, Any], before: Iterable[Mapping[str, Any]], names: Sequence[str]) -> None:
+def check_same(
+    options: Mapping[str, Any], before: Iterable[Mapping[str, Any]], names: Sequence[str]
+) -> None:
     """Exit unless runs that are shown together have the same settings.
 
     Args:

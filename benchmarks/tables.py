@@ -42,7 +42,9 @@ _MARKED = re.compile(r"(<!-- table: ([^ ]+) -->\n).*?<!-- /table -->", re.DOTALL
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="report files that are out of date, and write nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="report files that are out of date, and write nothing"
+    )
     options = parser.parse_args()
     stale = []
     for path in pages():
@@ -54,7 +56,10 @@ def main() -> int:
         if not options.check:
             with replaced(path) as file:
                 file.write(after.encode())
-    print("\n".join(f"{'out of date' if options.check else 'written'}: {name}" for name in stale) or "all as recorded")
+    print(
+        "\n".join(f"{'out of date' if options.check else 'written'}: {name}" for name in stale)
+        or "all as recorded"
+    )
     return int(options.check and bool(stale))
 
 
@@ -75,12 +80,23 @@ def renewed(text: str) -> str:
 
 def _record(name: str) -> Any:
     """Load a record; older ones call prompt lookup "look-up"."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8").replace("look-up", "lookup"))
+    return json.loads(
+        (RESULTS / f"{name}.json").read_text(encoding="utf-8").replace("look-up", "lookup")
+    )
 
 
 def bench_table() -> str:
     """Speedups of every pair and domain that `bench` measured in full."""
-    heads = ("Benchmark", "Pair", "Prompts", "Temperature", "Batch", "Advice", "walltime_speedup", "Acceptance rate")
+    heads = (
+        "Benchmark",
+        "Pair",
+        "Prompts",
+        "Temperature",
+        "Batch",
+        "Advice",
+        "walltime_speedup",
+        "Acceptance rate",
+    )
     rows: list[tuple[str, ...]] = []
     for name in BENCHES:
         report = Report.of(read(RESULTS / "bench" / name))
@@ -91,8 +107,14 @@ def bench_table() -> str:
                 rows.append((*place, "-", "-", "-", "-"))
                 continue
             value, low, high = best.walltime_speedup
-            rates = [f"{rate:.2f}" for rate in (best.acceptance_rate, best.block_efficiency) if rate is not None]
-            theirs = fastest_outside([cell for cell in report.cells if cell.case.place == each.place])
+            rates = [
+                f"{rate:.2f}"
+                for rate in (best.acceptance_rate, best.block_efficiency)
+                if rate is not None
+            ]
+            theirs = fastest_outside(
+                [cell for cell in report.cells if cell.case.place == each.place]
+            )
             rows.append((*place, f"{value:.2f} ({low:.2f} to {high:.2f})", *rates, theirs))
     return Table((*heads, "Block efficiency", "transformers' best"), rows).markdown().rstrip("\n")
 
@@ -100,7 +122,9 @@ def bench_table() -> str:
 def fastest_outside(cells: Sequence[Comparison]) -> str:
     """The fastest Hugging Face method among cells of one setting, with its walltime_speedup."""
     theirs = [each for each in cells if each.case.method in HUGGING_FACE]
-    speeds = {each.case.method: each.walltime_speedup.value for each in theirs if each.walltime_speedup}
+    speeds = {
+        each.case.method: each.walltime_speedup.value for each in theirs if each.walltime_speedup
+    }
     best = max(speeds, key=lambda method: speeds[method], default=None)
     return "-" if best is None else f"{best} {speeds[best]:.2f}"
 
@@ -110,7 +134,10 @@ def first_table() -> str:
     rows = _record("peers")["rows"]
     engines = {
         "transformers": ("transformers", {"standard": "`generate`", "lookup": "its prompt lookup"}),
-        "ours torch": ("this package", {"standard": "standard decoding", "lookup, head": "prompt lookup, then a head"}),
+        "ours torch": (
+            "this package",
+            {"standard": "standard decoding", "lookup, head": "prompt lookup, then a head"},
+        ),
     }
     engines["ours openvino"] = ("this package, OpenVINO", engines["ours torch"][1])
     theirs, lines = peers.cells(rows, "prompts", "transformers/bfloat16/standard"), []
@@ -119,11 +146,16 @@ def first_table() -> str:
         for decoding, words in decodings.items():
             mine = peers.cells(rows, "prompts", f"{engine}/bfloat16/{decoding}")
             over = [
-                "-" if mine == other else "{:.2f} ({:.2f} to {:.2f})".format(*peers.ratio(mine, other))
+                "-"
+                if mine == other
+                else "{:.2f} ({:.2f} to {:.2f})".format(*peers.ratio(mine, other))
                 for other in (standard, theirs)
             ]
             lines.append((f"{name}, {words}", f"{peers.speed(mine.values()):.1f}", *over))
-    return _table(("Method", "Tokens/s", "Over the same without a draft", "Over transformers' `generate`"), lines)
+    return _table(
+        ("Method", "Tokens/s", "Over the same without a draft", "Over transformers' `generate`"),
+        lines,
+    )
 
 
 def which_draft_table() -> str:
@@ -139,29 +171,56 @@ def which_draft_table() -> str:
         return f"{gain(trained, dtype='bfloat16', draft=draft)} SmolLM2"
 
     compared = _record("draft_comparison")["drafts"]
-    blocks = [compared[name]["reported"]["walltime_speedup"] for name in ("block", "block_no_markov")]
-    exits, heads = gain(small, checkpoint="text"), f"{gain(small, checkpoint='multi_token')} on progressions"
+    blocks = [
+        compared[name]["reported"]["walltime_speedup"] for name in ("block", "block_no_markov")
+    ]
+    exits, heads = (
+        gain(small, checkpoint="text"),
+        f"{gain(small, checkpoint='multi_token')} on progressions",
+    )
     sibling = f"{gain(small, checkpoint='transformer')} on progressions"
     rows = [
-        ("Prompt lookup (n-gram)", "no", smollm2("lookup"), "`--drafter NGramDrafter`, the default"),
+        (
+            "Prompt lookup (n-gram)",
+            "no",
+            smollm2("lookup"),
+            "`--drafter NGramDrafter`, the default",
+        ),
         ("Draft model", "no, if its family has a smaller model", sibling, "`--draft DIR`"),
-        ("EAGLE-3 and 3.1 head", "`fit --recipe eagle`", smollm2("smollm2_eagle"), "`--draft FILE`"),
+        (
+            "EAGLE-3 and 3.1 head",
+            "`fit --recipe eagle`",
+            smollm2("smollm2_eagle"),
+            "`--draft FILE`",
+        ),
         (
             "The same after prompt lookup",
             "`fit --recipe eagle`",
             smollm2("lookup + smollm2_eagle"),
             "`--draft FILE --drafter NGramWithFallback`",
         ),
-        ("Medusa heads", "`fit --recipe medusa`", f"{smollm2('smollm2_heads')}, {heads}", "`--draft FILE`"),
+        (
+            "Medusa heads",
+            "`fit --recipe medusa`",
+            f"{smollm2('smollm2_heads')}, {heads}",
+            "`--draft FILE`",
+        ),
         (
             "Block drafter (DFlash, DSpark) after prompt lookup",
             "`fit --recipe block`",
             f"{max(blocks):.2f} SmolLM2 in OpenVINO, an hour of training",
             "`--draft FILE --drafter NGramWithFallback`",
         ),
-        ("Early exit (LayerSkip)", "yes, with its target", f"{exits} on source code", "`--drafter EarlyExitDrafter`"),
+        (
+            "Early exit (LayerSkip)",
+            "yes, with its target",
+            f"{exits} on source code",
+            "`--drafter EarlyExitDrafter`",
+        ),
     ]
-    return _table(("Drafter", "Needs training?", "Speedup, best window", "`decode --target DIR ...`"), rows)
+    return _table(
+        ("Drafter", "Needs training?", "Speedup, best window", "`decode --target DIR ...`"), rows
+    )
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -177,12 +236,16 @@ TABLES: dict[str, Callable[[], str]] = {
     "kills": lambda: kills.table(_record("kills")["rows"]),
     "rnn_speed": lambda: rnn_speed.table(_record("rnn_speed")["rows"]),
     "smollm2_calls": lambda: smollm2_calls.table(_record("smollm2_calls_openvino")["rows"]),
-    "smollm2_draft_kinds": lambda: smollm2_draft_kinds.table(_record("smollm2_draft_kinds")["drafts"]),
+    "smollm2_draft_kinds": lambda: smollm2_draft_kinds.table(
+        _record("smollm2_draft_kinds")["drafts"]
+    ),
     "smollm2_drafts": lambda: smollm2_drafts.table(_record("smollm2_drafts")["drafts"]),
     "smollm2_speed": lambda: smollm2_speed.table(_record("smollm2_speed")["rows"]),
     "transformer_speed": lambda: transformer_speed.table(_record("transformers")["rows"]),
     "transformer_grid": lambda: transformer_speed.grid_table(_record("transformers")["rows"]),
-    "transformer_quality": lambda: transformer_speed.quality_table(_record("transformers")["quality"]),
+    "transformer_quality": lambda: transformer_speed.quality_table(
+        _record("transformers")["quality"]
+    ),
 } | ({"bench": bench_table} if BENCHES else {})
 if (RESULTS / "peers.json").exists():
     _parts = {row["part"] for row in _record("peers")["rows"]}

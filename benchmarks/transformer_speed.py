@@ -26,7 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_specdec import AcceptanceRule, ExactMatch, ModelDrafter, RejectionSampling, SpeculativeDecoder
+from lightning_specdec import (
+    AcceptanceRule,
+    ExactMatch,
+    ModelDrafter,
+    RejectionSampling,
+    SpeculativeDecoder,
+)
 from lightning_specdec import data as data_modules
 from lightning_specdec.bench.candidates import candidates
 from lightning_specdec.bench.manifest import manifest
@@ -42,21 +48,36 @@ from lightning_specdec.models.packed import limit_threads
 from lightning_specdec.training.metrics import next_token_loss
 
 NAMES = ("transformer", "early_exit", "multi_token", "staged", "text", "draft_sizes")
-SETTINGS: list[tuple[AcceptanceRule, float]] = [(ExactMatch(), 0.0), (ExactMatch(), 1.0), (RejectionSampling(), 1.0)]
+SETTINGS: list[tuple[AcceptanceRule, float]] = [
+    (ExactMatch(), 0.0),
+    (ExactMatch(), 1.0),
+    (RejectionSampling(), 1.0),
+]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoints", nargs="*", type=Path, help="default: shipped ones and those of `fit`")
+    parser.add_argument(
+        "checkpoints", nargs="*", type=Path, help="default: shipped ones and those of `fit`"
+    )
     parser.add_argument("--windows", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8])
     parser.add_argument("--batch_sizes", nargs="+", type=int, default=[1, 4, 16])
-    parser.add_argument("--num_prompts", type=int, default=4, help="at batch 1; larger batches have one prompt per row")
+    parser.add_argument(
+        "--num_prompts",
+        type=int,
+        default=4,
+        help="at batch 1; larger batches have one prompt per row",
+    )
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, help="number of threads (default: one for small models)")
+    parser.add_argument(
+        "--threads", type=int, help="number of threads (default: one for small models)"
+    )
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    paths = options.checkpoints or [path for name in NAMES if (path := found_checkpoint(name)) is not None]
+    paths = options.checkpoints or [
+        path for name in NAMES if (path := found_checkpoint(name)) is not None
+    ]
     if not paths:
         raise SystemExit(f"there is none of {', '.join(NAMES)} in checkpoints/: name a checkpoint")
     if options.threads is not None:
@@ -67,15 +88,30 @@ def main() -> None:
         decoder = SpeculativeDecoder.from_checkpoint(path)
         if options.threads is None:
             limit_threads(decoder.target.num_parameters)
-        given = {name: value for name, value in decoder.recipe["data_arguments"].items() if name != "max_bytes"}
-        data: TokenData = getattr(data_modules, decoder.recipe["data"])(**given)  # older runs had max_bytes
+        given = {
+            name: value
+            for name, value in decoder.recipe["data_arguments"].items()
+            if name != "max_bytes"
+        }
+        data: TokenData = getattr(data_modules, decoder.recipe["data"])(
+            **given
+        )  # older runs had max_bytes
         name = checkpoint_name(path)
         predictions += [{"checkpoint": name, **row} for row in quality(decoder, data)]
-        print(f"{quality_table([row for row in predictions if row['checkpoint'] == name])}\n", flush=True)
+        print(
+            f"{quality_table([row for row in predictions if row['checkpoint'] == name])}\n",
+            flush=True,
+        )
         rows += _measured(name, decoder, data.prompts(), options)
-    plain = {**vars(options), "output": None, "checkpoints": [checkpoint_name(path) for path in paths]}
+    plain = {
+        **vars(options),
+        "output": None,
+        "checkpoints": [checkpoint_name(path) for path in paths],
+    }
     found = manifest(options=plain, device=torch.device("cpu"))
-    found["checkpoint_sha256"] = {checkpoint_name(path): sha256(path.read_bytes()).hexdigest() for path in paths}
+    found["checkpoint_sha256"] = {
+        checkpoint_name(path): sha256(path.read_bytes()).hexdigest() for path in paths
+    }
     print(f"\n{table(rows)}")
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +124,14 @@ def main() -> None:
 def found_checkpoint(name: str) -> Path | None:
     """The shipped checkpoint of that name, or else the best one of the `fit` run of its config."""
     folder = Path("checkpoints")
-    return next((path for path in (folder / f"{name}.safetensors", folder / name / "best.ckpt") if path.exists()), None)
+    return next(
+        (
+            path
+            for path in (folder / f"{name}.safetensors", folder / name / "best.ckpt")
+            if path.exists()
+        ),
+        None,
+    )
 
 
 def checkpoint_name(path: Path) -> str:
@@ -119,7 +162,12 @@ def _measured(
             ):
                 cells.append(cell)
                 rows.append(
-                    {"checkpoint": name, "rule": type(rule).__name__, "temperature": temperature, **cell.summary()}
+                    {
+                        "checkpoint": name,
+                        "rule": type(rule).__name__,
+                        "temperature": temperature,
+                        **cell.summary(),
+                    }
                 )
                 print(line(rows[-1]), flush=True)
             top = best(cells)
@@ -133,13 +181,18 @@ def ragged(prompts: Sequence[Sequence[int]], number: int) -> list[list[int]]:
     found = []
     for i in range(number):
         prompt = list(prompts[i % len(prompts)])
-        found.append(prompt[: max(1, len(prompt) - (i * len(prompt) // 8) % (len(prompt) // 2 + 1))])
+        found.append(
+            prompt[: max(1, len(prompt) - (i * len(prompt) // 8) % (len(prompt) // 2 + 1))]
+        )
     return found
 
 
 def ends(row: dict[str, Any]) -> tuple[float, float]:
     """Interval of a speedup; older records hold quartiles."""
-    low, high = row.get("speedup_quartiles") or (row["walltime_speedup_low"], row["walltime_speedup_high"])
+    low, high = row.get("speedup_quartiles") or (
+        row["walltime_speedup_low"],
+        row["walltime_speedup_high"],
+    )
     return (0.0, float("inf")) if low is None else (low, high)
 
 
@@ -167,9 +220,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     ]
     keys = ("checkpoint", "rule", "temperature", "batch_size")
     for setting in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
-        group = [row for row in rows if tuple(row[key] for key in keys) == setting and row["error"] is None]
+        group = [
+            row
+            for row in rows
+            if tuple(row[key] for key in keys) == setting and row["error"] is None
+        ]
         if not group:
-            lines.append(f"| {setting[0]} | {setting[1]}, {setting[2]:.0f} | {setting[3]} | failed | - | - | - | - |")
+            lines.append(
+                f"| {setting[0]} | {setting[1]}, {setting[2]:.0f} | {setting[3]} | failed | - | - | - | - |"
+            )
             continue
         row = max(group, key=lambda row: row["walltime_speedup"])
         first, third = ends(row)
@@ -184,10 +243,18 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def grid_table(rows: Sequence[dict[str, Any]]) -> str:
     """Acceptance rate and speedup of every draft with every window, greedy at batch 1, as a Markdown table."""
-    greedy = [row for row in rows if row["temperature"] == 0 and row["batch_size"] == 1 and row["error"] is None]
+    greedy = [
+        row
+        for row in rows
+        if row["temperature"] == 0 and row["batch_size"] == 1 and row["error"] is None
+    ]
     windows = list(dict.fromkeys(row["num_draft_tokens"] for row in greedy))
     cells = {
-        (row["checkpoint"], row["draft"], row["num_draft_tokens"]): f"{row['walltime_speedup']:.2f} "
+        (
+            row["checkpoint"],
+            row["draft"],
+            row["num_draft_tokens"],
+        ): f"{row['walltime_speedup']:.2f} "
         f"({_shown(row['acceptance_rate'])}, {row['block_efficiency']:.1f})"
         for row in greedy
     }
@@ -208,7 +275,9 @@ def quality_table(rows: Sequence[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        figures = " | ".join(_shown(row[name], 3) for name in ("loss", "accuracy", "bits_per_byte", "agreement"))
+        figures = " | ".join(
+            _shown(row[name], 3) for name in ("loss", "accuracy", "bits_per_byte", "agreement")
+        )
         lines.append(f"| {row['checkpoint']} | {row['predictor']} | {figures} |")
     return "\n".join(lines)
 
@@ -247,7 +316,9 @@ def quality(decoder: SpeculativeDecoder, data: TokenData) -> list[dict[str, Any]
             "predictor": name,
             "loss": losses[name] / compared[name],
             "accuracy": correct[name] / compared[name],
-            "bits_per_byte": None if num_bytes is None else losses[name] / compared[name] / math.log(2) / num_bytes,
+            "bits_per_byte": None
+            if num_bytes is None
+            else losses[name] / compared[name] / math.log(2) / num_bytes,
             "agreement": agreeing[name] / compared[name],
         }
         for name in losses
@@ -258,7 +329,11 @@ def predictors_of(name: str, drafter: Drafter, target: LanguageModel) -> Iterato
     """Predictors of a drafter: one network, or each of its heads."""
     if isinstance(drafter, EarlyExitDrafter):
         model, layer = ExitModel(target, drafter), drafter.exit_layer - 1
-        yield name, 1, lambda tokens: model.logits(target(tokens, features=(layer,)).features[layer])
+        yield (
+            name,
+            1,
+            lambda tokens: model.logits(target(tokens, features=(layer,)).features[layer]),
+        )
     elif isinstance(drafter, ModelDrafter):
         yield name, 1, lambda tokens: drafter.model(tokens).logits
     elif isinstance(drafter, MultiTokenDrafter):
@@ -271,7 +346,9 @@ def predictors_of(name: str, drafter: Drafter, target: LanguageModel) -> Iterato
                 yield from predictors_of(f"{name}, stage {i}", stage, target)
 
 
-def _head(drafter: MultiTokenDrafter, target: LanguageModel, layer: int, head: int) -> Callable[[Tensor], Tensor]:
+def _head(
+    drafter: MultiTokenDrafter, target: LanguageModel, layer: int, head: int
+) -> Callable[[Tensor], Tensor]:
     def score(tokens: Tensor) -> Tensor:
         hidden = target(tokens, features=(layer,)).features[layer]
         return drafter.logits(head, hidden)

@@ -35,10 +35,14 @@ def expand(
     output.copy_(kept.repeat_interleave(ends.diff(prepend=ends.new_zeros(1))))
 
 
-cpu_triton_utils._expand_kernel_impl = expand  # workers import this file and look the function up by its name
+cpu_triton_utils._expand_kernel_impl = (
+    expand  # workers import this file and look the function up by its name
+)
 
 
-def verdict(num_requests: int = 20_000, num_draft_tokens: int = 3, temperature: float = 0.7) -> dict[str, Any]:
+def verdict(
+    num_requests: int = 20_000, num_draft_tokens: int = 3, temperature: float = 0.7
+) -> dict[str, Any]:
     """How often vLLM accepts the first 1, 2, 3 draft tokens if all are the target's most likely of 7 tokens."""
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
@@ -52,10 +56,21 @@ def verdict(num_requests: int = 20_000, num_draft_tokens: int = 3, temperature: 
     probs, count = (logits / temperature).softmax(-1), num_requests * num_draft_tokens
     sampling = SamplingMetadata(
         temperature=torch.full((num_requests,), temperature),
-        **{"all_greedy": False, "all_random": True, "top_p": None, "top_k": None, "generators": {}},
-        **{"max_num_logprobs": None, "no_penalties": True, "prompt_token_ids": None, "output_token_ids": []},
-        **{"frequency_penalties": none, "presence_penalties": none, "repetition_penalties": none},
-        **{"allowed_token_ids_mask": None, "bad_words_token_ids": {}, "logitsprocs": LogitsProcessors()},
+        all_greedy=False,
+        all_random=True,
+        top_p=None,
+        top_k=None,
+        generators={},
+        max_num_logprobs=None,
+        no_penalties=True,
+        prompt_token_ids=None,
+        output_token_ids=[],
+        frequency_penalties=none,
+        presence_penalties=none,
+        repetition_penalties=none,
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
     )
     ends = (torch.arange(1, num_requests + 1) * num_draft_tokens).int()
     divided = rejection_sampler.apply_sampling_constraints(logits.repeat(count, 1), ends, sampling)
@@ -72,7 +87,12 @@ def verdict(num_requests: int = 20_000, num_draft_tokens: int = 3, temperature: 
     kept = [float((tokens[:, i] >= 0).float().mean()) for i in range(1, num_draft_tokens + 1)]
     first = torch.bincount(tokens[:, 0].long().clamp_min(0), minlength=7) / num_requests
     wanted = [float(probs.max()) ** i for i in range(1, num_draft_tokens + 1)]
-    return {"kept": kept, "kept_expected": wanted, "first_token": first.tolist(), "target": probs.tolist()}
+    return {
+        "kept": kept,
+        "kept_expected": wanted,
+        "first_token": first.tolist(),
+        "target": probs.tolist(),
+    }
 
 
 if __name__ == "__main__":

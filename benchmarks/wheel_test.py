@@ -27,7 +27,11 @@ CALLS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", type=Path, help="directory to build and install in (default: a temporary one)")
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        help="directory to build and install in (default: a temporary one)",
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         directory = (options.directory or Path(temporary)).resolve()
@@ -35,7 +39,10 @@ def main() -> None:
         if not python.exists():
             _run([sys.executable, "-m", "venv", str(python.parent.parent)], directory)
         pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-        _run([*pip, "wheel", "--no-deps", "--wheel-dir", str(directory / "dist"), str(ROOT)], directory)
+        _run(
+            [*pip, "wheel", "--no-deps", "--wheel-dir", str(directory / "dist"), str(ROOT)],
+            directory,
+        )
         (wheel,) = (directory / "dist").glob("*.whl")
         _run([*pip, "install", "torch>=2.11,<2.14"], directory)
         _run([*pip, "install", str(wheel)], directory)

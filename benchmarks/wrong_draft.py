@@ -47,7 +47,11 @@ def main() -> None:
     kind = {"dtype": "bfloat16", "backend": options.backend}
     decoder = SpeculativeDecoder.from_pretrained(options.model, ModelDrafter(draft), **kind)
     prompts = mixed(load(options.prompts, decoder.tokenizer), options.num_prompts)
-    settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "eos": (), "num_draft_tokens": "auto"}
+    settings: dict[str, Any] = {
+        "max_new_tokens": options.max_new_tokens,
+        "eos": (),
+        "num_draft_tokens": "auto",
+    }
     ratios: list[list[float]] = [[] for _ in prompts]
     counts = [0, 0, 0]
     decoder.decode(prompts[0], **settings)  # this call calibrates

@@ -46,7 +46,14 @@ _ROOMS = {
     "models": ("RNN", "DecodeState", "LanguageModel"),
     "models.huggingface": ("HuggingFaceLM",),
     "models.loading": ("load_model",),
-    "rules": ("AcceptanceRule", "EpsilonThreshold", "ExactMatch", "RejectionSampling", "Sampling", "TypicalAcceptance"),
+    "rules": (
+        "AcceptanceRule",
+        "EpsilonThreshold",
+        "ExactMatch",
+        "RejectionSampling",
+        "Sampling",
+        "TypicalAcceptance",
+    ),
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = ["__version__", *_HOMES]

@@ -180,11 +180,15 @@ class SpeculativeDecoder:
     def with_exit(self, exit_layer: int) -> SpeculativeDecoder:
         """A decoder that drafts with the target's first `exit_layer` layers; trained output heads for them are kept."""
         own = self.drafter if isinstance(self.drafter, EarlyExitDrafter) else None
-        return self.with_drafter(EarlyExitDrafter(exit_layer) if own is None else own.at(exit_layer))
+        return self.with_drafter(
+            EarlyExitDrafter(exit_layer) if own is None else own.at(exit_layer)
+        )
 
     def save(self, path: str | os.PathLike[str], *, dtype: str | None = None) -> None:
         """Write target and drafters as a checkpoint for decoding (`X.safetensors`); `dtype` as of `save_draft`."""
-        name = next((name for name, each in self.drafts.items() if each is self.drafter), checkpoint.MAIN)
+        name = next(
+            (name for name, each in self.drafts.items() if each is self.drafter), checkpoint.MAIN
+        )
         checkpoint.save(
             path,
             self.target,
@@ -205,7 +209,9 @@ class SpeculativeDecoder:
         Raises:
             ValueError: the drafter cannot be stored, a weight does not fit the dtype, or the path cannot be written.
         """
-        checkpoint.save(path, TargetReference.of(self.target), self.drafter, recipe=self.recipe, dtype=dtype)
+        checkpoint.save(
+            path, TargetReference.of(self.target), self.drafter, recipe=self.recipe, dtype=dtype
+        )
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -232,12 +238,16 @@ class SpeculativeDecoder:
         Raises:
             ValueError: the target has no tokenizer, or no chat template.
         """
-        turns: Sequence[Any] = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        turns: Sequence[Any] = (
+            [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        )
         return self._tokenizer().encode_chat(turns)
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise ValueError("the target has no tokenizer: give prompts as tokens, or load it with its tokenizer")
+            raise ValueError(
+                "the target has no tokenizer: give prompts as tokens, or load it with its tokenizer"
+            )
         return self.tokenizer
 
     def _tokens(self, prompts: TextPrompts | None) -> list[list[int]]:
@@ -245,7 +255,11 @@ class SpeculativeDecoder:
         if prompts is None:
             return self.prompts
         listed: Any = [prompts] if isinstance(prompts, str) else prompts
-        if isinstance(listed, list | tuple) and listed and all(isinstance(prompt, str) for prompt in listed):
+        if (
+            isinstance(listed, list | tuple)
+            and listed
+            and all(isinstance(prompt, str) for prompt in listed)
+        ):
             return [self.encode(prompt) for prompt in listed]
         rows = as_prompts(listed)
         if self.target.vocabulary is not None and not isinstance(listed, Mapping):
@@ -257,7 +271,9 @@ class SpeculativeDecoder:
         if self.tokenizer is not None:
             for row in result.rows:
                 text = self.tokenizer.stream()
-                row.text = text.push(row.tokens, hold=row.num_hidden) + text.finish(drop=row.num_hidden)
+                row.text = text.push(row.tokens, hold=row.num_hidden) + text.finish(
+                    drop=row.num_hidden
+                )
         return result
 
     def ready(self) -> tuple[LanguageModel, Drafter]:
@@ -292,7 +308,12 @@ class SpeculativeDecoder:
         return AdaptiveWindow(load_or_measure(*self.ready(), config, batch_size=batch_size))
 
     def decode(
-        self, prompts: TextPrompts, config: Config = None, *, indices: Sequence[int] | None = None, **changes: Any
+        self,
+        prompts: TextPrompts,
+        config: Config = None,
+        *,
+        indices: Sequence[int] | None = None,
+        **changes: Any,
     ) -> DecodeResult:
         """Decode speculatively. Returns the new tokens, their text if there is a tokenizer, counts and seconds.
 
@@ -309,18 +330,29 @@ class SpeculativeDecoder:
         return self._with_text(run(self.session(prompts, config, indices=indices, **changes)))
 
     def decode_standard(
-        self, prompts: TextPrompts, config: Config = None, *, indices: Sequence[int] | None = None, **changes: Any
+        self,
+        prompts: TextPrompts,
+        config: Config = None,
+        *,
+        indices: Sequence[int] | None = None,
+        **changes: Any,
     ) -> DecodeResult:
         """Decode with the target alone, one call per token: the baseline. Arguments and errors as of `decode`."""
         config, tokens = self.config(config, **changes), self._tokens(prompts)
         with self._lock:
-            return self._with_text(autoregressive_decode(self.ready()[0], tokens, config, indices=indices))
+            return self._with_text(
+                autoregressive_decode(self.ready()[0], tokens, config, indices=indices)
+            )
 
-    def stream(self, prompts: TextPrompts, config: Config = None, **changes: Any) -> Iterator[tuple[int, int]]:
+    def stream(
+        self, prompts: TextPrompts, config: Config = None, **changes: Any
+    ) -> Iterator[tuple[int, int]]:
         """Decode speculatively; yields (prompt number, token) after each round. Arguments as of `decode`."""
         return stream(self.session(prompts, config, **changes))
 
-    def stream_text(self, prompts: TextPrompts, config: Config = None, **changes: Any) -> TextPieces:
+    def stream_text(
+        self, prompts: TextPrompts, config: Config = None, **changes: Any
+    ) -> TextPieces:
         """Decode speculatively; yields text after each round, for a list of prompts as (prompt number, text).
 
         A prompt's pieces add up to its `RowResult.text`: text that may turn out to begin a stop string is held back.
@@ -330,7 +362,12 @@ class SpeculativeDecoder:
         return TextPieces(session, self._tokenizer(), numbered=not isinstance(prompts, str))
 
     def generate(
-        self, inputs: Tensor | None = None, generation_config: Any = None, *, streamer: Any = None, **options: Any
+        self,
+        inputs: Tensor | None = None,
+        generation_config: Any = None,
+        *,
+        streamer: Any = None,
+        **options: Any,
     ) -> Any:
         """Decode speculatively with the arguments and the result of transformers' `generate`.
 
@@ -345,7 +382,9 @@ class SpeculativeDecoder:
 
         return generate_with(self, inputs, generation_config, streamer, options)
 
-    def as_generate(self, *, streamer: Any = None, stop_strings: str | Sequence[str] = ()) -> BoundGenerate:
+    def as_generate(
+        self, *, streamer: Any = None, stop_strings: str | Sequence[str] = ()
+    ) -> BoundGenerate:
         """This decoder as the argument `custom_generate` of its target's `generate`, for example in a pipeline.
 
         Give the streamer and the strings that end a row here: transformers does not pass them to such a function.
@@ -355,7 +394,12 @@ class SpeculativeDecoder:
         return BoundGenerate(self, streamer, stop_strings, knows_mask=False)
 
     def session(
-        self, prompts: TextPrompts, config: Config = None, *, indices: Sequence[int] | None = None, **changes: Any
+        self,
+        prompts: TextPrompts,
+        config: Config = None,
+        *,
+        indices: Sequence[int] | None = None,
+        **changes: Any,
     ) -> Session:
         """Open a `Session` with these prompts, ready for its first `step`. Arguments and errors as of `decode`."""
         with self._lock:
@@ -386,8 +430,15 @@ class SpeculativeDecoder:
         """
         from lightning_specdec.bench.measure import benchmark
 
-        options: dict[str, Any] = {"repeats": repeats, "warmup": warmup, "batch_size": batch_size, "mode": mode}
-        return benchmark(*self.ready(), self._tokens(prompts), self.config(config, **changes), **options)
+        options: dict[str, Any] = {
+            "repeats": repeats,
+            "warmup": warmup,
+            "batch_size": batch_size,
+            "mode": mode,
+        }
+        return benchmark(
+            *self.ready(), self._tokens(prompts), self.config(config, **changes), **options
+        )
 
     def sweep(
         self,
@@ -411,9 +462,16 @@ class SpeculativeDecoder:
         """
         from lightning_specdec.bench.measure import sweep
 
-        options: dict[str, Any] = {"windows": windows, "repeats": repeats, "warmup": warmup, "batch_size": batch_size}
+        options: dict[str, Any] = {
+            "windows": windows,
+            "repeats": repeats,
+            "warmup": warmup,
+            "batch_size": batch_size,
+        }
         target, ready = self.ready()[0], self._all_drafters(drafters)
-        return sweep(target, ready, self._tokens(prompts), self.config(config, **changes), **options)
+        return sweep(
+            target, ready, self._tokens(prompts), self.config(config, **changes), **options
+        )
 
     def audit(
         self,
@@ -461,9 +519,15 @@ class SpeculativeDecoder:
         from lightning_specdec.models.huggingface import HuggingFaceLM
 
         target, drafter = self.ready()
-        models = [each for each in (target, getattr(drafter, "model", None)) if isinstance(each, HuggingFaceLM)]
+        models = [
+            each
+            for each in (target, getattr(drafter, "model", None))
+            if isinstance(each, HuggingFaceLM)
+        ]
         if not models:
-            raise ValueError("only the layers of transformers models are compiled, and this pair has none")
+            raise ValueError(
+                "only the layers of transformers models are compiled, and this pair has none"
+            )
         return sum((compile_layers(model) for model in models), start=0.0)
 
     def train(self, datamodule: TokenData, *, max_epochs: int = 100) -> dict[str, float]:
@@ -474,13 +538,22 @@ class SpeculativeDecoder:
         from lightning_specdec.training.cli import quiet_lightning
 
         if not isinstance(self.drafter, ModelDrafter):
-            raise ValueError(f"only a ModelDrafter is trained with its target, this is a {type(self.drafter).__name__}")
+            raise ValueError(
+                f"only a ModelDrafter is trained with its target, this is a {type(self.drafter).__name__}"
+            )
         if self.target.backend != "torch":
-            raise ValueError(f"{self.target.backend} cannot train: load the pair with backend='torch'")
+            raise ValueError(
+                f"{self.target.backend} cannot train: load the pair with backend='torch'"
+            )
         quiet_lightning()
         self.target.origin = None  # training changes its weights
         module = PairTraining(self.target, self.drafter.model)
-        trainer = Trainer(max_epochs=max_epochs, logger=False, enable_checkpointing=False, enable_model_summary=False)
+        trainer = Trainer(
+            max_epochs=max_epochs,
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+        )
         trainer.fit(module.train(), datamodule=datamodule)
         self.prompts, self.recipe = datamodule.prompts(), module.recipe()
         if datamodule.tokenizer is not None:

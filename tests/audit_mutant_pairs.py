@@ -23,7 +23,9 @@ from lightning_specdec.rules import RejectionSampling, Sampling
 class HotterThanReported(ModelDrafter):
     """Reports its probabilities at another temperature than it draws at."""
 
-    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(
+        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
         draft = super().propose(state, replace(request, wants_logits=True), windows, sampling)
         assert draft.logits is not None
         told = replace(sampling, temperature=0.7 * sampling.temperature)
@@ -33,7 +35,9 @@ class HotterThanReported(ModelDrafter):
 class ArgmaxReportedSoft(ModelDrafter):
     """Proposes its argmax and reports its softmax, as a well-known library did."""
 
-    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(
+        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
         draft = super().propose(state, replace(request, wants_logits=True), windows, Sampling(0.0))
         assert draft.logits is not None
         return Draft(draft.tokens, draft.lengths, sampling.probs(draft.logits))
@@ -42,7 +46,9 @@ class ArgmaxReportedSoft(ModelDrafter):
 class ReportsTheFirstAgain(ModelDrafter):
     """Reports the first guess's distribution for all of them."""
 
-    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(
+        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
         draft = super().propose(state, request, windows, sampling)
         assert draft.probs is not None
         return replace(draft, probs=draft.probs[:, :1].expand_as(draft.probs))
@@ -51,7 +57,9 @@ class ReportsTheFirstAgain(ModelDrafter):
 class OneNumberForAll(ModelDrafter):
     """Draws all guesses of a round with the first one's number."""
 
-    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(
+        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
         assert request.uniform is not None
         request = replace(request, uniform=request.uniform[:, :1].expand_as(request.uniform))
         return super().propose(state, request, windows, sampling)
@@ -66,7 +74,9 @@ class NumbersOfItsOwn(ModelDrafter):
         """What it draws with in the place of those that it was given."""
         return torch.rand(uniform.shape, generator=self.own)
 
-    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(
+        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
         if request.uniform is not None:
             request = replace(request, uniform=self.numbers(request.uniform))
         return super().propose(state, request, windows, sampling)
@@ -104,11 +114,15 @@ MORE_DRAFTERS: dict[str, type[ModelDrafter]] = {
 }
 
 
-def _logits_of_the_place_before(self: Verification, rows: Any, draft: Draft, logits: Tensor, *rest: Any) -> Tensor:
+def _logits_of_the_place_before(
+    self: Verification, rows: Any, draft: Draft, logits: Tensor, *rest: Any
+) -> Tensor:
     return _OUTCOME(self, rows, draft, torch.cat((logits[:, :1], logits[:, :-1]), dim=1), *rest)
 
 
-def _logits_of_another_row(self: Verification, rows: Any, draft: Draft, logits: Tensor, *rest: Any) -> Tensor:
+def _logits_of_another_row(
+    self: Verification, rows: Any, draft: Draft, logits: Tensor, *rest: Any
+) -> Tensor:
     return _OUTCOME(self, rows, draft, logits.roll(1, dims=0), *rest)
 
 
@@ -124,14 +138,18 @@ def _eos_not_seen(self: Row, *arguments: Any, **rest: Any) -> list[int]:
         self.eos = eos
 
 
-def _eos_not_seen_at_the_end(self: Row, drafted: list[int], num_accepted: int, *rest: Any, **more: Any) -> Any:
+def _eos_not_seen_at_the_end(
+    self: Row, drafted: list[int], num_accepted: int, *rest: Any, **more: Any
+) -> Any:
     """A correction or bonus token that is EOS does not end its row."""
     if any(token in self.eos for token in drafted[:num_accepted]):
         return _COMMIT(self, drafted, num_accepted, *rest, **more)
     return _eos_not_seen(self, drafted, num_accepted, *rest, **more)
 
 
-def _noise_of_the_place_before(self: Batch, num_positions: int, upload: Any = None) -> Tensor | None:
+def _noise_of_the_place_before(
+    self: Batch, num_positions: int, upload: Any = None
+) -> Tensor | None:
     noise = _NOISE(self, num_positions, upload)
     return None if noise is None else noise[:, :1].expand_as(noise)
 
@@ -139,7 +157,9 @@ def _noise_of_the_place_before(self: Batch, num_positions: int, upload: Any = No
 def _forgets_to_go_back(self: Batch, upload: Any = None) -> list[list[int]]:
     """The target is told that its state is as long as the text, guesses that were rejected included."""
     state, texts = self.target_state, [row.text for row in self.rows]
-    starts = [min(length, len(text) - 1) for length, text in zip(state.consumed, texts, strict=True)]
+    starts = [
+        min(length, len(text) - 1) for length, text in zip(state.consumed, texts, strict=True)
+    ]
     if min(state.consumed) > 0:
         state.commit(starts)
         return [text[-1:] for text in texts]
@@ -149,16 +169,24 @@ def _forgets_to_go_back(self: Batch, upload: Any = None) -> list[list[int]]:
 _OUTCOME, _JUDGE, _COMMIT = Verification.outcome, RejectionSampling.judge, Row.commit
 _NOISE, _REWIND = Batch.round_noise, Batch.rewind
 LOOPS: dict[str, Callable[[], Any]] = {
-    "logits of the place before": lambda: mock.patch.object(Verification, "outcome", _logits_of_the_place_before),
-    "logits of another row": lambda: mock.patch.object(Verification, "outcome", _logits_of_another_row),
+    "logits of the place before": lambda: mock.patch.object(
+        Verification, "outcome", _logits_of_the_place_before
+    ),
+    "logits of another row": lambda: mock.patch.object(
+        Verification, "outcome", _logits_of_another_row
+    ),
     "one round's numbers for all its places": lambda: mock.patch.object(
         Batch, "round_noise", _noise_of_the_place_before
     ),
-    "the target's state does not go back": lambda: mock.patch.object(Batch, "rewind", _forgets_to_go_back),
+    "the target's state does not go back": lambda: mock.patch.object(
+        Batch, "rewind", _forgets_to_go_back
+    ),
 }
 ENDS: dict[str, Callable[[], Any]] = {
     "EOS is not seen": lambda: mock.patch.object(Row, "commit", _eos_not_seen),
-    "EOS is not seen where it ends a round": lambda: mock.patch.object(Row, "commit", _eos_not_seen_at_the_end),
+    "EOS is not seen where it ends a round": lambda: mock.patch.object(
+        Row, "commit", _eos_not_seen_at_the_end
+    ),
     "lengths of unequal drafts are forgotten": lambda: mock.patch.object(
         RejectionSampling, "judge", _lengths_forgotten
     ),

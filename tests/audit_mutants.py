@@ -51,8 +51,13 @@ class Mutant(RejectionSampling):
         """What corrections are made of."""
         return sampling.probs(logits)
 
-    def judge(self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None) -> Verdict:
-        target, correcting = self.target_probs(target_logits, sampling), self.correcting_probs(target_logits, sampling)
+    def judge(
+        self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
+    ) -> Verdict:
+        target, correcting = (
+            self.target_probs(target_logits, sampling),
+            self.correcting_probs(target_logits, sampling),
+        )
         guessing = draft.probs
         if guessing is None:
             guessing = torch.zeros_like(target[:, :-1]).scatter_(-1, draft.tokens[..., None], 1.0)
@@ -61,7 +66,9 @@ class Mutant(RejectionSampling):
         kept = self.keeps(noise, target, guessing, draft.tokens)
         if draft.lengths is not None:
             kept &= torch.arange(kept.shape[1]) < draft.lengths[:, None]
-        weights = torch.cat((self.residual(correcting, guessing), self.bonus(correcting, guessing)[:, None]), dim=1)
+        weights = torch.cat(
+            (self.residual(correcting, guessing), self.bonus(correcting, guessing)[:, None]), dim=1
+        )
         return Verdict(kept, self.drawn(weights, noise))
 
 
@@ -110,7 +117,9 @@ class AcceptanceShifted(Mutant):
     """Tests each guess against the target's probabilities of the position behind it."""
 
     def keeps(self, noise: Tensor, target: Tensor, guessing: Tensor, tokens: Tensor) -> Tensor:
-        return super().keeps(noise, torch.cat((target[:, 1:], target[:, -1:]), dim=1), guessing, tokens)
+        return super().keeps(
+            noise, torch.cat((target[:, 1:], target[:, -1:]), dim=1), guessing, tokens
+        )
 
 
 class LastNeverTested(Mutant):
@@ -176,7 +185,9 @@ class CorrectsByTheAcceptingNumber(Mutant):
 class KeepsTheSecondBest(ExactMatch):
     """Keeps a guess too where it is the target's second choice."""
 
-    def judge(self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None) -> Verdict:
+    def judge(
+        self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
+    ) -> Verdict:
         verdict = super().judge(draft, target_logits, sampling, noise)
         second = sampling.probs(target_logits[:, :-1]).topk(2).indices[..., 1]
         return Verdict(verdict.kept | (draft.tokens == second), verdict.endings)
@@ -187,7 +198,9 @@ class DecidesAtRandom(RejectionSampling):
 
     own = torch.Generator().manual_seed(0)
 
-    def judge(self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None) -> Verdict:
+    def judge(
+        self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
+    ) -> Verdict:
         other = None if noise is None else torch.rand(noise.shape, generator=self.own)
         return super().judge(draft, target_logits, sampling, other)
 

@@ -46,7 +46,14 @@ EOS = 5
 """A token that the targets do produce, so that rows stop at different times, some inside a block."""
 
 
-def make(kind: Callable[..., Any], seed: int, *, vocab_size: int = VOCAB, sharpness: float = 3.0, **sizes: int) -> Any:
+def make(
+    kind: Callable[..., Any],
+    seed: int,
+    *,
+    vocab_size: int = VOCAB,
+    sharpness: float = 3.0,
+    **sizes: int,
+) -> Any:
     """A random model whose matrices are `sharpness` times their default size; the global seed stays as it was."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -78,7 +85,9 @@ class Wrapped(LanguageModel):
     def init_state(self, batch_size: int, max_length: int) -> DecodeState:
         return self.model.init_state(batch_size, max_length)
 
-    def forward(self, tokens: torch.Tensor, state: DecodeState | None = None, **options: Any) -> ModelOutput:
+    def forward(
+        self, tokens: torch.Tensor, state: DecodeState | None = None, **options: Any
+    ) -> ModelOutput:
         return self.model(tokens, state, **options)
 
     def arguments(self) -> dict[str, Any]:
@@ -99,8 +108,12 @@ class AlwaysWrong(ScriptedDrafter):
         super().__init__()
         self.target = target
 
-    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
-        logits = torch.cat([self.target(torch.tensor([text])).logits[:, -1] for text in request.texts])
+    def propose(
+        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
+        logits = torch.cat(
+            [self.target(torch.tensor([text])).logits[:, -1] for text in request.texts]
+        )
         right = sampling.sample(logits, None if request.uniform is None else request.uniform[:, 0])
         guesses = ((right + 1) % self.target.vocab_size)[:, None].expand(-1, max(windows))
         return Draft(guesses, None if min(windows) == max(windows) else torch.tensor(windows))
@@ -109,7 +122,9 @@ class AlwaysWrong(ScriptedDrafter):
 class Repeater(ScriptedDrafter):
     """Guesses that the last token goes on: certain guesses, no probabilities, no logits."""
 
-    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(
+        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
         return Draft(request.tail[:, 1:].expand(-1, max(windows)), torch.tensor(windows))
 
 
@@ -119,13 +134,21 @@ class Ragged(ModelDrafter):
     How many depends on the length of the text alone. What lies behind a row's guesses is garbage.
     """
 
-    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(
+        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
         draft = super().propose(state, request, windows, sampling)
-        wanted = [min(window, len(text) % 4) for window, text in zip(windows, request.texts, strict=True)]
+        wanted = [
+            min(window, len(text) % 4) for window, text in zip(windows, request.texts, strict=True)
+        ]
         width, lengths = max(wanted), torch.tensor(wanted)
         garbage = torch.arange(width) >= lengths[:, None]
         tokens = draft.tokens[:, :width].masked_fill(garbage, 1)
-        probs = None if draft.probs is None else draft.probs[:, :width].masked_fill(garbage[..., None], torch.nan)
+        probs = (
+            None
+            if draft.probs is None
+            else draft.probs[:, :width].masked_fill(garbage[..., None], torch.nan)
+        )
         logits = None if draft.logits is None else draft.logits[:, :width]
         return Draft(tokens, lengths, probs, logits, num_calls=draft.num_calls)
 
@@ -146,19 +169,29 @@ def _in_openvino(model: HuggingFaceLM) -> LanguageModel:
 
 
 MODELS: dict[str, Callable[..., LanguageModel]] = {
-    "rnn": lambda seed=1, **sizes: make(RNN, seed, **{"embedding_size": 8, "hidden_size": 16, **sizes}),
+    "rnn": lambda seed=1, **sizes: make(
+        RNN, seed, **{"embedding_size": 8, "hidden_size": 16, **sizes}
+    ),
     "fused": lambda seed=1, **sizes: MODELS["rnn"](seed, **sizes).fused(),
-    "transformer": lambda seed=1, **sizes: make(TinyTransformer, seed, **{"sharpness": 2.5, **sizes}),
-    "gemma3": lambda seed=1, vocab_size=VOCAB: HuggingFaceLM(tiny("gemma3_text", seed, vocab_size=vocab_size)),
+    "transformer": lambda seed=1, **sizes: make(
+        TinyTransformer, seed, **{"sharpness": 2.5, **sizes}
+    ),
+    "gemma3": lambda seed=1, vocab_size=VOCAB: HuggingFaceLM(
+        tiny("gemma3_text", seed, vocab_size=vocab_size)
+    ),
     "llama": lambda seed=1, **sizes: _llama(seed, **sizes),
     "openvino": lambda seed=1, **sizes: _in_openvino(_llama(seed, **sizes)),
 }
 
 DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
     "near": lambda target: ModelDrafter(related(target)),
-    "unrelated": lambda target: ModelDrafter(MODELS["rnn"](8, vocab_size=target.vocab_size, num_layers=1)),
+    "unrelated": lambda target: ModelDrafter(
+        MODELS["rnn"](8, vocab_size=target.vocab_size, num_layers=1)
+    ),
     "fused": lambda target: ModelDrafter(MODELS["fused"](9, vocab_size=target.vocab_size)),
-    "transformer": lambda target: ModelDrafter(MODELS["transformer"](8, vocab_size=target.vocab_size)),
+    "transformer": lambda target: ModelDrafter(
+        MODELS["transformer"](8, vocab_size=target.vocab_size)
+    ),
     "itself": lambda target: ModelDrafter(target),
     "hotter": lambda target: ModelDrafter(related(target), sampling=Sampling(1.5, top_k=3)),
     "certain": lambda target: ModelDrafter(related(target), sampling=Sampling(0.0)),
@@ -181,22 +214,40 @@ DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
     "eagle_31_windowed": lambda target: fitted_eagle(target, norm_output=True, attention_window=3),
     "eagle_3_reduced": lambda target: fitted_eagle(target, reduced=True, feature_norms=False),
     "block": lambda target: fitted_block(target, min_confidence=0.3),
-    "block_reduced": lambda target: fitted_block(target, reduced=True, num_layers=1, feature_norms=True),
+    "block_reduced": lambda target: fitted_block(
+        target, reduced=True, num_layers=1, feature_norms=True
+    ),
     "block_windowed": lambda target: fitted_block(target, attention_window=6, markov_rank=0),
-    "staged": lambda target: StagedDrafter([small(target), ModelDrafter(related(target))], stage_windows=2),
+    "staged": lambda target: StagedDrafter(
+        [small(target), ModelDrafter(related(target))], stage_windows=2
+    ),
     "staged_three": lambda target: StagedDrafter(
-        [NGramDrafter(), small(target), ModelDrafter(related(target), sampling=Sampling(1.5, top_k=3))]
+        [
+            NGramDrafter(),
+            small(target),
+            ModelDrafter(related(target), sampling=Sampling(1.5, top_k=3)),
+        ]
     ),
     "lookup_first": lambda target: NGramWithFallback(LONG_MATCHES, ModelDrafter(related(target))),
     "lookup_heads": lambda target: NGramWithFallback(LONG_MATCHES, heads(target)),
     "lookup_exit": lambda target: NGramWithFallback(LONG_MATCHES, EarlyExitDrafter(1)),
-    "lookup_eagle": lambda target: NGramWithFallback(LONG_MATCHES, fitted_eagle(target, min_confidence=0.1)),
-    "lookup_block": lambda target: NGramWithFallback(LONG_MATCHES, fitted_block(target, min_confidence=0.3)),
-    "staged_exit": lambda target: StagedDrafter([small(target), EarlyExitDrafter(1)], stage_windows=3),
+    "lookup_eagle": lambda target: NGramWithFallback(
+        LONG_MATCHES, fitted_eagle(target, min_confidence=0.1)
+    ),
+    "lookup_block": lambda target: NGramWithFallback(
+        LONG_MATCHES, fitted_block(target, min_confidence=0.3)
+    ),
+    "staged_exit": lambda target: StagedDrafter(
+        [small(target), EarlyExitDrafter(1)], stage_windows=3
+    ),
 }
 """By the target that they are for; the laws go through those that take it, see `COMBINATIONS`."""
 
-VARIANTS = [name for name in DRAFTERS if name.startswith("lookup_") or name.endswith(("_reduced", "_windowed"))]
+VARIANTS = [
+    name
+    for name in DRAFTERS
+    if name.startswith("lookup_") or name.endswith(("_reduced", "_windowed"))
+]
 """Kinds that differ from another in what they can say or see, or in who is asked first, and not in how they meet a
 target: the laws go through them with one target."""
 
@@ -206,7 +257,11 @@ LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
 
 def related(target: LanguageModel) -> LanguageModel:
     """A draft that is often right about that target."""
-    return near(MODELS["rnn"](1, vocab_size=target.vocab_size)) if not list(target.parameters()) else near(target)
+    return (
+        near(MODELS["rnn"](1, vocab_size=target.vocab_size))
+        if not list(target.parameters())
+        else near(target)
+    )
 
 
 def small(target: LanguageModel) -> ModelDrafter:
@@ -224,7 +279,9 @@ def with_own_head(exit_layer: int, target: LanguageModel, *, reduced: bool = Fal
 
     def build(vocab_size: int) -> EarlyExitDrafter:
         more: dict[str, Any] = {"num_blocks": 2, "draft_vocabulary": tokens} if reduced else {}
-        return EarlyExitDrafter(exit_layer, head_layers=[exit_layer], hidden_size=32, vocab_size=vocab_size, **more)
+        return EarlyExitDrafter(
+            exit_layer, head_layers=[exit_layer], hidden_size=32, vocab_size=vocab_size, **more
+        )
 
     drafter: EarlyExitDrafter = make(build, 6, vocab_size=target.vocab_size)
     if isinstance(target, HuggingFaceLM):
@@ -232,7 +289,9 @@ def with_own_head(exit_layer: int, target: LanguageModel, *, reduced: bool = Fal
         weight = target.output_weight
         drafter.head.output.weight.data = weight[tokens] if reduced else weight
         for name, parameter in drafter.head.blocks.named_parameters():
-            parameter.data = 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+            parameter.data = 0.02 * torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(len(name))
+            )
     return near(drafter)
 
 
@@ -271,15 +330,21 @@ def _on_cpu(name: str) -> LanguageModel:
 
 
 @functools.cache
-def standard(target_name: str, sampling: Sampling, max_new_tokens: int, eos: int | None = EOS) -> DecodeResult:
+def standard(
+    target_name: str, sampling: Sampling, max_new_tokens: int, eos: int | None = EOS
+) -> DecodeResult:
     """What standard decoding makes of `PROMPTS`: the oracle."""
     model = target(target_name)
-    return autoregressive_decode(model, PROMPTS, max_new_tokens=max_new_tokens, sampling=sampling, eos=eos)
+    return autoregressive_decode(
+        model, PROMPTS, max_new_tokens=max_new_tokens, sampling=sampling, eos=eos
+    )
 
 
 def decode(target_name: str, drafter_name: str, **options: Any) -> DecodeResult:
     """What the two make of `PROMPTS`; a rule may be named."""
-    return speculative_decode(target(target_name), drafter(drafter_name, target_name), PROMPTS, **options)
+    return speculative_decode(
+        target(target_name), drafter(drafter_name, target_name), PROMPTS, **options
+    )
 
 
 def fits(drafter_name: str, target_name: str) -> bool:
@@ -293,14 +358,20 @@ def fits(drafter_name: str, target_name: str) -> bool:
 
 
 def _inside(drafter_name: str, target_name: str) -> bool:
-    return _example(drafter_name, "llama" if target_name == "openvino" else target_name).inside_target
+    return _example(
+        drafter_name, "llama" if target_name == "openvino" else target_name
+    ).inside_target
 
 
-def pairs(drafters: Iterable[str] = DRAFTERS, targets: Iterable[str] = MODELS) -> list[tuple[str, str]]:
+def pairs(
+    drafters: Iterable[str] = DRAFTERS, targets: Iterable[str] = MODELS
+) -> list[tuple[str, str]]:
     """Targets and drafters: each of these drafters with all of these targets that it takes, or else with one other."""
     found = []
     for name in drafters:
-        fitting = [target for target in targets if fits(name, target)][: 1 if name in VARIANTS else None]
+        fitting = [target for target in targets if fits(name, target)][
+            : 1 if name in VARIANTS else None
+        ]
         found += [(target, name) for target in fitting or [target_of(name)]]
     return found
 
@@ -320,7 +391,10 @@ BUT_LLAMA = [name for name in MODELS if name not in ("llama", "openvino")]
 
 def applies(drafter_name: str, rule_name: str) -> bool:
     """Whether that drafter can serve that rule."""
-    return _example(drafter_name, target_of(drafter_name)).gives_logits or not RULES[rule_name].needs_draft_logits
+    return (
+        _example(drafter_name, target_of(drafter_name)).gives_logits
+        or not RULES[rule_name].needs_draft_logits
+    )
 
 
 def rules_of(drafter_name: str) -> list[str]:
@@ -350,13 +424,19 @@ SHARING = ("rnn", "fused", "gemma3")
 def shared(turns: Sequence[Any], target_name: str, drafter_name: str) -> Sequence[Any]:
     """Of turns that such a drafter takes with each of `SHARING`, a third with each of them; but a ragged one, which
     shows what padding touches, takes all with all."""
-    if target_name not in SHARING or drafter_name in (*VARIANTS, "ragged") or _inside(drafter_name, target_name):
+    if (
+        target_name not in SHARING
+        or drafter_name in (*VARIANTS, "ragged")
+        or _inside(drafter_name, target_name)
+    ):
         return turns
     start = (SHARING.index(target_name) + [*DRAFTERS].index(drafter_name)) % len(SHARING)
     return turns[start :: len(SHARING)] or [turns[start % len(turns)]]
 
 
-def in_turn(values: Sequence[Any], others: Sequence[Any], target_name: str, drafter_name: str) -> list[tuple[Any, Any]]:
+def in_turn(
+    values: Sequence[Any], others: Sequence[Any], target_name: str, drafter_name: str
+) -> list[tuple[Any, Any]]:
     """For two things that do not touch each other: this pair meets all values and all others, taking turns, and each
     value meets each other with some pair, for a share of what all with all would cost."""
     start = sum(map(ord, target_name + drafter_name))

@@ -59,7 +59,14 @@ def succeed(*arguments: str, stdin: str = "") -> Outcome:
 
 QUICK = ("--repeats", "1")
 BRIEF = ("--repeats", "1", "--max_new_tokens", "4", "--temperature", "1")
-TRAINER = ("--config", str(RNN_CONFIG), "--trainer.accelerator", "cpu", "--trainer.max_epochs", str(EPOCHS + 1))
+TRAINER = (
+    "--config",
+    str(RNN_CONFIG),
+    "--trainer.accelerator",
+    "cpu",
+    "--trainer.max_epochs",
+    str(EPOCHS + 1),
+)
 OF_A_CHECKPOINT: dict[str, Callable[[str], tuple[str, ...]]] = {
     "decode": lambda path: ("decode", *BRIEF, "--ckpt", path),
     "info": lambda path: ("info", "--ckpt", path),
@@ -77,11 +84,18 @@ def listing(directory: Path) -> dict[str, tuple[int, int]]:
 
 def refused(*arguments: str, told: str = "", stdin: str = "") -> Outcome:
     """Check that a call is refused as it should be and writes nothing here; `here` or the like says where that is."""
-    assert not (Path.cwd() / "pyproject.toml").exists(), "others write in the checkout meanwhile: run in a directory"
+    assert not (Path.cwd() / "pyproject.toml").exists(), (
+        "others write in the checkout meanwhile: run in a directory"
+    )
     before, outcome = listing(Path.cwd()), call(*arguments, stdin=stdin)
     assert outcome.code == 2, (arguments, outcome)
-    assert outcome.out == "" and outcome.err.startswith("error: ") and told in outcome.err, (arguments, outcome)
-    assert outcome.err.count("\n") == 1 and outcome.err.endswith("\n") and len(outcome.err) < 600, outcome.err
+    assert outcome.out == "" and outcome.err.startswith("error: ") and told in outcome.err, (
+        arguments,
+        outcome,
+    )
+    assert outcome.err.count("\n") == 1 and outcome.err.endswith("\n") and len(outcome.err) < 600, (
+        outcome.err
+    )
     assert listing(Path.cwd()) == before
     return outcome
 

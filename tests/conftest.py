@@ -21,12 +21,20 @@ def _shapes(request: pytest.FixtureRequest) -> None:
     """Every sixteenth test, by its name, checks the shapes of all calls, which takes thrice as long as the calls."""
     import jaxtyping
 
-    unchecked = request.config.getoption("shapes") == "some" and crc32(request.node.nodeid.encode()) % 16 != 0
+    unchecked = (
+        request.config.getoption("shapes") == "some"
+        and crc32(request.node.nodeid.encode()) % 16 != 0
+    )
     jaxtyping.config.update("jaxtyping_disable", unchecked)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shapes", choices=("some", "all"), default="some", help="in which tests shapes are checked")
+    parser.addoption(
+        "--shapes",
+        choices=("some", "all"),
+        default="some",
+        help="in which tests shapes are checked",
+    )
     parser.addoption("--device", default="cpu", help="where the laws decode, as cuda")
 
 
@@ -46,12 +54,28 @@ def _put_test_tensors_on(device: str) -> None:
     import families
     from torch.overrides import TorchFunctionMode
 
-    factories = ("tensor", "arange", "zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm", "eye")
+    factories = (
+        "tensor",
+        "arange",
+        "zeros",
+        "ones",
+        "full",
+        "empty",
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "eye",
+    )
 
     class TestTensors(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             made = func(*args, **(kwargs or {}))
-            is_factory = getattr(func, "__name__", "") in factories and "device" not in (kwargs or {})
+            is_factory = getattr(func, "__name__", "") in factories and "device" not in (
+                kwargs or {}
+            )
             if is_factory and families.DEVICE != "cpu":
                 caller = sys._getframe(1).f_code.co_filename
                 if f"{Path(__file__).parent}/" in caller and "conftest" not in caller:
@@ -92,7 +116,9 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests on the real model run when they are asked for and it is there. Last come those of the trained run, and
     OpenVINO's: a process in which it ran can crash when it is forked and the fork is told to stop."""
-    items.sort(key=lambda each: (each.path.stem == "test_openvino", "shipped_run" in each.fixturenames))  # type: ignore[attr-defined]
+    items.sort(
+        key=lambda each: (each.path.stem == "test_openvino", "shipped_run" in each.fixturenames)
+    )  # type: ignore[attr-defined]
     reason = None
     if not (Path(__file__).parent.parent / "checkpoints" / "smollm2" / "config.json").exists():
         reason = "checkpoints/smollm2 is absent: `make smollm2` writes it"

@@ -53,10 +53,15 @@ def serve(models: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
             elif about and rest[:1] == ["revision"] and rest[1] not in ("main", COMMIT):
                 self.send(404, b"no", {"X-Error-Code": "RevisionNotFound"}, body)
             elif about and rest[:1] == ["tree"]:
-                files = [{"type": "file", "path": file, "size": size, "oid": "0"} for file, size in sizes.items()]
+                files = [
+                    {"type": "file", "path": file, "size": size, "oid": "0"}
+                    for file, size in sizes.items()
+                ]
                 self.send_json(files, body)
             elif about:
-                self.send_json({"id": name, "modelId": name, "sha": COMMIT, "siblings": [], "tags": []}, body)
+                self.send_json(
+                    {"id": name, "modelId": name, "sha": COMMIT, "siblings": [], "tags": []}, body
+                )
             else:
                 content = (models[name] / rest[-1]).read_bytes()
                 tag = hashlib.sha256(content).hexdigest()

@@ -38,10 +38,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 """What sets each family apart is in it: shared key heads, sliding windows of 5 tokens, learned positions."""
-_MIXED = {**_SIZES, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-_EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_MIXED = {
+    **_SIZES,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+_EXPERTS = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 MORE: dict[str, dict[str, Any]] = {
-    "gemma2": {**_MIXED, "head_dim": 8, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 3.0},
+    "gemma2": {
+        **_MIXED,
+        "head_dim": 8,
+        "attn_logit_softcapping": 1.0,
+        "final_logit_softcapping": 3.0,
+    },
     "gpt_oss": {**_MIXED, **_EXPERTS, "head_dim": 8},
     "gemma3n_text": {
         **_MIXED,
@@ -89,7 +103,14 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "falcon": {**_SIZES, "num_kv_heads": 2, "new_decoder_architecture": True, "alibi": False},
     "opt": {**_SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32},
-    "gptj": {"vocab_size": 67, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 96, "rotary_dim": 4},
+    "gptj": {
+        "vocab_size": 67,
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 96,
+        "rotary_dim": 4,
+    },
     "smollm3": {**_SIZES, "no_rope_layers": [1, 0, 1]},
     "cohere2": {**_MIXED},
     "mixtral": {**_SIZES, **_EXPERTS, "sliding_window": 5},
@@ -117,11 +138,20 @@ def on_cpu() -> Iterator[None]:
 def tiny(family: str, seed: int = 1, *, sharpness: float = 6.0, **sizes: Any) -> PreTrainedModel:
     """A random model of that family; the global seed stays as it was."""
     config = AutoConfig.for_model(
-        family, **{**(FAMILIES | MORE)[family], **_NONE, "pad_token_id": 0, "tie_word_embeddings": False, **sizes}
+        family,
+        **{
+            **(FAMILIES | MORE)[family],
+            **_NONE,
+            "pad_token_id": 0,
+            "tie_word_embeddings": False,
+            **sizes,
+        },
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32
+        ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -13,7 +13,13 @@ from tiny_models import write_text_model
 from lightning_specdec.data import PromptFiles, PromptSource
 from lightning_specdec.training import GenerateText
 
-PROMPTS = ["the cat", "a guess is kept when the target would", "naïve cafés", "the dog sat on the log and", "said"]
+PROMPTS = [
+    "the cat",
+    "a guess is kept when the target would",
+    "naïve cafés",
+    "the dog sat on the log and",
+    "said",
+]
 PROMPTS += [f"{prompt} {number}" for number in range(2) for prompt in PROMPTS[:3]]
 """Eleven, of different lengths."""
 
@@ -39,13 +45,28 @@ def trainer(**arguments: Any) -> Trainer:
 
 
 def generate(
-    target: str, output: Path, data: PromptSource, *, devices: int = 1, limit: int | None = None, **arguments: Any
+    target: str,
+    output: Path,
+    data: PromptSource,
+    *,
+    devices: int = 1,
+    limit: int | None = None,
+    **arguments: Any,
 ) -> Path:
     """Write the text of a target to `output`; by `devices` processes, of which each writes at most `limit` shards."""
-    given = {"max_new_tokens": 9, "temperatures": [0.0, 1.0], "batch_size": 3, "shard_size": 4, "seed": 5, **arguments}
+    given = {
+        "max_new_tokens": 9,
+        "temperatures": [0.0, 1.0],
+        "batch_size": 3,
+        "shard_size": 4,
+        "seed": 5,
+        **arguments,
+    }
     strategy = "auto" if devices == 1 else "ddp_fork"
     runner = trainer(devices=devices, strategy=strategy, limit_predict_batches=limit)
-    runner.predict(GenerateText(target, str(output), **given), datamodule=data, return_predictions=False)
+    runner.predict(
+        GenerateText(target, str(output), **given), datamodule=data, return_predictions=False
+    )
     return output
 
 
@@ -58,4 +79,8 @@ def corpus(target: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def contents(directory: Path) -> dict[str, bytes]:
     """Every shard's bytes, and nothing else that lies there but the manifest."""
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.name != "manifest.json"}
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(directory.iterdir())
+        if path.name != "manifest.json"
+    }

@@ -31,7 +31,9 @@ def install(*, lazily: bool) -> None:
     jaxtyping.config.update("jaxtyping_disable", True)
 
 
-def _jaxtyped_where_checked(lazily: bool, *, typechecker: Callable[..., Any]) -> Callable[[Any], Any]:
+def _jaxtyped_where_checked(
+    lazily: bool, *, typechecker: Callable[..., Any]
+) -> Callable[[Any], Any]:
     """What the hook decorates all with. An inner function is made anew by each call of the outer one, and a check of it
     too, which takes longer than most calls: so none is made for it where shapes are not checked."""
 

@@ -16,7 +16,15 @@ TARGET, DRAFTER = cases.target("rnn"), cases.drafter("near", "rnn")
 def test_a_prompt_is_the_same_prompt_in_every_form() -> None:
     expected = autoregressive_decode(TARGET, [[1, 2, 3]], max_new_tokens=5).tokens
     tensor = torch.tensor([1, 2, 3])
-    forms: list[Any] = [[1, 2, 3], [(1, 2, 3)], tensor, tensor[None], tensor.int(), [tensor], range(1, 4)]
+    forms: list[Any] = [
+        [1, 2, 3],
+        [(1, 2, 3)],
+        tensor,
+        tensor[None],
+        tensor.int(),
+        [tensor],
+        range(1, 4),
+    ]
     for prompts in forms:
         assert speculative_decode(TARGET, DRAFTER, prompts, max_new_tokens=5).tokens == expected
         assert autoregressive_decode(TARGET, prompts, max_new_tokens=5).tokens == expected

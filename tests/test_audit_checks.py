@@ -22,7 +22,10 @@ PROMPT = [3, 1]
 
 def test_the_share_of_each_value_is_found() -> None:
     generator = torch.Generator().manual_seed(0)
-    ends = [sorted(torch.randint(1, STEPS, (n,), generator=generator).tolist()) + [STEPS] for n in (0, 1, 5)]
+    ends = [
+        sorted(torch.randint(1, STEPS, (n,), generator=generator).tolist()) + [STEPS]
+        for n in (0, 1, 5)
+    ]
     tables = [torch.tensor(each) for each in ends]
 
     def ask(which: Tensor, uniform: Tensor) -> Tensor:
@@ -38,11 +41,19 @@ def test_the_share_of_each_value_is_found() -> None:
 def test_the_search_ends_where_there_is_no_function() -> None:
     generator = torch.Generator().manual_seed(0)
     with pytest.raises(ValueError, match="the coin is not a function of its random numbers"):
-        find_shares(lambda which, uniform: torch.randint(0, 3, which.shape, generator=generator), 8, name="the coin")
+        find_shares(
+            lambda which, uniform: torch.randint(0, 3, which.shape, generator=generator),
+            8,
+            name="the coin",
+        )
 
 
-def part(target: LanguageModel, standard: list[int], other: list[int], sampling: Sampling) -> Divergence:
-    found = find_divergence(target, PROMPT, standard, other, number=0, sampling=sampling, seed=0, width=4)
+def part(
+    target: LanguageModel, standard: list[int], other: list[int], sampling: Sampling
+) -> Divergence:
+    found = find_divergence(
+        target, PROMPT, standard, other, number=0, sampling=sampling, seed=0, width=4
+    )
     assert found is not None
     return found
 
@@ -51,7 +62,12 @@ def part(target: LanguageModel, standard: list[int], other: list[int], sampling:
 def test_a_divergence_that_rounding_cannot_have_made_is_a_bug(temperature: float) -> None:
     sampling, target = Sampling(temperature), cases.MODELS["rnn"](4, sharpness=1.5)
     tokens = autoregressive_decode(target, [PROMPT], max_new_tokens=8, sampling=sampling).tokens[0]
-    assert find_divergence(target, PROMPT, tokens, tokens, number=0, sampling=sampling, seed=0, width=4) is None
+    assert (
+        find_divergence(
+            target, PROMPT, tokens, tokens, number=0, sampling=sampling, seed=0, width=4
+        )
+        is None
+    )
     ended = part(target, tokens, tokens[:-1], sampling)
     assert (ended.position, ended.tokens, ended.verdict) == (7, None, "bug")
     wrong = (tokens[5] + 2) % target.vocab_size

@@ -34,8 +34,12 @@ def changed(**parts: object) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def weight(value: Callable[[torch.Tensor], object], name: str = "target.output.weight") -> Callable[..., None]:
-    return lambda content: content["state_dict"].update({name: value(content["state_dict"]["target.output.weight"])})
+def weight(
+    value: Callable[[torch.Tensor], object], name: str = "target.output.weight"
+) -> Callable[..., None]:
+    return lambda content: content["state_dict"].update(
+        {name: value(content["state_dict"]["target.output.weight"])}
+    )
 
 
 def optimizer(key: str, value: object) -> Callable[..., None]:
@@ -46,7 +50,9 @@ def many_networks(content: dict[str, Any]) -> None:
     """Each takes half a second to build and holds no number."""
     heads = {"num_heads": 1, "hidden_size": 1, "vocab_size": 2**20, "draft_vocabulary": 2**20}
     stages = [{"class": "MultiTokenDrafter", "arguments": heads}] * 200
-    changed(drafter={"class": "StagedDrafter", "arguments": {"stages": stages, "stage_windows": 2}})(content)
+    changed(
+        drafter={"class": "StagedDrafter", "arguments": {"stages": stages, "stage_windows": 2}}
+    )(content)
     content["state_dict"] |= {f"drafter.{number}": torch.zeros(0) for number in range(400)}
 
 
@@ -59,7 +65,9 @@ def deep(content: dict[str, Any]) -> None:
 
 RNN_SPEC = {"class": "RNN", "arguments": {"vocab_size": 50}}
 DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
-    "foreign class": changed(target={"class": "os.system", "arguments": {"command": "mkdir exploded"}}),
+    "foreign class": changed(
+        target={"class": "os.system", "arguments": {"command": "mkdir exploded"}}
+    ),
     "class of another kind": changed(drafter=RNN_SPEC),
     "huge layer": changed(target__hidden_size=10**12),
     "huge depth": changed(target__num_layers=10**9),
@@ -86,7 +94,9 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
         weight(lambda value: value.long())(content),
     ),
     "weight of a draft that it does not describe": weight(lambda value: value, "others.z.weight"),
-    "two drafts of one name": changed(name="a", others={"a": {"class": "NGramDrafter", "arguments": {}}}),
+    "two drafts of one name": changed(
+        name="a", others={"a": {"class": "NGramDrafter", "arguments": {}}}
+    ),
     "two hundred networks": many_networks,
     "networks in networks": deep,
     "code in a corner": lambda content: content.update(corner=Bomb()),
@@ -133,13 +143,18 @@ LARGE: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize(
     ("place", "large"),
-    [*((place, "shared") for place in ("recipe", "prompts", "target", "format", "loops")), ("recipe", "shared text")]
+    [
+        *((place, "shared") for place in ("recipe", "prompts", "target", "format", "loops")),
+        ("recipe", "shared text"),
+    ]
     + [("others", "nested"), ("format", "cyclic")],
 )
 def test_a_small_checkpoint_that_would_fill_any_memory_is_refused_before_it_is_copied(
     ckpt: str, place: str, large: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(archive, "_MOST_CHARACTERS", archive._MOST_CHARACTERS // 16)  # the walk up to it takes seconds
+    monkeypatch.setattr(
+        archive, "_MOST_CHARACTERS", archive._MOST_CHARACTERS // 16
+    )  # the walk up to it takes seconds
     content, value = torch.load(ckpt, weights_only=True), LARGE[large]()
     if place == "loops":
         content[place] = value
@@ -149,7 +164,9 @@ def test_a_small_checkpoint_that_would_fill_any_memory_is_refused_before_it_is_c
         content[checkpoint.KEY][place] = {"x": value} if place == "recipe" else value
     torch.save(content, "bad.ckpt")
     assert Path("bad.ckpt").stat().st_size < 1_000_000
-    refused(*OF_A_CHECKPOINT["decode"]("bad.ckpt"), told="more plain values than any checkpoint needs")
+    refused(
+        *OF_A_CHECKPOINT["decode"]("bad.ckpt"), told="more plain values than any checkpoint needs"
+    )
 
 
 def make_files(good: Path) -> list[str]:
@@ -168,8 +185,15 @@ def make_files(good: Path) -> list[str]:
     torch.save(torch.nn.Linear(2, 2), "module.ckpt")
     torch.save({"weight": torch.ones(2)}, "other.ckpt")
     torch.save([1, 2], "old.ckpt", _use_new_zipfile_serialization=False)
-    lightning = {"state_dict": {"layer.weight": torch.ones(2)}, "epoch": 1, "hyper_parameters": {"lr": 1}}
-    torch.save({**lightning, "pytorch-lightning_version": "2.6.6", "global_step": 1, "loops": {}}, "lightning.ckpt")
+    lightning = {
+        "state_dict": {"layer.weight": torch.ones(2)},
+        "epoch": 1,
+        "hyper_parameters": {"lr": 1},
+    }
+    torch.save(
+        {**lightning, "pytorch-lightning_version": "2.6.6", "global_step": 1, "loops": {}},
+        "lightning.ckpt",
+    )
     with zipfile.ZipFile("archive.ckpt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("data.pkl", "x" * 1000)
     return ["nowhere.ckpt", *sorted(path.name for path in Path.cwd().iterdir())]
@@ -186,7 +210,9 @@ RUN_DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "huge layer": DAMAGES["huge layer"],
     "foreign class": DAMAGES["foreign class"],
     "no loops": lambda content: content.update(loops={}),
-    "negative count": lambda content: content["loops"]["fit_loop"]["epoch_progress"]["total"].update(ready=-1),
+    "negative count": lambda content: content["loops"]["fit_loop"]["epoch_progress"][
+        "total"
+    ].update(ready=-1),
     "no optimizer": lambda content: content.update(optimizer_states=[]),
     "moment of another shape": optimizer("exp_avg", torch.ones(3)),
     "moment larger than the file": optimizer("exp_avg", torch.ones(1, 1).expand(50, 32)),
@@ -204,7 +230,10 @@ def test_a_run_that_cannot_be_resumed_is_refused_before_it_begins(ckpt: str, dam
 
 def test_what_a_run_says_of_lightning_and_its_hyperparameters_is_not_read(ckpt: str) -> None:
     content = torch.load(ckpt, weights_only=True)
-    content |= {"hyper_parameters": {"class_path": "os.system"}, "pytorch-lightning_version": "newest"}
+    content |= {
+        "hyper_parameters": {"class_path": "os.system"},
+        "pytorch-lightning_version": "newest",
+    }
     torch.save(content, "odd.ckpt")
     succeed(*OF_A_CHECKPOINT["fit"]("odd.ckpt"))
 
@@ -214,9 +243,9 @@ def mutated(data: bytes, seed: int) -> bytes:
     numbers, changed = random.Random(seed), bytearray(data)
     for _ in range(numbers.choice((1, 1, 3, 30))):
         near_end = numbers.choice((len(data), 4000, -6000))
-        changed[numbers.randrange(near_end) if near_end > 0 else numbers.randrange(near_end, 0)] ^= (
-            1 << numbers.randrange(8)
-        )
+        changed[
+            numbers.randrange(near_end) if near_end > 0 else numbers.randrange(near_end, 0)
+        ] ^= 1 << numbers.randrange(8)
     if seed % 5 == 0:
         start = numbers.randrange(len(changed))
         del changed[start : start + numbers.randrange(1, 100)]
@@ -247,6 +276,9 @@ def test_random_damage_gives_one_line_or_none(ckpt: str, forged: bool) -> None:
             outcome = call(*OF_A_CHECKPOINT[verb]("bad.ckpt"))
             codes.append(outcome.code)
             assert outcome.code in (0, 2), (seed, outcome)
-            assert outcome.code == 0 or (outcome.out == "" and outcome.err.count("\n") == 1), (seed, outcome)
+            assert outcome.code == 0 or (outcome.out == "" and outcome.err.count("\n") == 1), (
+                seed,
+                outcome,
+            )
     assert codes.count(2) > 30
     assert [path.name for path in Path.cwd().iterdir()] == ["bad.ckpt"]

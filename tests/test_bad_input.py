@@ -8,7 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_fixtures import OF_A_CHECKPOINT, SCRIPT, TRAINER, Bomb, call, ckpt, here, listing, refused, shipped_run
+from cli_fixtures import (
+    OF_A_CHECKPOINT,
+    SCRIPT,
+    TRAINER,
+    Bomb,
+    call,
+    ckpt,
+    here,
+    listing,
+    refused,
+    shipped_run,
+)
 
 __all__ = ["ckpt", "here", "shipped_run"]
 pytestmark = pytest.mark.usefixtures("here")
@@ -19,7 +30,10 @@ pytestmark = pytest.mark.usefixtures("here")
     [
         (["decod"], "unknown verb 'decod': did you mean decode?"),
         (["decode"], "name the models by one of MODEL, --ckpt, --pair, --target"),
-        (["decode", "--ckpt", "x.ckpt", "--num_draft_token", "3"], "did you mean --num_draft_tokens?"),
+        (
+            ["decode", "--ckpt", "x.ckpt", "--num_draft_token", "3"],
+            "did you mean --num_draft_tokens?",
+        ),
         (["decode", "--ckpt", "x.ckpt", "--prompts", "x.txt"], "did you mean --prompts_file?"),
         (["decode", "x.ckpt", ""], "unrecognized arguments: : give a prompt as --prompt TEXT"),
         (["decode", "x.ckpt", "-"], "unrecognized arguments: - (see `"),
@@ -27,12 +41,24 @@ pytestmark = pytest.mark.usefixtures("here")
         (["decode", "--ckpt", "x.ckpt"], "x.ckpt: no such checkpoint"),
         (["export", "--ckpt", "x.ckpt"], "--output"),
         (["fit"], "fit needs --config FILE, as configs/rnn.yaml, or --recipe NAME"),
-        (["generate", "--help_al"], "generate needs --config FILE, as configs/smollm2_generate.yaml"),
-        (["fit", "--model", "PairTraining"], "are required: target: give --config FILE, as configs/rnn.yaml"),
-        (["fit", "--config=configs/rnn.yaml", "--minutes", "3"], "--minutes is an option of --recipe NAME"),
+        (
+            ["generate", "--help_al"],
+            "generate needs --config FILE, as configs/smollm2_generate.yaml",
+        ),
+        (
+            ["fit", "--model", "PairTraining"],
+            "are required: target: give --config FILE, as configs/rnn.yaml",
+        ),
+        (
+            ["fit", "--config=configs/rnn.yaml", "--minutes", "3"],
+            "--minutes is an option of --recipe NAME",
+        ),
         (["fit", *TRAINER, "--trainer.max_epoch", "3"], "did you mean --trainer.max_epochs?"),
         (["fit", *TRAINER, "--ckpt", "last"], "did you mean --ckpt_path?"),
-        (["fit", "--config=configs/rnn.yaml", "--trainer.max_epoch", "3"], "did you mean --trainer.max_epochs?"),
+        (
+            ["fit", "--config=configs/rnn.yaml", "--trainer.max_epoch", "3"],
+            "did you mean --trainer.max_epochs?",
+        ),
         (["fit", "--config", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),
         (["fit", *TRAINER, "--ckpt_path", "last"], "no such checkpoint"),
     ],
@@ -41,7 +67,9 @@ def test_an_unknown_verb_option_or_file_is_refused(arguments: list[str], told: s
     refused(*arguments, told=told)
 
 
-@pytest.mark.parametrize("words", ["fit", "fit --config=nowhere.yaml", "fit --target missing", "test --text=a"])
+@pytest.mark.parametrize(
+    "words", ["fit", "fit --config=nowhere.yaml", "fit --target missing", "test --text=a"]
+)
 def test_what_cannot_be_a_run_is_refused_before_lightning_is_imported(
     words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,7 +89,10 @@ def test_what_cannot_be_a_run_is_refused_before_lightning_is_imported(
         ("--rule Exact", "there is no rule 'Exact': did you mean ExactMatch?"),
         ("--rule EpsilonThreshold --rule.epsilon 0", "epsilon must be in (0, 1], got 0"),
         ("--rule.epsilon 0.1", "--rule.epsilon needs the rule's name: give --rule NAME"),
-        ("--num_draft_tokens many", "num_draft_tokens must be auto or an integer from 1 to 1048576, got 'many'"),
+        (
+            "--num_draft_tokens many",
+            "num_draft_tokens must be auto or an integer from 1 to 1048576, got 'many'",
+        ),
         ("--num_draft_tokens -2", "num_draft_tokens must be from 1 to 1048576, got -2"),
         ("--max_new_tokens -3", "max_new_tokens must be from 1 to 1048576, got -3"),
         ("--eos 50", "eos must be from 0 to 49, got 50"),
@@ -79,8 +110,14 @@ def test_an_option_out_of_range_is_refused(ckpt: str, options: str, told: str) -
 
 ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
 ALIASES += "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))
-BAD_YAML = {"deep": ("[" * 100_000, "nested at most"), "aliases": (ALIASES, "repeated ones counted again")}
-BAD_YAML |= {"cyclic": ("a: &a [*a]", "repeated ones counted again"), "long": ("#" * 2**21, "characters, got")}
+BAD_YAML = {
+    "deep": ("[" * 100_000, "nested at most"),
+    "aliases": (ALIASES, "repeated ones counted again"),
+}
+BAD_YAML |= {
+    "cyclic": ("a: &a [*a]", "repeated ones counted again"),
+    "long": ("#" * 2**21, "characters, got"),
+}
 
 
 @pytest.mark.parametrize("bad", BAD_YAML)
@@ -101,7 +138,10 @@ def test_a_checkpoint_that_asks_to_run_code_is_refused_by_the_installed_script()
     torch.save(Bomb(), "bomb.ckpt")
     before = listing(Path.cwd())
     done = subprocess.run(
-        [SCRIPT, *OF_A_CHECKPOINT["decode"]("bomb.ckpt")], capture_output=True, text=True, check=False
+        [SCRIPT, *OF_A_CHECKPOINT["decode"]("bomb.ckpt")],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (2, "") and listing(Path.cwd()) == before
     assert done.stderr.startswith("error: bomb.ckpt asks to run code")

@@ -33,10 +33,14 @@ def test_a_shorter_text_is_not_a_faster_method_and_a_batch_is_one_unit() -> None
     plain = timed([1.0, 3.0, 2.0], "standard")
     assert speedup_of([plain, timed([0.5, 1.5, 1.0])]) == pytest.approx(2)
     assert speedup_of([plain, timed([0.25, 1.5, 1.0], tokens=[24, 48, 48])]) == pytest.approx(2)
-    batches = [timed([1.0, 2.0, 3.0], method, batch_size=2) for method in ("standard", "speculative")]
+    batches = [
+        timed([1.0, 2.0, 3.0], method, batch_size=2) for method in ("standard", "speculative")
+    ]
     batches = [replace(batches[0], seconds=5.0), replace(batches[1], seconds=2.5)]
     (cell,) = cells_of(batches)[1:]
-    assert cell.timings == ([[2.0, 3.0]], [[1.0, 1.5]]), "a batch ends with its last prompt; the rest is shared out"
+    assert cell.timings == ([[2.0, 3.0]], [[1.0, 1.5]]), (
+        "a batch ends with its last prompt; the rest is shared out"
+    )
 
 
 def test_a_failed_repeat_is_shown_and_the_others_stay_but_are_not_advised() -> None:
@@ -61,13 +65,19 @@ def test_where_nothing_is_proven_the_advice_is_not_to_speculate() -> None:
     found = advice_of([standard(), faster([0.8] * 8)])
     assert found.sentence == "do not speculate: the best is ngram with window 4: 0.80x [0.80, 0.80]"
     assert not found.pays and found.choice == "off (best: ngram with window 4)"
-    assert advice_of([standard(), faster(UNSURE)]).sentence.startswith("do not speculate yet: the best is ngram")
+    assert advice_of([standard(), faster(UNSURE)]).sentence.startswith(
+        "do not speculate yet: the best is ngram"
+    )
     sure = faster([1.2] * 7 + [1.3], num_draft_tokens=1)
     found = advice_of([standard(), sure, faster(UNSURE)])
-    assert found.sentence.startswith("use ngram with window 1: "), "a proven choice goes before a faster one"
+    assert found.sentence.startswith("use ngram with window 1: "), (
+        "a proven choice goes before a faster one"
+    )
 
 
-@pytest.mark.parametrize("bad", [{"lossless": False, "same_tokens": None}, {"same_tokens": False}, {"error": "no"}])
+@pytest.mark.parametrize(
+    "bad", [{"lossless": False, "same_tokens": None}, {"same_tokens": False}, {"error": "no"}]
+)
 def test_what_changes_the_output_is_not_advised(bad: dict[str, Any]) -> None:
     wrong = replace(faster(SURE), **bad)
     assert advice_of([standard(), wrong], "float32").best is None
@@ -113,7 +123,10 @@ def timings(
     Args:
         runs: noise that all prompts of a run share.
     """
-    ratios = [TRUE_RATIO * rng.lognormvariate(-(0.15**2) / 2, 0.15 * (prompts > 1)) for _ in range(prompts)]
+    ratios = [
+        TRUE_RATIO * rng.lognormvariate(-(0.15**2) / 2, 0.15 * (prompts > 1))
+        for _ in range(prompts)
+    ]
     slow, fast = [], []
     for _ in range(repeats):
         drift = rng.lognormvariate(0, 0.1)
@@ -123,13 +136,19 @@ def timings(
     return slow, fast
 
 
-@pytest.mark.parametrize(("prompts", "repeats", "runs"), [(4, 3, 0.01), (9, 3, 0.01), (9, 3, 0.2), (1, 6, 0.2)])
-def test_an_interval_contains_the_truth_in_95_of_100_cases(prompts: int, repeats: int, runs: float) -> None:
+@pytest.mark.parametrize(
+    ("prompts", "repeats", "runs"), [(4, 3, 0.01), (9, 3, 0.01), (9, 3, 0.2), (1, 6, 0.2)]
+)
+def test_an_interval_contains_the_truth_in_95_of_100_cases(
+    prompts: int, repeats: int, runs: float
+) -> None:
     """With other seeds, fewer than 178 of 200 would at a true coverage of 0.95 in 1 of 5,000 cases."""
     rng = random.Random(1)
     intervals = [ratio_interval(*timings(rng, repeats, prompts, runs=runs)) for _ in range(200)]
     assert sum(low <= TRUE_RATIO <= high for _, low, high in intervals) >= 178
-    assert sum(low <= 10 * TRUE_RATIO <= high for _, low, high in intervals) < 20  # not by containing everything
+    assert (
+        sum(low <= 10 * TRUE_RATIO <= high for _, low, high in intervals) < 20
+    )  # not by containing everything
 
 
 def test_what_both_sides_share_is_not_in_the_interval() -> None:

@@ -19,13 +19,17 @@ BYTES = ByteTokenizer()
 
 def lines(path: Path, *rows: Any) -> Path:
     """A file of JSON lines; what is a string already stays as it is."""
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return path
 
 
 def test_articles_are_cut_to_512_tokens_and_the_instruction_stays() -> None:
     tokenizer = TextTokenizer(byte_level())
-    long = Prompt("x", "summarization", text="the cat sat on the café 🙂 " * 200, instruction=INSTRUCTION)
+    long = Prompt(
+        "x", "summarization", text="the cat sat on the café 🙂 " * 200, instruction=INSTRUCTION
+    )
     text = tokenizer.decode(long.encoded(tokenizer).tokens)
     kept = text.removesuffix(INSTRUCTION)
     assert text.endswith(INSTRUCTION) and long.text is not None and long.text.startswith(kept)
@@ -35,11 +39,16 @@ def test_articles_are_cut_to_512_tokens_and_the_instruction_stays() -> None:
 
 
 def test_each_target_takes_the_domains_that_it_can_read(tmp_path: Path) -> None:
-    rows = [{"domain": "a", "prompt": "x"}, {"domain": "b", "tokens": [1, 2]}, {"domain": "a", "prompt": "y"}]
+    rows = [
+        {"domain": "a", "prompt": "x"},
+        {"domain": "b", "tokens": [1, 2]},
+        {"domain": "a", "prompt": "y"},
+    ]
     prompts = read_prompts(lines(tmp_path / "mixed.jsonl", *rows))
-    assert {domain: [each.tokens for each in several] for domain, several in by_domain(prompts, BYTES).items()} == {
-        "a": [(120,), (121,)]
-    }
+    assert {
+        domain: [each.tokens for each in several]
+        for domain, several in by_domain(prompts, BYTES).items()
+    } == {"a": [(120,), (121,)]}
     integers = {"b": [Prompt("mixed-2", "b", (1, 2))]}
     assert by_domain(prompts, None) == integers
     assert by_domain(prompts, BYTES, ["b"]) == integers, "whoever names them knows whose they are"
@@ -58,10 +67,17 @@ def test_each_target_takes_the_domains_that_it_can_read(tmp_path: Path) -> None:
 
 def test_files_of_every_kind_are_read(tmp_path: Path) -> None:
     questions = lines(
-        tmp_path / "question.jsonl", {"question_id": 161, "category": "rag", "turns": ["Look up.", "So?"]}
+        tmp_path / "question.jsonl",
+        {"question_id": 161, "category": "rag", "turns": ["Look up.", "So?"]},
     )
     null = {"id": None, "domain": None, "tokens": None, "article": None, "prompt": "Hello \ud800"}
-    mine = lines(tmp_path / "mine.jsonl", null, "", {"id": "x", "domain": "news", "article": "A."}, {"tokens": [1]})
+    mine = lines(
+        tmp_path / "mine.jsonl",
+        null,
+        "",
+        {"id": "x", "domain": "news", "article": "A."},
+        {"tokens": [1]},
+    )
     plain = tmp_path / "plain.txt"
     plain.write_text("one\n\ntwo\n")
     found = [prompt for path in (questions, mine, plain) for prompt in read_prompts(path)]

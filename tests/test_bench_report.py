@@ -21,9 +21,13 @@ EVIL = "</script><script>alert(1)</script><b onclick=x>$\\frac{_%|`=\n"
 def some_rows() -> list[ResultRow]:
     """Two domains, windows 2 and 4 and auto, two temperatures, two batch sizes, and a cell that failed."""
     rows = [standard(domain=domain) for domain in ("code", EVIL)]
-    rows += [faster([1.5, 1.6] * 4, domain=d, num_draft_tokens=w) for d in ("code", EVIL) for w in (2, 4)]
+    rows += [
+        faster([1.5, 1.6] * 4, domain=d, num_draft_tokens=w) for d in ("code", EVIL) for w in (2, 4)
+    ]
     rows.append(faster([1.5] * 8, num_draft_tokens="auto"))
-    rows += [each for t in (0.5,) for each in (standard(temperature=t), faster([0.9] * 8, temperature=t))]
+    rows += [
+        each for t in (0.5,) for each in (standard(temperature=t), faster([0.9] * 8, temperature=t))
+    ]
     rows += [standard(batch_size=2), faster([0.9] * 8, batch_size=2)]
     rows.append(row(num_draft_tokens=8, error=f"RuntimeError: {EVIL}"))
     return rows
@@ -66,7 +70,11 @@ def test_speedups_are_bars_with_their_intervals_and_predictions_by_window() -> N
     axes = axes_of(charts[0])
     assert [label.get_text() for label in axes.get_xticklabels()] == ["2", "4", "8", "auto"]
     assert legend(charts[0]) == ["predicted", "ngram"]
-    cell = next(each for each in report.cells if (each.case.num_draft_tokens, each.case.domain) == (4, "code"))
+    cell = next(
+        each
+        for each in report.cells
+        if (each.case.num_draft_tokens, each.case.domain) == (4, "code")
+    )
     assert cell.walltime_speedup is not None
     bar: Any = axes.patches[1]
     assert bar.get_height() == pytest.approx(cell.walltime_speedup.value)
@@ -80,7 +88,11 @@ def test_speedups_are_bars_with_their_intervals_and_predictions_by_window() -> N
 
 def test_the_first_chart_has_each_places_best_choice_and_transformers_own_methods() -> None:
     rows = [standard(), faster([1.5, 1.6] * 4), faster([1.2, 1.3] * 4, num_draft_tokens=2)]
-    rows += [faster([1.1, 1.2] * 4, "generate"), standard(batch_size=2), faster([0.8] * 8, batch_size=2)]
+    rows += [
+        faster([1.1, 1.2] * 4, "generate"),
+        standard(batch_size=2),
+        faster([0.8] * 8, batch_size=2),
+    ]
     report = report_of(rows)
     chart = answer_chart(report.advice, report.cells)
     assert chart is not None and answer_chart([], report.cells) is None
@@ -88,20 +100,26 @@ def test_the_first_chart_has_each_places_best_choice_and_transformers_own_method
         *("pair: code, batch size 1", "ngram with window 4: 1.55", "transformers' generate: 1.15"),
         *("pair: code, batch size 2", "off (best: ngram with window 4): 0.80"),
     ]
-    assert [bar.get_width() for bar in axes_of(chart).patches] == pytest.approx([1.55, 1.15, 0.8], abs=0.006)  # type: ignore[attr-defined]
+    assert [bar.get_width() for bar in axes_of(chart).patches] == pytest.approx(
+        [1.55, 1.15, 0.8], abs=0.006
+    )  # type: ignore[attr-defined]
     segments = [each.get_segments()[0] for each in axes_of(chart).collections]  # type: ignore[attr-defined]
     ends = [segment[:, 0].tolist() for segment in segments]
     speedup = report.advice[0].best and report.advice[0].best.walltime_speedup
     assert speedup and ends[0] == [1.0, 1.0] and ends[1] == pytest.approx(list(speedup.ends or ()))
     assert "transformers" in chart.title and "transformers" in chart.note
-    alone = answer_chart(report.advice, [each for each in report.cells if each.case.method != "generate"])
+    alone = answer_chart(
+        report.advice, [each for each in report.cells if each.case.method != "generate"]
+    )
     assert alone is not None and "transformers" not in alone.title + alone.note
 
 
 def test_nothing_of_the_results_can_run_or_load(page: str) -> None:
     assert "<script" not in page and "<b onclick" not in page and "default-src 'none'" in page
     assert html.escape("</script><script>alert(1)</script>") in page
-    assert "Gray" not in page and re.search(r"prefers-color-scheme: dark\) {\n.*\nimg { filter: invert", page)
+    assert "Gray" not in page and re.search(
+        r"prefers-color-scheme: dark\) {\n.*\nimg { filter: invert", page
+    )
     images = re.findall(r'(?:src|href)="([^"]*)"', page)
     assert len(images) == 5
     for image in images:
@@ -109,18 +127,26 @@ def test_nothing_of_the_results_can_run_or_load(page: str) -> None:
         assert kind == "data:image/svg+xml;base64" and b"<script" not in base64.b64decode(content)
 
 
-@pytest.mark.parametrize("rows", [[], [row(error="no memory")], [standard()]], ids=["empty", "failed", "standard"])
+@pytest.mark.parametrize(
+    "rows", [[], [row(error="no memory")], [standard()]], ids=["empty", "failed", "standard"]
+)
 def test_results_without_figures_still_give_a_page(rows: list[ResultRow], tmp_path: Path) -> None:
     directory = write_results(tmp_path / "r", rows)
     told = succeed("report", str(directory), "--output", str(tmp_path / "out")).out
     page = (tmp_path / "out" / "report.html").read_text()
     assert ("<img" in page) == ("no memory" in page) == bool(rows and rows[0].error)
-    assert ("nothing has been measured yet" in page) == (not rows) == ("nothing has been measured yet" in told)
+    assert (
+        ("nothing has been measured yet" in page)
+        == (not rows)
+        == ("nothing has been measured yet" in told)
+    )
 
 
 def test_the_verb_says_the_answer_and_where_the_page_is(said: Outcome, results: Path) -> None:
     lines = said.out.splitlines()
-    assert lines[0].startswith("pair, code (temperature 0, batch size 1, 48 new tokens): use ngram with window 2: ")
+    assert lines[0].startswith(
+        "pair, code (temperature 0, batch size 1, 48 new tokens): use ngram with window 2: "
+    )
     assert lines[-1] == f"report: {results / 'report' / 'report.html'}" and len(lines) == 5
     assert said.err.startswith("warning: failed: pair, ngram 8 ExactMatch, code")
 

@@ -11,13 +11,29 @@ import pytest
 from lightning_specdec.bench.results import ResultsWriter, read
 from lightning_specdec.bench.rows import FORMAT, ResultRow
 
-MADE: dict[str, Any] = {"name": "one", "config": {"seed": 0, "pairs": {"a": {"ckpt": "x"}}}, "torch": "2"}
+MADE: dict[str, Any] = {
+    "name": "one",
+    "config": {"seed": 0, "pairs": {"a": {"ckpt": "x"}}},
+    "torch": "2",
+}
 MADE |= {"threads": 1, "commit": "a1", "pairs": {}, "prompts": {}}
 
 
 def row(number: int, **more: Any) -> ResultRow:
-    places: dict[str, Any] = {"pair": "a", "method": "standard", "domain": f"d{number}", "temperature": 0.0}
-    places |= {"batch_size": 1, "repeat": 0, "seed": 0, "max_new_tokens": 4, "seconds": 0.5, "histogram": [1, 2]}
+    places: dict[str, Any] = {
+        "pair": "a",
+        "method": "standard",
+        "domain": f"d{number}",
+        "temperature": 0.0,
+    }
+    places |= {
+        "batch_size": 1,
+        "repeat": 0,
+        "seed": 0,
+        "max_new_tokens": 4,
+        "seconds": 0.5,
+        "histogram": [1, 2],
+    }
     return ResultRow(**{**places, **more})
 
 
@@ -76,19 +92,27 @@ def test_a_line_that_is_no_row_is_named(tmp_path: Path, damaged: str, told: str)
             reading()
 
 
-@pytest.mark.parametrize("content", ['{"format": 3, "na', '{"format": 3, "name": "one"}', '{"format": 2}'])
-def test_a_manifest_that_is_torn_or_of_another_version_is_refused(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    "content", ['{"format": 3, "na', '{"format": 3, "name": "one"}', '{"format": 2}']
+)
+def test_a_manifest_that_is_torn_or_of_another_version_is_refused(
+    tmp_path: Path, content: str
+) -> None:
     write(tmp_path, 1)
     (tmp_path / "manifest.json").write_text(content)
     for reading in (lambda: read(tmp_path), lambda: write(tmp_path)):
-        with pytest.raises(ValueError, match=r"manifest.json (is damaged|is not a manifest of format 3)"):
+        with pytest.raises(
+            ValueError, match=r"manifest.json (is damaged|is not a manifest of format 3)"
+        ):
             reading()
 
 
 def test_results_that_were_begun_and_have_no_row_yet_begin_anew(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds no results: `lightning_specdec bench"):
         read(tmp_path)
-    (tmp_path / "rows.jsonl").write_text('{"format": 3, "pa')  # killed before its manifest, or with a torn row alone
+    (tmp_path / "rows.jsonl").write_text(
+        '{"format": 3, "pa'
+    )  # killed before its manifest, or with a torn row alone
     for name in ("one", "another"):
         with ResultsWriter.open(tmp_path, MADE | {"config": {"name": name}}) as writer:
             assert writer.rows == [] and writer.manifest["config"]["name"] == name
@@ -103,7 +127,9 @@ def test_results_that_were_begun_and_have_no_row_yet_begin_anew(tmp_path: Path) 
         ({"threads": 2}, "threads changed from 1 to 2"),
     ],
 )
-def test_two_configs_or_machines_under_one_name_are_refused(tmp_path: Path, more: dict[str, Any], told: str) -> None:
+def test_two_configs_or_machines_under_one_name_are_refused(
+    tmp_path: Path, more: dict[str, Any], told: str
+) -> None:
     write(tmp_path, 1)
     with pytest.raises(ValueError, match=f"cannot resume .*{told}.*another name"):
         ResultsWriter.open(tmp_path, MADE | more)
@@ -111,6 +137,9 @@ def test_two_configs_or_machines_under_one_name_are_refused(tmp_path: Path, more
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
-    with ResultsWriter.open(tmp_path, MADE), pytest.raises(ValueError, match="another run is writing"):
+    with (
+        ResultsWriter.open(tmp_path, MADE),
+        pytest.raises(ValueError, match="another run is writing"),
+    ):
         ResultsWriter.open(tmp_path, MADE)
     write(tmp_path, 1)

@@ -37,8 +37,12 @@ def test_a_row_says_what_its_run_did(tmp_path: Path) -> None:
         assert row.error is None and row.seed == row.repeat
         assert row.phase_seconds is not None and tuple(row.phase_seconds) == PHASES
         assert min(row.phase_seconds.values()) >= 0
-        assert sum(row.phase_seconds.values()) == pytest.approx(row.seconds, rel=1e-9), "the phases add up to the whole"
-        assert row.prompt_new_tokens == [5, 5] and row.num_new_tokens == 10 and row.time_to_first_token
+        assert sum(row.phase_seconds.values()) == pytest.approx(row.seconds, rel=1e-9), (
+            "the phases add up to the whole"
+        )
+        assert (
+            row.prompt_new_tokens == [5, 5] and row.num_new_tokens == 10 and row.time_to_first_token
+        )
         assert row.seconds >= sum(row.prompt_seconds)
         if row.method == "speculative":
             assert sum(row.histogram or []) == row.num_row_rounds == row.num_target_calls
@@ -49,24 +53,44 @@ def test_a_row_says_what_its_run_did(tmp_path: Path) -> None:
         assert row.same_tokens is True, "ExactMatch gives standard decoding's tokens"
     order = [(row.temperature, row.repeat, row.draft, row.num_draft_tokens) for row in found.rows]
     each = [(None, None), ("model", 1), ("model", 2), ("ngram", 1), ("ngram", 2)]
-    assert order == [(t, repeat, *one) for t in (0, 1) for repeat in range(2) for one in each], "cases take turns"
+    assert order == [(t, repeat, *one) for t in (0, 1) for repeat in range(2) for one in each], (
+        "cases take turns"
+    )
     made = found.manifest
     assert made["pairs"]["tiny"]["draft_parameters"]["ngram"] is None
     assert made["prompts"]["tiny"]["sequences"]["p0"] == cases.PROMPTS[0]
-    assert {"threads", "processor", "cores", "memory_bytes", "cuda", "torch", "commit", "config"} <= made.keys()
+    assert {
+        "threads",
+        "processor",
+        "cores",
+        "memory_bytes",
+        "cuda",
+        "torch",
+        "commit",
+        "config",
+    } <= made.keys()
 
 
 def test_every_case_has_a_cell_and_those_that_would_do_the_same_are_measured_once() -> None:
     lossy = {"class_path": "EpsilonThreshold", "init_args": {"epsilon": 0.2}}
-    chosen = config(temperatures=[0, 1], num_draft_tokens=[1, "auto"], rules=[lossy, "RejectionSampling", "ExactMatch"])
+    chosen = config(
+        temperatures=[0, 1],
+        num_draft_tokens=[1, "auto"],
+        rules=[lossy, "RejectionSampling", "ExactMatch"],
+    )
     cells = [case.cell for group in pair().cases(chosen) for case in group]
     assert len(set(cells)) == len(cells) == (1 + 2 * 2 * 2) + (1 + 2 * 2 * 3)
-    rules = [[case.row(0).rule for case in group if case.draft == "ngram"] for group in pair().cases(chosen)]
+    rules = [
+        [case.row(0).rule for case in group if case.draft == "ngram"]
+        for group in pair().cases(chosen)
+    ]
     assert rules[0] == ["EpsilonThreshold(epsilon=0.2)"] * 2 + ["RejectionSampling"] * 2
     target = cases.MODELS["transformer"]()
     drafts = {"heads": cases.DRAFTERS["heads"](target)}
     most = drafts["heads"].max_draft_tokens or 0
-    group = pair(target, drafts).cases(config({"heads": {}}, num_draft_tokens=list(range(1, 10))))[0]
+    group = pair(target, drafts).cases(config({"heads": {}}, num_draft_tokens=list(range(1, 10))))[
+        0
+    ]
     assert [case.config.num_draft_tokens for case in group] == [None, *range(1, most + 1)]
 
 
@@ -78,7 +102,9 @@ def test_a_run_that_is_killed_ten_times_has_every_finished_row_once(tmp_path: Pa
         child = context.Process(target=measured, args=(tmp_path / "r", chosen, given))
         child.start()
         assert child.pid is not None
-        far = len(kept) + draw.choice((0, 0, 500, 1500, 3000))  # a row has about 700 bytes; most are killed amid one
+        far = len(kept) + draw.choice(
+            (0, 0, 500, 1500, 3000)
+        )  # a row has about 700 bytes; most are killed amid one
         while child.is_alive() and far and not (path.exists() and path.stat().st_size >= far):
             time.sleep(0.001)
         time.sleep(draw.uniform(0, 0.01))
@@ -114,7 +140,9 @@ def test_other_weights_or_prompts_under_one_name_are_refused(tmp_path: Path) -> 
 
 def transformer(**more: Any) -> BenchPair:
     target = cases.MODELS["llama"]()
-    return pair(target, {"model": ModelDrafter(cases.near(target)), "ngram": NGramDrafter()}, **more)
+    return pair(
+        target, {"model": ModelDrafter(cases.near(target)), "ngram": NGramDrafter()}, **more
+    )
 
 
 def case_of(given: BenchPair, method: str, **more: Any) -> Case:
@@ -126,18 +154,31 @@ def test_hugging_faces_methods_give_the_same_tokens_with_each_window(tmp_path: P
     given = transformer()
     assert given.baseline is not None
     models = (given.baseline.target, given.baseline.assistants["model"])
-    before = [deepcopy((model.generation_config.to_dict(), model.config.to_dict())) for model in models]
+    before = [
+        deepcopy((model.generation_config.to_dict(), model.config.to_dict())) for model in models
+    ]
     chosen = config(max_new_tokens=8, repeats=1, warmup=1, num_draft_tokens=[2, 3])
-    rows = {(row.method, row.num_draft_tokens): row for row in measured(tmp_path / "r", chosen, given).rows}
-    both = [(method, window) for method in ("speculative", "assisted", "prompt_lookup") for window in (2, 3)]
+    rows = {
+        (row.method, row.num_draft_tokens): row
+        for row in measured(tmp_path / "r", chosen, given).rows
+    }
+    both = [
+        (method, window)
+        for method in ("speculative", "assisted", "prompt_lookup")
+        for window in (2, 3)
+    ]
     assert set(rows) == {("standard", None), ("generate", None), *both}
     for (method, _), row in rows.items():
         if method in ("generate", "assisted", "prompt_lookup"):
             assert row.error is None and row.same_tokens is True and row.prompt_new_tokens == [8, 8]
             assert row.phase_seconds is None and row.seconds >= sum(row.prompt_seconds)
     assert rows["generate", None].num_target_calls == 16 > rows["assisted", 3].num_target_calls
-    assert [(model.generation_config.to_dict(), model.config.to_dict()) for model in models] == before
-    batches = measured(tmp_path / "b", config(batch_sizes=[2], baselines=["assisted"], repeats=1), given)
+    assert [
+        (model.generation_config.to_dict(), model.config.to_dict()) for model in models
+    ] == before
+    batches = measured(
+        tmp_path / "b", config(batch_sizes=[2], baselines=["assisted"], repeats=1), given
+    )
     (failed,) = [row for row in batches.rows if row.error]
     assert failed.method == "assisted" and "batch" in str(failed.error)
 

@@ -24,7 +24,13 @@ from test_distribution import (
 )
 from test_eagle import TEXT, proposed
 from tiny_block import block, fitted_block
-from tiny_distillation import batch_of, begun, check_that_counts_are_decodings, check_that_it_learns, own_texts
+from tiny_distillation import (
+    batch_of,
+    begun,
+    check_that_counts_are_decodings,
+    check_that_it_learns,
+    own_texts,
+)
 from tiny_distillation import target as tiny_target
 from tiny_eagle import fitted_eagle
 
@@ -39,12 +45,16 @@ from lightning_specdec.training.distillation import DistillationTraining
 
 
 @torch.no_grad()
-def scored(drafter: BlockDrafter, model: LanguageModel, text: list[int], start: int) -> torch.Tensor:
+def scored(
+    drafter: BlockDrafter, model: LanguageModel, text: list[int], start: int
+) -> torch.Tensor:
     """What training says of a block that begins with that token of a text, given its own tokens."""
     tokens, network, own = torch.tensor([text]), drafter.network, drafter.draft_vocabulary
     found = model(tokens, features=drafter.features(model)).features
     features = network.features([found[layer] for layer in drafter.settings.feature_layers])
-    hidden = blocks(network, model.embeddings(tokens[:, [start]]), features, torch.tensor([start]))[0, 0]
+    hidden = blocks(network, model.embeddings(tokens[:, [start]]), features, torch.tensor([start]))[
+        0, 0
+    ]
     size = len(text) - 1 - start
     logits = network.output(hidden[:size]) + network.bias(drafter.before(tokens[0, start:-1]))
     return logits if own is None else own.spread(logits, -torch.inf)
@@ -61,7 +71,9 @@ def scored(drafter: BlockDrafter, model: LanguageModel, text: list[int], start: 
     ],
     ids=lambda changes: "-".join(changes),
 )
-def test_guesses_are_those_of_the_blocks_that_it_is_trained_on(name: str, changes: dict[str, Any]) -> None:
+def test_guesses_are_those_of_the_blocks_that_it_is_trained_on(
+    name: str, changes: dict[str, Any]
+) -> None:
     model = target(name)
     drafter = fitted_block(model, num_steps=5, **changes)
     for window in (2, 6):  # what is drafted of a block does not depend on how much is
@@ -75,25 +87,35 @@ def test_a_block_sees_the_features_before_its_anchor_and_all_of_its_own_places()
     network = block(model, attention_window=6).network
     anchors = torch.tensor([2, 7])
     embedded = model.embeddings(torch.tensor([[1, 2]]))
-    features = torch.randn(1, 10, model.hidden_size or 0, generator=torch.Generator().manual_seed(0))
+    features = torch.randn(
+        1, 10, model.hidden_size or 0, generator=torch.Generator().manual_seed(0)
+    )
 
     @torch.no_grad()
     def seen(places: slice, anchor: int) -> list[bool]:
         """Whether each place of a block is another one where these features are."""
         changed = features.clone()
         changed[:, places] += 1.0
-        first, second = (blocks(network, embedded, each, anchors)[0, anchor] for each in (features, changed))
+        first, second = (
+            blocks(network, embedded, each, anchors)[0, anchor] for each in (features, changed)
+        )
         return [not torch.equal(one, other) for one, other in zip(first, second, strict=True)]
 
     assert not any(seen(slice(2, None), 0)) and all(seen(slice(1, 2), 0))
     assert not any(seen(slice(7, None), 1)) and all(seen(slice(6, 7), 1))
-    single = block(model, num_layers=1, attention_window=6)  # so that nothing is handed on from place to place
+    single = block(
+        model, num_layers=1, attention_window=6
+    )  # so that nothing is handed on from place to place
     network = single.network
-    assert seen(slice(2, 3), 1) == [True] + [False] * 5  # seven is five further on, eight six: out of the window
+    assert (
+        seen(slice(2, 3), 1) == [True] + [False] * 5
+    )  # seven is five further on, eight six: out of the window
     with torch.no_grad():
         first = blocks(network, embedded, features, anchors)
         network.mask.add_(1.0)
-        assert not torch.allclose(first[:, :, 0], blocks(network, embedded, features, anchors)[:, :, 0])
+        assert not torch.allclose(
+            first[:, :, 0], blocks(network, embedded, features, anchors)[:, :, 0]
+        )
 
 
 @pytest.mark.parametrize("window", [1, 3, 8])
@@ -108,7 +130,10 @@ def test_each_entry_is_read_once_and_no_round_drafts_more_than_a_block(window: i
         assert state.known == [known]
         session.step()
         assert session.num_draft_calls == calls or state.read.consumed == [known]
-    assert row.text[len(TEXT) :] == autoregressive_decode(model, TEXT, max_new_tokens=20).rows[0].tokens
+    assert (
+        row.text[len(TEXT) :]
+        == autoregressive_decode(model, TEXT, max_new_tokens=20).rows[0].tokens
+    )
     assert row.counts is not None and row.counts.num_accepted > 0
     assert max(len(each.drafted) for each in row.rounds) == min(window, 6)
 
@@ -131,10 +156,16 @@ def drafts(drafter: BlockDrafter, model: LanguageModel, uniform: torch.Tensor) -
 def test_where_a_window_ends_depends_on_no_token_that_it_cuts_off(first: int) -> None:
     """A block's first place is always one of the window; an autoregressive head may end it before."""
     model = target("llama")
-    whole: Any = deepcopy(fitted_block(model, num_layers=1, num_steps=10) if first else fitted_eagle(model))
+    whole: Any = deepcopy(
+        fitted_block(model, num_layers=1, num_steps=10) if first else fitted_eagle(model)
+    )
     if first:
-        with torch.no_grad():  # so that chances follow from the tokens before alone, and differ widely
-            whole.network.confidence.weight.copy_(torch.tensor([0.0] * (model.hidden_size or 0) + [2.0, -2.0, 2.0]))
+        with (
+            torch.no_grad()
+        ):  # so that chances follow from the tokens before alone, and differ widely
+            whole.network.confidence.weight.copy_(
+                torch.tensor([0.0] * (model.hidden_size or 0) + [2.0, -2.0, 2.0])
+            )
     uniform = torch.rand(400, 3, generator=torch.Generator().manual_seed(0))
     tokens = drafts(whole, model, uniform).tokens.tolist()
     chances = {}
@@ -151,16 +182,24 @@ def test_where_a_window_ends_depends_on_no_token_that_it_cuts_off(first: int) ->
                 if length >= end:
                     longer.setdefault(tuple(row[:end]), set()).add(length > end)
             assert all(len(each) == 1 for each in longer.values())
-    assert len(set(chances.values())) > 3 and chances[1.0] == 400 * first, "the bounds cut alike, or nothing"
+    assert len(set(chances.values())) > 3 and chances[1.0] == 400 * first, (
+        "the bounds cut alike, or nothing"
+    )
 
 
 @pytest.mark.parametrize("drafter", ["block", "eagle"])
 @pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.5}], ids=str)
-def test_rounds_that_end_early_in_all_rows_are_the_targets(settings: dict[str, Any], drafter: str) -> None:
+def test_rounds_that_end_early_in_all_rows_are_the_targets(
+    settings: dict[str, Any], drafter: str
+) -> None:
     made = fitted_block if drafter == "block" else fitted_eagle
-    cautious = made(target("llama"), num_steps=10, min_confidence=0.3 if drafter == "block" else 0.05)
+    cautious = made(
+        target("llama"), num_steps=10, min_confidence=0.3 if drafter == "block" else 0.05
+    )
     sampling = Sampling(1.0, **settings)
-    law = measure_round(target("llama"), cautious, TEXT, rule=RejectionSampling(), sampling=sampling)
+    law = measure_round(
+        target("llama"), cautious, TEXT, rule=RejectionSampling(), sampling=sampling
+    )
     assert law.num_drafts and law.is_the_targets
 
 
@@ -172,7 +211,9 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_window_that_ends_by_tokens_before_its_end_is_lossless_and_another_is_not(end: str) -> None:
+def test_a_window_that_ends_by_tokens_before_its_end_is_lossless_and_another_is_not(
+    end: str,
+) -> None:
     length_of, lossless = ENDS[end]
     sampling, proposal = Sampling(1.0), Proposal(Sampling(2.0), Sampling(2.0))
     logits, guesses = along(world(1), WINDOW + 1), along(world(101), WINDOW)
@@ -189,10 +230,17 @@ def test_a_window_that_ends_by_tokens_before_its_end_is_lossless_and_another_is_
 
 
 def training(**options: Any) -> BlockTraining:
-    sizes: dict[str, Any] = {"num_heads": 2, "num_key_heads": 1, "intermediate_size": 16, "markov_rank": 3}
+    sizes: dict[str, Any] = {
+        "num_heads": 2,
+        "num_key_heads": 1,
+        "intermediate_size": 16,
+        "markov_rank": 3,
+    }
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        return BlockTraining(tiny_target(), num_draft_tokens=3, **{"block_size": 6, **sizes, **options})
+        return BlockTraining(
+            tiny_target(), num_draft_tokens=3, **{"block_size": 6, **sizes, **options}
+        )
 
 
 @pytest.mark.parametrize("prompt_length", [1, 3])
@@ -204,7 +252,9 @@ def test_rounds_counted_on_the_targets_own_texts_are_those_of_decoding(prompt_le
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"markov_rank": 0, "anchor_stride": 3}, {"num_layers": 2, "optimizer": "muon"}], ids=str
+    "options",
+    [{}, {"markov_rank": 0, "anchor_stride": 3}, {"num_layers": 2, "optimizer": "muon"}],
+    ids=str,
 )
 def test_a_few_steps_lower_the_loss_and_leave_the_target_as_it_is(options: dict[str, Any]) -> None:
     check_that_it_learns(training(draft_vocabulary=9, learning_rate=0.01, **options), 25)
@@ -221,13 +271,16 @@ def test_the_confidence_head_learns_how_often_a_guess_is_kept_and_changes_nothin
     plain = DistillationTraining.step_losses(module, 0, hidden, logits.log_softmax(-1), labels)
     weights = list(network.parameters())
     gradients = [
-        torch.autograd.grad(each.sum(), weights, allow_unused=True, retain_graph=True) for each in (whole, plain)
+        torch.autograd.grad(each.sum(), weights, allow_unused=True, retain_graph=True)
+        for each in (whole, plain)
     ]
     for name, ours, theirs in zip(dict(network.named_parameters()), *gradients, strict=True):
         if name.startswith("confidence"):
             assert theirs is None and ours is not None and bool(ours.any())
         else:
-            assert (ours is None) == (theirs is None) and (ours is None or torch.equal(ours, theirs))
+            assert (ours is None) == (theirs is None) and (
+                ours is None or torch.equal(ours, theirs)
+            )
 
 
 def test_blocks_begin_all_over_a_text_and_everywhere_when_they_are_measured() -> None:
@@ -242,9 +295,14 @@ def test_blocks_begin_all_over_a_text_and_everywhere_when_they_are_measured() ->
         found.add(first)
         for i, each in enumerate(steps):
             predicted = range(10)[each.predicted]
-            assert list(predicted) == list(range(first + 1 + i, 10, 3)) and len(predicted) == each.hidden.shape[1]
+            assert (
+                list(predicted) == list(range(first + 1 + i, 10, 3))
+                and len(predicted) == each.hidden.shape[1]
+            )
     assert found == {1, 2, 3}
-    assert [range(10)[each.predicted].start for each in module.eval().draft_steps(batch, outputs)] == [2, 3, 4, 5, 6, 7]
+    assert [
+        range(10)[each.predicted].start for each in module.eval().draft_steps(batch, outputs)
+    ] == [2, 3, 4, 5, 6, 7]
     assert len(module.draft_steps(batch, outputs)[0].hidden[0]) == 8
 
 

@@ -35,27 +35,39 @@ class Clockwork(cases.Wrapped):
         super().__init__(model)
         self.call, self.token = call, token
 
-    def forward(self, tokens: Tensor, state: DecodeState | None = None, **options: Any) -> ModelOutput:
+    def forward(
+        self, tokens: Tensor, state: DecodeState | None = None, **options: Any
+    ) -> ModelOutput:
         Clockwork.now += self.call + self.token * tokens.shape[1]
         return super().forward(tokens, state, **options)
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_calibration_finds_the_costs_that_the_calls_have(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_specdec.decoding.timing.time.perf_counter", lambda: Clockwork.now)
+def test_a_calibration_finds_the_costs_that_the_calls_have(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "lightning_specdec.decoding.timing.time.perf_counter", lambda: Clockwork.now
+    )
     target = Clockwork(cases.target("rnn"), 1.0, 0.1)
     drafter = ModelDrafter(Clockwork(cases.MODELS["rnn"](8), 0.2, 0.01))
     for each in (drafter, NGramWithFallback(NGramDrafter(), drafter)):
         found = calibrate(target, each, batch_size=size, context_length=100)
-        assert found.target_seconds == pytest.approx([1.0 + 0.1 * (window + 1) for window in (0, *WINDOWS)])
+        assert found.target_seconds == pytest.approx(
+            [1.0 + 0.1 * (window + 1) for window in (0, *WINDOWS)]
+        )
         assert found.loop_seconds == pytest.approx([0.0] * 6, abs=1e-9)
-        assert found.draft_seconds == pytest.approx(0.01) and found.draft_step_seconds == pytest.approx(0.21)
+        assert found.draft_seconds == pytest.approx(
+            0.01
+        ) and found.draft_step_seconds == pytest.approx(0.21)
         assert found.target_token_seconds == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("with_lookup", [False, True])
 @pytest.mark.parametrize("made", [fitted_eagle, fitted_block])
-def test_windows_that_a_draft_would_end_early_are_measured_whole(made: Any, with_lookup: bool) -> None:
+def test_windows_that_a_draft_would_end_early_are_measured_whole(
+    made: Any, with_lookup: bool
+) -> None:
     """What a draft token costs would not be seen otherwise, and `auto` would take the widest window."""
     model, drafted = cases.target("llama"), Counter[tuple[int, int]]()
     drafter: Any = made(model).at(1.0)
@@ -67,7 +79,12 @@ def test_windows_that_a_draft_would_end_early_are_measured_whole(made: Any, with
             return draft
 
     drafter.__class__ = Counted
-    calibrate(model, NGramWithFallback(NGramDrafter(), drafter) if with_lookup else drafter, windows=(2, 4), seconds=0)
+    calibrate(
+        model,
+        NGramWithFallback(NGramDrafter(), drafter) if with_lookup else drafter,
+        windows=(2, 4),
+        seconds=0,
+    )
     # In a round of the prompt nothing is drafted.
     assert {window: number for window, number in drafted if number} == {2: 2, 4: 4}
 
@@ -77,10 +94,14 @@ def test_windows_that_a_draft_would_end_early_are_measured_whole(made: Any, with
     [
         (*pair, *chosen)
         for pair in cases.pairs(targets=["transformer"])
-        for chosen in ((None, WINDOWS[::4]), (RejectionSampling(), (2, 4)))[pair[1] in cases.VARIANTS :]
+        for chosen in ((None, WINDOWS[::4]), (RejectionSampling(), (2, 4)))[
+            pair[1] in cases.VARIANTS :
+        ]
     ],
 )
-def test_every_drafter_can_be_measured(target: str, drafter: str, rule: Any, windows: tuple[int, ...]) -> None:
+def test_every_drafter_can_be_measured(
+    target: str, drafter: str, rule: Any, windows: tuple[int, ...]
+) -> None:
     model, sampling = cases.drafter(drafter, target), Sampling(1.0 if rule else 0.0)
     options: dict[str, Any] = {"context_length": 20, "windows": windows, "seconds": 0.0}
     found = calibrate(cases.target(target), model, rule=rule, sampling=sampling, **options)
@@ -160,11 +181,18 @@ def test_a_pair_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert measured == [1, 2, 1, 1, 1]
 
 
-def test_another_release_of_openvino_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_release_of_openvino_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(measuring, "calibrate", lambda *_, **__: COSTS)
     model = cases.MODELS["rnn"]()
-    for backend, release, kept in (("torch", "1", 1), ("torch", "2", 1), ("openvino", "1", 2), ("openvino", "2", 3)):
+    for backend, release, kept in (
+        ("torch", "1", 1),
+        ("torch", "2", 1),
+        ("openvino", "1", 2),
+        ("openvino", "2", 3),
+    ):
         monkeypatch.setattr(type(model), "backend", backend)
         monkeypatch.setattr("importlib.metadata.version", lambda name, own=release: own)
         load_or_measure(model, NGramDrafter())

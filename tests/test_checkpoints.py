@@ -42,18 +42,29 @@ def sizes(target: HuggingFaceLM) -> dict[str, Any]:
 
 
 def eagle(target: HuggingFaceLM, tokens: list[int]) -> EagleDrafter:
-    shape: dict[str, Any] = {"num_heads": 2, "num_key_heads": 2, "intermediate_size": 8, **sizes(target)}
+    shape: dict[str, Any] = {
+        "num_heads": 2,
+        "num_key_heads": 2,
+        "intermediate_size": 8,
+        **sizes(target),
+    }
     return EagleDrafter(feature_layers=[0, 2], draft_vocabulary=tokens, **shape)
 
 
 KINDS: dict[str, Callable[[HuggingFaceLM], Drafter]] = {
     "heads": lambda target: MultiTokenDrafter(num_heads=2, **sizes(target)).init_from(target),
-    "exit with a head": lambda target: EarlyExitDrafter(exit_layer=1, head_layers=[1], **sizes(target)),
+    "exit with a head": lambda target: EarlyExitDrafter(
+        exit_layer=1, head_layers=[1], **sizes(target)
+    ),
     "exit without weights": lambda target: EarlyExitDrafter(exit_layer=1),
     "model": lambda target: ModelDrafter(
-        HuggingFaceLM({**target.arguments()["model"], "num_hidden_layers": 1, "tie_word_embeddings": True})
+        HuggingFaceLM(
+            {**target.arguments()["model"], "num_hidden_layers": 1, "tie_word_embeddings": True}
+        )
     ),
-    "lookup first": lambda target: NGramWithFallback(NGramDrafter(min_ngram=2), KINDS["heads"](target)),
+    "lookup first": lambda target: NGramWithFallback(
+        NGramDrafter(min_ngram=2), KINDS["heads"](target)
+    ),
     "some tokens": lambda target: eagle(target, [0, 1, 5, 7]),
 }
 
@@ -90,7 +101,9 @@ def header(path: str | Path) -> tuple[dict[str, Any], bytes]:
     return json.loads(content[8 : 8 + length]), content[8 + length :]
 
 
-def altered(path: Path, change: Callable[[dict[str, Any]], object], source: str = "draft.safetensors") -> Path:
+def altered(
+    path: Path, change: Callable[[dict[str, Any]], object], source: str = "draft.safetensors"
+) -> Path:
     """A copy of a file with another document."""
     head, rest = header(source)
     document = json.loads(head["__metadata__"][KEY])
@@ -110,19 +123,24 @@ def test_a_draft_drafts_the_same_when_it_is_read_again(kind: str, tmp_path: Path
     again = loaded.drafter
     assert loaded.recipe == RECIPE and spec(again) == spec(drafter) and loaded.target is target
     torch.testing.assert_close(dict(again.state_dict()), dict(drafter.state_dict()), rtol=0, atol=0)
-    one, other = (SpeculativeDecoder(target, each).decode([[5, 6, 7]], max_new_tokens=9) for each in (drafter, again))
+    one, other = (
+        SpeculativeDecoder(target, each).decode([[5, 6, 7]], max_new_tokens=9)
+        for each in (drafter, again)
+    )
     assert one.rows[0].tokens == other.rows[0].tokens and one.rows[0].rounds == other.rows[0].rounds
 
 
 def test_the_file_is_safetensors_with_one_document_and_nothing_of_the_target() -> None:
     head, _ = header("draft.safetensors")
-    assert head["__metadata__"].keys() == {KEY} and set(load_file("draft.safetensors")) == head.keys() - {
-        "__metadata__"
-    }
+    assert head["__metadata__"].keys() == {KEY} and set(
+        load_file("draft.safetensors")
+    ) == head.keys() - {"__metadata__"}
     assert {name.split(".")[0] for name in load_file("draft.safetensors")} == {"drafter"}
     document = json.loads(head["__metadata__"][KEY])
     assert document["target"]["sha256"] == load_model("target").origin.sha256  # type: ignore[union-attr]
-    assert checkpoints.is_exported("draft.safetensors") and not checkpoints.is_exported(SHIPPED / "README.md")
+    assert checkpoints.is_exported("draft.safetensors") and not checkpoints.is_exported(
+        SHIPPED / "README.md"
+    )
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("float16", 0.6), ("bfloat16", 0.6), ("int8", 0.45)])
@@ -132,14 +150,17 @@ def test_smaller_types_keep_what_is_computed_in(dtype: str, most: float, tmp_pat
     again = checkpoints.load(path)
     assert path.stat().st_size < most * Path("pair.safetensors").stat().st_size
     for old, new in ((whole.target, again.target), (whole.drafter, again.drafter)):
-        for (name, one), other in zip(old.state_dict().items(), new.state_dict().values(), strict=True):
+        for (name, one), other in zip(
+            old.state_dict().items(), new.state_dict().values(), strict=True
+        ):
             assert one.dtype == other.dtype == torch.float32, name
             rows = one.flatten(1) if one.dim() > 1 else one[None]
             limit = rows.abs().amax(1) / (254 if dtype == "int8" and one.dim() > 1 else 100)
             assert ((rows - other.view(rows.shape)).abs() <= limit[:, None] + 1e-6).all(), name
     decoder = SpeculativeDecoder.from_checkpoint(path)
     assert (
-        decoder.decode([[5, 6]], max_new_tokens=6).tokens == decoder.decode_standard([[5, 6]], max_new_tokens=6).tokens
+        decoder.decode([[5, 6]], max_new_tokens=6).tokens
+        == decoder.decode_standard([[5, 6]], max_new_tokens=6).tokens
     )
 
 
@@ -155,7 +176,9 @@ def test_weights_that_are_too_large_for_a_type_are_refused(tmp_path: Path) -> No
 def test_older_files_are_read(tmp_path: Path) -> None:
     """An exported torch archive gives what the file that it is converted to gives."""
     former = checkpoints.load(Path(__file__).parent / "data" / "rnn_format_1.ckpt")
-    checkpoints.save(tmp_path / "now.safetensors", former.target, former.drafts, prompts=former.prompts)
+    checkpoints.save(
+        tmp_path / "now.safetensors", former.target, former.drafts, prompts=former.prompts
+    )
     now = checkpoints.load(tmp_path / "now.safetensors")
     assert former.prompts == now.prompts and spec(former.target) == spec(now.target)
     for weight, other in zip(former.target.parameters(), now.target.parameters(), strict=True):
@@ -165,25 +188,40 @@ def test_older_files_are_read(tmp_path: Path) -> None:
 
 def test_a_draft_computes_as_its_target_unless_told() -> None:
     for options, dtype in (({}, torch.bfloat16), ({"draft_dtype": "float32"}, torch.float32)):
-        decoder = SpeculativeDecoder.from_pretrained("target", "draft.safetensors", dtype="bfloat16", **options)
+        decoder = SpeculativeDecoder.from_pretrained(
+            "target", "draft.safetensors", dtype="bfloat16", **options
+        )
         assert {weight.dtype for weight in decoder.drafter.parameters()} == {dtype}
     named = SpeculativeDecoder.from_checkpoint("draft.safetensors")
     assert named.num_draft_tokens == decoder.num_draft_tokens == 2 and named.recipe == RECIPE
-    assert SpeculativeDecoder.from_checkpoint("draft.safetensors", num_draft_tokens=5).num_draft_tokens == 5
+    assert (
+        SpeculativeDecoder.from_checkpoint("draft.safetensors", num_draft_tokens=5).num_draft_tokens
+        == 5
+    )
 
 
 @pytest.mark.parametrize(
     ("names", "kind", "window"),
     [
         ({"target": "target", "draft": "draft.safetensors"}, "MultiTokenDrafter", 2),
-        ({"target": "target", "draft": "draft.safetensors", "drafter": "NGramWithFallback"}, "NGramWithFallback", 2),
-        ({"target": "target", "draft": "other", "drafter": "NGramWithFallback"}, "NGramWithFallback", None),
+        (
+            {"target": "target", "draft": "draft.safetensors", "drafter": "NGramWithFallback"},
+            "NGramWithFallback",
+            2,
+        ),
+        (
+            {"target": "target", "draft": "other", "drafter": "NGramWithFallback"},
+            "NGramWithFallback",
+            None,
+        ),
         ({"ckpt": "pair.safetensors", "drafter": "NGramWithFallback"}, "NGramWithFallback", 2),
         ({"ckpt": "pair.safetensors", "drafter": "MultiTokenDrafter"}, "MultiTokenDrafter", 2),
         ({"ckpt": "pair.safetensors", "drafter": "NGramDrafter"}, "NGramDrafter", None),
     ],
 )
-def test_the_drafter_follows_from_what_is_named(names: dict[str, Any], kind: str, window: int | None) -> None:
+def test_the_drafter_follows_from_what_is_named(
+    names: dict[str, Any], kind: str, window: int | None
+) -> None:
     loaded = checkpoints.load_pair(PairSource(**names))
     assert type(loaded.drafter).__name__ == kind and loaded.num_draft_tokens == window
     if isinstance(loaded.drafter, NGramWithFallback):
@@ -192,10 +230,16 @@ def test_the_drafter_follows_from_what_is_named(names: dict[str, Any], kind: str
 
 def test_an_early_exit_keeps_its_trained_heads_at_another_layer(tmp_path: Path) -> None:
     target, path = load_model("target"), tmp_path / "exits.safetensors"
-    checkpoints.save(path, target, EarlyExitDrafter(exit_layer=1, head_layers=[1, 2], **sizes(target)))
+    checkpoints.save(
+        path, target, EarlyExitDrafter(exit_layer=1, head_layers=[1, 2], **sizes(target))
+    )
     choice = {"class_path": "EarlyExitDrafter", "init_args": {"exit_layer": 2}}
     found = checkpoints.load_pair(PairSource(ckpt=str(path), drafter=choice)).drafter
-    assert isinstance(found, EarlyExitDrafter) and found.settings.exit_layer == 2 and set(found.heads) == {"1", "2"}
+    assert (
+        isinstance(found, EarlyExitDrafter)
+        and found.settings.exit_layer == 2
+        and set(found.heads) == {"1", "2"}
+    )
 
 
 def test_a_drafter_of_a_users_own_is_imported_only_where_the_user_names_it(tmp_path: Path) -> None:
@@ -207,14 +251,21 @@ def test_a_drafter_of_a_users_own_is_imported_only_where_the_user_names_it(tmp_p
         checkpoints.load(path)
     with pytest.raises(ValueError, match="never imported"):
         checkpoints.load(path, drafter="os.system")
-    assert isinstance(checkpoints.load_pair(PairSource(ckpt=str(path), drafter=name)).drafter, Oracle)
+    assert isinstance(
+        checkpoints.load_pair(PairSource(ckpt=str(path), drafter=name)).drafter, Oracle
+    )
 
 
 def test_a_draft_of_another_target_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"was trained for target \(sha256 .*the target other .* has another sha256"):
+    with pytest.raises(
+        ValueError,
+        match=r"was trained for target \(sha256 .*the target other .* has another sha256",
+    ):
         checkpoints.load_pair(PairSource(target="other", draft="draft.safetensors"))
     target = load_model("target")
-    loose = HuggingFaceLM(load_model("target").model, tokenizer=target.tokenizer)  # its weights have no files
+    loose = HuggingFaceLM(
+        load_model("target").model, tokenizer=target.tokenizer
+    )  # its weights have no files
     path = tmp_path / "loose.safetensors"
     checkpoints.save(path, TargetReference.of(loose), KINDS["heads"](target))
     assert checkpoints.load(path, target=target).target is target
@@ -223,26 +274,51 @@ def test_a_draft_of_another_target_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="which is not here: give its directory"):
         assert checkpoints.load(path).target
     checkpoints.save(path, TargetReference.of(target), eagle(target, [5, 7]))
-    with pytest.raises(ValueError, match=r"vocabulary of 2 tokens leaves out tokens that end a text \("):
+    with pytest.raises(
+        ValueError, match=r"vocabulary of 2 tokens leaves out tokens that end a text \("
+    ):
         assert checkpoints.load(path, target=target).target
     with pytest.raises(ValueError, match="holds its target itself"):
         checkpoints.load("pair.safetensors", target="other")
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "torn": (lambda path: path.write_bytes(Path("draft.safetensors").read_bytes()[:-100]), "truncated or damaged"),
-    "other weights": (lambda path: path.write_bytes(Path("target/model.safetensors").read_bytes()), "no checkpoint"),
+    "torn": (
+        lambda path: path.write_bytes(Path("draft.safetensors").read_bytes()[:-100]),
+        "truncated or damaged",
+    ),
+    "other weights": (
+        lambda path: path.write_bytes(Path("target/model.safetensors").read_bytes()),
+        "no checkpoint",
+    ),
     "a later format": (lambda path: altered(path, lambda it: it.update(format=3)), "has format 3"),
     "shared heads": (
-        lambda path: altered(path, lambda it: it["drafter"]["arguments"].update(shared_output=True)),
+        lambda path: altered(
+            path, lambda it: it["drafter"]["arguments"].update(shared_output=True)
+        ),
         "train them again",
     ),
     "no prompts": (lambda path: altered(path, lambda it: it.pop("prompts")), "it has no 'prompts'"),
-    "no target": (lambda path: altered(path, lambda it: it.update(target=None)), "expected a class"),
-    "no digest": (lambda path: altered(path, lambda it: it["target"].update(sha256=5)), "its target.sha256 must be"),
-    "an absurd size": (lambda path: altered(path, lambda it: it["drafter"]["arguments"].update(num_heads=64)), "more"),
-    "no window": (lambda path: altered(path, lambda it: it["recipe"].update(num_draft_tokens=0)), "from 1"),
-    "a type that is none": (lambda path: altered(path, lambda it: it.update(computes_in="int3")), "must be one of"),
+    "no target": (
+        lambda path: altered(path, lambda it: it.update(target=None)),
+        "expected a class",
+    ),
+    "no digest": (
+        lambda path: altered(path, lambda it: it["target"].update(sha256=5)),
+        "its target.sha256 must be",
+    ),
+    "an absurd size": (
+        lambda path: altered(path, lambda it: it["drafter"]["arguments"].update(num_heads=64)),
+        "more",
+    ),
+    "no window": (
+        lambda path: altered(path, lambda it: it["recipe"].update(num_draft_tokens=0)),
+        "from 1",
+    ),
+    "a type that is none": (
+        lambda path: altered(path, lambda it: it.update(computes_in="int3")),
+        "must be one of",
+    ),
 }
 
 
@@ -263,8 +339,14 @@ def test_int8_scales_must_fit_their_matrices(tmp_path: Path) -> None:
     checkpoints.save(path, whole.reference, whole.drafts, dtype="int8")
     weights, metadata = load_file(path), header(path)[0]["__metadata__"]
     name = next(each for each in weights if each.endswith(".int8_scale"))
-    for scale, told in ((weights[name][:1], "invalid"), (weights[name] / 0, "not finite"), (None, "invalid")):
-        bad = {key: value for key, value in weights.items() if key != name} | ({} if scale is None else {name: scale})
+    for scale, told in (
+        (weights[name][:1], "invalid"),
+        (weights[name] / 0, "not finite"),
+        (None, "invalid"),
+    ):
+        bad = {key: value for key, value in weights.items() if key != name} | (
+            {} if scale is None else {name: scale}
+        )
         save_file(bad, path, metadata)
         with pytest.raises(ValueError, match=told):
             checkpoints.load(path)
@@ -274,7 +356,9 @@ def test_a_weight_of_two_names_has_one_value(tmp_path: Path) -> None:
     target, path = load_model("target"), tmp_path / "pair.ckpt"
     drafter = KINDS["model"](target)
     content: dict[str, Any] = {KEY: describe(TargetReference.of(target), drafter)}
-    weights = content["state_dict"] = {f"drafter.{name}": value for name, value in drafter.state_dict().items()}
+    weights = content["state_dict"] = {
+        f"drafter.{name}": value for name, value in drafter.state_dict().items()
+    }
     torch.save(content, path)
     checkpoints.load(path)
     (head,) = (name for name in weights if name.endswith("lm_head.weight"))
@@ -291,5 +375,9 @@ def test_the_shipped_recurrent_target_continues_progressions_that_it_has_not_lea
     unseen = [list(sequence) for sequence in (*splits.val, *splits.test)]
     assert len(unseen) == 15
     found = decoder.decode_standard([sequence[:3] for sequence in unseen], max_new_tokens=7).tokens
-    num_right = sum(row[i] == sequence[3 + i] for row, sequence in zip(found, unseen, strict=True) for i in range(7))
+    num_right = sum(
+        row[i] == sequence[3 + i]
+        for row, sequence in zip(found, unseen, strict=True)
+        for i in range(7)
+    )
     assert num_right >= 100  # of 105

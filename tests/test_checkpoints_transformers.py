@@ -49,7 +49,9 @@ def logits(model: LanguageModel) -> torch.Tensor:
         return model(TOKENS, model.init_state(1, 16)).logits
 
 
-def through_a_file(target: LanguageModel, drafter: Drafter | None = None, **options: Any) -> checkpoint.LoadedPair:
+def through_a_file(
+    target: LanguageModel, drafter: Drafter | None = None, **options: Any
+) -> checkpoint.LoadedPair:
     checkpoint.save("a.ckpt", target, drafter or NGramDrafter(), prompts=[[1, 2]], **options)
     return checkpoint.load("a.ckpt")
 
@@ -71,9 +73,13 @@ def test_reading_a_checkpoint_draws_no_random_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_no_token_of_a_new_model_is_special_unless_its_config_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_token_of_a_new_model_is_special_unless_its_config_says_so(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     for family in ("gpt2", "phi3", "gemma3_text"):
-        config = HuggingFaceLM({"model_type": family, **FAMILIES[family], "pad_token_id": None}).model.config
+        config = HuggingFaceLM(
+            {"model_type": family, **FAMILIES[family], "pad_token_id": None}
+        ).model.config
         assert config.pad_token_id is config.bos_token_id is config.eos_token_id is None
     assert llama(eos_token_id=3).model.config.eos_token_id == 3
     assert "token_id" not in capfd.readouterr().err
@@ -96,7 +102,10 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "code of its own": ({"auto_map": {"AutoModelForCausalLM": "a--b.C"}}, "auto_map"),
     "attention from a hub": ({"attn_implementation": "somebody/kernels"}, "attn_implementation"),
     "quantization": ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-    "a model within the model": ({"rope_parameters": {"model_type": "timm_backbone"}}, "says 'model_type'"),
+    "a model within the model": (
+        {"rope_parameters": {"model_type": "timm_backbone"}},
+        "says 'model_type'",
+    ),
     "weights from a hub": ({"use_pretrained_backbone": True}, "use_pretrained_backbone"),
     "absurd vocabulary": ({"vocab_size": 2**40}, "vocab_size must be from"),
     "no such activation": ({"hidden_act": "os.system"}, "os.system"),
@@ -130,7 +139,24 @@ def test_a_description_larger_than_its_weights_costs_nothing(content: dict[str, 
 
 def mutations(numbers: random.Random, description: dict[str, Any]) -> Iterator[None]:
     """Change some values of a description, somewhere."""
-    values: list[Any] = [0, 1, -1, 2, 7, 10**12, 0.5, float("nan"), "", "llama", None, [], {}, True, [1] * 50, {"a": 1}]
+    values: list[Any] = [
+        0,
+        1,
+        -1,
+        2,
+        7,
+        10**12,
+        0.5,
+        float("nan"),
+        "",
+        "llama",
+        None,
+        [],
+        {},
+        True,
+        [1] * 50,
+        {"a": 1},
+    ]
     for _ in range(numbers.choice((1, 1, 2, 5))):
         place = description[numbers.choice(("target", "drafter"))]["arguments"]
         while True:
@@ -209,8 +235,12 @@ def other(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any
 OTHER_DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "a name that is none": other(lambda described: described.update(name="a.b")),
     "computing in a list": other(lambda described: described.update(computes_in=["float32"])),
-    "another of another kind": other(lambda described: described["others"].update(tiny=described["target"])),
-    "another without weights": other(lambda described: described["others"].update(more=described["drafter"])),
+    "another of another kind": other(
+        lambda described: described["others"].update(tiny=described["target"])
+    ),
+    "another without weights": other(
+        lambda described: described["others"].update(more=described["drafter"])
+    ),
     "a tokenizer that is none": other(lambda described: described.update(tokenizer=5)),
 }
 
@@ -241,6 +271,8 @@ def test_recurrent_checkpoints_need_no_transformers() -> None:
         f"SpeculativeDecoder.from_checkpoint({str(SHIPPED)!r}).decode([1, 2, 3], max_new_tokens=3)\n"
         "print('transformers' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout.strip() == "False"
     assert set(MODELS) == {"RNN", "HuggingFaceLM"} and MODELS.load("HuggingFaceLM") is HuggingFaceLM

@@ -36,10 +36,14 @@ for words in {[*asked, *mistaken]}:
     except SystemExit:
         print("\\nanswered", words, *{HEAVY} & {{*sys.modules}})
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     told = re.split(r"^answered (.*)\n", done.stdout, flags=re.MULTILINE)
     assert told[1::2] == [*asked, *mistaken], done.stderr
-    assert [bool(text.strip()) for text in told[0:-1:2]] == [True] * len(asked) + [False] * len(mistaken)
+    assert [bool(text.strip()) for text in told[0:-1:2]] == [True] * len(asked) + [False] * len(
+        mistaken
+    )
     assert [line[:7] for line in done.stderr.splitlines()] == ["error: "] * len(mistaken)
 
 
@@ -49,18 +53,41 @@ def test_the_overview_names_every_verb() -> None:
     assert call().code == 2 and call().out == overview == succeed("help").out
     assert succeed("help", "decode").out == succeed("decode", "--help").out
     command = [sys.executable, "-m", "lightning_specdec", "--version"]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"{__version__}\n"
+    assert (
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        == f"{__version__}\n"
+    )
     for verb, what in FORMER_VERBS.items():
         assert f"is now `lightning_specdec {what}`" in call(verb, "x").err
 
 
 def test_flags_take_dashes_and_a_kinds_settings_go_with_its_name() -> None:
-    words = ["--target", "t", "--drafter.max-ngram=4", "--drafter", "NGramDrafter", "--prompt", "--a-b c", "--eos", "1"]
+    words = [
+        "--target",
+        "t",
+        "--drafter.max-ngram=4",
+        "--drafter",
+        "NGramDrafter",
+        "--prompt",
+        "--a-b c",
+        "--eos",
+        "1",
+    ]
     options = make_parser("decode").read([*words, "--top-k", "3"])
-    assert (options.prompt, options.eos, options.top_k, "seed" in options) == (["--a-b c"], [1], 3, False)
+    assert (options.prompt, options.eos, options.top_k, "seed" in options) == (
+        ["--a-b c"],
+        [1],
+        3,
+        False,
+    )
     assert options.drafter.name == "NGramDrafter" and options.drafter.settings == {"max_ngram": "4"}
-    assert pair_source(options).target == "t" and decoding(options) == DecodingConfig(eos=(1,), top_k=3)
-    for kind, name, setting in (("drafter", "NGramDrafter", "max_ngram"), ("rule", "TypicalAcceptance", "delta")):
+    assert pair_source(options).target == "t" and decoding(options) == DecodingConfig(
+        eos=(1,), top_k=3
+    )
+    for kind, name, setting in (
+        ("drafter", "NGramDrafter", "max_ngram"),
+        ("rule", "TypicalAcceptance", "delta"),
+    ):
         assert f"--{kind}.{setting}" in succeed("decode", f"--{kind}.help", name).out
 
 
@@ -73,18 +100,28 @@ def test_completion_scripts_know_verbs_and_flags() -> None:
     for shell in ("bash", "zsh", "fish"):
         script = succeed("--completion", shell).out
         assert "audit" in script and "max_new_tokens" in script
-    probe = succeed("--completion", "bash").out + "COMP_WORDS=(lightning_specdec decode --max_new); COMP_CWORD=2\n"
+    probe = (
+        succeed("--completion", "bash").out
+        + "COMP_WORDS=(lightning_specdec decode --max_new); COMP_CWORD=2\n"
+    )
     command = ["bash", "-c", probe + '_lightning_specdec; echo "${COMPREPLY[@]}"']
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "--max_new_tokens\n"
+    assert (
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        == "--max_new_tokens\n"
+    )
 
 
 def test_a_reader_that_has_gone_causes_no_traceback(ckpt: str) -> None:
-    with subprocess.Popen([SCRIPT, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [SCRIPT, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdout is not None and child.stderr is not None
         child.stdout.close()
         assert child.stderr.read() == ""
     assert child.returncode == 0
-    closed = subprocess.run(f"{SCRIPT} --help >&-", shell=True, capture_output=True, text=True, check=False)
+    closed = subprocess.run(
+        f"{SCRIPT} --help >&-", shell=True, capture_output=True, text=True, check=False
+    )
     assert (closed.returncode, closed.stderr) == (0, "")
 
 
@@ -92,10 +129,16 @@ def test_info_says_what_a_checkpoint_holds_and_how_it_was_made(ckpt: str, tmp_pa
     shown = succeed("info", ckpt).out
     lines = {" ".join(line.split()) for line in shown.splitlines()}
     assert shown == succeed("info", "--ckpt", ckpt).out and f"recipe epochs {EPOCHS}" in lines
-    assert "RNN(vocab_size=50, embedding_size=32, hidden_size=64, num_layers=2) of 19,442 parameters" in shown
+    assert (
+        "RNN(vocab_size=50, embedding_size=32, hidden_size=64, num_layers=2) of 19,442 parameters"
+        in shown
+    )
     assert "ModelDrafter(model=RNN(" in shown and "prompts 3 with 3 tokens (-v shows them)" in lines
     document = succeed("info", ckpt, "--output", "json").json
-    assert document["prompts"] == checkpoint.load(ckpt).prompts and document["recipe"]["epochs"] == EPOCHS
+    assert (
+        document["prompts"] == checkpoint.load(ckpt).prompts
+        and document["recipe"]["epochs"] == EPOCHS
+    )
     path = str(tmp_path / "text.ckpt")
     recipe = {"losses": {"\x1b[31m": [1]}, "long": "a" * 500, "data": {"size_bytes": "many"}}
     prompts = [list(range(10)) * 10, [1, 2]]
@@ -104,17 +147,29 @@ def test_info_says_what_a_checkpoint_holds_and_how_it_was_made(ckpt: str, tmp_pa
     assert "recipe long" not in shown and "2 with 2 to 100 tokens (-v shows them)\n" in shown
     shown = succeed("info", path, "-v").out
     assert f"{prompts}\n" in shown
-    assert all(word in succeed("info").out for word in ("python", "torch", "threads", "pair gpt2", "GB, "))
+    assert all(
+        word in succeed("info").out for word in ("python", "torch", "threads", "pair gpt2", "GB, ")
+    )
     assert "\\x1b[31m" in shown and "\x1b" not in shown and f"{'a' * 200}...\n" in shown
 
 
-def test_an_exported_checkpoint_decodes_the_same_and_holds_no_training(ckpt: str, tmp_path: Path) -> None:
+def test_an_exported_checkpoint_decodes_the_same_and_holds_no_training(
+    ckpt: str, tmp_path: Path
+) -> None:
     exported = str(tmp_path / "new" / "small.ckpt")
     assert succeed("export", "--ckpt", ckpt, "--output", exported).out.startswith(exported)
-    assert Path(exported).stat().st_size < Path(ckpt).stat().st_size and "epoch" not in checkpoint.read(exported)
-    documents = [succeed("decode", path, *QUICK, "--output", "json").json for path in (ckpt, exported)]
-    first, second = ([each["speculative"]["tokens"] for each in document["prompts"]] for document in documents)
-    assert first == second and [path.name for path in Path(exported).parent.iterdir()] == ["small.ckpt"]
+    assert Path(exported).stat().st_size < Path(
+        ckpt
+    ).stat().st_size and "epoch" not in checkpoint.read(exported)
+    documents = [
+        succeed("decode", path, *QUICK, "--output", "json").json for path in (ckpt, exported)
+    ]
+    first, second = (
+        [each["speculative"]["tokens"] for each in document["prompts"]] for document in documents
+    )
+    assert first == second and [path.name for path in Path(exported).parent.iterdir()] == [
+        "small.ckpt"
+    ]
 
 
 def test_an_export_replaces_nothing_but_an_earlier_export(ckpt: str, here: None) -> None:

@@ -37,7 +37,9 @@ def decoder(model: str) -> SpeculativeDecoder:
     return SpeculativeDecoder.from_pretrained(model)
 
 
-def oracle(decoder: SpeculativeDecoder, turns: list[str], *, system: str | None = None, **options: Any) -> list[str]:
+def oracle(
+    decoder: SpeculativeDecoder, turns: list[str], *, system: str | None = None, **options: Any
+) -> list[str]:
     """Standard decoding's answers, each to the whole chat read from scratch."""
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     answers = []
@@ -51,7 +53,9 @@ def oracle(decoder: SpeculativeDecoder, turns: list[str], *, system: str | None 
 
 def talk(model: str, *arguments: str, turns: list[str] | None = None) -> str:
     stdin = "".join(f"{turn}\n" for turn in (TURNS if turns is None else turns))
-    return succeed("chat", "--target", model, "--max_new_tokens", str(NEW), *arguments, stdin=stdin).out
+    return succeed(
+        "chat", "--target", model, "--max_new_tokens", str(NEW), *arguments, stdin=stdin
+    ).out
 
 
 def shown(answers: list[str]) -> str:
@@ -64,7 +68,9 @@ def test_the_answers_are_those_of_standard_decoding(
     model: str, decoder: SpeculativeDecoder, draft: str, window: str
 ) -> None:
     drafts = {"lookup": ["--drafter", "NGramDrafter"], "itself": ["--draft", model]}
-    assert talk(model, "--num_draft_tokens", window, *drafts[draft]) == shown(oracle(decoder, TURNS))
+    assert talk(model, "--num_draft_tokens", window, *drafts[draft]) == shown(
+        oracle(decoder, TURNS)
+    )
 
 
 def test_a_system_prompt_precedes_the_chat_and_stop_strings_end_an_answer(
@@ -75,14 +81,20 @@ def test_a_system_prompt_precedes_the_chat_and_stop_strings_end_an_answer(
     stops = [written[-1], written[len(written) // 2]]
     answers = oracle(decoder, TURNS, system="You are an oak.", stop=stops)
     assert answers[0] == whole[: min(whole.find(stop) for stop in stops)]
-    assert talk(model, "--system", "You are an oak.", "--stop", stops[0], "--stop", stops[1]) == shown(answers)
+    assert talk(
+        model, "--system", "You are an oak.", "--stop", stops[0], "--stop", stops[1]
+    ) == shown(answers)
 
 
 @pytest.mark.parametrize("leave", ["/quit", "/exit"])
-def test_commands_begin_a_new_chat_and_leave(model: str, decoder: SpeculativeDecoder, leave: str) -> None:
+def test_commands_begin_a_new_chat_and_leave(
+    model: str, decoder: SpeculativeDecoder, leave: str
+) -> None:
     once = oracle(decoder, TURNS[:2])
     turns = [*TURNS[:2], "/help", "/reset", "", *TURNS[:2], f" {leave} ", TURNS[2]]
-    told = call("chat", "--target", model, "--max_new_tokens", str(NEW), "-v", stdin="\n".join(turns))
+    told = call(
+        "chat", "--target", model, "--max_new_tokens", str(NEW), "-v", stdin="\n".join(turns)
+    )
     assert told.out == shown([*once, *once]) and told.err.count(" tokens/s") == 4
 
 
@@ -109,7 +121,12 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(
     told = talker.say(TURNS[0])
     whole, row = oracle(decoder, TURNS[:1])[0], conversation.row
     first = talker.messages[-1]["content"]
-    assert row is not None and row.stop_reason == "cancelled" and "cancelled" in told and row.num_new < NEW
+    assert (
+        row is not None
+        and row.stop_reason == "cancelled"
+        and "cancelled" in told
+        and row.num_new < NEW
+    )
     assert whole.startswith(first) and len(first) < len(whole)
     talker.say(TURNS[1])
     assert row.resumed
@@ -117,7 +134,9 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(
     sys.stdout.presses = 2
     with pytest.raises(KeyboardInterrupt):
         talker.say(TURNS[2])
-    assert [each["content"] for each in talker.messages[::2]] == TURNS[:2], "a question without an answer is dropped"
+    assert [each["content"] for each in talker.messages[::2]] == TURNS[:2], (
+        "a question without an answer is dropped"
+    )
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -127,7 +146,10 @@ def test_what_cannot_chat_is_refused_in_one_line(model: str, here: None) -> None
     tiny_models.write(Path("base"), tokenizer=tokenizer)
     for arguments, told in (
         ((), "name the models by one of"),
-        (("--ckpt", "x.ckpt"), "chat takes --pair or --target, since a checkpoint has no chat template"),
+        (
+            ("--ckpt", "x.ckpt"),
+            "chat takes --pair or --target, since a checkpoint has no chat template",
+        ),
         (("--target", "base"), "has no chat template"),
         (("--pair", "smolm2"), "did you mean smollm2?"),
         (("--target", model, "--num_draft_tokens", "some"), "num_draft_tokens"),
@@ -136,5 +158,13 @@ def test_what_cannot_chat_is_refused_in_one_line(model: str, here: None) -> None
     refused("chat", "--target", model, "--stop", "", stdin="a\n", told="stop string is empty")
     refused("chat", "--target", model, stdin="the oak " * 600 + "\n", told="begin a new one")
     for command in ("/clear", "/save chat.txt", "/reset now"):
-        refused("chat", "--target", model, stdin=f"{command}\n", told=f"no command {command}: /reset begins")
-    assert succeed("chat", "--target", model, "--max_new_tokens", "4", stdin="/usr/bin/ls?\n").out, "a path is text"
+        refused(
+            "chat",
+            "--target",
+            model,
+            stdin=f"{command}\n",
+            told=f"no command {command}: /reset begins",
+        )
+    assert succeed(
+        "chat", "--target", model, "--max_new_tokens", "4", stdin="/usr/bin/ls?\n"
+    ).out, "a path is text"

@@ -37,7 +37,13 @@ def test_without_a_prompt_the_stored_prompts_get_seven_tokens_with_both_methods(
         assert len(each["speculative"]["tokens"]) == 7 and each["standard"]["counts"] is None
         counts = each["speculative"]["counts"]
         assert counts["num_accepted"] <= counts["num_tested"] <= counts["num_proposed"]
-    rates = ("walltime_speedup", "latency_reduction", "acceptance_rate", "draft_utilization", "block_efficiency")
+    rates = (
+        "walltime_speedup",
+        "latency_reduction",
+        "acceptance_rate",
+        "draft_utilization",
+        "block_efficiency",
+    )
     assert all(isinstance(summary[name], float) for name in rates)
     assert all(len(summary[side]["runs"]["seconds"]) == 2 for side in ("standard", "speculative"))
     assert {"device", "threads", "torch", "commit", "checkpoint_sha256"} <= manifest.keys()
@@ -70,15 +76,26 @@ def test_the_answer_comes_first_then_clean_outputs_then_the_fates_then_the_table
         entry = f"prompt {each['index']}: {' '.join(map(str, each['prompt']))}\n    {clean}\n"
         assert (entry in printed) == (each["index"] < few) and entry in verbose
         assert f"{entry}  marked\n    {marked.replace('] [', ' ')}\n" in verbose
-    assert "  marks: [draft token kept], the target's own\n" in printed and "time by phase" not in printed
+    assert (
+        "  marks: [draft token kept], the target's own\n" in printed
+        and "time by phase" not in printed
+    )
     assert re.search(r"\n +ModelDrafter,\n +standard +window 4\nseconds ", printed)
     assert "\n1 more prompt: -v" in printed and "time by phase" in verbose
 
 
-def test_on_a_terminal_lines_are_no_wider_and_rejected_tokens_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_lines_are_no_wider_and_rejected_tokens_are_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rounds = [Round([100 + i, 200, 300], 1, 400) for i in range(20)]
     row = RowResult(
-        0, [1], [each for i in range(20) for each in (100 + i, 400)], "length", 20, [0.1] * 40, rounds=rounds
+        0,
+        [1],
+        [each for i in range(20) for each in (100 + i, 400)],
+        "length",
+        20,
+        [0.1] * 40,
+        rounds=rounds,
     )
     outcome = DecodeResult([row], 1.0, {}, 20, 20, rule="ExactMatch")
     monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((40, 24)))
@@ -106,7 +123,9 @@ def test_where_the_methods_stopped_for_other_reasons_both_are_named() -> None:
         ([[1.5]], "too few repeats to tell: 1.50x ("),
     ],
 )
-def test_a_gain_is_claimed_only_where_its_interval_lies_above_one(speedups: list[list[float]], told: str) -> None:
+def test_a_gain_is_claimed_only_where_its_interval_lies_above_one(
+    speedups: list[list[float]], told: str
+) -> None:
     rows = [standard(len(each), repeat=i) for i, each in enumerate(speedups)]
     rows += [faster(each, repeat=i) for i, each in enumerate(speedups)]
     assert decode.saved(cells_of(rows)[1]).startswith(told)
@@ -115,22 +134,49 @@ def test_a_gain_is_claimed_only_where_its_interval_lies_above_one(speedups: list
 @pytest.mark.parametrize(
     "options",
     [
-        ["--rule", "RejectionSampling", "--temperature", "0.7", "--top_k", "9", "--top_p", "0.9", "--min_p", "0.01"],
+        [
+            "--rule",
+            "RejectionSampling",
+            "--temperature",
+            "0.7",
+            "--top_k",
+            "9",
+            "--top_p",
+            "0.9",
+            "--min_p",
+            "0.01",
+        ],
         ["--rule", "EpsilonThreshold", "--rule.epsilon=0.2"],
-        ["--rule", "TypicalAcceptance", "--rule.epsilon", "0.05", "--rule.delta", "0.2", "--temperature", "1"],
+        [
+            "--rule",
+            "TypicalAcceptance",
+            "--rule.epsilon",
+            "0.05",
+            "--rule.delta",
+            "0.2",
+            "--temperature",
+            "1",
+        ],
     ],
     ids=" ".join,
 )
 def test_a_lossy_rule_says_so_and_how_many_tokens_differ(ckpt: str, options: list[str]) -> None:
     given = ("decode", ckpt, *QUICK, "--num-draft-tokens", "5", *options)
     first, document = succeed(*given).out.splitlines()[0], succeed(*given, "--output", "json").json
-    pairs = [(each["standard"]["tokens"], each["speculative"]["tokens"]) for each in document["prompts"]]
+    pairs = [
+        (each["standard"]["tokens"], each["speculative"]["tokens"]) for each in document["prompts"]
+    ]
     differing = sum(a != b for pair in pairs for a, b in zip(*pair, strict=True))
     assert document["summary"]["lossless"] == RULES[options[1]].lossless
     if RULES[options[1]].lossless:
-        assert ("output identical" if not differing else "as two draws of the same distribution do") in first
+        assert (
+            "output identical" if not differing else "as two draws of the same distribution do"
+        ) in first
     else:
-        assert f"LOSSY: {differing} of {sum(len(standard) for standard, _ in pairs)} new tokens differ" in first
+        assert (
+            f"LOSSY: {differing} of {sum(len(standard) for standard, _ in pairs)} new tokens differ"
+            in first
+        )
         assert f"{options[1]} kept {document['summary']['num_changed']} draft token" in first
 
 
@@ -140,7 +186,9 @@ def result(*rows: list[int], rule: str | None = None, **fields: Any) -> DecodeRe
     return DecodeResult(found, 1.0, {}, 2, 0, rule=rule, **fields)
 
 
-def test_ctrl_c_keeps_the_batches_that_are_over_and_the_current_one(ckpt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_the_batches_that_are_over_and_the_current_one(
+    ckpt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def decode(self: Any, batch: Any, config: Any, *, indices: range) -> DecodeResult:
         row = RowResult(indices[0], batch[0], [8 + indices[0]], "length", 1, [0.1])
         found = DecodeResult([row], 1.0, {}, 1, 0, rule="ExactMatch")
@@ -152,10 +200,14 @@ def test_ctrl_c_keeps_the_batches_that_are_over_and_the_current_one(ckpt: str, m
     outcome = call("decode", ckpt, "--output", "json")
     assert outcome.code == 130 and outcome.json["summary"] == {}
     tokens = [each.get("speculative", {}).get("tokens") for each in outcome.json["prompts"]]
-    assert tokens == [[8], [9], None] and all("standard" in each for each in outcome.json["prompts"])
+    assert tokens == [[8], [9], None] and all(
+        "standard" in each for each in outcome.json["prompts"]
+    )
 
 
-def test_where_outputs_differ_a_near_tie_is_told_from_a_fault(ckpt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_outputs_differ_a_near_tie_is_told_from_a_fault(
+    ckpt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def told(*tokens: int, rule: str = "ExactMatch", **config: Any) -> str:
         other = result([1, 2, 3], [*tokens], rule=rule)
         decoder = SpeculativeDecoder.from_checkpoint(ckpt)
@@ -165,12 +217,14 @@ def test_where_outputs_differ_a_near_tie_is_told_from_a_fault(ckpt: str, monkeyp
     fault = "NOT a near-tie in float32: `lightning_specdec audit` looks closer"
     assert told(5, 7) == f"output differs in 1 of 2 prompts, first at token 2 of prompt 1 ({fault})"
     tie = Divergence(1, 1, (6, 7), 0.0, 0.0, 0.1, "tie")
-    monkeypatch.setattr("lightning_specdec.audit.identity.find_divergence", lambda *given, **options: tie)
+    monkeypatch.setattr(
+        "lightning_specdec.audit.identity.find_divergence", lambda *given, **options: tie
+    )
     assert told(5, 7).endswith("first at token 2 of prompt 1 (near-tie in float32)")
     one, other = result([5, 6]), result([5, 7], rule="ExactMatch")
-    assert decode.agreement(SpeculativeDecoder.from_checkpoint(ckpt), one, other, DecodingConfig()) == (
-        "output differs at token 2 (near-tie in float32)"
-    )
+    assert decode.agreement(
+        SpeculativeDecoder.from_checkpoint(ckpt), one, other, DecodingConfig()
+    ) == ("output differs at token 2 (near-tie in float32)")
     assert "two draws" in told(5, 7, rule="RejectionSampling", temperature=1.0)
 
 
@@ -184,16 +238,42 @@ def test_one_mode_runs_that_method_alone(ckpt: str, mode: str) -> None:
 
 
 def test_eos_logprobs_threads_seed_and_dtype_do_what_they_say(ckpt: str) -> None:
-    options = ("decode", "--ckpt", ckpt, *QUICK, "--prompt", "1 2 3", "--eos", "5", "--eos", "49", "--logprobs")
+    options = (
+        "decode",
+        "--ckpt",
+        ckpt,
+        *QUICK,
+        "--prompt",
+        "1 2 3",
+        "--eos",
+        "5",
+        "--eos",
+        "49",
+        "--logprobs",
+    )
     document = succeed(*options, "--threads", "1", "--dtype", "float64", "--output", "json").json
     (row,) = document["prompts"]
     for side in ("standard", "speculative"):
         assert row[side]["tokens"] == [4, 5] and row[side]["stop_reason"] == "eos"
-        assert len(row[side]["logprobs"]) == 2 and all(value <= 0 for value in row[side]["logprobs"])
+        assert len(row[side]["logprobs"]) == 2 and all(
+            value <= 0 for value in row[side]["logprobs"]
+        )
     assert document["manifest"]["threads"] == 1
     printed = succeed(*options, "--dtype", "bfloat16").out
-    assert re.search(r"\n  logprobs\n.*\n  \(stopped: eos\)\n  marks: ", printed), "behind all of a prompt's output"
-    drawn = ("decode", ckpt, "--repeats", "0", "--temperature", "1", "--max_new_tokens", "12", "--seed")
+    assert re.search(r"\n  logprobs\n.*\n  \(stopped: eos\)\n  marks: ", printed), (
+        "behind all of a prompt's output"
+    )
+    drawn = (
+        "decode",
+        ckpt,
+        "--repeats",
+        "0",
+        "--temperature",
+        "1",
+        "--max_new_tokens",
+        "12",
+        "--seed",
+    )
     assert succeed(*drawn, "3").out == succeed(*drawn, "3").out != succeed(*drawn, "4").out
 
 

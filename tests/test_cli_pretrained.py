@@ -35,7 +35,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     values = yaml.safe_load((shipped_directory() / "gpt2.yaml").read_text())
     values["target"]["source"], values["draft"]["source"] = "./target", "./draft"
     (home / "configs" / "pairs").mkdir(parents=True)
-    (home / "configs" / "pairs" / "mine.yaml").write_text(yaml.safe_dump({**values, "num_draft_tokens": 5}))
+    (home / "configs" / "pairs" / "mine.yaml").write_text(
+        yaml.safe_dump({**values, "num_draft_tokens": 5})
+    )
     return home
 
 
@@ -48,7 +50,14 @@ def _there(home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 DRAFTING: dict[str, tuple[str, ...]] = {
     "lookup": ("--target", "target"),
     "draft": ("--target", "target", "--draft", "draft"),
-    "draft of another vocabulary": ("--target", "target", "--draft", "foreign", "--num_draft_tokens", "4"),
+    "draft of another vocabulary": (
+        "--target",
+        "target",
+        "--draft",
+        "foreign",
+        "--num_draft_tokens",
+        "4",
+    ),
     "int8 copy": ("--target", "target", "--draft_quantization", "int8"),
     "adaptive": ("--target", "target", "--draft", "draft", "--num_draft_tokens", "auto"),
     "sampled": ("--target", "target", "--draft", "draft", "--temperature", "1", "--seed", "3"),
@@ -78,12 +87,18 @@ def test_a_chat_template_is_used_where_there_is_one_unless_the_text_is_raw(home:
 
     chat = tokenizer.encode_chat([{"role": "user", "content": "the cat"}])
     assert prompt("--target", "target") == prompt("target") == chat
-    assert prompt("--target", "target", "--raw") == prompt("--target", "draft") == tokenizer.encode("the cat")
+    assert (
+        prompt("--target", "target", "--raw")
+        == prompt("--target", "draft")
+        == tokenizer.encode("the cat")
+    )
 
 
 def test_prompts_come_from_files_and_stdin_as_text_or_json(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
-    path.write_text('\ufeffthe cat\n\n{"prompt": "the dog\\nsat", "id": 3}\n{ not json\n{"prompt": "a\u2028b\x85c"}\n')
+    path.write_text(
+        '\ufeffthe cat\n\n{"prompt": "the dog\\nsat", "id": 3}\n{ not json\n{"prompt": "a\u2028b\x85c"}\n'
+    )
 
     def texts(*arguments: str, stdin: str = "") -> list[str]:
         document = succeed("decode", "--target", "target", *BRIEF, *arguments, stdin=stdin).json
@@ -92,7 +107,11 @@ def test_prompts_come_from_files_and_stdin_as_text_or_json(tmp_path: Path) -> No
     lines = ["the cat", "the dog\nsat", "{ not json", "a\u2028b\x85c"]
     assert texts("--prompts_file", str(path)) == lines
     assert texts("--prompts_file", "-", stdin=path.read_text()) == lines
-    assert texts("--prompt", "a\nb", "--prompt", '{"prompt": 1}', "--prompt", "\n") == ["a\nb", '{"prompt": 1}', "\n"]
+    assert texts("--prompt", "a\nb", "--prompt", '{"prompt": 1}', "--prompt", "\n") == [
+        "a\nb",
+        '{"prompt": 1}',
+        "\n",
+    ]
     assert texts() == list(OWN_PROMPTS)
 
 
@@ -104,10 +123,16 @@ def test_prompts_come_from_files_and_stdin_as_text_or_json(tmp_path: Path) -> No
         ("broken", "broken/model.safetensors is truncated or damaged"),
         ("target --max_new_tokens 600", "context of 512"),
         ("target --prompt a --prompt=", "--prompt 2 is empty: give at least one token"),
-        ("target --prompts_file null.jsonl", "null.jsonl, line 2 is empty: give at least one token"),
+        (
+            "target --prompts_file null.jsonl",
+            "null.jsonl, line 2 is empty: give at least one token",
+        ),
         ("--pair mime", "there is no pair 'mime': did you mean mine?"),
         ("target --drafter.max_ngram 3", "max_ngram needs the drafter's name"),
-        ("target --drafter NGramDrafter --drafter.max_ngram x", "--drafter.max_ngram must be an integer"),
+        (
+            "target --drafter NGramDrafter --drafter.max_ngram x",
+            "--drafter.max_ngram must be an integer",
+        ),
         ("layered --drafter EarlyExitDrafter --drafter.exit_layer=1", "cannot be taken"),
         ("target --ignore_eos --eos 3", "--ignore_eos and --eos exclude each other"),
         ("tokens", "the target keeps no prompts of its own"),
@@ -128,7 +153,11 @@ def test_an_unreachable_hub_is_one_line_at_once(monkeypatch: pytest.MonkeyPatch)
 def test_a_pair_fits_or_not_by_text_and_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(info, "available_bytes", lambda device: 6 * 10**9)
     document = succeed("info", "gpt2", "--output", "json").json
-    assert document["available_bytes"] == 6 * 10**9 and document["num_draft_tokens"] == 9 and document["fits"] is True
+    assert (
+        document["available_bytes"] == 6 * 10**9
+        and document["num_draft_tokens"] == 9
+        and document["fits"] is True
+    )
     assert "774,030,080 parameters" in document["target"] and "124,439,808" in document["draft"]
     shown = succeed("info", "--pair", "gpt2").out
     assert "fits" in shown and "6.0 GB" in shown
@@ -140,7 +169,11 @@ def test_a_pair_fits_or_not_by_text_and_exit_code(monkeypatch: pytest.MonkeyPatc
 
 def test_info_of_a_directory_loads_the_model() -> None:
     document = succeed("info", "target", "--dtype", "bfloat16", "--output", "json").json
-    assert (document["dtype"], document["context"], document["chat_template"]) == ("bfloat16", 512, True)
+    assert (document["dtype"], document["context"], document["chat_template"]) == (
+        "bfloat16",
+        512,
+        True,
+    )
     shown = succeed("info", "target", "--quantization", "int8").out
     assert "LlamaForCausalLM" in shown and "int8" in shown
     refused("info", "target", "--quantization", "int4", told="CUDA GPU only")

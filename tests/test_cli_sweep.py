@@ -60,18 +60,32 @@ def test_every_draft_and_window_is_a_row_and_the_command_decodes_like_the_best(
 ) -> None:
     document = succeed("sweep", "drafts.ckpt", *arguments, *BRIEF, "--output", "json").json
     cells = [(row["draft"], row["num_draft_tokens"]) for row in document["rows"]]
-    assert cells == [(name, window) for name in names for window in (2, 3)] and not document["interrupted"]
-    assert all(row["same_tokens"] and row["error"] is None and row["walltime_speedup"] > 0 for row in document["rows"])
-    decoded = succeed(*shlex.split(document["command"])[1:], "--repeats", "0", "--output", "json").json
+    assert (
+        cells == [(name, window) for name in names for window in (2, 3)]
+        and not document["interrupted"]
+    )
+    assert all(
+        row["same_tokens"] and row["error"] is None and row["walltime_speedup"] > 0
+        for row in document["rows"]
+    )
+    decoded = succeed(
+        *shlex.split(document["command"])[1:], "--repeats", "0", "--output", "json"
+    ).json
     best, options = document["rows"][document["best"]], decoded["manifest"]["options"]
-    assert options["num_draft_tokens"] == best["num_draft_tokens"] and options["max_new_tokens"] == 6
+    assert (
+        options["num_draft_tokens"] == best["num_draft_tokens"] and options["max_new_tokens"] == 6
+    )
     if "exit " in best["draft"]:
         assert options["drafter"]["init_args"] == {"exit_layer": best["draft"][-1]}
-    assert all(each["standard"]["tokens"] == each["speculative"]["tokens"] for each in decoded["prompts"])
+    assert all(
+        each["standard"]["tokens"] == each["speculative"]["tokens"] for each in decoded["prompts"]
+    )
 
 
 @pytest.mark.parametrize("speedup", [0.4, 2.0])
-def test_the_table_shows_every_row_and_marks_the_best(speedup: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_shows_every_row_and_marks_the_best(
+    speedup: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Comparison, "walltime_speedup", Interval(speedup, speedup, speedup))
     shown = succeed("sweep", "--target", "target", *BRIEF, "--prompt", "the cat").out
     *_, header, first, second = shown.partition("\n\n")[0].splitlines()
@@ -82,19 +96,29 @@ def test_the_table_shows_every_row_and_marks_the_best(speedup: float, monkeypatc
     assert ("\nnothing here is faster" in shown) == (speedup < 1) and "\n1 prompt, batch" in shown
 
 
-@pytest.mark.parametrize(("low", "told"), [(1.5, ""), (1.3, ", others may be as fast"), (float("nan"), ", others may")])
+@pytest.mark.parametrize(
+    ("low", "told"), [(1.5, ""), (1.3, ", others may be as fast"), (float("nan"), ", others may")]
+)
 def test_the_best_is_marked_as_one_of_several_where_intervals_overlap(
     low: float, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = {2: Interval(1.2, 1.0, 1.4), 3: Interval(1.6, low, 1.7)}
-    monkeypatch.setattr(Comparison, "walltime_speedup", property(lambda self: found[self.case.num_draft_tokens]))
+    monkeypatch.setattr(
+        Comparison, "walltime_speedup", property(lambda self: found[self.case.num_draft_tokens])
+    )
     shown = succeed("sweep", "--target", "target", *BRIEF, "--prompt", "the cat").out
-    assert re.findall("<- best(.*)", shown)[0].startswith(told) and bool(told) == ("may be" in shown)
+    assert re.findall("<- best(.*)", shown)[0].startswith(told) and bool(told) == (
+        "may be" in shown
+    )
 
 
-def test_other_tokens_and_failures_are_shown_and_make_the_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tokens_and_failures_are_shown_and_make_the_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_specdec.bench.measure._beside", lambda *more: {"same_tokens": False})
+        patch.setattr(
+            "lightning_specdec.bench.measure._beside", lambda *more: {"same_tokens": False}
+        )
         outcome = call("sweep", "--ckpt", RNN, *BRIEF)
     assert outcome.code == 1 and outcome.out.count("OTHER TOKENS than standard decoding") == 2
     fail(monkeypatch, RuntimeError("out of\nmemory"))
@@ -111,7 +135,9 @@ def test_ctrl_c_leaves_the_rows_that_are_over(monkeypatch: pytest.MonkeyPatch) -
     assert outcome.code == 130 and re.search(r"\nmethod +window .*\nModelDrafter +2 ", outcome.out)
 
 
-def test_the_table_is_ordered_by_the_lower_ends_of_the_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_is_ordered_by_the_lower_ends_of_the_intervals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def speedup(self: Comparison) -> Interval:
         low = {2: 0.9, 3: 1.1, 4: 1.0}[self.case.num_draft_tokens]  # type: ignore[index]
         return Interval(1.2, low, 1.4)

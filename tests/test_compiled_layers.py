@@ -56,14 +56,20 @@ print("held")
 
 def test_compiled_layers_decode_the_same_and_are_compiled_once_for_all_widths() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment
+    )
     assert done.stdout == "held\n", done.stderr[-2000:]
 
 
 def test_all_layers_share_what_is_compiled() -> None:
     """Layers are compiled each for itself where their options differ, and a pass is equal to itself alone."""
     for one_token in (False, True):
-        assert compiled._options("inductor", one_token) == compiled._options("inductor", one_token) is not None
+        assert (
+            compiled._options("inductor", one_token)
+            == compiled._options("inductor", one_token)
+            is not None
+        )
 
 
 def test_a_model_that_records_no_calls_is_refused() -> None:

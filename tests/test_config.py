@@ -56,7 +56,11 @@ def test_a_wrong_value_is_named(values: Any, told: str) -> None:
 def test_words_of_a_command_line_are_parsed_by_their_field() -> None:
     assert parse("3", int) == 3 and parse("0.5", float) == 0.5 and parse("true", bool) is True
     assert parse("none", int | None) is None and parse("none", str | None) == "none"
-    for word, hint, told in (("x", int | None, "an integer or none"), ("1_000", int, "int"), (" 7", float, "a number")):
+    for word, hint, told in (
+        ("x", int | None, "an integer or none"),
+        ("1_000", int, "int"),
+        (" 7", float, "a number"),
+    ):
         with pytest.raises(ValueError, match=f"must be .*{told}"):
             parse(word, hint)
 
@@ -64,20 +68,29 @@ def test_words_of_a_command_line_are_parsed_by_their_field() -> None:
 def test_a_decoding_config_takes_changes_and_a_sampling_at_once() -> None:
     config = DecodingConfig.of(None, eos=3, stop="x", sampling=SamplingSettings(0.7, top_k=2))
     assert (config.eos, config.stop, config.temperature, config.top_k) == ((3,), ("x",), 0.7, 2)
-    jaxtyping.config.update("jaxtyping_disable", True)  # here single values are converted after it looks at types
+    jaxtyping.config.update(
+        "jaxtyping_disable", True
+    )  # here single values are converted after it looks at types
     assert DecodingConfig(eos=3, stop="x") == DecodingConfig.from_dict({"eos": 3, "stop": "x"})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="eos must be a list of integers or none, got 1.5"):
         DecodingConfig(eos=1.5)  # type: ignore[arg-type]
     assert DecodingConfig.of(config) is config and DecodingConfig.of(config, seed=1).top_k == 2
-    with pytest.raises(ValueError, match="config must be a DecodingConfig, got 'auto': give its fields by name"):
+    with pytest.raises(
+        ValueError, match="config must be a DecodingConfig, got 'auto': give its fields by name"
+    ):
         DecodingConfig.of("auto")  # type: ignore[arg-type]
-    for changes, told in (({"sead": 1}, "did you mean seed"), ({"num_draft_tokens": "many"}, "auto or an integer")):
+    for changes, told in (
+        ({"sead": 1}, "did you mean seed"),
+        ({"num_draft_tokens": "many"}, "auto or an integer"),
+    ):
         with pytest.raises(ValueError, match=told):
             DecodingConfig.of(config, **changes)
 
 
 def test_kinds_are_found_by_name_and_paths_only_where_they_are_trusted() -> None:
-    assert DRAFTERS.name_of(DRAFTERS.load("NGramDrafter")) == "NGramDrafter" and "ExactMatch" in RULES
+    assert (
+        DRAFTERS.name_of(DRAFTERS.load("NGramDrafter")) == "NGramDrafter" and "ExactMatch" in RULES
+    )
     with pytest.raises(ValueError, match="did you mean NGramDrafter"):
         DRAFTERS.check("NGramDraftr")
     with pytest.raises(ValueError, match="NGramWithFallback"):
@@ -88,7 +101,10 @@ def test_kinds_are_found_by_name_and_paths_only_where_they_are_trusted() -> None
         DRAFTERS.load("os.system")
     with pytest.raises(ValueError, match="cannot import"):
         DRAFTERS.load("no_such.Thing")
-    for kinds, path, method in ((DRAFTERS, "drafters.Drafter", "propose"), (RULES, "rules.AcceptanceRule", "judge")):
+    for kinds, path, method in (
+        (DRAFTERS, "drafters.Drafter", "propose"),
+        (RULES, "rules.AcceptanceRule", "judge"),
+    ):
         with pytest.raises(ValueError, match=f"has no {method}: write it"):
             kinds.load(f"lightning_specdec.{path}")
 

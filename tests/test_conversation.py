@@ -26,7 +26,9 @@ def converse(target: str, drafter: str, **options: Any) -> Conversation:
     return Conversation(cases.target(target), cases.drafter(drafter, target), config)
 
 
-def talk(conversation: Conversation, *, cancel_at: int | None = None, num_turns: int = len(TURNS)) -> list[Row]:
+def talk(
+    conversation: Conversation, *, cancel_at: int | None = None, num_turns: int = len(TURNS)
+) -> list[Row]:
     """Five turns, or fewer; with `cancel_at` each answer is stopped after so many rounds."""
     text: list[int] = []
     rows = []
@@ -59,7 +61,9 @@ def count_reads(conversation: Conversation) -> list[int]:
 @functools.cache
 def from_scratch(target: str, prompt: tuple[int, ...]) -> list[int]:
     """Standard decoding's answer: turns of other drafters and windows have the same prompts."""
-    return autoregressive_decode(cases.target(target), prompt, max_new_tokens=NEW, eos=cases.EOS).tokens[0]
+    return autoregressive_decode(
+        cases.target(target), prompt, max_new_tokens=NEW, eos=cases.EOS
+    ).tokens[0]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +80,9 @@ def test_every_answer_is_that_to_the_whole_text_read_from_scratch(
     target: str, drafter: str, cancel_at: int | None, window: int
 ) -> None:
     """An answer is stopped between two rounds, where the windows of the rounds before are over and done with."""
-    for row in talk(converse(target, drafter, num_draft_tokens=window, eos=cases.EOS), cancel_at=cancel_at):
+    for row in talk(
+        converse(target, drafter, num_draft_tokens=window, eos=cases.EOS), cancel_at=cancel_at
+    ):
         prompt, answer = row.text[: row.prompt_length], row.text[row.prompt_length :]
         whole = from_scratch(target, tuple(prompt))
         assert answer == (whole[: len(answer)] if row.stop_reason == "cancelled" else whole)
@@ -84,7 +90,9 @@ def test_every_answer_is_that_to_the_whole_text_read_from_scratch(
 
 @pytest.mark.parametrize(
     ("target", "drafter"),
-    cases.pairs(["near", "ragged", "itself", "ngram", "wrong", "early_exit", "heads"], cases.BUT_LLAMA),
+    cases.pairs(
+        ["near", "ragged", "itself", "ngram", "wrong", "early_exit", "heads"], cases.BUT_LLAMA
+    ),
 )
 def test_a_turn_reads_its_own_tokens_alone(target: str, drafter: str) -> None:
     conversation = converse(target, drafter)
@@ -125,7 +133,9 @@ def test_reading_all_again_changes_no_answer_at_any_temperature(
     assert [row.text for row in talk(grown)] == kept
     assert grown.session.max_length > 13
     last = talk(converse(target, drafter, **options), num_turns=3)[-1]
-    session = Session(cases.target(target), cases.drafter(drafter, target), max_length=99, **options)
+    session = Session(
+        cases.target(target), cases.drafter(drafter, target), max_length=99, **options
+    )
     row = session.resume(last, [*last.text, *TURNS[3]], max_new_tokens=NEW)
     run(session)
     assert row.text == kept[3]
@@ -133,14 +143,18 @@ def test_reading_all_again_changes_no_answer_at_any_temperature(
 
 def test_a_row_is_resumed_once_and_the_newest_goes_back_as_far_as_it_likes() -> None:
     """Or two rows would draw from the same noise."""
-    session = Session(cases.target("rnn"), cases.drafter("near", "rnn"), max_length=40, sampling=Sampling(1.0))
+    session = Session(
+        cases.target("rnn"), cases.drafter("near", "rnn"), max_length=40, sampling=Sampling(1.0)
+    )
     first = session.add([1, 2], max_new_tokens=5)
     with pytest.raises(ValueError, match="still being decoded"):
         session.resume(first, [1, 2], max_new_tokens=5)
     run(session)
     with pytest.raises(ValueError, match="exceed max_length=40"):
         session.resume(first, [*first.text, 3], max_new_tokens=50)
-    second = session.resume(first, [*first.text, 3], max_new_tokens=4)  # a prompt that was refused has drawn nothing
+    second = session.resume(
+        first, [*first.text, 3], max_new_tokens=4
+    )  # a prompt that was refused has drawn nothing
     with pytest.raises(ValueError, match="resumed before: resume the newest turn instead"):
         session.resume(first, [1, 2, 3], max_new_tokens=5)
     run(session)
@@ -152,21 +166,30 @@ def test_a_row_is_resumed_once_and_the_newest_goes_back_as_far_as_it_likes() -> 
 
 @pytest.mark.parametrize(
     ("target", "drafter"),
-    cases.pairs(["near", "itself", "ragged", "ngram", "cross", "early_exit", "heads"], cases.BUT_LLAMA),
+    cases.pairs(
+        ["near", "itself", "ragged", "ngram", "cross", "early_exit", "heads"], cases.BUT_LLAMA
+    ),
 )
-def test_a_prompt_that_rewrites_the_text_is_answered_from_scratch(target: str, drafter: str) -> None:
+def test_a_prompt_that_rewrites_the_text_is_answered_from_scratch(
+    target: str, drafter: str
+) -> None:
     """Also where the answer before was stopped, as far back as the draft's own last commit."""
     generator, model = random.Random(4), cases.target(target)
     conversation, text = converse(target, drafter, num_draft_tokens=4), [3, 1, 4, 1]
     for _ in range(12):
         kept = generator.choice([0, len(text) // 2, len(text) - 2, len(text) - 1, len(text)])
-        prompt = [*text[:kept], *[generator.randrange(cases.VOCAB) for _ in range(generator.randint(1, 4))]][-40:]
+        prompt = [
+            *text[:kept],
+            *[generator.randrange(cases.VOCAB) for _ in range(generator.randint(1, 4))],
+        ][-40:]
         row, num_rounds = conversation.begin(prompt), generator.choice([1, 2, NEW])
         for _ in range(num_rounds):
             conversation.session.step()
         conversation.session.cancel(row)
         whole = autoregressive_decode(model, prompt, max_new_tokens=NEW).tokens[0]
-        assert row.text[row.prompt_length :] == whole[: row.num_new] and (row.num_new == NEW or num_rounds < NEW)
+        assert row.text[row.prompt_length :] == whole[: row.num_new] and (
+            row.num_new == NEW or num_rounds < NEW
+        )
         text = row.text
 
 
@@ -177,14 +200,22 @@ def test_no_turn_draws_from_the_noise_of_another() -> None:
         for parameter in model.parameters():
             parameter.zero_()
     config = DecodingConfig(max_new_tokens=NEW, temperature=1.0)
-    answers = [row.text[row.prompt_length :] for row in talk(Conversation(model, cases.Repeater(), config))]
-    alone = autoregressive_decode(model, [[1]], max_new_tokens=NEW * len(TURNS), sampling=Sampling(1.0)).tokens[0]
+    answers = [
+        row.text[row.prompt_length :] for row in talk(Conversation(model, cases.Repeater(), config))
+    ]
+    alone = autoregressive_decode(
+        model, [[1]], max_new_tokens=NEW * len(TURNS), sampling=Sampling(1.0)
+    ).tokens[0]
     assert [token for answer in answers for token in answer] == alone
 
 
 @pytest.mark.parametrize(("target", "drafter"), cases.ONE_EACH)
 def test_rows_are_resumed_while_others_go_on(target: str, drafter: str) -> None:
-    generator, model, guesser = random.Random(8), cases.target(target), cases.drafter(drafter, target)
+    generator, model, guesser = (
+        random.Random(8),
+        cases.target(target),
+        cases.drafter(drafter, target),
+    )
     session, done = Session(model, guesser, max_length=400, eos=cases.EOS), list[Row]()
     rows = [session.add(prompt, max_new_tokens=5) for prompt in cases.PROMPTS]
     for _ in range(30):
@@ -192,7 +223,11 @@ def test_rows_are_resumed_while_others_go_on(target: str, drafter: str) -> None:
         for i, row in enumerate(rows):
             if not row.live and generator.random() < 0.7:
                 done.append(row)
-                prompt = [*row.text, generator.randrange(cases.VOCAB), generator.randrange(cases.VOCAB)]
+                prompt = [
+                    *row.text,
+                    generator.randrange(cases.VOCAB),
+                    generator.randrange(cases.VOCAB),
+                ]
                 rows[i] = session.resume(row, prompt, max_new_tokens=generator.randint(1, 8))
     assert len(done) > 20
     for row in done:

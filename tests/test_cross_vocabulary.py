@@ -29,7 +29,9 @@ class Watched(CrossVocabulary):
 
     num_watched, largest = 0, 0
 
-    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(
+        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
         draft = super().propose(state, replace(request, wants_logits=True), windows, sampling)
         assert isinstance(state, CrossDraftState) and draft.logits is not None
         for i, (row, text) in enumerate(zip(state.rows, request.texts, strict=True)):
@@ -78,13 +80,19 @@ WORDS = [[290, 302, 270], [262], [0, 273, 280, 300], [310, 5, 5, 130, 40]]
 """Prompts of the byte-level tokenizer: one with BOS, one that ends in stray bytes."""
 
 
-@pytest.mark.parametrize(("window", "rule"), [(1, ExactMatch), (3, RejectionSampling), (5, ExactMatch)])
+@pytest.mark.parametrize(
+    ("window", "rule"), [(1, ExactMatch), (3, RejectionSampling), (5, ExactMatch)]
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
-def test_two_real_tokenizers_decode_as_the_target_alone(window: int, rule: type[Any], temperature: float) -> None:
+def test_two_real_tokenizers_decode_as_the_target_alone(
+    window: int, rule: type[Any], temperature: float
+) -> None:
     target, drafter = stranger()
     rule = ExactMatch if temperature else rule
     options: dict[str, Any] = {"max_new_tokens": 20, "eos": 1, "sampling": Sampling(temperature)}
-    result = speculative_decode(target, drafter, WORDS, num_draft_tokens=window, rule=rule(), **options)
+    result = speculative_decode(
+        target, drafter, WORDS, num_draft_tokens=window, rule=rule(), **options
+    )
     assert result.tokens == autoregressive_decode(target, WORDS, **options).tokens
     assert drafter.num_watched > 20
     new = {token for row in result.tokens for token in row}
@@ -99,22 +107,41 @@ def test_what_the_draft_has_read_equals_a_fresh_run(target: str) -> None:
     drafter = Watched(renamed(cases.related(model)), letters(cases.VOCAB))
     for rule in (RejectionSampling(), EpsilonThreshold()):
         result = speculative_decode(
-            model, drafter, cases.PROMPTS, max_new_tokens=12, rule=rule, sampling=Sampling(1.0), eos=cases.EOS, seed=1
+            model,
+            drafter,
+            cases.PROMPTS,
+            max_new_tokens=12,
+            rule=rule,
+            sampling=Sampling(1.0),
+            eos=cases.EOS,
+            seed=1,
         )
         assert result.counts is not None and result.counts.num_accepted > 0
     assert drafter.num_watched > 20
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(0.8, top_p=0.7)], ids=["greedy", "t1", "p"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(1.0), Sampling(0.8, top_p=0.7)], ids=["greedy", "t1", "p"]
+)
 @pytest.mark.parametrize("rule", [ExactMatch, RejectionSampling])
 @pytest.mark.parametrize("target", ["rnn", "transformer"])
-def test_the_target_under_other_names_accepts_everything(target: str, rule: type[Any], sampling: Sampling) -> None:
+def test_the_target_under_other_names_accepts_everything(
+    target: str, rule: type[Any], sampling: Sampling
+) -> None:
     """Its numbers are other ones, and it would rather say pairs: nothing of that is left in its guesses."""
     model = cases.target(target)
     pieces = [piece for piece in letters(cases.VOCAB).token_bytes[::-1] if piece]
-    drafter = CrossVocabulary(Renamed(model, vocabulary(*pieces[:4], *PAIRS, *pieces[4:])), letters(cases.VOCAB))
+    drafter = CrossVocabulary(
+        Renamed(model, vocabulary(*pieces[:4], *PAIRS, *pieces[4:])), letters(cases.VOCAB)
+    )
     result = speculative_decode(
-        model, drafter, cases.PROMPTS, max_new_tokens=12, num_draft_tokens=3, rule=rule(), sampling=sampling
+        model,
+        drafter,
+        cases.PROMPTS,
+        max_new_tokens=12,
+        num_draft_tokens=3,
+        rule=rule(),
+        sampling=sampling,
     )
     assert result.acceptance_rate == 1 and result.block_efficiency == 4
 
@@ -123,21 +150,27 @@ def test_the_target_under_other_names_accepts_everything(target: str, rule: type
 def small_pair() -> tuple[LanguageModel, CrossVocabulary]:
     """A target of a, b and c; the draft has b, a pair, and a."""
     model = cases.MODELS["rnn"](3, vocab_size=exact.VOCAB, sharpness=1.5)
-    draft = Renamed(cases.MODELS["rnn"](4, vocab_size=exact.VOCAB, sharpness=1.5), vocabulary(b"b", b"ab", b"a"))
+    draft = Renamed(
+        cases.MODELS["rnn"](4, vocab_size=exact.VOCAB, sharpness=1.5), vocabulary(b"b", b"ab", b"a")
+    )
     return model, CrossVocabulary(draft, letters(exact.VOCAB))
 
 
 def round_of(drafter: CrossVocabulary, uniform: Tensor, sampling: Sampling) -> Draft:
     """The guesses after one prompt in every row, drawn with these numbers."""
     prompts = [[2, 0, 1]] * len(uniform)
-    request = DraftRequest(prompts, torch.tensor([[0, 1]] * len(uniform)), uniform, vocab_size=exact.VOCAB)
+    request = DraftRequest(
+        prompts, torch.tensor([[0, 1]] * len(uniform)), uniform, vocab_size=exact.VOCAB
+    )
     state = drafter.init_state(len(uniform), 8)
     with torch.inference_mode():
         return drafter.propose(state, request, [exact.WINDOW] * len(uniform), sampling)
 
 
 @pytest.mark.parametrize("sampling", ["t1", "cold", "top_k", "top_p"])
-def test_a_round_through_the_intersection_has_exactly_the_targets_distribution(sampling: str) -> None:
+def test_a_round_through_the_intersection_has_exactly_the_targets_distribution(
+    sampling: str,
+) -> None:
     """Summed over all guesses and outcomes; where each guess's interval ends is asked of the drafter's own code."""
     (model, drafter), own, num_rows = small_pair(), exact.SAMPLINGS[sampling], len(exact.DRAFTS)
     tokens, numbers = torch.tensor(exact.DRAFTS), torch.zeros(num_rows, exact.WINDOW)
@@ -150,7 +183,9 @@ def test_a_round_through_the_intersection_has_exactly_the_targets_distribution(s
 
         ends = exact.token_ends(token_of, num_rows)
         sizes = exact.sizes(ends).gather(1, tokens[:, i : i + 1])[:, 0]
-        numbers[:, i] = (ends.gather(1, tokens[:, i : i + 1])[:, 0] - sizes / 2).clamp(max=1 - 1e-6).float()
+        numbers[:, i] = (
+            (ends.gather(1, tokens[:, i : i + 1])[:, 0] - sizes / 2).clamp(max=1 - 1e-6).float()
+        )
         chances *= sizes
     possible = chances > 0
     draft = round_of(drafter, numbers, own)
@@ -161,7 +196,9 @@ def test_a_round_through_the_intersection_has_exactly_the_targets_distribution(s
         logits = model(texts).logits[:, 2:]
     # Reported probabilities as logits, which a softmax leaves as they are.
     reported = exact.Proposal(Sampling(1.0), Sampling(1.0))
-    measured = exact.Measured(RejectionSampling(), logits, draft.probs.log(), own, reported, exact.WINDOW)
+    measured = exact.Measured(
+        RejectionSampling(), logits, draft.probs.log(), own, reported, exact.WINDOW
+    )
     law = measured.law(chances)
     assert sum(law.values()) == pytest.approx(1, abs=exact.TOLERANCE)
     table = {draft[:i]: logits[n, i] for n, draft in enumerate(exact.DRAFTS) for i in range(3)}
@@ -188,9 +225,14 @@ def allowed(prefix: Tensor, scores: Tensor) -> Tensor:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("processor", [raised, forced, allowed])
 @pytest.mark.parametrize("kind", ["rnn", "transformer"])
-def test_logits_processors_may_choose_what_the_draft_lacks(kind: str, processor: Any, temperature: float) -> None:
+def test_logits_processors_may_choose_what_the_draft_lacks(
+    kind: str, processor: Any, temperature: float
+) -> None:
     target, drafter = cases.target(kind), cases.drafter("cross", kind)
-    options: dict[str, Any] = {"max_new_tokens": 8, "sampling": Sampling(temperature, processors=[processor])}
+    options: dict[str, Any] = {
+        "max_new_tokens": 8,
+        "sampling": Sampling(temperature, processors=[processor]),
+    }
     expected = autoregressive_decode(target, cases.PROMPTS, **options).tokens
     assert {token for row in expected for token in row} & set(LACKING)
     for rule in (ExactMatch(), RejectionSampling()):
@@ -211,14 +253,19 @@ def test_a_draft_of_a_short_context_goes_on_with_the_end_of_the_text(sampling: S
     prompts = [[1, 2, 3] * 7, [7], [4, 9]]
     options: dict[str, Any] = {"max_new_tokens": 40, "num_draft_tokens": 6, "sampling": sampling}
     batch = speculative_decode(target, drafter, prompts, **options)
-    assert batch.tokens == autoregressive_decode(target, prompts, max_new_tokens=40, sampling=sampling).tokens
+    assert (
+        batch.tokens
+        == autoregressive_decode(target, prompts, max_new_tokens=40, sampling=sampling).tokens
+    )
     alone = speculative_decode(target, drafter, prompts[0], **options)
     assert alone.rows[0].rounds == batch.rows[0].rounds
     assert drafter.largest == 16, "the buffers are no larger than the context"
 
 
 @pytest.mark.parametrize("kind", ["rnn", "transformer"])
-def test_a_row_that_goes_on_with_another_turn_is_read_on_from_where_the_texts_part(kind: str) -> None:
+def test_a_row_that_goes_on_with_another_turn_is_read_on_from_where_the_texts_part(
+    kind: str,
+) -> None:
     target = cases.target(kind)
     drafter = Watched(renamed(cases.related(target)), letters(cases.VOCAB))
     session = Session(target, drafter, max_length=60, eos=cases.EOS)
@@ -242,19 +289,31 @@ def test_its_fused_form_shares_what_is_not_the_models() -> None:
             return scores
 
     model, faster = renamed(cases.MODELS["rnn"](3)), renamed(cases.MODELS["rnn"](3))
-    drafter = CrossVocabulary(model, letters(cases.VOCAB), sampling=Sampling(1.0, processors=[Locked()]))
+    drafter = CrossVocabulary(
+        model, letters(cases.VOCAB), sampling=Sampling(1.0, processors=[Locked()])
+    )
     assert drafter.fused() is drafter, "its model has no other form"
     model.fused = lambda: faster  # type: ignore[method-assign]
     fused = drafter.fused()
     assert fused.model is faster and fused._sources is not drafter._sources
-    assert fused.sampling is drafter.sampling and fused.target_vocabulary is drafter.target_vocabulary
+    assert (
+        fused.sampling is drafter.sampling and fused.target_vocabulary is drafter.target_vocabulary
+    )
 
 
 def test_what_it_has_read_counts_once_however_often_the_target_answers() -> None:
     target = cases.target("rnn")
-    drafter, texts = CrossVocabulary(renamed(cases.related(target)), letters(cases.VOCAB)), [[1, 2, 3]]
+    drafter, texts = (
+        CrossVocabulary(renamed(cases.related(target)), letters(cases.VOCAB)),
+        [[1, 2, 3]],
+    )
     state = drafter.init_state(1, 30)
-    drafter.propose(state, DraftRequest(texts, torch.tensor([[2, 3]]), None, vocab_size=cases.VOCAB), [4], Sampling())
+    drafter.propose(
+        state,
+        DraftRequest(texts, torch.tensor([[2, 3]]), None, vocab_size=cases.VOCAB),
+        [4],
+        Sampling(),
+    )
     for num_accepted in (3, 0):  # another drafter drafts for the second answer
         drafter.observe(state, target(torch.tensor(texts)), [num_accepted])
     assert state.rows[0].num_kept == 3

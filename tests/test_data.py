@@ -29,7 +29,9 @@ def everything(data: SequenceData) -> list[list[int]]:
 
 def test_a_files_sequences_are_each_in_one_split_once(tmp_path: Path) -> None:
     path = tmp_path / "rows.txt"
-    lines = [str(row) if row[0] % 2 else ", ".join(map(str, row)) + ",," for row in ROWS * 2]  # JSON, spreadsheet
+    lines = [
+        str(row) if row[0] % 2 else ", ".join(map(str, row)) + ",," for row in ROWS * 2
+    ]  # JSON, spreadsheet
     path.write_text("\ufeff" + "\n\n".join(lines), encoding="utf-8")
     assert sorted(everything(SequenceFile(str(path), 50))) == sorted(ROWS)
 
@@ -49,7 +51,9 @@ def test_a_files_sequences_are_each_in_one_split_once(tmp_path: Path) -> None:
         (None, "cannot be read.*No such file"),
     ],
 )
-def test_a_faulty_file_gives_one_line(tmp_path: Path, content: str | bytes | None, told: str) -> None:
+def test_a_faulty_file_gives_one_line(
+    tmp_path: Path, content: str | bytes | None, told: str
+) -> None:
     path = tmp_path / "a.csv"
     if content is not None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -63,7 +67,10 @@ def test_a_faulty_file_gives_one_line(tmp_path: Path, content: str | bytes | Non
     [
         ({"batch_size": 0}, "batch_size must be .*, got 0"),
         ({"max_step": 64}, "max_step must be from 1 to 63, got 64"),
-        ({"vocab_size": 10, "max_step": 2, "max_change": 0}, "20 distinct sequences, and the splits need 81"),
+        (
+            {"vocab_size": 10, "max_step": 2, "max_change": 0},
+            "20 distinct sequences, and the splits need 81",
+        ),
         ({"vocab_size": 512}, "133955584 progressions.*lower max_step or max_change"),
     ],
 )
@@ -106,7 +113,9 @@ def test_batches_hold_the_rows_in_an_order_that_can_be_had_again() -> None:
         loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         read = list(loader)
         orders.append(torch.cat([batch.indices for batch in read]).tolist())
-        assert torch.cat([batch.tokens for batch in read]).tolist() == [train[i] for i in orders[-1]]
+        assert torch.cat([batch.tokens for batch in read]).tolist() == [
+            train[i] for i in orders[-1]
+        ]
     assert orders[0] == orders[2] != orders[1] and sorted(orders[0]) == list(range(500))
 
 
@@ -115,7 +124,10 @@ LENGTHS = random.Random(0).choices(range(10, 500), k=1003)
 
 def test_rows_of_like_lengths_share_a_batch_and_every_row_is_there_once() -> None:
     def padded(order: list[int]) -> int:
-        return sum(len(batch) * max(LENGTHS[row] for row in batch) for batch in (order[i : i + 8] for i in starts))
+        return sum(
+            len(batch) * max(LENGTHS[row] for row in batch)
+            for batch in (order[i : i + 8] for i in starts)
+        )
 
     starts = range(0, len(LENGTHS), 8)
     sampler = LikeLengths(LENGTHS, 8, 1)
@@ -126,7 +138,9 @@ def test_rows_of_like_lengths_share_a_batch_and_every_row_is_there_once() -> Non
     assert list(sampler) != order
 
 
-@pytest.mark.parametrize("form", [dict, lambda **parts: type("Given", (), parts)(), lambda tokens, **_: tokens])
+@pytest.mark.parametrize(
+    "form", [dict, lambda **parts: type("Given", (), parts)(), lambda tokens, **_: tokens]
+)
 def test_a_batch_of_any_data_module_is_taken(form: Any) -> None:
     batch = Batch.of(form(tokens=torch.arange(10).view(2, 5), lengths=torch.tensor([5, 5])))
     assert batch.lengths.tolist() == [5, 5] and batch.prompts() == [[0, 1], [5, 6]]

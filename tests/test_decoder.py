@@ -31,7 +31,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[SpeculativeDecoder, 
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_batch_is_read_by_its_attention_mask(pair: tuple[SpeculativeDecoder, Any], side: str) -> None:
+def test_a_padded_batch_is_read_by_its_attention_mask(
+    pair: tuple[SpeculativeDecoder, Any], side: str
+) -> None:
     decoder, tokenizer = pair
     tokenizer.add_special_tokens({"pad_token": tokenizer.pad_token or tokenizer.eos_token})
     tokenizer.padding_side = side
@@ -51,7 +53,9 @@ def test_a_padded_batch_is_read_by_its_attention_mask(pair: tuple[SpeculativeDec
 
 
 @pytest.mark.parametrize("stop", [(), ("a", " t")])
-def test_pieces_of_text_add_up_to_the_text(pair: tuple[SpeculativeDecoder, Any], stop: tuple[str, ...]) -> None:
+def test_pieces_of_text_add_up_to_the_text(
+    pair: tuple[SpeculativeDecoder, Any], stop: tuple[str, ...]
+) -> None:
     decoder, _ = pair
     config = DecodingConfig(max_new_tokens=20, stop=stop, eos=())
     pieces = {0: "", 1: ""}
@@ -60,12 +64,18 @@ def test_pieces_of_text_add_up_to_the_text(pair: tuple[SpeculativeDecoder, Any],
         pieces[number] += piece
     result = decoder.decode(TEXTS, config)
     standard = decoder.decode_standard(TEXTS, config)
-    assert [*pieces.values()] == [row.text for row in result.rows] == [row.text for row in standard.rows]
+    assert (
+        [*pieces.values()]
+        == [row.text for row in result.rows]
+        == [row.text for row in standard.rows]
+    )
     tokens = list(decoder.stream(TEXTS[0], config))
     assert [token for _, token in tokens] == result.tokens[0]
 
 
-def test_the_text_of_one_prompt_comes_as_text_and_can_be_cancelled(pair: tuple[SpeculativeDecoder, Any]) -> None:
+def test_the_text_of_one_prompt_comes_as_text_and_can_be_cancelled(
+    pair: tuple[SpeculativeDecoder, Any],
+) -> None:
     decoder, _ = pair
     config = DecodingConfig(max_new_tokens=40, eos=())
     whole = decoder.decode(TEXTS[0], config)
@@ -98,7 +108,9 @@ def test_a_stream_is_cancelled_from_another_thread_in_the_middle_of_a_round(
         pieces[number] += piece
     rows = streams[0].session.result().rows
     assert {row.stop_reason for row in rows} == {"cancelled"} and 0 < len(rows[0].tokens) < 60
-    assert [*pieces.values()] == [pair[1].decode(row.tokens, skip_special_tokens=True) for row in rows]
+    assert [*pieces.values()] == [
+        pair[1].decode(row.tokens, skip_special_tokens=True) for row in rows
+    ]
 
 
 def test_threads_share_a_decoder(pair: tuple[SpeculativeDecoder, Any]) -> None:
@@ -122,7 +134,10 @@ def test_threads_share_a_decoder(pair: tuple[SpeculativeDecoder, Any]) -> None:
     try:
         with ThreadPoolExecutor(4) as pool:
             calls = [decoder.decode, decoder.decode_standard] * 2
-            made = pool.map(lambda each: each[0](each[1], config).tokens, zip(calls, [*TEXTS, *TEXTS], strict=True))
+            made = pool.map(
+                lambda each: each[0](each[1], config).tokens,
+                zip(calls, [*TEXTS, *TEXTS], strict=True),
+            )
             assert list(made) == expected * 2
     finally:
         del target.forward
@@ -131,10 +146,18 @@ def test_threads_share_a_decoder(pair: tuple[SpeculativeDecoder, Any]) -> None:
 
 def test_a_decoder_takes_what_transformers_has_loaded(tmp_path: Path) -> None:
     path = write_text_model(tmp_path / "model")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(path),
+        AutoTokenizer.from_pretrained(path),
+    )
     model.generation_config = GenerationConfig(eos_token_id=[1, 200])
-    expected = SpeculativeDecoder.from_pretrained(path).decode(TEXTS, max_new_tokens=6, eos=(1, 200))
-    for draft, kind in ((None, NGramDrafter), (tiny("llama", 2, vocab_size=len(tokenizer)), ModelDrafter)):
+    expected = SpeculativeDecoder.from_pretrained(path).decode(
+        TEXTS, max_new_tokens=6, eos=(1, 200)
+    )
+    for draft, kind in (
+        (None, NGramDrafter),
+        (tiny("llama", 2, vocab_size=len(tokenizer)), ModelDrafter),
+    ):
         decoder = SpeculativeDecoder(model, draft, tokenizer=tokenizer)
         assert type(decoder.drafter) is kind and decoder.eos == (1, 200)
         result = decoder.decode(TEXTS, max_new_tokens=6, rule="RejectionSampling")
@@ -185,4 +208,7 @@ def test_weights_that_were_made_for_inference_alone_decode() -> None:
     with torch.inference_mode():
         model = tiny("llama")
     decoder = SpeculativeDecoder(model)
-    assert decoder.decode([5, 3], max_new_tokens=6).tokens == decoder.decode_standard([5, 3], max_new_tokens=6).tokens
+    assert (
+        decoder.decode([5, 3], max_new_tokens=6).tokens
+        == decoder.decode_standard([5, 3], max_new_tokens=6).tokens
+    )

@@ -48,7 +48,10 @@ def test_training_teaches_both_and_decoding_goes_on_with_what_they_learned() -> 
     data = ArithmeticProgressions()
     before = decoder.decode([1, 2, 3], max_new_tokens=7)
     reached = decoder.train(data, max_epochs=2)
-    assert reached["train/target_loss"] < 3.9 and {"train/draft_loss", "val/acceptance_rate"} <= reached.keys()
+    assert (
+        reached["train/target_loss"] < 3.9
+        and {"train/draft_loss", "val/acceptance_rate"} <= reached.keys()
+    )
     after = decoder.decode(decoder.prompts, max_new_tokens=7)
     assert decoder.prompts == data.prompts() and decoder.recipe["epochs"] == 2
     assert after.tokens == decoder.decode_standard(decoder.prompts, max_new_tokens=7).tokens
@@ -60,7 +63,9 @@ def test_training_teaches_both_and_decoding_goes_on_with_what_they_learned() -> 
 
 
 def test_only_a_model_draft_is_trained() -> None:
-    with pytest.raises(ValueError, match="only a ModelDrafter is trained with its target, this is a Repeater"):
+    with pytest.raises(
+        ValueError, match="only a ModelDrafter is trained with its target, this is a Repeater"
+    ):
         SpeculativeDecoder(cases.target("rnn"), cases.Repeater()).train(ArithmeticProgressions())
 
 
@@ -69,7 +74,10 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     decoder.save(tmp_path / "new" / "pair.ckpt")
     again = SpeculativeDecoder.from_checkpoint(tmp_path / "new" / "pair.ckpt")
     assert again.prompts == [[1, 2], [3]] and again.recipe == {"seed": 4}
-    first, second = (each.decode(each.prompts, max_new_tokens=9, temperature=1.0, seed=5) for each in (decoder, again))
+    first, second = (
+        each.decode(each.prompts, max_new_tokens=9, temperature=1.0, seed=5)
+        for each in (decoder, again)
+    )
     assert first.tokens == second.tokens
     assert [row.rounds for row in first.rows] == [row.rounds for row in second.rows]
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["pair.ckpt"]
@@ -80,20 +88,33 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
 def test_what_could_not_be_built_again_is_not_saved(tmp_path: Path) -> None:
     for target in ("transformer", "fused"):
         with pytest.raises(ValueError, match="a checkpoint cannot hold a "):
-            SpeculativeDecoder(cases.target(target), cases.target("rnn")).save(tmp_path / "pair.ckpt")
+            SpeculativeDecoder(cases.target(target), cases.target("rnn")).save(
+                tmp_path / "pair.ckpt"
+            )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_stream_yields_the_tokens_of_decoding_as_they_are_settled() -> None:
     decoder = pair()
-    options: dict[str, Any] = {"max_new_tokens": 20, "num_draft_tokens": 3, "eos": cases.EOS, "seed": 3}
-    pairs = list(decoder.stream(cases.PROMPTS, temperature=1.0, rule=RejectionSampling(), **options))
+    options: dict[str, Any] = {
+        "max_new_tokens": 20,
+        "num_draft_tokens": 3,
+        "eos": cases.EOS,
+        "seed": 3,
+    }
+    pairs = list(
+        decoder.stream(cases.PROMPTS, temperature=1.0, rule=RejectionSampling(), **options)
+    )
     whole = decoder.decode(cases.PROMPTS, temperature=1.0, rule=RejectionSampling(), **options)
     for i, tokens in enumerate(whole.tokens):
         assert [token for number, token in pairs if number == i] == tokens
-    session = open_session(decoder.target, decoder.drafter, [1, 2], max_new_tokens=20, rule=EpsilonThreshold())
+    session = open_session(
+        decoder.target, decoder.drafter, [1, 2], max_new_tokens=20, rule=EpsilonThreshold()
+    )
     session.step()
-    assert 1 <= session.live[0].num_new <= 4, "a round settles at most the window and one token more"
+    assert 1 <= session.live[0].num_new <= 4, (
+        "a round settles at most the window and one token more"
+    )
 
 
 def test_a_decoder_knows_its_targets_exits_and_takes_any_of_them() -> None:
@@ -108,16 +129,23 @@ def test_a_decoder_knows_its_targets_exits_and_takes_any_of_them() -> None:
         other = decoder.with_exit(layer)
         assert isinstance(other.drafter, EarlyExitDrafter) and other.drafter.exit_layer == layer
         result = other.decode(other.prompts, max_new_tokens=6, eos=())
-        assert result.tokens == cases.standard("llama", Sampling(), 6, None).tokens and result.num_draft_tokens == 2
+        assert (
+            result.tokens == cases.standard("llama", Sampling(), 6, None).tokens
+            and result.num_draft_tokens == 2
+        )
     looking = SpeculativeDecoder(target, NGramDrafter())
-    assert isinstance(looking.with_exit(1).drafter, EarlyExitDrafter), "any draft gives way to an exit"
+    assert isinstance(looking.with_exit(1).drafter, EarlyExitDrafter), (
+        "any draft gives way to an exit"
+    )
     with pytest.raises(ValueError, match="exit_layer must be from 1 to 2, got 3"):
         decoder.with_exit(3)
 
 
 def test_another_draft_keeps_everything_else(tmp_path: Path) -> None:
     target = cases.target("rnn")
-    decoder = SpeculativeDecoder(target, cases.near(target), prompts=[[1, 2]], recipe={"seed": 3}, num_draft_tokens=5)
+    decoder = SpeculativeDecoder(
+        target, cases.near(target), prompts=[[1, 2]], recipe={"seed": 3}, num_draft_tokens=5
+    )
     other = decoder.with_drafter(NGramDrafter(4))
     assert isinstance(other.drafter, NGramDrafter) and isinstance(decoder.drafter, ModelDrafter)
     for name in ("target", "prompts", "recipe", "num_draft_tokens"):

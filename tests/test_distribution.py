@@ -64,13 +64,17 @@ HONEST = {
 def world(seed: int) -> dict[Prefix, Tensor]:
     """Random logits after every prefix."""
     generator = torch.Generator().manual_seed(seed)
-    prefixes = [prefix for n in range(WINDOW + 1) for prefix in itertools.product(range(VOCAB), repeat=n)]
+    prefixes = [
+        prefix for n in range(WINDOW + 1) for prefix in itertools.product(range(VOCAB), repeat=n)
+    ]
     return {prefix: 1.5 * torch.randn(VOCAB, generator=generator) for prefix in prefixes}
 
 
 def along(table: dict[Prefix, Tensor], num_positions: int) -> Tensor:
     """`[N, num_positions, V]`: the logits that are met along every draft."""
-    return torch.stack([torch.stack([table[draft[:i]] for i in range(num_positions)]) for draft in DRAFTS])
+    return torch.stack(
+        [torch.stack([table[draft[:i]] for i in range(num_positions)]) for draft in DRAFTS]
+    )
 
 
 def block_probs(table: dict[Prefix, Tensor], sampling: Sampling) -> dict[Prefix, float]:
@@ -116,7 +120,13 @@ class Measured:
     """A rule's intervals for every draft: where keeping ends at each position, and where each next token's ends."""
 
     def __init__(
-        self, rule: AcceptanceRule, target: Tensor, draft: Tensor, sampling: Sampling, proposal: Proposal, length: int
+        self,
+        rule: AcceptanceRule,
+        target: Tensor,
+        draft: Tensor,
+        sampling: Sampling,
+        proposal: Proposal,
+        length: int,
     ) -> None:
         self.rule, self.target_logits, self.sampling, self.length = rule, target, sampling, length
         self.tokens = torch.tensor(DRAFTS)
@@ -151,7 +161,9 @@ class Measured:
             reached = float(guess_probs[n])
             for i in range(self.length + 1):
                 for token in range(VOCAB):
-                    outcomes[(*draft[:i], token)] += reached * float((1 - self.keep[n, i]) * next_probs[i][n, token])
+                    outcomes[(*draft[:i], token)] += reached * float(
+                        (1 - self.keep[n, i]) * next_probs[i][n, token]
+                    )
                 reached *= float(self.keep[n, i])
         return outcomes
 
@@ -166,18 +178,30 @@ def guess_probs(drawn: Sampling, logits: Tensor) -> Tensor:
 
 
 def largest_error(
-    rule: AcceptanceRule, sampling: Sampling, proposal: Proposal, *, seed: int = 1, length: int = WINDOW
+    rule: AcceptanceRule,
+    sampling: Sampling,
+    proposal: Proposal,
+    *,
+    seed: int = 1,
+    length: int = WINDOW,
 ) -> float:
     """How far the blocks that begin with a round's tokens, and go on as the target does, are from the target's."""
     target, draft = world(seed), world(seed + 100)
-    measured = Measured(rule, along(target, WINDOW + 1), along(draft, WINDOW), sampling, proposal, length)
+    measured = Measured(
+        rule, along(target, WINDOW + 1), along(draft, WINDOW), sampling, proposal, length
+    )
     law = measured.law(guess_probs(proposal.drawn, along(draft, WINDOW)))
     assert sum(law.values()) == pytest.approx(1, abs=TOLERANCE)
-    expected, probs = block_probs(target, sampling), {p: sampling.probs(x).double() for p, x in target.items()}
+    expected, probs = (
+        block_probs(target, sampling),
+        {p: sampling.probs(x).double() for p, x in target.items()},
+    )
     return error_of(law, probs, expected)
 
 
-def error_of(law: dict[Prefix, float], probs: dict[Prefix, Tensor], expected: dict[Prefix, float]) -> float:
+def error_of(
+    law: dict[Prefix, float], probs: dict[Prefix, Tensor], expected: dict[Prefix, float]
+) -> float:
     """The same for a round's measured law and the target's distribution after every prefix."""
     largest = 0.0
     for block in BLOCKS:
@@ -192,7 +216,8 @@ def error_of(law: dict[Prefix, float], probs: dict[Prefix, Tensor], expected: di
 
 
 @pytest.mark.parametrize(
-    ("proposal", "length"), [*((name, WINDOW) for name in HONEST), *(("hotter", n) for n in range(WINDOW))]
+    ("proposal", "length"),
+    [*((name, WINDOW) for name in HONEST), *(("hotter", n) for n in range(WINDOW))],
 )
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_round_of_rejection_sampling_has_exactly_the_targets_distribution(
@@ -204,29 +229,42 @@ def test_a_round_of_rejection_sampling_has_exactly_the_targets_distribution(
 
 def test_rejection_sampling_keeps_as_much_as_any_lossless_rule_can() -> None:
     target, draft, sampling = along(world(1), WINDOW + 1), along(world(101), WINDOW), Sampling(1.0)
-    measured = Measured(RejectionSampling(), target, draft, sampling, Proposal(sampling, sampling), WINDOW)
+    measured = Measured(
+        RejectionSampling(), target, draft, sampling, Proposal(sampling, sampling), WINDOW
+    )
     target_probs, draft_probs = target[:, 0].softmax(-1), draft[:, 0].softmax(-1)
     kept = (guess_probs(sampling, draft) * measured.keep[:, 0]).sum()
-    assert float(kept) == pytest.approx(float(torch.minimum(target_probs, draft_probs)[0].sum()), abs=TOLERANCE)
+    assert float(kept) == pytest.approx(
+        float(torch.minimum(target_probs, draft_probs)[0].sum()), abs=TOLERANCE
+    )
 
 
 def test_the_measured_intervals_foretell_every_verdict() -> None:
     """Were a decision to read another number than its own, measuring one number at a time would not show it."""
     sampling = Sampling(1.0)
     target, draft = along(world(1), WINDOW + 1), along(world(101), WINDOW)
-    measured = Measured(RejectionSampling(), target, draft, sampling, Proposal(sampling, sampling), WINDOW)
+    measured = Measured(
+        RejectionSampling(), target, draft, sampling, Proposal(sampling, sampling), WINDOW
+    )
     generator, rows = torch.Generator().manual_seed(0), torch.arange(len(DRAFTS))
     for _ in range(300):
         noise = torch.rand(len(DRAFTS), WINDOW + 1, len(Purpose), generator=generator)
         verdict = measured.rule.judge(measured.draft, target, sampling, noise)
-        accepted = (noise[:, :WINDOW, Purpose.ACCEPT] < measured.keep[:, :WINDOW]).long().cumprod(1).sum(1)
+        accepted = (
+            (noise[:, :WINDOW, Purpose.ACCEPT] < measured.keep[:, :WINDOW]).long().cumprod(1).sum(1)
+        )
         number = noise[rows, accepted, Purpose.CORRECT]
         token = (number[:, None] >= measured.ends[rows, accepted]).sum(1)
-        assert verdict.num_accepted.tolist() == accepted.tolist() and verdict.next_tokens.tolist() == token.tolist()
+        assert (
+            verdict.num_accepted.tolist() == accepted.tolist()
+            and verdict.next_tokens.tolist() == token.tolist()
+        )
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_round_of_exact_match_settles_the_targets_own_draws_whatever_was_guessed(sampling: str) -> None:
+def test_a_round_of_exact_match_settles_the_targets_own_draws_whatever_was_guessed(
+    sampling: str,
+) -> None:
     own, target = SAMPLINGS[sampling], world(1)
     ends = {}
     for prefix, logits in target.items():
@@ -241,10 +279,16 @@ def test_a_round_of_exact_match_settles_the_targets_own_draws_whatever_was_guess
         assert sizes(ends[prefix])[0].tolist() == pytest.approx(expected.tolist(), abs=TOLERANCE)
     starts = {prefix: (each - sizes(each))[0] for prefix, each in ends.items()}
     logits, tokens = along(target, WINDOW + 1), torch.tensor(DRAFTS)
-    for block in BLOCKS:  # the first number of every cell of the noise in which the target draws this block
+    for (
+        block
+    ) in BLOCKS:  # the first number of every cell of the noise in which the target draws this block
         if all(float(sizes(ends[block[:i]])[0, token]) > 0 for i, token in enumerate(block)):
-            numbers = torch.stack([starts[block[:i]][token] for i, token in enumerate(block)]).float()
-            noise = torch.rand(len(DRAFTS), WINDOW + 1, len(Purpose), generator=torch.Generator().manual_seed(0))
+            numbers = torch.stack(
+                [starts[block[:i]][token] for i, token in enumerate(block)]
+            ).float()
+            noise = torch.rand(
+                len(DRAFTS), WINDOW + 1, len(Purpose), generator=torch.Generator().manual_seed(0)
+            )
             noise[..., Purpose.CORRECT] = numbers
             verdict = ExactMatch().judge(Draft(tokens), logits, own, noise)
             for draft, kept, token in zip(
@@ -257,7 +301,9 @@ def test_a_round_of_exact_match_settles_the_targets_own_draws_whatever_was_guess
 class NoResidual(RejectionSampling):
     """Biased: corrects from the target itself, so that what the draft likes comes twice."""
 
-    def judge(self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None) -> Verdict:
+    def judge(
+        self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
+    ) -> Verdict:
         verdict = super().judge(draft, target_logits, sampling, noise)
         return Verdict(verdict.kept, sampling.sample(target_logits, column(noise, Purpose.CORRECT)))
 
@@ -265,7 +311,9 @@ class NoResidual(RejectionSampling):
 class BonusFromDraft(RejectionSampling):
     """Biased: when everything was kept, the bonus comes from the draft's last distribution."""
 
-    def judge(self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None) -> Verdict:
+    def judge(
+        self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
+    ) -> Verdict:
         verdict = super().judge(draft, target_logits, sampling, noise)
         if draft.probs is not None and noise is not None:
             verdict.endings[:, -1] = draw(draft.probs[:, -1], noise[:, -1, Purpose.CORRECT])

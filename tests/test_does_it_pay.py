@@ -16,18 +16,29 @@ from lightning_specdec.cli.main import make_parser
 ROOT = Path(__file__).parent.parent
 GUIDE = (ROOT / "docs" / "does_it_pay.md").read_text(encoding="utf-8")
 RECORD = json.loads((ROOT / "docs" / "results" / "transformers.json").read_text())["rows"]
-COMMANDS = re.findall(r"^lightning_specdec (.+)$|`((?:sweep|bench|report|audit|pairs) .+?)`", GUIDE, flags=re.MULTILINE)
+COMMANDS = re.findall(
+    r"^lightning_specdec (.+)$|`((?:sweep|bench|report|audit|pairs) .+?)`",
+    GUIDE,
+    flags=re.MULTILINE,
+)
 
 
 def table(name: str) -> list[list[str]]:
     """The rows of a recorded table, its heading first."""
     lines = GUIDE.split(f"<!-- recorded: {name} -->\n")[1].split("\n\n")[0].splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in (lines[0], *lines[2:])]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in (lines[0], *lines[2:])
+    ]
 
 
 def recorded(checkpoint: str, draft: str, *, batch_size: int = 1) -> dict[str, Any]:
     """Greedy decoding with a window of 4."""
-    wanted = {"checkpoint": checkpoint, "draft": draft, "batch_size": batch_size, "num_draft_tokens": 4}
+    wanted = {
+        "checkpoint": checkpoint,
+        "draft": draft,
+        "batch_size": batch_size,
+        "num_draft_tokens": 4,
+    }
     (row,) = (row for row in RECORD if row["temperature"] == 0 and wanted.items() <= row.items())
     return row
 
@@ -35,7 +46,9 @@ def recorded(checkpoint: str, draft: str, *, batch_size: int = 1) -> dict[str, A
 def test_what_a_larger_draft_brings_is_what_was_recorded() -> None:
     for layers, *shown in table("size")[1:]:
         row = recorded("text", f"exit {layers}")
-        assert shown == [f"{row[name]:.2f}" for name in ("acceptance_rate", "cost_ratio", "walltime_speedup")]
+        assert shown == [
+            f"{row[name]:.2f}" for name in ("acceptance_rate", "cost_ratio", "walltime_speedup")
+        ]
 
 
 def test_what_batches_take_away_is_what_was_recorded() -> None:
@@ -49,7 +62,9 @@ def test_short_outputs_yield_as_few_tokens_a_round_as_shown(row: list[str]) -> N
     decoder = SpeculativeDecoder.from_checkpoint(ROOT / "checkpoints" / row[0].split(",")[0])
     for length, shown in list(zip(table("lengths")[0], row, strict=True))[1:5]:
         run = decoder.decode(decoder.prompts, max_new_tokens=int(length), num_draft_tokens=4)
-        assert run.block_efficiency == pytest.approx(float(shown), abs=0.05)  # another processor may round otherwise
+        assert run.block_efficiency == pytest.approx(
+            float(shown), abs=0.05
+        )  # another processor may round otherwise
 
 
 def test_every_command_of_the_guide_has_its_verb_and_options() -> None:

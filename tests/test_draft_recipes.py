@@ -22,7 +22,13 @@ from tiny_distillation import target as frozen
 from tiny_heads import heads, some_tokens
 
 from lightning_specdec.decoding import speculative_decode
-from lightning_specdec.drafters import BlockDrafter, EarlyExitDrafter, ModelDrafter, MultiTokenDrafter, StagedDrafter
+from lightning_specdec.drafters import (
+    BlockDrafter,
+    EarlyExitDrafter,
+    ModelDrafter,
+    MultiTokenDrafter,
+    StagedDrafter,
+)
 from lightning_specdec.drafters.early_exit import ExitModel
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.layers import LayerStack
@@ -39,12 +45,20 @@ def layers_training(**options: Any) -> DistilledModelTraining:
 
 
 def heads_training(**options: Any) -> MultiTokenTraining:
-    given = {"freeze_target": True, "num_heads": 3, "num_draft_tokens": 3, "learning_rate": 0.02, **options}
+    given = {
+        "freeze_target": True,
+        "num_heads": 3,
+        "num_draft_tokens": 3,
+        "learning_rate": 0.02,
+        **options,
+    }
     return MultiTokenTraining(frozen(), **given)
 
 
 def exit_training(**options: Any) -> ExitHeadTraining:
-    return ExitHeadTraining(frozen(), **{"exit_layer": 2, "num_draft_tokens": 3, "learning_rate": 0.02, **options})
+    return ExitHeadTraining(
+        frozen(), **{"exit_layer": 2, "num_draft_tokens": 3, "learning_rate": 0.02, **options}
+    )
 
 
 def fitted_heads() -> MultiTokenTraining:
@@ -84,10 +98,16 @@ def test_a_few_steps_raise_the_acceptance_and_leave_the_target_as_it_is(
 @pytest.mark.parametrize("prompt_length", [1, 3])
 @pytest.mark.parametrize(
     "make",
-    [lambda: begun(layers_training()), lambda: begun(exit_training(draft_vocabulary=9)), fitted_heads],
+    [
+        lambda: begun(layers_training()),
+        lambda: begun(exit_training(draft_vocabulary=9)),
+        fitted_heads,
+    ],
     ids=["layers", "exit", "heads"],
 )
-def test_rounds_counted_on_the_targets_own_texts_are_those_of_decoding(make: Any, prompt_length: int) -> None:
+def test_rounds_counted_on_the_targets_own_texts_are_those_of_decoding(
+    make: Any, prompt_length: int
+) -> None:
     check_that_counts_are_decodings(make(), prompt_length)
 
 
@@ -99,7 +119,13 @@ def test_rounds_counted_on_the_targets_own_texts_are_those_of_decoding(make: Any
         ("smollm2_heads", {"draft_vocabulary": 200}, MultiTokenDrafter),
         (
             "smollm2_block",
-            {"draft_vocabulary": 200, "num_heads": 2, "num_key_heads": 1, "intermediate_size": 16, "markov_rank": 4},
+            {
+                "draft_vocabulary": 200,
+                "num_heads": 2,
+                "num_key_heads": 1,
+                "intermediate_size": 16,
+                "markov_rank": 4,
+            },
             BlockDrafter,
         ),
     ],
@@ -126,8 +152,14 @@ def test_the_shipped_config_trains_a_draft_that_decodes(
             lambda: layers_training(draft=cases.MODELS["rnn"](vocab_size=12), draft_layers=None),
             "the draft has a vocabulary of 12",
         ),
-        (lambda: DistilledModelTraining(cases.target("rnn"), draft_layers=[0]), "the target is a RNN"),
-        (lambda: EarlyExitDrafter(1, draft_vocabulary=5), "num_blocks and draft_vocabulary need an exit"),
+        (
+            lambda: DistilledModelTraining(cases.target("rnn"), draft_layers=[0]),
+            "the target is a RNN",
+        ),
+        (
+            lambda: EarlyExitDrafter(1, draft_vocabulary=5),
+            "num_blocks and draft_vocabulary need an exit",
+        ),
         (lambda: exit_training(exit_layer=3), "exit_layer must be from 1 to 2, got 3"),
         (lambda: ExitHeadTraining(cases.target("rnn")), "RNN has no layers to exit from"),
         (lambda: ExitHeadTraining(), "needs one target, got neither"),
@@ -135,7 +167,10 @@ def test_the_shipped_config_trains_a_draft_that_decodes(
         (lambda: frozen().packed().with_layers([0, 1]), "cannot be built"),
         (lambda: heads_training(draft_vocabulary=5, freeze_target=False), "needs all its tokens"),
         (lambda: heads_training(num_heads=2), "a round cannot have 3 draft tokens of 2 heads"),
-        (lambda: heads_training(draft_vocabulary=12), "draft_vocabulary must be from 2 to 11, got 12"),
+        (
+            lambda: heads_training(draft_vocabulary=12),
+            "draft_vocabulary must be from 2 to 11, got 12",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(make: Any, told: str) -> None:
@@ -196,8 +231,14 @@ def test_what_it_cannot_say_has_no_probability_and_its_stages_and_copies_know_it
     logits = ExitModel(model, drafter).logits(torch.randn(1, 3, 32))
     assert logits.shape[-1] == model.vocab_size
     assert logits.softmax(-1)[..., [4, 9]].sum() == 0 and logits[..., own.tokens].isfinite().all()
-    options: dict[str, Any] = {"max_new_tokens": 10, "rule": RejectionSampling(), "sampling": Sampling(1.0)}
+    options: dict[str, Any] = {
+        "max_new_tokens": 10,
+        "rule": RejectionSampling(),
+        "sampling": Sampling(1.0),
+    }
     for each in (drafter, StagedDrafter([cases.small(model), drafter], stage_windows=2)):
         result = speculative_decode(model, each, cases.PROMPTS, **options)
-        drafted = {token for row in result.rows for round in row.rounds or [] for token in round.drafted}
+        drafted = {
+            token for row in result.rows for round in row.rounds or [] for token in round.drafted
+        }
         assert drafted and drafted <= set(own.arguments())

@@ -21,7 +21,10 @@ from lightning_specdec.training import PairTraining
 
 def models() -> dict[str, LanguageModel]:
     torch.manual_seed(0)
-    return {name: RNN(30, hidden_size=size, num_layers=1) for name, size in (("tiny", 4), ("small", 8), ("medium", 16))}
+    return {
+        name: RNN(30, hidden_size=size, num_layers=1)
+        for name, size in (("tiny", 4), ("small", 8), ("medium", 16))
+    }
 
 
 def stages() -> tuple[RNN, dict[str, LanguageModel]]:
@@ -57,19 +60,28 @@ def test_one_run_trains_all_drafts_and_decodes_with_each(
     assert list(loaded.drafts) == ["small", "tiny", "medium"]
     assert isinstance(loaded.target, HuggingFaceLM) and loaded.target.vocab_size == 24
     for name in loaded.drafts:
-        shown = call("decode", "--ckpt", "checkpoints/draft_sizes", "--draft", name, "--repeats", "0")
+        shown = call(
+            "decode", "--ckpt", "checkpoints/draft_sizes", "--draft", name, "--repeats", "0"
+        )
         assert shown.code == 0 and "output identical" in shown.out
 
 
 def test_the_metrics_of_each_draft_are_those_of_its_pair() -> None:
     drafts = models()
     target = RNN(30, hidden_size=12)
-    batch = ArithmeticProgressions(30, num_train=40).collate([(0, [1, 2, 3, 4, 5, 6, 7]), (1, [2, 4, 6, 8])])
+    batch = ArithmeticProgressions(30, num_train=40).collate(
+        [(0, [1, 2, 3, 4, 5, 6, 7]), (1, [2, 4, 6, 8])]
+    )
     found = measured(together := PairTraining(target, drafts=drafts), batch)
     total = found["target_loss"]
     for name, draft in drafts.items():
         wanted = measured(PairTraining(target, draft), batch)
-        for rate in ("draft_loss", "acceptance_rate", "block_efficiency", "sampling_block_efficiency"):
+        for rate in (
+            "draft_loss",
+            "acceptance_rate",
+            "block_efficiency",
+            "sampling_block_efficiency",
+        ):
             torch.testing.assert_close(found[f"{name}/{rate}"], wanted[rate])
         total = total + wanted["draft_loss"]
     torch.testing.assert_close(found["draft_loss"], found["tiny/draft_loss"])
@@ -90,7 +102,12 @@ REFUSED: dict[str, tuple[list[str], dict[str, Any]]] = {
 @pytest.mark.parametrize("told", REFUSED)
 def test_drafts_that_do_not_fit_are_refused(told: str) -> None:
     names, options = REFUSED[told]
-    known: dict[str, LanguageModel] = {**models(), "other": RNN(31), "a.b": RNN(30), "staged": RNN(30, hidden_size=4)}
+    known: dict[str, LanguageModel] = {
+        **models(),
+        "other": RNN(31),
+        "a.b": RNN(30),
+        "staged": RNN(30, hidden_size=4),
+    }
     with pytest.raises(ValueError, match=told):
         PairTraining(RNN(30), drafts={name: known[name] for name in names}, **options)
 
@@ -111,7 +128,10 @@ def test_the_pair_of_transformers_trains_and_its_checkpoint_decodes_alone(
 
 
 CHANGES: dict[str, tuple[list[str], str]] = {
-    "learning rate": (["--model.learning_rate", "0.01"], "learning_rate changed from 0.001 to 0.01"),
+    "learning rate": (
+        ["--model.learning_rate", "0.01"],
+        "learning_rate changed from 0.001 to 0.01",
+    ),
     "window": (["--model.num_draft_tokens", "2"], "num_draft_tokens changed from 4 to 2"),
     "data": (["--data.num_train", "40"], "num_train changed from 32 to 40"),
     "other data": (
@@ -119,7 +139,10 @@ CHANGES: dict[str, tuple[list[str], str]] = {
         "data changed from QuadraticProgressions to ArithmeticProgressions",
     ),
     "vocabulary": (["--data.vocab_size", "25"], "has networks of other shapes"),
-    "network": (["--model.target.model.rms_norm_eps", "0.1"], "target.arguments.model.rms_norm_eps changed from"),
+    "network": (
+        ["--model.target.model.rms_norm_eps", "0.1"],
+        "target.arguments.model.rms_norm_eps changed from",
+    ),
 }
 
 
@@ -130,7 +153,15 @@ def test_a_run_does_not_go_on_with_other_settings(
     directory, _ = trained
     monkeypatch.chdir(directory)
     options, told = CHANGES[change]
-    resumed = ("fit", "--config", "draft_sizes.yaml", "--trainer.max_epochs", "2", "--ckpt_path", "last")
+    resumed = (
+        "fit",
+        "--config",
+        "draft_sizes.yaml",
+        "--trainer.max_epochs",
+        "2",
+        "--ckpt_path",
+        "last",
+    )
     refused(*resumed, *options, told=told)
 
 
@@ -146,11 +177,17 @@ def test_a_run_goes_on_with_the_same_settings(
     assert checkpoint.load("checkpoints/draft_sizes").recipe["steps"] == 4
 
 
-def test_typing_errors_in_a_models_config_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_typing_errors_in_a_models_config_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = shrunk("transformer", tmp_path)
     monkeypatch.chdir(tmp_path)
     for old, new, told in (
-        ("intermediate_size", "intermediat_size", "'intermediat_size': did you mean intermediate_size"),
+        (
+            "intermediate_size",
+            "intermediat_size",
+            "'intermediat_size': did you mean intermediate_size",
+        ),
         ("model_type: llama", "model_type: lama", "did you mean llama"),
         ("HuggingFaceLM", "HugingFaceLM", "HugingFaceLM"),
     ):
@@ -160,17 +197,23 @@ def test_typing_errors_in_a_models_config_are_told(tmp_path: Path, monkeypatch: 
 
 def test_stages_are_measured_as_their_largest_draft_which_they_draft_as() -> None:
     target, drafts = stages()
-    batch = ArithmeticProgressions(30, num_train=40).collate([(0, [1, 2, 3, 4, 5, 6, 7]), (1, [2, 4, 6, 8])])
+    batch = ArithmeticProgressions(30, num_train=40).collate(
+        [(0, [1, 2, 3, 4, 5, 6, 7]), (1, [2, 4, 6, 8])]
+    )
     staged = PairTraining(target, drafts=drafts, stage_windows=4)
     alone = PairTraining(target, drafts=dict(reversed(drafts.items())))
     found = measured(staged, batch)
     torch.testing.assert_close(found, measured(alone, batch))
     assert "small/acceptance_rate" in found
     assert isinstance(staged.drafter, StagedDrafter) and list(staged.others) == ["medium", "small"]
-    assert len(list(staged.parameters())) == len(list(alone.parameters())), "no weight is trained twice"
+    assert len(list(staged.parameters())) == len(list(alone.parameters())), (
+        "no weight is trained twice"
+    )
 
 
-def test_one_run_decodes_in_stages_and_with_each_draft_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_run_decodes_in_stages_and_with_each_draft_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     outcome = call("fit", "--config", str(shrunk("staged", tmp_path)), "--data.batch_size", "16")
     assert outcome.code == 0 and "Warning" not in outcome.err, outcome.err

@@ -14,7 +14,13 @@ from tiny_models import write_text_model
 
 from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.decoding import Session, autoregressive_decode, speculative_decode
-from lightning_specdec.drafters import DraftRequest, EagleDrafter, NGramWithFallback, TargetContext, last_two
+from lightning_specdec.drafters import (
+    DraftRequest,
+    EagleDrafter,
+    NGramWithFallback,
+    TargetContext,
+    last_two,
+)
 from lightning_specdec.drafters.eagle import FeatureDrafter
 from lightning_specdec.models import LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
@@ -37,29 +43,44 @@ def windowed(drafter: EagleDrafter, attention_window: int | None) -> EagleDrafte
     return other
 
 
-def proposed(drafter: FeatureDrafter, model: LanguageModel, text: list[int], read: int, window: int) -> Any:
+def proposed(
+    drafter: FeatureDrafter, model: LanguageModel, text: list[int], read: int, window: int
+) -> Any:
     """The guesses on a text of which the target has read the first tokens in one call, and the rest in another."""
     with torch.inference_mode():
         state = model.init_state(1, 40)
         memory = drafter.init_state(1, 40, TargetContext(model, state))
         for piece in (text[:read], text[read:-1]):
-            output = model(torch.tensor([piece]), state, logits_for=slice(-1, None), features=drafter.features(model))
+            output = model(
+                torch.tensor([piece]),
+                state,
+                logits_for=slice(-1, None),
+                features=drafter.features(model),
+            )
             drafter.observe(memory, output, [0])
         request = DraftRequest(
-            [text], last_two([text], model.device), None, wants_logits=True, vocab_size=model.vocab_size
+            [text],
+            last_two([text], model.device),
+            None,
+            wants_logits=True,
+            vocab_size=model.vocab_size,
         )
         return drafter.propose(memory, request, [window], Sampling())
 
 
 @torch.no_grad()
-def rolled(drafter: EagleDrafter, model: LanguageModel, text: list[int], window: int) -> torch.Tensor:
+def rolled(
+    drafter: EagleDrafter, model: LanguageModel, text: list[int], window: int
+) -> torch.Tensor:
     """What the rollouts of training say of the last tokens of a text, a round's guesses."""
     whole, layers = torch.tensor([text]), drafter.settings.feature_layers
     found = model(whole, features=tuple(layers)).features
     features = drafter.network.features([found[layer][:, :-1] for layer in layers])
     steps = rollouts(drafter.network, model.embeddings(whole[:, 1:]), features, window)
     first = len(text) - window - 2
-    logits = torch.stack([drafter.network.logits(hidden[0, first + i]) for i, hidden in enumerate(steps)])
+    logits = torch.stack(
+        [drafter.network.logits(hidden[0, first + i]) for i, hidden in enumerate(steps)]
+    )
     own = drafter.draft_vocabulary
     return logits if own is None else own.spread(logits, -torch.inf)
 
@@ -87,7 +108,9 @@ def test_guesses_are_those_of_the_rollouts_that_it_is_trained_on(
         {"head_size": 6, "rotary_base": 5e5},
     ],
 )
-def test_each_variant_drafts_as_it_is_trained_and_differs_from_the_others(changes: dict[str, Any]) -> None:
+def test_each_variant_drafts_as_it_is_trained_and_differs_from_the_others(
+    changes: dict[str, Any],
+) -> None:
     model = target("llama")
     plain, drafter = fitted_eagle(model), fitted_eagle(model, num_steps=2, **changes)
     draft = proposed(drafter, model, TEXT, 5, 3)
@@ -96,7 +119,8 @@ def test_each_variant_drafts_as_it_is_trained_and_differs_from_the_others(change
     if "head_size" not in changes:
         other = EagleDrafter(**{**drafter.arguments(), **plain.arguments()}).eval()
         other.load_state_dict(
-            drafter.state_dict() | {key: value for key, value in plain.state_dict().items() if "layer_norms" in key}
+            drafter.state_dict()
+            | {key: value for key, value in plain.state_dict().items() if "layer_norms" in key}
         )
         assert not torch.allclose(
             rolled(other, model, [*TEXT, *draft.tokens[0].tolist()], 3)[-1], wanted[-1], atol=1e-3
@@ -107,13 +131,19 @@ def test_what_lies_behind_the_attention_window_is_not_seen() -> None:
     model = target("transformer")
     network = windowed(fitted_eagle(model), 3).network
     with torch.no_grad():
-        features = torch.randn(1, len(TEXT), model.hidden_size or 0, generator=torch.Generator().manual_seed(0))
+        features = torch.randn(
+            1, len(TEXT), model.hidden_size or 0, generator=torch.Generator().manual_seed(0)
+        )
         changed = features.clone()
         changed[:, :2] += 1.0
         embedded = model.embeddings(torch.tensor([TEXT]))
         first, second = (rollouts(network, embedded, each, 2) for each in (features, changed))
-    assert torch.equal(first[0][:, 4:], second[0][:, 4:]) and not torch.allclose(first[0][:, 3], second[0][:, 3])
-    assert torch.equal(first[1][:, 5:], second[1][:, 5:])  # of rounds that begin with entry 4 and later ones
+    assert torch.equal(first[0][:, 4:], second[0][:, 4:]) and not torch.allclose(
+        first[0][:, 3], second[0][:, 3]
+    )
+    assert torch.equal(
+        first[1][:, 5:], second[1][:, 5:]
+    )  # of rounds that begin with entry 4 and later ones
     assert not torch.allclose(first[1][:, 3], second[1][:, 3])
 
 
@@ -122,10 +152,16 @@ def test_training_attends_as_a_round_does() -> None:
     network = fitted_eagle(model).network
     tokens = torch.tensor([TEXT, TEXT[::-1]])
     with torch.no_grad():
-        features = torch.randn(2, len(TEXT), model.hidden_size or 0, generator=torch.Generator().manual_seed(0))
+        features = torch.randn(
+            2, len(TEXT), model.hidden_size or 0, generator=torch.Generator().manual_seed(0)
+        )
         embedded = model.embeddings(tokens)
         steps = rollouts(network, embedded, features, 3)
-        for start in (0, 3, 5):  # a round by itself: the entries up to its first, then its own outputs
+        for start in (
+            0,
+            3,
+            5,
+        ):  # a round by itself: the entries up to its first, then its own outputs
             own = rollouts(network, embedded[:, : start + 1], features[:, : start + 1], 1)[0]
             torch.testing.assert_close(own[:, -1], steps[0][:, start])
         changed = features.clone()
@@ -149,10 +185,15 @@ def test_each_entry_is_read_once_and_guesses_are_forgotten(window: int) -> None:
         assert state.known == [len(row.text) - 1]
         session.step()
         assert state.read.consumed[0] <= len(row.text) - 1
-    assert row.text[len(TEXT) :] == autoregressive_decode(model, TEXT, max_new_tokens=20).rows[0].tokens
+    assert (
+        row.text[len(TEXT) :]
+        == autoregressive_decode(model, TEXT, max_new_tokens=20).rows[0].tokens
+    )
 
 
-def test_it_guesses_better_than_chance_and_the_shapes_of_its_calls_do_not_depend_on_verdicts() -> None:
+def test_it_guesses_better_than_chance_and_the_shapes_of_its_calls_do_not_depend_on_verdicts() -> (
+    None
+):
     model = target("transformer")
     drafter = fitted_eagle(model)
     other = EagleDrafter(**drafter.arguments()).eval()
@@ -203,9 +244,13 @@ def test_numbers_that_are_none_behind_a_rejection_change_no_guess() -> None:
                 features = {layer: hidden.clone() for layer, hidden in output.features.items()}
                 for hidden in features.values():
                     hidden[:, hidden.shape[1] - len(guesses) :] += garbage
-                drafter.observe(memory, ModelOutput(output.logits[:, -len(guesses) - 1 :], features), [0])
+                drafter.observe(
+                    memory, ModelOutput(output.logits[:, -len(guesses) - 1 :], features), [0]
+                )
                 state.truncate([len(text) - 1])
-                request = DraftRequest([text], last_two([text], model.device), None, vocab_size=model.vocab_size)
+                request = DraftRequest(
+                    [text], last_two([text], model.device), None, vocab_size=model.vocab_size
+                )
                 draft = drafter.propose(memory, request, [4], Sampling())
             found.append(draft.tokens.tolist())
     assert found[0] == found[1]
@@ -227,17 +272,23 @@ def test_a_window_that_ends_early_costs_no_pass_behind_its_end(
         def propose(self, *given: Any) -> Draft:
             before, draft = len(passes), super().propose(*given)
             widths.append(draft.tokens.shape[1])
-            assert len(passes) - before == draft.num_calls <= widths[-1] + 1, "a further pass tells where it ends"
+            assert len(passes) - before == draft.num_calls <= widths[-1] + 1, (
+                "a further pass tells where it ends"
+            )
             return draft
 
     whole = fitted_eagle(model)
     drafter = Counted(**{**whole.arguments(), "min_confidence": bound}).eval()
     drafter.load_state_dict(whole.state_dict())
-    result = speculative_decode(model, drafter, prompts, max_new_tokens=20, num_draft_tokens=4, eos=EOS)
+    result = speculative_decode(
+        model, drafter, prompts, max_new_tokens=20, num_draft_tokens=4, eos=EOS
+    )
     assert result.num_draft_calls == len(passes) and (max(widths) > 0) == (bound < 1)
 
 
-def test_min_confidence_may_be_given_to_a_head_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_min_confidence_may_be_given_to_a_head_from_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     home, head = write_text_model(tmp_path / "model"), str(tmp_path / "head.safetensors")
     plain = SpeculativeDecoder.from_pretrained(home)
@@ -249,15 +300,38 @@ def test_min_confidence_may_be_given_to_a_head_from_a_file(tmp_path: Path, monke
             made: Any = SpeculativeDecoder.from_pretrained(home, head, drafter=asked).drafter
             bounds.append(getattr(made, "fallback", made).settings.min_confidence)
     assert bounds == [0.25, 1, 0.25, 1]
-    decode = ("decode", "--target", home, "--draft", head, "--repeats", "0", "--prompt", "the oak", "--drafter")
+    decode = (
+        "decode",
+        "--target",
+        home,
+        "--draft",
+        head,
+        "--repeats",
+        "0",
+        "--prompt",
+        "the oak",
+        "--drafter",
+    )
     outcome = succeed(*decode, "EagleDrafter", "--drafter.min_confidence", "1")
     assert "output identical" in outcome.out
     told = "the draft is a EagleDrafter with its own settings: drop --drafter.head_size"
     refused(*decode, "EagleDrafter", "--drafter.head_size", "2", told=told)
-    refused(*decode, "EagleDrafter", "--drafter.min_confidence", "2", told="min_confidence must be in [0, 1]")
-    plain.with_drafter(NGramWithFallback.for_target(plain.target, made.fallback.at(0))).save_draft("joined.safetensors")
+    refused(
+        *decode,
+        "EagleDrafter",
+        "--drafter.min_confidence",
+        "2",
+        told="min_confidence must be in [0, 1]",
+    )
+    plain.with_drafter(NGramWithFallback.for_target(plain.target, made.fallback.at(0))).save_draft(
+        "joined.safetensors"
+    )
     asked = {"class_path": "NGramWithFallback", "init_args": {"min_confidence": 1, "min_ngram": 3}}
-    again: Any = SpeculativeDecoder.from_pretrained(home, "joined.safetensors", drafter=asked).drafter
+    again: Any = SpeculativeDecoder.from_pretrained(
+        home, "joined.safetensors", drafter=asked
+    ).drafter
     assert (again.lookup.settings.min_ngram, again.fallback.settings.min_confidence) == (3, 1)
     model = ("decode", "--target", home, "--draft", home, "--drafter", "NGramWithFallback")
-    refused(*model, "--drafter.min_confidence", "1", told="ModelDrafter has no min_confidence: drop it")
+    refused(
+        *model, "--drafter.min_confidence", "1", told="ModelDrafter has no min_confidence: drop it"
+    )

@@ -20,7 +20,14 @@ from lightning_specdec.decoding import (
     open_session,
     speculative_decode,
 )
-from lightning_specdec.drafters import Draft, DraftRequest, DraftState, EarlyExitDrafter, ModelDrafter, TargetContext
+from lightning_specdec.drafters import (
+    Draft,
+    DraftRequest,
+    DraftState,
+    EarlyExitDrafter,
+    ModelDrafter,
+    TargetContext,
+)
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.layers import LayerStack
 from lightning_specdec.models.packed import quantize
@@ -60,10 +67,16 @@ def idle_above(family: str, num_layers: int) -> HuggingFaceLM:
 
 @pytest.mark.parametrize(("exit_layer", "temperature"), [(1, 0.9), (2, 0.0)])
 @every_family
-def test_its_rounds_are_those_of_the_cut_off_model_as_a_draft(family: str, exit_layer: int, temperature: float) -> None:
+def test_its_rounds_are_those_of_the_cut_off_model_as_a_draft(
+    family: str, exit_layer: int, temperature: float
+) -> None:
     """Which reads every token again, with a memory of its own: guesses, verdicts and draws are the same."""
     target, other = ours(family), ModelDrafter(cut_off(family, exit_layer))
-    options: dict[str, Any] = {"max_new_tokens": 10, "rule": RejectionSampling(), "sampling": Sampling(temperature)}
+    options: dict[str, Any] = {
+        "max_new_tokens": 10,
+        "rule": RejectionSampling(),
+        "sampling": Sampling(temperature),
+    }
     found = speculative_decode(target, EarlyExitDrafter(exit_layer), PROMPTS, **options)
     expected = speculative_decode(target, other, PROMPTS, **options)
     assert [row.rounds for row in found.rows] == [row.rounds for row in expected.rows]
@@ -72,7 +85,11 @@ def test_its_rounds_are_those_of_the_cut_off_model_as_a_draft(family: str, exit_
 
 @every_family
 def test_it_is_always_right_where_the_layers_above_add_nothing(family: str) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 8, "rule": RejectionSampling(), "sampling": Sampling(1.0)}
+    options: dict[str, Any] = {
+        "max_new_tokens": 8,
+        "rule": RejectionSampling(),
+        "sampling": Sampling(1.0),
+    }
     result = speculative_decode(idle_above(family, 1), EarlyExitDrafter(1), PROMPTS, **options)
     assert result.acceptance_rate == 1.0 and result.block_efficiency == 4
 
@@ -84,7 +101,9 @@ def test_an_own_head_reads_the_exits_layer() -> None:
     with torch.inference_mode():
         state = target.init_state(1, 12)
         request = DraftRequest([text], torch.tensor([text[-2:]]), None, wants_logits=True)
-        draft = drafter.propose(drafter.init_state(1, 12, TargetContext(target, state)), request, [3], Sampling())
+        draft = drafter.propose(
+            drafter.init_state(1, 12, TargetContext(target, state)), request, [3], Sampling()
+        )
         whole = torch.tensor([[*text, *draft.tokens[0].tolist()]])
         hidden = target(whole, features=[1]).features[1]
         expected = drafter.head(hidden)[:, len(text) - 1 : -1]
@@ -100,7 +119,9 @@ def count_tokens(model: HuggingFaceLM) -> list[list[int]]:
     """For each layer the tokens of every call from now on."""
     seen: list[list[int]] = [[] for _ in model.stack.layers]
     for layer, counts in zip(model.stack.layers, seen, strict=True):
-        layer.register_forward_hook(lambda module, inputs, output, counts=counts: counts.append(inputs[0].shape[1]))
+        layer.register_forward_hook(
+            lambda module, inputs, output, counts=counts: counts.append(inputs[0].shape[1])
+        )
     return seen
 
 
@@ -110,7 +131,9 @@ def test_every_layer_reads_every_token_once(family: str, exit_layer: int) -> Non
     """The lower ones the unread tokens and all guesses but the last while drafting, and that one when it is verified;
     the upper ones all of them in one call."""
     target, prompt = HuggingFaceLM(tiny(family)), PROMPTS[3]
-    session = open_session(target, EarlyExitDrafter(exit_layer), prompt, max_new_tokens=14, num_draft_tokens=3)
+    session = open_session(
+        target, EarlyExitDrafter(exit_layer), prompt, max_new_tokens=14, num_draft_tokens=3
+    )
     (row,) = session.live
     seen = count_tokens(target)
     unread = len(prompt)
@@ -135,7 +158,9 @@ def test_every_layer_reads_every_token_once(family: str, exit_layer: int) -> Non
 def test_a_text_may_fill_the_context_to_its_last_token(family: str) -> None:
     """Padding and guesses behind the end of the context read no position that the model lacks."""
     target, prompts = ours(family), [[i % 67 for i in range(86)], [1, 2]]
-    result = speculative_decode(target, EarlyExitDrafter(1), prompts, max_new_tokens=10, num_draft_tokens=5)
+    result = speculative_decode(
+        target, EarlyExitDrafter(1), prompts, max_new_tokens=10, num_draft_tokens=5
+    )
     assert result.tokens == autoregressive_decode(target, prompts, max_new_tokens=10).tokens
 
 
@@ -146,7 +171,9 @@ class Listening(EarlyExitDrafter):
         super().__init__(exit_layer)
         self.num_spoilt = 0
 
-    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(
+        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
         draft = super().propose(state, request, windows, sampling)
         assert draft.exit_states is not None
         for row, length in enumerate(draft.exit_states.lengths):
@@ -167,7 +194,9 @@ def spoil(session: Session) -> None:
 @every_family
 def test_what_lies_behind_the_rows_is_never_read(family: str) -> None:
     target, drafter, sampling = ours(family), Listening(2), Sampling(0.9)
-    session = open_session(target, drafter, PROMPTS, max_new_tokens=8, num_draft_tokens=4, sampling=sampling)
+    session = open_session(
+        target, drafter, PROMPTS, max_new_tokens=8, num_draft_tokens=4, sampling=sampling
+    )
     with torch.inference_mode():
         while session.step():
             spoil(session)
@@ -187,7 +216,9 @@ def test_a_round_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPat
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(target, "forward", failing)
-    session = open_session(target, EarlyExitDrafter(1), PROMPTS, max_new_tokens=12, sampling=Sampling(1.0))
+    session = open_session(
+        target, EarlyExitDrafter(1), PROMPTS, max_new_tokens=12, sampling=Sampling(1.0)
+    )
     num_failed = 0
     while session.live:
         try:
@@ -218,10 +249,17 @@ def test_the_target_may_be_packed_or_rounded(family: str, form: str) -> None:
 
 
 def test_another_exit_shares_the_heads() -> None:
-    drafter = EarlyExitDrafter(1, head_layers=[1, 2], hidden_size=32, vocab_size=67, sampling=Sampling(0.7))
+    drafter = EarlyExitDrafter(
+        1, head_layers=[1, 2], hidden_size=32, vocab_size=67, sampling=Sampling(0.7)
+    )
     other = drafter.at(2)
-    assert (other.exit_layer, other.sampling) == (2, drafter.sampling) and other.heads is drafter.heads
-    assert drafter.head is not None and other.head is drafter.heads["2"] and drafter.at(3).head is None
+    assert (other.exit_layer, other.sampling) == (
+        2,
+        drafter.sampling,
+    ) and other.heads is drafter.heads
+    assert (
+        drafter.head is not None and other.head is drafter.heads["2"] and drafter.at(3).head is None
+    )
     with pytest.raises(ValueError, match="exit_layer must be at least 1"):
         drafter.at(0)
 
@@ -231,5 +269,7 @@ def test_the_output_is_the_standard_one_at_every_temperature(family: str) -> Non
     target = ours(family)
     for sampling, exit_layer, window in ((Sampling(), 1, 6), (Sampling(0.9), 2, 2)):
         options: dict[str, Any] = {"max_new_tokens": 10, "sampling": sampling, "eos": 5}
-        result = speculative_decode(target, EarlyExitDrafter(exit_layer), PROMPTS, num_draft_tokens=window, **options)
+        result = speculative_decode(
+            target, EarlyExitDrafter(exit_layer), PROMPTS, num_draft_tokens=window, **options
+        )
         assert result.tokens == autoregressive_decode(target, PROMPTS, **options).tokens

@@ -46,11 +46,19 @@ def gradients(training: EarlyExitTraining, exit_layer: int) -> set[str]:
     training.zero_grad()
     batch = batch_of(text().tolist())
     states = training.hidden_states(batch.tokens[:, :-1])
-    next_token_loss(training.target.exit_logits(states[exit_layer - 1]), batch.next_tokens()).backward()
-    names = [name for name, weight in training.named_parameters() if weight.grad is not None and weight.grad.any()]
+    next_token_loss(
+        training.target.exit_logits(states[exit_layer - 1]), batch.next_tokens()
+    ).backward()
+    names = [
+        name
+        for name, weight in training.named_parameters()
+        if weight.grad is not None and weight.grad.any()
+    ]
     found = {f"layer {name.split('.')[4]}" for name in names if ".layers." in name}
     return found | {
-        name for name in names if "lm_head" in name or "heads" in name or name.endswith("model.norm.weight")
+        name
+        for name in names
+        if "lm_head" in name or "heads" in name or name.endswith("model.norm.weight")
     }
 
 
@@ -70,7 +78,9 @@ def test_rounds_counted_on_the_targets_own_texts_are_those_of_decoding() -> None
         training.measure(batch, "val")
     for layer in range(1, LAYERS):
         drafter = training.drafter.at(layer)
-        result = speculative_decode(target(), drafter, prompts, max_new_tokens=13, num_draft_tokens=3)
+        result = speculative_decode(
+            target(), drafter, prompts, max_new_tokens=13, num_draft_tokens=3
+        )
         counted = training.metrics.of(f"exit_{layer}/teacher_forced_").compute()
         assert result.tokens == tokens and result.counts is not None
         kept = result.counts.histogram
@@ -78,13 +88,18 @@ def test_rounds_counted_on_the_targets_own_texts_are_those_of_decoding() -> None
         if layer == 2:
             assert training.metrics.compute()["block_efficiency"] == counted["block_efficiency"]
         if layer == 3:
-            assert 1 < counted["block_efficiency"] < 4, "the law says little of an exit that is never right, or always"
+            assert 1 < counted["block_efficiency"] < 4, (
+                "the law says little of an exit that is never right, or always"
+            )
 
 
 def test_the_loss_is_the_weighted_mean_of_all_exits() -> None:
     training = EarlyExitTraining(target(), 3, exit_weights=[0.0, 1.0, 3.0, 6.0]).eval()
     with torch.no_grad():
-        means = {name: value for name, (value, _) in training.measure(batch_of(text().tolist()), "val").items()}
+        means = {
+            name: value
+            for name, (value, _) in training.measure(batch_of(text().tolist()), "val").items()
+        }
     assert means["draft_loss"] == means["exit_3/loss"]
     wanted = (1 * means["exit_2/loss"] + 3 * means["exit_3/loss"] + 6 * means["target_loss"]) / 10
     torch.testing.assert_close(means["loss"], wanted)
@@ -100,7 +115,9 @@ def test_on_bytes_every_loss_is_shown_in_bits_per_byte(monkeypatch: pytest.Monke
     with torch.no_grad():
         training.validation_step(batch_of(text().tolist()), 0)
     for name in ("exit_1/", "exit_3/", "target_", "draft_"):
-        torch.testing.assert_close(shown[f"val/{name}bits_per_byte"], shown[f"val/{name}loss"] / math.log(2) / 2)
+        torch.testing.assert_close(
+            shown[f"val/{name}bits_per_byte"], shown[f"val/{name}loss"] / math.log(2) / 2
+        )
 
 
 @pytest.mark.parametrize(
@@ -109,7 +126,10 @@ def test_on_bytes_every_loss_is_shown_in_bits_per_byte(monkeypatch: pytest.Monke
         ({"exit_layer": 0}, "exit_layer must be from 1 to 3, got 0"),
         ({"exit_layer": 2, "layer_dropout": 1.5}, r"layer_dropout must be in \[0, 1\], got 1.5"),
         ({"exit_layer": 2, "exit_weights": [1.0, 2.0]}, "exit_weights must be 4 numbers"),
-        ({"exit_layer": 2, "exit_weights": [1.0, 1.0, 1.0, 0.0]}, "above 0 for exit 2 and the model itself"),
+        (
+            {"exit_layer": 2, "exit_weights": [1.0, 1.0, 1.0, 0.0]},
+            "above 0 for exit 2 and the model itself",
+        ),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused(arguments: dict[str, object], told: str) -> None:

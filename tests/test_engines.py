@@ -43,7 +43,9 @@ from lightning_specdec.training.eagle import rollouts
 
 __all__ = ["here"]
 
-TARGET = HuggingFaceLM(tiny("llama", vocab_size=23, num_hidden_layers=5, sharpness=14.0, max_position_embeddings=512))
+TARGET = HuggingFaceLM(
+    tiny("llama", vocab_size=23, num_hidden_layers=5, sharpness=14.0, max_position_embeddings=512)
+)
 PROMPTS = [[3], [1, 2, 3, 4, 5], [7, 7]]
 PLAIN: dict[str, Any] = {"feature_norms": False}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -51,7 +53,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "3.1": {"norm_output": True},
     "plain": PLAIN,
     "layers in another order": {"layers": [3, 0, 1]},
-    "other sizes": {"head_size": 6, "rotary_base": 5e5, "norm_eps": 1e-3, "norm_before_residual": True},
+    "other sizes": {
+        "head_size": 6,
+        "rotary_base": 5e5,
+        "norm_eps": 1e-3,
+        "norm_before_residual": True,
+    },
 }
 
 
@@ -62,7 +69,12 @@ def head(**changes: Any) -> EagleDrafter:
 BLOCKS: dict[str, dict[str, Any]] = {
     "as trained": {"attention_window": 7, "reduced": True, "min_confidence": 0.9},
     "no Markov head": {"markov_rank": 0, "num_layers": 1},
-    "layers in another order": {"layers": [3, 0, 1], "head_size": 6, "rotary_base": 5e5, "norm_eps": 1e-3},
+    "layers in another order": {
+        "layers": [3, 0, 1],
+        "head_size": 6,
+        "rotary_base": 5e5,
+        "norm_eps": 1e-3,
+    },
 }
 
 
@@ -82,7 +94,10 @@ def change(directory: Path, config: dict[str, Any] | None = None, **tensors: Any
     path, weights = directory / "config.json", load_file(directory / "model.safetensors")
     path.write_text(json.dumps({**json.loads(path.read_text()), **(config or {})}))
     changed = {**weights, **{name.replace("__", "."): value for name, value in tensors.items()}}
-    save_file({name: value for name, value in changed.items() if value is not None}, directory / "model.safetensors")
+    save_file(
+        {name: value for name, value in changed.items() if value is not None},
+        directory / "model.safetensors",
+    )
     return directory
 
 
@@ -106,20 +121,30 @@ def test_a_head_comes_back_as_it_went(name: str, engine: str, tmp_path: Path) ->
     back, _ = read_head(tmp_path / "out", TARGET)
     assert same(drafter, back)
     if "layers" not in VARIANTS[name]:
-        assert all(torch.equal(value, back.state_dict()[key]) for key, value in drafter.state_dict().items())
+        assert all(
+            torch.equal(value, back.state_dict()[key])
+            for key, value in drafter.state_dict().items()
+        )
 
 
 @pytest.mark.parametrize("name", list(BLOCKS))
 def test_a_block_drafter_is_written_as_dspark(name: str, tmp_path: Path) -> None:
     made = engines.export(tmp_path / "out", blocks(**BLOCKS[name]), TARGET, "vllm")
     assert made.difference < 1e-5 and made.num_compared == 12 and not made.loaded
-    assert '"method": "dspark"' in made.commands[0] and '"num_speculative_tokens": 6' in made.commands[0]
+    assert (
+        '"method": "dspark"' in made.commands[0]
+        and '"num_speculative_tokens": 6' in made.commands[0]
+    )
     config, weights = (
         json.loads((tmp_path / "out/config.json").read_text()),
         load_file(tmp_path / "out/model.safetensors"),
     )
     assert weights["embed_tokens.weight"].shape == (24, 32) and config["mask_token_id"] == 23
-    assert len(weights["markov_head.markov_w1.weight"]) == config["transformer_layer_config"]["vocab_size"] == 24
+    assert (
+        len(weights["markov_head.markov_w1.weight"])
+        == config["transformer_layer_config"]["vocab_size"]
+        == 24
+    )
     with pytest.raises(ValueError, match="it is a dspark draft"):
         read_head(tmp_path / "out", TARGET)
 
@@ -131,7 +156,10 @@ def test_what_dspark_would_compute_otherwise_is_not_written(
     tensors = engine_heads.block_tensors
 
     def wrong(*arguments: Any) -> dict[str, torch.Tensor]:
-        return {name: value * (1.5 if fault in name else 1.0) for name, value in tensors(*arguments).items()}
+        return {
+            name: value * (1.5 if fault in name else 1.0)
+            for name, value in tensors(*arguments).items()
+        }
 
     monkeypatch.setattr(engine_heads, "block_tensors", wrong)
     drafter = blocks()
@@ -147,21 +175,43 @@ def test_a_fitted_head_drafts_as_well_as_before(tmp_path: Path) -> None:
         speculative_decode(target, each, PROMPTS, max_new_tokens=16, num_draft_tokens=3)
         for each in (drafter, read_head(tmp_path / "out", target)[0])
     ]
-    assert runs[0].counts == runs[1].counts and runs[0].counts is not None and runs[0].counts.num_accepted > 5
+    assert (
+        runs[0].counts == runs[1].counts
+        and runs[0].counts is not None
+        and runs[0].counts.num_accepted > 5
+    )
 
 
 def test_layers_are_counted_as_each_engine_counts_them(tmp_path: Path) -> None:
-    inputs = json.loads((written(tmp_path / "a") / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"]
-    plain = json.loads((written(tmp_path / "b", engine="sglang") / "config.json").read_text())["eagle_config"]
+    inputs = json.loads((written(tmp_path / "a") / "config.json").read_text())[
+        "eagle_aux_hidden_state_layer_ids"
+    ]
+    plain = json.loads((written(tmp_path / "b", engine="sglang") / "config.json").read_text())[
+        "eagle_config"
+    ]
     assert inputs == [1, 3, 4] and plain["eagle_aux_hidden_state_layer_ids"] == [0, 2, 3]
 
 
 def test_nothing_is_left_to_defaults_that_readers_do_not_have(tmp_path: Path) -> None:
     """vLLM gives a nested layer no defaults."""
     config = json.loads((written(tmp_path) / "config.json").read_text())
-    layer = {"hidden_act", "attention_bias", "mlp_bias", "head_dim", "rope_parameters", "rms_norm_eps", "layer_types"}
+    layer = {
+        "hidden_act",
+        "attention_bias",
+        "mlp_bias",
+        "head_dim",
+        "rope_parameters",
+        "rms_norm_eps",
+        "layer_types",
+    }
     assert layer <= config["transformer_layer_config"].keys()
-    assert {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "draft_vocab_size"} <= config.keys()
+    assert {
+        "norm_before_residual",
+        "norm_before_fc",
+        "fc_norm",
+        "norm_output",
+        "draft_vocab_size",
+    } <= config.keys()
 
 
 def test_medusa_heads_come_back_as_they_went(tmp_path: Path) -> None:
@@ -177,16 +227,32 @@ def test_a_draft_model_is_one_of_transformers_with_its_tokenizer(tmp_path: Path)
     path = tiny_models.write_text_model(tmp_path / "target", num_hidden_layers=1)
     target = load_model(path)
     for engine in ENGINES:
-        made = engines.export(tmp_path / engine, ModelDrafter(target), target, engine, dtype="bfloat16")
-        assert made.difference < 1e-5 and (tmp_path / engine / "tokenizer.json").is_file() and made.commands
-    assert load_file(tmp_path / "vllm" / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
-    draft, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "transformers"), torch.tensor([[5, 6, 7]])
+        made = engines.export(
+            tmp_path / engine, ModelDrafter(target), target, engine, dtype="bfloat16"
+        )
+        assert (
+            made.difference < 1e-5
+            and (tmp_path / engine / "tokenizer.json").is_file()
+            and made.commands
+        )
+    assert (
+        load_file(tmp_path / "vllm" / "model.safetensors")["model.norm.weight"].dtype
+        == torch.bfloat16
+    )
+    draft, ids = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "transformers"),
+        torch.tensor([[5, 6, 7]]),
+    )
     options, model = {"max_new_tokens": 12, "do_sample": False}, cast(Any, target.model)
-    alone, assisted = (model.generate(ids, **options, **more) for more in ({}, {"assistant_model": draft}))
+    alone, assisted = (
+        model.generate(ids, **options, **more) for more in ({}, {"assistant_model": draft})
+    )
     assert alone.tolist() == assisted.tolist()
 
 
-@pytest.mark.parametrize("fault", ["queries for keys", "another layer", "no norms", "a token further"])
+@pytest.mark.parametrize(
+    "fault", ["queries for keys", "another layer", "no norms", "a token further"]
+)
 def test_what_an_engine_would_compute_otherwise_is_not_written(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,13 +313,18 @@ def test_what_an_engine_cannot_run_is_refused_with_what_is_needed(
 ) -> None:
     with pytest.raises(ValueError, match=told) as error:
         engines.export(tmp_path / "out", drafter, TARGET, engine)
-    assert engine in str(error.value) and "\n" not in str(error.value) and not list(tmp_path.iterdir())
+    assert (
+        engine in str(error.value) and "\n" not in str(error.value) and not list(tmp_path.iterdir())
+    )
 
 
 def test_plain_heads_go_to_llama_cpp(tmp_path: Path) -> None:
     made = engines.export(tmp_path / "out", head(**PLAIN), TARGET, "llama.cpp")
     assert made.loaded
-    assert "--target-model-dir" in made.commands[0] and " --spec-type draft-eagle3 " in made.commands[1]
+    assert (
+        "--target-model-dir" in made.commands[0]
+        and " --spec-type draft-eagle3 " in made.commands[1]
+    )
     names = load_file(tmp_path / "out" / "model.safetensors")
     assert not any("fc_norm" in name for name in names) and "layers.0.hidden_norm.weight" in names
 
@@ -271,7 +342,9 @@ def test_a_head_says_whose_it_is_and_how_many_tokens_to_draft(tmp_path: Path) ->
         with pytest.raises(ValueError, match="mine .sha256.*other .sha256.*has another sha256"):
             read_head(out, other)
         (out / ORIGIN).unlink()
-        assert read_head(out, other)[1].get("num_draft_tokens") == (window if "vllm-Eagle" in out.name else None)
+        assert read_head(out, other)[1].get("num_draft_tokens") == (
+            window if "vllm-Eagle" in out.name else None
+        )
 
 
 def test_a_disk_that_fills_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,28 +361,67 @@ def test_a_disk_that_fills_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 HOSTILE: dict[str, tuple[Any, str]] = {
-    "a torn file": (lambda path: (path / "model.safetensors").write_bytes(b"\0" * 50), "truncated or damaged"),
-    "a pickle": (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"), "could run code"),
-    "a broken config": (lambda path: (path / "config.json").write_text("{"), "config.json is damaged"),
-    "an endless config": (lambda path: (path / "config.json").write_text("[" * 2**21), "config.json is damaged"),
-    "tokens out of the vocabulary": (lambda path: change(path, d2t=torch.full((6,), 99)), "leaves the target's"),
-    "tokens in disorder": (lambda path: change(path, d2t=torch.tensor([9, 0, 0, 0, 0, 0])), "must ascend"),
+    "a torn file": (
+        lambda path: (path / "model.safetensors").write_bytes(b"\0" * 50),
+        "truncated or damaged",
+    ),
+    "a pickle": (
+        lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"),
+        "could run code",
+    ),
+    "a broken config": (
+        lambda path: (path / "config.json").write_text("{"),
+        "config.json is damaged",
+    ),
+    "an endless config": (
+        lambda path: (path / "config.json").write_text("[" * 2**21),
+        "config.json is damaged",
+    ),
+    "tokens out of the vocabulary": (
+        lambda path: change(path, d2t=torch.full((6,), 99)),
+        "leaves the target's",
+    ),
+    "tokens in disorder": (
+        lambda path: change(path, d2t=torch.tensor([9, 0, 0, 0, 0, 0])),
+        "must ascend",
+    ),
     "no mapping": (lambda path: change(path, d2t=None), "has no d2t"),
     "a weight too few": (lambda path: change(path, fc__weight=None), "join"),
-    "a weight too many": (lambda path: change(path, layers__0__self_attn__q_norm__weight=torch.ones(8)), "q_norm"),
+    "a weight too many": (
+        lambda path: change(path, layers__0__self_attn__q_norm__weight=torch.ones(8)),
+        "q_norm",
+    ),
     "another shape": (lambda path: change(path, norm__weight=torch.ones(3)), "output_norm"),
-    "no numbers": (lambda path: change(path, norm__weight=torch.full((32,), torch.nan)), "not finite"),
-    "embeddings of its own": (lambda path: change(path, embed_tokens__weight=torch.ones(23, 32)), "of its own"),
-    "another program's draft": (lambda path: change(path, {"speculators_model_type": "dflash"}), "dflash"),
+    "no numbers": (
+        lambda path: change(path, norm__weight=torch.full((32,), torch.nan)),
+        "not finite",
+    ),
+    "embeddings of its own": (
+        lambda path: change(path, embed_tokens__weight=torch.ones(23, 32)),
+        "of its own",
+    ),
+    "another program's draft": (
+        lambda path: change(path, {"speculators_model_type": "dflash"}),
+        "dflash",
+    ),
     "another norm": (lambda path: change(path, {"norm_before_fc": True}), "norm_before_fc"),
     "quantized": (lambda path: change(path, {"quantization_config": {"bits": 4}}), "quantized"),
     "absurd sizes": (lambda path: nested(path, {"intermediate_size": 2**40}), "intermediate_size"),
     "many layers": (lambda path: nested(path, {"num_hidden_layers": 2}), "several layers"),
     "code": (lambda path: nested(path, {"model_type": "stranger"}), "stranger"),
-    "the last layer": (lambda path: change(path, {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}), "last layer"),
-    "layers that are none": (lambda path: change(path, {"eagle_aux_hidden_state_layer_ids": "abc"}), "cannot be used"),
+    "the last layer": (
+        lambda path: change(path, {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}),
+        "last layer",
+    ),
+    "layers that are none": (
+        lambda path: change(path, {"eagle_aux_hidden_state_layer_ids": "abc"}),
+        "cannot be used",
+    ),
     "another target": (lambda path: nested(path, {"vocab_size": 24}), "vocabulary of 24"),
-    "another target's note": (lambda path: (path / ORIGIN).write_text('{"target": 3}'), "its target must be a mapping"),
+    "another target's note": (
+        lambda path: (path / ORIGIN).write_text('{"target": 3}'),
+        "its target must be a mapping",
+    ),
     "no number of draft tokens": (
         lambda path: (path / ORIGIN).write_text('{"num_draft_tokens": 0}'),
         "num_draft_tokens",
@@ -329,7 +441,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", list(HOSTILE))
-def test_a_directory_that_is_torn_or_lies_is_refused_in_one_line(name: str, exported: Path, tmp_path: Path) -> None:
+def test_a_directory_that_is_torn_or_lies_is_refused_in_one_line(
+    name: str, exported: Path, tmp_path: Path
+) -> None:
     spoil, told = HOSTILE[name]
     spoil(Path(shutil.copytree(exported, tmp_path / "head")))
     with pytest.raises(ValueError, match=told) as error:
@@ -337,7 +451,9 @@ def test_a_directory_that_is_torn_or_lies_is_refused_in_one_line(name: str, expo
     assert str(tmp_path / "head") in str(error.value) and "\n" not in str(error.value)
 
 
-def test_names_of_specforge_and_the_defaults_of_engines_are_read(exported: Path, tmp_path: Path) -> None:
+def test_names_of_specforge_and_the_defaults_of_engines_are_read(
+    exported: Path, tmp_path: Path
+) -> None:
     """SpecForge's names, its own embeddings left in, its layers where the config names none."""
     drafter = head(layers=[1, 1, 0], **PLAIN)
     drafter.settings.__dict__["feature_layers"] = (1, 1, 1)  # of five layers, the inputs 2, 2 and 2
@@ -356,7 +472,9 @@ def foreign(name: str) -> tuple[Path, HuggingFaceLM]:
     """A head that benchmarks/foreign_heads.py made with another program's own code, and a target for it."""
     directory = Path(__file__).parent / "data" / "heads" / name
     model = tiny("llama", vocab_size=23, num_hidden_layers=5, sharpness=14.0)
-    model.get_input_embeddings().weight.data = load_file(directory / "model.safetensors")["embed_tokens.weight"]
+    model.get_input_embeddings().weight.data = load_file(directory / "model.safetensors")[
+        "embed_tokens.weight"
+    ]
     return directory, HuggingFaceLM(model)
 
 
@@ -376,7 +494,9 @@ def test_heads_of_other_programs_compute_what_they_compute_there(name: str) -> N
     assert runs.tokens == autoregressive_decode(target, PROMPTS, max_new_tokens=12).tokens
 
 
-@pytest.mark.parametrize("name, told", [("speculators_qwen3", "of qwen3"), ("specforge_llama3", "positions .llama3.")])
+@pytest.mark.parametrize(
+    "name, told", [("speculators_qwen3", "of qwen3"), ("specforge_llama3", "positions .llama3.")]
+)
 def test_heads_of_other_programs_with_other_parts_are_refused_by_name(name: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         read_head(*foreign(name))
@@ -384,11 +504,18 @@ def test_heads_of_other_programs_with_other_parts_are_refused_by_name(name: str,
 
 def test_training_goes_on_from_an_imported_head(tmp_path: Path) -> None:
     target = HuggingFaceLM(tiny("llama", vocab_size=11, num_hidden_layers=4, sharpness=14.0))
-    drafter = eagle(target, layers=[0, 1, 2], norm_output=True, draft_vocabulary=[1, 2, 3, 4, 5, 7, 8, 10])
+    drafter = eagle(
+        target, layers=[0, 1, 2], norm_output=True, draft_vocabulary=[1, 2, 3, 4, 5, 7, 8, 10]
+    )
     engines.export(tmp_path / "out", drafter, target, "vllm")
-    training = EagleTraining(target, draft=str(tmp_path / "out"), draft_vocabulary=3, num_draft_tokens=3)
+    training = EagleTraining(
+        target, draft=str(tmp_path / "out"), draft_vocabulary=3, num_draft_tokens=3
+    )
     begun(training)
-    assert all(torch.equal(each, training.drafter.state_dict()[key]) for key, each in drafter.state_dict().items())
+    assert all(
+        torch.equal(each, training.drafter.state_dict()[key])
+        for key, each in drafter.state_dict().items()
+    )
     assert training.drafter.arguments() == read_head(tmp_path / "out", target)[0].arguments()
     check_that_it_learns(training, 12)
     with pytest.raises(ValueError, match="this trains a MultiTokenDrafter"):
@@ -399,17 +526,50 @@ def test_the_command_line_exports_imports_audits_and_writes_a_draft_file(here: N
     tiny_models.write_text_model(Path("target"), num_hidden_layers=5)
     target = load_model("target")
     recipe = {"data_arguments": {"paths": ["/home/me/notes.txt"]}}
-    engines.export(Path("first"), eagle(target, layers=[0, 2, 3]), target, "sglang", recipe=recipe, num_draft_tokens=5)
-    assert 'Trained on: ["notes.txt"]' in Path("first/README.md").read_text(), "no directory of this machine"
+    engines.export(
+        Path("first"),
+        eagle(target, layers=[0, 2, 3]),
+        target,
+        "sglang",
+        recipe=recipe,
+        num_draft_tokens=5,
+    )
+    assert 'Trained on: ["notes.txt"]' in Path("first/README.md").read_text(), (
+        "no directory of this machine"
+    )
     models = "--draft", "first", "--target", "target"
     succeed("export", *models, "--output", "head.safetensors")
-    done = succeed("export", "--draft", "head.safetensors", *models[2:], "--format", "vllm", "--output", "second")
+    done = succeed(
+        "export",
+        "--draft",
+        "head.safetensors",
+        *models[2:],
+        "--format",
+        "vllm",
+        "--output",
+        "second",
+    )
     assert "vllm serve target --spec" in done.out and '"num_speculative_tokens": 5' in done.out
     assert "license" not in Path("second/README.md").read_text()
-    assert "not run in sglang" in succeed("export", *models, "--format", "sglang", "--output", "third").out
-    assert torch.equal(*(load_file(f"{name}/model.safetensors")["fc.weight"] for name in ("first", "second")))
+    assert (
+        "not run in sglang"
+        in succeed("export", *models, "--format", "sglang", "--output", "third").out
+    )
+    assert torch.equal(
+        *(load_file(f"{name}/model.safetensors")["fc.weight"] for name in ("first", "second"))
+    )
     shown = [
-        succeed("decode", "--target", "target", "--draft", draft, "--max_new_tokens", "6", "--repeats", "0").out
+        succeed(
+            "decode",
+            "--target",
+            "target",
+            "--draft",
+            draft,
+            "--max_new_tokens",
+            "6",
+            "--repeats",
+            "0",
+        ).out
         for draft in ("second", "head.safetensors")
     ]
     assert shown[0] == shown[1]
@@ -439,6 +599,15 @@ def test_the_command_line_exports_imports_audits_and_writes_a_draft_file(here: N
         "x",
         told="feature_norms",
     )
-    refused("export", "--draft", "first", "--format", "vllm", "--output", "x", told="--target is missing")
+    refused(
+        "export",
+        "--draft",
+        "first",
+        "--format",
+        "vllm",
+        "--output",
+        "x",
+        told="--target is missing",
+    )
     Path("first/model.safetensors").write_bytes(b"")
     refused("decode", "--target", "target", "--draft", "first", told="truncated or damaged")

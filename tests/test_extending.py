@@ -52,36 +52,68 @@ def test_every_command_works(command: str) -> None:
     "words",
     [
         ("--drafter.help", "my_drafter.BigramDrafter"),
-        ("checkpoints/rnn.safetensors", "--drafter", "my_memory.MemoryDrafter", "--rule", "my_rule.TopTokens"),
+        (
+            "checkpoints/rnn.safetensors",
+            "--drafter",
+            "my_memory.MemoryDrafter",
+            "--rule",
+            "my_rule.TopTokens",
+        ),
     ],
 )
-def test_the_installed_script_finds_what_lies_in_the_current_directory(words: tuple[str, ...]) -> None:
+def test_the_installed_script_finds_what_lies_in_the_current_directory(
+    words: tuple[str, ...],
+) -> None:
     more = () if "--drafter.help" in words else ("--max_new_tokens", "4", "--repeats", "0")
-    done = subprocess.run([SCRIPT, "decode", *words, *more], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [SCRIPT, "decode", *words, *more], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("verb", ["sweep", "audit"])
 def test_a_foreign_drafter_is_measured_under_its_import_path(verb: str) -> None:
-    brief = ("--repeats", "1", "--num_draft_tokens", "2") if verb == "sweep" else ("--num_places", "1")
-    options = ("--drafter", "my_drafter.BigramDrafter", "--max_new_tokens", "4", "--num_prompts", "1")
-    assert "my_drafter.BigramDrafter" in succeed(verb, "checkpoints/rnn.safetensors", *options, *brief).out
+    brief = (
+        ("--repeats", "1", "--num_draft_tokens", "2") if verb == "sweep" else ("--num_places", "1")
+    )
+    options = (
+        "--drafter",
+        "my_drafter.BigramDrafter",
+        "--max_new_tokens",
+        "4",
+        "--num_prompts",
+        "1",
+    )
+    assert (
+        "my_drafter.BigramDrafter"
+        in succeed(verb, "checkpoints/rnn.safetensors", *options, *brief).out
+    )
 
 
 def test_rows_of_the_drafter_that_learns_know_nothing_of_each_other() -> None:
-    decoder = SpeculativeDecoder.from_checkpoint("checkpoints/text.safetensors").with_drafter("my_memory.MemoryDrafter")
-    options: dict[str, Any] = {"max_new_tokens": 24, "rule": RejectionSampling(), "temperature": 0.7}
+    decoder = SpeculativeDecoder.from_checkpoint("checkpoints/text.safetensors").with_drafter(
+        "my_memory.MemoryDrafter"
+    )
+    options: dict[str, Any] = {
+        "max_new_tokens": 24,
+        "rule": RejectionSampling(),
+        "temperature": 0.7,
+    }
     prompts = ["def f(x):\n    return x\n", "import os\n", "x = 1\n"]
     batch = decoder.decode(prompts, **options)
     assert batch.counts is not None and batch.counts.num_accepted
     for index, row in enumerate(batch.rows):
-        assert row.rounds == decoder.decode(prompts[index], indices=[index], **options).rows[0].rounds
+        assert (
+            row.rounds == decoder.decode(prompts[index], indices=[index], **options).rows[0].rounds
+        )
 
 
 def test_a_foreign_drafter_inside_another_is_loaded_with_it_by_whoever_names_it() -> None:
     name = "my_drafter.BigramDrafter"
     wrapped = NGramWithFallback(NGramDrafter(min_ngram=3), DRAFTERS.load(name)(length=2))
-    decoder = SpeculativeDecoder.from_checkpoint("checkpoints/rnn.safetensors").with_drafter(wrapped)
+    decoder = SpeculativeDecoder.from_checkpoint("checkpoints/rnn.safetensors").with_drafter(
+        wrapped
+    )
     decoder.save("pair.safetensors")
     decoder.save_draft("draft.safetensors")
     for loaded in (
@@ -95,10 +127,22 @@ def test_a_foreign_drafter_inside_another_is_loaded_with_it_by_whoever_names_it(
     ):
         refused(*verb, told=f"--drafter {name}")
         assert succeed(*verb, "--drafter", name).out
-    assert f"fallback={name}(length=2)" in succeed("info", "again.safetensors", "--drafter", name).out
+    assert (
+        f"fallback={name}(length=2)" in succeed("info", "again.safetensors", "--drafter", name).out
+    )
     told = "drop --drafter.length"
     refused("info", "pair.safetensors", "--drafter", name, "--drafter.length", "3", told=told)
-    refused("decode", "pair.safetensors", "--drafter", name, "--drafter.length", "3", "--repeats", "0", told=told)
+    refused(
+        "decode",
+        "pair.safetensors",
+        "--drafter",
+        name,
+        "--drafter.length",
+        "3",
+        "--repeats",
+        "0",
+        told=told,
+    )
     refused("info", "configs", "--drafter", name, told="give a checkpoint or a draft file")
     both = {"main": decoder.with_drafter("NGramDrafter").drafter, "own": wrapped}
     checkpoint.save("both.safetensors", decoder.target, both)
@@ -140,13 +184,30 @@ class Manual(Plain):
 """
 
 
-def test_a_lightning_module_of_ones_own_resumes_from_its_checkpoints_and_from_no_others(tmp_path: Path) -> None:
+def test_a_lightning_module_of_ones_own_resumes_from_its_checkpoints_and_from_no_others(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "my_plain.py").write_text(PLAIN)
     saves = ("--trainer.callbacks", "ModelCheckpoint", "--trainer.callbacks.dirpath", "ck")
-    named = ("--trainer.callbacks.filename", "last", "--trainer.callbacks.enable_version_counter", "false")
-    given = ("--model", "my_plain.Plain", "--data", "my_data.Counting", "--trainer.accelerator", "cpu")
+    named = (
+        "--trainer.callbacks.filename",
+        "last",
+        "--trainer.callbacks.enable_version_counter",
+        "false",
+    )
+    given = (
+        "--model",
+        "my_plain.Plain",
+        "--data",
+        "my_data.Counting",
+        "--trainer.accelerator",
+        "cpu",
+    )
     options = (*given, "--trainer.logger", "false", *saves)
-    assert "\ncheckpoint: ck/version_0/epoch=0" in succeed("fit", *options, "--trainer.max_epochs", "1").out
+    assert (
+        "\ncheckpoint: ck/version_0/epoch=0"
+        in succeed("fit", *options, "--trainer.max_epochs", "1").out
+    )
     manual = ("--model", "my_plain.Manual", *options[2:], "--trainer.callbacks.dirpath", "manual")
     succeed("fit", *manual, "--trainer.limit_val_batches", "0", "--trainer.max_epochs", "1")
     assert list(tmp_path.glob("manual/version_0/*.ckpt")), "steps that Lightning does not count"
@@ -170,13 +231,23 @@ def test_a_lightning_module_of_ones_own_resumes_from_its_checkpoints_and_from_no
         with pytest.raises(AssertionError, match=told):
             succeed("fit", *options, "--trainer.max_epochs", "9", "--ckpt_path", f"{name}.ckpt")
     refused(
-        "validate", *given, "--trainer.logger", "false", "--ckpt_path", "checkpoints/rnn.safetensors", told="networks"
+        "validate",
+        *given,
+        "--trainer.logger",
+        "false",
+        "--ckpt_path",
+        "checkpoints/rnn.safetensors",
+        told="networks",
     )
     refused("decode", str(last), told="its own training modules")
 
 
 def test_data_without_a_vocabulary_say_what_to_do(tmp_path: Path) -> None:
-    source = MODULES["my_data"].replace("vocab_size: int = 12, ", "").replace("self.vocab_size,", "self.size,")
+    source = (
+        MODULES["my_data"]
+        .replace("vocab_size: int = 12, ", "")
+        .replace("self.vocab_size,", "self.size,")
+    )
     (tmp_path / "no_size.py").write_text(
         source.replace("= vocab_size,", "= 12,").replace("self.vocab_size", "self.size")
     )
@@ -184,9 +255,13 @@ def test_data_without_a_vocabulary_say_what_to_do(tmp_path: Path) -> None:
     refused("fit", "--config", "configs/rnn.yaml", *options, told="no argument vocab_size")
 
 
-def test_the_drafter_changes_no_output_and_is_saved_and_loaded_by_whoever_names_it(tmp_path: Path) -> None:
+def test_the_drafter_changes_no_output_and_is_saved_and_loaded_by_whoever_names_it(
+    tmp_path: Path,
+) -> None:
     kind = DRAFTERS.load("my_drafter.BigramDrafter")
-    decoder = SpeculativeDecoder.from_checkpoint("checkpoints/text.safetensors").with_drafter(kind(length=3))
+    decoder = SpeculativeDecoder.from_checkpoint("checkpoints/text.safetensors").with_drafter(
+        kind(length=3)
+    )
     prompt = "def f(x):\n    return x\n\n\ndef g(x):\n    return"
     result = decoder.decode(prompt, max_new_tokens=24)
     assert result.tokens == decoder.decode_standard(prompt, max_new_tokens=24).tokens
@@ -194,5 +269,7 @@ def test_the_drafter_changes_no_output_and_is_saved_and_loaded_by_whoever_names_
     decoder.save(tmp_path / "mine.safetensors")
     with pytest.raises(ValueError, match=r"my_drafter\.BigramDrafter"):
         SpeculativeDecoder.from_checkpoint(tmp_path / "mine.safetensors")
-    loaded = SpeculativeDecoder.from_checkpoint(tmp_path / "mine.safetensors", drafter="my_drafter.BigramDrafter")
+    loaded = SpeculativeDecoder.from_checkpoint(
+        tmp_path / "mine.safetensors", drafter="my_drafter.BigramDrafter"
+    )
     assert loaded.decode(prompt, max_new_tokens=24).tokens == result.tokens

@@ -37,7 +37,9 @@ def test_every_row_is_what_the_target_decodes_alone(
         for number, length in enumerate(shard.prompt_lengths.tolist()):
             row, temperature = shard.row(number).tolist(), float(shard.temperatures[number])
             assert (shard.prompt_numbers[number], temperature) == (index // 2, index % 2)
-            assert row[:length] == model.tokenizer.encode_chat([{"role": "user", "content": PROMPTS[index // 2]}])
+            assert row[:length] == model.tokenizer.encode_chat(
+                [{"role": "user", "content": PROMPTS[index // 2]}]
+            )
             alone = autoregressive_decode(
                 model,
                 [row[:length]],
@@ -54,10 +56,16 @@ def test_every_row_is_what_the_target_decodes_alone(
 
 
 @pytest.mark.parametrize("shard_size", [4, 64])
-def test_one_process_and_two_write_the_same_rows(target: str, tmp_path: Path, shard_size: int) -> None:
+def test_one_process_and_two_write_the_same_rows(
+    target: str, tmp_path: Path, shard_size: int
+) -> None:
     source = prompt_file(tmp_path)
     written = [
-        contents(generate(target, tmp_path / str(n), PromptFiles(source), devices=n, shard_size=shard_size))
+        contents(
+            generate(
+                target, tmp_path / str(n), PromptFiles(source), devices=n, shard_size=shard_size
+            )
+        )
         for n in (1, 2)
     ]
     assert written[0] == written[1] and len(written[0]) == (3 if shard_size == 4 else 1)
@@ -82,16 +90,23 @@ def _die_in_the_second_shard(target: str, output: Path, source: str) -> None:
 def test_a_killed_run_goes_on_where_it_was(target: str, corpus: Path, tmp_path: Path) -> None:
     output = tmp_path / "text"
     arguments = target, output, prompt_file(tmp_path)
-    child = multiprocessing.get_context("fork").Process(target=_die_in_the_second_shard, args=arguments)
+    child = multiprocessing.get_context("fork").Process(
+        target=_die_in_the_second_shard, args=arguments
+    )
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
     left = contents(output)
-    assert len(left) == 2 and left["shard-00000.safetensors"] == contents(corpus)["shard-00000.safetensors"]
+    assert (
+        len(left) == 2
+        and left["shard-00000.safetensors"] == contents(corpus)["shard-00000.safetensors"]
+    )
     written = (output / "shard-00000.safetensors").stat().st_mtime_ns
     generate(target, output, PromptFiles(arguments[2]))
     assert contents(output) == contents(corpus)
-    assert (output / "shard-00000.safetensors").stat().st_mtime_ns == written, "what is finished is not made again"
+    assert (output / "shard-00000.safetensors").stat().st_mtime_ns == written, (
+        "what is finished is not made again"
+    )
 
 
 def test_a_torn_shard_is_written_anew(target: str, corpus: Path, tmp_path: Path) -> None:
@@ -104,10 +119,24 @@ def test_a_torn_shard_is_written_anew(target: str, corpus: Path, tmp_path: Path)
 
 
 def command(target: str, *more: str) -> tuple[str, ...]:
-    given = {"model": "GenerateText", "model.target": target, "model.output": "text", "model.max_new_tokens": "9"}
-    given |= {"model.temperatures": "[0,1]", "model.batch_size": "3", "model.shard_size": "4", "model.seed": "5"}
+    given = {
+        "model": "GenerateText",
+        "model.target": target,
+        "model.output": "text",
+        "model.max_new_tokens": "9",
+    }
+    given |= {
+        "model.temperatures": "[0,1]",
+        "model.batch_size": "3",
+        "model.shard_size": "4",
+        "model.seed": "5",
+    }
     given |= {"data": "PromptFiles", "data.paths": "prompts.txt", "trainer.accelerator": "cpu"}
-    return ("generate", *(word for name, value in given.items() for word in (f"--{name}", value)), *more)
+    return (
+        "generate",
+        *(word for name, value in given.items() for word in (f"--{name}", value)),
+        *more,
+    )
 
 
 def test_a_full_disk_is_one_line_and_leaves_what_is_finished(
@@ -137,7 +166,12 @@ def test_a_full_disk_is_one_line_and_leaves_what_is_finished(
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_run_at_once_and_keeps_what_is_finished(
-    target: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
+    target: str,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    code: int,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     prompt_file(tmp_path)
@@ -176,14 +210,21 @@ def test_a_signal_ends_the_run_at_once_and_keeps_what_is_finished(
     ],
 )
 def test_what_cannot_be_generated_is_one_line(
-    target: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], told: str
+    target: str,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    more: tuple[str, ...],
+    told: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     prompt_file(tmp_path)
     shutil.copytree(corpus, tmp_path / "text")
     manifest = corpus_files.read_manifest(corpus)
-    corpus_files.write_manifest(tmp_path / "text", manifest | {"data": manifest["data"] | {"paths": ["prompts.txt"]}})
+    corpus_files.write_manifest(
+        tmp_path / "text", manifest | {"data": manifest["data"] | {"paths": ["prompts.txt"]}}
+    )
     before, outcome = contents(tmp_path / "text"), call(*command(target, *more))
     assert outcome.code == 2 and outcome.out == "" and told in outcome.err.splitlines()[-1], outcome
     assert outcome.err.splitlines()[-1].startswith("error: ") and outcome.err.count("error") == 1

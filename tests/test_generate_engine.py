@@ -37,7 +37,9 @@ class StandIn(Handler):
 
     def do_GET(self) -> None:
         answers: dict[str, Any] = {
-            "/v1/models": {"data": [{"id": "other", "root": "other"}, {"id": self.name, "root": self.name}]},
+            "/v1/models": {
+                "data": [{"id": "other", "root": "other"}, {"id": self.name, "root": self.name}]
+            },
             "/version": {"version": "0.32.0"},
         }
         self.answer({**answers, **self.faults}[self.path])
@@ -49,7 +51,10 @@ class StandIn(Handler):
             return self.answer(self.faults["answer"])
         with self.one_at_a_time:
             row = autoregressive_decode(
-                self.model, [body["prompt"]], max_new_tokens=body["max_tokens"], eos=body["stop_token_ids"]
+                self.model,
+                [body["prompt"]],
+                max_new_tokens=body["max_tokens"],
+                eos=body["stop_token_ids"],
             )
         self.answer({"choices": [{"token_ids": row.tokens[0]}]})
 
@@ -69,9 +74,25 @@ def stand_in(name: str, model: HuggingFaceLM | None = None, **faults: Any) -> ty
 
 
 def command(target: str, engine: str, *more: str) -> tuple[str, ...]:
-    given = {"model.target": target, "model.output": "text", "model.max_new_tokens": "9", "model.shard_size": "4"}
-    given |= {"data": "PromptFiles", "data.paths": "prompts.txt", "trainer.accelerator": "cpu", "engine": engine}
-    return ("generate", "--model", "GenerateText", *(w for k, v in given.items() for w in (f"--{k}", v)), *more)
+    given = {
+        "model.target": target,
+        "model.output": "text",
+        "model.max_new_tokens": "9",
+        "model.shard_size": "4",
+    }
+    given |= {
+        "data": "PromptFiles",
+        "data.paths": "prompts.txt",
+        "trainer.accelerator": "cpu",
+        "engine": engine,
+    }
+    return (
+        "generate",
+        "--model",
+        "GenerateText",
+        *(w for k, v in given.items() for w in (f"--{k}", v)),
+        *more,
+    )
 
 
 def test_greedy_text_is_the_same_whoever_writes_it_and_a_run_goes_on(
@@ -86,11 +107,22 @@ def test_greedy_text_is_the_same_whoever_writes_it_and_a_run_goes_on(
         (tmp_path / "text" / "shard-00001.safetensors").unlink()
         handler.asked.clear()
         again = succeed(*command(target, f"http://{place}", "--model.batch_size", "3"))
-        assert first.out == again.out and len(handler.asked) == 4 and contents(tmp_path / "text") == contents(own)
+        assert (
+            first.out == again.out
+            and len(handler.asked) == 4
+            and contents(tmp_path / "text") == contents(own)
+        )
     body = handler.asked[0]
-    assert (body["model"], body["top_p"], body["top_k"], body["ignore_eos"]) == (target, 1.0, 0, True)
+    assert (body["model"], body["top_p"], body["top_k"], body["ignore_eos"]) == (
+        target,
+        1.0,
+        0,
+        True,
+    )
     assert len({each["seed"] for each in handler.asked}) == 4
-    succeed(*command(target, f"http://{place}", "--model.batch_size", "3"))  # all is there, so nobody is asked
+    succeed(
+        *command(target, f"http://{place}", "--model.batch_size", "3")
+    )  # all is there, so nobody is asked
     manifest = corpus_files.read_manifest(tmp_path / "text")
     theirs = corpus_files.read_manifest(own)
     assert manifest["target"] == theirs["target"] and manifest["versions"]["vllm"] == "0.32.0"
@@ -114,7 +146,10 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         {"answer": {"error": {"message": "no\nmemory " + "x" * 3000, "code": 500}}},
         "refuses with 500: no memory x",
     ),
-    "a failure of its framework": ({"answer": {"detail": "no engine"}}, "refuses with 500: no engine"),
+    "a failure of its framework": (
+        {"answer": {"detail": "no engine"}},
+        "refuses with 500: no engine",
+    ),
     "a failure without a word": ({"answer": b""}, "refuses with 500: Internal Server Error"),
     "no choice": ({"answer": {"choices": []}}, "does not answer with a completion"),
     "foreign tokens": ({"answer": tokens(*[10**6] * 9)}, "tokens that the target has not"),
@@ -133,7 +168,9 @@ def test_what_a_server_must_not_answer_is_one_line(
     with serving(stand_in(target, **faults)) as place:
         outcome = call(*command(target, f"http://{place}"))
     refused(outcome, told)
-    assert (tmp_path / "text").exists() == ("answer" in faults) and not list(tmp_path.glob("text/*shard*"))
+    assert (tmp_path / "text").exists() == ("answer" in faults) and not list(
+        tmp_path.glob("text/*shard*")
+    )
 
 
 def refused(outcome: Any, told: str) -> None:
@@ -150,11 +187,20 @@ def refused(outcome: Any, told: str) -> None:
         ("nowhere/python", (), "there is no engine nowhere/python"),
         (sys.executable, (), "vLLM is not installed for"),
         ("vllm", ("--model.num_draft_tokens", "3"), "configure a draft in vLLM's server"),
-        ("vllm", ("--trainer.devices", "2", "--trainer.strategy", "ddp_fork"), "several processes share one server"),
+        (
+            "vllm",
+            ("--trainer.devices", "2", "--trainer.strategy", "ddp_fork"),
+            "several processes share one server",
+        ),
     ],
 )
 def test_an_engine_that_is_not_there_is_one_line_and_leaves_nothing(
-    engine: str, more: tuple[str, ...], told: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str,
+    more: tuple[str, ...],
+    told: str,
+    target: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     prompt_file(tmp_path)
@@ -191,7 +237,9 @@ def test_an_engine_by_its_python_is_started_for_the_run_and_ended(
     monkeypatch.chdir(tmp_path)
     prompt_file(tmp_path)
     # Of a machine without a GPU, or with one.
-    monkeypatch.setattr(served, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: bool(fault))))
+    monkeypatch.setattr(
+        served, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: bool(fault)))
+    )
     path = tmp_path / "python"
     path.write_text(PROGRAM.format(python=sys.executable, fault=fault))
     path.chmod(path.stat().st_mode | stat.S_IXUSR)

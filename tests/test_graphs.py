@@ -44,20 +44,40 @@ def recording(drafter: Drafter) -> Drafter:
     return other
 
 
-NAMES = ["near", "hotter", "itself", "early_exit", "early_exit_own", "early_exit_reduced", "heads", "lookup_exit"]
+NAMES = [
+    "near",
+    "hotter",
+    "itself",
+    "early_exit",
+    "early_exit_own",
+    "early_exit_reduced",
+    "heads",
+    "lookup_exit",
+]
 
 
 @pytest.mark.parametrize(
     ("name", "rule", "sampling"),
-    [(name, *turn) for name in NAMES for turn in cases.in_turn(cases.rules_of(name), [*SAMPLINGS], "llama", name)],
+    [
+        (name, *turn)
+        for name in NAMES
+        for turn in cases.in_turn(cases.rules_of(name), [*SAMPLINGS], "llama", name)
+    ],
 )
 def test_recorded_rounds_decide_as_unrecorded_ones(name: str, rule: str, sampling: str) -> None:
     target, drafter = cases.target("llama"), cases.drafter(name, "llama")
-    options: dict[str, Any] = {"max_new_tokens": 14, "sampling": SAMPLINGS[sampling], "seed": 3, "eos": cases.EOS}
+    options: dict[str, Any] = {
+        "max_new_tokens": 14,
+        "sampling": SAMPLINGS[sampling],
+        "seed": 3,
+        "eos": cases.EOS,
+    }
     plain = speculative_decode(target, drafter, cases.PROMPTS, rule=cases.RULES[rule](), **options)
     model, other = recorded(target), recording(drafter)
     for _ in range(2):  # the second time all is replayed
-        again = speculative_decode(model, other, cases.PROMPTS, rule=cases.RULES[rule](), logprobs=True, **options)
+        again = speculative_decode(
+            model, other, cases.PROMPTS, rule=cases.RULES[rule](), logprobs=True, **options
+        )
         assert [(row.tokens, row.rounds, row.counts) for row in again.rows] == [
             (row.tokens, row.rounds, row.counts) for row in plain.rows
         ]
@@ -121,9 +141,15 @@ class Watched(Session):
             rows, graphs = self._batch.rows, self._batch.graphs
             assert graphs is not None
             windows = [min(self._ahead, row.remaining - 1) for row in rows]
-            wanted = Upload(graphs, torch.zeros(len(rows), Upload.WIDTH).long()).fill(rows, windows).values.tolist()
+            wanted = (
+                Upload(graphs, torch.zeros(len(rows), Upload.WIDTH).long())
+                .fill(rows, windows)
+                .values.tolist()
+            )
             made = graphs.buffer("round", (len(rows), Upload.WIDTH), torch.long).tolist()
-            assert all(one == other for row, one, other in zip(rows, made, wanted, strict=True) if row.live)
+            assert all(
+                one == other for row, one, other in zip(rows, made, wanted, strict=True) if row.live
+            )
         return super()._round(**options)
 
 
@@ -140,10 +166,14 @@ def _decode(session: Session, script: Sequence[Any]) -> list[tuple[Any, ...]]:
         else:
             while rows[given[0]].live:
                 session.step()
-            rows.append(session.resume(rows[given[0]], [*rows[given[0]].text, 5], max_new_tokens=20))
+            rows.append(
+                session.resume(rows[given[0]], [*rows[given[0]].text, 5], max_new_tokens=20)
+            )
     while session.live:
         session.step()
-    return [(row.text, row.stop_reason, row.rounds) for row in rows if row.stop_reason != "cancelled"]
+    return [
+        (row.text, row.stop_reason, row.rounds) for row in rows if row.stop_reason != "cancelled"
+    ]
 
 
 COMING_AND_GOING = [
@@ -159,8 +189,16 @@ COMING_AND_GOING = [
 
 @pytest.mark.parametrize(("sampling", "eos"), [("greedy", cases.EOS), ("hot", None)])
 @pytest.mark.parametrize("name", ["near", "early_exit", "heads", "lookup_exit"])
-def test_rounds_that_run_ahead_are_those_that_the_host_asks_for(name: str, sampling: str, eos: Any) -> None:
-    options = {"max_length": 90, "num_draft_tokens": 3, "seed": 7, "eos": eos, "sampling": SAMPLINGS[sampling]}
+def test_rounds_that_run_ahead_are_those_that_the_host_asks_for(
+    name: str, sampling: str, eos: Any
+) -> None:
+    options = {
+        "max_length": 90,
+        "num_draft_tokens": 3,
+        "seed": 7,
+        "eos": eos,
+        "sampling": SAMPLINGS[sampling],
+    }
     options["rule"] = "RejectionSampling"
     target, drafter = cases.target("llama"), cases.drafter(name, "llama")
     plain = _decode(Session(target, drafter, **options), COMING_AND_GOING)
@@ -170,8 +208,12 @@ def test_rounds_that_run_ahead_are_those_that_the_host_asks_for(name: str, sampl
 
 
 @pytest.mark.parametrize("name", ["near", "early_exit", "heads"])
-def test_a_round_in_full_swing_uploads_nothing_and_reads_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = Session(recorded(cases.target("llama")), recording(cases.drafter(name, "llama")), max_length=90)
+def test_a_round_in_full_swing_uploads_nothing_and_reads_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session(
+        recorded(cases.target("llama")), recording(cases.drafter(name, "llama")), max_length=90
+    )
     for prompt in ([1, 2, 3], [4, 5]):
         session.add(prompt, max_new_tokens=64)
     for _ in range(5):
@@ -179,7 +221,9 @@ def test_a_round_in_full_swing_uploads_nothing_and_reads_once(name: str, monkeyp
     counted: Counter[str] = Counter()
     for owner, what in ((Upload, "fill"), (torch.Tensor, "tolist"), (torch, "tensor")):
         plain = getattr(owner, what)
-        monkeypatch.setattr(owner, what, lambda *a, w=what, f=plain, **o: counted.update([w]) or f(*a, **o))
+        monkeypatch.setattr(
+            owner, what, lambda *a, w=what, f=plain, **o: counted.update([w]) or f(*a, **o)
+        )
     for _ in range(4):
         assert len(session.step()) == 2
     assert counted == {"tolist": 4}
@@ -188,7 +232,10 @@ def test_a_round_in_full_swing_uploads_nothing_and_reads_once(name: str, monkeyp
 @pytest.mark.parametrize(
     ("name", "place"),
     [
-        *(("heads", place) for place in ("begin", "go_on", "repeat", "read", "commit", "observe", "learn")),
+        *(
+            ("heads", place)
+            for place in ("begin", "go_on", "repeat", "read", "commit", "observe", "learn")
+        ),
         *(("near", place) for place in ("go_on", "read", "observe")),
         ("early_exit", "read"),
     ],
@@ -216,9 +263,12 @@ def test_a_session_goes_on_after_ctrl_c_while_a_round_runs_ahead(
     if place == "read":
         monkeypatch.setattr(session_module, "begin_read", lambda values: broken(begin_read(values)))
     else:
-        owner = {"begin": GraphCache, "repeat": GraphCache, "go_on": Upload, "commit": session._verification}.get(
-            place, ours if place == "observe" else session._plan
-        )
+        owner = {
+            "begin": GraphCache,
+            "repeat": GraphCache,
+            "go_on": Upload,
+            "commit": session._verification,
+        }.get(place, ours if place == "observe" else session._plan)
         monkeypatch.setattr(owner, place, broken(getattr(owner, place)))
     failures = 0
     while session.live:
@@ -243,8 +293,12 @@ def test_rows_whose_logits_are_no_numbers_end_alone(name: str) -> None:
             (recorded(target), recording(cases.drafter(name, "llama"))),
         )
     )
-    assert [(row.tokens, row.stop_reason) for row in again] == [(row.tokens, row.stop_reason) for row in plain]
-    assert {row.stop_reason for row in plain} == {"failed"} and max(len(row.tokens) for row in plain) > 1
+    assert [(row.tokens, row.stop_reason) for row in again] == [
+        (row.tokens, row.stop_reason) for row in plain
+    ]
+    assert {row.stop_reason for row in plain} == {"failed"} and max(
+        len(row.tokens) for row in plain
+    ) > 1
 
 
 def test_a_drafter_with_its_own_methods_runs_ahead_only_if_it_says_so() -> None:
@@ -267,7 +321,9 @@ def test_a_drafter_with_its_own_methods_runs_ahead_only_if_it_says_so() -> None:
 
 def test_batches_of_any_size_run_ahead() -> None:
     for size in (1, 2, 3, 5):
-        session = Watched(recorded(cases.target("llama")), EarlyExitDrafter(1), max_length=40, batch_size=size)
+        session = Watched(
+            recorded(cases.target("llama")), EarlyExitDrafter(1), max_length=40, batch_size=size
+        )
         for i in range(size):
             session.add([1, i], max_new_tokens=20)
         for _ in range(8):
@@ -280,7 +336,9 @@ def test_recordings_outlive_no_drafter() -> None:
     target = recorded(cases.target("llama"))
     for exit_layer in (1, 2, 1, 2, 1, 2):
         rounds = [
-            speculative_decode(model, EarlyExitDrafter(exit_layer), [1, 2, 3], max_new_tokens=14).rows[0].rounds
+            speculative_decode(model, EarlyExitDrafter(exit_layer), [1, 2, 3], max_new_tokens=14)
+            .rows[0]
+            .rounds
             for model in (cases.target("llama"), target)
         ]
         assert rounds[0] == rounds[1]
@@ -293,7 +351,11 @@ def test_adaptive_windows_run_ahead_where_rows_share_them() -> None:
     plain = autoregressive_decode(target, cases.PROMPTS, max_new_tokens=40)
     for sampling, ahead in (("greedy", True), ("hot", False)):
         session = Watched(
-            recorded(target), recording(drafter), rule="RejectionSampling", sampling=SAMPLINGS[sampling], **options
+            recorded(target),
+            recording(drafter),
+            rule="RejectionSampling",
+            sampling=SAMPLINGS[sampling],
+            **options,
         )
         rows = [session.add(prompt, max_new_tokens=40) for prompt in cases.PROMPTS]
         while session.live:
@@ -311,7 +373,11 @@ def test_adaptive_windows_run_ahead_where_rows_share_them() -> None:
 def test_standard_decoding_launches_the_next_call_before_it_reads_a_token(
     sampling: str, logprobs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 20, "sampling": SAMPLINGS[sampling], "eos": cases.EOS}
+    options: dict[str, Any] = {
+        "max_new_tokens": 20,
+        "sampling": SAMPLINGS[sampling],
+        "eos": cases.EOS,
+    }
     target, model, events = cases.target("llama"), recorded(cases.target("llama")), list[str]()
     plain = autoregressive_decode(target, cases.PROMPTS, logprobs=logprobs, **options)
 
@@ -323,7 +389,9 @@ def test_standard_decoding_launches_the_next_call_before_it_reads_a_token(
         return calling
 
     model.forward = said("call", model.forward)  # type: ignore[method-assign]
-    monkeypatch.setattr(autoregressive, "begin_read", lambda values: said("read", begin_read(values)))
+    monkeypatch.setattr(
+        autoregressive, "begin_read", lambda values: said("read", begin_read(values))
+    )
     found = autoregressive_decode(model, cases.PROMPTS, logprobs=logprobs, **options)
     for one, other in zip(found.rows, plain.rows, strict=True):
         assert (one.tokens, one.stop_reason) == (other.tokens, other.stop_reason)
@@ -331,7 +399,9 @@ def test_standard_decoding_launches_the_next_call_before_it_reads_a_token(
     assert events[:5] == ["call", "call", "read", "call", "read"]
 
 
-def test_a_calibration_measures_recorded_rounds_that_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_calibration_measures_recorded_rounds_that_run_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     widths, plain = list[int](), Upload.go_on
 
     def go_on(self: Upload, outcome: torch.Tensor, width: int, vocab_size: int) -> None:
@@ -340,6 +410,8 @@ def test_a_calibration_measures_recorded_rounds_that_run_ahead(monkeypatch: pyte
 
     monkeypatch.setattr(Upload, "go_on", go_on)
     options: dict[str, Any] = {"context_length": 5, "windows": (1, 2), "seconds": 0.0}
-    found = calibrate(recorded(cases.target("llama")), recording(cases.drafter("early_exit", "llama")), **options)
+    found = calibrate(
+        recorded(cases.target("llama")), recording(cases.drafter("early_exit", "llama")), **options
+    )
     assert widths[-12:] == [1] * 4 + [2] * 4 + [0] * 4
     assert found.widths == (1, 2, 3) and min(found.target_seconds) > 0

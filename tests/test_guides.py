@@ -15,7 +15,11 @@ from lightning_specdec.cli.options import UsageError
 from lightning_specdec.config.kinds import DRAFTERS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "checkpoints" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "checkpoints" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CALL = re.compile(r"^ *(?:\$L|(?:\.venv/bin/)?lightning_specdec) +(.*)$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]*))?\)")
@@ -34,8 +38,12 @@ def test_every_command_of_a_page_is_understood(path: Path) -> None:
     """Its verb, its config and, of verbs other than the Trainer's, its options."""
     for verb, *rest in commands(path):
         assert verb in VERBS
-        configs = [word for before, word in zip(rest, rest[1:], strict=False) if before == "--config"]
-        assert [word for word in configs if word.startswith("configs/") and not (ROOT / word).exists()] == []
+        configs = [
+            word for before, word in zip(rest, rest[1:], strict=False) if before == "--config"
+        ]
+        assert [
+            word for word in configs if word.startswith("configs/") and not (ROOT / word).exists()
+        ] == []
         if verb not in TRAINER_VERBS and not any(word.endswith(".help") for word in rest):
             make_parser(verb).read(rest)
 
@@ -61,10 +69,16 @@ def anchors(path: Path) -> set[str]:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    public, _, types = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").partition("\n## Types of ")
-    entries, others = (re.findall(r"^::: (\S+)\.(\w+)$", each, re.MULTILINE) for each in (public, types))
+    public, _, types = (
+        (ROOT / "docs" / "api.md").read_text(encoding="utf-8").partition("\n## Types of ")
+    )
+    entries, others = (
+        re.findall(r"^::: (\S+)\.(\w+)$", each, re.MULTILINE) for each in (public, types)
+    )
     assert {name for _, name in entries} == {*lightning_specdec.__all__} - {"__version__"}
-    assert not {name for _, name in others} & {*lightning_specdec.__all__}, "a public name stands among the others"
+    assert not {name for _, name in others} & {*lightning_specdec.__all__}, (
+        "a public name stands among the others"
+    )
     assert all(hasattr(import_module(module), name) for module, name in [*entries, *others])
 
 
@@ -75,7 +89,9 @@ FLAGS = [(former, now, what) for sort, former, now, what in ROWS if sort == "fla
 
 def test_every_row_says_what_became_of_a_name() -> None:
     assert {sort for sort, *_ in ROWS} == {"flag", "name", "verb", "yaml"} and len(ROWS) > 250
-    assert all(now == "kept" or (now in ("renamed", "removed") and what) for _, _, now, what in ROWS)
+    assert all(
+        now == "kept" or (now in ("renamed", "removed") and what) for _, _, now, what in ROWS
+    )
 
 
 @pytest.mark.parametrize("verb", sorted({former.split()[0] for former, *_ in FLAGS}))
@@ -86,7 +102,9 @@ def test_a_former_flag_is_there_or_answers(verb: str) -> None:
         if name != verb:
             continue
         if now == "kept":
-            assert flag in parser._option_string_actions or flag.startswith(("--rule.", "--drafter.")), former
+            assert flag in parser._option_string_actions or flag.startswith(
+                ("--rule.", "--drafter.")
+            ), former
         else:
             with pytest.raises(UsageError) as refusal:
                 parser.read([flag, "1"])
@@ -94,7 +112,9 @@ def test_a_former_flag_is_there_or_answers(verb: str) -> None:
 
 
 def test_verbs_and_public_names_that_were_kept_are_there() -> None:
-    assert {former for sort, former, *_ in ROWS if sort == "verb"} == set(FORMER_VERBS) and set(VERBS)
+    assert {former for sort, former, *_ in ROWS if sort == "verb"} == set(FORMER_VERBS) and set(
+        VERBS
+    )
     for sort, former, now, _ in ROWS:
         if sort == "name" and now == "kept":
             assert hasattr(lightning_specdec, former.rpartition(".")[2])

@@ -54,7 +54,9 @@ def models() -> tuple[Any, Any, Any]:
 
 
 def padded(side: str = "left", texts: list[str] = TEXTS) -> dict[str, Tensor]:
-    encoded = models()[2](texts, padding=True, padding_side=side, return_tensors="pt", return_token_type_ids=False)
+    encoded = models()[2](
+        texts, padding=True, padding_side=side, return_tensors="pt", return_token_type_ids=False
+    )
     return dict(encoded)
 
 
@@ -111,7 +113,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_row_of_a_padded_batch_is_what_transformers_makes_of_it_alone(name: str, side: str) -> None:
+def test_a_row_of_a_padded_batch_is_what_transformers_makes_of_it_alone(
+    name: str, side: str
+) -> None:
     inputs, options = padded(side), {"max_new_tokens": 14, **SETTINGS[name]}
     expected = alone(inputs, **options)
     assert len({*map(len, expected)}) > 1 or name in ("no_eos", "bias", "forced_eos")
@@ -130,9 +134,9 @@ def test_a_users_processor_sees_the_columns_that_transformers_shows() -> None:
         row = {name: value[i : i + 1] for name, value in inputs.items()}
         made = models()[0].generate(**row, max_new_tokens=12, logits_processor=processors)
         expected.append(made[0, inputs["input_ids"].shape[1] :].tolist())
-    assert decoder().generate(**inputs, max_new_tokens=12, logits_processor=processors).tolist() == joined(
-        inputs, expected
-    )
+    assert decoder().generate(
+        **inputs, max_new_tokens=12, logits_processor=processors
+    ).tolist() == joined(inputs, expected)
     assert expected != alone(inputs, max_new_tokens=12)
 
 
@@ -152,14 +156,23 @@ def test_a_generation_config_and_the_models_own_are_honoured() -> None:
     before = model.generation_config
     config = GenerationConfig(max_new_tokens=9, repetition_penalty=1.3)
     expected = alone(inputs, generation_config=config)
-    assert decoder().generate(**inputs, generation_config=config).tolist() == joined(inputs, expected)
+    assert decoder().generate(**inputs, generation_config=config).tolist() == joined(
+        inputs, expected
+    )
     try:
-        model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=3, repetition_penalty=1.5)
+        model.generation_config = GenerationConfig(
+            eos_token_id=EOS, pad_token_id=3, repetition_penalty=1.5
+        )
         expected = alone(inputs, max_new_tokens=9)
-        assert decoder().generate(**inputs, max_new_tokens=9).tolist() == joined(inputs, expected, pad=3)
+        assert decoder().generate(**inputs, max_new_tokens=9).tolist() == joined(
+            inputs, expected, pad=3
+        )
         longest = inputs["input_ids"].shape[1] + 4
         assert decoder().generate(**inputs, max_length=longest).shape[1] <= longest
-        assert decoder().generate(**inputs, eos_token_id=None).shape[1] == inputs["input_ids"].shape[1] + 20
+        assert (
+            decoder().generate(**inputs, eos_token_id=None).shape[1]
+            == inputs["input_ids"].shape[1] + 20
+        )
     finally:
         model.generation_config = before
 
@@ -193,9 +206,13 @@ def test_stop_strings_end_a_row_where_transformers_ends_it() -> None:
     stop = [tokenizer.decode([whole[0][5]]), tokenizer.decode([whole[2][2]])]
     expected = alone(inputs, max_new_tokens=14, stop_strings=stop, tokenizer=tokenizer)
     assert min(map(len, expected)) < 6
-    assert decoder().generate(**inputs, max_new_tokens=14, stop_strings=stop).tolist() == joined(inputs, expected)
+    assert decoder().generate(**inputs, max_new_tokens=14, stop_strings=stop).tolist() == joined(
+        inputs, expected
+    )
     bound = decoder().as_generate(stop_strings=stop)
-    assert models()[0].generate(**inputs, max_new_tokens=14, custom_generate=bound).tolist() == joined(inputs, expected)
+    assert models()[0].generate(
+        **inputs, max_new_tokens=14, custom_generate=bound
+    ).tolist() == joined(inputs, expected)
     config = GenerationConfig(stop_strings=stop[0], max_new_tokens=14)
     one = alone(inputs, generation_config=config, tokenizer=tokenizer)
     assert decoder().generate(**inputs, generation_config=config).tolist() == joined(inputs, one)
@@ -229,7 +246,9 @@ def test_text_is_streamed_by_the_bound_object(capsys: pytest.CaptureFixture[str]
     inputs = padded(texts=TEXTS[:1])
     bound = decoder().as_generate(streamer=TextStreamer(tokenizer, skip_prompt=True))
     made = model.generate(**inputs, max_new_tokens=10, custom_generate=bound)
-    assert capsys.readouterr().out.strip("\n") == tokenizer.decode(made[0, inputs["input_ids"].shape[1] :])
+    assert capsys.readouterr().out.strip("\n") == tokenizer.decode(
+        made[0, inputs["input_ids"].shape[1] :]
+    )
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
     options = {**inputs, "max_new_tokens": 10, "streamer": streamer}
     thread = threading.Thread(target=decoder().generate, kwargs=options)
@@ -251,12 +270,16 @@ WARPED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", WARPED, ids=str)
-def test_warpers_are_translated_without_a_change_to_the_distribution(options: dict[str, Any]) -> None:
+def test_warpers_are_translated_without_a_change_to_the_distribution(
+    options: dict[str, Any],
+) -> None:
     model = models()[0]
     config, _ = model._prepare_generation_config(GenerationConfig(do_sample=True, **options))
     text = torch.tensor([[5, 6, 7, 5]])
     model._prepare_special_tokens(config, device="cpu")
-    processors = model._get_logits_processor(config, input_ids_seq_length=4, device="cpu", encoder_input_ids=text)
+    processors = model._get_logits_processor(
+        config, input_ids_seq_length=4, device="cpu", encoder_input_ids=text
+    )
     generator = torch.Generator().manual_seed(3)
     for dtype in (torch.float32, torch.bfloat16):  # which has equals
         logits = (3 * torch.randn(1, model.config.vocab_size, generator=generator)).to(dtype)
@@ -268,18 +291,32 @@ def test_warpers_are_translated_without_a_change_to_the_distribution(options: di
 
 
 def test_what_transformers_samples_by_default_needs_no_processor() -> None:
-    warpers = [theirs.TemperatureLogitsWarper(0.5), theirs.TopKLogitsWarper(50), theirs.TopPLogitsWarper(0.9)]
-    assert _translated(warpers, True, False) == ({"temperature": 0.5, "top_k": 50, "top_p": 0.9}, [])
+    warpers = [
+        theirs.TemperatureLogitsWarper(0.5),
+        theirs.TopKLogitsWarper(50),
+        theirs.TopPLogitsWarper(0.9),
+    ]
+    assert _translated(warpers, True, False) == (
+        {"temperature": 0.5, "top_k": 50, "top_p": 0.9},
+        [],
+    )
     assert _translated(warpers[::-1], True, False)[1] == warpers[:0:-1]
 
 
 def test_samples_have_the_distribution_of_the_target() -> None:
     """2,000 draws of two tokens; chi-square with 15 degrees of freedom exceeds 50 once in 80,000 seeds."""
     model, inputs = models()[0], padded(texts=TEXTS[1:2])
-    options: dict[str, Any] = {"do_sample": True, "top_k": 4, "temperature": 1.5, "max_new_tokens": 2}
+    options: dict[str, Any] = {
+        "do_sample": True,
+        "top_k": 4,
+        "temperature": 1.5,
+        "max_new_tokens": 2,
+    }
     options |= {"eos_token_id": None, "num_return_sequences": 2000}
     torch.manual_seed(0)
-    made = model.generate(**inputs, **options, custom_generate=lightning_specdec.generate, rule="RejectionSampling")
+    made = model.generate(
+        **inputs, **options, custom_generate=lightning_specdec.generate, rule="RejectionSampling"
+    )
     probs: dict[tuple[int, ...], float] = {}
 
     def laws(text: Tensor) -> list[tuple[int, float]]:
@@ -299,14 +336,18 @@ def test_seeds_come_from_torch_unless_they_are_given() -> None:
     inputs = padded()
 
     def sample(seed: int | None = None) -> list[list[int]]:
-        made: Tensor = decoder().generate(**inputs, do_sample=True, temperature=2.0, max_new_tokens=8, seed=seed)
+        made: Tensor = decoder().generate(
+            **inputs, do_sample=True, temperature=2.0, max_new_tokens=8, seed=seed
+        )
         return made.tolist()
 
     torch.manual_seed(5)
     first, second = sample(), sample()
     torch.manual_seed(5)
     assert sample() == first != second and sample(3) == sample(3) != first
-    several = decoder().generate(**inputs, do_sample=True, temperature=2.0, max_new_tokens=4, num_return_sequences=3)
+    several = decoder().generate(
+        **inputs, do_sample=True, temperature=2.0, max_new_tokens=4, num_return_sequences=3
+    )
     assert len(several) == 9 and torch.equal(several[0, :3], several[2, :3])
 
 
@@ -316,10 +357,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
     "assistant_tokens": ({"num_assistant_tokens": 3}, "num_assistant_tokens"),
     "scores": ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
-    "hidden": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+    "hidden": (
+        {"output_hidden_states": True, "return_dict_in_generate": True},
+        "output_hidden_states",
+    ),
     "guidance": ({"guidance_scale": 1.5}, "guidance_scale"),
     "encoder_penalty": ({"encoder_repetition_penalty": 1.5}, "encoder_repetition_penalty"),
-    "memory": ({"do_sample": True, "watermarking_config": SynthIDTextWatermarkingConfig(2, [1, 2])}, "SynthID"),
+    "memory": (
+        {"do_sample": True, "watermarking_config": SynthIDTextWatermarkingConfig(2, [1, 2])},
+        "SynthID",
+    ),
     "cache": ({"past_key_values": DynamicCache()}, "(cache|past_key_values) is not supported"),
     "positions": ({"position_ids": torch.arange(16)[None] + 4}, "position_ids"),
     "typo": ({"max_newtokens": 4}, "max_newtokens"),
@@ -331,7 +378,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_be_honoured_is_refused_by_name(name: str) -> None:
     options, word = REFUSED[name]
     text = torch.arange(16)[None] + 40
-    inputs: dict[str, Any] = {"input_ids": text, "attention_mask": torch.ones_like(text), "max_new_tokens": 3}
+    inputs: dict[str, Any] = {
+        "input_ids": text,
+        "attention_mask": torch.ones_like(text),
+        "max_new_tokens": 3,
+    }
     for call in (
         decoder().generate,
         functools.partial(models()[0].generate, custom_generate=lightning_specdec.generate),
@@ -346,7 +397,9 @@ def test_what_transformers_does_not_hand_on_is_refused_by_name() -> None:
     hooks: list[Callable[..., Any]] = [lightning_specdec.generate, decoder().as_generate()]
     for hook in hooks:
         with pytest.raises(ValueError, match="streamer"):
-            model.generate(**inputs, custom_generate=hook, max_new_tokens=3, streamer=TextStreamer(tokenizer))
+            model.generate(
+                **inputs, custom_generate=hook, max_new_tokens=3, streamer=TextStreamer(tokenizer)
+            )
         with pytest.raises(ValueError, match="assistant_model"):
             model.generate(**inputs, custom_generate=hook, max_new_tokens=3, assistant_model=draft)
     with pytest.raises(ValueError, match="its own drafter"):
@@ -372,11 +425,18 @@ def test_a_padded_batch_without_a_mask_is_refused(side: int, pad: int) -> None:
         decoder().generate(ids, **options)
     with pytest.raises(ValueError, match="prompt 1 seems padded"):
         decoder().decode(ids, max_new_tokens=4) if not pad else decoder().generate(ids, **options)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # its mask says that it is not padded
-    assert decoder().generate(**inputs, **options).tolist() == joined(inputs, alone(inputs, **options), pad)
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+    }  # its mask says that it is not padded
+    assert decoder().generate(**inputs, **options).tolist() == joined(
+        inputs, alone(inputs, **options), pad
+    )
     masks_itself = "_mask_length" not in inspect.getsource(GenerationMixin.generate)  # as in 5.17
     if pad in EOS and masks_itself:
-        assert model.generate(ids, custom_generate=lightning_specdec.generate, **options).shape[0] == 2
+        assert (
+            model.generate(ids, custom_generate=lightning_specdec.generate, **options).shape[0] == 2
+        )
     elif pad in EOS:
         with pytest.raises(ValueError, match="prompt 1 seems padded"):
             model.generate(ids, custom_generate=lightning_specdec.generate, **options)
@@ -394,7 +454,9 @@ def test_a_model_stays_as_it_is_and_its_weights_may_change() -> None:
     hook: dict[str, Any] = {"custom_generate": lightning_specdec.generate, **options}
     before, attention = model.generate(text, **options), model.config._attn_implementation
     assert torch.equal(model.generate(text, **hook), before)
-    assert model.config._attn_implementation == attention and torch.equal(model.generate(text, **options), before)
+    assert model.config._attn_implementation == attention and torch.equal(
+        model.generate(text, **options), before
+    )
     kept = _decoders[model][2]
     model.generate(text, **hook)
     assert _decoders[model][2] is kept
@@ -421,8 +483,12 @@ def test_a_pipeline_decodes_speculatively() -> None:
         expected = pipe(prompts, **options)
         for hook in (lightning_specdec.generate, decoder().as_generate()):
             assert pipe(prompts, custom_generate=hook, **options) == expected
-    assert len(pipe(TEXTS, batch_size=3, custom_generate=lightning_specdec.generate, **options)) == 3
-    pipe(TEXTS[0], custom_generate=lightning_specdec.generate, max_new_tokens=4)  # sampled, by its own defaults
+    assert (
+        len(pipe(TEXTS, batch_size=3, custom_generate=lightning_specdec.generate, **options)) == 3
+    )
+    pipe(
+        TEXTS[0], custom_generate=lightning_specdec.generate, max_new_tokens=4
+    )  # sampled, by its own defaults
 
 
 def test_what_changes_no_token_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -48,7 +48,10 @@ def generated(family: str, num_new: int) -> list[list[int]]:
     """What transformers' own greedy decoding makes of `PROMPTS`."""
     texts = [torch.tensor([prompt]) for prompt in PROMPTS]
     options = {"max_new_tokens": num_new, "do_sample": False}
-    wholes = [reference(family).generate(ids, attention_mask=torch.ones_like(ids), **options) for ids in texts]
+    wholes = [
+        reference(family).generate(ids, attention_mask=torch.ones_like(ids), **options)
+        for ids in texts
+    ]
     return [whole[0, ids.shape[1] :].tolist() for ids, whole in zip(texts, wholes, strict=True)]
 
 
@@ -59,14 +62,19 @@ def random_tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE])
 @pytest.mark.parametrize("form", [ours, packed])
 @torch.inference_mode()
-def test_ragged_pieces_through_the_state_give_the_logits_of_the_whole(family: str, form: object) -> None:
+def test_ragged_pieces_through_the_state_give_the_logits_of_the_whole(
+    family: str, form: object
+) -> None:
     """Pieces of other lengths for each row, right-padded, some tokens taken back and read anew."""
     model = form(family)  # type: ignore[operator]
     tokens, expected = random_tokens(3, 24), reference(family)(random_tokens(3, 24)).logits
     state = model.init_state(3, 24)
     pieces = [[7, 1, 4], [1, 6, 2], [5, 5, 1], [3, 1, 8]]
     for round_number, counts in enumerate(pieces):
-        starts, places = list(state.consumed), torch.tensor(state.consumed)[:, None] + torch.arange(max(counts))
+        starts, places = (
+            list(state.consumed),
+            torch.tensor(state.consumed)[:, None] + torch.arange(max(counts)),
+        )
         logits = model(tokens.gather(1, places.clamp(max=23)), state, valid_lengths=counts).logits
         for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
             assert_close(logits[b, :count], expected[b, start : start + count])
@@ -88,7 +96,10 @@ def test_padding_far_behind_the_end_poisons_no_row(family: str, attention: str) 
     second = session.add(long, max_new_tokens=8)
     while session.step():
         pass
-    assert first.text[5:] == autoregressive_decode(target, [1, 2, 3, 4, 5], max_new_tokens=55).tokens[0]
+    assert (
+        first.text[5:]
+        == autoregressive_decode(target, [1, 2, 3, 4, 5], max_new_tokens=55).tokens[0]
+    )
     assert second.text[50:] == autoregressive_decode(target, long, max_new_tokens=8).tokens[0]
 
 
@@ -96,7 +107,9 @@ def test_padding_far_behind_the_end_poisons_no_row(family: str, attention: str) 
 @pytest.mark.parametrize("form", [ours, packed])
 def test_greedy_decoding_equals_generate(family: str, form: object) -> None:
     together = autoregressive_decode(form(family), PROMPTS, max_new_tokens=40).tokens  # type: ignore[operator]
-    assert len({token for tokens in together for token in tokens}) > 8, "one token over and over would show nothing"
+    assert len({token for tokens in together for token in tokens}) > 8, (
+        "one token over and over would show nothing"
+    )
     assert together == generated(family, 40)
 
 
@@ -107,9 +120,13 @@ def test_greedy_speculative_output_is_the_standard_one(family: str, window: int)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for weight in near.parameters():
-            weight.add_(torch.randn(weight.shape, generator=generator) * 0.1 * weight.std().nan_to_num())
+            weight.add_(
+                torch.randn(weight.shape, generator=generator) * 0.1 * weight.std().nan_to_num()
+            )
     expected = autoregressive_decode(target, PROMPTS, max_new_tokens=30, eos=5)
-    result = speculative_decode(target, ModelDrafter(near), PROMPTS, max_new_tokens=30, num_draft_tokens=window, eos=5)
+    result = speculative_decode(
+        target, ModelDrafter(near), PROMPTS, max_new_tokens=30, num_draft_tokens=window, eos=5
+    )
     assert result.tokens == expected.tokens
     assert result.acceptance_rate is not None and 0 < result.acceptance_rate < 1
 
@@ -147,9 +164,13 @@ def test_the_users_model_generates_as_before(family: str) -> None:
     """The attention implementation that a model is given changes nothing for transformers' own code."""
     model: Any = tiny(family)
     ids = random_tokens(1, 9)
-    before = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    before = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
+    )
     HuggingFaceLM(model).fused()
-    after = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    after = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
+    )
     assert before.tolist() == after.tolist()
 
 
@@ -160,9 +181,14 @@ def test_a_loaded_model_and_tokenizer_of_transformers_serve_as_they_are() -> Non
     assert target.tokenizer is not None and target.vocabulary == target.tokenizer.vocabulary
     decoder = SpeculativeDecoder.from_pretrained(target)
     text = decoder.decode("the oak", max_new_tokens=5).rows[0].text
-    assert text == tokenizer.decode(decoder.decode_standard("the oak", max_new_tokens=5).rows[0].tokens)
+    assert text == tokenizer.decode(
+        decoder.decode_standard("the oak", max_new_tokens=5).rows[0].tokens
+    )
     bare = SpeculativeDecoder.from_pretrained(model, tiny("llama", 2, vocab_size=len(tokenizer)))
-    assert bare.decode([1, 2], max_new_tokens=5).tokens == bare.decode_standard([1, 2], max_new_tokens=5).tokens
+    assert (
+        bare.decode([1, 2], max_new_tokens=5).tokens
+        == bare.decode_standard([1, 2], max_new_tokens=5).tokens
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -183,16 +209,32 @@ def test_an_int8_copy_is_a_good_draft_and_changes_nothing(family: str) -> None:
         ("mamba", {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}, "linear_attention"),
         ("llama4_text", {"num_hidden_layers": 4, "num_local_experts": 2}, "chunked_attention"),
         ("bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2}, "position_ids"),
-        ("falcon", {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "alibi": True}, "masks"),
-        ("roberta", {"hidden_size": 16, "num_attention_heads": 2, "is_decoder": True}, "decoder-only"),
-        ("gemma3_text", {"num_hidden_layers": 1, "use_bidirectional_attention": True}, "decoder-only"),
+        (
+            "falcon",
+            {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "alibi": True},
+            "masks",
+        ),
+        (
+            "roberta",
+            {"hidden_size": 16, "num_attention_heads": 2, "is_decoder": True},
+            "decoder-only",
+        ),
+        (
+            "gemma3_text",
+            {"num_hidden_layers": 1, "use_bidirectional_attention": True},
+            "decoder-only",
+        ),
         ("llama", {"_attn_implementation": "flex_attention"}, "runs on flex_attention"),
     ],
 )
-def test_a_model_that_cannot_go_back_is_refused_by_name(family: str, sizes: dict[str, Any], words: str) -> None:
+def test_a_model_that_cannot_go_back_is_refused_by_name(
+    family: str, sizes: dict[str, Any], words: str
+) -> None:
     implementation = sizes.pop("_attn_implementation", None)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, vocab_size=20, **sizes))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(family, vocab_size=20, **sizes)
+        )
     model.config._attn_implementation = implementation or model.config._attn_implementation
     with pytest.raises(ValueError, match=words) as caught:
         HuggingFaceLM(model)

@@ -49,7 +49,9 @@ def random_tokens(rows: int, length: int, seed: int = 0) -> Tensor:
 
 @every_family
 @torch.inference_mode()
-def test_without_a_state_the_parts_give_the_models_own_logits_and_hidden_states(family: str) -> None:
+def test_without_a_state_the_parts_give_the_models_own_logits_and_hidden_states(
+    family: str,
+) -> None:
     """Over more tokens than Mistral's window of five, and over fewer."""
     model, reference = ours(family), tiny(family)
     assert model.takes_apart
@@ -66,7 +68,10 @@ def test_without_a_state_the_parts_give_the_models_own_logits_and_hidden_states(
 def same(found: ModelOutput, expected: ModelOutput, lengths: list[int]) -> None:
     """Logits and hidden states of the rows' own tokens."""
     assert list(found.features) == list(expected.features)
-    pairs = [(found.logits, expected.logits), *((found.features[i], expected.features[i]) for i in found.features)]
+    pairs = [
+        (found.logits, expected.logits),
+        *((found.features[i], expected.features[i]) for i in found.features),
+    ]
     for one, other in pairs:
         for row, length in enumerate(lengths):
             assert_close(one[row, :length], other[row, :length])
@@ -74,7 +79,9 @@ def same(found: ModelOutput, expected: ModelOutput, lengths: list[int]) -> None:
 
 @every_family
 @torch.inference_mode()
-def test_through_a_state_ragged_pieces_give_the_models_own_logits_and_hidden_states(family: str) -> None:
+def test_through_a_state_ragged_pieces_give_the_models_own_logits_and_hidden_states(
+    family: str,
+) -> None:
     generator, models = random.Random(1), [ours(family), undivided(family)]
     layers = range(models[0].stack.num_layers)
     states = [model.init_state(3, 2 * LENGTH) for model in models]
@@ -105,7 +112,13 @@ def test_wherever_a_pass_is_split_it_is_the_whole_pass(family: str, num_layers: 
         tokens = random_tokens(3, width, seed=generator.randrange(1000))
         lengths = [generator.randint(1, width) for _ in range(3)]
         known = generator.choice(
-            [[0, 0, 0], lengths, [min(lengths)] * 3, [width] * 3, [generator.randint(0, width) for _ in range(3)]]
+            [
+                [0, 0, 0],
+                lengths,
+                [min(lengths)] * 3,
+                [width] * 3,
+                [generator.randint(0, width) for _ in range(3)],
+            ]
         )
         options: dict[str, Any] = {"features": range(num_layers - 1, model.stack.num_layers)}
         if generator.random() < 0.3:
@@ -143,12 +156,22 @@ def test_a_copy_is_taken_apart_by_itself() -> None:
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "gpt_neox"])
-def test_in_training_the_parts_have_the_models_own_gradients(family: str, checkpointing: bool) -> None:
+def test_in_training_the_parts_have_the_models_own_gradients(
+    family: str, checkpointing: bool
+) -> None:
     """GPT-2 drops values at random, each time the same ones for the same seed; a look at the parts changes no mode."""
-    model, reference, tokens = HuggingFaceLM(tiny(family).train()), tiny(family).train(), random_tokens(2, 9)
+    model, reference, tokens = (
+        HuggingFaceLM(tiny(family).train()),
+        tiny(family).train(),
+        random_tokens(2, 9),
+    )
     LayerStack(model.model).layers[1].eval()
     modes = [module.training for module in model.modules()]
-    assert model.takes_apart and modes == [module.training for module in model.modules()] and len(set(modes)) == 2
+    assert (
+        model.takes_apart
+        and modes == [module.training for module in model.modules()]
+        and len(set(modes)) == 2
+    )
     model.train()
     for each in (model.model, reference):
         if checkpointing:
@@ -157,24 +180,32 @@ def test_in_training_the_parts_have_the_models_own_gradients(family: str, checkp
             torch.manual_seed(3)
             logits = (model if each is model.model else each)(tokens).logits
             logits.float().log_softmax(-1)[..., 0].mean().backward()
-    for (name, found), expected in zip(model.model.named_parameters(), reference.parameters(), strict=True):
+    for (name, found), expected in zip(
+        model.model.named_parameters(), reference.parameters(), strict=True
+    ):
         assert found.grad is not None or expected.grad is None, name
         if expected.grad is not None:
             assert_close(found.grad, expected.grad)
 
 
 @pytest.mark.parametrize("family", WHOLE)
-def test_a_model_that_cannot_be_taken_apart_says_so_by_name_and_decodes_as_before(family: str) -> None:
+def test_a_model_that_cannot_be_taken_apart_says_so_by_name_and_decodes_as_before(
+    family: str,
+) -> None:
     inner: Any = tiny(family)
     target = HuggingFaceLM(inner)
     for _ in range(2):
-        with pytest.raises(ValueError, match=f"{type(target.model).__name__} cannot be taken apart: ."):
+        with pytest.raises(
+            ValueError, match=f"{type(target.model).__name__} cannot be taken apart: ."
+        ):
             EarlyExitDrafter(1).check_target(target)
     ids = torch.tensor([[3, 1, 4, 1, 5]])
     expected = inner.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
     )
-    assert autoregressive_decode(target, ids, max_new_tokens=12).tokens[0] == expected[0, 5:].tolist()
+    assert (
+        autoregressive_decode(target, ids, max_new_tokens=12).tokens[0] == expected[0, 5:].tolist()
+    )
 
 
 class Scaled(LlamaForCausalLM):
@@ -202,7 +233,9 @@ class Added(LlamaForCausalLM):
 def test_a_model_that_has_learnt_nothing_yet_hides_nothing(kind: Any) -> None:
     with torch.random.fork_rng():
         model = kind(tiny("llama").config).eval()
-    with pytest.raises(ValueError, match=f"{kind.__name__} cannot be taken apart: its own forward pass"):
+    with pytest.raises(
+        ValueError, match=f"{kind.__name__} cannot be taken apart: its own forward pass"
+    ):
         HuggingFaceLM(model).check_exit(1)
 
 
@@ -228,5 +261,9 @@ def test_packed_rounded_and_coarse_models_are_taken_apart(family: str, form: str
     model.pack()
     assert model.takes_apart
     # bfloat16 has 8 bits, and the two passes may sum in another order.
-    near = functools.partial(torch.testing.assert_close, rtol=0.1, atol=0.3) if "bfloat16" in form else assert_close
+    near = (
+        functools.partial(torch.testing.assert_close, rtol=0.1, atol=0.3)
+        if "bfloat16" in form
+        else assert_close
+    )
     near(model(tokens).logits, model.model(input_ids=tokens).logits)

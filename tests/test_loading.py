@@ -59,7 +59,9 @@ def refusal(source: object, **options: Any) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_a_directory_of_every_architecture_gives_the_model_that_was_saved(family: str, tmp_path: Path) -> None:
+def test_a_directory_of_every_architecture_gives_the_model_that_was_saved(
+    family: str, tmp_path: Path
+) -> None:
     loaded = load_model(write(tmp_path / family, family))
     expected = tiny(family)(TOKENS).logits
     torch.testing.assert_close(loaded(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
@@ -75,11 +77,16 @@ def test_weights_in_one_or_several_files_are_one_model_and_one_sha256(
     files = sorted(path.glob("model*.safetensors"))
     assert (len(files) > 1) == (shard_size is not None)
     (path / "another.safetensors").write_bytes(b"not among the weights")
-    assert weights_sha256(path) == hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    assert (
+        weights_sha256(path)
+        == hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    )
     assert torch.equal(load_model(path)(TOKENS).logits, load_model(plain)(TOKENS).logits)
 
 
-def test_the_sha256_is_cached_until_a_file_changes(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sha256_is_cached_until_a_file_changes(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = weights_sha256(copied)
     (remembered,) = cache_home().iterdir()
     remembered.write_text("a" * 64)
@@ -115,7 +122,10 @@ def test_a_tokenizer_comes_along_with_all_that_ends_an_answer(
     assert capfd.readouterr() == ("", ""), "loading writes nothing"
     assert model.tokenizer is not None and model.vocabulary == model.tokenizer.vocabulary
     assert model.tokenizer.decode(model.tokenizer.encode("the cat")) == "the cat"
-    assert model.tokenizer.eos == {byte_level().eos_token_id, 300} and model.tokenizer.has_chat_template
+    assert (
+        model.tokenizer.eos == {byte_level().eos_token_id, 300}
+        and model.tokenizer.has_chat_template
+    )
 
 
 def renamed(name: str, new: str) -> Callable[[Path], Any]:
@@ -136,28 +146,48 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "config is cut off": (put("config.json", '{"model_type": '), "config.json describes no model"),
     "unknown model": (edit_config(model_type="llama9"), "llama9"),
     "code of its own": (edit_config(model_type="mine", auto_map=MINE), "--trust_remote_code"),
-    "an encoder": (edit_config(model_type="bert", architectures=["BertForMaskedLM"]), "not a causal language model"),
+    "an encoder": (
+        edit_config(model_type="bert", architectures=["BertForMaskedLM"]),
+        "not a causal language model",
+    ),
     "an encoder and a decoder": (
         edit_config(model_type="t5", architectures=["T5ForConditionalGeneration"]),
         "cannot be decoded here",
     ),
     "a size that is none": (edit_config(hidden_size="wide"), "expected int, got str"),
-    "a million layers": (edit_config(num_hidden_layers=1_000_000), "far larger than its weight files"),
-    "a million experts": (
-        edit_config(model_type="mixtral", architectures=["MixtralForCausalLM"], num_local_experts=1_000_000),
+    "a million layers": (
+        edit_config(num_hidden_layers=1_000_000),
         "far larger than its weight files",
     ),
-    "a width of a trillion": (edit_config(intermediate_size=10**12), "far larger than its weight files"),
-    "other sizes than the weights": (edit_config(intermediate_size=64), "another shape than its config for"),
+    "a million experts": (
+        edit_config(
+            model_type="mixtral", architectures=["MixtralForCausalLM"], num_local_experts=1_000_000
+        ),
+        "far larger than its weight files",
+    ),
+    "a width of a trillion": (
+        edit_config(intermediate_size=10**12),
+        "far larger than its weight files",
+    ),
+    "other sizes than the weights": (
+        edit_config(intermediate_size=64),
+        "another shape than its config for",
+    ),
     "more layers than weights": (edit_config(num_hidden_layers=4), "lack model.layers.3."),
     "no weights": (drop("model.safetensors"), "no weights in safetensors files"),
     "weights cut off": (cut(0.9), "truncated or damaged"),
-    "a header of garbage": (put("model.safetensors", (8).to_bytes(8, "little") + b"{{{{{{{{"), "header"),
+    "a header of garbage": (
+        put("model.safetensors", (8).to_bytes(8, "little") + b"{{{{{{{{"),
+        "header",
+    ),
     "a shard is missing": (
         indexed('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'),
         "model-00001-of-00002.safetensors is missing",
     ),
-    "an index that leads out": (indexed('{"weight_map": {"a": "../elsewhere.safetensors"}}'), "is incomplete"),
+    "an index that leads out": (
+        indexed('{"weight_map": {"a": "../elsewhere.safetensors"}}'),
+        "is incomplete",
+    ),
     "a tokenizer that is none": (put("tokenizer.json", "{}"), "tokenizer"),
     "a state that cannot go back": (
         edit_config(model_type="mamba", architectures=["MambaForCausalLM"], state_size=4),
@@ -178,7 +208,9 @@ def test_code_of_a_model_never_runs_unless_it_is_trusted(copied: Path, tmp_path:
     edit_config(model_type="mine", auto_map={"AutoConfig": "mine.Config"})(copied)
     put("mine.py", f"open({str(tmp_path / 'ran')!r}, 'w')\n")(copied)
     assert "--trust_remote_code" in refusal(copied)
-    edit_config(model_type="llama")(copied)  # what transformers knows needs no code, whatever comes along
+    edit_config(model_type="llama")(
+        copied
+    )  # what transformers knows needs no code, whatever comes along
     load_model(copied)
     assert not (tmp_path / "ran").exists()
 
@@ -225,18 +257,24 @@ def test_nothing_big_is_downloaded_for_a_memory_that_cannot_hold_it(
     ("name", "told"),
     [("gated", "gated"), ("private", "401"), ("unknown", "404"), ("broken", "500")],
 )
-def test_what_the_hub_refuses_is_told_in_one_line_at_once(on_hub: list[str], name: str, told: str) -> None:
+def test_what_the_hub_refuses_is_told_in_one_line_at_once(
+    on_hub: list[str], name: str, told: str
+) -> None:
     assert told in refusal(f"lab/{name}")
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_a_model_takes_what_was_foretold_without_reading_its_weights(family: str, tied: bool, tmp_path: Path) -> None:
+def test_a_model_takes_what_was_foretold_without_reading_its_weights(
+    family: str, tied: bool, tmp_path: Path
+) -> None:
     path = write(tmp_path / family, family, tie_word_embeddings=tied)
     examined, model = examine(path, dtype="bfloat16"), load_model(path, dtype="bfloat16")
     assert examined.size.parameters == model.num_parameters
-    assert examined.size.weight_bytes("bfloat16") == sum(weight.nbytes for weight in model.parameters())
+    assert examined.size.weight_bytes("bfloat16") == sum(
+        weight.nbytes for weight in model.parameters()
+    )
     int8 = load_model(path, dtype="bfloat16", quantization="int8").pack()
     if family in ("llama", "gpt2"):
         foretold = examined.size.weight_bytes("bfloat16", "int8")
@@ -250,7 +288,9 @@ def test_too_little_memory_is_refused_with_both_numbers(monkeypatch: pytest.Monk
     require_memory("a model", 10**15, "cpu")
     monkeypatch.setattr(memory, "available_bytes", lambda device: 3 * 10**9)
     require_memory("a model", 10, "cpu")
-    with pytest.raises(ValueError, match=r"for a model: it needs 3\.5 GB, but 3\.0 GB are free on cpu"):
+    with pytest.raises(
+        ValueError, match=r"for a model: it needs 3\.5 GB, but 3\.0 GB are free on cpu"
+    ):
         require_memory("a model", 35 * 10**8, "cpu")
     assert gigabytes(16_060_000_000) == "16.1 GB"
 

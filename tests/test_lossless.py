@@ -41,7 +41,9 @@ def test_every_registered_drafter_is_among_the_cases() -> None:
 def test_only_drafters_that_work_inside_a_target_are_particular_about_it() -> None:
     for target in cases.MODELS:
         for name in cases.DRAFTERS.keys() - set(cases.VARIANTS):
-            assert (target, name) in cases.COMBINATIONS or cases.DRAFTERS[name](cases.target(target)).inside_target
+            assert (target, name) in cases.COMBINATIONS or cases.DRAFTERS[name](
+                cases.target(target)
+            ).inside_target
     assert {target for target, _ in cases.COMBINATIONS} == set(cases.MODELS)
     assert {name for _, name in cases.COMBINATIONS} == set(cases.DRAFTERS)
 
@@ -51,24 +53,36 @@ def test_only_drafters_that_work_inside_a_target_are_particular_about_it() -> No
     [
         (*pair, *turn)
         for pair in cases.COMBINATIONS
-        for turn in cases.shared(cases.in_turn(cases.few(range(1, 9), *pair), cases.LOSSLESS, *pair), *pair)
+        for turn in cases.shared(
+            cases.in_turn(cases.few(range(1, 9), *pair), cases.LOSSLESS, *pair), *pair
+        )
     ],
 )
-def test_greedy_speculative_equals_autoregressive(target: str, drafter: str, window: int, rule: str) -> None:
+def test_greedy_speculative_equals_autoregressive(
+    target: str, drafter: str, window: int, rule: str
+) -> None:
     """A window says what is guessed and taken back, a rule what is kept: at temperature 0 the same under both."""
-    result = cases.decode(target, drafter, max_new_tokens=10, num_draft_tokens=window, rule=rule, eos=cases.EOS)
+    result = cases.decode(
+        target, drafter, max_new_tokens=10, num_draft_tokens=window, rule=rule, eos=cases.EOS
+    )
     standard = cases.standard(target, GREEDY, 10)
     assert result.tokens == standard.tokens
     assert [row.stop_reason for row in result.rows] == [row.stop_reason for row in standard.rows]
 
 
 @pytest.mark.parametrize("target", cases.MODELS)
-def test_the_prompts_of_the_law_above_stop_at_eos_inside_a_block_and_at_their_length(target: str) -> None:
+def test_the_prompts_of_the_law_above_stop_at_eos_inside_a_block_and_at_their_length(
+    target: str,
+) -> None:
     result = cases.decode(target, "itself", max_new_tokens=10, eos=cases.EOS)
     assert {row.stop_reason for row in result.rows} == {"eos", "length"}
     last_rounds = [row.rounds[-1] for row in result.rows if row.stop_reason == "eos" and row.rounds]
-    assert any(last.next_token is None for last in last_rounds), "no row stops before the end of its block"
-    assert len(set(map(tuple, result.tokens))) == len(cases.PROMPTS), "the rows are alike: mixed-up rows would not show"
+    assert any(last.next_token is None for last in last_rounds), (
+        "no row stops before the end of its block"
+    )
+    assert len(set(map(tuple, result.tokens))) == len(cases.PROMPTS), (
+        "the rows are alike: mixed-up rows would not show"
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,13 +90,17 @@ def test_the_prompts_of_the_law_above_stop_at_eos_inside_a_block_and_at_their_le
     [
         (*pair, *turn)
         for pair in cases.pairs(["near", "itself", "ragged", "early_exit"])
-        for turn in cases.shared(cases.in_turn(cases.few([1, 2, 3], *pair), cases.LOSSLESS, *pair), *pair)
+        for turn in cases.shared(
+            cases.in_turn(cases.few([1, 2, 3], *pair), cases.LOSSLESS, *pair), *pair
+        )
     ],
 )
 def test_a_window_larger_than_what_is_wanted_gives_no_token_too_many(
     target: str, drafter: str, max_new_tokens: int, rule: str
 ) -> None:
-    result = cases.decode(target, drafter, max_new_tokens=max_new_tokens, num_draft_tokens=8, rule=rule)
+    result = cases.decode(
+        target, drafter, max_new_tokens=max_new_tokens, num_draft_tokens=8, rule=rule
+    )
     assert result.tokens == cases.standard(target, GREEDY, max_new_tokens, None).tokens
     assert all(len(row.tokens) == max_new_tokens for row in result.rows)
 
@@ -92,14 +110,21 @@ def test_a_window_larger_than_what_is_wanted_gives_no_token_too_many(
     [
         (*pair, *turn)
         for pair in cases.COMBINATIONS
-        for turn in cases.shared(cases.in_turn(cases.few([*SAMPLINGS], *pair), cases.few((2, 5), *pair), *pair), *pair)
+        for turn in cases.shared(
+            cases.in_turn(cases.few([*SAMPLINGS], *pair), cases.few((2, 5), *pair), *pair), *pair
+        )
     ],
 )
 def test_exact_match_equals_autoregressive_at_every_temperature(
     target: str, drafter: str, sampling: str, window: int
 ) -> None:
     result = cases.decode(
-        target, drafter, max_new_tokens=10, num_draft_tokens=window, sampling=SAMPLINGS[sampling], eos=cases.EOS
+        target,
+        drafter,
+        max_new_tokens=10,
+        num_draft_tokens=window,
+        sampling=SAMPLINGS[sampling],
+        eos=cases.EOS,
     )
     assert result.tokens == cases.standard(target, SAMPLINGS[sampling], 10).tokens
 
@@ -139,7 +164,9 @@ def test_a_drafter_that_is_the_target_accepts_everything(
 @pytest.mark.parametrize("target", cases.MODELS)
 def test_the_fused_target_as_the_draft_accepts_everything(target: str) -> None:
     model = cases.target(target)
-    result = speculative_decode(model, ModelDrafter(model.fused()), cases.PROMPTS, max_new_tokens=12)
+    result = speculative_decode(
+        model, ModelDrafter(model.fused()), cases.PROMPTS, max_new_tokens=12
+    )
     assert result.block_efficiency == 4
 
 
@@ -148,7 +175,9 @@ def test_the_fused_target_as_the_draft_accepts_everything(target: str) -> None:
 def test_a_drafter_that_is_always_wrong_costs_target_calls_but_no_token(
     target: str, rule: str, sampling: Sampling
 ) -> None:
-    result = cases.decode(target, "wrong", max_new_tokens=8, num_draft_tokens=3, rule=rule, sampling=sampling)
+    result = cases.decode(
+        target, "wrong", max_new_tokens=8, num_draft_tokens=3, rule=rule, sampling=sampling
+    )
     assert result.block_efficiency == 1.0
     assert result.acceptance_rate == 0.0
     assert result.tokens == cases.standard(target, sampling, 8, None).tokens
@@ -159,13 +188,18 @@ SAVED = [name for name in cases.DRAFTERS if name not in UNSAVED and "hotter" not
 
 
 @pytest.mark.parametrize("name", [*SAVED, "cross", "staged_three"])
-def test_the_form_that_decodes_fastest_drafts_the_same_and_leaves_the_original_alone(name: str) -> None:
+def test_the_form_that_decodes_fastest_drafts_the_same_and_leaves_the_original_alone(
+    name: str,
+) -> None:
     target_name = cases.target_of(name)
     drafter, target = cases.drafter(name, target_name), cases.target(target_name)
     before = {key: weight.clone() for key, weight in drafter.state_dict().items()}
     fused = drafter.fused()
     assert fused.fused() is fused or type(fused.fused()) is type(fused)
-    results = [speculative_decode(target, each, cases.PROMPTS, max_new_tokens=12) for each in (drafter, fused)]
+    results = [
+        speculative_decode(target, each, cases.PROMPTS, max_new_tokens=12)
+        for each in (drafter, fused)
+    ]
     assert [row.rounds for row in results[0].rows] == [row.rounds for row in results[1].rows]
     assert all(torch.equal(weight, before[key]) for key, weight in drafter.state_dict().items())
 
@@ -179,11 +213,15 @@ def test_a_file_keeps_a_drafter_with_all_its_parts(name: str, tmp_path: Path) ->
     loaded = load(tmp_path / "pair.safetensors")
     assert type(loaded.drafter) is type(drafter)
     model, drafters = placed(loaded.target), (drafter, placed(loaded.drafter))
-    results = [speculative_decode(model, each, cases.PROMPTS, max_new_tokens=9) for each in drafters]
+    results = [
+        speculative_decode(model, each, cases.PROMPTS, max_new_tokens=9) for each in drafters
+    ]
     assert [row.rounds for row in results[0].rows] == [row.rounds for row in results[1].rows]
 
 
-@pytest.mark.parametrize("name", ["hotter", "certain", "early_exit_hotter", "cross", "staged_three"])
+@pytest.mark.parametrize(
+    "name", ["hotter", "certain", "early_exit_hotter", "cross", "staged_three"]
+)
 def test_what_a_file_cannot_keep_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="a checkpoint keeps no"):
         cases.drafter(name, cases.target_of(name)).arguments()
@@ -192,13 +230,26 @@ def test_what_a_file_cannot_keep_is_refused(name: str) -> None:
 SIZES: dict[str, Any] = {"hidden_size": 16, "vocab_size": 11, "num_heads": 2}
 EAGLE = {"feature_layers": [0], **SIZES, "num_key_heads": 1, "intermediate_size": 16}
 WRONG: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    *(("NGramDrafter", {}, {"max_ngram": value}, "max_ngram must be from 1 to 32") for value in (0, 33)),
+    *(
+        ("NGramDrafter", {}, {"max_ngram": value}, "max_ngram must be from 1 to 32")
+        for value in (0, 33)
+    ),
     ("NGramDrafter", {}, {"max_ngram": 2, "min_ngram": 3}, "min_ngram must be at most"),
     ("NGramDrafter", {}, {"min_ngram": 0}, "min_ngram must be"),
     ("NGramDrafter", {}, {"tokens_per_match": 0}, "tokens_per_match must be from 1"),
     *(("EarlyExitDrafter", {}, {"exit_layer": value}, "exit_layer must be") for value in (0, -1)),
-    ("EarlyExitDrafter", {"exit_layer": 1}, {"head_layers": [1], "hidden_size": 32}, "hidden_size and vocab_size"),
-    ("EarlyExitDrafter", {"exit_layer": 1}, {"head_layers": [1], "vocab_size": 67}, "hidden_size and vocab_size"),
+    (
+        "EarlyExitDrafter",
+        {"exit_layer": 1},
+        {"head_layers": [1], "hidden_size": 32},
+        "hidden_size and vocab_size",
+    ),
+    (
+        "EarlyExitDrafter",
+        {"exit_layer": 1},
+        {"head_layers": [1], "vocab_size": 67},
+        "hidden_size and vocab_size",
+    ),
     ("MultiTokenDrafter", SIZES, {"num_heads": 0}, "num_heads must be from 1 to 64"),
     ("MultiTokenDrafter", SIZES, {"num_blocks": 0}, "num_blocks must be from 1 to 16"),
     ("MultiTokenDrafter", SIZES, {"hidden_size": 0}, "hidden_size must be from 1"),
@@ -224,12 +275,22 @@ def test_settings_that_make_no_sense_are_refused(
     ("target", "settings", "message"),
     [
         ("llama", {"exit_layer": 3}, "exit_layer must be from 1 to 2, got 3"),
-        ("llama", {"exit_layer": 1, "head_layers": [1], "hidden_size": 32, "vocab_size": 66}, "a vocabulary of 66"),
-        ("llama", {"exit_layer": 1, "head_layers": [1], "hidden_size": 31, "vocab_size": 11}, "a hidden size of 31"),
+        (
+            "llama",
+            {"exit_layer": 1, "head_layers": [1], "hidden_size": 32, "vocab_size": 66},
+            "a vocabulary of 66",
+        ),
+        (
+            "llama",
+            {"exit_layer": 1, "head_layers": [1], "hidden_size": 31, "vocab_size": 11},
+            "a hidden size of 31",
+        ),
         ("rnn", {"exit_layer": 1}, "has no layers to exit from"),
         ("transformer", {"exit_layer": 1}, "has no layers to exit from"),
     ],
 )
-def test_an_exit_that_the_target_does_not_have_is_refused(target: str, settings: dict[str, Any], message: str) -> None:
+def test_an_exit_that_the_target_does_not_have_is_refused(
+    target: str, settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         DRAFTERS.load("EarlyExitDrafter").for_target(cases.target(target), **settings)

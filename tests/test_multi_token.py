@@ -19,7 +19,13 @@ from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoding import Row, Session, autoregressive_decode, speculative_decode
 from lightning_specdec.decoding.session import Conversation
 from lightning_specdec.decoding.windows import Plan, Window
-from lightning_specdec.drafters import Draft, DraftRequest, DraftState, MultiTokenDrafter, TargetContext
+from lightning_specdec.drafters import (
+    Draft,
+    DraftRequest,
+    DraftState,
+    MultiTokenDrafter,
+    TargetContext,
+)
 from lightning_specdec.drafters.multi_token import MOST_STACKED
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.huggingface import HuggingFaceLM
@@ -35,11 +41,21 @@ class Checked(MultiTokenDrafter):
         self.heads, self.target = drafter.heads, [target]  # in a list: no module of this one
         self.made: list[tuple[list[int], int]] = []
 
-    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(
+        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
         draft, (target,) = super().propose(state, request, windows, sampling), self.target
-        lengths = [draft.tokens.shape[1]] * len(windows) if draft.lengths is None else draft.lengths.tolist()
-        probs = one_hot(draft.tokens, self.settings.vocab_size) if draft.probs is None else draft.probs
-        for row, (text, length, window) in enumerate(zip(request.texts, lengths, windows, strict=True)):
+        lengths = (
+            [draft.tokens.shape[1]] * len(windows)
+            if draft.lengths is None
+            else draft.lengths.tolist()
+        )
+        probs = (
+            one_hot(draft.tokens, self.settings.vocab_size) if draft.probs is None else draft.probs
+        )
+        for row, (text, length, window) in enumerate(
+            zip(request.texts, lengths, windows, strict=True)
+        ):
             if not window:
                 continue
             self.made.append((list(text), length))
@@ -73,7 +89,9 @@ class Script(Window, Plan):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("window", [Script(3), Script(2, 0, 0, 5), Script(0, 1)], ids=["3", "2,0,0,5", "0,1"])
+@pytest.mark.parametrize(
+    "window", [Script(3), Script(2, 0, 0, 5), Script(0, 1)], ids=["3", "2,0,0,5", "0,1"]
+)
 @pytest.mark.parametrize("name", cases.MODELS)
 def test_every_guess_comes_from_the_state_behind_the_last_token_but_one(
     name: str, window: Window, temperature: float
@@ -81,7 +99,13 @@ def test_every_guess_comes_from_the_state_behind_the_last_token_but_one(
     target, sampling = cases.target(name), Sampling(temperature)
     checked = Checked(heads(target), target)
     result = speculative_decode(
-        target, checked, cases.PROMPTS, max_new_tokens=12, num_draft_tokens=window, sampling=sampling, eos=cases.EOS
+        target,
+        checked,
+        cases.PROMPTS,
+        max_new_tokens=12,
+        num_draft_tokens=window,
+        sampling=sampling,
+        eos=cases.EOS,
     )
     assert result.tokens == cases.standard(name, sampling, 12).tokens
     # The first call of the target shows a state, with a draft or without.
@@ -94,7 +118,14 @@ def test_every_guess_comes_from_the_state_behind_the_last_token_but_one(
 def test_rows_join_leave_and_go_on_without_taking_over_each_others_states(name: str) -> None:
     target, generator = cases.target(name), random.Random(5)
     checked = Checked(heads(target), target)
-    session = Session(target, checked, max_length=200, sampling=Sampling(1.0), eos=cases.EOS, rule=RejectionSampling())
+    session = Session(
+        target,
+        checked,
+        max_length=200,
+        sampling=Sampling(1.0),
+        eos=cases.EOS,
+        rule=RejectionSampling(),
+    )
     rows: list[Row] = []
     ended: list[Row] = []
     begun: list[list[int]] = []
@@ -105,7 +136,9 @@ def test_rows_join_leave_and_go_on_without_taking_over_each_others_states(name: 
         if turn < 45 and ended and generator.random() < 0.5:
             row = ended.pop(generator.randrange(len(ended)))
             kept = row.text[: generator.randint(1, len(row.text))]
-            begun.append([*kept, *(generator.randrange(cases.VOCAB) for _ in range(generator.randint(1, 3)))])
+            begun.append(
+                [*kept, *(generator.randrange(cases.VOCAB) for _ in range(generator.randint(1, 3)))]
+            )
             rows.append(session.resume(row, begun[-1], max_new_tokens=9))
         if session.live and generator.random() < 0.1:
             session.cancel(generator.choice(session.live))
@@ -132,7 +165,9 @@ def test_only_as_many_heads_are_asked_as_guesses_are_wanted() -> None:
 @pytest.mark.parametrize("name", ["rnn", "llama"])
 def test_a_turn_begins_without_a_guess_and_answers_as_if_read_from_scratch(name: str) -> None:
     target, text = cases.target(name), [1, 2, 3]
-    conversation = Conversation(target, heads(target), DecodingConfig(eos=(cases.EOS,), max_new_tokens=9))
+    conversation = Conversation(
+        target, heads(target), DecodingConfig(eos=(cases.EOS,), max_new_tokens=9)
+    )
     for turn in ([4, 2], [7], [1, 1, 8]):
         text = [*text, *turn]
         row = conversation.begin(text)
@@ -146,7 +181,9 @@ def test_a_turn_begins_without_a_guess_and_answers_as_if_read_from_scratch(name:
 
 @pytest.mark.parametrize("rule", cases.LOSSLESS)
 @pytest.mark.parametrize("num_heads", [1, 3])
-def test_perfect_heads_are_kept_whole_in_every_round_but_the_first(num_heads: int, rule: str) -> None:
+def test_perfect_heads_are_kept_whole_in_every_round_but_the_first(
+    num_heads: int, rule: str
+) -> None:
     target = Chain()
     result = speculative_decode(
         target,
@@ -159,7 +196,11 @@ def test_perfect_heads_are_kept_whole_in_every_round_but_the_first(num_heads: in
     )
     for row in result.rows:
         assert [len(each.drafted) for each in row.rounds or ()] == [0, *[num_heads] * 3]
-    assert result.acceptance_rate == 1.0 and result.num_target_calls == 4 and result.num_draft_calls == 3
+    assert (
+        result.acceptance_rate == 1.0
+        and result.num_target_calls == 4
+        and result.num_draft_calls == 3
+    )
 
 
 def test_what_is_remembered_moves_with_its_row() -> None:
@@ -171,17 +212,23 @@ def test_what_is_remembered_moves_with_its_row() -> None:
     assert state.scored is not None and state.scored[:, 0, 0].tolist()[::2] == [8.0, 0.0]
     state.go_back(0, 6)
     state.go_back(2, 3)
-    assert state.lengths == [7, 0, 0], "a state is of the tokens before its text's last one, and may stay with them"
+    assert state.lengths == [7, 0, 0], (
+        "a state is of the tokens before its text's last one, and may stay with them"
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [5, MOST_STACKED + 3])
 def test_fused_heads_say_the_same_and_are_packed_where_they_are_large(num_tokens: int) -> None:
-    drafter = small(num_heads=3, hidden_size=24, vocab_size=MOST_STACKED + 9, draft_vocabulary=num_tokens)
+    drafter = small(
+        num_heads=3, hidden_size=24, vocab_size=MOST_STACKED + 9, draft_vocabulary=num_tokens
+    )
     for parameter in drafter.parameters():
         nn.init.normal_(parameter, std=0.2)
     fused, hidden = drafter.fused(), torch.randn(2, 24)
     assert fused.arguments() == drafter.arguments()
-    assert any(isinstance(part, PackedLinear) for part in fused.modules()) == (num_tokens > MOST_STACKED)
+    assert any(isinstance(part, PackedLinear) for part in fused.modules()) == (
+        num_tokens > MOST_STACKED
+    )
     with torch.no_grad():
         for number, made in enumerate(fused.first_logits(3, hidden)):
             torch.testing.assert_close(made, drafter.logits(number, hidden), atol=1e-5, rtol=1e-5)
@@ -220,7 +267,14 @@ def test_heads_of_one_type_serve_a_target_of_another() -> None:
 
 def test_weights_have_medusas_names() -> None:
     """Those of its published files are sequences of blocks and a linear layer, without the prefix."""
-    names = ["0.0.linear.weight", "0.0.linear.bias", "0.1.weight", "1.0.linear.weight", "1.0.linear.bias", "1.1.weight"]
+    names = [
+        "0.0.linear.weight",
+        "0.0.linear.bias",
+        "0.1.weight",
+        "1.0.linear.weight",
+        "1.0.linear.bias",
+        "1.1.weight",
+    ]
     assert list(small().state_dict()) == [f"heads.{name}" for name in names]
 
 

@@ -76,6 +76,8 @@ def test_the_target_may_be_a_directory_of_transformers(tmp_path: Path) -> None:
     path = tiny_models.write(tmp_path, "gpt2")
     module = MultiTokenTraining(target_checkpoint=path, freeze_target=True)
     assert isinstance(module.target, HuggingFaceLM) and module.drafter.settings.hidden_size == 32
-    assert MultiTokenTraining(target_checkpoint=path).target.training, "what learns is in training mode"
+    assert MultiTokenTraining(target_checkpoint=path).target.training, (
+        "what learns is in training mode"
+    )
     with pytest.raises(FileNotFoundError):
         MultiTokenTraining(target_checkpoint=str(tmp_path / "nowhere.ckpt"))

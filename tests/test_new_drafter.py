@@ -61,15 +61,23 @@ def kind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[Any]]:
     del sys.modules["habit_drafter"]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_k=6)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(0.9, top_k=6)], ids=["greedy", "sampled"]
+)
 @pytest.mark.parametrize("target", ["rnn", "transformer", "gemma3"])
 def test_it_meets_the_laws(kind: type[Any], target: str, sampling: Sampling) -> None:
     for window in (1, 3, 8):
-        options: dict[str, Any] = {"max_new_tokens": 10, "num_draft_tokens": window, "sampling": sampling}
+        options: dict[str, Any] = {
+            "max_new_tokens": 10,
+            "num_draft_tokens": window,
+            "sampling": sampling,
+        }
         model, drafter = cases.target(target), kind(period=3)
         batch = speculative_decode(model, drafter, cases.PROMPTS, eos=cases.EOS, **options)
         assert batch.tokens == cases.standard(target, sampling, 10).tokens
-        row = speculative_decode(model, drafter, cases.PROMPTS[1], indices=[1], eos=cases.EOS, **options).rows[0]
+        row = speculative_decode(
+            model, drafter, cases.PROMPTS[1], indices=[1], eos=cases.EOS, **options
+        ).rows[0]
         assert (row.tokens, row.rounds) == (batch.rows[1].tokens, batch.rows[1].rounds)
 
 
@@ -86,11 +94,15 @@ def test_its_import_path_names_it_and_its_settings_are_checked(kind: type[Any]) 
         DRAFTERS.load("habit_drafter.Missing")
     with pytest.raises(ValueError, match="is not a Drafter"):
         DRAFTERS.load("lightning_specdec.rules.ExactMatch")
-    with pytest.raises(ValueError, match="did you mean NGramDrafter"):  # never another kind in its place
+    with pytest.raises(
+        ValueError, match="did you mean NGramDrafter"
+    ):  # never another kind in its place
         DRAFTERS.load("NGramDraftr")
 
 
-def test_a_decoder_takes_its_name_and_a_file_gives_it_back_to_who_names_it(kind: type[Any], tmp_path: Path) -> None:
+def test_a_decoder_takes_its_name_and_a_file_gives_it_back_to_who_names_it(
+    kind: type[Any], tmp_path: Path
+) -> None:
     path, target = tmp_path / "own.safetensors", cases.target("rnn")
     named = SpeculativeDecoder.from_pretrained(target, drafter=Choice(NAME, {"period": 3}))
     assert type(named.drafter) is kind and named.drafter.settings.period == 3
@@ -107,7 +119,9 @@ def test_a_decoder_takes_its_name_and_a_file_gives_it_back_to_who_names_it(kind:
 
 def test_every_kind_that_is_found_in_the_rooms_goes_through_the_laws() -> None:
     met = {type(cases.drafter(name, target)) for target, name in cases.ONE_EACH}
-    assert {*DRAFTERS} == {kind.__name__ for kind in met if kind.__module__.startswith("lightning_specdec.")}
+    assert {*DRAFTERS} == {
+        kind.__name__ for kind in met if kind.__module__.startswith("lightning_specdec.")
+    }
     assert all(DRAFTERS.load(name).__name__ == name and DRAFTERS.summary(name) for name in DRAFTERS)
     assert {"ExactMatch", "RejectionSampling"} <= {*RULES} == {*cases.RULES}
 
@@ -117,10 +131,17 @@ def test_a_decoder_takes_a_kind_by_its_name_too(kind: type[Any]) -> None:
     decoder = SpeculativeDecoder(target, {"class_path": NAME, "init_args": {"period": 3}})
     assert type(decoder.drafter) is kind and decoder.drafter.settings.period == 3
     assert type(decoder.with_drafter("NGramDrafter").drafter) is NGramDrafter
-    for wrong, told in (("NGramDraftr", "did you mean NGramDrafter"), (3, "drafter must be a name"), (kind, "a name")):
+    for wrong, told in (
+        ("NGramDraftr", "did you mean NGramDrafter"),
+        (3, "drafter must be a name"),
+        (kind, "a name"),
+    ):
         with pytest.raises(ValueError, match=told):
             decoder.with_drafter(wrong)  # type: ignore[arg-type]
-    assert Choice(NAME, {"period": 3}).label == f"{NAME}(period=3)" and Choice("NGramDrafter").label == "NGramDrafter"
+    assert (
+        Choice(NAME, {"period": 3}).label == f"{NAME}(period=3)"
+        and Choice("NGramDrafter").label == "NGramDrafter"
+    )
 
 
 def test_a_rule_is_made_from_nothing_a_name_a_choice_or_itself() -> None:
@@ -128,7 +149,11 @@ def test_a_rule_is_made_from_nothing_a_name_a_choice_or_itself() -> None:
     assert type(make_rule("RejectionSampling")).__name__ == "RejectionSampling"
     made = make_rule(Choice("TypicalAcceptance", {"delta": 0.2}))
     assert made.settings.to_dict() == {"epsilon": 0.09, "delta": 0.2} and make_rule(made) is made
-    for wrong in ("RejectSampling", Choice("EpsilonThreshold", {"epsilon": 0}), Choice("ExactMatch", {"epsilon": 0.1})):
+    for wrong in (
+        "RejectSampling",
+        Choice("EpsilonThreshold", {"epsilon": 0}),
+        Choice("ExactMatch", {"epsilon": 0.1}),
+    ):
         with pytest.raises(ValueError, match="RejectionSampling|epsilon"):
             make_rule(wrong)
 

@@ -17,7 +17,9 @@ from lightning_specdec.models import RNN
 from lightning_specdec.rules import Sampling
 
 
-def propose(drafter: NGramDrafter, state: NGramState, texts: Sequence[Sequence[int]], windows: Sequence[int]) -> Draft:
+def propose(
+    drafter: NGramDrafter, state: NGramState, texts: Sequence[Sequence[int]], windows: Sequence[int]
+) -> Draft:
     tail = last_two(texts, torch.device("cpu"))
     return drafter.propose(state, DraftRequest(texts, tail, None), windows, Sampling())
 
@@ -34,7 +36,9 @@ def guesses(draft: Draft) -> list[list[int]]:
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
-def scan(text: Sequence[int], window: int, *, max_ngram: int, min_ngram: int, per_token: int) -> list[int]:
+def scan(
+    text: Sequence[int], window: int, *, max_ngram: int, min_ngram: int, per_token: int
+) -> list[int]:
     """The same by reading the whole text backwards for every length of suffix: the definition."""
     end = len(text)
     for length in range(max_ngram, min_ngram - 1, -1):
@@ -48,7 +52,9 @@ def scan(text: Sequence[int], window: int, *, max_ngram: int, min_ngram: int, pe
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize(("max_ngram", "min_ngram", "per_token"), [(5, 1, 2), (3, 1, 1024), (1, 1, 1), (4, 4, 2)])
+@pytest.mark.parametrize(
+    ("max_ngram", "min_ngram", "per_token"), [(5, 1, 2), (3, 1, 1024), (1, 1, 1), (4, 4, 2)]
+)
 def test_the_growing_index_finds_what_a_scan_of_the_whole_text_finds(
     max_ngram: int, min_ngram: int, per_token: int, seed: int
 ) -> None:
@@ -61,14 +67,18 @@ def test_the_growing_index_finds_what_a_scan_of_the_whole_text_finds(
         windows = [generator.randint(0, 5) for _ in texts]
         found = guesses(propose(drafter, state, texts, windows))
         for text, window, row in zip(texts, windows, found, strict=True):
-            assert row == scan(text, window, max_ngram=max_ngram, min_ngram=min_ngram, per_token=per_token)
+            assert row == scan(
+                text, window, max_ngram=max_ngram, min_ngram=min_ngram, per_token=per_token
+            )
             num_found += bool(row)
         for text in texts:
             text += [generator.randrange(alphabet) for _ in range(generator.randint(1, 5))]
         if generator.random() < 0.2:
             rows = generator.sample([-1, -1, -1, *range(len(texts))], generator.randint(1, 4))
             state.select(rows)
-            texts = [[generator.randrange(alphabet)] if row < 0 else list(texts[row]) for row in rows]
+            texts = [
+                [generator.randrange(alphabet)] if row < 0 else list(texts[row]) for row in rows
+            ]
         if generator.random() < 0.2:
             cleared = generator.randrange(len(texts))
             state.clear([cleared])
@@ -101,12 +111,19 @@ def test_a_round_costs_by_its_new_tokens_and_not_by_the_text() -> None:
         drafter, text = NGramDrafter(), Counted([generator.randrange(5) for _ in range(length)])
         state = drafter.init_state(1, length + 100)
         texts = [text]
-        drafter.propose(state, DraftRequest(texts, torch.zeros(1, 2, dtype=torch.long), None), [4], Sampling())
+        drafter.propose(
+            state, DraftRequest(texts, torch.zeros(1, 2, dtype=torch.long), None), [4], Sampling()
+        )
         per_round, size = [], num_entries(state)
         for _ in range(20):
             text.tokens += [generator.randrange(5) for _ in range(3)]
             text.num_read = 0
-            drafter.propose(state, DraftRequest(texts, torch.zeros(1, 2, dtype=torch.long), None), [4], Sampling())
+            drafter.propose(
+                state,
+                DraftRequest(texts, torch.zeros(1, 2, dtype=torch.long), None),
+                [4],
+                Sampling(),
+            )
             per_round.append(text.num_read)
         reads.append(max(per_round))
         entries.append((num_entries(state) - size) / 20)
@@ -116,8 +133,12 @@ def test_a_round_costs_by_its_new_tokens_and_not_by_the_text() -> None:
 
 
 def test_a_loop_in_the_output_is_guessed_right() -> None:
-    target = cases.make(RNN, 3, sharpness=1.0, embedding_size=8, hidden_size=16)  # settles on a cycle
-    result = speculative_decode(target, NGramDrafter(), [1, 2, 3], max_new_tokens=60, num_draft_tokens=5)
+    target = cases.make(
+        RNN, 3, sharpness=1.0, embedding_size=8, hidden_size=16
+    )  # settles on a cycle
+    result = speculative_decode(
+        target, NGramDrafter(), [1, 2, 3], max_new_tokens=60, num_draft_tokens=5
+    )
     assert result.tokens == autoregressive_decode(target, [1, 2, 3], max_new_tokens=60).tokens
     assert result.block_efficiency is not None and result.block_efficiency > 2
 

@@ -53,20 +53,33 @@ class Counted(ModelDrafter):
         super().__init__(model)
         self.asked: list[list[int]] = []
 
-    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(
+        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
         self.asked.append([row for row, window in enumerate(windows) if window])
         return super().propose(state, request, windows, sampling)
 
 
 def start(texts: Sequence[Sequence[int]], **options: Any) -> DraftRequest:
     """The first round of these texts."""
-    return DraftRequest(texts, last_two(texts, torch.device("cpu")), None, vocab_size=cases.VOCAB, **options)
+    return DraftRequest(
+        texts, last_two(texts, torch.device("cpu")), None, vocab_size=cases.VOCAB, **options
+    )
 
 
-def propose(drafter: Drafter, target: LanguageModel, texts: Sequence[Sequence[int]], temperature: float = 0.0) -> Draft:
+def propose(
+    drafter: Drafter,
+    target: LanguageModel,
+    texts: Sequence[Sequence[int]],
+    temperature: float = 0.0,
+) -> Draft:
     """Guesses of a first round, at most three."""
     context = TargetContext(target, target.init_state(len(texts), 40))
-    uniform = torch.rand(len(texts), 3, generator=torch.Generator().manual_seed(1)) if temperature else None
+    uniform = (
+        torch.rand(len(texts), 3, generator=torch.Generator().manual_seed(1))
+        if temperature
+        else None
+    )
     request = replace(start(texts), uniform=uniform)
     with torch.inference_mode():
         state = drafter.init_state(len(texts), 40, context)
@@ -74,9 +87,13 @@ def propose(drafter: Drafter, target: LanguageModel, texts: Sequence[Sequence[in
 
 
 @pytest.mark.parametrize("prompts", [LOOPS, LOOPS[:1]], ids=["batch", "one row"])
-def test_where_the_look_up_finds_something_for_every_row_the_fallback_is_not_asked(prompts: list[list[int]]) -> None:
+def test_where_the_look_up_finds_something_for_every_row_the_fallback_is_not_asked(
+    prompts: list[list[int]],
+) -> None:
     target, fallback = cases.target("rnn"), Counted(cases.related(cases.target("rnn")))
-    session = open_session(target, NGramWithFallback(NGramDrafter(), fallback), prompts, max_new_tokens=8)
+    session = open_session(
+        target, NGramWithFallback(NGramDrafter(), fallback), prompts, max_new_tokens=8
+    )
     session.step()
     assert not fallback.asked and session.num_draft_calls == 0
     assert all(row.rounds[0].drafted for row in session.live)
@@ -88,17 +105,22 @@ def test_every_token_was_drawn_from_the_distribution_that_is_reported(temperatur
     target, lookup = cases.target("rnn"), cases.LONG_MATCHES
     fallback = cases.drafter("near", "rnn")
     draft, own = (
-        propose(drafter, target, PROMPTS, temperature) for drafter in (NGramWithFallback(lookup, fallback), fallback)
+        propose(drafter, target, PROMPTS, temperature)
+        for drafter in (NGramWithFallback(lookup, fallback), fallback)
     )
     copies = propose(lookup, target, PROMPTS)
     assert draft.lengths is not None and draft.lengths.tolist() == [3, 3, 3, 3]
     assert copies.lengths is not None and copies.lengths.tolist() == [3, 3, 0, 3]
     found = [0, 1, 3]
-    assert torch.equal(draft.tokens[found], copies.tokens[found]) and torch.equal(draft.tokens[2], own.tokens[2])
+    assert torch.equal(draft.tokens[found], copies.tokens[found]) and torch.equal(
+        draft.tokens[2], own.tokens[2]
+    )
     assert (draft.probs is None) == (own.probs is None) == (temperature == 0)
     if draft.probs is not None and own.probs is not None:
         one_hot = torch.nn.functional.one_hot(draft.tokens, cases.VOCAB).float()
-        assert torch.equal(draft.probs[found], one_hot[found]) and torch.equal(draft.probs[2], own.probs[2])
+        assert torch.equal(draft.probs[found], one_hot[found]) and torch.equal(
+            draft.probs[2], own.probs[2]
+        )
 
 
 @pytest.mark.parametrize("kind", FALLBACKS)
@@ -113,19 +135,27 @@ def test_rows_side_by_side_guess_what_each_guesses_alone(kind: str) -> None:
         mixed.append(drafts)
         return joined(*drafts)
 
-    options: dict[str, Any] = {"max_new_tokens": 16, "rule": RejectionSampling(), "sampling": Sampling(0.7)}
+    options: dict[str, Any] = {
+        "max_new_tokens": 16,
+        "rule": RejectionSampling(),
+        "sampling": Sampling(0.7),
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ngram_with_fallback, "_joined", noted)
         batch = speculative_decode(target, drafter, PROMPTS, **options)
         assert len(mixed) > 1, "the rows are alike"
         for index, row in enumerate(batch.rows):
             del mixed[:]
-            alone = speculative_decode(target, drafter, PROMPTS[index], indices=[index], **options).rows[0]
+            alone = speculative_decode(
+                target, drafter, PROMPTS[index], indices=[index], **options
+            ).rows[0]
             assert row.rounds == alone.rounds and row.tokens == alone.tokens and not mixed
 
 
 @pytest.mark.parametrize("kind", ["near", "transformer", "staged", "early_exit"])
-def test_a_row_guesses_what_it_finds_or_what_the_fallback_would_guess_of_the_text_alone(kind: str) -> None:
+def test_a_row_guesses_what_it_finds_or_what_the_fallback_would_guess_of_the_text_alone(
+    kind: str,
+) -> None:
     """Whatever rounds it was not asked in."""
     name = cases.target_of(kind)
     target, fallback, lookup = cases.target(name), cases.drafter(kind, name), cases.LONG_MATCHES
@@ -138,10 +168,19 @@ def test_a_row_guesses_what_it_finds_or_what_the_fallback_would_guess_of_the_tex
         for row, text in rows.items():
             if row.live and row.rounds[-1].drafted:
                 found = any(lookup.look_up(lookup.init_state(1, 40), start([text]), [3]))
-                fresh = open_session(target, lookup if found else fallback, text, max_new_tokens=9, num_draft_tokens=3)
+                fresh = open_session(
+                    target,
+                    lookup if found else fallback,
+                    text,
+                    max_new_tokens=9,
+                    num_draft_tokens=3,
+                )
                 fresh.step()
                 expected = fresh.live[0].rounds[0].drafted
-                assert row.rounds[-1].drafted == expected[: row.remaining + row.rounds[-1].num_accepted]
+                assert (
+                    row.rounds[-1].drafted
+                    == expected[: row.remaining + row.rounds[-1].num_accepted]
+                )
                 num_rounds["found" if found else "guessed"] += 1
     assert min(num_rounds.values()) > 1
 
@@ -181,7 +220,11 @@ def test_whole_decodes_have_the_targets_distribution_and_a_wrong_report_is_found
 
     def misreported(looked_up: Draft, guessed: Draft, exit_states: None) -> Draft:
         draft = joined(looked_up, guessed, exit_states)
-        assert guessed.probs is not None and draft.probs is not None and guessed.probs.shape == draft.probs.shape
+        assert (
+            guessed.probs is not None
+            and draft.probs is not None
+            and guessed.probs.shape == draft.probs.shape
+        )
         return replace(draft, probs=guessed.probs)
 
     monkeypatch.setattr(test_whole_decodes, "PROMPT", [0, 2, 0])
@@ -195,7 +238,9 @@ def test_whole_decodes_have_the_targets_distribution_and_a_wrong_report_is_found
 
 
 @pytest.mark.parametrize("kind", ["near", "unrelated"])
-def test_on_a_text_that_repeats_itself_rounds_yield_at_least_what_the_fallback_yields(kind: str) -> None:
+def test_on_a_text_that_repeats_itself_rounds_yield_at_least_what_the_fallback_yields(
+    kind: str,
+) -> None:
     target = cases.MODELS["rnn"](2)
     with torch.no_grad():
         for name, weight in target.named_parameters():
@@ -204,7 +249,9 @@ def test_on_a_text_that_repeats_itself_rounds_yield_at_least_what_the_fallback_y
     fallback = cases.DRAFTERS[kind](target)
     options: dict[str, Any] = {"max_new_tokens": 40, "num_draft_tokens": 4}
     alone = speculative_decode(target, fallback, PROMPTS, **options)
-    joined = speculative_decode(target, NGramWithFallback(cases.LONG_MATCHES, fallback), PROMPTS, **options)
+    joined = speculative_decode(
+        target, NGramWithFallback(cases.LONG_MATCHES, fallback), PROMPTS, **options
+    )
     assert joined.tokens == alone.tokens
     assert (joined.block_efficiency or 0) >= (alone.block_efficiency or 9)
     assert (joined.num_draft_calls or 9) < (alone.num_draft_calls or 0) / 2
@@ -212,7 +259,10 @@ def test_on_a_text_that_repeats_itself_rounds_yield_at_least_what_the_fallback_y
 
 def test_it_needs_of_a_session_what_its_fallback_needs() -> None:
     target = cases.target("transformer")
-    heads, hotter = (NGramWithFallback(NGramDrafter(), cases.DRAFTERS[kind](target)) for kind in ("heads", "hotter"))
+    heads, hotter = (
+        NGramWithFallback(NGramDrafter(), cases.DRAFTERS[kind](target))
+        for kind in ("heads", "hotter")
+    )
     assert list(heads.features(target)) == list(heads.fallback.features(target)) != []
     assert heads.inside_target and not hotter.inside_target
     assert hotter.needs_noise(Sampling(0.0)) and not heads.needs_noise(Sampling(0.0))

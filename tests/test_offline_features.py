@@ -43,7 +43,9 @@ def frozen(name: str) -> LanguageModel:
 def sequences(directory: Path, *, seed: int = 0) -> SequenceFile:
     """Rows of 2 to 21 tokens, some of them in each split."""
     noise = torch.Generator().manual_seed(seed)
-    rows = [torch.randint(cases.VOCAB, (2 + (7 * i) % 20,), generator=noise).tolist() for i in range(40)]
+    rows = [
+        torch.randint(cases.VOCAB, (2 + (7 * i) % 20,), generator=noise).tolist() for i in range(40)
+    ]
     path = directory / "rows.csv"
     path.write_text("".join(",".join(map(str, row)) + "\n" for row in rows))
     data = SequenceFile(str(path), cases.VOCAB, num_val=5, num_test=3, batch_size=4)
@@ -51,7 +53,9 @@ def sequences(directory: Path, *, seed: int = 0) -> SequenceFile:
     return data
 
 
-def prepared(data: TokenData, directory: Path, target: LanguageModel | None = None, **options: Any) -> OfflineFeatures:
+def prepared(
+    data: TokenData, directory: Path, target: LanguageModel | None = None, **options: Any
+) -> OfflineFeatures:
     layers = options.pop("layers", LAYERS)
     features = OfflineFeatures(str(directory / "cache"), **options)
     features.prepare(target or frozen("llama"), data, layers, ["train", "val"])
@@ -62,7 +66,10 @@ def batches(data: TokenData, split: str) -> list[Batch]:
     """All rows, in another order."""
     rows = data.rows(split)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(3)).tolist()
-    return [data.collate([rows[i] for i in order[first : first + 4]]) for first in range(0, len(rows), 4)]
+    return [
+        data.collate([rows[i] for i in order[first : first + 4]])
+        for first in range(0, len(rows), 4)
+    ]
 
 
 def real(values: Tensor, batch: Batch) -> Tensor:
@@ -71,7 +78,10 @@ def real(values: Tensor, batch: Batch) -> Tensor:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("shard-*"))}
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("shard-*"))
+    }
 
 
 def other_weights() -> LanguageModel:
@@ -83,19 +93,24 @@ def other_weights() -> LanguageModel:
 
 @pytest.mark.parametrize("name", ["llama", "transformer", "rnn"])
 @pytest.mark.parametrize("tokens", [None, TOKENS], ids=["all", "some"])
-def test_features_kept_in_float32_are_the_targets_outputs(tmp_path: Path, name: str, tokens: Tensor | None) -> None:
+def test_features_kept_in_float32_are_the_targets_outputs(
+    tmp_path: Path, name: str, tokens: Tensor | None
+) -> None:
     target, data = frozen(name), sequences(tmp_path)
     features = prepared(data, tmp_path, target, dtype="float32")
     assert len(list(tmp_path.glob(SHARDS))) > 2, "rows of several shards"
     for split in ("train", "val"):
         for batch in batches(data, split):
             found, wanted = (
-                each.read(target, batch, split, layers=LAYERS, tokens=tokens) for each in (features, OnlineFeatures())
+                each.read(target, batch, split, layers=LAYERS, tokens=tokens)
+                for each in (features, OnlineFeatures())
             )
             pairs = [(found.log_probs, wanted.log_probs)]
             pairs += [(found.features[layer], wanted.features[layer]) for layer in LAYERS]
             for own, other in pairs:
-                torch.testing.assert_close(real(own, batch), real(other, batch), atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(
+                    real(own, batch), real(other, batch), atol=1e-5, rtol=1e-5
+                )
             assert torch.equal(real(found.choices, batch), real(wanted.choices, batch))
 
 
@@ -123,7 +138,9 @@ def test_the_size_is_said_before_it_starts_and_refused_where_there_is_no_room(
 ) -> None:
     data, usage = sequences(tmp_path), shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(ValueError, match=r"takes up to \d\.\d MB in .*cache, 0\.0 MB are free: .*cache_dir"):
+    with pytest.raises(
+        ValueError, match=r"takes up to \d\.\d MB in .*cache, 0\.0 MB are free: .*cache_dir"
+    ):
         prepared(data, tmp_path)
     assert not (tmp_path / "cache").exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3 * 10**9))
@@ -131,7 +148,9 @@ def test_the_size_is_said_before_it_starts_and_refused_where_there_is_no_room(
     assert "(3.0 GB free)\n" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_one_line_and_finished_shards_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_one_line_and_finished_shards_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data, calls, sync = sequences(tmp_path), [], os.fsync
 
     def fill(descriptor: int) -> None:
@@ -176,4 +195,6 @@ def test_features_of_something_else_are_computed_beside_them(tmp_path: Path, nam
     prepared(sequences(tmp_path), tmp_path)
     before = contents(tmp_path)
     prepared(sequences(tmp_path, seed=int(name == "rows")), tmp_path, **OTHERS.get(name, {}))
-    assert before.items() < contents(tmp_path).items() and len(contents(tmp_path)) == 2 * len(before)
+    assert before.items() < contents(tmp_path).items() and len(contents(tmp_path)) == 2 * len(
+        before
+    )

@@ -64,16 +64,26 @@ def test_logits_and_features_are_those_of_torch(family: str) -> None:
 
     tokens = drawn(40)
     wanted, got = model(tokens, features=(0, 2)), other(tokens, features=(0, 2))
-    for expected, found in ((wanted.logits, got.logits), *((wanted.features[i], got.features[i]) for i in (0, 2))):
+    for expected, found in (
+        (wanted.logits, got.logits),
+        *((wanted.features[i], got.features[i]) for i in (0, 2)),
+    ):
         torch.testing.assert_close(found, expected.detach(), atol=1e-4, rtol=1e-4)
     states = model.init_state(3, 60), other.init_state(3, 60)
-    for num_tokens, valid, back in ((33, [33, 3, 7], [31, 2, 7]), (5, [5, 0, 5], [32, 2, 9]), (4, [4, 1, 3], None)):
+    for num_tokens, valid, back in (
+        (33, [33, 3, 7], [31, 2, 7]),
+        (5, [5, 0, 5], [32, 2, 9]),
+        (4, [4, 1, 3], None),
+    ):
         tokens = drawn(num_tokens)
         wanted, got = (
-            each(tokens, state, valid_lengths=valid) for each, state in zip((model, other), states, strict=True)
+            each(tokens, state, valid_lengths=valid)
+            for each, state in zip((model, other), states, strict=True)
         )
         real = torch.arange(num_tokens) < torch.tensor(valid)[:, None]
-        torch.testing.assert_close(got.logits[real], wanted.logits[real].detach(), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            got.logits[real], wanted.logits[real].detach(), atol=1e-4, rtol=1e-4
+        )
         for state in states:
             if back is not None:
                 state.truncate(back)
@@ -84,7 +94,9 @@ def test_logits_and_features_are_those_of_torch(family: str) -> None:
     torch.testing.assert_close(got.logits, wanted.logits.detach(), atol=1e-4, rtol=1e-4)
 
 
-def test_calls_keep_recent_sizes_and_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_keep_recent_sizes_and_padding_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Calls on a few tokens have few sizes, those on one that of the last call, until changing would have been cheaper
     and up to the row's last slot."""
     monkeypatch.setattr("lightning_specdec.models.openvino_conversion.MOST_PADDED", 8 * 5 * 160)
@@ -96,30 +108,51 @@ def test_calls_keep_recent_sizes_and_padding_changes_nothing(monkeypatch: pytest
         return run_graph(compiled, inputs, *more)
 
     monkeypatch.setattr(Compiled, "run", watched)
-    states, tokens = (model.init_state(1, 64), other.init_state(1, 64)), torch.arange(64)[None] * 7919 % 67
+    states, tokens = (
+        (model.init_state(1, 64), other.init_state(1, 64)),
+        torch.arange(64)[None] * 7919 % 67,
+    )
     for num_tokens in (20, 6, 1, 4, *[1] * 8, 4, *[2] * 10, 1):
         start = states[0].consumed[0]
         given = tokens[:, start : start + num_tokens]
-        wanted, got = (each(given, state).logits for each, state in zip((model, other), states, strict=True))
+        wanted, got = (
+            each(given, state).logits for each, state in zip((model, other), states, strict=True)
+        )
         torch.testing.assert_close(got, wanted.detach(), atol=1e-4, rtol=1e-4)
     assert states[1].consumed == [64] and sizes[:4] == [(20, 20), (6, 6), (6, 1), (6, 6)]
-    assert sizes[11:14] == [(1, 1), (6, 6), (6, 6)] and sizes[-1] == (1, 1), "no room for padding in the last slot"
+    assert sizes[11:14] == [(1, 1), (6, 6), (6, 6)] and sizes[-1] == (1, 1), (
+        "no room for padding in the last slot"
+    )
     other(tokens[:, :1], other.init_state(1, 64))
     assert sizes[-1] == (1, 1), "what ran before with other states"
     long, quantized = Sizes(), Sizes(row=1500)
-    assert [long.padded(number, 4000) for number in (1, 6, 1, 5)] == [1, 6, 1, 6], "padding attends to the context too"
+    assert [long.padded(number, 4000) for number in (1, 6, 1, 5)] == [1, 6, 1, 6], (
+        "padding attends to the context too"
+    )
     monkeypatch.undo()
     assert [quantized.padded(number, 100) for number in (6, 1, 1, 1, 1)] == [6, 6, 6, 6, 1]
-    assert [quantized.padded(number) for number in (40, 36, 30, 9, 5, 17)] == [40, 40, 30, 10, 10, 17]
+    assert [quantized.padded(number) for number in (40, 36, 30, 9, 5, 17)] == [
+        40,
+        40,
+        30,
+        10,
+        10,
+        17,
+    ]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
 def test_layers_divided_behind_an_exit_compute_the_same(
     dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # layers this small run on one thread
+    monkeypatch.setattr(
+        torch.cpu, "_is_amx_tile_supported", lambda: False
+    )  # layers this small run on one thread
     model = HuggingFaceLM(tiny("llama")).to(dtype)
-    other, tokens = OpenVINOLM.of(model), torch.randint(67, (2, 9), generator=torch.Generator().manual_seed(1))
+    other, tokens = (
+        OpenVINOLM.of(model),
+        torch.randint(67, (2, 9), generator=torch.Generator().manual_seed(1)),
+    )
     whole = other(tokens, features=(0, 2))
     other.check_exit(1)
     divided = other(tokens, features=(0, 2))
@@ -128,11 +161,15 @@ def test_layers_divided_behind_an_exit_compute_the_same(
         *((whole.features[i], divided.features[i]) for i in (0, 2)),
     ):
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
-    lower = [each.lower(tokens, each.init_state(2, 9), [0, 0], 1).detach() for each in (model, other)]
+    lower = [
+        each.lower(tokens, each.init_state(2, 9), [0, 0], 1).detach() for each in (model, other)
+    ]
     torch.testing.assert_close(lower[1], lower[0], atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("drafter", [EarlyExitDrafter(1), StagedDrafter([NGramDrafter(), EarlyExitDrafter(1)])])
+@pytest.mark.parametrize(
+    "drafter", [EarlyExitDrafter(1), StagedDrafter([NGramDrafter(), EarlyExitDrafter(1)])]
+)
 def test_a_row_near_its_end_shares_a_call_with_a_long_prompt(drafter: Any) -> None:
     model, texts = HuggingFaceLM(tiny("llama")), []
     for each in (model, OpenVINOLM.of(model)):
@@ -163,7 +200,9 @@ def test_two_threads_convert_heads_at_once(cache: Path) -> None:
     model = OpenVINOLM.of(HuggingFaceLM(tiny("llama")))
     decoders = [SpeculativeDecoder(model, eagle(model, norm_output=each)) for each in (False, True)]
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda decoder: decoder.decode([1, 2], max_new_tokens=8).tokens, decoders)
+        first, second = pool.map(
+            lambda decoder: decoder.decode([1, 2], max_new_tokens=8).tokens, decoders
+        )
     assert first == second
 
 
@@ -193,7 +232,10 @@ def test_a_head_keeps_the_embeddings_that_it_reads() -> None:
 def test_heads_of_other_types_draft_in_torch(make: Callable[[LanguageModel], Any]) -> None:
     model = OpenVINOLM.of(HuggingFaceLM(tiny("llama")))
     decoder = SpeculativeDecoder(model, deepcopy(make(model)).to(torch.float16))
-    assert decoder.decode([1, 2], max_new_tokens=8).tokens == decoder.decode_standard([1, 2], max_new_tokens=8).tokens
+    assert (
+        decoder.decode([1, 2], max_new_tokens=8).tokens
+        == decoder.decode_standard([1, 2], max_new_tokens=8).tokens
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -210,7 +252,9 @@ def test_greedy_decoding_equals_generate_of_transformers(family: str) -> None:
 
 HEADS: dict[str, Callable[[LanguageModel], Any]] = {
     "eagle": eagle,
-    "eagle_31": lambda target: eagle(target, attention_window=3, norm_output=True, draft_vocabulary=[*range(30)]),
+    "eagle_31": lambda target: eagle(
+        target, attention_window=3, norm_output=True, draft_vocabulary=[*range(30)]
+    ),
     "eagle_ending_early": lambda target: eagle(target, min_confidence=0.01),
     "medusa": lambda target: heads(target),
 }
@@ -261,12 +305,17 @@ def test_keys_and_values_of_float32_models_are_kept_in_float32() -> None:
 
 @pytest.mark.parametrize(("quantization", "size"), [("int8", 64), ("int4", 64), ("int4", 40)])
 def test_drafting_is_lossless_towards_the_quantized_target(quantization: str, size: int) -> None:
-    model = OpenVINOLM.of(HuggingFaceLM(tiny("llama", hidden_size=size, intermediate_size=2 * size)), quantization)
+    model = OpenVINOLM.of(
+        HuggingFaceLM(tiny("llama", hidden_size=size, intermediate_size=2 * size)), quantization
+    )
     decoder = SpeculativeDecoder(model, NGramDrafter())
     prompts = [[5, 6, 7, 5, 6], [9]]
     for temperature in (0.0, 1.0):
         standard = decoder.decode_standard(prompts, max_new_tokens=16, temperature=temperature)
-        assert decoder.decode(prompts, max_new_tokens=16, temperature=temperature).tokens == standard.tokens
+        assert (
+            decoder.decode(prompts, max_new_tokens=16, temperature=temperature).tokens
+            == standard.tokens
+        )
 
 
 def test_a_model_is_converted_once_and_nobody_is_told(
@@ -276,14 +325,20 @@ def test_a_model_is_converted_once_and_nobody_is_told(
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     told: list[Any] = []
     monkeypatch.setattr(
-        "openvino_telemetry.backend.backend_ga4.GA4Backend.send", lambda self, message: told.append(message)
+        "openvino_telemetry.backend.backend_ga4.GA4Backend.send",
+        lambda self, message: told.append(message),
     )
     model = HuggingFaceLM(tiny("llama"))
     first = OpenVINOLM.of(model)
     monkeypatch.setattr("lightning_specdec.models.openvino.convert", None)
     assert OpenVINOLM.of(model).directory == first.directory and not told and not caplog.messages
     weights, sums = first.directory / "model.bin", first.directory / "sha256.json"
-    for file, damage in ((weights, weights.read_bytes()[:-1]), (sums, None), (sums, b"{"), (sums, b"{}")):
+    for file, damage in (
+        (weights, weights.read_bytes()[:-1]),
+        (sums, None),
+        (sums, b"{"),
+        (sums, b"{}"),
+    ):
         whole = file.read_bytes()
         file.unlink() if damage is None else file.write_bytes(damage)
         with pytest.raises(ValueError, match="is damaged: delete it"):
@@ -292,7 +347,9 @@ def test_a_model_is_converted_once_and_nobody_is_told(
     assert OpenVINOLM.of(model).directory == first.directory
 
 
-def test_weights_that_change_in_memory_are_not_served_by_an_old_conversion(tmp_path: Path, cache: Path) -> None:
+def test_weights_that_change_in_memory_are_not_served_by_an_old_conversion(
+    tmp_path: Path, cache: Path
+) -> None:
     tiny("llama").save_pretrained(tmp_path / "model")
     model = loading.load_model(tmp_path / "model")
     other = OpenVINOLM.of(model)
@@ -304,22 +361,31 @@ def test_weights_that_change_in_memory_are_not_served_by_an_old_conversion(tmp_p
     with pytest.raises(ValueError, match="the weights changed"):
         other(torch.tensor([[1, 2]]))
     anew = OpenVINOLM.of(model)
-    torch.testing.assert_close(anew(torch.tensor([[1, 2]])).logits, model(torch.tensor([[1, 2]])).logits.detach())
+    torch.testing.assert_close(
+        anew(torch.tensor([[1, 2]])).logits, model(torch.tensor([[1, 2]])).logits.detach()
+    )
     assert anew.directory != other.directory
 
 
 def test_a_converted_model_differs_by_its_settings_too(cache: Path) -> None:
     """A window of attention is no weight."""
     same = {"num_hidden_layers": 2, "seed": 3}
-    directories = {OpenVINOLM.of(HuggingFaceLM(tiny(family, **same))).directory for family in ("llama", "mistral")}
+    directories = {
+        OpenVINOLM.of(HuggingFaceLM(tiny(family, **same))).directory
+        for family in ("llama", "mistral")
+    }
     assert len(directories) == 2
 
 
-def test_auto_takes_the_faster_backend_and_remembers_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_the_faster_backend_and_remembers_it(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = HuggingFaceLM(tiny("llama"))
     assert loading.in_backend(model, "auto") is model  # too small to be worth it
     monkeypatch.setattr(loading, "MOST_SMALL", 1)
-    assert sorted(loading._call_seconds({"torch": model}, repeats=1)) == ["torch"]  # a small vocabulary
+    assert sorted(loading._call_seconds({"torch": model}, repeats=1)) == [
+        "torch"
+    ]  # a small vocabulary
     for seconds, kind in (
         ({"torch": 2.0, "openvino": 1.0}, OpenVINOLM),
         ({"torch": 1.0, "openvino": 2.0}, HuggingFaceLM),
@@ -335,7 +401,11 @@ def test_auto_takes_the_faster_backend_and_remembers_it(cache: Path, monkeypatch
 
 def test_a_model_is_loaded_in_the_backend_that_is_asked_for(tmp_path: Path, cache: Path) -> None:
     tiny("llama").save_pretrained(tmp_path / "model")
-    for backend, kind in (("torch", HuggingFaceLM), ("auto", HuggingFaceLM), ("openvino", OpenVINOLM)):
+    for backend, kind in (
+        ("torch", HuggingFaceLM),
+        ("auto", HuggingFaceLM),
+        ("openvino", OpenVINOLM),
+    ):
         assert type(loading.load_model(tmp_path / "model", backend=backend)) is kind
 
 
@@ -346,9 +416,13 @@ def test_a_model_is_loaded_in_the_backend_that_is_asked_for(tmp_path: Path, cach
         ("llama", ["--dtype", "float64"], "OpenVINO computes in float32 or bfloat16, got float64"),
     ],
 )
-def test_what_it_cannot_run_is_refused(family: str, options: list[str], told: str, tmp_path: Path, cache: Path) -> None:
+def test_what_it_cannot_run_is_refused(
+    family: str, options: list[str], told: str, tmp_path: Path, cache: Path
+) -> None:
     tiny(family).save_pretrained(tmp_path / "model")
-    refused("decode", "--target", str(tmp_path / "model"), "--backend", "openvino", *options, told=told)
+    refused(
+        "decode", "--target", str(tmp_path / "model"), "--backend", "openvino", *options, told=told
+    )
 
 
 def test_another_device_is_refused() -> None:
@@ -368,10 +442,19 @@ def test_one_thread_with_amx_is_refused_in_bfloat16(monkeypatch: pytest.MonkeyPa
 def test_a_missing_installation_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny("llama").save_pretrained(tmp_path / "model")
     monkeypatch.setattr(loading, "find_spec", lambda name: None)
-    refused("decode", "--target", str(tmp_path / "model"), "--backend", "openvino", told="which is not installed")
+    refused(
+        "decode",
+        "--target",
+        str(tmp_path / "model"),
+        "--backend",
+        "openvino",
+        told="which is not installed",
+    )
 
 
-def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny("llama").save_pretrained(tmp_path / "model")
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -386,5 +469,7 @@ def test_decode_runs_in_openvino(tmp_path: Path, cache: Path) -> None:
         for backend in ("torch", "openvino")
     ]
     assert list(cache.glob("openvino-*"))
-    in_torch, in_openvino = ([each["speculative"]["tokens"] for each in output.json["prompts"]] for output in outputs)
+    in_torch, in_openvino = (
+        [each["speculative"]["tokens"] for each in output.json["prompts"]] for output in outputs
+    )
     assert in_torch == in_openvino

@@ -25,22 +25,33 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def stepped(fast: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Tensor], set[torch.dtype], list[Tensor]]:
+def stepped(
+    fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Tensor], set[torch.dtype], list[Tensor]]:
     """Weights after three steps, the types of products, and what the optimizer remembers."""
     monkeypatch.setattr(optimizers, "fast_bfloat16", lambda device: fast)
     generator = torch.Generator().manual_seed(0)
-    weights = [nn.Parameter(torch.randn(*size, generator=generator)) for size in ((12, 8), (8, 20), (8,))]
+    weights = [
+        nn.Parameter(torch.randn(*size, generator=generator)) for size in ((12, 8), (8, 20), (8,))
+    ]
     optimizer = optimizers.MuonAdamW(weights[:2], weights[2:], lr=0.1, weight_decay=0.1)
     with Products() as products:
         for _ in range(3):
             for weight in weights:
                 weight.grad = torch.randn(weight.shape, generator=generator)
             optimizer.step()
-    memory = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    memory = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
     return [weight.detach() for weight in weights], products.dtypes, memory
 
 
-def test_muon_multiplies_in_float32_where_bfloat16_is_not_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_multiplies_in_float32_where_bfloat16_is_not_fast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fast, in_bfloat16, remembered = stepped(True, monkeypatch)
     exact, in_float32, memory = stepped(False, monkeypatch)
     assert in_bfloat16 == {torch.bfloat16} and in_float32 == {torch.float32}

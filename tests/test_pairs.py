@@ -18,14 +18,28 @@ PATHS = sorted(shipped_directory().glob("*.yaml"))
 
 def test_every_shipped_pair_is_read() -> None:
     found = {pair.name: pair for pair in list_pairs()}
-    assert set(found) == {"pythia", "gpt2", "gpt2_dev", "tinyllama_llama3", "phi3_llama3", "llama3_self", "smollm2"}
-    assert found["tinyllama_llama3"].drafter.name == found["phi3_llama3"].drafter.name == "CrossVocabulary"
+    assert set(found) == {
+        "pythia",
+        "gpt2",
+        "gpt2_dev",
+        "tinyllama_llama3",
+        "phi3_llama3",
+        "llama3_self",
+        "smollm2",
+    }
+    assert (
+        found["tinyllama_llama3"].drafter.name
+        == found["phi3_llama3"].drafter.name
+        == "CrossVocabulary"
+    )
     assert found["smollm2"].drafter.name == "NGramDrafter" and found["smollm2"].draft is None
     for pair in found.values():
         assert pair.description and "\n" not in pair.description
 
 
-def test_pairs_and_models_of_the_current_directory_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_and_models_of_the_current_directory_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs" / "pairs").mkdir(parents=True)
     values = yaml.safe_load((shipped_directory() / "gpt2.yaml").read_text())
@@ -40,7 +54,9 @@ def test_pairs_and_models_of_the_current_directory_come_first(tmp_path: Path, mo
     assert target.place == "HuggingFaceTB/SmolLM2-135M-Instruct", "an empty directory is no copy"
     (tmp_path / "checkpoints" / "smollm2" / "config.json").write_text("{}")
     pinned = replace(target, revision="v1")
-    assert target.place == "checkpoints/smollm2" and pinned.place_revision is None, "a local copy has no revision"
+    assert target.place == "checkpoints/smollm2" and pinned.place_revision is None, (
+        "a local copy has no revision"
+    )
     assert replace(pinned, local=None).place_revision == "v1"
 
 
@@ -55,7 +71,9 @@ def test_pairs_and_models_of_the_current_directory_come_first(tmp_path: Path, mo
         ("name", "gpt3", "name follows from the file's name: drop it"),
     ],
 )
-def test_a_wrong_entry_is_one_line_with_its_file(entry: str, value: Any, told: str, tmp_path: Path) -> None:
+def test_a_wrong_entry_is_one_line_with_its_file(
+    entry: str, value: Any, told: str, tmp_path: Path
+) -> None:
     values = yaml.safe_load((shipped_directory() / "gpt2.yaml").read_text())
     *keys, last = entry.split(".")
     part = values
@@ -65,10 +83,14 @@ def test_a_wrong_entry_is_one_line_with_its_file(entry: str, value: Any, told: s
     (tmp_path / "bad.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(ValueError) as raised:
         read_pair(tmp_path / "bad.yaml")
-    assert str(raised.value).startswith(f"{tmp_path / 'bad.yaml'}: ") and told in str(raised.value), str(raised.value)
+    assert str(raised.value).startswith(f"{tmp_path / 'bad.yaml'}: ") and told in str(
+        raised.value
+    ), str(raised.value)
 
 
-def test_an_installed_package_brings_its_pairs_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_package_brings_its_pairs_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a wheel they are inside the package."""
     package = tmp_path / "site" / "lightning_specdec"
     shutil.copytree(shipped_directory(), package / "configs" / "pairs")

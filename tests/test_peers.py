@@ -27,10 +27,16 @@ class _Words:
         return [len(word) for word in messages[0]["content"].split()]
 
 
-def test_prompts_are_spread_over_each_task_and_no_reported_one_is_tuned_on(peers: ModuleType) -> None:
+def test_prompts_are_spread_over_each_task_and_no_reported_one_is_tuned_on(
+    peers: ModuleType,
+) -> None:
     tasks = ["qa", "rag", "translation", "summarization", "math_reasoning", "writing", "coding"]
     rows = [
-        {"question_id": number, "category": tasks[number % 7], "turns": ["a " * (5 if number else 1025), "more"]}
+        {
+            "question_id": number,
+            "category": tasks[number % 7],
+            "turns": ["a " * (5 if number else 1025), "more"],
+        }
         for number in range(7 * 16)
     ]
     reported, tuning = peers.choose(rows, _Words(), tuning=2)
@@ -42,11 +48,22 @@ def test_prompts_are_spread_over_each_task_and_no_reported_one_is_tuned_on(peers
     assert [prompt.tokens for prompt in reported] == [[1] * 5] * 24
 
 
-def measured(peers: ModuleType, name: str, seconds: dict[int, float], **changes: Any) -> list[dict[str, Any]]:
+def measured(
+    peers: ModuleType, name: str, seconds: dict[int, float], **changes: Any
+) -> list[dict[str, Any]]:
     load, setting = peers.METHODS[name].candidates()[0]
-    row = {"part": "prompts", "method": name, "load": load, "setting": setting, "repeat": 0, "tokens": [[5, 6, 7]]}
+    row = {
+        "part": "prompts",
+        "method": name,
+        "load": load,
+        "setting": setting,
+        "repeat": 0,
+        "tokens": [[5, 6, 7]],
+    }
     row |= {"first": 0.5, "num_tokens": 4, "calls": 2}
-    return [{**row, "prompt": prompt, "seconds": each, **changes} for prompt, each in seconds.items()]
+    return [
+        {**row, "prompt": prompt, "seconds": each, **changes} for prompt, each in seconds.items()
+    ]
 
 
 def test_the_fastest_candidate_is_taken_unless_it_fails(peers: ModuleType) -> None:
@@ -62,12 +79,29 @@ def test_the_fastest_candidate_is_taken_unless_it_fails(peers: ModuleType) -> No
 
 
 def test_the_table_shows_speeds_ratios_and_failures(peers: ModuleType) -> None:
-    ours, theirs, broken = "ours openvino/bfloat16/standard", "openvino_genai/bfloat16/lookup", "vllm/bfloat16/lookup"
-    rows = measured(peers, ours, {1: 2.0, 2: 2.5, 3: 4.0}) + measured(peers, ours, {1: 2.2, 2: 2.5}, repeat=1)
+    ours, theirs, broken = (
+        "ours openvino/bfloat16/standard",
+        "openvino_genai/bfloat16/lookup",
+        "vllm/bfloat16/lookup",
+    )
+    rows = measured(peers, ours, {1: 2.0, 2: 2.5, 3: 4.0}) + measured(
+        peers, ours, {1: 2.2, 2: 2.5}, repeat=1
+    )
     rows += measured(peers, theirs, {1: 1.05, 2: 1.25, 3: 2.0})
-    rows.append({"part": "prompts", "method": broken, "prompt": 1, "repeat": 0, "error": "the process ended"})
+    rows.append(
+        {
+            "part": "prompts",
+            "method": broken,
+            "prompt": 1,
+            "repeat": 0,
+            "error": "the process ended",
+        }
+    )
     lines = peers.table(rows).splitlines()
-    assert lines[2] == "| openvino genai | bfloat16 | lookup | 2.8 | 3.2 | 2.00 | 500 | 2.00 (2.00 to 2.00) | - | - |"
+    assert (
+        lines[2]
+        == "| openvino genai | bfloat16 | lookup | 2.8 | 3.2 | 2.00 | 500 | 2.00 (2.00 to 2.00) | - | - |"
+    )
     assert "| 1.4 | 1.3 | 2.00 | 500 | 1.00 (1.00 to 1.00) |" in lines[3]
     assert "fails: the process ended" in lines[4] and len({line.count("|") for line in lines}) == 1
 
@@ -100,7 +134,9 @@ def test_answers_are_compared_with_ours_in_standard_decoding(peers: ModuleType) 
     ]
 
 
-def test_measuring_goes_on_where_it_stopped(peers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_goes_on_where_it_stopped(
+    peers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engines = []
 
     class Engine:
@@ -123,20 +159,36 @@ def test_measuring_goes_on_where_it_stopped(peers: ModuleType, tmp_path: Path, m
 
     monkeypatch.setattr(peers, "Engine", Engine)
     tasks = ["qa", "rag", "translation", "summarization", "math_reasoning", "writing"]
-    lines = [{"question_id": i, "category": tasks[i % 6], "turns": [f"word {i}"]} for i in range(48)]
+    lines = [
+        {"question_id": i, "category": tasks[i % 6], "turns": [f"word {i}"]} for i in range(48)
+    ]
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    options = argparse.Namespace(rows=tmp_path / "rows.jsonl", prompts=tmp_path / "questions.jsonl", quiet=None)
-    options.only, options.engines, options.repeats, options.max_new_tokens = ["torch/int8"], {}, 2, 128
+    options = argparse.Namespace(
+        rows=tmp_path / "rows.jsonl", prompts=tmp_path / "questions.jsonl", quiet=None
+    )
+    options.only, options.engines, options.repeats, options.max_new_tokens = (
+        ["torch/int8"],
+        {},
+        2,
+        128,
+    )
     tokenizer = _Words()
     peers.Run(options, tokenizer).go("prompts")
     rows = peers.read_rows(options.rows)
-    assert engines == ["ours torch"] and len([row for row in rows if row["part"] == "prompts"]) == 3 * 24 * 2
+    assert (
+        engines == ["ours torch"]
+        and len([row for row in rows if row["part"] == "prompts"]) == 3 * 24 * 2
+    )
     order = [row["method"].split("/")[-1] for row in rows if row["part"] == "prompts"]
     assert len({tuple(order[i : i + 3]) for i in range(0, len(order), 3)}) == 6, "in all orders"
     assert "| 24 of 24" not in peers.table(rows) and " 2 |" in peers.table(rows).splitlines()[2]
     peers.Run(options, tokenizer).go("prompts")
     assert peers.read_rows(options.rows) == rows and len(engines) == 1, "nothing is missing"
-    lost = [row for row in rows if (row["part"], row["prompt"], row["repeat"]) != ("prompts", rows[5]["prompt"], 1)]
+    lost = [
+        row
+        for row in rows
+        if (row["part"], row["prompt"], row["repeat"]) != ("prompts", rows[5]["prompt"], 1)
+    ]
     options.rows.write_text("".join(json.dumps(row) + "\n" for row in lost))
     peers.Run(options, tokenizer).go("prompts")
     assert len(peers.read_rows(options.rows)) == len(rows) + 1, "what was lost, and the memory held"

@@ -33,7 +33,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {
         "target": write_text_model(home / "target", chat=True),
         "draft": write_text_model(home / "draft", "gpt2", seed=2, n_layer=1, n_positions=512),
-        "foreign": write(home / "foreign", "qwen2", tokenizer=sentencepiece(), max_position_embeddings=512),
+        "foreign": write(
+            home / "foreign", "qwen2", tokenizer=sentencepiece(), max_position_embeddings=512
+        ),
         "tokens": write(home / "tokens"),
         "other size": write(home / "other", vocab_size=71),
     }
@@ -47,7 +49,10 @@ def test_what_guesses_follows_from_the_draft(models: dict[str, str]) -> None:
     assert isinstance(load(models["tokens"], models["tokens"]).drafter, ModelDrafter)
     given = NGramDrafter(4)
     assert load(models["target"], given).drafter is given
-    assert load(load_model(models["target"]), load_model(models["draft"])).drafter.check_target is not None
+    assert (
+        load(load_model(models["target"]), load_model(models["draft"])).drafter.check_target
+        is not None
+    )
     named = load(models["target"], **of("NGramDrafter", max_ngram=4)).drafter
     assert isinstance(named, NGramDrafter) and named.settings.max_ngram == 4
     cross = load(models["target"], models["foreign"], **of("CrossVocabulary", min_share=0.05))
@@ -65,24 +70,45 @@ def test_a_target_ends_at_its_own_eos_unless_told(models: dict[str, str]) -> Non
         (row,) = decode(PROMPTS[0], max_new_tokens=12).rows
         assert row.tokens == first[:cut] and row.stop_reason == "eos"
         assert decode(PROMPTS[0], max_new_tokens=12, eos=()).tokens[0] == first
-        assert decode(PROMPTS[0], max_new_tokens=12, eos=first[2]).tokens[0] == first[: first.index(first[2]) + 1]
+        assert (
+            decode(PROMPTS[0], max_new_tokens=12, eos=first[2]).tokens[0]
+            == first[: first.index(first[2]) + 1]
+        )
 
 
 @pytest.mark.parametrize(
     ("target", "options", "told"),
     [
         ("target", {"drafter": "ModelDrafter"}, "needs a draft model"),
-        ("target", {"drafter": "NGramDrafter", "draft": "draft"}, "NGramDrafter takes no draft model"),
+        (
+            "target",
+            {"drafter": "NGramDrafter", "draft": "draft"},
+            "NGramDrafter takes no draft model",
+        ),
         ("target", of("EarlyExitDrafter", exit_layer=3), "exit_layer must be from 1 to 2"),
-        ("target", {"drafter": "ModelDrafter", "draft": "foreign"}, "the draft's vocabulary is not the target's"),
+        (
+            "target",
+            {"drafter": "ModelDrafter", "draft": "foreign"},
+            "the draft's vocabulary is not the target's",
+        ),
         ("target", of("NGramDrafter", max_gram=3), "max_gram"),
         ("target", {"drafter": "no_such.Module"}, "cannot import the drafter no_such.Module"),
-        ("target", {"draft": NGramDrafter(), **of("EarlyExitDrafter", exit_layer=1)}, "NGramDrafter already"),
-        ("tokens", {"draft": "other size"}, "the draft has a vocabulary of 71 tokens, the target one of 67"),
+        (
+            "target",
+            {"draft": NGramDrafter(), **of("EarlyExitDrafter", exit_layer=1)},
+            "NGramDrafter already",
+        ),
+        (
+            "tokens",
+            {"draft": "other size"},
+            "the draft has a vocabulary of 71 tokens, the target one of 67",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_cannot_guess_is_refused(models: dict[str, str], target: str, options: dict[str, Any], told: str) -> None:
+def test_what_cannot_guess_is_refused(
+    models: dict[str, str], target: str, options: dict[str, Any], told: str
+) -> None:
     if options.get("draft") in models:
         options = {**options, "draft": models[options["draft"]]}
     with pytest.raises(ValueError) as raised:
@@ -90,10 +116,14 @@ def test_what_cannot_guess_is_refused(models: dict[str, str], target: str, optio
     assert told in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_two_models_must_fit_the_memory_together(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_models_must_fit_the_memory_together(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     needed = sum(weight.nbytes for weight in load_model(models["target"]).parameters())
     monkeypatch.setattr(memory, "available_bytes", lambda device: needed + 1000)
-    monkeypatch.setattr("lightning_specdec.models.loading.load", lambda *arguments: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        "lightning_specdec.models.loading.load", lambda *arguments: pytest.fail("weights were read")
+    )
     with pytest.raises(ValueError, match="not enough memory for .*target with .*draft: it needs"):
         SpeculativeDecoder.from_pretrained(models["target"], models["draft"], pack=False)
 
@@ -109,7 +139,10 @@ def test_models_that_are_laid_out_for_decoding_are_not_saved(
         tmp_path / "pair.safetensors"
     )
     found = SpeculativeDecoder.from_checkpoint(tmp_path / "pair.safetensors", backend="torch")
-    assert found.decode(PROMPTS, max_new_tokens=4).tokens == decoder.decode(PROMPTS, max_new_tokens=4).tokens
+    assert (
+        found.decode(PROMPTS, max_new_tokens=4).tokens
+        == decoder.decode(PROMPTS, max_new_tokens=4).tokens
+    )
 
 
 @pytest.fixture
@@ -130,7 +163,10 @@ def test_a_pair_brings_its_models_types_and_window() -> None:
     assert next(decoder.target.parameters()).dtype == torch.float64
     assert next(decoder.drafter.parameters()).dtype == torch.float32
     found = decoder.decode(PROMPTS, max_new_tokens=12)
-    assert found.tokens == decoder.decode_standard(PROMPTS, max_new_tokens=12).tokens and found.num_draft_tokens == 5
+    assert (
+        found.tokens == decoder.decode_standard(PROMPTS, max_new_tokens=12).tokens
+        and found.num_draft_tokens == 5
+    )
 
 
 @pytest.mark.usefixtures("registry")
@@ -138,7 +174,9 @@ def test_what_is_given_goes_before_what_the_pair_says(models: dict[str, str]) ->
     load = SpeculativeDecoder.from_pair
     other = load("mine", dtype="bfloat16", num_draft_tokens=2)
     assert other.num_draft_tokens == 2
-    assert {next(part.parameters()).dtype for part in (other.target, other.drafter)} == {torch.bfloat16}
+    assert {next(part.parameters()).dtype for part in (other.target, other.drafter)} == {
+        torch.bfloat16
+    }
     assert isinstance(load("mine", drafter="NGramDrafter").drafter, NGramDrafter)
     assert isinstance(load("mine", models["foreign"]).drafter, CrossVocabulary)
     given = NGramDrafter(4)

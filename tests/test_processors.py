@@ -26,7 +26,9 @@ KINDS: dict[str, tuple[LogitsProcessor, ...]] = {
     "repetition": (PENALTY,),
     "no_repeat": (theirs.NoRepeatNGramLogitsProcessor(2),),
     "min_length": (theirs.MinLengthLogitsProcessor(9, cases.EOS, device="cpu"),),
-    "sequence_bias": (theirs.SequenceBiasLogitsProcessor([[[3], 4.0], [[7, 2], 6.0], [[1, 2, 3], -9.0]]),),
+    "sequence_bias": (
+        theirs.SequenceBiasLogitsProcessor([[[3], 4.0], [[7, 2], 6.0], [[1, 2, 3], -9.0]]),
+    ),
     "all": (
         theirs.RepetitionPenaltyLogitsProcessor(1.3),
         theirs.NoRepeatNGramLogitsProcessor(3),
@@ -40,7 +42,9 @@ HOT = {
 }
 
 
-def slow_decode(target: str, prompt: Sequence[int], processors: Sequence[LogitsProcessor], num_new: int) -> list[int]:
+def slow_decode(
+    target: str, prompt: Sequence[int], processors: Sequence[LogitsProcessor], num_new: int
+) -> list[int]:
     """Greedy decoding by the definition: one row alone, for each token the whole text is read and processed."""
     text = list(prompt)
     while len(text) < len(prompt) + num_new:
@@ -62,7 +66,9 @@ def test_standard_decoding_with_processors_is_its_definition(target: str, kind: 
     result = autoregressive_decode(
         cases.target(target), cases.PROMPTS, max_new_tokens=10, sampling=sampling, eos=cases.EOS
     )
-    assert result.tokens == [slow_decode(target, prompt, KINDS[kind], 10) for prompt in cases.PROMPTS]
+    assert result.tokens == [
+        slow_decode(target, prompt, KINDS[kind], 10) for prompt in cases.PROMPTS
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,7 +85,9 @@ def test_the_processors_of_these_laws_do_change_the_output(kind: str) -> None:
     [
         (*pair, *turn)
         for pair in cases.pairs(targets=["rnn", "transformer"])
-        for turn in cases.in_turn(cases.few(["repetition", "sequence_bias", "all"], *pair), cases.LOSSLESS, *pair)
+        for turn in cases.in_turn(
+            cases.few(["repetition", "sequence_bias", "all"], *pair), cases.LOSSLESS, *pair
+        )
     ],
 )
 def test_greedy_speculative_equals_autoregressive_with_processors(
@@ -88,14 +96,24 @@ def test_greedy_speculative_equals_autoregressive_with_processors(
     """A rule sees processed logits alone, whatever processed them."""
     sampling = Sampling(processors=KINDS[kind])
     result = cases.decode(
-        target, drafter, max_new_tokens=10, num_draft_tokens=4, rule=rule, sampling=sampling, eos=cases.EOS
+        target,
+        drafter,
+        max_new_tokens=10,
+        num_draft_tokens=4,
+        rule=rule,
+        sampling=sampling,
+        eos=cases.EOS,
     )
     assert result.tokens == cases.standard(target, sampling, 10).tokens
 
 
 @pytest.mark.parametrize(
     ("target", "drafter", "hot"),
-    [(*pair, hot) for pair in cases.pairs(targets=["rnn", "transformer"]) for hot in cases.few([*HOT], *pair)],
+    [
+        (*pair, hot)
+        for pair in cases.pairs(targets=["rnn", "transformer"])
+        for hot in cases.few([*HOT], *pair)
+    ],
 )
 def test_exact_match_equals_autoregressive_with_processors_at_every_temperature(
     target: str, drafter: str, hot: str
@@ -106,14 +124,19 @@ def test_exact_match_equals_autoregressive_with_processors_at_every_temperature(
 
 def dead_end(length: int) -> LogitsProcessor:
     """Leaves no token to texts of that length or more."""
-    return lambda prefix, scores: torch.full_like(scores, -torch.inf) if prefix.shape[1] >= length else scores
+    return lambda prefix, scores: (
+        torch.full_like(scores, -torch.inf) if prefix.shape[1] >= length else scores
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
-    ("target", "drafter"), cases.pairs(["near", "itself", "repeater", "ngram", "early_exit"], ["rnn"])
+    ("target", "drafter"),
+    cases.pairs(["near", "itself", "repeater", "ngram", "early_exit"], ["rnn"]),
 )
-def test_a_processor_that_leaves_no_token_ends_its_row_both_ways(target: str, drafter: str, temperature: float) -> None:
+def test_a_processor_that_leaves_no_token_ends_its_row_both_ways(
+    target: str, drafter: str, temperature: float
+) -> None:
     model, sampling = cases.target(target), Sampling(temperature, processors=[dead_end(5)])
     for decode in (
         lambda: autoregressive_decode(model, [1, 2, 3], max_new_tokens=6, sampling=sampling),
@@ -144,7 +167,7 @@ def test_nothing_is_asked_behind_a_guess_that_a_lossless_rule_cannot_keep() -> N
     for stop, asked in ((True, [[1], [1, 2]]), (False, [[1], [1, 2], [1, 2, 4], [1, 2, 4, 3]])):
         ASKED.clear()
         sampling.process(torch.zeros(1, 4, VOCAB), [[1]], [[2, 4, 3]], stop_at_impossible=stop)
-        assert ASKED == asked
+        assert asked == ASKED
 
 
 def test_the_repetition_penalty_is_that_of_transformers() -> None:
@@ -152,10 +175,14 @@ def test_the_repetition_penalty_is_that_of_transformers() -> None:
     own, others = Sampling(0.7, repetition_penalty=1.6), Sampling(0.7, processors=[PENALTY])
     logits, texts = torch.randn(3, 1, VOCAB), [[1], [2, 3, 2], list(range(VOCAB))]
     assert torch.equal(own.process(logits, texts), others.process(logits, texts))
-    assert [type(each).__name__ for each in replace(own, processors=[record]).processors][1:] == ["function"]
+    assert [type(each).__name__ for each in replace(own, processors=[record]).processors][1:] == [
+        "function"
+    ]
     assert own.changed(repetition_penalty=None).processors == ()
     config = DecodingConfig(temperature=0.7, repetition_penalty=1.6, top_k=3, processors=(record,))
-    assert Sampling.of(config) == Sampling(0.7, top_k=3, repetition_penalty=1.6, processors=[record])
+    assert Sampling.of(config) == Sampling(
+        0.7, top_k=3, repetition_penalty=1.6, processors=[record]
+    )
     assert Sampling.of(DecodingConfig.of(sampling=own)) == own
 
 
@@ -180,13 +207,21 @@ def test_a_round_with_processors_has_exactly_the_processed_targets_distribution(
     target, draft = exact.world(1), exact.world(101)
     texts, guesses = [start] * len(exact.DRAFTS), [list(each) for each in exact.DRAFTS]
     target_logits = own.process(exact.along(target, exact.WINDOW + 1), texts, guesses)
-    draft_logits = own.process(exact.along(draft, exact.WINDOW), texts, [each[:-1] for each in guesses])
+    draft_logits = own.process(
+        exact.along(draft, exact.WINDOW), texts, [each[:-1] for each in guesses]
+    )
     measured = exact.Measured(
-        RejectionSampling(), target_logits, draft_logits, own, exact.Proposal(own, own), exact.WINDOW
+        RejectionSampling(),
+        target_logits,
+        draft_logits,
+        own,
+        exact.Proposal(own, own),
+        exact.WINDOW,
     )
     law = measured.law(exact.guess_probs(own, draft_logits))
     by_definition = {
-        prefix: processor(torch.tensor([[*start, *prefix]]), logits[None])[0] for prefix, logits in target.items()
+        prefix: processor(torch.tensor([[*start, *prefix]]), logits[None])[0]
+        for prefix, logits in target.items()
     }
     expected = exact.block_probs(by_definition, own)
     probs = {prefix: own.probs(logits).double() for prefix, logits in by_definition.items()}

@@ -21,7 +21,9 @@ TALKING = TextTokenizer(tiny_tokenizers.byte_level(chat_template=CHAT))
 
 
 def texts(source: PromptSource, tokenizer: TextTokenizer = TALKING) -> list[str]:
-    assert source.prompts(tokenizer) == (prompts := source.prompts(tokenizer)), "the same at every call"
+    assert source.prompts(tokenizer) == (prompts := source.prompts(tokenizer)), (
+        "the same at every call"
+    )
     return [tokenizer.decode(prompt) for prompt in prompts]
 
 
@@ -31,7 +33,12 @@ def turn(text: str, system: str | None = None) -> str:
 
 def test_lines_of_files_are_users_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo\none\n" + "long " * 300, encoding="utf-8-sig")
-    lines = [{"prompt": "three"}, {"turns": ["four", "and then"]}, "five", {"question": "no", "prompt": "six"}]
+    lines = [
+        {"prompt": "three"},
+        {"turns": ["four", "and then"]},
+        "five",
+        {"question": "no", "prompt": "six"},
+    ]
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     everything = ["one", "two", "three", "four", "five", "six"]
     assert texts(PromptFiles(str(tmp_path / "*"))) == [turn(text) for text in everything]
@@ -44,7 +51,11 @@ def test_lines_of_files_are_users_turns(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_an_opening_turn_ends_where_the_users_words_begin() -> None:
     assert texts(OpeningTurns(3)) == ["<user> "] * 3
-    assert texts(OpeningTurns(3, beginnings=["Add:", ""])) == ["<user> Add:", "<user> ", "<user> Add:"]
+    assert texts(OpeningTurns(3, beginnings=["Add:", ""])) == [
+        "<user> Add:",
+        "<user> ",
+        "<user> Add:",
+    ]
 
 
 def test_written_turns_become_prompts_once_they_ended(target: str, corpus: Path) -> None:
@@ -61,22 +72,44 @@ def test_written_turns_become_prompts_once_they_ended(target: str, corpus: Path)
     assert unfinished and len(ended) > 5, "a case that tells something"
     assert texts(PromptFiles(str(corpus)), tokenizer) == list(ended)
     with pytest.raises(ValueError, match="is text of another tokenizer"):
-        PromptFiles(str(corpus)).prompts(TextTokenizer(tiny_tokenizers.byte_level(vocab_size=300, chat_template=CHAT)))
+        PromptFiles(str(corpus)).prompts(
+            TextTokenizer(tiny_tokenizers.byte_level(vocab_size=300, chat_template=CHAT))
+        )
 
 
 def test_a_turn_that_was_begun_is_asked_with_its_beginning(target: str, tmp_path: Path) -> None:
     tokenizer, begun = TextTokenizer.load(target), ["Add:", "Say"]
-    turns = generate(target, tmp_path / "turns", OpeningTurns(16, beginnings=begun), temperatures=[1.0])
+    turns = generate(
+        target, tmp_path / "turns", OpeningTurns(16, beginnings=begun), temperatures=[1.0]
+    )
     asked = texts(PromptFiles(str(turns)), tokenizer)
-    assert {next(words for words in begun if text.startswith(f"<user> {words}")) for text in asked} == set(begun)
+    assert {
+        next(words for words in begun if text.startswith(f"<user> {words}")) for text in asked
+    } == set(begun)
 
 
 FAULTS: dict[str, tuple[Callable[[Path], PromptSource], TextTokenizer, str]] = {
-    "no file": (lambda path: PromptFiles(str(path / "nowhere.txt")), TALKING, "nowhere.txt does not exist"),
-    "no json": (lambda path: PromptFiles(str(path / "bad.jsonl")), TALKING, r"bad.jsonl, line 2: this is not JSON"),
-    "no template": (lambda path: PromptFiles(str(path / "a.txt")), PLAIN, "no chat template: set data.chat to false"),
+    "no file": (
+        lambda path: PromptFiles(str(path / "nowhere.txt")),
+        TALKING,
+        "nowhere.txt does not exist",
+    ),
+    "no json": (
+        lambda path: PromptFiles(str(path / "bad.jsonl")),
+        TALKING,
+        r"bad.jsonl, line 2: this is not JSON",
+    ),
+    "no template": (
+        lambda path: PromptFiles(str(path / "a.txt")),
+        PLAIN,
+        "no chat template: set data.chat to false",
+    ),
     "no opening": (lambda path: OpeningTurns(2), PLAIN, "no chat template"),
-    "all too long": (lambda path: PromptFiles(str(path / "a.txt"), max_prompt_tokens=3), TALKING, "there is no prompt"),
+    "all too long": (
+        lambda path: PromptFiles(str(path / "a.txt"), max_prompt_tokens=3),
+        TALKING,
+        "there is no prompt",
+    ),
 }
 
 

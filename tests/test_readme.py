@@ -23,8 +23,20 @@ README, GUIDE = ROOT / "README.md", ROOT / "docs" / "train_a_draft.md"
 RUN = [README, *(ROOT / "docs" / f"{name}.md" for name in ("small_models", "models"))]
 """Pages whose commands are run here."""
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PROGRAMS = [(path, text) for path in RUN for language, text in BLOCK.findall(path.read_text()) if language == "python"]
-SHORT = ["--trainer.max_epochs", str(EPOCHS + 1), "--trainer.accelerator", "cpu", "--trainer.logger", "false"]
+PROGRAMS = [
+    (path, text)
+    for path in RUN
+    for language, text in BLOCK.findall(path.read_text())
+    if language == "python"
+]
+SHORT = [
+    "--trainer.max_epochs",
+    str(EPOCHS + 1),
+    "--trainer.accelerator",
+    "cpu",
+    "--trainer.logger",
+    "false",
+]
 SHORT += ["--trainer.limit_train_batches", "1", "--trainer.limit_val_batches", "1"]
 TRAINS = commands(README)[1:4]
 """Tried by `test_recipes.py`, where they stand in the guide."""
@@ -37,13 +49,15 @@ CHAIN = [call for call in commands(ROOT / "docs" / "generate.md")[1:] if "--engi
 
 def test_the_readme_is_a_first_screen() -> None:
     assert len(README.read_text().splitlines()) <= 150
-    assert TRAINS == commands(GUIDE)[:3]
+    assert commands(GUIDE)[:3] == TRAINS
 
 
 def test_every_target_of_make_that_a_page_names_is_there() -> None:
     makefile = (ROOT / "Makefile").read_text()
     named = {
-        name for path in PAGES for name in re.findall(r"(?:^|`)make ([a-z][\w-]*)", path.read_text(), re.MULTILINE)
+        name
+        for path in PAGES
+        for name in re.findall(r"(?:^|`)make ([a-z][\w-]*)", path.read_text(), re.MULTILINE)
     }
     assert len(named) > 5 and [name for name in named if f"\n{name}:" not in makefile] == []
 
@@ -64,7 +78,11 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("arguments", CALLS, ids=" ".join)
 def test_every_call_works(
-    arguments: list[str], shipped_run: TrainedRun, stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    shipped_run: TrainedRun,
+    stand_in: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
@@ -75,13 +93,20 @@ def test_every_call_works(
     monkeypatch.chdir(tmp_path)
     trains = arguments[0] in ("fit", "validate", "test")
     brief = {"--repeats": "1", "--max_new_tokens": "8"} if arguments[0] == "decode" else {}
-    few = SHORT if trains else [word for each in brief.items() if each[0] not in arguments for word in each]
+    few = (
+        SHORT
+        if trains
+        else [word for each in brief.items() if each[0] not in arguments for word in each]
+    )
     outcome = succeed(*arguments, *few, stdin="Hello\n")
     assert outcome.out
 
 
 SMALLER = {
-    "smollm2_prompts": {"num_prompts: 3000": "num_prompts: 40", "dtype: bfloat16": "dtype: float32"},
+    "smollm2_prompts": {
+        "num_prompts: 3000": "num_prompts: 40",
+        "dtype: bfloat16": "dtype: float32",
+    },
     "smollm2_generate": {
         "max_new_tokens: 128": "max_new_tokens: 8",
         "dtype: bfloat16": "dtype: float32",
@@ -103,7 +128,9 @@ SMALLER = {
 """What a tiny model in the place of the real one needs otherwise."""
 
 
-def test_the_calls_that_train_a_draft_work_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_calls_that_train_a_draft_work_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert [call[0] for call in CHAIN] == ["generate", "generate", "fit", "export", "decode"]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -132,15 +159,31 @@ def test_the_calls_that_measure_and_prove_work_one_after_the_other(
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "configs" / "bench", tmp_path / "configs" / "bench")
     (tmp_path / "checkpoints").mkdir()
-    shutil.copy(ROOT / "checkpoints" / "rnn.safetensors", tmp_path / "checkpoints" / "rnn.safetensors")
+    shutil.copy(
+        ROOT / "checkpoints" / "rnn.safetensors", tmp_path / "checkpoints" / "rnn.safetensors"
+    )
     config = tmp_path / MEASURES[0][MEASURES[0].index("--config") + 1]
     text = config.read_text()
-    fewer = {"num_prompts: 9": "num_prompts: 2", "repeats: 20": "repeats: 1", "[1, 2, 4, 8, auto]": "[2]"}
+    fewer = {
+        "num_prompts: 9": "num_prompts: 2",
+        "repeats: 20": "repeats: 1",
+        "[1, 2, 4, 8, auto]": "[2]",
+    }
     for before, after in fewer.items():
         assert before in text
         text = text.replace(before, after)
     config.write_text(text)
-    less = ["--rules", "ExactMatch", "--temperatures", "0", "1", "--num_prompts", "1", "--num_places", "1"]
+    less = [
+        "--rules",
+        "ExactMatch",
+        "--temperatures",
+        "0",
+        "1",
+        "--num_prompts",
+        "1",
+        "--num_places",
+        "1",
+    ]
     outcomes = [succeed(*call, *(less if call[0] == "audit" else [])) for call in MEASURES]
     assert " method " in outcomes[0].out and "(temperature 0" in outcomes[1].out
     assert (tmp_path / "results" / "rnn" / "report" / "report.html").exists()
@@ -149,7 +192,11 @@ def test_the_calls_that_measure_and_prove_work_one_after_the_other(
 
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_every_block_of_python_runs(
-    number: int, stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: int,
+    stand_in: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shutil.copytree(stand_in, tmp_path / "checkpoints")
     monkeypatch.chdir(tmp_path)

@@ -43,7 +43,9 @@ def target() -> HuggingFaceLM:
 def prompts() -> list[list[int]]:
     tokenizer = target().tokenizer
     assert tokenizer is not None
-    return [tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+    return [
+        tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS
+    ]
 
 
 @functools.cache
@@ -52,7 +54,9 @@ def generated() -> list[list[int]]:
     model, outputs = load(), []
     for prompt in prompts():
         ids = torch.tensor([prompt])
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUMBER, do_sample=False)
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUMBER, do_sample=False
+        )
         outputs.append(output[0, len(prompt) :].tolist())
     return outputs
 
@@ -80,17 +84,27 @@ def eos() -> list[int]:
 
 
 def test_standard_decoding_equals_generate_alone_and_in_a_ragged_batch() -> None:
-    alone = [autoregressive_decode(target(), p, max_new_tokens=NUMBER, eos=eos()).tokens[0] for p in prompts()]
+    alone = [
+        autoregressive_decode(target(), p, max_new_tokens=NUMBER, eos=eos()).tokens[0]
+        for p in prompts()
+    ]
     assert alone == generated()
-    assert autoregressive_decode(target(), prompts(), max_new_tokens=NUMBER, eos=eos()).tokens == generated()
+    assert (
+        autoregressive_decode(target(), prompts(), max_new_tokens=NUMBER, eos=eos()).tokens
+        == generated()
+    )
 
 
 @pytest.mark.parametrize("window", [3, 8])
-@pytest.mark.parametrize("make", [NGramDrafter, int8_self, shipped_head], ids=["lookup", "int8 self", "head"])
+@pytest.mark.parametrize(
+    "make", [NGramDrafter, int8_self, shipped_head], ids=["lookup", "int8 self", "head"]
+)
 def test_speculative_decoding_equals_generate(make: Any, window: int) -> None:
     drafter = make()
     for batch, expected in ((prompts(), generated()), (prompts()[:1], generated()[:1])):
-        result = speculative_decode(target(), drafter, batch, max_new_tokens=NUMBER, num_draft_tokens=window, eos=eos())
+        result = speculative_decode(
+            target(), drafter, batch, max_new_tokens=NUMBER, num_draft_tokens=window, eos=eos()
+        )
         assert result.tokens == expected
         assert result.block_efficiency is not None and result.block_efficiency > 1
 
@@ -100,7 +114,10 @@ def test_sampled_exact_match_is_standard_decoding() -> None:
     options: dict[str, Any] = {"max_new_tokens": 24, "sampling": sampling, "seed": 3}
     expected = autoregressive_decode(target(), prompts(), **options).tokens
     for drafter in (NGramDrafter(), int8_self(), shipped_head()):
-        assert speculative_decode(target(), drafter, prompts(), rule=ExactMatch(), **options).tokens == expected
+        assert (
+            speculative_decode(target(), drafter, prompts(), rule=ExactMatch(), **options).tokens
+            == expected
+        )
 
 
 def test_the_caches_are_all_that_decoding_adds_to_the_weights() -> None:

@@ -27,7 +27,9 @@ __all__ = ["corpus", "target"]
 def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("lightning_specdec.training.draft_recipes._NEW_TOKENS", 4)  # of a held-out text
+    monkeypatch.setattr(
+        "lightning_specdec.training.draft_recipes._NEW_TOKENS", 4
+    )  # of a held-out text
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -48,7 +50,15 @@ def test_a_recipe_killed_in_its_first_epoch_goes_on_and_its_draft_decodes(
     assert checkpoint.read(last)["global_step"] > 3 and last.with_name("best.ckpt").is_file()
     succeed("export", "--ckpt", str(last.parent.parent), "--output", "draft.safetensors")
     told = succeed(
-        "decode", "--target", target, "--draft", "draft.safetensors", "--repeats", "0", "--max_new_tokens", "6"
+        "decode",
+        "--target",
+        target,
+        "--draft",
+        "draft.safetensors",
+        "--repeats",
+        "0",
+        "--max_new_tokens",
+        "6",
     )
     assert "output identical" in told.out
 
@@ -66,9 +76,21 @@ def fit_for_minutes(*words: str) -> Outcome:
     return outcome._replace(err=told)
 
 
-def test_a_run_of_given_minutes_ends_with_its_schedule_and_keeps_what_is_read_often(target: str, corpus: Path) -> None:
+def test_a_run_of_given_minutes_ends_with_its_schedule_and_keeps_what_is_read_often(
+    target: str, corpus: Path
+) -> None:
     outcome = fit_for_minutes(
-        *("fit", "--recipe", "eagle", "--target", target, "--text", str(corpus), "--minutes", "MINUTES"),
+        *(
+            "fit",
+            "--recipe",
+            "eagle",
+            "--target",
+            target,
+            "--text",
+            str(corpus),
+            "--minutes",
+            "MINUTES",
+        ),
         *("--model.draft_vocabulary", "64"),
     )
     told = r"hidden states are computed once and cached: .* once, the run has \S+ minutes left, half of"
@@ -80,19 +102,34 @@ def test_a_run_of_given_minutes_ends_with_its_schedule_and_keeps_what_is_read_of
     assert (logs / "samples.md").is_file()
     hparams = EventAccumulator(str(logs)).Reload().PluginTagToContent("hparams")
     shown = hparams["_hparams_/experiment"]
-    assert b"val/block_efficiency" in shown and b"val/draft_loss" not in shown, "only what was measured"
+    assert b"val/block_efficiency" in shown and b"val/draft_loss" not in shown, (
+        "only what was measured"
+    )
     assert b" entries" in hparams["_hparams_/session_start_info"], "long lists by their lengths"
 
 
 def test_a_short_run_may_get_more_minutes(target: str, corpus: Path) -> None:
     """What a recipe chooses for a short run changes with its minutes; the error says how to keep it."""
-    fit = ["fit", "--recipe", "eagle", "--target", target, "--text", str(corpus), "--trainer.accelerator", "cpu"]
+    fit = [
+        "fit",
+        "--recipe",
+        "eagle",
+        "--target",
+        target,
+        "--text",
+        str(corpus),
+        "--trainer.accelerator",
+        "cpu",
+    ]
     fit += ["--data.batch_size", "2", "--trainer.max_epochs"]
     succeed(*fit, "1", "--minutes", "15")
     options = "--model.learning_rate 0.004 --model.num_draft_tokens 2"
     outcome = call(*fit, "2", "--minutes", "16", "--ckpt_path", "last")
     assert f": give {options}, or begin a new run" in outcome.err
-    assert "resuming" in succeed(*fit, "2", "--minutes", "16", "--ckpt_path", "last", *options.split()).out
+    assert (
+        "resuming"
+        in succeed(*fit, "2", "--minutes", "16", "--ckpt_path", "last", *options.split()).out
+    )
 
 
 def test_the_guides_first_commands_work_as_written(target: str, corpus: Path) -> None:
@@ -112,7 +149,10 @@ def test_the_guides_first_commands_work_as_written(target: str, corpus: Path) ->
 def test_the_yaml_of_a_recipe_is_what_it_runs(recipe: str, target: str, corpus: Path) -> None:
     words = ("fit", "--recipe", recipe, "--target", target, "--text", str(corpus))
     printed = succeed(*words, "--print_config").out
-    assert "learning_rate: 0.5\n" in succeed(*words, "--model.learning_rate", "0.5", "--print_config").out
+    assert (
+        "learning_rate: 0.5\n"
+        in succeed(*words, "--model.learning_rate", "0.5", "--print_config").out
+    )
     assert yaml.safe_load(printed) == config_for(recipe, target, [str(corpus)])
     Path("mine.yaml").write_text(printed)
     assert "class_path" in succeed("fit", "--config", "mine.yaml", "--print_config").out
@@ -125,11 +165,26 @@ def test_the_sizes_follow_from_the_target(tmp_path: Path, corpus: Path) -> None:
     small = config_for("eagle", two, [str(corpus)])["model"]["init_args"]
     assert (small["num_heads"], small["num_key_heads"], small["intermediate_size"]) == (4, 2, 48)
     assert config_for("layers", two, [str(corpus)])["model"]["init_args"]["draft_layers"] == [0]
-    assert config_for("layers", thirty, [str(corpus)])["model"]["init_args"]["draft_layers"] == [0, 1, 2, 29, 30, 31]
-    model = config_for("pair", thirty, [str(corpus)])["model"]["init_args"]["draft"]["init_args"]["model"]
+    assert config_for("layers", thirty, [str(corpus)])["model"]["init_args"]["draft_layers"] == [
+        0,
+        1,
+        2,
+        29,
+        30,
+        31,
+    ]
+    model = config_for("pair", thirty, [str(corpus)])["model"]["init_args"]["draft"]["init_args"][
+        "model"
+    ]
     assert model["num_hidden_layers"] == 4
-    drafts = [config_for("eagle", two, [str(corpus)], minutes=minutes)["model"]["init_args"] for minutes in (5, 60)]
-    assert [(each["num_draft_tokens"], each["learning_rate"]) for each in drafts] == [(2, 0.004), (4, 0.002)]
+    drafts = [
+        config_for("eagle", two, [str(corpus)], minutes=minutes)["model"]["init_args"]
+        for minutes in (5, 60)
+    ]
+    assert [(each["num_draft_tokens"], each["learning_rate"]) for each in drafts] == [
+        (2, 0.004),
+        (4, 0.002),
+    ]
 
 
 def test_a_fault_is_one_line_and_leaves_nothing(tmp_path: Path, target: str, corpus: Path) -> None:
@@ -137,15 +192,30 @@ def test_a_fault_is_one_line_and_leaves_nothing(tmp_path: Path, target: str, cor
     one = write(tmp_path / "one", num_hidden_layers=1)
     (tmp_path / "empty").mkdir()
     faults: list[tuple[tuple[str, ...], str]] = [
-        (("--recipe", "eegle", "--target", target, "--text", text), "there is no recipe 'eegle': give one of eagle"),
-        (("--recipe", "eagle", "--target", "nowhere", "--text", text), "nowhere: no such model directory"),
+        (
+            ("--recipe", "eegle", "--target", target, "--text", text),
+            "there is no recipe 'eegle': give one of eagle",
+        ),
+        (
+            ("--recipe", "eagle", "--target", "nowhere", "--text", text),
+            "nowhere: no such model directory",
+        ),
         (("--recipe", "eagle", "--target", target), "--text"),
-        (("--recipe", "eagle", "--target", str(tmp_path / "empty"), "--text", text), "has no config.json"),
+        (
+            ("--recipe", "eagle", "--target", str(tmp_path / "empty"), "--text", text),
+            "has no config.json",
+        ),
         (("--recipe", "eagle", "--target", target, "--text", "nowhere"), "nowhere does not exist"),
         (("--recipe", "exit", "--target", one, "--text", text), "has one layer"),
         (("--recipe", "eagle", "--target", one, "--text", text), "tokenizer"),
-        (("--recipe", "eagle", "--target", target, "--text", "shipped"), "is text of the tokenizer"),
-        (("--recipe", "eagle", "--target", target, "--text", text, str(tmp_path)), "train on one kind at a time"),
+        (
+            ("--recipe", "eagle", "--target", target, "--text", "shipped"),
+            "is text of the tokenizer",
+        ),
+        (
+            ("--recipe", "eagle", "--target", target, "--text", text, str(tmp_path)),
+            "train on one kind at a time",
+        ),
         (("--recipe", "eagle", "--target", target, "--text", text, "--minutes", "-1"), "minutes"),
         (
             ("--recipe", "eagle", "--target", target, "--text", text, "--minutes", "0.0001"),
@@ -156,5 +226,9 @@ def test_a_fault_is_one_line_and_leaves_nothing(tmp_path: Path, target: str, cor
         outcome = call("fit", *words)
         assert outcome.code == 2 and "Traceback" not in outcome.err, words
         assert told in outcome.err.splitlines()[-1], outcome.err
-        assert "minutes left" not in outcome.out + outcome.err, "nothing is measured for a run that is over"
-    assert not list(tmp_path.rglob("*.ckpt")) and not list(tmp_path.rglob("version_*")), "no number is used up"
+        assert "minutes left" not in outcome.out + outcome.err, (
+            "nothing is measured for a run that is over"
+        )
+    assert not list(tmp_path.rglob("*.ckpt")) and not list(tmp_path.rglob("version_*")), (
+        "no number is used up"
+    )

@@ -35,14 +35,30 @@ def new_row() -> Row:
         ([3, 4, 5], 1, 6, [3, 6], (3, 2, 1)),  # the second rejected and corrected
         ([3, 4, 5], 0, 6, [6], (3, 1, 0)),  # the first rejected
         ([], 0, 6, [6], (0, 0, 0)),  # nothing guessed
-        ([3, 9, 5], 3, 6, [3, 9], (2, 2, 2)),  # stopped by a kept guess: what is behind it is not counted
-        ([3, 4, 5], 1, 9, [3, 9], (2, 2, 1)),  # stopped by a correction: the rejected guess counts as tested
+        (
+            [3, 9, 5],
+            3,
+            6,
+            [3, 9],
+            (2, 2, 2),
+        ),  # stopped by a kept guess: what is behind it is not counted
+        (
+            [3, 4, 5],
+            1,
+            9,
+            [3, 9],
+            (2, 2, 1),
+        ),  # stopped by a correction: the rejected guess counts as tested
         ([3, 4, 5], 3, 9, [3, 4, 5, 9], (3, 3, 3)),  # stopped by the bonus
         ([3, 4, 9], 3, 6, [3, 4, 9], (3, 3, 3)),  # stopped by the last guess: there is no bonus
     ],
 )
 def test_a_round_counts_what_is_in_the_output(
-    drafted: list[int], num_accepted: int, next_token: int, added: list[int], counts: tuple[int, int, int]
+    drafted: list[int],
+    num_accepted: int,
+    next_token: int,
+    added: list[int],
+    counts: tuple[int, int, int],
 ) -> None:
     row = new_row()
     assert row.commit(drafted, num_accepted, next_token, seconds=0.0) == added
@@ -55,10 +71,20 @@ def test_a_round_counts_what_is_in_the_output(
 
 
 @pytest.mark.parametrize("rule", cases.RULES)
-@pytest.mark.parametrize(("target", "drafter"), cases.pairs(["near", "ragged", "early_exit"], ["rnn"]))
-def test_a_result_can_be_counted_again_from_its_rounds(target: str, drafter: str, rule: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "drafter"), cases.pairs(["near", "ragged", "early_exit"], ["rnn"])
+)
+def test_a_result_can_be_counted_again_from_its_rounds(
+    target: str, drafter: str, rule: str
+) -> None:
     result = cases.decode(
-        target, drafter, max_new_tokens=12, rule=rule, sampling=Sampling(1.0), eos=cases.EOS, logprobs=True
+        target,
+        drafter,
+        max_new_tokens=12,
+        rule=rule,
+        sampling=Sampling(1.0),
+        eos=cases.EOS,
+        logprobs=True,
     )
     total = Counts()
     for row in result.rows:
@@ -79,7 +105,9 @@ def test_a_result_can_be_counted_again_from_its_rounds(target: str, drafter: str
     total.num_changed = counted.num_changed
     assert counted == total
     assert result.num_new_tokens == sum(len(row.tokens) for row in result.rows)
-    assert result.block_efficiency == result.num_new_tokens / sum(row.num_rounds for row in result.rows)
+    assert result.block_efficiency == result.num_new_tokens / sum(
+        row.num_rounds for row in result.rows
+    )
     assert result.acceptance_rate == total.num_accepted / total.num_tested
     assert counted.draft_utilization == total.num_accepted / total.num_proposed
     assert result.num_target_calls == max(row.num_rounds for row in result.rows)
@@ -87,15 +115,26 @@ def test_a_result_can_be_counted_again_from_its_rounds(target: str, drafter: str
 
 
 def test_what_was_not_done_has_no_rate() -> None:
-    result = autoregressive_decode(cases.target("rnn"), cases.PROMPTS, max_new_tokens=7, eos=cases.EOS)
-    for name in ("counts", "acceptance_rate", "num_changed", "rule", "num_draft_calls", "num_draft_tokens"):
+    result = autoregressive_decode(
+        cases.target("rnn"), cases.PROMPTS, max_new_tokens=7, eos=cases.EOS
+    )
+    for name in (
+        "counts",
+        "acceptance_rate",
+        "num_changed",
+        "rule",
+        "num_draft_calls",
+        "num_draft_tokens",
+    ):
         assert getattr(result, name) is None
     assert result.block_efficiency == 1.0 and result.lossless
     assert result.num_target_calls == max(len(row.tokens) for row in result.rows)
     result = cases.decode("rnn", "near", max_new_tokens=1)
     assert result.acceptance_rate is None and result.block_efficiency == 1.0
     assert result.counts is not None and result.counts.draft_utilization is None
-    nothing = open_session(cases.target("rnn"), cases.drafter("near", "rnn"), cases.PROMPTS, max_new_tokens=3).result()
+    nothing = open_session(
+        cases.target("rnn"), cases.drafter("near", "rnn"), cases.PROMPTS, max_new_tokens=3
+    ).result()
     assert nothing.tokens == [[]] * len(cases.PROMPTS) and nothing.block_efficiency is None
 
 
@@ -135,12 +174,19 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_every_table_that_is_shown_is_made_from_its_record(tables: ModuleType) -> None:
     shown = {path: path.read_text() for path in tables.pages()}
     assert {name: tables.renewed(text) for name, text in shown.items()} == shown
-    assert {name for text in shown.values() for name in tables.names(text)} == set(tables.TABLES), "each is shown"
+    assert {name for text in shown.values() for name in tables.names(text)} == set(tables.TABLES), (
+        "each is shown"
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "trained"),
-    [("", ["eagle", "twice"]), ("--also x", []), ("--also x --only eagle x", ["eagle"]), ("--only twice", ["twice"])],
+    [
+        ("", ["eagle", "twice"]),
+        ("--also x", []),
+        ("--also x --only eagle x", ["eagle"]),
+        ("--only twice", ["twice"]),
+    ],
 )
 def test_a_comparison_with_other_draft_files_trains_only_those_that_are_named(
     words: str, trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -28,7 +28,9 @@ class Interrupted(cases.Wrapped):
         super().__init__(model)
         self.calls_left = at_call
 
-    def forward(self, tokens: Tensor, state: DecodeState | None = None, **options: Any) -> ModelOutput:
+    def forward(
+        self, tokens: Tensor, state: DecodeState | None = None, **options: Any
+    ) -> ModelOutput:
         self.calls_left -= 1
         if self.calls_left == 0:
             raise KeyboardInterrupt
@@ -67,8 +69,29 @@ def test_a_session_goes_on_after_a_failed_call() -> None:
 class Reads(TorchDispatchMode):
     """Counts what makes a host wait for its device."""
 
-    METHODS = tuple("tolist item numpy cpu nonzero __bool__ __int__ __float__ __index__ __array__".split())
-    OPERATIONS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero")
+    METHODS = tuple(
+        [
+            "tolist",
+            "item",
+            "numpy",
+            "cpu",
+            "nonzero",
+            "__bool__",
+            "__int__",
+            "__float__",
+            "__index__",
+            "__array__",
+        ]
+    )
+    OPERATIONS = (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "unique",
+        "_unique2",
+        "equal",
+        "is_nonzero",
+    )
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -84,7 +107,9 @@ class Reads(TorchDispatchMode):
 
         return call
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if operation._schema.name.removeprefix("aten::") in self.OPERATIONS:
             self.seen.append(operation._schema.name)
         return operation(*args, **(kwargs or {}))
@@ -92,7 +117,9 @@ class Reads(TorchDispatchMode):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("rule", cases.RULES)
-@pytest.mark.parametrize(("target", "name"), cases.pairs(["near", "early_exit", "heads"], ["rnn", "transformer"]))
+@pytest.mark.parametrize(
+    ("target", "name"), cases.pairs(["near", "early_exit", "heads"], ["rnn", "transformer"])
+)
 def test_the_host_reads_the_device_once_a_round(
     target: str, name: str, rule: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

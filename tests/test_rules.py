@@ -42,17 +42,32 @@ def outcome(verdict: Verdict) -> tuple[int, int]:
 def test_exact_match_keeps_guesses_while_they_are_the_targets_draws() -> None:
     target = logits([0.2, 0.5, 0.3], [0.2, 0.5, 0.3], [0.2, 0.5, 0.3])
     for guess, expected in ([1, 1], (2, 1)), ([1, 0], (1, 1)), ([2, 1], (0, 1)):
-        assert outcome(ExactMatch().judge(Draft(torch.tensor([guess])), target, GREEDY, None)) == expected
+        assert (
+            outcome(ExactMatch().judge(Draft(torch.tensor([guess])), target, GREEDY, None))
+            == expected
+        )
     drawn = noise(3, correct=0.75)  # falls on token 2
     for guess, expected in ([2, 2], (2, 2)), ([2, 1], (1, 2)), ([1, 2], (0, 2)):
-        assert outcome(ExactMatch().judge(Draft(torch.tensor([guess])), target, SAMPLED, drawn)) == expected
+        assert (
+            outcome(ExactMatch().judge(Draft(torch.tensor([guess])), target, SAMPLED, drawn))
+            == expected
+        )
 
 
-@pytest.mark.parametrize(("accept", "kept"), [(0.0, True), (0.49, True), (0.51, False), (LAST, False)])
-def test_rejection_sampling_keeps_with_the_ratio_of_the_probabilities(accept: float, kept: bool) -> None:
-    target, draft_probs = logits([0.4, 0.4, 0.2], [1.0, 0.0, 0.0]), torch.tensor([[[0.8, 0.1, 0.1]]])
+@pytest.mark.parametrize(
+    ("accept", "kept"), [(0.0, True), (0.49, True), (0.51, False), (LAST, False)]
+)
+def test_rejection_sampling_keeps_with_the_ratio_of_the_probabilities(
+    accept: float, kept: bool
+) -> None:
+    target, draft_probs = (
+        logits([0.4, 0.4, 0.2], [1.0, 0.0, 0.0]),
+        torch.tensor([[[0.8, 0.1, 0.1]]]),
+    )
     draft = Draft(torch.tensor([[0]]), probs=draft_probs)
-    verdict = RejectionSampling().judge(draft, target, SAMPLED, noise(2, accept=accept, correct=0.74))
+    verdict = RejectionSampling().judge(
+        draft, target, SAMPLED, noise(2, accept=accept, correct=0.74)
+    )
     # The residual of (0.4, 0.4, 0.2) - (0.8, 0.1, 0.1) is (0, 0.3, 0.1): token 1 up to 0.75, then token 2.
     assert outcome(verdict) == ((1, 0) if kept else (0, 1))
     later = RejectionSampling().judge(draft, target, SAMPLED, noise(2, accept=LAST, correct=0.76))
@@ -60,7 +75,9 @@ def test_rejection_sampling_keeps_with_the_ratio_of_the_probabilities(accept: fl
 
 
 @pytest.mark.parametrize("accept", [0.0, 0.5, LAST])
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, Sampling(0.1), Sampling(1.0, top_k=2)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, SAMPLED, Sampling(0.1), Sampling(1.0, top_k=2)], ids=str
+)
 def test_identical_models_are_always_kept_and_never_nan(accept: float, sampling: Sampling) -> None:
     generator = torch.Generator().manual_seed(2)
     target = 8 * torch.randn(200, 4, 9, generator=generator)
@@ -80,8 +97,12 @@ def test_a_rejection_by_rounding_alone_draws_from_the_target(correct: float) -> 
         target = torch.tensor([[[0.0, 0.0, tiny], [0.0, 0.0, tiny]]])
         draft_probs = torch.tensor([[[0.5 + 6e-8, 0.5, 0.0]]])
         draft = Draft(torch.tensor([[0]]), probs=draft_probs)
-        verdict = RejectionSampling().judge(draft, target, SAMPLED, noise(2, accept=LAST, correct=correct))
-        assert outcome(verdict) == (0, int(correct >= 0.5)), "with chances of 1/2 and 1/2, as the target has them"
+        verdict = RejectionSampling().judge(
+            draft, target, SAMPLED, noise(2, accept=LAST, correct=correct)
+        )
+        assert outcome(verdict) == (0, int(correct >= 0.5)), (
+            "with chances of 1/2 and 1/2, as the target has them"
+        )
 
 
 def test_probabilities_of_zero_and_one_decide_alone() -> None:
@@ -89,10 +110,18 @@ def test_probabilities_of_zero_and_one_decide_alone() -> None:
     for accept in (0.0, 0.5, LAST):
         for correct in (0.0, 0.5, LAST):
             table = noise(2, accept=accept, correct=correct)
-            for draft_probs in (None, torch.tensor([[[0.3, 0.4, 0.3]]]), torch.tensor([[[0.0, 1.0, 0.0]]])):
+            for draft_probs in (
+                None,
+                torch.tensor([[[0.3, 0.4, 0.3]]]),
+                torch.tensor([[[0.0, 1.0, 0.0]]]),
+            ):
                 right = Draft(torch.tensor([[1]]), probs=draft_probs)
                 assert outcome(RejectionSampling().judge(right, certain, SAMPLED, table)) == (1, 2)
-            for draft_probs in (None, torch.tensor([[[0.3, 0.4, 0.3]]]), torch.tensor([[[1.0, 0.0, 0.0]]])):
+            for draft_probs in (
+                None,
+                torch.tensor([[[0.3, 0.4, 0.3]]]),
+                torch.tensor([[[1.0, 0.0, 0.0]]]),
+            ):
                 wrong = Draft(torch.tensor([[0]]), probs=draft_probs)
                 assert outcome(RejectionSampling().judge(wrong, certain, SAMPLED, table)) == (0, 1)
 
@@ -110,22 +139,38 @@ def test_epsilon_threshold_compares_the_softmaxes_at_temperature_one(sampling: S
 
 
 def test_typical_acceptance_asks_less_where_the_target_is_unsure() -> None:
-    sure, table = [0.9, 0.06, 0.04], noise(2)  # entropy 0.39: 0.3 * exp(-0.39) = 0.20, so epsilon decides
+    sure, table = (
+        [0.9, 0.06, 0.04],
+        noise(2),
+    )  # entropy 0.39: 0.3 * exp(-0.39) = 0.20, so epsilon decides
     for token, kept in ((0, True), (1, False), (2, False)):
-        verdict = TypicalAcceptance(0.09, 0.3).judge(Draft(torch.tensor([[token]])), logits(sure, sure), SAMPLED, table)
+        verdict = TypicalAcceptance(0.09, 0.3).judge(
+            Draft(torch.tensor([[token]])), logits(sure, sure), SAMPLED, table
+        )
         assert int(verdict.num_accepted) == kept
-    assert int(TypicalAcceptance(0.05, 0.3).judge(Draft(torch.tensor([[1]])), logits(sure, sure), SAMPLED, table).kept)
+    assert int(
+        TypicalAcceptance(0.05, 0.3)
+        .judge(Draft(torch.tensor([[1]])), logits(sure, sure), SAMPLED, table)
+        .kept
+    )
     flat = [0.01] * 100  # entropy ln 100: 0.3 / 100 is enough
-    verdict = TypicalAcceptance(0.09, 0.3).judge(Draft(torch.tensor([[7]])), logits(flat, flat), SAMPLED, table)
+    verdict = TypicalAcceptance(0.09, 0.3).judge(
+        Draft(torch.tensor([[7]])), logits(flat, flat), SAMPLED, table
+    )
     assert int(verdict.num_accepted) == 1
 
 
-def test_typical_acceptance_reads_temperature_one_at_temperature_zero_and_the_sampling_elsewhere() -> None:
+def test_typical_acceptance_reads_temperature_one_at_temperature_zero_and_the_sampling_elsewhere() -> (
+    None
+):
     target, draft = logits([0.8, 0.15, 0.05], [1.0, 0.0, 0.0]), Draft(torch.tensor([[1]]))
     assert int(TypicalAcceptance().judge(draft, target, GREEDY, None).num_accepted) == 1
     assert int(TypicalAcceptance().judge(draft, target, SAMPLED, noise(2)).num_accepted) == 1
     assert int(TypicalAcceptance().judge(draft, target, Sampling(0.3), noise(2)).num_accepted) == 0
-    assert int(TypicalAcceptance().judge(draft, target, Sampling(1.0, top_k=1), noise(2)).num_accepted) == 0
+    assert (
+        int(TypicalAcceptance().judge(draft, target, Sampling(1.0, top_k=1), noise(2)).num_accepted)
+        == 0
+    )
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=str)
@@ -135,15 +180,25 @@ def test_without_guesses_a_round_is_one_standard_step(rule: str, sampling: Sampl
     draft = Draft(torch.zeros(5, 0, dtype=torch.long), logits=torch.zeros(5, 0, 4))
     verdict = cases.RULES[rule]().judge(draft, target, sampling, table)
     assert verdict.num_accepted.tolist() == [0] * 5
-    assert verdict.next_tokens.tolist() == sampling.sample(target, table[..., Purpose.CORRECT])[:, 0].tolist()
+    assert (
+        verdict.next_tokens.tolist()
+        == sampling.sample(target, table[..., Purpose.CORRECT])[:, 0].tolist()
+    )
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=str)
 @pytest.mark.parametrize("rule", cases.RULES)
-def test_what_lies_behind_a_rows_guesses_is_never_kept_nor_read(rule: str, sampling: Sampling) -> None:
+def test_what_lies_behind_a_rows_guesses_is_never_kept_nor_read(
+    rule: str, sampling: Sampling
+) -> None:
     generator = torch.Generator().manual_seed(3)
-    target, table = torch.randn(60, 4, 5, generator=generator), torch.rand(60, 4, 3, generator=generator)
-    tokens = sampling.sample(target, table[..., Purpose.CORRECT])[:, :-1]  # so that some are kept by every rule
+    target, table = (
+        torch.randn(60, 4, 5, generator=generator),
+        torch.rand(60, 4, 3, generator=generator),
+    )
+    tokens = sampling.sample(target, table[..., Purpose.CORRECT])[
+        :, :-1
+    ]  # so that some are kept by every rule
     lengths = torch.arange(60) % 4
     behind = (torch.arange(3) >= lengths[:, None])[..., None]
     probs = None if sampling.greedy else sampling.probs(target[:, :-1])
@@ -151,18 +206,27 @@ def test_what_lies_behind_a_rows_guesses_is_never_kept_nor_read(rule: str, sampl
     other_tokens = torch.where(behind[..., 0], (tokens + 1) % 5, tokens)
     other_probs = None if probs is None else probs.masked_fill(behind, torch.nan)
     dirty = Draft(other_tokens, lengths, other_probs, target[:, :-1].masked_fill(behind, torch.nan))
-    first, second = (cases.RULES[rule]().judge(draft, target, sampling, table) for draft in (clean, dirty))
+    first, second = (
+        cases.RULES[rule]().judge(draft, target, sampling, table) for draft in (clean, dirty)
+    )
     assert bool((first.num_accepted <= lengths).all()) and bool((first.num_accepted > 0).any())
     assert torch.equal(first.num_accepted, second.num_accepted)
     assert torch.equal(first.next_tokens, second.next_tokens)
 
 
-@pytest.mark.parametrize("rule", [EpsilonThreshold(1.0), TypicalAcceptance(1e-6, 1e-6)], ids=["epsilon", "typical"])
+@pytest.mark.parametrize(
+    "rule", [EpsilonThreshold(1.0), TypicalAcceptance(1e-6, 1e-6)], ids=["epsilon", "typical"]
+)
 def test_a_lossy_rule_counts_the_tokens_that_it_changed(rule: AcceptanceRule) -> None:
     """At temperature 0, from the text itself: kept guesses that are not the target's own choice there."""
     target = cases.target("rnn")
     result = speculative_decode(
-        target, cases.drafter("near", "rnn"), cases.PROMPTS, max_new_tokens=20, rule=rule, eos=cases.EOS
+        target,
+        cases.drafter("near", "rnn"),
+        cases.PROMPTS,
+        max_new_tokens=20,
+        rule=rule,
+        eos=cases.EOS,
     )
     changed = 0
     for row in result.rows:
@@ -173,5 +237,7 @@ def test_a_lossy_rule_counts_the_tokens_that_it_changed(rule: AcceptanceRule) ->
 
 
 def test_a_drafter_without_logits_is_refused_by_name_where_logits_are_compared() -> None:
-    with pytest.raises(ValueError, match="EpsilonThreshold compares the draft's logits, and Repeater has none"):
+    with pytest.raises(
+        ValueError, match="EpsilonThreshold compares the draft's logits, and Repeater has none"
+    ):
         Session(cases.target("rnn"), cases.Repeater(), max_length=9, rule=EpsilonThreshold())

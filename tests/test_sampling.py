@@ -77,11 +77,17 @@ def test_filters_equal_their_definition(sampling: Sampling) -> None:
 @pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.999])
 def test_top_p_of_a_large_vocabulary_keeps_what_sorting_keeps(top_p: float) -> None:
     generator = torch.Generator().manual_seed(0)
-    spread = torch.tensor([8.0, 3.0, 1.0, 0.01, 0.0])[:, None, None]  # from a few likely tokens to all alike
-    logits = (torch.randn(5, 3, 3000, generator=generator) * spread).bfloat16().float()  # many are equal
+    spread = torch.tensor([8.0, 3.0, 1.0, 0.01, 0.0])[
+        :, None, None
+    ]  # from a few likely tokens to all alike
+    logits = (
+        (torch.randn(5, 3, 3000, generator=generator) * spread).bfloat16().float()
+    )  # many are equal
     probs = logits.softmax(-1)
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    kept = torch.zeros_like(probs).scatter_(-1, order, (ordered.cumsum(-1) - ordered < top_p).float())
+    kept = torch.zeros_like(probs).scatter_(
+        -1, order, (ordered.cumsum(-1) - ordered < top_p).float()
+    )
     sampling = Sampling(1.0, top_p=top_p)
     assert torch.equal(sampling.probs(logits) > 0, kept > 0)
     assert torch.equal(sampling.probs(logits[0, 0]) > 0, kept[0, 0] > 0)
@@ -101,21 +107,28 @@ def test_forbidden_tokens_have_no_probability_and_are_never_drawn() -> None:
         probs = sampling.probs(logits)
         assert probs[0, 0] == 0 and probs[0, 2] == 0 and bool(probs.isfinite().all())
         for uniform in (0.0, 0.5, LAST):
-            assert sampling.sample(logits, torch.tensor([uniform], dtype=torch.float64)).item() in (1, 3)
+            assert sampling.sample(logits, torch.tensor([uniform], dtype=torch.float64)).item() in (
+                1,
+                3,
+            )
 
 
 @pytest.mark.parametrize("zeros", [(0,), (3,), (0, 3), (0, 1, 3), (1, 2), ()])
 @pytest.mark.parametrize("uniform", [0.0, 2**-24, 0.5, LAST])
 def test_a_token_of_weight_zero_is_never_drawn(zeros: tuple[int, ...], uniform: float) -> None:
     generator = torch.Generator().manual_seed(0)
-    weights = torch.rand(500, 4, generator=generator) * 10.0 ** torch.randint(-20, 3, (500, 1), generator=generator)
+    weights = torch.rand(500, 4, generator=generator) * 10.0 ** torch.randint(
+        -20, 3, (500, 1), generator=generator
+    )
     weights[:, list(zeros)] = 0
     tokens = draw(weights, torch.full((500,), uniform, dtype=torch.float64))
     assert bool((weights.gather(1, tokens[:, None]) > 0).all())
 
 
 @pytest.mark.parametrize("size", [50_000, 200_000])
-def test_each_token_of_a_large_vocabulary_is_drawn_by_numbers_of_its_own_probability(size: int) -> None:
+def test_each_token_of_a_large_vocabulary_is_drawn_by_numbers_of_its_own_probability(
+    size: int,
+) -> None:
     """The numbers that draw a token are those of its interval, to 1e-12; the least likely has one of 4e-7."""
     weights = Sampling(1.0).probs(-torch.arange(1, size + 1).log())  # Zipf's law
     sums = accumulate(map(Fraction, weights.tolist()))
@@ -131,7 +144,9 @@ def test_each_token_of_a_large_vocabulary_is_drawn_by_numbers_of_its_own_probabi
 def test_log_probs_are_the_models_own_whatever_the_sampling() -> None:
     logits = torch.tensor([[1.0, 2.0, 0.0]])
     token = torch.tensor([1])
-    assert Sampling.log_probs(logits, token).item() == pytest.approx(math.log(SOFTMAX.probs(logits)[0, 1].item()))
+    assert Sampling.log_probs(logits, token).item() == pytest.approx(
+        math.log(SOFTMAX.probs(logits)[0, 1].item())
+    )
 
 
 def test_a_longer_table_begins_with_the_shorter_one() -> None:
@@ -144,7 +159,9 @@ def test_a_longer_table_begins_with_the_shorter_one() -> None:
 def test_every_bit_of_a_seed_and_of_an_index_changes_the_table() -> None:
     seeds = [0, 2**63 - 1, 2**32 + 1, *(1 << bit for bit in range(63))]
     indices = [0, 2**32 + 1, *(1 << bit for bit in range(63))]
-    tables = {tuple(noise_table(seed, index, 2).flatten().tolist()) for seed in seeds for index in indices}
+    tables = {
+        tuple(noise_table(seed, index, 2).flatten().tolist()) for seed in seeds for index in indices
+    }
     assert len(tables) == len(set(seeds)) * len(set(indices))
 
 
@@ -161,7 +178,9 @@ def test_neighbouring_tables_are_independent(seed: int) -> None:
     About 40 comparisons of 5 sigma: a false alarm once in 40,000 choices of the seed.
     """
     count = 4000
-    tables = torch.stack([noise_table(seed, index, 3) for index in range(count)]).double().flatten(1)
+    tables = (
+        torch.stack([noise_table(seed, index, 3) for index in range(count)]).double().flatten(1)
+    )
     assert float((tables.mean(0) - 0.5).abs().max()) < 5 * (1 / 12 / count) ** 0.5
     centred = (tables - 0.5) * 12**0.5
     among = centred.T @ centred / count - torch.eye(9, device=tables.device)

@@ -57,7 +57,9 @@ def test_a_ragged_batch_equals_its_rows_decoded_one_by_one(
     model, guesser = cases.target(target), cases.drafter(drafter, target)
     batch = speculative_decode(model, guesser, cases.PROMPTS, **options)
     for index, row in enumerate(batch.rows):
-        alone = speculative_decode(model, guesser, cases.PROMPTS[index], indices=[index], **options).rows[0]
+        alone = speculative_decode(
+            model, guesser, cases.PROMPTS[index], indices=[index], **options
+        ).rows[0]
         assert (row.tokens, row.stop_reason, row.counts, row.rounds) == (
             alone.tokens,
             alone.stop_reason,
@@ -71,7 +73,12 @@ def test_a_ragged_batch_equals_its_rows_decoded_one_by_one(
 def test_standard_decoding_of_a_ragged_batch_equals_its_rows_decoded_one_by_one(
     target: str, temperature: float
 ) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 9, "sampling": Sampling(temperature), "eos": cases.EOS, "seed": 4}
+    options: dict[str, Any] = {
+        "max_new_tokens": 9,
+        "sampling": Sampling(temperature),
+        "eos": cases.EOS,
+        "seed": 4,
+    }
     batch = autoregressive_decode(cases.target(target), cases.PROMPTS, **options)
     for index, prompt in enumerate(cases.PROMPTS):
         alone = autoregressive_decode(cases.target(target), prompt, indices=[index], **options)
@@ -82,24 +89,44 @@ def test_standard_decoding_of_a_ragged_batch_equals_its_rows_decoded_one_by_one(
     ("target", "drafter", "rule"),
     [
         *((*pair, "RejectionSampling") for pair in cases.ONE_EACH),
-        *((*pair, "ExactMatch") for pair in cases.ONE_EACH if pair[1] in ("ragged", "cross", "early_exit")),
+        *(
+            (*pair, "ExactMatch")
+            for pair in cases.ONE_EACH
+            if pair[1] in ("ragged", "cross", "early_exit")
+        ),
     ],
 )
-def test_rows_that_come_and_go_change_nothing_for_the_others(target: str, drafter: str, rule: str) -> None:
+def test_rows_that_come_and_go_change_nothing_for_the_others(
+    target: str, drafter: str, rule: str
+) -> None:
     """Rows are added and cancelled at random: the batch grows, shrinks and reuses slots, each row is as if alone."""
-    assert any(_come_and_go(target, drafter, rule, seed) == {"eos", "length", "cancelled"} for seed in range(4))
+    assert any(
+        _come_and_go(target, drafter, rule, seed) == {"eos", "length", "cancelled"}
+        for seed in range(4)
+    )
 
 
 def _come_and_go(target: str, drafter: str, rule: str, seed: int) -> set[str | None]:
     """Check the rows of one random session; gives the reasons for which they stopped."""
-    generator, model, guesser = random.Random(seed), cases.target(target), cases.drafter(drafter, target)
-    options: dict[str, Any] = {"rule": cases.RULES[rule](), "sampling": Sampling(0.9), "eos": cases.EOS, "seed": 7}
+    generator, model, guesser = (
+        random.Random(seed),
+        cases.target(target),
+        cases.drafter(drafter, target),
+    )
+    options: dict[str, Any] = {
+        "rule": cases.RULES[rule](),
+        "sampling": Sampling(0.9),
+        "eos": cases.EOS,
+        "seed": 7,
+    }
     session = Session(model, guesser, max_length=24, num_draft_tokens=3, **options)
     added: list[tuple[Row, list[int], int]] = []
     events: dict[int, list[int]] = {}
     batch_sizes = []
     for turn in range(40):
-        while (turn < 14 and generator.random() < 0.6) or (turn > 25 and turn < 30 and not session.live):
+        while (turn < 14 and generator.random() < 0.6) or (
+            turn > 25 and turn < 30 and not session.live
+        ):
             prompt = [generator.randrange(cases.VOCAB) for _ in range(generator.randint(1, 8))]
             wanted = generator.randint(1, 12)
             added.append((session.add(prompt, max_new_tokens=wanted), prompt, wanted))
@@ -113,7 +140,9 @@ def _come_and_go(target: str, drafter: str, rule: str, seed: int) -> set[str | N
     assert all(size == power_of_two(size) for size in batch_sizes)
     reasons: set[str | None] = set()
     for (row, prompt, wanted), result in zip(added, session.result().rows, strict=True):
-        alone = speculative_decode(model, guesser, prompt, max_new_tokens=wanted, indices=[row.index], **options)
+        alone = speculative_decode(
+            model, guesser, prompt, max_new_tokens=wanted, indices=[row.index], **options
+        )
         expected = alone.tokens[0]
         if result.stop_reason == "cancelled":
             expected = expected[: len(result.tokens)]
@@ -146,17 +175,28 @@ def test_the_same_seed_gives_the_same_tokens_in_one_process_or_two() -> None:
     program = f"{SAMPLE}\nimport json; print(json.dumps(sample({path!r})))"
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     assert json.loads(done.stdout) == here
 
 
 @pytest.mark.parametrize("rule", cases.RULES)
 def test_a_stream_yields_the_tokens_of_the_whole_decode(rule: str) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 9, "rule": cases.RULES[rule](), "sampling": Sampling(1.0)}
+    options: dict[str, Any] = {
+        "max_new_tokens": 9,
+        "rule": cases.RULES[rule](),
+        "sampling": Sampling(1.0),
+    }
     model, drafter = cases.target("rnn"), cases.drafter("near", "rnn")
     streamed: dict[int, list[int]] = {}
-    for index, token in stream(open_session(model, drafter, cases.PROMPTS, eos=cases.EOS, **options)):
+    for index, token in stream(
+        open_session(model, drafter, cases.PROMPTS, eos=cases.EOS, **options)
+    ):
         streamed.setdefault(index, []).append(token)
     whole = speculative_decode(model, drafter, cases.PROMPTS, eos=cases.EOS, **options)
     assert [streamed[i] for i in range(len(cases.PROMPTS))] == whole.tokens
@@ -169,7 +209,9 @@ class Broken(Wrapped):
         super().__init__(model)
         self.value, self.calls_left = value, call
 
-    def forward(self, tokens: Tensor, state: DecodeState | None = None, **options: Any) -> ModelOutput:
+    def forward(
+        self, tokens: Tensor, state: DecodeState | None = None, **options: Any
+    ) -> ModelOutput:
         output = super().forward(tokens, state, **options)
         self.calls_left -= 1
         if self.calls_left <= 0:
@@ -186,20 +228,28 @@ def test_a_row_whose_logits_are_no_numbers_ends_alone(
 ) -> None:
     whole = cases.standard("rnn", Sampling(temperature), 30, None).tokens
     model = Broken(cases.target("rnn"), value)
-    options: dict[str, Any] = {"max_new_tokens": 30, "temperature": temperature, "logprobs": logprobs}
+    options: dict[str, Any] = {
+        "max_new_tokens": 30,
+        "temperature": temperature,
+        "logprobs": logprobs,
+    }
     if method == "standard":
         result = autoregressive_decode(model, cases.PROMPTS, **options)
     else:
         window = 2 if method != "plain rounds" else never()
         rule = "RejectionSampling" if method == "RejectionSampling" else None
         drafter = cases.drafter("itself", "rnn")
-        result = decode(model, drafter, cases.PROMPTS, num_draft_tokens=window, rule=rule, **options)
+        result = decode(
+            model, drafter, cases.PROMPTS, num_draft_tokens=window, rule=rule, **options
+        )
     *others, failed = result.rows
     assert [row.stop_reason for row in result.rows] == ["length"] * 3 + ["failed"]
     assert failed.index == 3 and 2 <= len(failed.tokens) < 30
     assert failed.logprobs is None or len(failed.logprobs) == len(failed.tokens)
     if method != "RejectionSampling" or not temperature:
-        assert [row.tokens for row in others] == whole[:3] and failed.tokens == whole[3][: len(failed.tokens)]
+        assert [row.tokens for row in others] == whole[:3] and failed.tokens == whole[3][
+            : len(failed.tokens)
+        ]
 
 
 @pytest.mark.parametrize("target", ["rnn", "transformer", "llama"])
@@ -209,7 +259,10 @@ def test_nothing_of_a_failed_row_is_left_to_the_next_in_its_place(target: str) -
     row = session.add([1, 2, 3], max_new_tokens=9)
     session.step()
     assert row.stop_reason == "failed" and row.num_new == 0
-    for begin in (lambda: session.add([3, 1], max_new_tokens=9), lambda: session.resume(row, [3, 1], max_new_tokens=9)):
+    for begin in (
+        lambda: session.add([3, 1], max_new_tokens=9),
+        lambda: session.resume(row, [3, 1], max_new_tokens=9),
+    ):
         model.armed = False
         other = begin()
         while other.live:
@@ -223,7 +276,9 @@ class Poisoned(Wrapped):
 
     armed = True
 
-    def forward(self, tokens: Tensor, state: DecodeState | None = None, **options: Any) -> ModelOutput:
+    def forward(
+        self, tokens: Tensor, state: DecodeState | None = None, **options: Any
+    ) -> ModelOutput:
         output = super().forward(tokens, state, **options)
         if self.armed:
             output.logits.fill_(torch.nan)
@@ -255,7 +310,9 @@ def test_a_text_longer_than_the_targets_context_is_refused_before_decoding() -> 
 
 
 def test_a_row_that_was_released_is_gone_and_the_others_are_not() -> None:
-    session = Session(cases.target("rnn"), cases.drafter("near", "rnn"), max_length=30, batch_size=2)
+    session = Session(
+        cases.target("rnn"), cases.drafter("near", "rnn"), max_length=30, batch_size=2
+    )
     rows = [session.add(prompt, max_new_tokens=6) for prompt in cases.PROMPTS[:2]]
     with pytest.raises(ValueError, match="still being decoded"):
         session.release(rows[0])

@@ -23,20 +23,33 @@ SHARDED = {"data_parallel_size": 2, "tensor_parallel_size": 1, "save_distributed
 STRATEGIES: dict[str, Any] = {
     "auto": "auto",
     "ddp": "ddp",
-    "fsdp2": {"class_path": "ShardedTarget", "init_args": {**SHARDED, "process_group_backend": "gloo"}},
+    "fsdp2": {
+        "class_path": "ShardedTarget",
+        "init_args": {**SHARDED, "process_group_backend": "gloo"},
+    },
 }
 
 
-def trained(name: str, target: str, corpus: Path, home: Path, *, resumed: bool = False) -> dict[str, Any]:
+def trained(
+    name: str, target: str, corpus: Path, home: Path, *, resumed: bool = False
+) -> dict[str, Any]:
     """The checkpoint of a few steps of the recipe `eagle`, in one process or two; resumed, of an epoch more."""
     (home / name).mkdir(exist_ok=resumed)
     values = config_for("eagle", target, [str(corpus)])
     devices = 1 if name == "auto" else 2
     values["model"]["init_args"] |= {"learn_from_prompts": True}
     values["data"]["init_args"] |= {"batch_size": 4 // devices, "num_val": 2, "num_test": 1}
-    values["trainer"] |= {"max_epochs": 1 + resumed, "limit_train_batches": 3, "accelerator": "cpu", "devices": devices}
+    values["trainer"] |= {
+        "max_epochs": 1 + resumed,
+        "limit_train_batches": 3,
+        "accelerator": "cpu",
+        "devices": devices,
+    }
     values["trainer"] |= {"strategy": STRATEGIES[name], "log_every_n_steps": 1}
-    values["trainer"]["callbacks"][0]["init_args"] = {"num_prompts": 1, "max_new_tokens": 4}  # of DecodeHeldOut
+    values["trainer"]["callbacks"][0]["init_args"] = {
+        "num_prompts": 1,
+        "max_new_tokens": 4,
+    }  # of DecodeHeldOut
     (home / name / "run.yaml").write_text(yaml.safe_dump(values))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -46,21 +59,32 @@ def trained(name: str, target: str, corpus: Path, home: Path, *, resumed: bool =
         children.append(os.fork())
         if not children[-1]:
             os.chdir(home / name)
-            places = {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if devices > 1 else {}
+            places = (
+                {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                if devices > 1
+                else {}
+            )
             os.environ.update({**places, "XDG_CACHE_HOME": str(home / name)})
             signal.alarm(100)  # a collective that the other process never joins
             outcome = call("fit", "--config", "run.yaml", *["--ckpt_path", "last"] * resumed)
             (home / name / f"printed-{rank}.txt").write_text(outcome.err)
             os._exit(0 if outcome.code == 0 else 1)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    assert codes == [0] * devices, [path.read_text()[-2000:] for path in (home / name).glob("printed*")]
+    assert codes == [0] * devices, [
+        path.read_text()[-2000:] for path in (home / name).glob("printed*")
+    ]
     events = EventAccumulator(str(home / name / "logs/target_eagle/version_0")).Reload()
     losses = [event.value for event in events.Scalars("train/loss")]
-    return {**checkpoint.read(home / name / "checkpoints/target_eagle/version_0/last.ckpt"), "losses": losses}
+    return {
+        **checkpoint.read(home / name / "checkpoints/target_eagle/version_0/last.ckpt"),
+        "losses": losses,
+    }
 
 
 @pytest.fixture(scope="module")
-def alone(target: str, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def alone(
+    target: str, corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     """Of a run, and of that run when it was resumed."""
     home = tmp_path_factory.mktemp("alone")
     return [trained("auto", target, corpus, home, resumed=resumed) for resumed in (False, True)]

@@ -88,21 +88,31 @@ class Twins(Drafter):
     def arguments(self) -> dict[str, Any]:
         return {}
 
-    def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> DraftState:
-        alone, staged = (each.init_state(batch_size, max_length, context) for each in (self.alone, self.staged))
+    def init_state(
+        self, batch_size: int, max_length: int, context: TargetContext | None = None
+    ) -> DraftState:
+        alone, staged = (
+            each.init_state(batch_size, max_length, context) for each in (self.alone, self.staged)
+        )
         return JointState(alone, staged)
 
-    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(
+        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
         assert isinstance(state, JointState)
         alone = self.alone.propose(state.states[0], request, windows, sampling)
         staged = self.staged.propose(state.states[1], request, windows, sampling)
         assert staged.tokens.shape == alone.tokens.shape
-        assert (staged.lengths is None) == (alone.lengths is None) and (staged.probs is None) == (alone.probs is None)
+        assert (staged.lengths is None) == (alone.lengths is None) and (staged.probs is None) == (
+            alone.probs is None
+        )
         for row, window in enumerate(windows):
             assert staged.tokens[row, :window].tolist() == alone.tokens[row, :window].tolist()
             for one, other in ((staged.probs, alone.probs), (staged.logits, alone.logits)):
                 if one is not None and other is not None:
-                    torch.testing.assert_close(one[row, :window], other[row, :window], rtol=1e-5, atol=1e-5)
+                    torch.testing.assert_close(
+                        one[row, :window], other[row, :window], rtol=1e-5, atol=1e-5
+                    )
             self.num_compared += window
         if staged.lengths is not None:
             assert staged.lengths.tolist() == list(windows)
@@ -114,7 +124,9 @@ class Twins(Drafter):
         self.staged.observe(state.states[1], output, num_accepted)
 
 
-def compare(target: LanguageModel, staged: StagedDrafter, sampling: Sampling, window: int, rule: str) -> None:
+def compare(
+    target: LanguageModel, staged: StagedDrafter, sampling: Sampling, window: int, rule: str
+) -> None:
     """Rows come, go and end at different times; every round's guesses are those of the last stage alone."""
     twins = Twins(staged)
     session = Session(
@@ -144,7 +156,9 @@ def compare(target: LanguageModel, staged: StagedDrafter, sampling: Sampling, wi
         *(("transformer", 6, name) for name in SAMPLINGS),
     ],
 )
-def test_a_staged_draft_proposes_what_its_last_stage_proposes_alone(target: str, window: int, sampling: str) -> None:
+def test_a_staged_draft_proposes_what_its_last_stage_proposes_alone(
+    target: str, window: int, sampling: str
+) -> None:
     model = middle(target)
     staged = StagedDrafter([FIRST["near"](model), ModelDrafter(model)], stage_windows=3)
     compare(cases.target(target), staged, SAMPLINGS[sampling], window, "RejectionSampling")
@@ -160,28 +174,55 @@ def test_so_it_does_whatever_its_first_stage_is(first: str) -> None:
 @pytest.mark.parametrize("sampling", ["t1", "processors"])
 def test_so_it_does_with_three_stages(sampling: str) -> None:
     model = middle()
-    stages = [NGramDrafter(), cases.small(model), ModelDrafter(model, sampling=Sampling(1.3, top_k=4))]
-    compare(cases.target("rnn"), StagedDrafter(stages, stage_windows=2), SAMPLINGS[sampling], 6, "RejectionSampling")
+    stages = [
+        NGramDrafter(),
+        cases.small(model),
+        ModelDrafter(model, sampling=Sampling(1.3, top_k=4)),
+    ]
+    compare(
+        cases.target("rnn"),
+        StagedDrafter(stages, stage_windows=2),
+        SAMPLINGS[sampling],
+        6,
+        "RejectionSampling",
+    )
 
 
-@pytest.mark.parametrize(("first", "sampling"), [("near", "greedy"), ("near", "t1"), ("ngram", "processors")])
+@pytest.mark.parametrize(
+    ("first", "sampling"), [("near", "greedy"), ("near", "t1"), ("ngram", "processors")]
+)
 def test_so_it_does_over_the_targets_own_lower_layers(first: str, sampling: str) -> None:
     smaller = FIRST[first](cases.target("rnn"))
-    compare(LLAMA, StagedDrafter([smaller, EarlyExitDrafter(2)], stage_windows=2), SAMPLINGS[sampling], 5, "ExactMatch")
+    compare(
+        LLAMA,
+        StagedDrafter([smaller, EarlyExitDrafter(2)], stage_windows=2),
+        SAMPLINGS[sampling],
+        5,
+        "ExactMatch",
+    )
 
 
-def test_what_lower_layers_hand_on_is_what_they_make_of_the_drafts_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lower_layers_hand_on_is_what_they_make_of_the_drafts_own_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[int] = []
     forward = HuggingFaceLM.forward
 
     def spy(
-        self: HuggingFaceLM, tokens: Tensor, state: Any = None, exit_states: ExitStates | None = None, **options: Any
+        self: HuggingFaceLM,
+        tokens: Tensor,
+        state: Any = None,
+        exit_states: ExitStates | None = None,
+        **options: Any,
     ) -> ModelOutput:
         if exit_states is None:
             return forward(self, tokens, state, **options)
         for row, (read, length) in enumerate(zip(state.consumed, exit_states.lengths, strict=True)):
             session_row = session._batch.rows[row]
-            first = [*session_row.text[read:], *tokens[row, len(session_row.text) - read :].tolist()]
+            first = [
+                *session_row.text[read:],
+                *tokens[row, len(session_row.text) - read :].tolist(),
+            ]
             assert tokens[row, : len(session_row.text) - read].tolist() == session_row.text[read:]
             text = torch.tensor([[*session_row.text[:read], *first[:length]]])
             fresh = LLAMA(text, features=(1,)).features[1]
@@ -191,11 +232,15 @@ def test_what_lower_layers_hand_on_is_what_they_make_of_the_drafts_own_tokens(mo
 
     monkeypatch.setattr(HuggingFaceLM, "forward", spy)
     drafter = StagedDrafter([cases.small(LLAMA), EarlyExitDrafter(2)], stage_windows=2)
-    session = open_session(LLAMA, drafter, cases.PROMPTS, max_new_tokens=12, num_draft_tokens=4, eos=cases.EOS)
+    session = open_session(
+        LLAMA, drafter, cases.PROMPTS, max_new_tokens=12, num_draft_tokens=4, eos=cases.EOS
+    )
     while session.step():
         pass
     assert session.result().tokens == cases.standard("llama", Sampling(), 12).tokens
-    assert len(seen) > 12 and seen.count(4) > len(seen) / 3, "a window of 4 hands on all but its last guess"
+    assert len(seen) > 12 and seen.count(4) > len(seen) / 3, (
+        "a window of 4 hands on all but its last guess"
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -230,13 +275,17 @@ class Told(ModelDrafter):
         self.drafted: list[tuple[int, list[int]]] = []
         self.told: list[int] = []
 
-    def propose(self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(
+        self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
         draft = super().propose(state, request, windows, sampling)
         self.drafted.append((len(request.texts[0]), draft.tokens[0, : windows[0]].tolist()))
         return draft
 
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
-        self.told += num_accepted if len(self.told) < len(self.drafted) else []  # it may have drafted nothing
+        self.told += (
+            num_accepted if len(self.told) < len(self.drafted) else []
+        )  # it may have drafted nothing
         super().observe(state, output, num_accepted)
 
 
@@ -244,11 +293,15 @@ def test_the_smaller_stage_learns_how_many_of_its_tokens_the_larger_one_keeps() 
     model = cases.target("rnn")
     smaller = Told(cases.near(model))
     staged = StagedDrafter([smaller, ModelDrafter(model)], stage_windows=2)
-    result = run(open_session(model, staged, [cases.PROMPTS[0]], max_new_tokens=24, num_draft_tokens=5))
+    result = run(
+        open_session(model, staged, [cases.PROMPTS[0]], max_new_tokens=24, num_draft_tokens=5)
+    )
     text, kept = [*cases.PROMPTS[0], *result.tokens[0]], []
     for start, tokens in smaller.drafted:
         pairs = zip(tokens, text[start:], strict=False)
-        kept.append(next((i for i, (drafted, token) in enumerate(pairs) if drafted != token), len(tokens)))
+        kept.append(
+            next((i for i, (drafted, token) in enumerate(pairs) if drafted != token), len(tokens))
+        )
     assert smaller.told == kept and {*kept} == {0, 1, 2}
 
 
@@ -260,7 +313,12 @@ def test_a_session_goes_on_after_a_failed_call_of_any_stage(at_call: int) -> Non
         models[which] = Interrupted(models[which], at_call)
         staged = StagedDrafter([ModelDrafter(each) for each in models], stage_windows=2)
         session = open_session(
-            cases.target("rnn"), staged, cases.PROMPTS, max_new_tokens=12, sampling=Sampling(1.0), num_draft_tokens=4
+            cases.target("rnn"),
+            staged,
+            cases.PROMPTS,
+            max_new_tokens=12,
+            sampling=Sampling(1.0),
+            num_draft_tokens=4,
         )
         failures = 0
         while session.live:
@@ -273,9 +331,14 @@ def test_a_session_goes_on_after_a_failed_call_of_any_stage(at_call: int) -> Non
 
 
 def test_its_arguments_build_it_again() -> None:
-    staged = StagedDrafter([NGramDrafter(), cases.small(middle()), ModelDrafter(middle())], stage_windows=5)
+    staged = StagedDrafter(
+        [NGramDrafter(), cases.small(middle()), ModelDrafter(middle())], stage_windows=5
+    )
     again = StagedDrafter(**staged.arguments())
-    assert again.arguments() == staged.arguments() and again.state_dict().keys() == staged.state_dict().keys()
+    assert (
+        again.arguments() == staged.arguments()
+        and again.state_dict().keys() == staged.state_dict().keys()
+    )
     older = networks.spec(StagedDrafter([NGramDrafter(), ModelDrafter(models.RNN(5))]))
     older["arguments"]["stage_windows"] = [3, 5]
     assert networks.build(older, (DRAFTERS,)).arguments()["stage_windows"] == 5
@@ -288,14 +351,22 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "none": (lambda: StagedDrafter([]), "stages must be .* got none"),
     "one": (lambda: StagedDrafter([NGramDrafter()]), "stages must be"),
     "model": (lambda: StagedDrafter([NGramDrafter(), RNN(1)]), "got NGramDrafter, RNN"),  # type: ignore[list-item]
-    "n-gram": (lambda: StagedDrafter([ModelDrafter(RNN(1)), NGramDrafter()]), "got ModelDrafter, NGramDrafter"),
-    "exit first": (lambda: StagedDrafter([EarlyExitDrafter(1), ModelDrafter(RNN(1))]), "outside its target"),
+    "n-gram": (
+        lambda: StagedDrafter([ModelDrafter(RNN(1)), NGramDrafter()]),
+        "got ModelDrafter, NGramDrafter",
+    ),
+    "exit first": (
+        lambda: StagedDrafter([EarlyExitDrafter(1), ModelDrafter(RNN(1))]),
+        "outside its target",
+    ),
     "no window": (
         lambda: StagedDrafter([NGramDrafter(), ModelDrafter(RNN(1))], stage_windows=0),
         "stage_windows must be at least 1, got 0",
     ),
     "target": (
-        lambda: StagedDrafter([NGramDrafter(), ModelDrafter(RNN(1))]).check_target(RNN(1, vocab_size=7)),
+        lambda: StagedDrafter([NGramDrafter(), ModelDrafter(RNN(1))]).check_target(
+            RNN(1, vocab_size=7)
+        ),
         "the draft has a vocabulary of 11 tokens, the target one of 7",
     ),
 }

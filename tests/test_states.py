@@ -61,7 +61,9 @@ class Walk:
             counts = [width] * len(self.texts)
         if max(len(text) for text in self.texts) + width > MAX_LENGTH:
             return
-        tokens = torch.tensor([[self.random.randrange(cases.VOCAB) for _ in range(width)] for _ in self.texts])
+        tokens = torch.tensor(
+            [[self.random.randrange(cases.VOCAB) for _ in range(width)] for _ in self.texts]
+        )
         if self.poisoned:
             poison(self.state)
         valid = None if min(counts) == width else counts
@@ -81,7 +83,10 @@ class Walk:
 
     def between(self) -> list[int]:
         """A length for each row between its last commit and its present one."""
-        return [self.random.randint(first, len(t)) for first, t in zip(self.committed, self.texts, strict=True)]
+        return [
+            self.random.randint(first, len(t))
+            for first, t in zip(self.committed, self.texts, strict=True)
+        ]
 
     def truncate(self) -> None:
         lengths = self.between()
@@ -94,7 +99,9 @@ class Walk:
         self.state.commit(self.committed)
 
     def select(self) -> None:
-        rows = [self.random.randrange(-1, len(self.texts)) for _ in range(self.random.randint(1, 4))]
+        rows = [
+            self.random.randrange(-1, len(self.texts)) for _ in range(self.random.randint(1, 4))
+        ]
         self.state.select(rows)
         self.texts = [[] if row < 0 else list(self.texts[row]) for row in rows]
         self.committed = [0 if row < 0 else self.committed[row] for row in rows]
@@ -107,7 +114,8 @@ class Walk:
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
             step = self.random.choices(
-                [self.feed, self.truncate, self.commit, self.select, self.clear], weights=[6, 4, 2, 1, 1]
+                [self.feed, self.truncate, self.commit, self.select, self.clear],
+                weights=[6, 4, 2, 1, 1],
             )
             step[0]()
 
@@ -115,7 +123,9 @@ class Walk:
 @pytest.mark.parametrize("poisoned", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", KINDS)
-def test_truncating_and_feeding_again_equals_a_fresh_run_in_every_layer(kind: str, seed: int, poisoned: bool) -> None:
+def test_truncating_and_feeding_again_equals_a_fresh_run_in_every_layer(
+    kind: str, seed: int, poisoned: bool
+) -> None:
     """Whatever garbage lies behind the rows."""
     walk = Walk(kind, seed, poisoned=poisoned)
     with torch.inference_mode():
@@ -147,7 +157,9 @@ def test_the_wanted_logits_are_those_of_the_whole(kind: str) -> None:
     with torch.inference_mode():
         whole = model(tokens).logits
         for part in (slice(-1, None), slice(1, 3), torch.tensor([[3, 0], [1, 2]])):
-            wanted = whole[:, part] if isinstance(part, slice) else whole[torch.arange(2)[:, None], part]
+            wanted = (
+                whole[:, part] if isinstance(part, slice) else whole[torch.arange(2)[:, None], part]
+            )
             assert_close(model(tokens, logits_for=part).logits, wanted)
             state = model.init_state(2, 8)
             assert_close(model(tokens, state, logits_for=part).logits, wanted)
@@ -157,7 +169,10 @@ def test_the_fused_network_is_the_same_function() -> None:
     for num_layers in (1, 2, 3):
         model = cases.MODELS["rnn"](4, num_layers=num_layers)
         fused, tokens = model.fused(), torch.randint(0, cases.VOCAB, (3, 7))
-        whole, folded = model(tokens, features=range(num_layers)), fused(tokens, features=range(num_layers))
+        whole, folded = (
+            model(tokens, features=range(num_layers)),
+            fused(tokens, features=range(num_layers)),
+        )
         assert_close(folded.logits, whole.logits)
         for layer in range(num_layers):
             assert_close(folded.features[layer], whole.features[layer])
@@ -165,7 +180,9 @@ def test_the_fused_network_is_the_same_function() -> None:
 
 @pytest.mark.parametrize("valid_lengths", [None, [1, 3]])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rollout_equals_feeding_the_tokens_it_chose(kind: str, valid_lengths: Sequence[int] | None) -> None:
+def test_a_rollout_equals_feeding_the_tokens_it_chose(
+    kind: str, valid_lengths: Sequence[int] | None
+) -> None:
     model, tokens = KINDS[kind](), torch.tensor([[1, 2, 3], [4, 5, 6]])
     seen: list[Tensor] = []
     drawn: list[Tensor] = []
@@ -222,7 +239,9 @@ def addresses(state: KVState) -> list[int]:
 def test_static_buffers_stay_where_they_are() -> None:
     """No concatenation and no new allocation: what compiled graphs need."""
     target = cases.target("transformer")
-    session = open_session(target, cases.drafter("near", "transformer"), cases.PROMPTS[1:2], max_new_tokens=20)
+    session = open_session(
+        target, cases.drafter("near", "transformer"), cases.PROMPTS[1:2], max_new_tokens=20
+    )
     session.step()
     state = session._batch.target_state
     assert isinstance(state, KVState)

@@ -38,13 +38,17 @@ def oracle(tokens: list[int], strings: list[str]) -> tuple[int, int] | None:
         piece = PIECES[token] or b""
         for place in range(len(piece)):
             text += piece[place : place + 1]
-            if complete := [string.encode() for string in strings if text.endswith(string.encode())]:
+            if complete := [
+                string.encode() for string in strings if text.endswith(string.encode())
+            ]:
                 return i + 1, max(map(len, complete)) + len(piece) - place - 1
     return None
 
 
 @pytest.mark.parametrize("strings", STRINGS.values(), ids=STRINGS)
-def test_a_search_in_pieces_of_any_size_finds_what_a_search_byte_after_byte_finds(strings: list[str]) -> None:
+def test_a_search_in_pieces_of_any_size_finds_what_a_search_byte_after_byte_finds(
+    strings: list[str],
+) -> None:
     generator, stops = random.Random(1), StopStrings(strings, PIECES)
     for _ in range(400):
         tokens = [generator.randrange(len(PIECES) + 1) for _ in range(generator.randint(0, 20))]
@@ -78,10 +82,14 @@ def options(name: str, sampling: Sampling) -> dict[str, Any]:
 @functools.cache
 def standard(target: str, name: str, sampling: Sampling) -> DecodeResult:
     """Standard decoding up to strings of that name: the oracle of all drafters and windows."""
-    return autoregressive_decode(spelling(cases.target(target), PIECES), cases.PROMPTS, **options(name, sampling))
+    return autoregressive_decode(
+        spelling(cases.target(target), PIECES), cases.PROMPTS, **options(name, sampling)
+    )
 
 
-def speculate(target: str, drafter: str, name: str, window: int, sampling: Sampling) -> DecodeResult:
+def speculate(
+    target: str, drafter: str, name: str, window: int, sampling: Sampling
+) -> DecodeResult:
     return speculative_decode(
         spelling(cases.target(target), PIECES),
         cases.drafter(drafter, target),
@@ -96,7 +104,9 @@ def speculate(target: str, drafter: str, name: str, window: int, sampling: Sampl
     ("target", "drafter", "name"),
     [
         (*pair, name)
-        for pair in cases.pairs(["near", "ragged", "itself", "repeater", "early_exit", "heads"], ["rnn", "transformer"])
+        for pair in cases.pairs(
+            ["near", "ragged", "itself", "repeater", "early_exit", "heads"], ["rnn", "transformer"]
+        )
         for name in cases.few([*STRINGS], *pair)
     ],
 )
@@ -109,7 +119,9 @@ def test_speculative_output_equals_standard_output_with_stop_strings(
     for window in (2, 7) if target == "llama" else range(first, 9, 2):
         result = speculate(target, drafter, name, window, sampling)
         assert result.tokens == expected.tokens
-        assert [row.stop_reason for row in result.rows] == [row.stop_reason for row in expected.rows]
+        assert [row.stop_reason for row in result.rows] == [
+            row.stop_reason for row in expected.rows
+        ]
 
 
 def test_the_prompt_does_not_count() -> None:
@@ -118,7 +130,9 @@ def test_the_prompt_does_not_count() -> None:
     strings = ["aba"]  # the prompt's own text, and begun at its end
     pieces = [b"z"] * cases.VOCAB
     pieces[:3], pieces[first] = [b"a", b"b", b"ab"], b"a"
-    result = autoregressive_decode(spelling(target, pieces), [[0, 1, 2]], max_new_tokens=1, stop=strings)
+    result = autoregressive_decode(
+        spelling(target, pieces), [[0, 1, 2]], max_new_tokens=1, stop=strings
+    )
     assert result.rows[0].stop_reason == "length"
 
 

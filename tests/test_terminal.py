@@ -20,8 +20,14 @@ CONTROLS = {chr(code) for code in [*range(32), *range(127, 160)]} - {"\t", "\n"}
 
 def test_all_text_is_printed_by_the_function_that_makes_it_visible() -> None:
     for file in (file for file in FILES if file != "config/terminal.py"):
-        calls = [node.func for node in ast.walk(ast.parse((PACKAGE / file).read_text())) if isinstance(node, ast.Call)]
-        assert not any(isinstance(function, ast.Name) and function.id == "print" for function in calls), file
+        calls = [
+            node.func
+            for node in ast.walk(ast.parse((PACKAGE / file).read_text()))
+            if isinstance(node, ast.Call)
+        ]
+        assert not any(
+            isinstance(function, ast.Name) and function.id == "print" for function in calls
+        ), file
 
 
 @pytest.mark.usefixtures("here")
@@ -36,7 +42,9 @@ def test_a_terminal_gets_no_control_characters_from_a_checkpoint_its_output_or_a
         tokenizer="bytes",
         recipe={HOSTILE: HOSTILE},
     )
-    decoded = succeed("decode", "--ckpt", "hostile.ckpt", "--repeats", "0", "--max_new_tokens", "40")
+    decoded = succeed(
+        "decode", "--ckpt", "hostile.ckpt", "--repeats", "0", "--max_new_tokens", "40"
+    )
     shown = succeed("info", "hostile.ckpt")
     refused = call("info", "--ckpt", f"{HOSTILE}.ckpt")
     for text in (*decoded, *shown, *refused):

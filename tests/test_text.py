@@ -53,12 +53,18 @@ def test_the_pieces_of_a_text_add_up_to_the_whole_decode(kind: str) -> None:
     generator, tokenizer = random.Random(1), shared(kind)
     pieces, names = tokenizer.vocabulary.token_bytes, text_cases.tokenizer(kind).get_vocab()
     if kind == "byte_level":
-        single = {piece[0]: token for token, piece in enumerate(pieces) if piece is not None and len(piece) == 1}
+        single = {
+            piece[0]: token
+            for token, piece in enumerate(pieces)
+            if piece is not None and len(piece) == 1
+        }
     else:
         single = {byte: names[f"<0x{byte:02X}>"] for byte in range(256)}
     assert len(single) == 256
     for _ in range(600):
-        whole = [generator.randrange(len(pieces) + 3) for _ in range(generator.randint(0, 12))]  # some are no token
+        whole = [
+            generator.randrange(len(pieces) + 3) for _ in range(generator.randint(0, 12))
+        ]  # some are no token
         raw = "".join(generator.choice("aé日🌩 ") for _ in range(generator.randint(1, 5))).encode()
         broken = [single[byte] for byte in raw if generator.random() < 0.9]
         for _ in range(generator.choice([0, 0, 1, 2])):
@@ -101,7 +107,9 @@ def test_what_is_held_is_shown_later_and_what_is_dropped_never(kind: str) -> Non
 def test_bytes_are_tokens_and_nothing_is_special() -> None:
     tokenizer = ByteTokenizer()
     check_stream(tokenizer, [*range(256), *range(256)], random.Random(0))
-    assert tokenizer.decode([104, 105, 300]) == "hi", "a model may have more outputs than there are bytes"
+    assert tokenizer.decode([104, 105, 300]) == "hi", (
+        "a model may have more outputs than there are bytes"
+    )
     assert tokenizer.encode("a\ud800b") == [97, 63, 98]
     assert not tokenizer.eos and tokenizer.start is None and not tokenizer.has_chat_template
     assert not tokenizer.vocabulary.special_texts and len(tokenizer.vocabulary) == 256
@@ -124,14 +132,18 @@ def test_a_checkpoint_of_text_takes_and_gives_text(text_ckpt: str, tmp_path: Pat
     decoder = SpeculativeDecoder.from_checkpoint(text_ckpt)
     assert isinstance(decoder.tokenizer, ByteTokenizer)
     whole = decoder.decode_standard("def main(", max_new_tokens=30, temperature=1.0)
-    place, stop = next((i, chr(token)) for i, token in enumerate(whole.tokens[0]) if 32 < token < 127)
+    place, stop = next(
+        (i, chr(token)) for i, token in enumerate(whole.tokens[0]) if 32 < token < 127
+    )
     row = decoder.decode("def main(", max_new_tokens=30, stop=stop, temperature=1.0).rows[0]
     assert row.prompt == list(b"def main(")
     assert row.stop_reason == "stop" and row.tokens == whole.tokens[0][: place + 1]
     assert row.text == bytes(row.tokens[:-1]).decode("utf-8", "replace")
     options = ["--max_new_tokens", "6", "--repeats", "0"]
     shown = succeed("decode", "--ckpt", text_ckpt, "--prompt", "def main(", *options).out
-    assert "def main(" in shown and "def café(" in succeed("decode", "--ckpt", text_ckpt, *options).out
+    assert (
+        "def main(" in shown and "def café(" in succeed("decode", "--ckpt", text_ckpt, *options).out
+    )
     exported = str(tmp_path / "exported.ckpt")
     succeed("export", "--ckpt", text_ckpt, "--output", exported)
     assert "bytes" in succeed("info", "--ckpt", exported).out
@@ -141,8 +153,14 @@ def test_a_checkpoint_of_text_takes_and_gives_text(text_ckpt: str, tmp_path: Pat
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
 def test_a_chat_has_the_tokens_that_the_template_gives(kind: str) -> None:
     tokenizer = shared(kind)
-    messages = [*HELLO, {"role": "assistant", "content": " fell"}, {"role": "user", "content": "é 🌩\n"}]
-    expected = tokenizer.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": " fell"},
+        {"role": "user", "content": "é 🌩\n"},
+    ]
+    expected = tokenizer.tokenizer.apply_chat_template(messages, add_generation_prompt=True)[
+        "input_ids"
+    ]
     assert tokenizer.encode_chat(messages) == expected
     assert tokenizer.render_chat(messages).endswith("<s>user\né 🌩\n</s>\n<s>assistant\n")
 
@@ -159,7 +177,9 @@ def test_a_directory_gives_the_tokenizer_with_all_that_ends_an_answer(saved: Pat
     loaded, own = TextTokenizer.load(saved), shared("sentencepiece")
     assert loaded.eos == {2, 5} and loaded.has_chat_template
     assert loaded.encode(text_cases.TEXT[2]) == own.encode(text_cases.TEXT[2])
-    assert loaded.encode_chat(HELLO) == own.encode_chat(HELLO) and loaded.vocabulary == own.vocabulary
+    assert (
+        loaded.encode_chat(HELLO) == own.encode_chat(HELLO) and loaded.vocabulary == own.vocabulary
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,11 +190,21 @@ def test_a_directory_gives_the_tokenizer_with_all_that_ends_an_answer(saved: Pat
         ("tokenizer.json", None),
     ],
 )
-def test_a_damaged_tokenizer_is_refused_in_one_line(saved: Path, file: str, content: str | None) -> None:
-    (saved / file).unlink(missing_ok=True) if content is None else (saved / file).write_text(content)
-    with pytest.raises(ValueError, match="holds no tokenizer" if content is None else "cannot be read") as error:
+def test_a_damaged_tokenizer_is_refused_in_one_line(
+    saved: Path, file: str, content: str | None
+) -> None:
+    (saved / file).unlink(missing_ok=True) if content is None else (saved / file).write_text(
+        content
+    )
+    with pytest.raises(
+        ValueError, match="holds no tokenizer" if content is None else "cannot be read"
+    ) as error:
         TextTokenizer.load(saved)
-    assert str(saved) in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 400
+    assert (
+        str(saved) in str(error.value)
+        and "\n" not in str(error.value)
+        and len(str(error.value)) < 400
+    )
 
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}"
@@ -190,7 +220,9 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in ran
         ("{{ 9 ** 9 ** 9 ** 9 }}", "powers"),
     ],
 )
-def test_a_template_that_does_not_take_a_chat_says_why_in_one_line_at_once(template: str, told: str) -> None:
+def test_a_template_that_does_not_take_a_chat_says_why_in_one_line_at_once(
+    template: str, told: str
+) -> None:
     tokenizer = text_cases.byte_level()
     tokenizer.chat_template = template
     started = time.perf_counter()

@@ -30,7 +30,9 @@ def corpus(tmp_path: Path) -> Path:
     for file in range(NUM_FILES):
         path = root / ("even" if file % 2 == 0 else "odd") / f"{file}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(line(file, number) for number in range(10 + file)), encoding="utf-8")
+        path.write_text(
+            "".join(line(file, number) for number in range(10 + file)), encoding="utf-8"
+        )
     return root
 
 
@@ -39,7 +41,14 @@ def make(corpus: Path, tmp_path: Path) -> Callable[..., TextFiles]:
     """Data of that corpus, of a size that suits it."""
 
     def made(**arguments: object) -> TextFiles:
-        sizes = {"length": 64, "num_val": 6, "num_test": 4, "prompt_length": 16, "held_out": 0.1, "batch_size": 8}
+        sizes = {
+            "length": 64,
+            "num_val": 6,
+            "num_test": 4,
+            "prompt_length": 16,
+            "held_out": 0.1,
+            "batch_size": 8,
+        }
         given = {"paths": str(corpus), "cache_dir": str(tmp_path / "cache"), **sizes, **arguments}
         return TextFiles(**given)  # type: ignore[arg-type]
 
@@ -54,7 +63,9 @@ def files_in(text: str) -> set[str]:
     return {part.split()[1] for part in text.splitlines()}
 
 
-def test_tokens_stay_on_the_disk_and_are_made_once(make: Callable[..., TextFiles], tmp_path: Path) -> None:
+def test_tokens_stay_on_the_disk_and_are_made_once(
+    make: Callable[..., TextFiles], tmp_path: Path
+) -> None:
     tokens = make().texts["train"].tokens
     assert isinstance(tokens, np.memmap) and tokens.dtype == np.uint8 and not tokens.flags.writeable
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
@@ -70,7 +81,9 @@ def test_a_damaged_token_file_is_made_again(make: Callable[..., TextFiles], tmp_
     assert {split: text_of(make(), split) for split in SPLITS} == whole
 
 
-def test_a_resumed_run_reads_the_windows_that_an_uninterrupted_one_would(make: Callable[..., TextFiles]) -> None:
+def test_a_resumed_run_reads_the_windows_that_an_uninterrupted_one_would(
+    make: Callable[..., TextFiles],
+) -> None:
     def epochs(data: TextFiles, numbers: list[int]) -> list[list[list[int]]]:
         loader, read = data.train_dataloader(), []
         for number in numbers:
@@ -98,7 +111,9 @@ def test_windows_are_the_text_side_by_side(make: Callable[..., TextFiles]) -> No
         assert rows.tokens.tolist() == [text[start : start + 64].tolist() for start in starts]
 
 
-def test_a_tokenizer_of_transformers_makes_the_tokens(make: Callable[..., TextFiles], tmp_path: Path) -> None:
+def test_a_tokenizer_of_transformers_makes_the_tokens(
+    make: Callable[..., TextFiles], tmp_path: Path
+) -> None:
     tiny_tokenizers.byte_level(vocab_size=400).save_pretrained(tmp_path / "tokenizer")
     name = str(tmp_path / "tokenizer")
     data = make(tokenizer=name, vocab_size=500, length=32)
@@ -106,12 +121,23 @@ def test_a_tokenizer_of_transformers_makes_the_tokens(make: Callable[..., TextFi
     assert isinstance(tokens, np.memmap) and tokens.dtype == np.uint16
     assert named_tokenizer(name).decode(tokens.tolist()) == text_of(make(), "test")
     assert data.bytes_per_token("test") == len(text_of(make(), "test").encode()) / len(tokens) > 1
-    with pytest.raises(ValueError, match=r"has \d+ tokens, more than vocab_size 256: set vocab_size to \d+ or more"):
+    with pytest.raises(
+        ValueError, match=r"has \d+ tokens, more than vocab_size 256: set vocab_size to \d+ or more"
+    ):
         make(tokenizer=name).setup("fit")
 
 
-def test_a_pair_trained_on_text_decodes_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, corpus: Path) -> None:
-    sizes = {"vocab_size": 256, "length": 64, "num_train": 8, "num_val": 4, "num_test": 2, "held_out": 0.1}
+def test_a_pair_trained_on_text_decodes_text(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, corpus: Path
+) -> None:
+    sizes = {
+        "vocab_size": 256,
+        "length": 64,
+        "num_train": 8,
+        "num_val": 4,
+        "num_test": 2,
+        "held_out": 0.1,
+    }
     given = {**sizes, "paths": corpus, "cache_dir": tmp_path / "cache"}
     options = [word for key, value in given.items() for word in (f"--data.{key}", str(value))]
     verb(monkeypatch, tmp_path, "fit", "--data", "TextFiles", *options, "--trainer.max_epochs", "1")
@@ -121,7 +147,9 @@ def test_a_pair_trained_on_text_decodes_text(monkeypatch: pytest.MonkeyPatch, tm
     assert len(decoder.prompts) == 2
 
 
-def test_whole_files_are_held_out_and_none_is_in_two_splits(make: Callable[..., TextFiles], corpus: Path) -> None:
+def test_whole_files_are_held_out_and_none_is_in_two_splits(
+    make: Callable[..., TextFiles], corpus: Path
+) -> None:
     data = make()
     files = {split: files_in(text_of(data, split)) for split in SPLITS}
     assert sum(map(len, files.values())) == NUM_FILES == len(set.union(*files.values()))
@@ -134,10 +162,17 @@ def test_whole_files_are_held_out_and_none_is_in_two_splits(make: Callable[..., 
         assert all(texts[name] in text_of(data, split) for name in names)
 
 
-def test_names_alone_decide_the_split(make: Callable[..., TextFiles], corpus: Path, tmp_path: Path) -> None:
+def test_names_alone_decide_the_split(
+    make: Callable[..., TextFiles], corpus: Path, tmp_path: Path
+) -> None:
     moved = corpus.rename(tmp_path / "elsewhere")
-    before, after = make(paths=str(moved), seed=1), make(paths=[str(moved / "**" / "*.txt")], seed=2)
-    assert [text_of(before, split) for split in SPLITS] == [text_of(after, split) for split in SPLITS]
+    before, after = (
+        make(paths=str(moved), seed=1),
+        make(paths=[str(moved / "**" / "*.txt")], seed=2),
+    )
+    assert [text_of(before, split) for split in SPLITS] == [
+        text_of(after, split) for split in SPLITS
+    ]
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,16 @@ WORKED = re.compile(r"<!-- worked: (\w+) -->\n((?:\|[^\n]*\n)+|```json\n.*?```)"
 BLOCKS: dict[str, str] = dict(WORKED.findall(DOCUMENT))
 ALPHAS = [0.0, 0.3, 0.8, 0.95, 1.0]
 WINDOWS = [0, 1, 3, 8]
-predict = partial(theory.predicted_speedup, draft_step_seconds=0.1, target_seconds=1.0, verify_seconds=1.0)
+predict = partial(
+    theory.predicted_speedup, draft_step_seconds=0.1, target_seconds=1.0, verify_seconds=1.0
+)
 
 
 def table(name: str) -> list[dict[str, str]]:
     """The rows of a worked table, each as a dict from column heading to cell."""
-    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in BLOCKS[name].splitlines())
+    header, _, *rows = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in BLOCKS[name].splitlines()
+    )
     return [dict(zip(header, row, strict=True)) for row in rows]
 
 
@@ -61,7 +65,9 @@ def test_accepted_tokens_equal_a_sum_over_all_verdicts(alpha: float, num_draft_t
     for verdicts in itertools.product([True, False], repeat=num_draft_tokens):
         num_accepted = (*verdicts, False).index(False)
         enumerated[num_accepted] += math.prod(alpha if kept else 1 - alpha for kept in verdicts)
-    assert theory.accepted_distribution(alpha, num_draft_tokens) == pytest.approx(enumerated, abs=1e-12)
+    assert theory.accepted_distribution(alpha, num_draft_tokens) == pytest.approx(
+        enumerated, abs=1e-12
+    )
     mean = sum(accepted * prob for accepted, prob in enumerate(enumerated))
     assert theory.expected_tokens(alpha, num_draft_tokens) == pytest.approx(mean + 1)
     if alpha < 1:  # equation 1 of Leviathan et al.
@@ -71,7 +77,13 @@ def test_accepted_tokens_equal_a_sum_over_all_verdicts(alpha: float, num_draft_t
 
 def test_rounds_and_speedup_agree_with_simulated_texts() -> None:
     """20,000 texts from a fixed seed; tolerance 5 standard errors a mean. With other seeds: false alarm odds 1e-6."""
-    generator, alpha, num_draft_tokens, num_new_tokens, num_texts = random.Random(0), 0.7, 4, 23, 20_000
+    generator, alpha, num_draft_tokens, num_new_tokens, num_texts = (
+        random.Random(0),
+        0.7,
+        4,
+        23,
+        20_000,
+    )
     rounds, seconds = [], []
     for _ in range(num_texts):
         wanted, num_rounds, num_steps = num_new_tokens, 0, 0
@@ -79,11 +91,19 @@ def test_rounds_and_speedup_agree_with_simulated_texts() -> None:
             window, accepted = min(num_draft_tokens, wanted - 1), 0
             while accepted < window and generator.random() < alpha:
                 accepted += 1
-            wanted, num_rounds, num_steps = wanted - accepted - 1, num_rounds + 1, num_steps + window
+            wanted, num_rounds, num_steps = (
+                wanted - accepted - 1,
+                num_rounds + 1,
+                num_steps + window,
+            )
         rounds.append(num_rounds)
         seconds.append(0.1 * num_steps + 1.3 * num_rounds)
     costs = {"verify_seconds": 1.2, "round_overhead_seconds": 0.1, "step_overhead_seconds": 0.05}
-    promised = num_new_tokens * 1.05 / predict(alpha, num_draft_tokens, **costs, num_new_tokens=num_new_tokens)
+    promised = (
+        num_new_tokens
+        * 1.05
+        / predict(alpha, num_draft_tokens, **costs, num_new_tokens=num_new_tokens)
+    )
     expected = theory.expected_rounds(alpha, num_draft_tokens, num_new_tokens=num_new_tokens)
     for samples, computed in ((rounds, expected), (seconds, promised)):
         mean = sum(samples) / num_texts
@@ -92,11 +112,18 @@ def test_rounds_and_speedup_agree_with_simulated_texts() -> None:
 
 
 @pytest.mark.parametrize("num_draft_tokens", WINDOWS)
-def test_the_limits_are_a_perfect_draft_a_wrong_one_and_an_endless_text(num_draft_tokens: int) -> None:
+def test_the_limits_are_a_perfect_draft_a_wrong_one_and_an_endless_text(
+    num_draft_tokens: int,
+) -> None:
     for num_new_tokens in range(1, 20):
         fewest = math.ceil(num_new_tokens / (num_draft_tokens + 1))
-        assert theory.expected_rounds(1.0, num_draft_tokens, num_new_tokens=num_new_tokens) == fewest
-        assert theory.expected_rounds(0.0, num_draft_tokens, num_new_tokens=num_new_tokens) == num_new_tokens
+        assert (
+            theory.expected_rounds(1.0, num_draft_tokens, num_new_tokens=num_new_tokens) == fewest
+        )
+        assert (
+            theory.expected_rounds(0.0, num_draft_tokens, num_new_tokens=num_new_tokens)
+            == num_new_tokens
+        )
     for alpha in ALPHAS:
         long = theory.block_efficiency_finite(alpha, num_draft_tokens, num_new_tokens=1500)
         assert long == pytest.approx(theory.expected_tokens(alpha, num_draft_tokens), rel=0.01)
@@ -131,14 +158,18 @@ def test_document_section_8_tokens_and_windows() -> None:
     for row in table("best_window"):
         alpha = value(row.pop("alpha"))
         for column, cell in row.items():
-            found, (shown, speedup) = best_window(alpha, value(column.removeprefix("c="))), cell.split(": ")
+            found, (shown, speedup) = (
+                best_window(alpha, value(column.removeprefix("c="))),
+                cell.split(": "),
+            )
             assert int(shown) == found[0] and agrees(speedup, found[1])
     for row in table("break_even"):
         window = int(row.pop("window"))
         for column, cell in row.items():
             near = (value(cell) - 0.005, value(cell) + 0.005)
             below, above = (
-                predict(alpha, window, draft_step_seconds=value(column.removeprefix("c="))) for alpha in near
+                predict(alpha, window, draft_step_seconds=value(column.removeprefix("c=")))
+                for alpha in near
             )
             assert below < 1 < above
 
@@ -146,10 +177,18 @@ def test_document_section_8_tokens_and_windows() -> None:
 def test_document_section_9_short_outputs() -> None:
     facts = block("costs")
     alpha, window = value(facts.pop("alpha")), facts.pop("num_draft_tokens")
-    endless, costs = facts.pop("endless_speedup"), dict[str, Any](zip(facts, map(value, facts.values()), strict=True))
+    endless, costs = (
+        facts.pop("endless_speedup"),
+        dict[str, Any](zip(facts, map(value, facts.values()), strict=True)),
+    )
     assert agrees(endless, predict(alpha, window, **costs))
     for row in table("lengths"):
         length = int(row["new tokens"])
-        assert agrees(row["expected rounds"], theory.expected_rounds(alpha, window, num_new_tokens=length))
-        assert agrees(row["block efficiency"], theory.block_efficiency_finite(alpha, window, num_new_tokens=length))
+        assert agrees(
+            row["expected rounds"], theory.expected_rounds(alpha, window, num_new_tokens=length)
+        )
+        assert agrees(
+            row["block efficiency"],
+            theory.block_efficiency_finite(alpha, window, num_new_tokens=length),
+        )
         assert agrees(row["speedup"], predict(alpha, window, **costs, num_new_tokens=length)), row

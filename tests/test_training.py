@@ -44,7 +44,9 @@ RATES += ["sampling_acceptance_rate", "sampling_block_efficiency"]
 
 @pytest.fixture(scope="module")
 def events(shipped_run: TrainedRun) -> EventAccumulator:
-    accumulator = EventAccumulator(str(shipped_run.events), size_guidance={"histograms": 0, "scalars": 0})
+    accumulator = EventAccumulator(
+        str(shipped_run.events), size_guidance={"histograms": 0, "scalars": 0}
+    )
     accumulator.Reload()
     return accumulator
 
@@ -52,10 +54,17 @@ def events(shipped_run: TrainedRun) -> EventAccumulator:
 def test_the_losses_fall_and_tensorboard_holds_every_promised_tag(events: EventAccumulator) -> None:
     for model in ("draft", "target"):
         losses = [event.value for event in events.Scalars(f"train/{model}_loss")]
-        assert len(losses) == EPOCHS and 3.6 < losses[0] < 4.1, "it begins a little below log(50) = 3.9"
+        assert len(losses) == EPOCHS and 3.6 < losses[0] < 4.1, (
+            "it begins a little below log(50) = 3.9"
+        )
         assert losses[-1] < 1
     tags = events.Tags()
-    wanted = {f"val/{rate}" for rate in RATES} | {"train/loss", "train/draft_loss", "train/target_loss", "train/epoch"}
+    wanted = {f"val/{rate}" for rate in RATES} | {
+        "train/loss",
+        "train/draft_loss",
+        "train/target_loss",
+        "train/epoch",
+    }
     assert set(tags["scalars"]) == wanted, "a second copy of metrics is no curve"
     assert set(tags["histograms"]) == {"val/accepted_per_round", "val/sampling_accepted_per_round"}
     histogram = events.Histograms("val/accepted_per_round")[-1].histogram_value
@@ -65,7 +74,9 @@ def test_the_losses_fall_and_tensorboard_holds_every_promised_tag(events: EventA
     assert (histogram.sum + histogram.num) / histogram.num == pytest.approx(efficiency)
     hparams = events.PluginTagToContent("hparams")
     assert b"target/hidden_size" in hparams["_hparams_/session_start_info"]
-    assert b"val/block_efficiency" in hparams["_hparams_/experiment"], "the tab shows the last value of that scalar"
+    assert b"val/block_efficiency" in hparams["_hparams_/experiment"], (
+        "the tab shows the last value of that scalar"
+    )
 
 
 def test_checkpoints_are_enough_by_themselves_and_say_how_they_were_made(
@@ -93,7 +104,9 @@ def test_validate_and_test_read_the_same_yaml_and_the_best_checkpoint(
     shown = capsys.readouterr().out
     prefix = {"validate": "val", "test": "test"}[name]
     assert all(f"{prefix}/{rate}" in shown for rate in RATES)
-    assert [path.name for path in (shipped_run.directory / "logs" / "rnn").iterdir()] == ["version_0"]
+    assert [path.name for path in (shipped_run.directory / "logs" / "rnn").iterdir()] == [
+        "version_0"
+    ]
     if name == "validate":
         assert str(min(event.value for event in events.Scalars("val/loss")))[:6] in shown
 
@@ -109,7 +122,11 @@ def test_a_strangers_checkpoint_deletes_nothing(
         (state,) = (state for name, state in content["callbacks"].items() if "val/loss" in name)
         state.pop("dirpath", None)
         state |= {"best_k_models": {victim: torch.tensor(99.0)}, "kth_value": torch.tensor(99.0)}
-        state |= {"kth_best_model_path": victim, "best_model_path": victim, "best_model_score": torch.tensor(99.0)}
+        state |= {
+            "kth_best_model_path": victim,
+            "best_model_path": victim,
+            "best_model_score": torch.tensor(99.0),
+        }
         torch.save(content, tmp_path / "stranger.ckpt")
         options = ["--ckpt_path", "stranger.ckpt", "--trainer.max_epochs", str(EPOCHS + 2)]
         verb(monkeypatch, tmp_path, "fit", *options)
@@ -122,17 +139,30 @@ def test_every_shipped_config_is_parsed_and_built(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     generates = "class_path: GenerateText" in config.read_text()
-    if "target_checkpoint: checkpoints/smollm2" in config.read_text():  # built on a tiny target by `fit_shipped`
-        monkeypatch.setattr(sys, "argv", ["lightning_specdec", "fit", "--config", str(config), "--print_config"])
+    if (
+        "target_checkpoint: checkpoints/smollm2" in config.read_text()
+    ):  # built on a tiny target by `fit_shipped`
+        monkeypatch.setattr(
+            sys, "argv", ["lightning_specdec", "fit", "--config", str(config), "--print_config"]
+        )
         with pytest.raises(SystemExit, match="0"):
             run()
         return
-    options = ["--trainer.max_epochs", "0", "--trainer.accelerator", "cpu", "--trainer.logger", "false"]
+    options = [
+        "--trainer.max_epochs",
+        "0",
+        "--trainer.accelerator",
+        "cpu",
+        "--trainer.logger",
+        "false",
+    ]
     verb = "generate" if generates else "fit"
     monkeypatch.setattr(sys, "argv", ["lightning_specdec", verb, "--config", str(config), *options])
     started: list[object] = []
     if generates:  # its target is a real model, which starting would load
-        monkeypatch.setattr(CliTrainer, "predict", lambda *_, **given: started.append(given["datamodule"]))
+        monkeypatch.setattr(
+            CliTrainer, "predict", lambda *_, **given: started.append(given["datamodule"])
+        )
     run()
     assert [isinstance(data, PromptSource) for data in started] == [True] * generates
 
@@ -186,16 +216,50 @@ def test_a_bad_checkpoint_is_refused_before_anything_runs(
             assert "\n" not in str(caught.value)
     best, last = str(shipped_run.best), str(shipped_run.last)
     with pytest.raises(ValueError, match="has networks of other shapes .*embedding"):
-        verb(monkeypatch, tmp_path, "test", "--ckpt_path", best, "--data.vocab_size", "60", logger=True)
-    with pytest.raises(ValueError, match=f"{EPOCHS} finished epochs and the run ends after {EPOCHS - 1}"):
-        verb(monkeypatch, tmp_path, "fit", "--ckpt_path", last, "--trainer.max_epochs", str(EPOCHS - 1), logger=True)
-    with pytest.raises(ValueError, match="is at step [0-9]+, the run ends after 2: raise --trainer.max_steps"):
-        verb(monkeypatch, tmp_path, "fit", "--ckpt_path", last, "--trainer.max_steps", "2", logger=True)
+        verb(
+            monkeypatch,
+            tmp_path,
+            "test",
+            "--ckpt_path",
+            best,
+            "--data.vocab_size",
+            "60",
+            logger=True,
+        )
+    with pytest.raises(
+        ValueError, match=f"{EPOCHS} finished epochs and the run ends after {EPOCHS - 1}"
+    ):
+        verb(
+            monkeypatch,
+            tmp_path,
+            "fit",
+            "--ckpt_path",
+            last,
+            "--trainer.max_epochs",
+            str(EPOCHS - 1),
+            logger=True,
+        )
+    with pytest.raises(
+        ValueError, match="is at step [0-9]+, the run ends after 2: raise --trainer.max_steps"
+    ):
+        verb(
+            monkeypatch,
+            tmp_path,
+            "fit",
+            "--ckpt_path",
+            last,
+            "--trainer.max_steps",
+            "2",
+            logger=True,
+        )
     assert sorted(tmp_path.iterdir()) == before
 
 
 def test_an_exported_checkpoint_is_validated_but_not_resumed(
-    shipped_run: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shipped_run: TrainedRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     made = checkpoint.load(shipped_run.best)
     checkpoint.save(tmp_path / "models.ckpt", made.target, made.drafter)
@@ -205,7 +269,9 @@ def test_an_exported_checkpoint_is_validated_but_not_resumed(
         verb(monkeypatch, tmp_path, "fit", "--ckpt_path", "models.ckpt")
 
 
-def test_a_run_killed_at_any_moment_leaves_a_whole_checkpoint(shipped_run: TrainedRun, tmp_path: Path) -> None:
+def test_a_run_killed_at_any_moment_leaves_a_whole_checkpoint(
+    shipped_run: TrainedRun, tmp_path: Path
+) -> None:
     path = tmp_path / "last.ckpt"
     shutil.copy(shipped_run.last, path)
     content = checkpoint.read(shipped_run.last)
@@ -239,7 +305,15 @@ def test_a_full_disk_ends_a_run_with_one_line_and_it_goes_on_from_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    fit = ("fit", "--config", str(RNN_CONFIG), "--trainer.accelerator", "cpu", "--trainer.logger", "false")
+    fit = (
+        "fit",
+        "--config",
+        str(RNN_CONFIG),
+        "--trainer.accelerator",
+        "cpu",
+        "--trainer.logger",
+        "false",
+    )
     succeed(*fit, "--trainer.max_epochs", "1")
     last = tmp_path / "checkpoints/rnn/version_0/last.ckpt"
     content, before = last.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -249,8 +323,14 @@ def test_a_full_disk_ends_a_run_with_one_line_and_it_goes_on_from_before(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert outcome.code == 2 and "Traceback" not in outcome.err
-    assert outcome.err.splitlines()[-1].startswith("error: ") and "last.ckpt" in outcome.err.splitlines()[-1]
-    assert last.read_bytes() == content and sorted(each.name for each in last.parent.iterdir()) == FILES
+    assert (
+        outcome.err.splitlines()[-1].startswith("error: ")
+        and "last.ckpt" in outcome.err.splitlines()[-1]
+    )
+    assert (
+        last.read_bytes() == content
+        and sorted(each.name for each in last.parent.iterdir()) == FILES
+    )
     succeed(*fit, "--trainer.max_epochs", "2", "--ckpt_path", "last")
 
 
@@ -258,7 +338,15 @@ def test_a_disk_that_fills_under_tensorboard_is_one_line_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    fit = ("fit", "--config", str(RNN_CONFIG), "--trainer.accelerator", "cpu", "--trainer.max_epochs", "3")
+    fit = (
+        "fit",
+        "--config",
+        str(RNN_CONFIG),
+        "--trainer.accelerator",
+        "cpu",
+        "--trainer.max_epochs",
+        "3",
+    )
     write, numbers = RecordWriter.write, itertools.count()
 
     def until_full(self: Any, data: bytes) -> None:
@@ -278,7 +366,11 @@ class Stop:
     """Ends a run at its third or another step, or within its first validation: by Ctrl-C, a signal, or an error."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, how: str, hook: str = "on_train_batch_end", step: int = 3
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        how: str,
+        hook: str = "on_train_batch_end",
+        step: int = 3,
     ) -> None:
         def stop(module: SpeculativeTraining, *_: object) -> None:
             if module.trainer.global_step == step or hook != "on_train_batch_end":
@@ -313,19 +405,38 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return checkpoint.read(home / "checkpoints/rnn")
 
 
-@pytest.mark.parametrize("how", ["finished", "SIGINT", "SIGTERM", "SIGKILL", "last batch", "validation", "error"])
+@pytest.mark.parametrize(
+    "how", ["finished", "SIGINT", "SIGTERM", "SIGKILL", "last batch", "validation", "error"]
+)
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
-    whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], how: str
+    whole: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    how: str,
 ) -> None:
     """After its first epoch, or stopped within it; killed, it goes on from the newest checkpoint."""
     (tmp_path / "halves").mkdir()
     if how == "finished":
         verb(monkeypatch, tmp_path / "halves", "fit", "--trainer.max_epochs", "1", logger=True)
     elif how in ("SIGTERM", "SIGKILL", "last batch", "validation"):
-        often = ("fit", "--trainer.max_epochs", "2", *(("--save_seconds", "0") if how != "SIGTERM" else ()))
+        often = (
+            "fit",
+            "--trainer.max_epochs",
+            "2",
+            *(("--save_seconds", "0") if how != "SIGTERM" else ()),
+        )
         with monkeypatch.context() as stopped:
-            number, step = "SIGTERM" if how == "SIGTERM" else "SIGKILL", 50 if how == "last batch" else 3
-            Stop(stopped, number, "validation_step" if how == "validation" else "on_train_batch_end", step)
+            number, step = (
+                "SIGTERM" if how == "SIGTERM" else "SIGKILL",
+                50 if how == "last batch" else 3,
+            )
+            Stop(
+                stopped,
+                number,
+                "validation_step" if how == "validation" else "on_train_batch_end",
+                step,
+            )
             end = end_of(lambda: verb(stopped, tmp_path / "halves", *often, logger=True))
         assert end == (128 + signal.SIGTERM if how == "SIGTERM" else -signal.SIGKILL)
         left = checkpoint.read(tmp_path / "halves" / "checkpoints/rnn/version_0/last.ckpt")
@@ -339,49 +450,96 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
             signal.signal(each, handler)
     told = "stopped at step 3: repeat with --ckpt_path last\n" in capfd.readouterr().out
     assert told == (how in ("SIGINT", "SIGTERM"))
-    verb(monkeypatch, tmp_path / "halves", "fit", "--trainer.max_epochs", "2", "--ckpt_path", "last", logger=True)
+    verb(
+        monkeypatch,
+        tmp_path / "halves",
+        "fit",
+        "--trainer.max_epochs",
+        "2",
+        "--ckpt_path",
+        "last",
+        logger=True,
+    )
     halves = checkpoint.read(tmp_path / "halves" / "checkpoints/rnn")
-    assert whole["epoch"] == halves["epoch"] == 1 and whole["global_step"] == halves["global_step"] == 100
+    assert (
+        whole["epoch"] == halves["epoch"] == 1
+        and whole["global_step"] == halves["global_step"] == 100
+    )
     assert whole["lightning_specdec"]["recipe"] == halves["lightning_specdec"]["recipe"]
-    assert all(torch.equal(weight, halves["state_dict"][name]) for name, weight in whole["state_dict"].items())
+    assert all(
+        torch.equal(weight, halves["state_dict"][name])
+        for name, weight in whole["state_dict"].items()
+    )
     assert [path.name for path in (tmp_path / "halves" / "logs" / "rnn").iterdir()] == ["version_0"]
-    curves = (EventAccumulator(str(path)).Reload() for path in (tmp_path / "halves").rglob("events.out*"))
+    curves = (
+        EventAccumulator(str(path)).Reload() for path in (tmp_path / "halves").rglob("events.out*")
+    )
     losses = (each.Scalars("val/loss") for each in curves if "val/loss" in each.Tags()["scalars"])
-    assert [event.step for event in sorted(itertools.chain(*losses), key=lambda event: event.step)] == [49, 99]
+    assert [
+        event.step for event in sorted(itertools.chain(*losses), key=lambda event: event.step)
+    ] == [49, 99]
 
 
 def test_a_run_that_stopped_early_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    fit = ("fit", "--config", str(RNN_CONFIG), "--trainer.accelerator", "cpu", "--trainer.logger", "false")
+    fit = (
+        "fit",
+        "--config",
+        str(RNN_CONFIG),
+        "--trainer.accelerator",
+        "cpu",
+        "--trainer.logger",
+        "false",
+    )
     stopping = ("EarlyStopping", "monitor=val/loss", "min_delta=100", "patience=1")
-    early = [f"--trainer.callbacks{at}{each}" for at, each in zip(("+=", ".", ".", "."), stopping, strict=True)]
+    early = [
+        f"--trainer.callbacks{at}{each}"
+        for at, each in zip(("+=", ".", ".", "."), stopping, strict=True)
+    ]
     succeed(*fit, *early)
     last = tmp_path / "checkpoints/rnn/version_0/last.ckpt"
     content = last.read_bytes()
     outcome = call(*fit, *early, "--ckpt_path", "last")
     line = "is over, EarlyStopping ended the run (val/loss, patience 1): resume without it"
-    assert outcome.code == 2 and line in outcome.err.splitlines()[-1] and last.read_bytes() == content
+    assert (
+        outcome.code == 2 and line in outcome.err.splitlines()[-1] and last.read_bytes() == content
+    )
     (last.parent.parent / "version_1").mkdir()  # of a run that ended before its first checkpoint
     outcome = succeed(*fit, "--ckpt_path", "last", "--trainer.max_epochs", "3")
     assert "resuming checkpoints/rnn/version_0/last.ckpt at step 100\n" in outcome.out
     assert checkpoint.read(last)["epoch"] == 2
 
 
-def test_a_run_whose_time_is_used_up_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_time_is_used_up_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    fit = ("fit", "--config", str(RNN_CONFIG), "--trainer.accelerator", "cpu", "--trainer.callbacks+=TimeLimit")
+    fit = (
+        "fit",
+        "--config",
+        str(RNN_CONFIG),
+        "--trainer.accelerator",
+        "cpu",
+        "--trainer.callbacks+=TimeLimit",
+    )
     succeed(*fit, "--trainer.callbacks.minutes", "9", "--trainer.max_epochs", "1")
     outcome = call(*fit, "--trainer.callbacks.minutes", "0.0001", "--ckpt_path", "last")
     assert outcome.code == 2 and "resuming" not in outcome.out
     told = "last.ckpt is over, the run's time is used up: give more --minutes or --trainer.max_time, or begin a new run"
     assert told in outcome.err.splitlines()[-1]
     monkeypatch.setattr(TimeLimit, "began", time.monotonic() - 1000)
-    assert time_left(Trainer(max_time="00:00:01:00", logger=False)) == 60, "Lightning's own limit begins with training"
+    assert time_left(Trainer(max_time="00:00:01:00", logger=False)) == 60, (
+        "Lightning's own limit begins with training"
+    )
 
 
 SHIPPED: dict[str, set[str]] = {
     "draft_sizes": {"val/small/acceptance_rate"},
-    "early_exit": {"val/exit_5/teacher_forced_block_efficiency", "val/exit_1/loss", "train/exit_3/loss"},
+    "early_exit": {
+        "val/exit_5/teacher_forced_block_efficiency",
+        "val/exit_1/loss",
+        "train/exit_3/loss",
+    },
     "multi_token": {"val/position_4/acceptance_rate", "val/walltime_speedup"},
     "staged": {"val/small/acceptance_rate"},
     "transformer": {"val/walltime_speedup"},
@@ -393,7 +551,10 @@ SHIPPED: dict[str, set[str]] = {
 def test_every_shipped_config_resumes_after_kill_9_and_its_checkpoint_decodes_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    config, last = shrunk(name, tmp_path), tmp_path / "checkpoints" / name / "version_0" / "last.ckpt"
+    config, last = (
+        shrunk(name, tmp_path),
+        tmp_path / "checkpoints" / name / "version_0" / "last.ckpt",
+    )
     monkeypatch.chdir(tmp_path)
     logged = (
         "--trainer.logger",
@@ -411,15 +572,24 @@ def test_every_shipped_config_resumes_after_kill_9_and_its_checkpoint_decodes_al
     assert checkpoint.read(last)["global_step"] == 3
     outcome = call(*fit, "--ckpt_path", "last")
     assert outcome.code == 0 and "Warning" not in outcome.err, outcome.err
-    assert "loss=" in outcome.err and "tokens/s=" in outcome.err and not list(last.parent.glob(".last*"))
+    assert (
+        "loss=" in outcome.err
+        and "tokens/s=" in outcome.err
+        and not list(last.parent.glob(".last*"))
+    )
     assert checkpoint.read(last)["global_step"] == 8
     events = [EventAccumulator(str(path)).Reload() for path in tmp_path.rglob("events.out*")]
     tags = {tag for each in events for tag in each.Tags()["scalars"]}
     assert SHIPPED[name] <= tags and {tag.split("/")[0] for tag in tags} == {"train", "val"}
     steps = [
-        event.step for each in events if "train/loss" in each.Tags()["scalars"] for event in each.Scalars("train/loss")
+        event.step
+        for each in events
+        if "train/loss" in each.Tags()["scalars"]
+        for event in each.Scalars("train/loss")
     ]
-    assert sorted({*steps}) == list(range(8))[-len({*steps}) :] and len({*steps}) >= 5, "the curve by step"
+    assert sorted({*steps}) == list(range(8))[-len({*steps}) :] and len({*steps}) >= 5, (
+        "the curve by step"
+    )
     if "DecodeHeldOut" in config.read_text():
         (samples,) = (tmp_path / "logs" / name / "version_0").glob("samples.md")
         assert samples.read_text().startswith("| prompt | standard | speculative |")
@@ -450,7 +620,9 @@ def test_a_new_run_leaves_the_files_of_the_one_before_and_decode_takes_the_newes
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def files() -> dict[str, bytes]:
-        return {str(path): path.read_bytes() for path in tmp_path.rglob("version_0/*") if path.is_file()}
+        return {
+            str(path): path.read_bytes() for path in tmp_path.rglob("version_0/*") if path.is_file()
+        }
 
     verb(monkeypatch, tmp_path, "fit", "--trainer.max_epochs", "1", logger=True)
     before = files()
@@ -468,9 +640,21 @@ def test_curves_may_lie_beside_the_checkpoints_and_a_finished_run_leaves_its_own
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    fit = ("fit", "--config", str(RNN_CONFIG), "--trainer.accelerator", "cpu", "--trainer.max_epochs", "1")
-    for version, steps in enumerate(("2", "0")):  # none are counted either where another process has trained
-        succeed(*fit, "--trainer.logger.init_args.save_dir", "checkpoints", "--trainer.max_steps", steps)
+    fit = (
+        "fit",
+        "--config",
+        str(RNN_CONFIG),
+        "--trainer.accelerator",
+        "cpu",
+        "--trainer.max_epochs",
+        "1",
+    )
+    for version, steps in enumerate(
+        ("2", "0")
+    ):  # none are counted either where another process has trained
+        succeed(
+            *fit, "--trainer.logger.init_args.save_dir", "checkpoints", "--trainer.max_steps", steps
+        )
         home = tmp_path / f"checkpoints/rnn/version_{version}"
         assert (home / "config.yaml").is_file() and (home / "last.ckpt").is_file() == (steps == "2")
 
@@ -500,7 +684,9 @@ class Mine(LightningDataModule):
 """
 
 
-def test_a_users_own_data_module_is_named_by_its_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_own_data_module_is_named_by_its_import_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "own_data.py").write_text(OWN)
     config = yaml.safe_load((CONFIGS / "rnn.yaml").read_text())
     for model in ("target", "draft"):

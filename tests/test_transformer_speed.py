@@ -31,7 +31,9 @@ def data() -> QuadraticProgressions:
     return QuadraticProgressions(cases.VOCAB, 12, num_val=1, num_test=5, batch_size=2)
 
 
-def test_the_target_as_its_own_draft_predicts_as_it_does(speed: ModuleType, data: QuadraticProgressions) -> None:
+def test_the_target_as_its_own_draft_predicts_as_it_does(
+    speed: ModuleType, data: QuadraticProgressions
+) -> None:
     target = cases.target("llama")
     own, draft = speed.quality(SpeculativeDecoder(target, ModelDrafter(target)), data)
     assert (own["predictor"], draft["predictor"]) == ("target", "ModelDrafter")
@@ -49,7 +51,9 @@ def test_a_head_is_judged_by_the_token_that_many_places_ahead(
     def knows(tokens: Tensor) -> Tensor:
         return 50.0 * torch.nn.functional.one_hot(tokens.roll(-ahead, dims=1), cases.VOCAB)
 
-    monkeypatch.setattr(speed, "predictors_of", lambda name, drafter, target: [("oracle", ahead, knows)])
+    monkeypatch.setattr(
+        speed, "predictors_of", lambda name, drafter, target: [("oracle", ahead, knows)]
+    )
     monkeypatch.setattr(QuadraticProgressions, "bytes_per_token", lambda self, *splits: 2.0)
     target = cases.target("llama")
     own, oracle = speed.quality(SpeculativeDecoder(target, ModelDrafter(target)), data)
@@ -61,17 +65,40 @@ def test_a_head_is_judged_by_the_token_that_many_places_ahead(
 
 def test_the_table_shows_the_best_row_of_every_setting(speed: ModuleType) -> None:
     def row(batch_size: int, draft: str, speedup: float | None, **others: Any) -> dict[str, Any]:
-        figures = {"acceptance_rate": None, "block_efficiency": 2.0, "cost_ratio": 0.5, "same_tokens": True}
-        given = {"checkpoint": "x", "rule": "ExactMatch", "temperature": 0.0, "batch_size": batch_size, "draft": draft}
+        figures = {
+            "acceptance_rate": None,
+            "block_efficiency": 2.0,
+            "cost_ratio": 0.5,
+            "same_tokens": True,
+        }
+        given = {
+            "checkpoint": "x",
+            "rule": "ExactMatch",
+            "temperature": 0.0,
+            "batch_size": batch_size,
+            "draft": draft,
+        }
         error = "no room" if speedup is None else None
-        given |= {"num_draft_tokens": 4, "walltime_speedup": speedup, "speedup_quartiles": (1.0, 2.0), "error": error}
+        given |= {
+            "num_draft_tokens": 4,
+            "walltime_speedup": speedup,
+            "speedup_quartiles": (1.0, 2.0),
+            "error": error,
+        }
         return {**figures, **given, **others}
 
-    rows = [row(1, "exit 1", 1.2), row(1, "exit 2", 1.5), row(4, "exit 1", None), row(16, "exit 1", 0.9)]
+    rows = [
+        row(1, "exit 1", 1.2),
+        row(1, "exit 2", 1.5),
+        row(4, "exit 1", None),
+        row(16, "exit 1", 0.9),
+    ]
     assert speed.table(rows).splitlines()[2:] == [
         "| x | ExactMatch, 0 | 1 | exit 2, 4 | - | 2.00 | 0.50 | 1.50 (1.00 to 2.00) |",
         "| x | ExactMatch, 0 | 4 | failed | - | - | - | - |",
         "| x | ExactMatch, 0 | 16 | exit 1, 4 | - | 2.00 | 0.50 | 0.90 (1.00 to 2.00) |",
     ]
     assert speed.line(rows[2]).endswith("failed: no room")
-    assert speed.line(row(1, "exit 1", 1.2, same_tokens=False)).endswith("OTHER TOKENS than standard decoding")
+    assert speed.line(row(1, "exit 1", 1.2, same_tokens=False)).endswith(
+        "OTHER TOKENS than standard decoding"
+    )

@@ -21,11 +21,27 @@ def vocabulary(*pieces: bytes | str) -> Vocabulary:
         if isinstance(piece, str):
             role, _, text = piece.rpartition("=")
             special |= {text: token} | ({role: token} if role else {})
-    return Vocabulary(tuple(piece if isinstance(piece, bytes) else None for piece in pieces), special)
+    return Vocabulary(
+        tuple(piece if isinstance(piece, bytes) else None for piece in pieces), special
+    )
 
 
-FIRST = vocabulary(b"a", b"b", b"c", b"abc", b"\xe6", b"\xbc\xa2", b"x\xe6\xbc", b"\xa2", "eos=</s>", "bos=<s>", "<x>")
-SECOND = vocabulary(b"ab", b"c", b"a", "\u6f22".encode(), b"\xa2", b"x", "eos=<end>", "<x>", b"b", "bos=<begin>")
+FIRST = vocabulary(
+    b"a",
+    b"b",
+    b"c",
+    b"abc",
+    b"\xe6",
+    b"\xbc\xa2",
+    b"x\xe6\xbc",
+    b"\xa2",
+    "eos=</s>",
+    "bos=<s>",
+    "<x>",
+)
+SECOND = vocabulary(
+    b"ab", b"c", b"a", "\u6f22".encode(), b"\xa2", b"x", "eos=<end>", "<x>", b"b", "bos=<begin>"
+)
 
 
 def test_tokens_are_matched_by_bytes_and_special_ones_by_text_or_role() -> None:
@@ -89,7 +105,9 @@ def test_only_tokens_of_exactly_the_bytes_are_taken_from_a_tokenizer() -> None:
     lower = Translation(FIRST, second, encode=lambda text: encode_letters(second, text.lower()))
     assert lower.encode_piece("aB") == [1]
     assert lower.encode_prompt("aB") == [4]
-    assert Translation(FIRST, second, encode=lambda text: [99]).encode_prompt("ab") == [4], "not one that it knows"
+    assert Translation(FIRST, second, encode=lambda text: [99]).encode_prompt("ab") == [4], (
+        "not one that it knows"
+    )
 
 
 def real(name: str) -> tuple[Any, Vocabulary]:
@@ -103,13 +121,20 @@ HARD = "the na\u00efve cat, 12 \u20ac \U0001f642 \u6f22\u5b57 caf\u00e9 \u00e9la
 @pytest.mark.parametrize("other", ["sentencepiece", "byte_level"])
 def test_texts_that_go_back_and_on_are_as_if_they_had_never_been_ahead(other: str) -> None:
     """Random texts of random tokens, special ones and parts of characters among them, with prompts of any length."""
-    generator, (tokenizer, first), (reader, second) = random.Random(7), real("byte_level"), real(other)
+    generator, (tokenizer, first), (reader, second) = (
+        random.Random(7),
+        real("byte_level"),
+        real(other),
+    )
     encode = functools.partial(reader.encode, add_special_tokens=False)
     translation = Translation(first, second, encode=encode, start=second.special.get("bos"))
     plain = tokenizer.encode(HARD, add_special_tokens=False)
 
     def drawn(number: int) -> list[int]:
-        return [generator.choice([generator.choice(plain), generator.randrange(len(first))]) for _ in range(number)]
+        return [
+            generator.choice([generator.choice(plain), generator.randrange(len(first))])
+            for _ in range(number)
+        ]
 
     for _ in range(60):
         prompt, answer = drawn(generator.randint(1, 12)), drawn(generator.randint(1, 12))

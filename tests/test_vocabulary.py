@@ -65,7 +65,9 @@ def test_equality_is_by_content_and_the_difference_names_the_first_token_that_di
     assert first.difference(second) is None
     first = Vocabulary((b"a", b"b", None), {"eos": 2, "</s>": 2})
     others = {
-        "token 1 is b'b' in the first and b'x' in the second": Vocabulary((b"a", b"x", None), {"eos": 2, "</s>": 2}),
+        "token 1 is b'b' in the first and b'x' in the second": Vocabulary(
+            (b"a", b"x", None), {"eos": 2, "</s>": 2}
+        ),
         "token 2 is '</s>' in the first and '<end>' in the second": Vocabulary(
             (b"a", b"b", None), {"eos": 2, "<end>": 2}
         ),
@@ -95,7 +97,9 @@ def test_logits_go_to_the_target_and_back() -> None:
     own = DraftVocabulary([1, 4, 6], 8)
     logits = torch.tensor([[0.5, -1.0, 2.0]])
     spread = own.spread(logits, -torch.inf)
-    assert spread.tolist() == [[-torch.inf, 0.5, -torch.inf, -torch.inf, -1.0, -torch.inf, 2.0, -torch.inf]]
+    assert spread.tolist() == [
+        [-torch.inf, 0.5, -torch.inf, -torch.inf, -1.0, -torch.inf, 2.0, -torch.inf]
+    ]
     assert own.to_draft(torch.tensor([6, 0, 1, -100]), -7).tolist() == [2, -7, 0, -7]
     assert spread.softmax(-1).sum() == 1
 

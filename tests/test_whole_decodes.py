@@ -19,7 +19,12 @@ import pytest
 import torch
 from test_distribution import BonusFromDraft, NoResidual
 
-from lightning_specdec.decoding import AdaptiveWindow, Calibration, autoregressive_decode, speculative_decode
+from lightning_specdec.decoding import (
+    AdaptiveWindow,
+    Calibration,
+    autoregressive_decode,
+    speculative_decode,
+)
 from lightning_specdec.drafters import Draft, Drafter, DraftRequest, DraftState, ModelDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import AcceptanceRule, RejectionSampling, Sampling
@@ -43,7 +48,9 @@ def expected(name: str) -> list[float]:
     """Each sequence's exact count."""
     texts = torch.tensor([[*PROMPT, *sequence] for sequence in SEQUENCES])
     with torch.no_grad():
-        scores = (target(name)(texts[:, :-1]).logits.double() / SAMPLING.temperature).log_softmax(-1)
+        scores = (target(name)(texts[:, :-1]).logits.double() / SAMPLING.temperature).log_softmax(
+            -1
+        )
     chosen = scores[:, len(PROMPT) - 1 :].gather(2, texts[:, len(PROMPT) :, None]).sum((1, 2))
     assert float(chosen.exp().sum()) == pytest.approx(1)
     return (NUM_ROWS * chosen.exp()).tolist()
@@ -53,10 +60,15 @@ def chi_square(name: str, rows: Sequence[Sequence[int]]) -> float:
     """The statistic of the sequences that were decoded."""
     counts = Counter(map(tuple, rows))
     assert len(rows) == NUM_ROWS and set(counts) <= set(SEQUENCES)
-    return sum((counts[s] - wanted) ** 2 / wanted for s, wanted in zip(SEQUENCES, expected(name), strict=True))
+    return sum(
+        (counts[s] - wanted) ** 2 / wanted
+        for s, wanted in zip(SEQUENCES, expected(name), strict=True)
+    )
 
 
-def decode(name: str, drafter: Drafter, rule: AcceptanceRule, *, window: Any = 2, chunk: int = 128) -> list[list[int]]:
+def decode(
+    name: str, drafter: Drafter, rule: AcceptanceRule, *, window: Any = 2, chunk: int = 128
+) -> list[list[int]]:
     """The rows in batches that a machine would have, numbered through."""
     rows = []
     for first in range(0, NUM_ROWS, chunk):
@@ -82,25 +94,36 @@ def test_the_cells_of_the_statistic_are_full_enough(name: str) -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_standard_decoding_has_the_targets_distribution(name: str) -> None:
-    result = autoregressive_decode(target(name), [PROMPT] * NUM_ROWS, max_new_tokens=NUM_NEW, sampling=SAMPLING)
+    result = autoregressive_decode(
+        target(name), [PROMPT] * NUM_ROWS, max_new_tokens=NUM_NEW, sampling=SAMPLING
+    )
     assert chi_square(name, result.tokens) < BOUND
 
 
 @pytest.mark.parametrize(
     ("name", "drafter"),
     [
-        *(("rnn", kind) for kind in ("near", "unrelated", "hotter", "certain", "ragged", "ngram", "cross")),
+        *(
+            ("rnn", kind)
+            for kind in ("near", "unrelated", "hotter", "certain", "ragged", "ngram", "cross")
+        ),
         *(("transformer", kind) for kind in ("unrelated", "heads", "block")),
         *(("llama", kind) for kind in ("early_exit", "early_exit_own", "early_exit_hotter")),
     ],
 )
-def test_whole_decodes_under_rejection_sampling_have_the_targets_distribution(name: str, drafter: str) -> None:
+def test_whole_decodes_under_rejection_sampling_have_the_targets_distribution(
+    name: str, drafter: str
+) -> None:
     rows = decode(name, cases.DRAFTERS[drafter](target(name)), RejectionSampling())
     assert chi_square(name, rows) < BOUND
 
 
-@pytest.mark.parametrize(("name", "drafter"), [("rnn", "near"), ("rnn", "ngram"), ("llama", "early_exit")])
-def test_whole_decodes_with_adaptive_windows_have_the_targets_distribution(name: str, drafter: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "drafter"), [("rnn", "near"), ("rnn", "ngram"), ("llama", "early_exit")]
+)
+def test_whole_decodes_with_adaptive_windows_have_the_targets_distribution(
+    name: str, drafter: str
+) -> None:
     window = AdaptiveWindow(Calibration((1, 3), (1.0, 1.2), (0.0, 0.0), 0.0, 0.2, 0.0))
     rows = decode(name, cases.DRAFTERS[drafter](target(name)), RejectionSampling(), window=window)
     assert chi_square(name, rows) < BOUND
@@ -109,13 +132,17 @@ def test_whole_decodes_with_adaptive_windows_have_the_targets_distribution(name:
 class Overconfident(ModelDrafter):
     """Proposes its argmax and reports its softmax, as a well-known library did."""
 
-    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(
+        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
         draft = super().propose(state, replace(request, wants_logits=True), windows, Sampling(0.0))
         assert draft.logits is not None
         return Draft(draft.tokens, draft.lengths, sampling.probs(draft.logits))
 
 
-@pytest.mark.parametrize("bias", ["no residual", "bonus from the draft", "argmax reported as softmax"])
+@pytest.mark.parametrize(
+    "bias", ["no residual", "bonus from the draft", "argmax reported as softmax"]
+)
 def test_biased_decodes_are_found_out(bias: str) -> None:
     draft = cases.MODELS["rnn"](8, vocab_size=VOCAB)
     rules = {"no residual": NoResidual, "bonus from the draft": BonusFromDraft}

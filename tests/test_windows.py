@@ -71,7 +71,9 @@ def test_the_window_has_the_most_expected_tokens_per_second(seed: int) -> None:
         calls = offered * (target[window] + 0.1) + (1 - offered) * (target[0] + 0.1)
         return tokens / (fixed + step * window + calls)
 
-    assert tokens_per_second(controller.best(rates, offered)) == pytest.approx(max(map(tokens_per_second, range(6))))
+    assert tokens_per_second(controller.best(rates, offered)) == pytest.approx(
+        max(map(tokens_per_second, range(6)))
+    )
 
 
 def simulate(
@@ -84,13 +86,17 @@ def simulate(
     controller = None if window else Controller(each)
     seconds, done, unread, windows = 64 * TOKEN_SECONDS, 0, 64, []
     while done < num_new:
-        drafted = min((window or 0) if controller is None else controller.window, num_new - done - 1)
+        drafted = min(
+            (window or 0) if controller is None else controller.window, num_new - done - 1
+        )
         accepted = 0
         while accepted < drafted and accept(done + accepted):
             accepted += 1
         seconds += each.round_seconds(drafted)
         if drafted:
-            seconds += drafted * each.draft_step_seconds + unread * TOKEN_SECONDS * each.draft_step_seconds
+            seconds += (
+                drafted * each.draft_step_seconds + unread * TOKEN_SECONDS * each.draft_step_seconds
+            )
         if controller is not None:
             controller.learn([Outcome(SOME_ROW, drafted, drafted, accepted)])
         windows.append(drafted)
@@ -133,18 +139,24 @@ def test_a_draft_of_any_quality_comes_within_a_twentieth_of_the_best_fixed_windo
 
 @pytest.mark.parametrize("shape", list(SHAPES)[:3])
 @pytest.mark.parametrize("ratio", [0.02, 0.1])
-def test_it_recovers_when_a_draft_turns_good_and_leaves_when_it_turns_bad(shape: str, ratio: float) -> None:
+def test_it_recovers_when_a_draft_turns_good_and_leaves_when_it_turns_bad(
+    shape: str, ratio: float
+) -> None:
     each = costs(shape, ratio)
     good = simulate(each, lambda position: True, 500)[0] - 64 * TOKEN_SECONDS
     later, windows = simulate(each, lambda position: position >= 500, 1000)
     assert max(windows[-20:]) >= 8
     assert later <= 1.12 * (standard(each, 500) + good)
     earlier, windows = simulate(each, lambda position: position < 500, 1000)
-    assert earlier <= 1.08 * (standard(each, 500) + good) and 0 < sum(map(bool, windows[-300:])) <= 100
+    assert (
+        earlier <= 1.08 * (standard(each, 500) + good) and 0 < sum(map(bool, windows[-300:])) <= 100
+    )
 
 
 def test_where_even_a_perfect_draft_loses_it_is_never_asked() -> None:
-    assert not any(simulate(costs("one token after the other", 0.25), lambda position: True, 300)[1])
+    assert not any(
+        simulate(costs("one token after the other", 0.25), lambda position: True, 300)[1]
+    )
 
 
 def test_what_lies_behind_the_first_rejection_teaches_nothing() -> None:
@@ -154,7 +166,7 @@ def test_what_lies_behind_the_first_rejection_teaches_nothing() -> None:
         controller.learn([Outcome(SOME_ROW, 8, made, 2)])
         seen.append(controller.positions)
     assert seen[0] == seen[1] == seen[2]
-    assert [each.trials for each in seen[0]] == [3, 1, 1, *[0] * 13] and 3 < MEMORY
+    assert [each.trials for each in seen[0]] == [3, 1, 1, *[0] * 13] and MEMORY > 3
 
 
 @pytest.mark.parametrize(
@@ -169,7 +181,12 @@ def test_with_an_adaptive_window_exact_match_equals_standard_decoding(
     target: str, drafter: str, temperature: float
 ) -> None:
     model, guesser = cases.target(target), cases.drafter(drafter, target)
-    options: dict[str, Any] = {"max_new_tokens": 24, "sampling": Sampling(temperature), "eos": cases.EOS, "seed": 2}
+    options: dict[str, Any] = {
+        "max_new_tokens": 24,
+        "sampling": Sampling(temperature),
+        "eos": cases.EOS,
+        "seed": 2,
+    }
     window = adaptive("wide calls are free")
     result = speculative_decode(model, guesser, cases.PROMPTS, num_draft_tokens=window, **options)
     assert result.tokens == autoregressive_decode(model, cases.PROMPTS, **options).tokens
@@ -179,7 +196,11 @@ def test_with_an_adaptive_window_exact_match_equals_standard_decoding(
     ("target", "drafter", "rule", "temperature"),
     [
         *((*pair, "RejectionSampling", 1.0) for pair in cases.ONE_EACH),
-        *((*triple, temperature) for triple in cases.triples(["near", "ngram"], ["rnn"]) for temperature in (0.0, 1.0)),
+        *(
+            (*triple, temperature)
+            for triple in cases.triples(["near", "ngram"], ["rnn"])
+            for temperature in (0.0, 1.0)
+        ),
     ],
 )
 def test_a_ragged_batch_with_adaptive_windows_equals_its_rows_decoded_one_by_one(
@@ -195,7 +216,9 @@ def test_a_ragged_batch_with_adaptive_windows_equals_its_rows_decoded_one_by_one
     model, guesser = cases.target(target), cases.drafter(drafter, target)
     batch = speculative_decode(model, guesser, cases.PROMPTS, **options)
     for index, row in enumerate(batch.rows):
-        alone = speculative_decode(model, guesser, cases.PROMPTS[index], indices=[index], **options).rows[0]
+        alone = speculative_decode(
+            model, guesser, cases.PROMPTS[index], indices=[index], **options
+        ).rows[0]
         assert row.tokens == alone.tokens
         if not (options["rule"].ignores_windows or (options["rule"].lossless and not temperature)):
             assert row.rounds == alone.rounds
@@ -204,8 +227,14 @@ def test_a_ragged_batch_with_adaptive_windows_equals_its_rows_decoded_one_by_one
 def test_a_record_replays() -> None:
     """The window in the record, the same seed: the same windows and tokens, whatever the clock says."""
     model, guesser = cases.target("rnn"), cases.drafter("near", "rnn")
-    options: dict[str, Any] = {"max_new_tokens": 40, "rule": RejectionSampling(), "sampling": Sampling(1.0)}
-    first = speculative_decode(model, guesser, cases.PROMPTS, num_draft_tokens=adaptive(), **options)
+    options: dict[str, Any] = {
+        "max_new_tokens": 40,
+        "rule": RejectionSampling(),
+        "sampling": Sampling(1.0),
+    }
+    first = speculative_decode(
+        model, guesser, cases.PROMPTS, num_draft_tokens=adaptive(), **options
+    )
     window = window_from_dict(json.loads(json.dumps(first.to_dict()))["window"])
     again = speculative_decode(model, guesser, cases.PROMPTS, num_draft_tokens=window, **options)
     assert [row.rounds for row in again.rows] == [row.rounds for row in first.rows]
@@ -228,7 +257,9 @@ class Scripted(Window, Plan):
         return [min(window, row.remaining - 1) if row.live else 0 for row in rows]
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
-        assert all(outcome.num_accepted <= outcome.num_made <= outcome.window for outcome in outcomes)
+        assert all(
+            outcome.num_accepted <= outcome.num_made <= outcome.window for outcome in outcomes
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": "Scripted"}
@@ -236,12 +267,22 @@ class Scripted(Window, Plan):
 
 @pytest.mark.parametrize(
     ("target", "drafter"),
-    cases.pairs(["near", "unrelated", "transformer", "fused", "ngram", "early_exit"], ["rnn", "transformer"]),
+    cases.pairs(
+        ["near", "unrelated", "transformer", "fused", "ngram", "early_exit"], ["rnn", "transformer"]
+    ),
 )
-def test_a_draft_that_was_not_asked_for_a_while_guesses_as_if_it_had_been(target: str, drafter: str) -> None:
+def test_a_draft_that_was_not_asked_for_a_while_guesses_as_if_it_had_been(
+    target: str, drafter: str
+) -> None:
     """What it read of rejected guesses is gone, and what it missed is read."""
-    model, guesser, script = cases.target(target), cases.DRAFTERS[drafter](cases.target(target)), [4, 0, 0, 0] * 6
-    session = open_session(model, guesser, cases.PROMPTS, max_new_tokens=60, num_draft_tokens=Scripted(script))
+    model, guesser, script = (
+        cases.target(target),
+        cases.DRAFTERS[drafter](cases.target(target)),
+        [4, 0, 0, 0] * 6,
+    )
+    session = open_session(
+        model, guesser, cases.PROMPTS, max_new_tokens=60, num_draft_tokens=Scripted(script)
+    )
     rejected = 0
     for _ in range(12):
         texts = [list(row.text) for row in session.live]

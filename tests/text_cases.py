@@ -27,14 +27,18 @@ def byte_level() -> PreTrainedTokenizerFast:
     """As GPT-2, Llama 3, Qwen and SmolLM2: pieces of bytes. The pad token ends an answer, as in many models."""
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
     special = [*SPECIAL, "<｜über｜>"]
-    own = tiny_tokenizers.byte_level(TEXT, vocab_size=400, special=special, **names, chat_template=CHATML)
+    own = tiny_tokenizers.byte_level(
+        TEXT, vocab_size=400, special=special, **names, chat_template=CHATML
+    )
     own.add_tokens(["ein Wort mit Leerzeichen", "⚡⚡"])
     return own
 
 
 def sentencepiece(*, prefix: bool = True) -> PreTrainedTokenizerFast:
     """As Llama 2, Mistral, Phi-3 and TinyLlama; without a prefix as Gemma."""
-    own = tiny_tokenizers.sentencepiece(TEXT, prefix=prefix, special=SPECIAL, pad_token="</s>", chat_template=CHATML)
+    own = tiny_tokenizers.sentencepiece(
+        TEXT, prefix=prefix, special=SPECIAL, pad_token="</s>", chat_template=CHATML
+    )
     own.backend_tokenizer.post_processor = tiny_tokenizers.begin_with("<s>", 1)
     return own
 

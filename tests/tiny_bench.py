@@ -18,19 +18,34 @@ from lightning_specdec.data.prompts import Prompt
 from lightning_specdec.drafters import Drafter, ModelDrafter, NGramDrafter
 from lightning_specdec.models import LanguageModel
 
-PROMPTS = {"sequences": [Prompt(f"p{i}", "sequences", tuple(text)) for i, text in enumerate(cases.PROMPTS[:2])]}
+PROMPTS = {
+    "sequences": [
+        Prompt(f"p{i}", "sequences", tuple(text)) for i, text in enumerate(cases.PROMPTS[:2])
+    ]
+}
 
 
 def config(drafts: Mapping[str, Any] | None = None, **more: Any) -> BenchConfig:
     """A config of one group: standard decoding, a draft model, and lookup."""
     drafts = drafts or {"model": {}, "ngram": {"drafter": "NGramDrafter"}}
-    values: dict[str, Any] = {"name": "tiny", "pairs": {"tiny": {"ckpt": "tiny.ckpt", "drafts": drafts}}}
-    values |= {"num_draft_tokens": [2], "max_new_tokens": 3, "repeats": 2, "warmup": 0, "threads": 1}
+    values: dict[str, Any] = {
+        "name": "tiny",
+        "pairs": {"tiny": {"ckpt": "tiny.ckpt", "drafts": drafts}},
+    }
+    values |= {
+        "num_draft_tokens": [2],
+        "max_new_tokens": 3,
+        "repeats": 2,
+        "warmup": 0,
+        "threads": 1,
+    }
     return BenchConfig.from_dict(values | more)
 
 
 def pair(
-    target: LanguageModel | None = None, drafts: Mapping[str, Drafter | str] | None = None, **more: Any
+    target: LanguageModel | None = None,
+    drafts: Mapping[str, Drafter | str] | None = None,
+    **more: Any,
 ) -> BenchPair:
     """The pair that the config speaks of."""
     target = target or cases.MODELS["rnn"]()

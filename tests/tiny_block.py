@@ -22,7 +22,12 @@ def block(
     if target.hidden_size is not None and target.num_layers is not None:
         sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
         sizes |= {"feature_layers": layers or list(range(target.num_layers))}
-    settings: dict[str, Any] = {"num_heads": 2, "num_key_heads": 1, "intermediate_size": 16, "num_layers": 2}
+    settings: dict[str, Any] = {
+        "num_heads": 2,
+        "num_key_heads": 1,
+        "intermediate_size": 16,
+        "num_layers": 2,
+    }
     settings |= {"block_size": 6, "markov_rank": 3} | more
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -57,7 +62,9 @@ def _fitted_block(target: LanguageModel, num_steps: int, **more: Any) -> BlockDr
     weights = list(network.parameters())
     optimizer = torch.optim.Adam(weights, lr=0.02)
     for _ in range(num_steps):
-        features = network.features([found[layer][:, :-1] for layer in drafter.settings.feature_layers])
+        features = network.features(
+            [found[layer][:, :-1] for layer in drafter.settings.feature_layers]
+        )
         hidden = blocks(network, target.embeddings(tokens[:, anchors]), features, anchors)
         losses = []
         for i in range(drafter.settings.block_size):
@@ -65,7 +72,9 @@ def _fitted_block(target: LanguageModel, num_steps: int, **more: Any) -> BlockDr
             before = drafter.before(tokens[:, inside + i])
             logits = network.output(hidden[:, : len(inside), i]) + network.bias(before)
             wanted = labels[:, inside + 1 + i]
-            losses.append(nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=-1))
+            losses.append(
+                nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=-1)
+            )
         gradients = torch.autograd.grad(torch.stack(losses).sum(), weights, allow_unused=True)
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient

@@ -41,18 +41,26 @@ def eagle(
         )
 
 
-def fitted_eagle(target: LanguageModel, *, reduced: bool = False, num_steps: int = 30, **more: Any) -> EagleDrafter:
+def fitted_eagle(
+    target: LanguageModel, *, reduced: bool = False, num_steps: int = 30, **more: Any
+) -> EagleDrafter:
     """One fitted by a few steps where it takes the target; read it, do not write to it."""
     return _fitted_eagle(target, reduced, steps_of_fit(num_steps), **more)
 
 
 @functools.cache
-def _fitted_eagle(target: LanguageModel, reduced: bool, num_steps: int, **more: Any) -> EagleDrafter:
-    vocabulary = [token for token in range(target.vocab_size) if token % 5 != 4] if reduced else None
+def _fitted_eagle(
+    target: LanguageModel, reduced: bool, num_steps: int, **more: Any
+) -> EagleDrafter:
+    vocabulary = (
+        [token for token in range(target.vocab_size) if token % 5 != 4] if reduced else None
+    )
     drafter = (
         eagle(target, draft_vocabulary=vocabulary, **more)
         if target.hidden_size is not None and target.num_layers is not None
-        else EagleDrafter([0], hidden_size=4, vocab_size=7, num_heads=1, num_key_heads=1, intermediate_size=4)
+        else EagleDrafter(
+            [0], hidden_size=4, vocab_size=7, num_heads=1, num_key_heads=1, intermediate_size=4
+        )
     )
     try:
         drafter.check_target(target)
@@ -65,15 +73,21 @@ def _fitted_eagle(target: LanguageModel, reduced: bool, num_steps: int, **more: 
     with torch.no_grad():
         found = target(tokens, features=tuple(drafter.settings.feature_layers)).features
         embedded = target.embeddings(tokens[:, 1:])
-    labels = texts if drafter.draft_vocabulary is None else drafter.draft_vocabulary.to_draft(texts, -1)
+    labels = (
+        texts if drafter.draft_vocabulary is None else drafter.draft_vocabulary.to_draft(texts, -1)
+    )
     weights = list(drafter.network.parameters())
     optimizer = torch.optim.Adam(weights, lr=0.02)
     for _ in range(num_steps):
-        features = drafter.network.features([found[layer][:, :-1] for layer in drafter.settings.feature_layers])
+        features = drafter.network.features(
+            [found[layer][:, :-1] for layer in drafter.settings.feature_layers]
+        )
         steps: list[Tensor] = rollouts(drafter.network, embedded, features, 3)
         losses = [
             nn.functional.cross_entropy(
-                drafter.network.logits(hidden[:, i:-1]).flatten(0, 1), labels[:, 2 + i :].flatten(), ignore_index=-1
+                drafter.network.logits(hidden[:, i:-1]).flatten(0, 1),
+                labels[:, 2 + i :].flatten(),
+                ignore_index=-1,
             )
             for i, hidden in enumerate(steps)
         ]

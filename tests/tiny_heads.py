@@ -49,7 +49,9 @@ def family(name: str) -> HuggingFaceLM:
 
 
 def small(**arguments: Any) -> MultiTokenDrafter:
-    return placed(MultiTokenDrafter(**{"num_heads": 2, "hidden_size": 4, "vocab_size": 7, **arguments}))
+    return placed(
+        MultiTokenDrafter(**{"num_heads": 2, "hidden_size": 4, "vocab_size": 7, **arguments})
+    )
 
 
 @functools.cache
@@ -93,7 +95,9 @@ def heads(
 
 
 @functools.cache
-def _heads(target: LanguageModel, num_heads: int, reduced: bool, num_steps: int) -> MultiTokenDrafter:
+def _heads(
+    target: LanguageModel, num_heads: int, reduced: bool, num_steps: int
+) -> MultiTokenDrafter:
     assert target.hidden_size is not None
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -110,13 +114,17 @@ def _heads(target: LanguageModel, num_heads: int, reduced: bool, num_steps: int)
     if not num_steps:
         return drafter.eval()
     texts, hidden = examples(target)
-    labels = texts if drafter.draft_vocabulary is None else drafter.draft_vocabulary.to_draft(texts, -1)
+    labels = (
+        texts if drafter.draft_vocabulary is None else drafter.draft_vocabulary.to_draft(texts, -1)
+    )
     weights = list(drafter.parameters())
     optimizer = torch.optim.Adam(weights, lr=0.1)
     for _ in range(num_steps):
         made = [drafter.logits(i, hidden[:, : -2 - i]) for i in range(num_heads)]
         losses = [
-            nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 2 + i :].flatten(), ignore_index=-1)
+            nn.functional.cross_entropy(
+                logits.flatten(0, 1), labels[:, 2 + i :].flatten(), ignore_index=-1
+            )
             for i, logits in enumerate(made)
         ]
         # The target's own weights may want gradients too, and get none.
@@ -163,7 +171,9 @@ class Chain(LanguageModel):
         if state is not None:
             state.advance(tokens.shape[1], valid_lengths)
         hidden = nn.functional.one_hot(tokens, self.vocab_size).float()
-        return ModelOutput(self.output(select(hidden, logits_for)), dict.fromkeys(features, hidden), logits_for)
+        return ModelOutput(
+            self.output(select(hidden, logits_for)), dict.fromkeys(features, hidden), logits_for
+        )
 
 
 def perfect(target: Chain, num_heads: int) -> MultiTokenDrafter:

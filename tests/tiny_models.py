@@ -42,7 +42,9 @@ def write(
     return str(path)
 
 
-def write_text_model(path: Path, family: str = "llama", *, chat: bool = False, seed: int = 1, **sizes: Any) -> str:
+def write_text_model(
+    path: Path, family: str = "llama", *, chat: bool = False, seed: int = 1, **sizes: Any
+) -> str:
     """A directory with a random model and a byte-level tokenizer, with a chat template on demand."""
     tokenizer = byte_level(chat_template=CHAT) if chat else byte_level()
     return write(path, family, seed=seed, tokenizer=tokenizer, max_position_embeddings=512, **sizes)
@@ -51,7 +53,10 @@ def write_text_model(path: Path, family: str = "llama", *, chat: bool = False, s
 def write_drafts(path: Path, first: str) -> str:
     """A checkpoint of a transformer with two drafts, `exit` and `small`; the first one guesses unless told."""
     target = cases.MODELS["llama"]()
-    drafts = {"exit": EarlyExitDrafter(1), "small": ModelDrafter(cases.MODELS["llama"](2, num_hidden_layers=1))}
+    drafts = {
+        "exit": EarlyExitDrafter(1),
+        "small": ModelDrafter(cases.MODELS["llama"](2, num_hidden_layers=1)),
+    }
     names = [first, *drafts.keys() - {first}]
     decoder = SpeculativeDecoder(
         target, drafts[first], prompts=cases.PROMPTS, drafts={name: drafts[name] for name in names}
@@ -66,7 +71,9 @@ def edit_config(**values: Any) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         file = path / "config.json"
         config = json.loads(file.read_text()) | values
-        file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+        file.write_text(
+            json.dumps({key: value for key, value in config.items() if value is not None})
+        )
 
     return change
 

@@ -6,7 +6,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 ENGLISH = [
@@ -22,7 +30,11 @@ PROSE = [
 
 
 def byte_level(
-    lines: Sequence[str] = ENGLISH, *, vocab_size: int = 320, special: Sequence[str] = ("<s>", "</s>"), **options: Any
+    lines: Sequence[str] = ENGLISH,
+    *,
+    vocab_size: int = 320,
+    special: Sequence[str] = ("<s>", "</s>"),
+    **options: Any,
 ) -> PreTrainedTokenizerFast:
     """Byte-level BPE, as GPT-2's; the special tokens come first."""
     tokenizer = Tokenizer(models.BPE())
@@ -61,17 +73,30 @@ def sentencepiece(
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     spaces: list[Any] = [normalizers.Replace(" ", "\u2581")]
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.normalizer = normalizers.Sequence([*[normalizers.Prepend("\u2581")] * prefix, *spaces])
+    tokenizer.normalizer = normalizers.Sequence(
+        [*[normalizers.Prepend("\u2581")] * prefix, *spaces]
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     tokenizer.decoder = decoders.Sequence([*steps, *[decoders.Strip(" ", 1, 0)] * prefix])
     names = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=names, limit_alphabet=30, show_progress=False, max_token_length=8
+        vocab_size=vocab_size,
+        special_tokens=names,
+        limit_alphabet=30,
+        show_progress=False,
+        max_token_length=8,
     )
     tokenizer.train_from_iterator(lines, trainer)
     # The bytes were special in training alone.
     rebuilt = Tokenizer.from_str(json.dumps(json.loads(tokenizer.to_str()) | {"added_tokens": []}))
-    return wrap(rebuilt, unk_token="<unk>", pad_token=pad_token, bos_token="<s>", eos_token="</s>", **options)
+    return wrap(
+        rebuilt,
+        unk_token="<unk>",
+        pad_token=pad_token,
+        bos_token="<s>",
+        eos_token="</s>",
+        **options,
+    )
 
 
 def wrap(tokenizer: Tokenizer, **options: Any) -> PreTrainedTokenizerFast:

@@ -26,7 +26,9 @@ class Block(nn.Module):
         self.num_heads, self.head_size = num_heads, width // num_heads
         self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
 
     def forward(
         self,
@@ -37,7 +39,9 @@ class Block(nn.Module):
         slots: Slots | None,
         layer: int,
     ) -> Float[Tensor, "B T D"]:
-        heads = self.qkv(self.attention_norm(hidden)).unflatten(-1, (3, self.num_heads, self.head_size))
+        heads = self.qkv(self.attention_norm(hidden)).unflatten(
+            -1, (3, self.num_heads, self.head_size)
+        )
         queries, keys, values = heads.unbind(2)
         queries, keys = rotate(queries, positions), rotate(keys, positions)
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
@@ -60,16 +64,25 @@ class TinyTransformer(LanguageModel):
         num_layers: blocks.
     """
 
-    def __init__(self, vocab_size: int, *, width: int = 16, num_heads: int = 2, num_layers: int = 2) -> None:
+    def __init__(
+        self, vocab_size: int, *, width: int = 16, num_heads: int = 2, num_layers: int = 2
+    ) -> None:
         super().__init__()
-        self.vocab_size, self.width, self.num_heads, self.num_layers = vocab_size, width, num_heads, num_layers
+        self.vocab_size, self.width, self.num_heads, self.num_layers = (
+            vocab_size,
+            width,
+            num_heads,
+            num_layers,
+        )
         self.hidden_size = width
         self.embedding = nn.Embedding(vocab_size, width)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
         self.norm, self.output = nn.LayerNorm(width), nn.Linear(width, vocab_size)
 
     def arguments(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("vocab_size", "width", "num_heads", "num_layers")}
+        return {
+            name: getattr(self, name) for name in ("vocab_size", "width", "num_heads", "num_layers")
+        }
 
     def init_state(self, batch_size: int, max_length: int) -> KVState:
         return KVState(batch_size, max_length, device=self.device)
@@ -86,7 +99,10 @@ class TinyTransformer(LanguageModel):
         assert state is None or isinstance(state, KVState)
         num_tokens = tokens.shape[1]
         if state is None:
-            slots, positions = None, torch.arange(num_tokens, device=tokens.device).expand_as(tokens)
+            slots, positions = (
+                None,
+                torch.arange(num_tokens, device=tokens.device).expand_as(tokens),
+            )
             mask = positions[:, None] <= positions[:, :, None]
         else:
             slots = state.slots(num_tokens)
@@ -101,7 +117,9 @@ class TinyTransformer(LanguageModel):
             hidden = hidden[:, logits_for]
         elif logits_for is not None:
             hidden = hidden.gather(1, logits_for[..., None].expand(-1, -1, self.width))
-        return ModelOutput(self.output_logits(hidden), {layer: layers[layer] for layer in features}, logits_for)
+        return ModelOutput(
+            self.output_logits(hidden), {layer: layers[layer] for layer in features}, logits_for
+        )
 
     def embeddings(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
         embedded: Tensor = self.embedding(tokens)
@@ -119,7 +137,9 @@ class TinyTransformer(LanguageModel):
         return self.output.weight
 
 
-def rotate(vectors: Float[Tensor, "B T H E"], positions: Int[Tensor, "B T"]) -> Float[Tensor, "B T H E"]:
+def rotate(
+    vectors: Float[Tensor, "B T H E"], positions: Int[Tensor, "B T"]
+) -> Float[Tensor, "B T H E"]:
     """Rotary position embedding (Su et al. 2021): pairs of coordinates turn by angles that grow with the position."""
     half = vectors.shape[-1] // 2
     frequencies = 10.0 ** -torch.arange(half, dtype=vectors.dtype, device=vectors.device)

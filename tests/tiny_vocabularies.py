@@ -26,7 +26,11 @@ def letters(vocab_size: int) -> Vocabulary:
 
 def other_letters(vocab_size: int) -> Vocabulary:
     """The letters from the last to the first but for every fourth, with pairs between them."""
-    own = [piece for piece in letters(vocab_size).token_bytes[::-1] if piece is not None and piece[0] % 4]
+    own = [
+        piece
+        for piece in letters(vocab_size).token_bytes[::-1]
+        if piece is not None and piece[0] % 4
+    ]
     return Vocabulary((own[0], PAIRS[0], *own[1:], *PAIRS[1:]))
 
 
@@ -42,13 +46,19 @@ class Renamed(LanguageModel):
         self.model, self.vocab_size = model, len(vocabulary)
         self.vocabulary: Vocabulary = vocabulary
         pieces = [piece or b"a" for piece in vocabulary.token_bytes]
-        self.register_buffer("tokens", torch.tensor([piece[0] - ord("a") for piece in pieces]), persistent=False)
-        self.register_buffer("bonus", torch.tensor([30.0 * (len(piece) > 1) for piece in pieces]), persistent=False)
+        self.register_buffer(
+            "tokens", torch.tensor([piece[0] - ord("a") for piece in pieces]), persistent=False
+        )
+        self.register_buffer(
+            "bonus", torch.tensor([30.0 * (len(piece) > 1) for piece in pieces]), persistent=False
+        )
 
     def init_state(self, batch_size: int, max_length: int) -> DecodeState:
         return self.model.init_state(batch_size, max_length)
 
-    def forward(self, tokens: Tensor, state: DecodeState | None = None, **options: Any) -> ModelOutput:
+    def forward(
+        self, tokens: Tensor, state: DecodeState | None = None, **options: Any
+    ) -> ModelOutput:
         output = self.model(self.tokens[tokens], state, **options)
         return ModelOutput(output.logits[..., self.tokens] + self.bonus, output.features)
 
@@ -67,7 +77,9 @@ def encode_letters(vocabulary: Vocabulary, text: str) -> list[int]:
     """As a tokenizer would: pairs first; what it does not know is left out."""
     pieces, tokens = vocabulary.token_bytes, []
     while text:
-        first = next((piece for piece in (text[:2].encode(), text[:1].encode()) if piece in pieces), b"")
+        first = next(
+            (piece for piece in (text[:2].encode(), text[:1].encode()) if piece in pieces), b""
+        )
         tokens += [pieces.index(first)] if first else []
         text = text[max(1, len(first)) :]
     return tokens

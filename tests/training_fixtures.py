@@ -18,7 +18,12 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 RNN_CONFIG = CONFIGS / "rnn.yaml"
 EPOCHS = 30
 """Of the shipped config's 100: enough for its losses to fall below 1."""
-TINY: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+TINY: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 
 
 class TrainedRun(NamedTuple):
@@ -55,7 +60,9 @@ def begin_training(tmp_path_factory: pytest.TempPathFactory) -> Path:
             command += ["--trainer.accelerator", "cpu", "--trainer.max_epochs", str(EPOCHS)]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             with (made / "printed.txt").open("w") as out, (made / "warned.txt").open("w") as err:
-                subprocess.Popen(command, cwd=made, env=environment, stdout=out, stderr=err, pass_fds=[lock])
+                subprocess.Popen(
+                    command, cwd=made, env=environment, stdout=out, stderr=err, pass_fds=[lock]
+                )
     os.close(lock)
     return made
 
@@ -72,13 +79,22 @@ def shipped_run(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
     return run
 
 
-def verb(monkeypatch: pytest.MonkeyPatch, directory: Path, *arguments: str, logger: bool = False) -> None:
+def verb(
+    monkeypatch: pytest.MonkeyPatch, directory: Path, *arguments: str, logger: bool = False
+) -> None:
     """Run a trainer verb in this process, in that directory, on the CPU; logs are written only if they are wanted."""
     from lightning_specdec.training.cli import run
 
     monkeypatch.chdir(directory)
     options = ["--trainer.accelerator", "cpu", *([] if logger else ["--trainer.logger", "false"])]
-    command = ["lightning_specdec", arguments[0], "--config", str(RNN_CONFIG), *options, *arguments[1:]]
+    command = [
+        "lightning_specdec",
+        arguments[0],
+        "--config",
+        str(RNN_CONFIG),
+        *options,
+        *arguments[1:],
+    ]
     monkeypatch.setattr(sys, "argv", command)
     run()
 
@@ -93,7 +109,11 @@ def shrunk(name: str, directory: Path, **sizes: int) -> Path:
     arguments = values["model"]["init_args"]
     if "exit_weights" in arguments:
         sizes = {"num_hidden_layers": len(arguments["exit_weights"]), **sizes}
-    for model in (arguments["target"], arguments.get("draft"), *arguments.get("drafts", {}).values()):
+    for model in (
+        arguments["target"],
+        arguments.get("draft"),
+        *arguments.get("drafts", {}).values(),
+    ):
         if model is not None:
             model["init_args"]["model"] = {**model["init_args"]["model"], **TINY, **sizes}
     values["data"]["init_args"] |= {

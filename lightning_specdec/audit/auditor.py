@@ -135,7 +135,9 @@ class KeepsEverything(ExactMatch):
 class CorrectsFromTarget(RejectionSampling):
     """Biased, but less: a correction is drawn from the target itself, so that what the draft likes comes twice."""
 
-    def judge(self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None) -> Verdict:
+    def judge(
+        self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
+    ) -> Verdict:
         verdict = super().judge(draft, target_logits, sampling, noise)
         return Verdict(verdict.kept, sampling.sample(target_logits, column(noise, Purpose.CORRECT)))
 
@@ -192,10 +194,14 @@ class Auditor:
         ]
         if len(left_out) == len(drafts) * len(rules):
             draft, name = left_out[0]
-            raise ValueError(f"{name} compares the draft's logits, and {draft} has none: audit another rule")
+            raise ValueError(
+                f"{name} compares the draft's logits, and {draft} has none: audit another rule"
+            )
         self.audit = Audit(left_out)
         for name in ("decode", "uncertain_contexts", "_divergences", "_telling_places"):
-            setattr(self, name, cache(getattr(self, name)))  # many cells ask for each; of methods they would outlive it
+            setattr(
+                self, name, cache(getattr(self, name))
+            )  # many cells ask for each; of methods they would outlive it
 
     def cells(self) -> Iterator[AuditCase]:
         """The cells; rules that need logits are left out for drafts without them."""
@@ -203,7 +209,9 @@ class Auditor:
             if (draft, rule) not in self.audit.left_out:
                 yield from (AuditCase(draft, rule, sampling) for sampling in self.samplings)
 
-    def run(self, checks: Sequence[str] = CHECKS, *, tell: Callable[[str], None] = lambda text: None) -> Audit:
+    def run(
+        self, checks: Sequence[str] = CHECKS, *, tell: Callable[[str], None] = lambda text: None
+    ) -> Audit:
         """Run the checks that apply to each cell. Returns the findings, which `audit` holds as they are made.
 
         Args:
@@ -214,7 +222,11 @@ class Auditor:
         for number, cell in enumerate(cells, 1):
             tell(f"{number} of {len(cells)}: {', '.join(cell)}")
             rule = self.rules[cell.rule]
-            applies = "identity" if rule.keeps_tokens(greedy=self.samplings[cell.sampling].greedy) else "round"
+            applies = (
+                "identity"
+                if rule.keeps_tokens(greedy=self.samplings[cell.sampling].greedy)
+                else "round"
+            )
             if not rule.lossless:
                 self.audit.findings.append(self._found("lossy", cell))
             elif applies in checks:
@@ -226,7 +238,9 @@ class Auditor:
         run = {"identity": self._identity, "round": self._round, "lossy": self._lossy}
         try:
             return run[check](cell)
-        except Exception as error:  # drafters, rules and targets are anybody's, and raise what they like
+        except (
+            Exception
+        ) as error:  # drafters, rules and targets are anybody's, and raise what they like
             log.debug("%s, %s", ", ".join(cell), check, exc_info=error)
             reason = f"{type(error).__name__}: {error}"
             return Finding(cell, check, "error", figures={"reason": " ".join(reason.split())})
@@ -236,7 +250,11 @@ class Auditor:
         rule, settings = self.rules[cell.rule], {"width": self.window + 1, "seed": self.seed}
         found = self._divergences(cell.draft, rule, cell.sampling)
         num_wrong = num_wrong_rounds(
-            self.target, self.prompts[0], rule=rule, sampling=self.samplings[cell.sampling], **settings
+            self.target,
+            self.prompts[0],
+            rule=rule,
+            sampling=self.samplings[cell.sampling],
+            **settings,
         )
         bug = num_wrong or any(each.verdict == "bug" for each in found)
         verdict = "bug" if bug else "tie" if found else "same"
@@ -247,16 +265,29 @@ class Auditor:
             "num_wrong_rounds": num_wrong,
         }
         control = self._divergences(cell.draft, KEEPS, cell.sampling)
-        return Finding(cell, "identity", verdict, any(each.verdict == "bug" for each in control), figures)
+        return Finding(
+            cell, "identity", verdict, any(each.verdict == "bug" for each in control), figures
+        )
 
     def _divergences(self, draft: str, rule: AcceptanceRule, name: str) -> list[Divergence]:
         """Where outputs part: whole ones, and those that end at a token which stands inside them."""
         sampling, found = self.samplings[name], []
         for eos in dict.fromkeys((self.eos, self.stops(sampling))):
-            standard, other = self.decode(None, None, sampling, eos), self.decode(draft, rule, sampling, eos)
-            for number, both in enumerate(zip(self.prompts, standard.tokens, other.tokens, strict=True)):
-                settings: dict[str, Any] = {"sampling": sampling, "seed": self.seed, "width": self.window + 1}
-                if (parting := find_divergence(self.target, *both, number=number, **settings)) is not None:
+            standard, other = (
+                self.decode(None, None, sampling, eos),
+                self.decode(draft, rule, sampling, eos),
+            )
+            for number, both in enumerate(
+                zip(self.prompts, standard.tokens, other.tokens, strict=True)
+            ):
+                settings: dict[str, Any] = {
+                    "sampling": sampling,
+                    "seed": self.seed,
+                    "width": self.window + 1,
+                }
+                if (
+                    parting := find_divergence(self.target, *both, number=number, **settings)
+                ) is not None:
                     found.append(parting)
         return found
 
@@ -268,14 +299,22 @@ class Auditor:
         return (*self.eos, *(token for token, _ in inside.most_common(1)))
 
     def decode(
-        self, draft: str | None, rule: AcceptanceRule | None, sampling: Sampling, eos: tuple[int, ...]
+        self,
+        draft: str | None,
+        rule: AcceptanceRule | None,
+        sampling: Sampling,
+        eos: tuple[int, ...],
     ) -> DecodeResult:
         """How the prompts continue: by the target alone without a draft.
 
         Raises:
             ValueError: a row does not end where it must.
         """
-        settings: dict[str, Any] = {"sampling": sampling, "seed": self.seed, "max_new_tokens": self.max_new_tokens}
+        settings: dict[str, Any] = {
+            "sampling": sampling,
+            "seed": self.seed,
+            "max_new_tokens": self.max_new_tokens,
+        }
         settings |= {"eos": eos, "logprobs": rule is None or not rule.lossless}
         if draft is None:
             result = autoregressive_decode(self.target, self.prompts, **settings)
@@ -285,7 +324,9 @@ class Auditor:
         for row in result.tokens:
             ends = [i + 1 for i, token in enumerate(row) if token in eos]
             if len(row) != min([self.max_new_tokens, *ends]):
-                raise ValueError(f"a row has {len(row)} new tokens, and its EOS and max_new_tokens allow others")
+                raise ValueError(
+                    f"a row has {len(row)} new tokens, and its EOS and max_new_tokens allow others"
+                )
         return result
 
     def _round(self, cell: AuditCase) -> Finding:
@@ -311,7 +352,9 @@ class Auditor:
         """Places where a biased round is found out, and by which error at least; without one, where something is
         drafted, and None."""
         laws: list[tuple[float, list[int]]] = []
-        for place in self.uncertain_contexts(self.samplings[sampling])[: NUM_PASSED * self.num_places]:
+        for place in self.uncertain_contexts(self.samplings[sampling])[
+            : NUM_PASSED * self.num_places
+        ]:
             law = self._law(draft, CORRECTS, sampling, place)
             if law.num_drafts:
                 laws.append((law.error if law.error > 2 * law.tolerance else 0.0, place))
@@ -319,9 +362,13 @@ class Auditor:
             if plain == self.num_places or len(laws) == NUM_TRIED * self.num_places:
                 break
         laws = sorted(laws, key=lambda each: -each[0])[: self.num_places]
-        return [place for _, place in laws], min((error for error, _ in laws if error), default=None)
+        return [place for _, place in laws], min(
+            (error for error, _ in laws if error), default=None
+        )
 
-    def _law(self, draft: str, rule: AcceptanceRule, sampling: str, place: Sequence[int]) -> RoundLaw:
+    def _law(
+        self, draft: str, rule: AcceptanceRule, sampling: str, place: Sequence[int]
+    ) -> RoundLaw:
         return measure_round(
             self.target,
             self.drafts[draft],
@@ -338,7 +385,9 @@ class Auditor:
         places = []
         for row in self.decode(None, None, sampling, self.eos).rows:
             scored = zip(row.logprobs or (), range(len(row.tokens)), strict=True)
-            places += [(score, [*row.prompt, *row.tokens[:i]][-CONTEXT:]) for score, i in scored if i]
+            places += [
+                (score, [*row.prompt, *row.tokens[:i]][-CONTEXT:]) for score, i in scored if i
+            ]
         return [text[-CONTEXT:] for text in self.prompts] + [text for _, text in sorted(places)]
 
     def _lossy(self, cell: AuditCase) -> Finding:

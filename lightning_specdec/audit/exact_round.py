@@ -98,8 +98,12 @@ def measure_round(
     Raises:
         ValueError: a round has too many drafts, or the rule is no function of its numbers.
     """
-    few = replace(sampling, top_k=num_top if sampling.top_k is None else min(num_top, sampling.top_k))
-    stage = Stage(target, drafter, prompt, rule=rule, sampling=few, num_draft_tokens=num_draft_tokens)
+    few = replace(
+        sampling, top_k=num_top if sampling.top_k is None else min(num_top, sampling.top_k)
+    )
+    stage = Stage(
+        target, drafter, prompt, rule=rule, sampling=few, num_draft_tokens=num_draft_tokens
+    )
     paths, ends, left_out = draft_tree(stage)
     if not any(path.tokens for path in paths):
         return RoundLaw(0)
@@ -112,9 +116,17 @@ def measure_round(
     law = RoundLaw(len(paths), 0.0, TOLERANCE, surprises, logits_error, logits_rounding)
     if surprises:
         return law
-    right = {row: path for row, path in enumerate(paths) if tuple(played.drafted[row]) == path.tokens}
-    left_out += sum(path.share for row, path in enumerate(paths) if row not in right)  # rounding made them others
-    return replace(law, error=_error(right, Decisions(rule, few, played, generator)), tolerance=TOLERANCE + left_out)
+    right = {
+        row: path for row, path in enumerate(paths) if tuple(played.drafted[row]) == path.tokens
+    }
+    left_out += sum(
+        path.share for row, path in enumerate(paths) if row not in right
+    )  # rounding made them others
+    return replace(
+        law,
+        error=_error(right, Decisions(rule, few, played, generator)),
+        tolerance=TOLERANCE + left_out,
+    )
 
 
 def _surprises(rule: AcceptanceRule, sampling: Sampling, played: Played) -> int:
@@ -160,7 +172,9 @@ class Decisions:
     It sees only the tokens that either side can draw, since a large vocabulary takes long.
     """
 
-    def __init__(self, rule: AcceptanceRule, sampling: Sampling, played: Played, generator: torch.Generator) -> None:
+    def __init__(
+        self, rule: AcceptanceRule, sampling: Sampling, played: Played, generator: torch.Generator
+    ) -> None:
         assert played.draft is not None and played.logits is not None, "nothing was drafted"
         self.rule, self.sampling, self.generator = rule, sampling, generator
         draft, logits = played.draft, played.logits
@@ -169,7 +183,10 @@ class Decisions:
         if draft.probs is not None:
             used |= (draft.probs > 0).flatten(0, 1).any(0)  # a NaN behind a row's draft is no mass
         self.names = used.nonzero()[:, 0]
-        self.tokens, self.lengths = torch.searchsorted(self.names, draft.tokens.contiguous()), draft.lengths
+        self.tokens, self.lengths = (
+            torch.searchsorted(self.names, draft.tokens.contiguous()),
+            draft.lengths,
+        )
         self.probs, self.draft_logits = (
             None if part is None else part[..., self.names] for part in (draft.probs, draft.logits)
         )
@@ -187,7 +204,9 @@ class Decisions:
 
         def ask(which: Tensor, uniform: Tensor) -> Tensor:
             row, position, each = rows[which], positions[which], torch.arange(len(which))
-            noise = torch.rand(len(which), self.logits.shape[1], len(Purpose), generator=self.generator)
+            noise = torch.rand(
+                len(which), self.logits.shape[1], len(Purpose), generator=self.generator
+            )
             noise[..., Purpose.ACCEPT][torch.arange(noise.shape[1]) < position[:, None]] = 0.0
             if purpose is Purpose.CORRECT:
                 noise[each, position, Purpose.ACCEPT] = LARGEST
@@ -195,14 +214,18 @@ class Decisions:
             parts = (self.lengths, self.probs, self.draft_logits)
             lengths, probs, logits = (None if part is None else part[row] for part in parts)
             draft = Draft(self.tokens[row], lengths, probs, logits)
-            verdict = self.rule.judge(draft, self.logits[row], self.sampling, noise.to(self.logits.device))
+            verdict = self.rule.judge(
+                draft, self.logits[row], self.sampling, noise.to(self.logits.device)
+            )
             accepted, following = verdict.num_accepted.cpu(), self.names[verdict.next_tokens].cpu()
             if purpose is Purpose.ACCEPT:
                 return (accepted > position).long()
             return torch.where(accepted == position, following, NOT_REACHED)
 
         name = type(self.rule).__name__
-        return dict(zip(places, find_shares(ask, len(places), name=name) if places else [], strict=True))
+        return dict(
+            zip(places, find_shares(ask, len(places), name=name) if places else [], strict=True)
+        )
 
 
 def _error(paths: dict[int, Path], decisions: Decisions) -> float:
@@ -213,7 +236,10 @@ def _error(paths: dict[int, Path], decisions: Decisions) -> float:
     """
     places = [(row, i) for row, path in paths.items() for i in range(len(path.tokens) + 1)]
     drafted = [(row, i) for row, i in places if i < len(paths[row].tokens)]
-    stays, ends = decisions.search(drafted, Purpose.ACCEPT), decisions.search(places, Purpose.CORRECT)
+    stays, ends = (
+        decisions.search(drafted, Purpose.ACCEPT),
+        decisions.search(places, Purpose.CORRECT),
+    )
     committed: dict[Prefix, Counter[int]] = defaultdict(Counter)
     seen: dict[Prefix, Place] = {}
     for row, path in paths.items():
@@ -263,15 +289,25 @@ def find_shares(
     brackets = torch.stack((which, low, high, values_at(which, low), last))
     while (brackets := brackets[:, brackets[3] != brackets[4]]).numel():
         if brackets.shape[1] > MOST_STEPS * (1 + num_functions):
-            raise ValueError(f"{name} is not a function of its random numbers, or one of too many steps")
+            raise ValueError(
+                f"{name} is not a function of its random numbers, or one of too many steps"
+            )
         narrow = brackets[2] - brackets[1] <= 1
         for i, _, end, before, _ in brackets[:, narrow].T.tolist():
             ends[i].append((end, before))
         which, low, high, before, after = brackets[:, ~narrow]
         points = low[:, None] + (high - low)[:, None] * cuts // pieces
-        inner = values_at(which.repeat_interleave(pieces - 1), points[:, 1:-1].flatten()).unflatten(0, (-1, pieces - 1))
+        inner = values_at(which.repeat_interleave(pieces - 1), points[:, 1:-1].flatten()).unflatten(
+            0, (-1, pieces - 1)
+        )
         values = torch.cat((before[:, None], inner, after[:, None]), dim=1)
-        parts = (which[:, None].expand(-1, pieces), points[:, :-1], points[:, 1:], values[:, :-1], values[:, 1:])
+        parts = (
+            which[:, None].expand(-1, pieces),
+            points[:, :-1],
+            points[:, 1:],
+            values[:, :-1],
+            values[:, 1:],
+        )
         brackets = torch.stack([part.flatten() for part in parts])
     found = []
     for each in ends:

@@ -31,7 +31,10 @@ NUM_FORGED, NUM_RANKS = 16, 4
 
 @torch.inference_mode()
 def readings(
-    target: LanguageModel, texts: Sequence[Sequence[int]], num_places: int, widths: Sequence[int | None] = (None,)
+    target: LanguageModel,
+    texts: Sequence[Sequence[int]],
+    num_places: int,
+    widths: Sequence[int | None] = (None,),
 ) -> list[Float[Tensor, "N P V"]]:
     """The target's logits behind the last `num_places` tokens of each text, in float32, read in several ways.
 
@@ -49,7 +52,10 @@ def readings(
             state = target.init_state(*tokens.shape)
             if first:
                 target(tokens[:, :first], state, logits_for=slice(-1, None))
-            logits = torch.cat([target(piece, state).logits for piece in tokens[:, first:].split(width, dim=1)], dim=1)
+            logits = torch.cat(
+                [target(piece, state).logits for piece in tokens[:, first:].split(width, dim=1)],
+                dim=1,
+            )
         found.append(logits.float())
     return found
 
@@ -128,28 +134,45 @@ def find_divergence(
         margin = min(abs(float(way[one] - way[two])) for way in ways)
         moved = 2 * rounding(target, ways)
     else:
-        margin, moved = _draws(sampling, ways, tokens, float(noise_table(seed, number, at + 1)[at, Purpose.CORRECT]))
+        margin, moved = _draws(
+            sampling, ways, tokens, float(noise_table(seed, number, at + 1)[at, Purpose.CORRECT])
+        )
     gap = abs(float(ways[0][one] - ways[0][two]))
     return Divergence(number, at, tokens, gap, margin, moved, "tie" if margin <= moved else "bug")
 
 
-def _draws(sampling: Sampling, ways: Sequence[Tensor], tokens: tuple[int, int], uniform: float) -> tuple[float, float]:
+def _draws(
+    sampling: Sampling, ways: Sequence[Tensor], tokens: tuple[int, int], uniform: float
+) -> tuple[float, float]:
     """How far the number is from drawing both tokens, in the way that is nearest to it; how far the ends move."""
     tables = [sampling.probs(way) for way in ways]
     ends = [table.double().cumsum(-1) / table.double().sum(-1) for table in tables]
-    moved = max(difference(one, another) for one, another in combinations(ends, 2)) + 4 * torch.finfo(torch.float32).eps
+    moved = (
+        max(difference(one, another) for one, another in combinations(ends, 2))
+        + 4 * torch.finfo(torch.float32).eps
+    )
     margin = 1.0
     for table, each in zip(tables, ends, strict=True):
         drawn = int(draw(table, torch.tensor(uniform, dtype=torch.float64, device=table.device)))
         starts = torch.nn.functional.pad(each, (1, 0))
-        far = [max(float(starts[t]) - uniform, uniform - float(each[t]), 0.0) for t in tokens if t != drawn]
+        far = [
+            max(float(starts[t]) - uniform, uniform - float(each[t]), 0.0)
+            for t in tokens
+            if t != drawn
+        ]
         margin = min(margin, max(far, default=0.0))
     return margin, moved
 
 
 @torch.inference_mode()
 def num_wrong_rounds(
-    target: LanguageModel, text: Sequence[int], *, rule: AcceptanceRule, sampling: Sampling, width: int, seed: int
+    target: LanguageModel,
+    text: Sequence[int],
+    *,
+    rule: AcceptanceRule,
+    sampling: Sampling,
+    width: int,
+    seed: int,
 ) -> int:
     """Rounds in which a rule that keeps the target's own tokens commits another one.
 
@@ -164,10 +187,14 @@ def num_wrong_rounds(
     ranked = logits.argsort(-1, descending=True)[0, :-1, :NUM_RANKS]
     tokens = ranked.T.repeat(NUM_FORGED, 1)
     logits = logits.expand(len(tokens), -1, -1)
-    noise = torch.rand(*logits.shape[:2], len(Purpose), generator=torch.Generator().manual_seed(seed))
+    noise = torch.rand(
+        *logits.shape[:2], len(Purpose), generator=torch.Generator().manual_seed(seed)
+    )
     noise = noise.to(logits.device)
     verdict = rule.judge(Draft(tokens), logits, sampling, noise)
     own = sampling.sample(logits, noise[..., Purpose.CORRECT].contiguous())
     agreed = (own[:, :-1] == tokens).cumprod(1).sum(1)
-    right = (verdict.num_accepted == agreed) & (verdict.next_tokens == own.gather(1, agreed[:, None])[:, 0])
+    right = (verdict.num_accepted == agreed) & (
+        verdict.next_tokens == own.gather(1, agreed[:, None])[:, 0]
+    )
     return int((~right).sum())

@@ -64,14 +64,20 @@ class Stage:
     ) -> None:
         self.target, self.drafter, self.prompt = target, drafter, list(prompt)
         self.rule, self.sampling, self.width = rule, sampling, num_draft_tokens + 1
-        probs = sampling.probs(sampling.process(readings(target, [prompt], 1)[0], [prompt]))[0, 0].cpu()
+        probs = sampling.probs(sampling.process(readings(target, [prompt], 1)[0], [prompt]))[
+            0, 0
+        ].cpu()
         self._first = int(probs.argmax())
         self._number = float((probs.cumsum(0) - probs / 2)[self._first] / probs.sum())
         self.text = [*prompt, self._first]
         """What the round continues."""
 
     def play(
-        self, rows: Sequence[Sequence[float]], generator: torch.Generator | None = None, *, ragged: bool = False
+        self,
+        rows: Sequence[Sequence[float]],
+        generator: torch.Generator | None = None,
+        *,
+        ragged: bool = False,
     ) -> Played:
         """Play one round.
 
@@ -81,7 +87,9 @@ class Stage:
             ragged: give the rows windows of 1 to K draft tokens.
         """
         size = len(rows), self.width, len(Purpose)
-        noise = torch.full(size, 0.5) if generator is None else torch.rand(size, generator=generator)
+        noise = (
+            torch.full(size, 0.5) if generator is None else torch.rand(size, generator=generator)
+        )
         for noisy, numbers in zip(noise, rows, strict=True):
             noisy[: len(numbers), self.rule.draft_purpose] = torch.tensor(numbers)
         rule, most, asked = copy(self.rule), 2 * self.width, []
@@ -115,7 +123,9 @@ class Stage:
         draft, logits = asked[0]
         drafted = draft.tokens.tolist()
         if draft.lengths is not None:
-            drafted = [row[:length] for row, length in zip(drafted, draft.lengths.tolist(), strict=True)]
+            drafted = [
+                row[:length] for row, length in zip(drafted, draft.lengths.tolist(), strict=True)
+            ]
         return Played(noise[:, : logits.shape[1]], draft, logits, drafted, committed)
 
     def _reject(self, draft: Draft, logits: Tensor, *rest: Any) -> Verdict:
@@ -162,7 +172,9 @@ def draft_tree(stage: Stage) -> tuple[list[Path], list[list[float]], float]:
                 ends += [[*path.numbers, end] for end in (low + NEAR, high - NEAR)]
         begun = longer
         if len(begun) + len(paths) > MOST_PATHS:
-            raise ValueError(f"a round has more than {MOST_PATHS} drafts: draft fewer tokens, or from fewer (top_k)")
+            raise ValueError(
+                f"a round has more than {MOST_PATHS} drafts: draft fewer tokens, or from fewer (top_k)"
+            )
     return paths, ends, left_out
 
 

@@ -45,7 +45,9 @@ def exits(target: LanguageModel, own: EarlyExitDrafter) -> dict[int, EarlyExitDr
     return found
 
 
-def candidates(decoder: SpeculativeDecoder, drafts: Sequence[str] | None = None) -> dict[str, Candidate]:
+def candidates(
+    decoder: SpeculativeDecoder, drafts: Sequence[str] | None = None
+) -> dict[str, Candidate]:
     """The candidates by name.
 
     Args:
@@ -55,7 +57,10 @@ def candidates(decoder: SpeculativeDecoder, drafts: Sequence[str] | None = None)
         ValueError: there is no draft of that name.
     """
     if foreign := [name for name in drafts or () if name not in decoder.drafts]:
-        known = ", ".join(decoder.drafts) or f"one {DRAFTERS.name_of(type(decoder.drafter))}, which has no name"
+        known = (
+            ", ".join(decoder.drafts)
+            or f"one {DRAFTERS.name_of(type(decoder.drafter))}, which has no name"
+        )
         raise ValueError(f"there is no draft {foreign[0]!r} to choose: there is {known}")
     chosen: dict[str | None, Drafter] = {None: decoder.drafter}
     if drafts is not None or any(drafter is decoder.drafter for drafter in decoder.drafts.values()):
@@ -66,5 +71,7 @@ def candidates(decoder: SpeculativeDecoder, drafts: Sequence[str] | None = None)
             found[name or DRAFTERS.name_of(type(drafter))] = Candidate(drafter, name)
             continue
         for layer, exiting in exits(decoder.target, drafter).items():
-            found[f"exit {layer}" if name is None else f"{name}, exit {layer}"] = Candidate(exiting, name, layer)
+            found[f"exit {layer}" if name is None else f"{name}, exit {layer}"] = Candidate(
+                exiting, name, layer
+            )
     return found

@@ -30,7 +30,9 @@ class PairEntry(TargetSource):
 
     def source(self, draft: str, device: str) -> PairSource:
         """The pair with one of its drafts."""
-        own = {name: value for name, value in vars(self).items() if name not in ("drafts", "device")}
+        own = {
+            name: value for name, value in vars(self).items() if name not in ("drafts", "device")
+        }
         return PairSource(**own, **vars(self.drafts[draft]), device=device)
 
     def to_dict(self) -> dict[str, Any]:
@@ -46,23 +48,37 @@ class BenchConfig(Settings):
     pairs: Any = setting(help="by name: fields of a target, and `drafts` by name")
     prompts: str = setting(OWN, "own, shipped, or a file of prompts")
     domains: tuple[str, ...] | None = setting(None, "domains of the prompts; default: all")
-    num_prompts: int = setting(8, "prompts of each domain; an interval over fewer than eight is wide", minimum=1)
+    num_prompts: int = setting(
+        8, "prompts of each domain; an interval over fewer than eight is wide", minimum=1
+    )
     num_draft_tokens: tuple[int | str, ...] = setting(
-        (1, 2, 4, 8, "auto"), "draft tokens per round, or auto", minimum=1, maximum=MAX_TOKENS, choices=("auto",)
+        (1, 2, 4, 8, "auto"),
+        "draft tokens per round, or auto",
+        minimum=1,
+        maximum=MAX_TOKENS,
+        choices=("auto",),
     )
     temperatures: tuple[float, ...] = setting((0.0,), "temperatures", minimum=0)
     batch_sizes: tuple[int, ...] = setting((1,), "prompts decoded together", minimum=1)
-    rules: tuple[Any, ...] = setting(("ExactMatch",), "rules, by name or as {EpsilonThreshold: {epsilon: 0.2}}")
-    baselines: tuple[str, ...] = setting(
-        HUGGING_FACE, "methods of transformers to compare with, for targets that are its models", choices=HUGGING_FACE
+    rules: tuple[Any, ...] = setting(
+        ("ExactMatch",), "rules, by name or as {EpsilonThreshold: {epsilon: 0.2}}"
     )
-    max_new_tokens: int = setting(64, "maximum number of new tokens per prompt", minimum=1, maximum=MAX_TOKENS)
+    baselines: tuple[str, ...] = setting(
+        HUGGING_FACE,
+        "methods of transformers to compare with, for targets that are its models",
+        choices=HUGGING_FACE,
+    )
+    max_new_tokens: int = setting(
+        64, "maximum number of new tokens per prompt", minimum=1, maximum=MAX_TOKENS
+    )
     ignore_eos: bool = setting(False, "do not stop at EOS: no token ends a row")
     repeats: int = setting(5, "timed runs of each case, each with its own seed", minimum=1)
     warmup: int = setting(1, "untimed runs before them", minimum=0)
     seed: int = setting(0, "seed of the first repeat", minimum=0, maximum=2**62)
     device: str = setting("cpu", "device to run on")
-    threads: int | None = setting(None, "CPU threads; default: torch's own choice", minimum=1, maximum=1024)
+    threads: int | None = setting(
+        None, "CPU threads; default: torch's own choice", minimum=1, maximum=1024
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,7 +88,9 @@ class BenchConfig(Settings):
         for name in _LISTS:
             values = getattr(self, name)
             if not values or any(value in values[:i] for i, value in enumerate(values)):
-                raise ValueError(f"{name} must be different values, at least one, got {plain(values)}")
+                raise ValueError(
+                    f"{name} must be different values, at least one, got {plain(values)}"
+                )
         for temperature in self.temperatures:
             DecodingConfig(temperature=temperature)
 
@@ -104,7 +122,9 @@ def _pair(name: str, value: Any) -> PairEntry:
     if isinstance(value, PairEntry):
         return value
     if not isinstance(value, Mapping) or "device" in value:
-        raise ValueError(f"{name} must be a mapping of ckpt, pair or target, and drafts, got {value!r}")
+        raise ValueError(
+            f"{name} must be a mapping of ckpt, pair or target, and drafts, got {value!r}"
+        )
     given = {key: each for key, each in value.items() if each is not None}
     if "drafts" in given:
         given["drafts"] = _named(f"{name}.drafts", given["drafts"], _draft)
@@ -115,7 +135,9 @@ def _pair(name: str, value: Any) -> PairEntry:
 
 
 def _draft(name: str, value: Any) -> DraftSource:
-    return value if isinstance(value, DraftSource) else DraftSource.from_dict(value or {}, f"{name}.")
+    return (
+        value if isinstance(value, DraftSource) else DraftSource.from_dict(value or {}, f"{name}.")
+    )
 
 
 def _named(where: str, values: Any, each: Callable[[str, Any], Any]) -> dict[str, Any]:
@@ -129,4 +151,6 @@ def _named(where: str, values: Any, each: Callable[[str, Any], Any]) -> dict[str
 
 def _check_name(where: str, name: Any) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ValueError(f"{where} must be named by letters, digits, '.', '_' and '-', got {name!r}")
+        raise ValueError(
+            f"{where} must be named by letters, digits, '.', '_' and '-', got {name!r}"
+        )

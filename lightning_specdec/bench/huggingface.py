@@ -56,7 +56,9 @@ class HuggingFace:
         configs, options = [(model, GenerationConfig())], dict[str, Any]()
         if method == ASSISTED:
             options["assistant_model"] = assistant = self.assistants[str(draft)]
-            schedule = GenerationConfig(num_assistant_tokens=number, num_assistant_tokens_schedule="constant")
+            schedule = GenerationConfig(
+                num_assistant_tokens=number, num_assistant_tokens_schedule="constant"
+            )
             configs.append((assistant, schedule))
         if method == PROMPT_LOOKUP:
             options["prompt_lookup_num_tokens"] = number
@@ -64,7 +66,12 @@ class HuggingFace:
         if config.greedy:
             options["do_sample"] = False
         else:
-            options |= {"do_sample": True, "temperature": config.temperature, "top_k": 0, "top_p": 1.0}
+            options |= {
+                "do_sample": True,
+                "temperature": config.temperature,
+                "top_k": 0,
+                "top_p": 1.0,
+            }
         width = max(map(len, prompts))
         padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
         seen = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
@@ -113,18 +120,31 @@ class _Watch:
 
 
 def _row(
-    index: int, prompt: Sequence[int], tokens: Sequence[int], eos: Sequence[int], seconds: Sequence[float]
+    index: int,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    eos: Sequence[int],
+    seconds: Sequence[float],
 ) -> RowResult:
     """A row's new tokens, without the padding behind the one that ended it."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in eos), len(tokens))
     reason = "eos" if end and tokens[end - 1] in eos else "length"
-    return RowResult(index, list(prompt), list(tokens[:end]), reason, len(set(seconds[:end])), list(seconds[:end]))
+    return RowResult(
+        index,
+        list(prompt),
+        list(tokens[:end]),
+        reason,
+        len(set(seconds[:end])),
+        list(seconds[:end]),
+    )
 
 
 @contextmanager
 def _prepared(configs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
     """Use these generation configs and transformers' own attention meanwhile."""
-    before = [(model, model.generation_config, model.config._attn_implementation) for model, _ in configs]
+    before = [
+        (model, model.generation_config, model.config._attn_implementation) for model, _ in configs
+    ]
     try:
         for model, config in configs:
             _set(model, config, "sdpa" if model.config._attn_implementation != "eager" else "eager")

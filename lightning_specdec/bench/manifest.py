@@ -19,7 +19,10 @@ from lightning_specdec.checkpoints import runs
 
 
 def manifest(
-    *, options: Mapping[str, Any], device: torch.device, checkpoint: str | os.PathLike[str] | None = None
+    *,
+    options: Mapping[str, Any],
+    device: torch.device,
+    checkpoint: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
     """Plain values that say where and how something was measured."""
     return {
@@ -29,14 +32,18 @@ def manifest(
         "transformers": version("transformers"),
         "platform": platform.platform(),
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "cuda": torch.version.cuda,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "threads": torch.get_num_threads(),
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "checkpoint_sha256": sha256(runs.find(checkpoint).read_bytes()).hexdigest() if checkpoint else None,
+        "checkpoint_sha256": sha256(runs.find(checkpoint).read_bytes()).hexdigest()
+        if checkpoint
+        else None,
         "options": dict(options),
     }
 
@@ -44,7 +51,9 @@ def manifest(
 def made_on(manifest: Mapping[str, Any]) -> str:
     """The machine and the versions that figures hold for."""
     threads = manifest.get("threads", "?")
-    versions = "".join(f", {name} {manifest[name]}" for name in ("torch", "transformers") if name in manifest)
+    versions = "".join(
+        f", {name} {manifest[name]}" for name in ("torch", "transformers") if name in manifest
+    )
     return (
         f"{manifest.get('device', '?')} ({manifest.get('processor', '?')}), {threads} "
         f"thread{'' if threads == 1 else 's'}{versions}, commit {manifest.get('commit') or '?'}"
@@ -66,8 +75,13 @@ def _commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # not a package installed within another's tree
-        commit, dirty = git("rev-parse", "--short=12", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+        git(
+            "ls-files", "--error-unmatch", Path(__file__).name
+        )  # not a package installed within another's tree
+        commit, dirty = (
+            git("rev-parse", "--short=12", "HEAD"),
+            git("status", "--porcelain", "--untracked-files=no"),
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return f"{commit}+" if dirty else commit

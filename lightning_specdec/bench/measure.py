@@ -113,7 +113,11 @@ class Case:
             return self
         assert self.drafter is not None
         costs = load_or_measure(
-            self.target, self.drafter, batch_size=self.batch_size, rule=self.rule, sampling=Sampling.of(self.config)
+            self.target,
+            self.drafter,
+            batch_size=self.batch_size,
+            rule=self.rule,
+            sampling=Sampling.of(self.config),
         )
         return replace(self, config=self.config.changed(num_draft_tokens=AdaptiveWindow(costs)))
 
@@ -123,7 +127,9 @@ class Case:
         gc.disable()  # a collection would fall on whichever case happens to run
         try:
             for first in range(0, len(self.prompts), self.batch_size):
-                texts = [list(prompt.tokens) for prompt in self.prompts[first : first + self.batch_size]]
+                texts = [
+                    list(prompt.tokens) for prompt in self.prompts[first : first + self.batch_size]
+                ]
                 results.append(self._decode(texts, list(range(first, first + len(texts))), seed))
         finally:
             if collecting:
@@ -155,7 +161,9 @@ class Case:
             method=self.method,
             draft=self.draft,
             domain=self.domain,
-            num_draft_tokens="auto" if isinstance(window, AdaptiveWindow) else getattr(window, "largest", window),
+            num_draft_tokens="auto"
+            if isinstance(window, AdaptiveWindow)
+            else getattr(window, "largest", window),
             temperature=self.config.temperature,
             batch_size=self.batch_size,
             rule=None if rule is None else rule_label(self.config.rule),
@@ -219,7 +227,9 @@ def measure(
             yield replace(row, **(_beside(result, expected) if case.keeps_tokens else {}))
 
 
-def missing_repeats(case: Case, repeats: int, known: Mapping[tuple[Any, ...], ResultRow]) -> list[int]:
+def missing_repeats(
+    case: Case, repeats: int, known: Mapping[tuple[Any, ...], ResultRow]
+) -> list[int]:
     """The repeats of a case that are still to be run; none of one that has failed."""
     found = [known.get((case.cell, repeat)) for repeat in range(repeats)]
     if any(row is not None and row.error is not None for row in found):
@@ -252,7 +262,9 @@ def benchmark(
     if mode not in ("both", *OURS):
         raise ValueError(f"mode must be both, standard or speculative, got {mode!r}")
     standard = _standard(target, prompts, config, batch_size)
-    comparison = _compared(standard, drafter, DRAFTERS.name_of(type(drafter)), repeats, warmup, mode)
+    comparison = _compared(
+        standard, drafter, DRAFTERS.name_of(type(drafter)), repeats, warmup, mode
+    )
     if comparison.error is not None and not comparison.rows:
         raise ValueError(comparison.error)
     return comparison
@@ -301,7 +313,11 @@ def sweep(
 
 def best(found: Sequence[Comparison]) -> Comparison | None:
     """The one whose speedup is the surest, of those with the tokens they should."""
-    right = (each for each in ranked(found) if each.walltime_speedup is not None and each.same_tokens is not False)
+    right = (
+        each
+        for each in ranked(found)
+        if each.walltime_speedup is not None and each.same_tokens is not False
+    )
     return next(right, None)
 
 
@@ -322,7 +338,9 @@ def ranked(found: Sequence[Comparison]) -> list[Comparison]:
 
 def windows_of(most: int | None, windows: Sequence[int]) -> list[int]:
     """The windows that differ for a drafter that proposes at most so many tokens (None: any number) in a round."""
-    return list(dict.fromkeys(windows if most is None else [min(window, most) for window in windows]))
+    return list(
+        dict.fromkeys(windows if most is None else [min(window, most) for window in windows])
+    )
 
 
 def rule_label(rule: Any) -> str:
@@ -332,19 +350,30 @@ def rule_label(rule: Any) -> str:
     return Choice.read(rule or "ExactMatch", "rule").label
 
 
-def _standard(target: LanguageModel, prompts: Sequence[Sequence[int]], config: DecodingConfig, batch_size: int) -> Case:
+def _standard(
+    target: LanguageModel, prompts: Sequence[Sequence[int]], config: DecodingConfig, batch_size: int
+) -> Case:
     """Standard decoding of prompts that were checked."""
     require_int("batch_size", batch_size, 1)
     batch = check_batch(prompts, target, config)
     check_eos(config.eos, target.vocab_size)
     several = [Prompt(str(number), "", tuple(text)) for number, text in batch]
-    return Case(method=STANDARD, target=target, config=config, prompts=several, batch_size=batch_size)
+    return Case(
+        method=STANDARD, target=target, config=config, prompts=several, batch_size=batch_size
+    )
 
 
-def _compared(standard: Case, drafter: Drafter, name: str, repeats: int, warmup: int, mode: str = "both") -> Comparison:
+def _compared(
+    standard: Case, drafter: Drafter, name: str, repeats: int, warmup: int, mode: str = "both"
+) -> Comparison:
     """One comparison; on Ctrl-C of the repeats that are over."""
-    config = standard.config.changed(num_draft_tokens=standard.config.num_draft_tokens or DEFAULT_WINDOW)
-    both = standard, replace(standard, method=SPECULATIVE, drafter=drafter, draft=name, config=config)
+    config = standard.config.changed(
+        num_draft_tokens=standard.config.num_draft_tokens or DEFAULT_WINDOW
+    )
+    both = (
+        standard,
+        replace(standard, method=SPECULATIVE, drafter=drafter, draft=name, config=config),
+    )
     cases = [case for case in both if mode in ("both", case.method)]
     rows: list[ResultRow] = []
     interrupted = False
@@ -353,7 +382,9 @@ def _compared(standard: Case, drafter: Drafter, name: str, repeats: int, warmup:
             rows.append(row)
     except KeyboardInterrupt:
         interrupted = True
-        rows = [row for row in rows if sum(each.repeat == row.repeat for each in rows) == len(cases)]
+        rows = [
+            row for row in rows if sum(each.repeat == row.repeat for each in rows) == len(cases)
+        ]
         if not rows:
             raise
     failed = next((row for row in rows if row.method == STANDARD and row.error is not None), None)
@@ -390,7 +421,9 @@ def _figures(case: Case, result: DecodeResult) -> dict[str, Any]:
     }
     if result.counts is not None:
         figures |= {**vars(result.counts), "num_changed": result.num_changed}
-        if not isinstance(case.drafter, NGramWithFallback):  # a mean with copied tokens is no draft's cost
+        if not isinstance(
+            case.drafter, NGramWithFallback
+        ):  # a mean with copied tokens is no draft's cost
             figures["num_draft_steps"] = num_draft_steps(result.rows, case.batch_size)
     return figures
 

@@ -71,7 +71,9 @@ class ResultsWriter(Results):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ValueError(f"another run is writing to {directory}: wait for it, or give another name") from None
+                raise ValueError(
+                    f"another run is writing to {directory}: wait for it, or give another name"
+                ) from None
             content = (directory / ROWS).read_bytes()
             whole = content.rfind(b"\n") + 1
             if whole:
@@ -128,9 +130,17 @@ def _manifest(directory: Path) -> dict[str, Any]:
         text = f"{directory} holds no results: `lightning_specdec bench --config FILE` writes them"
         raise FileNotFoundError(text) from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: restore it, or remove {directory} and measure again") from error
-    if not isinstance(values, dict) or values.get("format") != FORMAT or not values.keys() >= set(_NEEDED):
-        raise ValueError(f"{path} is not a manifest of format {FORMAT}: another version wrote it; measure again")
+        raise ValueError(
+            f"{path} is damaged: restore it, or remove {directory} and measure again"
+        ) from error
+    if (
+        not isinstance(values, dict)
+        or values.get("format") != FORMAT
+        or not values.keys() >= set(_NEEDED)
+    ):
+        raise ValueError(
+            f"{path} is not a manifest of format {FORMAT}: another version wrote it; measure again"
+        )
     return dict(values)
 
 
@@ -144,8 +154,12 @@ def _rows(path: Path, content: bytes) -> Iterator[ResultRow]:
             if (row.cell, row.repeat) in seen:
                 raise ValueError("is there twice")
         except (ValueError, RecursionError) as error:
-            why = "is damaged" if isinstance(error, json.JSONDecodeError | RecursionError) else error
-            raise ValueError(f"{path}, line {number} {why}: remove the line to measure it again") from error
+            why = (
+                "is damaged" if isinstance(error, json.JSONDecodeError | RecursionError) else error
+            )
+            raise ValueError(
+                f"{path}, line {number} {why}: remove the line to measure it again"
+            ) from error
         seen.add((row.cell, row.repeat))
         yield row
 
@@ -166,5 +180,7 @@ def _flat(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or not value:
         return {name: value}
     return {
-        key: each for part, inner in value.items() for key, each in _flat(f"{name}.{part}".lstrip("."), inner).items()
+        key: each
+        for part, inner in value.items()
+        for key, each in _flat(f"{name}.{part}".lstrip("."), inner).items()
     }

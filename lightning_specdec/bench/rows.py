@@ -94,7 +94,12 @@ class ResultRow:
     @property
     def label(self) -> str:
         """What a user chooses, in a few words."""
-        parts = ("" if self.method == SPECULATIVE else self.method, self.draft, self.num_draft_tokens, self.rule)
+        parts = (
+            "" if self.method == SPECULATIVE else self.method,
+            self.draft,
+            self.num_draft_tokens,
+            self.rule,
+        )
         return " ".join(str(part) for part in parts if part)
 
     @property
@@ -104,7 +109,10 @@ class ResultRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that are known, for a line of a file; `from_dict` is the inverse."""
-        return {"format": FORMAT, **{name: value for name, value in vars(self).items() if value is not None}}
+        return {
+            "format": FORMAT,
+            **{name: value for name, value in vars(self).items() if value is not None},
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ResultRow:
@@ -159,7 +167,10 @@ def speed(rows: Sequence[ResultRow]) -> float | None:
 def _units(row: ResultRow) -> list[tuple[float, int]]:
     """Seconds and tokens of each batch, which ends with its last prompt. What a run takes besides is shared out."""
     seconds, tokens, size = row.prompt_seconds, row.prompt_new_tokens, row.batch_size
-    batches = [(max(seconds[i : i + size]), sum(tokens[i : i + size])) for i in range(0, len(seconds), size)]
+    batches = [
+        (max(seconds[i : i + size]), sum(tokens[i : i + size]))
+        for i in range(0, len(seconds), size)
+    ]
     share = row.seconds / (sum(each for each, _ in batches) or 1.0)
     return [(share * each, number) for each, number in batches]
 
@@ -235,10 +246,16 @@ class Comparison:
         None for adaptive windows, and where drafts are shorter than half the window on average (lookups that find
         nothing): theory assumes whole windows.
         """
-        alpha, window, step = self.acceptance_rate, self.case.num_draft_tokens, self._draft_step_seconds
+        alpha, window, step = (
+            self.acceptance_rate,
+            self.case.num_draft_tokens,
+            self._draft_step_seconds,
+        )
         if alpha is None or step is None or not isinstance(window, int) or not self.standard:
             return None
-        if 2 * (self.total("num_draft_steps") or 0) < window * (self.total("num_target_calls") or 0):
+        if 2 * (self.total("num_draft_steps") or 0) < window * (
+            self.total("num_target_calls") or 0
+        ):
             return None
         lengths = [number for row in self.rows for number in row.prompt_new_tokens]
         return predicted_speedup(
@@ -248,7 +265,8 @@ class Comparison:
             target_seconds=self._each("verify", self.standard),
             verify_seconds=self._each("verify", self.rows),
             round_overhead_seconds=self._each("accept", self.rows) + self._each("rest", self.rows),
-            step_overhead_seconds=self._each("accept", self.standard) + self._each("rest", self.standard),
+            step_overhead_seconds=self._each("accept", self.standard)
+            + self._each("rest", self.standard),
             num_new_tokens=max(1, round(statistics.fmean(lengths))),
         )
 
@@ -256,7 +274,11 @@ class Comparison:
     def phase_seconds(self) -> dict[str, float] | None:
         """Mean seconds of each phase of a repeat; None where they are not known."""
         known = [row.phase_seconds for row in self.rows if row.phase_seconds is not None]
-        return {phase: statistics.fmean(each[phase] for each in known) for phase in PHASES} if known else None
+        return (
+            {phase: statistics.fmean(each[phase] for each in known) for phase in PHASES}
+            if known
+            else None
+        )
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -272,7 +294,10 @@ class Comparison:
     def summary(self) -> dict[str, Any]:
         """Settings, figures and both sides as plain values, for JSON and CSV; None for what is not known."""
         speedup = self.walltime_speedup or Interval(math.nan, math.nan, math.nan)
-        ends = {f"walltime_speedup{end}": each for end, each in zip(("", "_low", "_high"), speedup, strict=True)}
+        ends = {
+            f"walltime_speedup{end}": each
+            for end, each in zip(("", "_low", "_high"), speedup, strict=True)
+        }
         return {
             **{name: getattr(self.case, name) for name in SETTINGS},
             "repeats": len(self.rows),
@@ -280,8 +305,10 @@ class Comparison:
             **{name: each if math.isfinite(each) else None for name, each in ends.items()},
             **{name: getattr(self, name) for name in FIGURES},
             "num_changed": self.total("num_changed"),
-            **{STANDARD: None, SPECULATIVE: None},
-            **{STANDARD: _side(self.standard), self.case.method: _side(self.rows)},
+            STANDARD: None,
+            SPECULATIVE: None,
+            STANDARD: _side(self.standard),
+            self.case.method: _side(self.rows),
         }
 
     def total(self, name: str) -> int | None:
@@ -302,10 +329,24 @@ class Comparison:
     def _each(phase: str, rows: Sequence[ResultRow]) -> float:
         """Mean seconds of a phase for each call of the target."""
         calls = sum(row.num_target_calls for row in rows)
-        return sum(row.phase_seconds[phase] for row in rows if row.phase_seconds) / calls if calls else 0.0
+        return (
+            sum(row.phase_seconds[phase] for row in rows if row.phase_seconds) / calls
+            if calls
+            else 0.0
+        )
 
 
-SETTINGS = ("pair", "domain", "temperature", "batch_size", "method", "draft", "num_draft_tokens", "rule", "lossless")
+SETTINGS = (
+    "pair",
+    "domain",
+    "temperature",
+    "batch_size",
+    "method",
+    "draft",
+    "num_draft_tokens",
+    "rule",
+    "lossless",
+)
 FIGURES = (
     *("latency_reduction", "predicted_speedup", "cost_ratio", "tokens_per_second"),
     *("acceptance_rate", "draft_utilization", "block_efficiency"),
@@ -318,7 +359,13 @@ def _side(rows: Sequence[ResultRow]) -> dict[str, Any] | None:
         return None
     row = sorted(rows, key=lambda row: row.seconds)[(len(rows) - 1) // 2]
     phases = row.phase_seconds or dict.fromkeys(PHASES)
-    names = ("seconds", "time_to_first_token", "num_new_tokens", "num_target_calls", "num_draft_calls")
+    names = (
+        "seconds",
+        "time_to_first_token",
+        "num_new_tokens",
+        "num_target_calls",
+        "num_draft_calls",
+    )
     return {
         **{name: getattr(row, name) for name in (*names, "peak_memory_bytes")},
         "tokens_per_second": speed(rows),
@@ -335,10 +382,15 @@ def comparisons(rows: Iterable[ResultRow]) -> list[Comparison]:
         grouped.setdefault(row.cell, []).append(row)
     ordered = [sorted(group, key=lambda row: row.repeat) for group in grouped.values()]
     good = [tuple(row for row in group if row.failure is None) for group in ordered]
-    standard = {g[0].place: kept for g, kept in zip(ordered, good, strict=True) if g[0].method == STANDARD}
+    standard = {
+        g[0].place: kept for g, kept in zip(ordered, good, strict=True) if g[0].method == STANDARD
+    }
     return [
         Comparison(
-            group[0], kept, standard.get(group[0].place, ()), next((row.failure for row in group if row.failure), None)
+            group[0],
+            kept,
+            standard.get(group[0].place, ()),
+            next((row.failure for row in group if row.failure), None),
         )
         for group, kept in zip(ordered, good, strict=True)
     ]

@@ -23,7 +23,13 @@ from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.models import check_directory
 from lightning_specdec.config.pairs import get_pair
 from lightning_specdec.config.terminal import one_line
-from lightning_specdec.data.prompts import SEQUENCES, Prompt, by_domain, read_prompts, shipped_prompts
+from lightning_specdec.data.prompts import (
+    SEQUENCES,
+    Prompt,
+    by_domain,
+    read_prompts,
+    shipped_prompts,
+)
 from lightning_specdec.decoding.rows import check_prompt
 from lightning_specdec.decoding.windows import DEFAULT_WINDOW
 from lightning_specdec.drafters import Drafter, ModelDrafter
@@ -62,7 +68,12 @@ class BenchPair:
 
     @classmethod
     def of(
-        cls, name: str, target: LanguageModel, drafts: Mapping[str, Drafter | str], prompts: Prompts, **more: Any
+        cls,
+        name: str,
+        target: LanguageModel,
+        drafts: Mapping[str, Drafter | str],
+        prompts: Prompts,
+        **more: Any,
     ) -> BenchPair:
         """The pair as it decodes, from models as they were loaded; `more` are other fields."""
         loaded = {key: draft.eval() for key, draft in drafts.items() if isinstance(draft, Drafter)}
@@ -86,7 +97,9 @@ class BenchPair:
         baseline = None
         if hasattr(model := getattr(packed, "model", None), "generate"):
             models = {key: each.model for key, each in ready.items() if type(each) is ModelDrafter}
-            baseline = HuggingFace(model, {key: each.model for key, each in models.items() if hasattr(each, "model")})
+            baseline = HuggingFace(
+                model, {key: each.model for key, each in models.items() if hasattr(each, "model")}
+            )
         return cls(name, packed, ready, prompts, **{"baseline": baseline, "facts": facts, **more})
 
     def cases(self, config: BenchConfig) -> list[list[Case]]:
@@ -98,10 +111,15 @@ class BenchPair:
         lossless = [rule for rule in config.rules if make_rule(rule).lossless]
         numbers = [window for window in config.num_draft_tokens if isinstance(window, int)]
         adaptive = ["auto"] if "auto" in config.num_draft_tokens else []
-        for domain, temperature, size in product(self.prompts, config.temperatures, config.batch_sizes):
+        for domain, temperature, size in product(
+            self.prompts, config.temperatures, config.batch_sizes
+        ):
             eos = () if config.ignore_eos else self.eos
             decoding = DecodingConfig(
-                temperature=temperature, max_new_tokens=config.max_new_tokens, eos=eos, seed=config.seed
+                temperature=temperature,
+                max_new_tokens=config.max_new_tokens,
+                eos=eos,
+                seed=config.seed,
             )
             standard = Case(
                 method=STANDARD,
@@ -120,13 +138,25 @@ class BenchPair:
                 windows: list[int | str] = [*windows_of(most, numbers), *adaptive]
                 for rule, window in product(rules, windows):
                     chosen = decoding.changed(rule=rule, num_draft_tokens=window)
-                    group.append(replace(standard, method=SPECULATIVE, config=chosen, drafter=drafter, draft=draft))
+                    group.append(
+                        replace(
+                            standard,
+                            method=SPECULATIVE,
+                            config=chosen,
+                            drafter=drafter,
+                            draft=draft,
+                        )
+                    )
             for method in config.baselines if self.baseline is not None else ():
                 theirs = replace(standard, method=method, baseline=self.baseline)
                 names = self.baseline.assistants if method == ASSISTED else [None]  # type: ignore[union-attr]
                 fixed = [None] if method == GENERATE else numbers or [DEFAULT_WINDOW]
                 for name, number in product(names, fixed):
-                    group.append(replace(theirs, config=decoding.changed(num_draft_tokens=number), draft=name))
+                    group.append(
+                        replace(
+                            theirs, config=decoding.changed(num_draft_tokens=number), draft=name
+                        )
+                    )
             groups.append(group)
         return groups
 
@@ -153,13 +183,19 @@ def load_bench_pair(name: str, config: BenchConfig) -> BenchPair:
     """
     entry = config.pairs[name]
     alone = entry.source(next(iter(entry.drafts)), config.device)
-    alone = alone.changed(draft=None, drafter="NGramDrafter", draft_dtype=None, draft_quantization=None)
-    loaded = load_pair(alone, pack=False)  # packed later: transformers decodes with the same weights
+    alone = alone.changed(
+        draft=None, drafter="NGramDrafter", draft_dtype=None, draft_quantization=None
+    )
+    loaded = load_pair(
+        alone, pack=False
+    )  # packed later: transformers decodes with the same weights
     target = loaded.target
     drafts: dict[str, Drafter | str] = {}
     for draft in entry.drafts:
         try:
-            drafts[draft] = load_pair(entry.source(draft, config.device), target=target, pack=False).drafter
+            drafts[draft] = load_pair(
+                entry.source(draft, config.device), target=target, pack=False
+            ).drafter
         except FAILURES as error:
             drafts[draft] = one_line(error)
     prompts = _prompts(target, loaded.prompts, config)
@@ -173,7 +209,15 @@ def load_bench_pair(name: str, config: BenchConfig) -> BenchPair:
 def _num_parameters(draft: Drafter) -> int | None:
     """Those that belong to the draft; None where it has none."""
     models = [part for part in draft.modules() if isinstance(part, LanguageModel)]
-    return max([sum(each.numel() for each in draft.parameters()), *(model.num_parameters for model in models)]) or None
+    return (
+        max(
+            [
+                sum(each.numel() for each in draft.parameters()),
+                *(model.num_parameters for model in models),
+            ]
+        )
+        or None
+    )
 
 
 def _prompts(target: LanguageModel, own: Sequence[Sequence[int]], config: BenchConfig) -> Prompts:
@@ -182,7 +226,9 @@ def _prompts(target: LanguageModel, own: Sequence[Sequence[int]], config: BenchC
         prompts = shipped_prompts([SEQUENCES] if tokenizer is None else domains)
     elif source == OWN:
         if not own:
-            raise ValueError(f"prompts: {OWN} needs a pair with its own prompts: say {SHIPPED}, or name a file")
+            raise ValueError(
+                f"prompts: {OWN} needs a pair with its own prompts: say {SHIPPED}, or name a file"
+            )
         domain = SEQUENCES if tokenizer is None else OWN
         prompts = [Prompt(f"{OWN}-{i}", domain, tuple(tokens)) for i, tokens in enumerate(own)]
     else:
@@ -194,7 +240,9 @@ def _prompts(target: LanguageModel, own: Sequence[Sequence[int]], config: BenchC
     return {domain: several[: config.num_prompts] for domain, several in found.items()}
 
 
-def open_results(directory: Path, config: BenchConfig, manifest: Mapping[str, Any]) -> ResultsWriter:
+def open_results(
+    directory: Path, config: BenchConfig, manifest: Mapping[str, Any]
+) -> ResultsWriter:
     """The results of a config, new or begun.
 
     Args:
@@ -203,7 +251,12 @@ def open_results(directory: Path, config: BenchConfig, manifest: Mapping[str, An
     Raises:
         ValueError: the directory holds those of another config, machine or format.
     """
-    values = {"name": config.name, **manifest, "config": config.to_dict(), **{name: {} for name in BY_PAIR}}
+    values = {
+        "name": config.name,
+        **manifest,
+        "config": config.to_dict(),
+        **{name: {} for name in BY_PAIR},
+    }
     return ResultsWriter.open(directory, values)
 
 
@@ -236,10 +289,17 @@ def run(
             continue
         _describe(pair, results)
         groups = pair.cases(config)
-        missing = [sum(len(missing_repeats(case, config.repeats, results.known)) for case in group) for group in groups]
+        missing = [
+            sum(len(missing_repeats(case, config.repeats, results.known)) for case in group)
+            for group in groups
+        ]
         done, began = 0, time.monotonic()
         for group, wanted in zip(groups, missing, strict=True):
-            options: dict[str, Any] = {"repeats": config.repeats, "warmup": config.warmup, "known": results.known}
+            options: dict[str, Any] = {
+                "repeats": config.repeats,
+                "warmup": config.warmup,
+                "known": results.known,
+            }
             for row in measure(group, **options) if wanted else ():
                 results.append(row)
                 done += 1
@@ -251,13 +311,19 @@ def run(
 def _describe(pair: BenchPair, results: ResultsWriter) -> None:
     """Say in the manifest what the pair is, or refuse one that is not what it was."""
     name = pair.name
-    prompts = {domain: {each.id: list(each.tokens) for each in s} for domain, s in pair.prompts.items()}
+    prompts = {
+        domain: {each.id: list(each.tokens) for each in s} for domain, s in pair.prompts.items()
+    }
     manifest = {part: dict(results.manifest[part]) for part in BY_PAIR}
     if name in manifest["pairs"]:
         known = manifest["pairs"][name]
         drafts = known["draft_sha256"]  # a draft that could not be loaded has none
         changed = [fact for fact in ("dtype", "target_sha256") if known[fact] != pair.facts[fact]]
-        changed += [draft for draft, found in pair.facts["draft_sha256"].items() if drafts.get(draft, found) != found]
+        changed += [
+            draft
+            for draft, found in pair.facts["draft_sha256"].items()
+            if drafts.get(draft, found) != found
+        ]
         if changed or manifest["prompts"][name] != prompts:
             what = [*changed, "prompts"][0]
             raise ValueError(

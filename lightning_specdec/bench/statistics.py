@@ -30,7 +30,10 @@ class Interval(NamedTuple):
 
 
 def ratio_interval(
-    numerators: Sequence[Sequence[float]], denominators: Sequence[Sequence[float]], *, level: float = LEVEL
+    numerators: Sequence[Sequence[float]],
+    denominators: Sequence[Sequence[float]],
+    *,
+    level: float = LEVEL,
 ) -> Interval:
     """Ratio of sums over prompts of medians over repeats, with its interval.
 
@@ -47,7 +50,10 @@ def ratio_interval(
     top, bottom = (torch.tensor(side, dtype=torch.float64) for side in (numerators, denominators))
     value = (top.quantile(0.5, dim=0).sum() / bottom.quantile(0.5, dim=0).sum()).item()
     width = 0.0
-    for axis, factor in ((0, 1.0), (1, math.pi / 2)):  # summed over repeats: by prompt; over prompts: by repeat
+    for axis, factor in (
+        (0, 1.0),
+        (1, math.pi / 2),
+    ):  # summed over repeats: by prompt; over prompts: by repeat
         logs = (top.sum(axis) / bottom.sum(axis)).log()
         if (number := len(logs)) > 1:
             width += factor * student(number - 1, (1 - level) / 2) ** 2 * logs.var().item() / number

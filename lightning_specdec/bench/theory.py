@@ -67,19 +67,26 @@ def predicted_speedup(
     """
     tokens, rounds, steps = expected_tokens(alpha, num_draft_tokens), 1.0, float(num_draft_tokens)
     if num_new_tokens is not None:
-        tokens, (rounds, steps) = num_new_tokens, _rounds_and_steps(alpha, num_draft_tokens, num_new_tokens)
+        tokens, (rounds, steps) = (
+            num_new_tokens,
+            _rounds_and_steps(alpha, num_draft_tokens, num_new_tokens),
+        )
     speculative = steps * draft_step_seconds + rounds * (verify_seconds + round_overhead_seconds)
     return tokens * (target_seconds + step_overhead_seconds) / speculative
 
 
-def _rounds_and_steps(alpha: Rates, num_draft_tokens: int, num_new_tokens: int) -> tuple[float, float]:
+def _rounds_and_steps(
+    alpha: Rates, num_draft_tokens: int, num_new_tokens: int
+) -> tuple[float, float]:
     """Expected rounds and draft steps: two recursions over the tokens still wanted."""
     if num_new_tokens < 1:
         raise ValueError(f"num_new_tokens must be at least 1, got {num_new_tokens}")
     rounds, steps = [0.0], [0.0]
     for wanted in range(1, num_new_tokens + 1):
         window = min(num_draft_tokens, wanted - 1)
-        outcomes = list(enumerate(accepted_distribution(alpha, window), start=1))  # (tokens gained, probability)
+        outcomes = list(
+            enumerate(accepted_distribution(alpha, window), start=1)
+        )  # (tokens gained, probability)
         rounds.append(1 + math.fsum(prob * rounds[wanted - gained] for gained, prob in outcomes))
         steps.append(window + math.fsum(prob * steps[wanted - gained] for gained, prob in outcomes))
     return rounds[-1], steps[-1]
@@ -89,5 +96,7 @@ def _reached(alpha: Rates, num_draft_tokens: int) -> list[float]:
     """The probabilities that at least 0, 1, ..., k draft tokens are accepted."""
     rates = alpha[:num_draft_tokens] if isinstance(alpha, Sequence) else [alpha] * num_draft_tokens
     if len(rates) != num_draft_tokens or not all(0 <= rate <= 1 for rate in rates):
-        raise ValueError(f"alpha must be {num_draft_tokens} rates from 0 to 1, or one for all positions, got {alpha}")
+        raise ValueError(
+            f"alpha must be {num_draft_tokens} rates from 0 to 1, or one for all positions, got {alpha}"
+        )
     return list(itertools.accumulate(rates, lambda kept, rate: kept * rate, initial=1.0))

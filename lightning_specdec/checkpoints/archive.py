@@ -64,7 +64,9 @@ def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
-def write_document(path: str | os.PathLike[str], document: dict[str, Any], weights: Mapping[str, Tensor]) -> None:
+def write_document(
+    path: str | os.PathLike[str], document: dict[str, Any], weights: Mapping[str, Tensor]
+) -> None:
     """Write a document and weights as safetensors; raises as `write`."""
     content = safetensors.save(dict(weights), {KEY: json.dumps(document)})
     with replaced(Path(path)) as file:
@@ -84,7 +86,9 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     found = document.get("format")
     if type(found) is not int or not 1 <= found <= FORMAT:
         shown = short(repr(found), 40)
-        raise ValueError(f"{path} has format {shown}, this version reads 1 to {FORMAT}: update, or export it again")
+        raise ValueError(
+            f"{path} has format {shown}, this version reads 1 to {FORMAT}: update, or export it again"
+        )
     return content
 
 
@@ -94,8 +98,16 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise ValueError(_FOREIGN.format(path))
     for name, value in content["state_dict"].items():
-        whole = isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
-        if not isinstance(name, str) or not whole or value.untyped_storage().nbytes() < value.nbytes:
+        whole = (
+            isinstance(value, Tensor)
+            and value.layout == torch.strided
+            and value.device.type == "cpu"
+        )
+        if (
+            not isinstance(name, str)
+            or not whole
+            or value.untyped_storage().nbytes() < value.nbytes
+        ):
             raise ValueError(f"{path}: its weight {short(str(name), 80)!r} is no plain tensor")
     return dict(content)
 
@@ -124,7 +136,9 @@ def read_any(path: str | os.PathLike[str]) -> Any:
             "file that `lightning_specdec fit` or `export` writes"
         ) from error
     except BROKEN as error:
-        found = f"it has no {error}" if isinstance(error, KeyError) else str(error.__cause__ or error)
+        found = (
+            f"it has no {error}" if isinstance(error, KeyError) else str(error.__cause__ or error)
+        )
         reason = short(" ".join(found.split()), 120)
         raise ValueError(
             f"{path} is truncated or damaged, or is no checkpoint of this program ({reason}): copy it "
@@ -135,7 +149,9 @@ def read_any(path: str | os.PathLike[str]) -> Any:
 
 def _read_document(path: Path) -> dict[str, Any]:
     """A safetensors file. Draft files of format 1 name their drafter at the top of the document."""
-    document = json.loads(read_header(path)[0][KEY][:_LONGEST_DOCUMENT])  # a longer one is cut, and no JSON then
+    document = json.loads(
+        read_header(path)[0][KEY][:_LONGEST_DOCUMENT]
+    )  # a longer one is cut, and no JSON then
     weights = safetensors.load_file(path)
     if "class" in document:
         drafter = {name: document.pop(name, None) for name in ("class", "arguments")}
@@ -168,7 +184,9 @@ def _check_size(content: object) -> None:
             continue
         left -= len(value) if isinstance(value, str | bytes | bytearray) else _CHARACTERS_PER_VALUE
         if left < 0 or len(walks) > _DEEPEST:
-            raise ValueError("it holds more plain values than any checkpoint needs, or nests them too deeply")
+            raise ValueError(
+                "it holds more plain values than any checkpoint needs, or nests them too deeply"
+            )
         if isinstance(value, Mapping):
             walks.append(chain.from_iterable(value.items()))
         elif isinstance(value, list | tuple | set | frozenset):

@@ -131,7 +131,9 @@ def save(
         ValueError: a part cannot be built again, a weight does not fit the type, or no file can be put there.
     """
     document = describe(target, drafts, **described)
-    names = ("recipe", "target", "tokenizer") if isinstance(target, TargetReference) else ("recipe",)
+    names = (
+        ("recipe", "target", "tokenizer") if isinstance(target, TargetReference) else ("recipe",)
+    )
     document |= {name: portable(document[name]) for name in names}
     drafter, *others = _named(drafts).items()
     parts: dict[str, nn.Module] = {} if isinstance(target, TargetReference) else {TARGET: target}
@@ -142,7 +144,9 @@ def save(
         first = {id(value): name for name, value in reversed(values.items())}
         for name in sorted(first.values()):  # a weight of several names is written once
             if values[name].dtype not in FLOATS.values():
-                raise ValueError(f"{prefix}{name} is packed or quantized: save the models as they were loaded")
+                raise ValueError(
+                    f"{prefix}{name} is packed or quantized: save the models as they were loaded"
+                )
             weights[prefix + name] = values[name].detach().cpu().contiguous().clone()
     if dtype is not None and weights:
         document["computes_in"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
@@ -168,7 +172,10 @@ def is_exported(path: str | os.PathLike[str]) -> bool:
 
 
 def load(
-    path: str | os.PathLike[str], *, target: str | LanguageModel | None = None, drafter: str | None = None
+    path: str | os.PathLike[str],
+    *,
+    target: str | LanguageModel | None = None,
+    drafter: str | None = None,
 ) -> LoadedPair:
     """Build what a file describes, with its weights.
 
@@ -184,11 +191,16 @@ def load(
     try:
         reference = reference_of(content)
         if target is not None and reference is None:
-            raise ValueError("it holds its target itself, and decodes with no other: leave --target out")
+            raise ValueError(
+                "it holds its target itself, and decodes with no other: leave --target out"
+            )
         others, name = document.get("others", {}), document.get("name", MAIN)
         _check_names([name, *others])
         check_parts([document.get("target"), document.get("drafter"), others])
-        _check_owners(weights, ([TARGET] if reference is None else []) + [f"{_OTHERS}{key}." for key in others])
+        _check_owners(
+            weights,
+            ([TARGET] if reference is None else []) + [f"{_OTHERS}{key}." for key in others],
+        )
         weights = _dequantized(weights, document.get("computes_in"))
         part = partial(_part, weights=weights, trusted=drafter)
         held = None if reference is not None else part("target", document.get("target"), MODELS)
@@ -200,7 +212,12 @@ def load(
             check_prompt(prompt, (reference or held).vocab_size, "a stored prompt")  # type: ignore[union-attr]
         check("its tokenizer", tokenizer, str | None, {})
         window = recipe.get("num_draft_tokens")
-        check("num_draft_tokens of its recipe", window, int | None, {"minimum": 1, "maximum": MAX_TOKENS})
+        check(
+            "num_draft_tokens of its recipe",
+            window,
+            int | None,
+            {"minimum": 1, "maximum": MAX_TOKENS},
+        )
         for each in drafts.values() if held is not None else ():
             each.check_target(held)
     except BROKEN as error:
@@ -217,12 +234,18 @@ def load(
             _check_ends(each, found)
         return found
 
-    return LoadedPair(find_target, drafts[name], drafts, prompts, recipe, tokenizer, window, reference)
+    return LoadedPair(
+        find_target, drafts[name], drafts, prompts, recipe, tokenizer, window, reference
+    )
 
 
 def _check_ends(drafter: Drafter, target: LanguageModel) -> None:
     """Raise ValueError for a draft that has some tokens only, and not all that end a text of this target."""
-    ends = [] if target.tokenizer is None else [token for token in target.tokenizer.eos if token < target.vocab_size]
+    ends = (
+        []
+        if target.tokenizer is None
+        else [token for token in target.tokenizer.eos if token < target.vocab_size]
+    )
     for part in drafter.modules():
         vocabulary: Any = getattr(part, "draft_vocabulary", None)
         if vocabulary is not None:
@@ -259,7 +282,9 @@ def _check_owners(weights: Mapping[str, Tensor], owners: list[str]) -> None:
     """Raise ValueError for weights of a target or another draft that the file does not describe."""
     for name in weights:
         if name.startswith((TARGET, _OTHERS)) and not name.startswith(tuple(owners)):
-            raise ValueError(f"among its weights is {short(name, 80)!r}, and it describes no network that has it")
+            raise ValueError(
+                f"among its weights is {short(name, 80)!r}, and it describes no network that has it"
+            )
 
 
 def _plain(recipe: object) -> dict[str, Any]:
@@ -273,11 +298,22 @@ def _plain(recipe: object) -> dict[str, Any]:
     return copied
 
 
-def _part(name: str, described: object, kinds: Kinds, *, weights: Mapping[str, Tensor], trusted: str | None) -> Any:
+def _part(
+    name: str,
+    described: object,
+    kinds: Kinds,
+    *,
+    weights: Mapping[str, Tensor],
+    trusted: str | None,
+) -> Any:
     """A target or a drafter as it is described, with its weights."""
     prefix = f"{name}."
-    own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-    return with_weights(partial(build, described, (kinds,), trusted), name.replace(_OTHERS, "draft "), own)
+    own = {
+        key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)
+    }
+    return with_weights(
+        partial(build, described, (kinds,), trusted), name.replace(_OTHERS, "draft "), own
+    )
 
 
 def _stored_as(weights: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:

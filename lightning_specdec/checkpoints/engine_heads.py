@@ -59,10 +59,20 @@ _REFUSED = {
     "quantization_config": "is quantized (quantization_config)",
 }
 """What a head may have and `EagleNetwork` has not."""
-_SIZES = (
-    "hidden_size intermediate_size num_attention_heads num_key_value_heads num_hidden_layers head_dim hidden_act "
-    "vocab_size rms_norm_eps rope_parameters rope_theta rope_scaling"
-).split()
+_SIZES = [
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "head_dim",
+    "hidden_act",
+    "vocab_size",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_theta",
+    "rope_scaling",
+]
 _MEDUSA = ("num_heads", "num_heads"), ("num_layers", "num_hidden_layers")
 
 
@@ -77,16 +87,23 @@ def eagle_tensors(drafter: EagleDrafter, layer: str) -> dict[str, Tensor]:
     found |= _split(weights["gate_up.weight"], f"{layer}.mlp", _GATE_UP)
     if own.feature_norms:
         order = sorted(range(len(own.feature_layers)), key=own.feature_layers.__getitem__)
-        found |= {f"fc_norm.{i}.weight": weights[f"layer_norms.{old}.weight"] for i, old in enumerate(order)}
+        found |= {
+            f"fc_norm.{i}.weight": weights[f"layer_norms.{old}.weight"]
+            for i, old in enumerate(order)
+        }
     return _stored(found, drafter)
 
 
-def _renamed(weights: dict[str, Tensor], names: dict[str, str], theirs: str = "", ours: str = "") -> dict[str, Tensor]:
+def _renamed(
+    weights: dict[str, Tensor], names: dict[str, str], theirs: str = "", ours: str = ""
+) -> dict[str, Tensor]:
     """Weights by an engine's names, behind these prefixes."""
     return {f"{theirs}{new}.weight": weights[f"{ours}{old}.weight"] for new, old in names.items()}
 
 
-def _split(joined: Tensor, room: str, names: Sequence[str], rows: Sequence[int] | None = None) -> dict[str, Tensor]:
+def _split(
+    joined: Tensor, room: str, names: Sequence[str], rows: Sequence[int] | None = None
+) -> dict[str, Tensor]:
     """The weights that were joined, which are alike in size unless `rows` says how large each is."""
     parts = joined.chunk(len(names)) if rows is None else joined.split(list(rows))
     return {f"{room}.{name}.weight": part for name, part in zip(names, parts, strict=True)}
@@ -96,11 +113,15 @@ def _stored(found: dict[str, Tensor], drafter: FeatureDrafter) -> dict[str, Tens
     """Weights as engines have them: layers of the target in order, and which tokens the draft scores."""
     layers = drafter.settings.feature_layers
     blocks = found["fc.weight"].chunk(len(layers), dim=1)
-    found["fc.weight"] = torch.cat([blocks[i] for i in sorted(range(len(layers)), key=layers.__getitem__)], dim=1)
+    found["fc.weight"] = torch.cat(
+        [blocks[i] for i in sorted(range(len(layers)), key=layers.__getitem__)], dim=1
+    )
     if (vocabulary := drafter.draft_vocabulary) is not None:
         tokens = vocabulary.tokens.cpu()
         found["d2t"] = tokens - torch.arange(len(tokens))
-        found["t2d"] = torch.zeros(drafter.settings.vocab_size, dtype=torch.bool).index_fill_(0, tokens, True)
+        found["t2d"] = torch.zeros(drafter.settings.vocab_size, dtype=torch.bool).index_fill_(
+            0, tokens, True
+        )
     return {name: value.cpu().contiguous().clone() for name, value in found.items()}
 
 
@@ -116,18 +137,28 @@ def block_tensors(drafter: BlockDrafter, table: Tensor) -> dict[str, Tensor]:
     for i in range(own.num_layers):
         layer = f"layers.{i}"
         found |= _renamed(weights, _BLOCK_LAYER, f"{layer}.", f"{layer}.")
-        found |= _split(weights[f"{layer}.key_value.weight"], f"{layer}.self_attn", _QUERY_KEY_VALUE[1:])
+        found |= _split(
+            weights[f"{layer}.key_value.weight"], f"{layer}.self_attn", _QUERY_KEY_VALUE[1:]
+        )
         found |= _split(weights[f"{layer}.gate_up.weight"], f"{layer}.mlp", _GATE_UP)
     mask = weights["mask"]
     found["embed_tokens.weight"] = torch.cat([weights["anchor_scale"] * table.to(mask), mask[None]])
     rank, scored = max(1, own.markov_rank), weights["output.weight"]
     before = scored.new_zeros(own.vocab_size + 1, rank)
     if own.markov_rank:
-        tokens = torch.arange(own.vocab_size) if drafter.draft_vocabulary is None else drafter.draft_vocabulary.tokens
+        tokens = (
+            torch.arange(own.vocab_size)
+            if drafter.draft_vocabulary is None
+            else drafter.draft_vocabulary.tokens
+        )
         before[tokens] = weights["markov_input.weight"]
     found["markov_head.markov_w1.weight"] = before
-    found["markov_head.markov_w2.weight"] = weights.get("markov_output.weight", scored.new_zeros(len(scored), rank))
-    found |= {f"confidence_head.proj.{name}": weights[f"confidence.{name}"] for name in ("weight", "bias")}
+    found["markov_head.markov_w2.weight"] = weights.get(
+        "markov_output.weight", scored.new_zeros(len(scored), rank)
+    )
+    found |= {
+        f"confidence_head.proj.{name}": weights[f"confidence.{name}"] for name in ("weight", "bias")
+    }
     return _stored(found, drafter)
 
 
@@ -136,23 +167,33 @@ def block_config(drafter: BlockDrafter, target: str) -> dict[str, Any]:
     own = drafter.settings
     layer = _layer_config(drafter, "qwen3", own.num_layers) | {"vocab_size": own.vocab_size + 1}
     kind = "full_attention" if own.attention_window is None else "sliding_attention"
-    layer |= {"is_causal": False, "layer_types": [kind] * own.num_layers}  # else vLLM takes windows for causal
+    layer |= {
+        "is_causal": False,
+        "layer_types": [kind] * own.num_layers,
+    }  # else vLLM takes windows for causal
     markov = {"markov_rank": max(1, own.markov_rank), "markov_head_type": "vanilla"}
     return {
         "architectures": ["Qwen3DSparkModel"],
         "speculators_model_type": "dspark",
-        **{"draft_vocab_size": drafter.num_tokens, "target_hidden_size": own.hidden_size},
+        "draft_vocab_size": drafter.num_tokens,
+        "target_hidden_size": own.hidden_size,
         "aux_hidden_state_layer_ids": [each + 1 for each in sorted(own.feature_layers)],
-        **{"use_aux_hidden_state": True, "mask_token_id": own.vocab_size},
-        **{"sample_from_anchor": True, "block_size": own.block_size, **markov},
-        **{"enable_confidence_head": True, "confidence_head_with_markov": own.markov_rank > 0},
+        "use_aux_hidden_state": True,
+        "mask_token_id": own.vocab_size,
+        "sample_from_anchor": True,
+        "block_size": own.block_size,
+        **markov,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": own.markov_rank > 0,
         "dtype": str(drafter.network.dtype).removeprefix("torch."),
         "transformer_layer_config": layer,
         "speculators_config": _speculators("dspark", target, own.block_size),
     }
 
 
-def eagle_config(drafter: EagleDrafter, target: str, num_draft_tokens: int, *, nested: bool) -> dict[str, Any]:
+def eagle_config(
+    drafter: EagleDrafter, target: str, num_draft_tokens: int, *, nested: bool
+) -> dict[str, Any]:
     """The config of an autoregressive head, as speculators writes it (`nested`) or as SpecForge does."""
     own, layers = drafter.settings, sorted(drafter.settings.feature_layers)
     layer = _layer_config(drafter, "llama", 1) | {"num_aux_hidden_states": len(layers)}
@@ -169,7 +210,12 @@ def eagle_config(drafter: EagleDrafter, target: str, num_draft_tokens: int, *, n
     }
     if not nested:
         counted = {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True}
-        return {"architectures": ["LlamaForCausalLMEagle3"], **layer, **head, "eagle_config": counted}
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            **layer,
+            **head,
+            "eagle_config": counted,
+        }
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -193,7 +239,9 @@ def _layer_config(drafter: FeatureDrafter, kind: str, num_layers: int) -> dict[s
         "num_key_value_heads": own.num_key_heads,
         "head_dim": drafter.network.head_size,
         "hidden_act": "silu",
-        **{"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
         "vocab_size": own.vocab_size,
         "max_position_embeddings": _POSITIONS,
         "rms_norm_eps": own.norm_eps,
@@ -207,7 +255,11 @@ def _speculators(algorithm: str, target: str, num_draft_tokens: int) -> dict[str
         "algorithm": algorithm,
         "default_proposal_method": "greedy",
         "proposal_methods": [
-            {"proposal_type": "greedy", "speculative_tokens": num_draft_tokens, "verifier_accept_k": 1}
+            {
+                "proposal_type": "greedy",
+                "speculative_tokens": num_draft_tokens,
+                "verifier_accept_k": 1,
+            }
         ],
         "verifier": {"name_or_path": target, "architectures": []},
     }
@@ -226,7 +278,9 @@ def medusa_files(drafter: MultiTokenDrafter) -> tuple[dict[str, Any], dict[str, 
         "vocab_size": own.vocab_size,
         "dtype": str(next(drafter.parameters()).dtype).removeprefix("torch."),
     }
-    return config, {name: value.cpu().contiguous().clone() for name, value in drafter.heads.state_dict().items()}
+    return config, {
+        name: value.cpu().contiguous().clone() for name, value in drafter.heads.state_dict().items()
+    }
 
 
 def is_head(directory: Path) -> bool:
@@ -272,7 +326,11 @@ def _recipe(config: dict[str, Any]) -> dict[str, int]:
     except (LookupError, TypeError):
         window = None
     window = config.get("num_draft_tokens", window)
-    return {} if window is None else {"num_draft_tokens": require_int("its num_draft_tokens", window, 1, MAX_TOKENS)}
+    return (
+        {}
+        if window is None
+        else {"num_draft_tokens": require_int("its num_draft_tokens", window, 1, MAX_TOKENS)}
+    )
 
 
 def _read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
@@ -290,9 +348,13 @@ def _read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
 def _read_weights(directory: Path) -> dict[str, Tensor]:
     published = directory / "medusa_lm_head.safetensors"
     if not any(directory.glob("*.safetensors")):
-        pickles = [path.name for pattern in ("*.pt", "*.bin") for path in sorted(directory.glob(pattern))]
+        pickles = [
+            path.name for pattern in ("*.pt", "*.bin") for path in sorted(directory.glob(pattern))
+        ]
         if pickles:
-            raise ValueError(f"{pickles[0]} could run code and is not read: convert it to model.safetensors")
+            raise ValueError(
+                f"{pickles[0]} could run code and is not read: convert it to model.safetensors"
+            )
     files = [published] if published.is_file() else weight_files(directory)
     for file in files:
         read_header(file)
@@ -304,14 +366,20 @@ def _eagle(
 ) -> tuple[Callable[[], Drafter], dict[str, Tensor]]:
     """How to build an autoregressive head, and its weights by the names here."""
     if (kind := config.get("speculators_model_type", "eagle3")) != "eagle3":
-        raise ValueError(f"it is a {short(str(kind), 40)} draft, and only EAGLE-3 and Medusa's heads are read")
+        raise ValueError(
+            f"it is a {short(str(kind), 40)} draft, and only EAGLE-3 and Medusa's heads are read"
+        )
     nested, eagle = config.get("transformer_layer_config"), config.get("eagle_config") or {}
     both = {**config, **(nested if isinstance(nested, dict) else {}), **eagle}
     if (family := both.get("model_type", "llama")) not in ("llama", "speculators"):
-        raise ValueError(f"its layer is of {short(str(family), 40)}, and only layers of llama are read")
+        raise ValueError(
+            f"its layer is of {short(str(family), 40)}, and only layers of llama are read"
+        )
     if lacking := [what for name, what in _REFUSED.items() if both.get(name)]:
         raise ValueError(f"it {lacking[0]}, which the heads of this package cannot")
-    sizes = to_config({**{name: both[name] for name in _SIZES if name in both}, "model_type": "llama"})
+    sizes = to_config(
+        {**{name: both[name] for name in _SIZES if name in both}, "model_type": "llama"}
+    )
     rotary: Any = sizes.rope_parameters
     if (scaling := rotary.get("rope_type", "default")) != "default":
         raise ValueError(
@@ -325,11 +393,17 @@ def _eagle(
         inputs = config.get("eagle_aux_hidden_state_layer_ids") or [2, depth // 2, depth - 3]
         layers = [each - 1 for each in inputs]
     if (target.num_layers or 0) - 1 in layers:
-        raise ValueError("it reads the target's last layer before the final norm, this package after it")
-    tokens = _draft_vocabulary(weights.pop("d2t", None), sizes.vocab_size, weights["lm_head.weight"])
+        raise ValueError(
+            "it reads the target's last layer before the final norm, this package after it"
+        )
+    tokens = _draft_vocabulary(
+        weights.pop("d2t", None), sizes.vocab_size, weights["lm_head.weight"]
+    )
     weights.pop("t2d", None)
     embedding = weights.pop("embed_tokens.weight", None)
-    weights = _joined({name.replace("midlayer.", "layers.0."): value for name, value in weights.items()})
+    weights = _joined(
+        {name.replace("midlayer.", "layers.0."): value for name, value in weights.items()}
+    )
     settings = EagleSettings(
         feature_layers=tuple(layers),
         hidden_size=sizes.hidden_size,
@@ -337,7 +411,9 @@ def _eagle(
         num_heads=sizes.num_attention_heads,
         num_key_heads=sizes.num_key_value_heads,
         intermediate_size=sizes.intermediate_size,
-        attention_window=both.get("sliding_window") if both.get("layer_types") == ["sliding_attention"] else None,
+        attention_window=both.get("sliding_window")
+        if both.get("layer_types") == ["sliding_attention"]
+        else None,
         draft_vocabulary=tokens,
         feature_norms=bool(both.get("fc_norm")),
         norm_output=bool(both.get("norm_output")),
@@ -349,21 +425,35 @@ def _eagle(
     make = partial(EagleDrafter, **settings.to_dict())
     if embedding is not None:
         make().check_target(target)
-        theirs = target.embeddings(torch.arange(sizes.vocab_size, device=target.device)[None])[0].float().cpu()
-        if embedding.shape != theirs.shape or not torch.allclose(embedding.float(), theirs, rtol=0.01, atol=1e-3):
-            raise ValueError("it has embeddings of its own, and the heads of this package share the target's")
+        theirs = (
+            target.embeddings(torch.arange(sizes.vocab_size, device=target.device)[None])[0]
+            .float()
+            .cpu()
+        )
+        if embedding.shape != theirs.shape or not torch.allclose(
+            embedding.float(), theirs, rtol=0.01, atol=1e-3
+        ):
+            raise ValueError(
+                "it has embeddings of its own, and the heads of this package share the target's"
+            )
     return make, weights
 
 
-def _draft_vocabulary(offsets: Tensor | None, vocab_size: int, output: Tensor) -> tuple[int, ...] | None:
+def _draft_vocabulary(
+    offsets: Tensor | None, vocab_size: int, output: Tensor
+) -> tuple[int, ...] | None:
     """The target's numbers of the tokens that a head scores, from d2t; None where it scores all."""
     numbers = torch.arange(len(output))
     if offsets is not None:
         if offsets.shape != numbers.shape or offsets.is_floating_point():
-            raise ValueError(f"its d2t has the shape {list(offsets.shape)}, and it scores {len(output)} tokens")
+            raise ValueError(
+                f"its d2t has the shape {list(offsets.shape)}, and it scores {len(output)} tokens"
+            )
         numbers = numbers + offsets.long()
     elif len(output) != vocab_size:
-        raise ValueError(f"it scores {len(output)} of {vocab_size} tokens and has no d2t that says which")
+        raise ValueError(
+            f"it scores {len(output)} of {vocab_size} tokens and has no d2t that says which"
+        )
     if numbers.min() < 0 or numbers.max() >= vocab_size:
         raise ValueError(f"its d2t leaves the target's vocabulary of {vocab_size} tokens")
     return None if torch.equal(numbers, torch.arange(vocab_size)) else tuple(numbers.tolist())
@@ -373,7 +463,9 @@ def _joined(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """An EAGLE-3 head's weights by the names here, in one type."""
     layer = "layers.0"
     found = {
-        "query_key_value": torch.cat([weights.pop(f"{layer}.self_attn.{each}.weight") for each in _QUERY_KEY_VALUE])
+        "query_key_value": torch.cat(
+            [weights.pop(f"{layer}.self_attn.{each}.weight") for each in _QUERY_KEY_VALUE]
+        )
     }
     found["gate_up"] = torch.cat([weights.pop(f"{layer}.mlp.{each}.weight") for each in _GATE_UP])
     names = {**_WHOLE, **{f"{layer}.{theirs}": ours for theirs, ours in _LAYER.items()}}
@@ -385,18 +477,27 @@ def _joined(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"network.{name}.weight": value.to(dtype) for name, value in found.items()}
 
 
-def _medusa(config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[Callable[[], Drafter], dict[str, Tensor]]:
+def _medusa(
+    config: dict[str, Any], weights: dict[str, Tensor]
+) -> tuple[Callable[[], Drafter], dict[str, Tensor]]:
     """How to build heads, and their weights by the names here."""
     if "token_map" in weights:
         raise ValueError("its heads score only some tokens (token_map), in an unsupported order")
     weights = {name.removeprefix("medusa_heads."): value for name, value in weights.items()}
     num_heads, num_blocks = (
-        require_int(f"medusa_{name}", config.get(f"medusa_{name}", config.get(other)), 1, 64) for name, other in _MEDUSA
+        require_int(f"medusa_{name}", config.get(f"medusa_{name}", config.get(other)), 1, 64)
+        for name, other in _MEDUSA
     )
     output = weights[f"0.{num_blocks}.weight"]
     vocab_size, hidden_size = output.shape
     for i in range(num_heads):
         for j in range(num_blocks):
             weights.setdefault(f"{i}.{j}.linear.bias", output.new_zeros(hidden_size))
-    make = partial(MultiTokenDrafter, num_heads, hidden_size=hidden_size, vocab_size=vocab_size, num_blocks=num_blocks)
+    make = partial(
+        MultiTokenDrafter,
+        num_heads,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        num_blocks=num_blocks,
+    )
     return make, {f"heads.{name}": value for name, value in weights.items()}

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 def hidden_states(model: Any, tokens: Sequence[int]) -> list[Float[Tensor, "T D"]]:
     """The inputs of every layer of a transformers model, and last what its output head reads."""
     with torch.no_grad():
-        found = model(torch.tensor([list(tokens)]), output_hidden_states=True, use_cache=False).hidden_states
+        found = model(
+            torch.tensor([list(tokens)]), output_hidden_states=True, use_cache=False
+        ).hidden_states
     return [each[0].double() for each in found]
 
 
@@ -33,12 +35,19 @@ class Reference(ABC):
 
     def __init__(self, directory: Path) -> None:
         self.config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        self.weights = {name: value.double() for name, value in load_file(directory / "model.safetensors").items()}
+        self.weights = {
+            name: value.double()
+            for name, value in load_file(directory / "model.safetensors").items()
+        }
         self.sizes = self.config.get("transformer_layer_config", self.config)
 
     @abstractmethod
     def logits(
-        self, states: Sequence[Float[Tensor, "T D"]], table: Float[Tensor, "V D"], text: Sequence[int], num_tokens: int
+        self,
+        states: Sequence[Float[Tensor, "T D"]],
+        table: Float[Tensor, "V D"],
+        text: Sequence[int],
+        num_tokens: int,
     ) -> Float[Tensor, "K V"]:
         """Scores of the last `num_tokens` of a text, a round's draft tokens; those before are the target's own.
 
@@ -53,7 +62,9 @@ class Reference(ABC):
 
     def _rotated(self, heads: Float[Tensor, "H N E"]) -> Float[Tensor, "H N E"]:
         size, theta = heads.shape[-1], self.sizes["rope_parameters"]["rope_theta"]
-        speeds = torch.tensor([theta ** (-2 * i / size) for i in range(size // 2)], dtype=torch.float64)
+        speeds = torch.tensor(
+            [theta ** (-2 * i / size) for i in range(size // 2)], dtype=torch.float64
+        )
         angles = torch.arange(heads.shape[1])[:, None] * speeds
         turned = torch.view_as_complex(torch.stack(heads.split(size // 2, -1), -1).contiguous())
         turned = turned * torch.polar(torch.ones_like(angles), angles)
@@ -66,12 +77,16 @@ class Reference(ABC):
         part = part.reshape(len(states), heads if name == "q" else groups, -1).transpose(0, 1)
         return part if name == "q" else part.repeat_interleave(heads // groups, 0)
 
-    def _behind_attention(self, residual: Tensor, scores: Tensor, values: Tensor, layer: str) -> Float[Tensor, "N D"]:
+    def _behind_attention(
+        self, residual: Tensor, scores: Tensor, values: Tensor, layer: str
+    ) -> Float[Tensor, "N D"]:
         """A layer's output, given its residual stream, what queries and keys say, and values."""
         mixed = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
         hidden = residual + mixed @ self.weights[f"{layer}.self_attn.o_proj.weight"].T
         inner = self._norm(hidden, f"{layer}.post_attention_layernorm")
-        gate, up, down = (self.weights[f"{layer}.mlp.{name}_proj.weight"].T for name in ("gate", "up", "down"))
+        gate, up, down = (
+            self.weights[f"{layer}.mlp.{name}_proj.weight"].T for name in ("gate", "up", "down")
+        )
         return hidden + (functional.silu(inner @ gate) * (inner @ up)) @ down
 
     def _spread(self, own: Float[Tensor, "K W"], vocab_size: int) -> Float[Tensor, "K V"]:
@@ -91,21 +106,35 @@ class Eagle3Reference(Reference):
             self.layer, self.taps = "layers.0", self.config["eagle_aux_hidden_state_layer_ids"]
         else:  # counted as their outputs
             self.layer = "midlayer"
-            self.taps = [each + 1 for each in self.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
+            self.taps = [
+                each + 1 for each in self.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+            ]
         assert sorted(set(self.taps)) == self.taps, "engines sort the layers"
 
-    def _outputs(self, embedded: Float[Tensor, "N D"], features: Float[Tensor, "N D"]) -> Float[Tensor, "N D"]:
+    def _outputs(
+        self, embedded: Float[Tensor, "N D"], features: Float[Tensor, "N D"]
+    ) -> Float[Tensor, "N D"]:
         normed = self._norm(features, f"{self.layer}.hidden_norm")
         residual = normed if self.config["norm_before_residual"] else features
         both = torch.cat((self._norm(embedded, f"{self.layer}.input_layernorm"), normed), -1)
         queries, keys, values = (self._heads(both, self.layer, name) for name in "qkv")
-        scores = self._rotated(queries) @ self._rotated(keys).transpose(1, 2) / math.sqrt(queries.shape[-1])
+        scores = (
+            self._rotated(queries)
+            @ self._rotated(keys).transpose(1, 2)
+            / math.sqrt(queries.shape[-1])
+        )
         distance = torch.arange(len(both))[:, None] - torch.arange(len(both))
-        window = self.sizes["sliding_window"] if self.sizes.get("layer_types") == ["sliding_attention"] else len(both)
+        window = (
+            self.sizes["sliding_window"]
+            if self.sizes.get("layer_types") == ["sliding_attention"]
+            else len(both)
+        )
         scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
         return self._behind_attention(residual, scores, values, self.layer)
 
-    def logits(self, states: Sequence[Tensor], table: Tensor, text: Sequence[int], num_tokens: int) -> Tensor:
+    def logits(
+        self, states: Sequence[Tensor], table: Tensor, text: Sequence[int], num_tokens: int
+    ) -> Tensor:
         known = len(text) - num_tokens
         taps = [states[tap][: known - 1] for tap in self.taps]
         if self.config["fc_norm"]:
@@ -122,7 +151,9 @@ class Eagle3Reference(Reference):
 class DSparkReference(Reference):
     """A DSpark draft that samples from its anchor, with as many places as its block has."""
 
-    def logits(self, states: Sequence[Tensor], table: Tensor, text: Sequence[int], num_tokens: int) -> Tensor:
+    def logits(
+        self, states: Sequence[Tensor], table: Tensor, text: Sequence[int], num_tokens: int
+    ) -> Tensor:
         assert self.config["sample_from_anchor"] and not self.sizes["is_causal"]
         known, size = len(text) - num_tokens, self.config["block_size"]
         taps = [states[tap][: known - 1] for tap in self.config["aux_hidden_state_layer_ids"]]
@@ -137,26 +168,36 @@ class DSparkReference(Reference):
             seen = torch.cat((context, normed))
             keys, values = (self._heads(seen, layer, name) for name in "kv")
             keys = self._rotated(self._norm(keys, f"{layer}.self_attn.k_norm"))
-            padded = torch.cat((torch.zeros_like(context), normed))  # so that queries have their positions
+            padded = torch.cat(
+                (torch.zeros_like(context), normed)
+            )  # so that queries have their positions
             queries = self._norm(self._heads(padded, layer, "q"), f"{layer}.self_attn.q_norm")
-            scores = self._rotated(queries)[:, -size:] @ keys.transpose(1, 2) / math.sqrt(keys.shape[-1])
+            scores = (
+                self._rotated(queries)[:, -size:] @ keys.transpose(1, 2) / math.sqrt(keys.shape[-1])
+            )
             if kind == "sliding_attention":
                 scores = scores.masked_fill(distance >= window, -torch.inf)
             hidden = self._behind_attention(hidden, scores, values, layer)
         scored = self._norm(hidden, "norm")[:num_tokens] @ self.weights["lm_head.weight"].T
         before = self.weights["markov_head.markov_w1.weight"][list(text[known - 1 : -1])]
-        return self._spread(scored + before @ self.weights["markov_head.markov_w2.weight"].T, len(table))
+        return self._spread(
+            scored + before @ self.weights["markov_head.markov_w2.weight"].T, len(table)
+        )
 
 
 def medusa_logits(directory: Path, hidden: Float[Tensor, "T D"]) -> Float[Tensor, "H T W"]:
     """What each of Medusa's heads scores from the target's last hidden states."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    weights = {name: value.double() for name, value in load_file(directory / "model.safetensors").items()}
+    weights = {
+        name: value.double() for name, value in load_file(directory / "model.safetensors").items()
+    }
     found, depth = [], config["medusa_num_layers"]
     for head in range(config["medusa_num_heads"]):
         states = hidden
         for i in range(depth):
-            linear = states @ weights[f"{head}.{i}.linear.weight"].T + weights[f"{head}.{i}.linear.bias"]
+            linear = (
+                states @ weights[f"{head}.{i}.linear.weight"].T + weights[f"{head}.{i}.linear.bias"]
+            )
             states = states + functional.silu(linear)
         found.append(states @ weights[f"{head}.{depth}.weight"].T)
     return torch.stack(found)

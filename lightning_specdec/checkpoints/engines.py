@@ -132,9 +132,13 @@ def export(
     if engine not in ENGINES:
         raise ValueError(f"format must be one of {', '.join(ENGINES)}, got {engine!r}")
     if dtype is not None and dtype not in FLOATS:
-        raise ValueError(f"engines read weights in {', '.join(FLOATS)}, not in {dtype}: choose another --dtype")
+        raise ValueError(
+            f"engines read weights in {', '.join(FLOATS)}, not in {dtype}: choose another --dtype"
+        )
     if not isinstance(target, HuggingFaceLM):
-        raise ValueError(f"engines serve models of transformers, and the target is a {type(target).__name__}")
+        raise ValueError(
+            f"engines serve models of transformers, and the target is a {type(target).__name__}"
+        )
     drafter.check_target(target)
     window = num_draft_tokens or recipe.get("num_draft_tokens") or 3
     stored = deepcopy(drafter).eval()
@@ -149,7 +153,9 @@ def export(
         with new_directory(output) as folder:
             plan.write(folder)
             made_for = portable(TargetReference.of(target).to_dict())
-            _write_json(folder / engine_heads.ORIGIN, {"target": made_for, "num_draft_tokens": plan.window})
+            _write_json(
+                folder / engine_heads.ORIGIN, {"target": made_for, "num_draft_tokens": plan.window}
+            )
             pairs = plan.compare(folder, [text for text in known if len(text) > 2])
             difference = max(_difference(*pair) for pair in pairs)
             if not difference < _CLOSE:
@@ -160,7 +166,9 @@ def export(
             count = sum(len(ours) for ours, _ in pairs)
             loaded = isinstance(stored, _RUN.get(engine, ()))
             made = Exported(output, commands, difference, count, loaded)
-            (folder / "README.md").write_text(_card(made, stored, target, engine, recipe), encoding="utf-8")
+            (folder / "README.md").write_text(
+                _card(made, stored, target, engine, recipe), encoding="utf-8"
+            )
     except SafetensorError as error:
         raise OSError(f"{output} cannot be written: {error}") from error
     return made
@@ -188,9 +196,13 @@ def _plan(stored: Drafter, target: HuggingFaceLM, engine: str, window: int, plac
         return _medusa_plan(stored, target)
     model = stored.model if isinstance(stored, CrossVocabulary | ModelDrafter) else None
     if not isinstance(model, HuggingFaceLM):
-        raise ValueError(f"{engine} cannot run this {name}: it loads models of transformers and heads alone")
+        raise ValueError(
+            f"{engine} cannot run this {name}: it loads models of transformers and heads alone"
+        )
     if isinstance(stored, CrossVocabulary) and engine in ("sglang", "llama.cpp"):
-        raise ValueError(f"{engine} cannot run this {name}: the draft needs the target's vocabulary there")
+        raise ValueError(
+            f"{engine} cannot run this {name}: the draft needs the target's vocabulary there"
+        )
     return _model_plan(stored, model, target, engine, window)
 
 
@@ -207,14 +219,18 @@ def _lacks(stored: FeatureDrafter, target: HuggingFaceLM, engine: str) -> list[s
     """Why an engine cannot run a draft on the target's hidden states."""
     own, lacks = stored.settings, []
     if max(own.feature_layers) == (target.num_layers or 0) - 1:
-        lacks.append("it reads the target's last layer behind the final norm, engines read it before: train without it")
+        lacks.append(
+            "it reads the target's last layer behind the final norm, engines read it before: train without it"
+        )
     if len(set(own.feature_layers)) < len(own.feature_layers):
         lacks.append("it reads a layer twice: train with different ones")
     if isinstance(stored, BlockDrafter):
         if engine != "vllm":
             lacks.append("it has no block drafters with a Markov head; vllm has")
         if own.feature_norms:
-            lacks.append("DSpark joins the target's hidden states without norms: train with feature_norms: false")
+            lacks.append(
+                "DSpark joins the target's hidden states without norms: train with feature_norms: false"
+            )
         return lacks
     if engine == "transformers":
         lacks.append("assisted generation takes language models alone: export a draft model")
@@ -227,16 +243,22 @@ def _lacks(stored: FeatureDrafter, target: HuggingFaceLM, engine: str) -> list[s
             "no attention_window": own.attention_window is not None,
         }
         if needed := [how for how, missing in wants.items() if missing]:
-            lacks.append(f"it runs plain EAGLE-3 alone: train with {' and '.join(needed)}, norms cannot be folded")
+            lacks.append(
+                f"it runs plain EAGLE-3 alone: train with {' and '.join(needed)}, norms cannot be folded"
+            )
     return lacks
 
 
-def _eagle_plan(stored: EagleDrafter, target: HuggingFaceLM, engine: str, window: int, place: str) -> _Plan:
+def _eagle_plan(
+    stored: EagleDrafter, target: HuggingFaceLM, engine: str, window: int, place: str
+) -> _Plan:
     nested = engine != "sglang"
 
     def write(folder: Path) -> None:
         config = engine_heads.eagle_config(stored, place, window, nested=nested)
-        _write(folder, config, engine_heads.eagle_tensors(stored, "layers.0" if nested else "midlayer"))
+        _write(
+            folder, config, engine_heads.eagle_tensors(stored, "layers.0" if nested else "midlayer")
+        )
 
     methods = {"vllm": "eagle3", "sglang": "EAGLE3", "llama.cpp": "draft-eagle3"}
     return _Plan(write, partial(_compare, stored, target, Eagle3Reference), methods, window)
@@ -244,27 +266,46 @@ def _eagle_plan(stored: EagleDrafter, target: HuggingFaceLM, engine: str, window
 
 @torch.inference_mode()
 def _compare(
-    stored: FeatureDrafter, target: HuggingFaceLM, kind: type[Reference], folder: Path, texts: list[list[int]]
+    stored: FeatureDrafter,
+    target: HuggingFaceLM,
+    kind: type[Reference],
+    folder: Path,
+    texts: list[list[int]],
 ) -> list[tuple[Tensor, Tensor]]:
     """What is drafted behind each text, scored here and from the directory."""
-    precise, model, reference, pairs = deepcopy(stored).float(), target.in_float32(), kind(folder), []
+    precise, model, reference, pairs = (
+        deepcopy(stored).float(),
+        target.in_float32(),
+        kind(folder),
+        [],
+    )
     table = model.embeddings(torch.arange(model.vocab_size)[None])[0]
     for text in texts:
         tokens, ours = _drafted(precise, model, text)
         whole = [*text, *tokens]
-        pairs.append((ours, reference.logits(hidden_states(model.model, whole), table, whole, len(tokens))))
+        pairs.append(
+            (ours, reference.logits(hidden_states(model.model, whole), table, whole, len(tokens)))
+        )
     return pairs
 
 
 def _block_plan(stored: BlockDrafter, target: HuggingFaceLM, place: str) -> _Plan:
     def write(folder: Path) -> None:
-        table = target.embeddings(torch.arange(target.vocab_size, device=target.device)[None])[0].detach()
-        _write(folder, engine_heads.block_config(stored, place), engine_heads.block_tensors(stored, table))
+        table = target.embeddings(torch.arange(target.vocab_size, device=target.device)[None])[
+            0
+        ].detach()
+        _write(
+            folder,
+            engine_heads.block_config(stored, place),
+            engine_heads.block_tensors(stored, table),
+        )
 
     whole = deepcopy(stored)
     whole.settings = replace(whole.settings, min_confidence=0.0)  # so that no place is left out
     compare = partial(_compare, whole, target, DSparkReference)
-    return _Plan(write, compare, {"vllm": "dspark"}, stored.settings.block_size)  # vLLM computes all that it drafts
+    return _Plan(
+        write, compare, {"vllm": "dspark"}, stored.settings.block_size
+    )  # vLLM computes all that it drafts
 
 
 def _medusa_plan(stored: MultiTokenDrafter, target: HuggingFaceLM) -> _Plan:
@@ -278,16 +319,24 @@ def _medusa_plan(stored: MultiTokenDrafter, target: HuggingFaceLM) -> _Plan:
             layer = precise.features(model)[0]
             own = model(torch.tensor([text]), features=(layer,)).features[layer][0]
             ours = torch.cat([precise.logits(i, own) for i in range(precise.settings.num_heads)])
-            pairs.append((ours, medusa_logits(folder, hidden_states(model.model, text)[-1]).flatten(0, 1)))
+            pairs.append(
+                (ours, medusa_logits(folder, hidden_states(model.model, text)[-1]).flatten(0, 1))
+            )
         return pairs
 
     return _Plan(write, compare, {"vllm": "medusa"}, stored.settings.num_heads)
 
 
-def _model_plan(stored: Drafter, model: HuggingFaceLM, target: HuggingFaceLM, engine: str, window: int) -> _Plan:
-    tokenizer: Any = model.tokenizer or (None if isinstance(stored, CrossVocabulary) else target.tokenizer)
+def _model_plan(
+    stored: Drafter, model: HuggingFaceLM, target: HuggingFaceLM, engine: str, window: int
+) -> _Plan:
+    tokenizer: Any = model.tokenizer or (
+        None if isinstance(stored, CrossVocabulary) else target.tokenizer
+    )
     if not hasattr(tokenizer, "tokenizer"):
-        raise ValueError(f"{engine} cannot run this {type(stored).__name__}: it needs a tokenizer of transformers")
+        raise ValueError(
+            f"{engine} cannot run this {type(stored).__name__}: it needs a tokenizer of transformers"
+        )
 
     def write(folder: Path) -> None:
         with quiet():
@@ -299,7 +348,9 @@ def _model_plan(stored: Drafter, model: HuggingFaceLM, target: HuggingFaceLM, en
         from transformers import AutoModelForCausalLM
 
         with quiet():
-            loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+            loaded = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True
+            )
         precise = model.in_float32()
         rows = [torch.tensor([[token % model.vocab_size for token in text]]) for text in texts]
         return [(precise(row).logits[0], loaded(row).logits[0]) for row in rows]
@@ -308,7 +359,9 @@ def _model_plan(stored: Drafter, model: HuggingFaceLM, target: HuggingFaceLM, en
     return _Plan(write, compare, methods, window, isinstance(stored, CrossVocabulary))
 
 
-def _drafted(drafter: FeatureDrafter, model: HuggingFaceLM, text: list[int]) -> tuple[list[int], Tensor]:
+def _drafted(
+    drafter: FeatureDrafter, model: HuggingFaceLM, text: list[int]
+) -> tuple[list[int], Tensor]:
     """The draft behind a text of which the target has read all but the last token, and its logits."""
     state = model.init_state(1, len(text) + _STEPS)
     memory = drafter.init_state(1, len(text) + _STEPS, TargetContext(model, state))
@@ -333,7 +386,10 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
 
 def _random_texts(target: HuggingFaceLM) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(target.vocab_size, (length,), generator=generator).tolist() for length in (5, 40, 170)]
+    return [
+        torch.randint(target.vocab_size, (length,), generator=generator).tolist()
+        for length in (5, 40, 170)
+    ]
 
 
 def _write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
@@ -350,7 +406,11 @@ def _commands(plan: _Plan, engine: str, place: str, output: Path) -> tuple[str, 
     method, window, quote = plan.methods.get(engine), plan.window, shlex.quote
     target, draft = quote(place), quote(str(output))
     if engine == "vllm":
-        speculative: dict[str, Any] = {"method": method, "model": str(output), "num_speculative_tokens": window}
+        speculative: dict[str, Any] = {
+            "method": method,
+            "model": str(output),
+            "num_speculative_tokens": window,
+        }
         speculative |= {"use_heterogeneous_vocab": True} if plan.crossed else {}
         return (f"vllm serve {target} --speculative-config {quote(json.dumps(speculative))}",)
     if engine == "sglang":
@@ -361,28 +421,57 @@ def _commands(plan: _Plan, engine: str, place: str, output: Path) -> tuple[str, 
         )
     if engine == "llama.cpp":
         gguf = quote(str(output.with_suffix(".gguf")))
-        beside, kind = (f" --target-model-dir {target}", f"--spec-type {method} ") if method else ("", "")
+        beside, kind = (
+            (f" --target-model-dir {target}", f"--spec-type {method} ") if method else ("", "")
+        )
         return (
             f"python convert_hf_to_gguf.py {draft}{beside} --outfile {gguf}",
             f"llama-server -m TARGET.gguf -md {gguf} {kind}--spec-draft-n-max {window}",
         )
-    given = ", tokenizer=tokenizer, assistant_tokenizer=AutoTokenizer.from_pretrained(...)" if plan.crossed else ""
+    given = (
+        ", tokenizer=tokenizer, assistant_tokenizer=AutoTokenizer.from_pretrained(...)"
+        if plan.crossed
+        else ""
+    )
     assistant = f"AutoModelForCausalLM.from_pretrained({str(output)!r})"
     return (f"model.generate(**inputs, assistant_model={assistant}{given})",)
 
 
-def _card(made: Exported, stored: Drafter, target: HuggingFaceLM, engine: str, recipe: Mapping[str, Any]) -> str:
+def _card(
+    made: Exported, stored: Drafter, target: HuggingFaceLM, engine: str, recipe: Mapping[str, Any]
+) -> str:
     """The model card: target, data, licence, figures, and how to serve it."""
     place = "a target without files" if target.origin is None else target.origin.source
     sha256 = None if target.origin is None else target.origin.sha256
     licence = _licence(target)
     data = recipe.get("data_arguments", {}).get("paths") or recipe.get("data") or "not recorded"
-    figures = {name: value for name, value in (recipe.get("reached") or {}).items() if isinstance(value, int | float)}
-    lines = ["---", "library_name: lightning_specdec", *([f"license: {licence}"] if licence else []), "---", ""]
-    lines += [f"# A draft for {place}", "", f"`{type(stored).__name__}`, for speculative decoding in {engine}."]
+    figures = {
+        name: value
+        for name, value in (recipe.get("reached") or {}).items()
+        if isinstance(value, int | float)
+    }
+    lines = [
+        "---",
+        "library_name: lightning_specdec",
+        *([f"license: {licence}"] if licence else []),
+        "---",
+        "",
+    ]
+    lines += [
+        f"# A draft for {place}",
+        "",
+        f"`{type(stored).__name__}`, for speculative decoding in {engine}.",
+    ]
     lines += ["The output stays the target's; the draft changes how long it takes.", ""]
-    lines += [f"- Target: {place}, weights sha256 {sha256 or 'not known'}", f"- Trained on: {json.dumps(data)}"]
-    lines += [f"- Tokens seen: {recipe['tokens_seen']:,}"] if isinstance(recipe.get("tokens_seen"), int) else []
+    lines += [
+        f"- Target: {place}, weights sha256 {sha256 or 'not known'}",
+        f"- Trained on: {json.dumps(data)}",
+    ]
+    lines += (
+        [f"- Tokens seen: {recipe['tokens_seen']:,}"]
+        if isinstance(recipe.get("tokens_seen"), int)
+        else []
+    )
     lines += [
         f"- Licence: {licence or 'not stated by the target: state one that the licences of target and text allow'}",
         f"- Checked: {made.num_compared} rows of logits, read back by other code, differ by at most "

@@ -16,12 +16,20 @@ from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.memory import peak_bytes, require_memory
 from lightning_specdec.config.models import MOST_SMALL, PairSource
 from lightning_specdec.config.pairs import get_pair
-from lightning_specdec.drafters import CrossVocabulary, Drafter, ModelDrafter, NGramDrafter, NGramWithFallback
+from lightning_specdec.drafters import (
+    CrossVocabulary,
+    Drafter,
+    ModelDrafter,
+    NGramDrafter,
+    NGramWithFallback,
+)
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.text.tokenizer import named_tokenizer
 
 
-def load_pair(source: PairSource, *, target: LanguageModel | None = None, pack: bool = True) -> LoadedPair:
+def load_pair(
+    source: PairSource, *, target: LanguageModel | None = None, pack: bool = True
+) -> LoadedPair:
     """The target and the drafter that a source names.
 
     A draft model of the target's vocabulary drafts directly, another one through `CrossVocabulary`; without a draft the
@@ -50,7 +58,9 @@ def load_pair(source: PairSource, *, target: LanguageModel | None = None, pack: 
 
 
 def _in_backend(model: LanguageModel, source: PairSource) -> LanguageModel:
-    if source.backend == "torch" or (source.backend == "auto" and model.num_parameters <= MOST_SMALL):
+    if source.backend == "torch" or (
+        source.backend == "auto" and model.num_parameters <= MOST_SMALL
+    ):
         return model
     from lightning_specdec.models import loading
     from lightning_specdec.models.huggingface import HuggingFaceLM
@@ -66,13 +76,17 @@ def find_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device).tolist()
     except (RuntimeError, AssertionError, ImportError) as error:
-        raise ValueError(f"no usable device {name!r}: try --device cpu (`lightning_specdec info`)") from error
+        raise ValueError(
+            f"no usable device {name!r}: try --device cpu (`lightning_specdec info`)"
+        ) from error
     return device
 
 
 def _from_file(source: PairSource, target: LanguageModel | None) -> LoadedPair:
     choice = source.drafter
-    loaded = load(str(source.ckpt), target=source.target, drafter=None if choice is None else choice.name)
+    loaded = load(
+        str(source.ckpt), target=source.target, drafter=None if choice is None else choice.name
+    )
     dtype = None if source.dtype is None else getattr(torch, source.dtype)
     model = target or _in_backend(loaded.target.to(source.device, dtype), source)
     for drafter in loaded.drafts.values():
@@ -83,10 +97,14 @@ def _from_file(source: PairSource, target: LanguageModel | None) -> LoadedPair:
         try:
             model.tokenizer = named_tokenizer(loaded.tokenizer)
         except ValueError as error:
-            raise ValueError(f"{source.ckpt} needs its tokenizer {loaded.tokenizer}: put it there ({error})") from error
+            raise ValueError(
+                f"{source.ckpt} needs its tokenizer {loaded.tokenizer}: put it there ({error})"
+            ) from error
         model.vocabulary = model.tokenizer.vocabulary
     own = loaded.draft(source.draft)
-    loaded.drafter = _choose(_asked(choice, loaded, source.draft), model, own, keep=source.draft is not None)
+    loaded.drafter = _choose(
+        _asked(choice, loaded, source.draft), model, own, keep=source.draft is not None
+    )
     if type(loaded.drafter) not in (NGramWithFallback, type(own)):
         loaded.num_draft_tokens = None  # the recipe's is of the other drafter
     loaded.target = model
@@ -95,7 +113,11 @@ def _from_file(source: PairSource, target: LanguageModel | None) -> LoadedPair:
 
 def _pretrained(source: PairSource, target: LanguageModel | None, pack: bool) -> LoadedPair:
     """A pretrained target, and a draft model, a draft file, a drafter or none."""
-    model, draft, revision = target or wrapped(source.target), wrapped(source.draft), source.draft_revision
+    model, draft, revision = (
+        target or wrapped(source.target),
+        wrapped(source.draft),
+        source.draft_revision,
+    )
     if draft is None and source.draft_quantization is not None:
         draft, revision = wrapped(source.target), source.revision
     place = Path(draft).expanduser() if isinstance(draft, str) else None
@@ -105,7 +127,9 @@ def _pretrained(source: PairSource, target: LanguageModel | None, pack: bool) ->
     if isinstance(model, str):
         wanted.append((model, source.dtype, source.quantization, source.revision))
     if isinstance(draft, str) and not (is_file or has_head):
-        wanted.append((draft, source.draft_dtype or source.dtype, source.draft_quantization, revision))
+        wanted.append(
+            (draft, source.draft_dtype or source.dtype, source.draft_quantization, revision)
+        )
     elif source.draft_quantization or revision:
         raise ValueError("quantization and revision need a named draft model: drop those settings")
     models = _load_models(wanted, source, pack) if wanted else []
@@ -120,10 +144,15 @@ def _pretrained(source: PairSource, target: LanguageModel | None, pack: bool) ->
         loaded = load(draft, target=model, drafter=None if choice is None else choice.name)
         assert loaded.target is model
         recipe = loaded.recipe
-        draft, choice = loaded.drafter.to(source.device, _draft_dtype(source, model)), _asked(choice, loaded)
+        draft, choice = (
+            loaded.drafter.to(source.device, _draft_dtype(source, model)),
+            _asked(choice, loaded),
+        )
     drafter = _choose(choice, model, models[0] if models else draft, keep=True)
     window = recipe.get("num_draft_tokens")
-    return LoadedPair(lambda: model, drafter, {MAIN: drafter}, recipe=recipe, num_draft_tokens=window)
+    return LoadedPair(
+        lambda: model, drafter, {MAIN: drafter}, recipe=recipe, num_draft_tokens=window
+    )
 
 
 def _draft_dtype(source: PairSource, target: LanguageModel) -> torch.dtype:
@@ -137,19 +166,27 @@ def _load_models(
     """Load models that are named by source, dtype, quantization and revision, if all of them fit the memory."""
     from lightning_specdec.models import loading
 
-    options: dict[str, Any] = {name: getattr(source, name) for name in ("device", "trust_remote_code", "backend")}
+    options: dict[str, Any] = {
+        name: getattr(source, name) for name in ("device", "trust_remote_code", "backend")
+    }
     examined = [
         loading.examine(name, dtype=dtype, quantization=quantization, revision=revision, **options)
         for name, dtype, quantization, revision in wanted
     ]
     parts = [(model.size, model.dtype, model.quantization) for model in examined]
     packed = pack and torch.device(source.device).type == "cpu"
-    require_memory(" with ".join(model.source for model in examined), peak_bytes(parts, packed=packed), source.device)
+    require_memory(
+        " with ".join(model.source for model in examined),
+        peak_bytes(parts, packed=packed),
+        source.device,
+    )
     loaded = [loading.load(each) for each in examined]
     if not pack:
         return list(loaded)
     pairs = zip(loaded, examined, strict=True)
-    return [loading.in_backend(model, source.backend, each.quantization).pack() for model, each in pairs]
+    return [
+        loading.in_backend(model, source.backend, each.quantization).pack() for model, each in pairs
+    ]
 
 
 def _asked(choice: Choice | None, loaded: LoadedPair, draft: str | None = None) -> Choice | None:
@@ -163,14 +200,22 @@ def _asked(choice: Choice | None, loaded: LoadedPair, draft: str | None = None) 
     ]
     if held and choice.settings:
         setting = next(iter(choice.settings))
-        raise ValueError(f"the draft is a {choice.name} with its own settings: drop --drafter.{setting}")
+        raise ValueError(
+            f"the draft is a {choice.name} with its own settings: drop --drafter.{setting}"
+        )
     if held and draft is None and next(iter(loaded.drafts)) not in held:
-        raise ValueError(f"{choice.name} is the class of the draft {held[0]}: say which draft to take with --draft")
+        raise ValueError(
+            f"{choice.name} is the class of the draft {held[0]}: say which draft to take with --draft"
+        )
     return None if held else choice
 
 
 def _choose(
-    choice: Choice | None, target: LanguageModel, draft: Drafter | LanguageModel | None, *, keep: bool
+    choice: Choice | None,
+    target: LanguageModel,
+    draft: Drafter | LanguageModel | None,
+    *,
+    keep: bool,
 ) -> Drafter:
     """The drafter of that kind for a target; without a choice, the one that follows from the draft.
 
@@ -192,11 +237,15 @@ def _choose(
         return kind.for_target(target, draft, **settings)
     if type(own) is not kind:
         if keep:
-            raise ValueError(f"the draft is a {type(own).__name__} already: drop --drafter {choice.name}")
+            raise ValueError(
+                f"the draft is a {type(own).__name__} already: drop --drafter {choice.name}"
+            )
         return kind.for_target(target, **settings)
     for name, value in settings.items():
         if name != own.free:
-            raise ValueError(f"the draft is a {choice.name} with its own settings: drop --drafter.{name}")
+            raise ValueError(
+                f"the draft is a {choice.name} with its own settings: drop --drafter.{name}"
+            )
         own = own.at(value)
     own.check_target(target)
     return own

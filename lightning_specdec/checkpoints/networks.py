@@ -25,7 +25,8 @@ from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.packed import PackedLinear
 
 FLOATS = {
-    str(kind).removeprefix("torch."): kind for kind in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    str(kind).removeprefix("torch."): kind
+    for kind in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 }
 _MOST_PARTS, _DEEPEST = 32, 8
 """Networks that a file describes, and networks inside networks."""
@@ -53,7 +54,9 @@ def spec(module: nn.Module) -> dict[str, Any]:
     name = (DRAFTERS if isinstance(module, Drafter) else MODELS).name_of(kind)
     try:
         if "<" in name or not (isinstance(module, Drafter) or name in MODELS):
-            raise TypeError("only models of this package and drafters with an import path are built again")
+            raise TypeError(
+                "only models of this package and drafters with an import path are built again"
+            )
         arguments = module.arguments()  # type: ignore[operator]
         inspect.signature(kind).bind(**arguments)
     except TypeError as error:
@@ -84,7 +87,9 @@ def build(described: object, kinds: tuple[Kinds, ...], trusted: str | None = Non
     arguments = {key: built(value) for key, value in _current(described["arguments"]).items()}
     found = kind(**arguments)
     if foreign := arguments.keys() - found.arguments().keys():
-        raise ValueError(f"a checkpoint's {kind.__name__} has no argument {short(str(min(foreign)), 80)!r}")
+        raise ValueError(
+            f"a checkpoint's {kind.__name__} has no argument {short(str(min(foreign)), 80)!r}"
+        )
     return found
 
 
@@ -92,7 +97,9 @@ def _current(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of older files as they are given now."""
     arguments = {NGramSettings.RENAMED.get(key, key): value for key, value in arguments.items()}
     if arguments.pop("shared_output", False):
-        raise ValueError("its heads share the target's output layer, which is no longer supported: train them again")
+        raise ValueError(
+            "its heads share the target's output layer, which is no longer supported: train them again"
+        )
     windows = arguments.get("stage_windows")
     if isinstance(windows, list) and windows:  # one for each stage; the draft is the same with any
         arguments["stage_windows"] = windows[-1]
@@ -111,7 +118,9 @@ def check_parts(described: object) -> None:
         return sum(count(each, depth) for each in value) if isinstance(value, list) else 0
 
     if (number := count(described, 0)) > _MOST_PARTS:
-        raise ValueError(f"it describes {number} networks, and a checkpoint has at most {_MOST_PARTS}")
+        raise ValueError(
+            f"it describes {number} networks, and a checkpoint has at most {_MOST_PARTS}"
+        )
 
 
 def current(described: Any) -> Any:
@@ -142,14 +151,25 @@ def with_weights(make: Callable[[], nn.Module], owner: str, weights: Mapping[str
     """
     dtypes = {value.dtype for value in weights.values()}
     if len(dtypes) > 1 or not dtypes <= set(FLOATS.values()):
-        raise ValueError(f"the weights of the {owner} are of {dtypes}: expected one of {', '.join(FLOATS)}")
-    for device in ("meta", "cpu"):  # first without any memory: buffers take it only where names and shapes fit
+        raise ValueError(
+            f"the weights of the {owner} are of {dtypes}: expected one of {', '.join(FLOATS)}"
+        )
+    for device in (
+        "meta",
+        "cpu",
+    ):  # first without any memory: buffers take it only where names and shapes fit
         with torch.device(device), _without_weights(2 * len(weights) + 100):
             module = make()
         first: dict[int, str] = {}
         parameters = module.named_parameters(remove_duplicate=False)
-        tied = {name: other for name, value in parameters if (other := first.setdefault(id(value), name)) != name}
-        given = {name: weights[other] for name, other in tied.items() if other in weights} | dict(weights)
+        tied = {
+            name: other
+            for name, value in parameters
+            if (other := first.setdefault(id(value), name)) != name
+        }
+        given = {name: weights[other] for name, other in tied.items() if other in weights} | dict(
+            weights
+        )
         module.load_state_dict(given, strict=True, assign=True)
         if sum(buffer.nbytes for buffer in module.buffers()) > _COMPUTED_BYTES:
             raise ValueError(
@@ -157,10 +177,14 @@ def with_weights(make: Callable[[], nn.Module], owner: str, weights: Mapping[str
             )
     for name, other in tied.items():
         if not torch.equal(given[name], given[other]):
-            raise ValueError(f"the {owner}'s {other} and {name} differ, and it has one weight for both")
+            raise ValueError(
+                f"the {owner}'s {other} and {name} differ, and it has one weight for both"
+            )
         parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, module.get_parameter(other))
-    for parameter in module.parameters():  # a mapped file holds them at any byte, and rounding depends on where
+    for (
+        parameter
+    ) in module.parameters():  # a mapped file holds them at any byte, and rounding depends on where
         if parameter.data_ptr() % _ALIGNMENT:
             parameter.data = parameter.data.clone()
     if not all(value.isfinite().all() for value in weights.values()):
@@ -174,8 +198,15 @@ def with_weights(make: Callable[[], nn.Module], owner: str, weights: Mapping[str
 class _NoRandomValues(TorchFunctionMode):
     """Skips drawing initial weights: on the meta device that does nothing, but imports torch's compiler, a second."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in ("normal_", "uniform_", "kaiming_uniform_", "trunc_normal_"):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in (
+            "normal_",
+            "uniform_",
+            "kaiming_uniform_",
+            "trunc_normal_",
+        ):
             return args[0] if args else kwargs["tensor"]
         return func(*args, **(kwargs or {}))
 
@@ -205,4 +236,6 @@ def _try_out(module: nn.Module) -> None:
         if isinstance(model, LanguageModel):
             logits = model(torch.zeros(1, 2, dtype=torch.long), model.init_state(1, 4)).logits
             if logits.shape != (1, 2, model.vocab_size):
-                raise ValueError(f"a model scores {logits.shape[-1]} tokens, its vocabulary has {model.vocab_size}")
+                raise ValueError(
+                    f"a model scores {logits.shape[-1]} tokens, its vocabulary has {model.vocab_size}"
+                )

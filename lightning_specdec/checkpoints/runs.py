@@ -9,7 +9,9 @@ from pathlib import Path
 
 def versions(directory: Path) -> list[int]:
     """The numbers of a directory's runs, the newest first."""
-    names = (re.fullmatch(r"version_([0-9]{1,9})", path.name) for path in directory.glob("version_*"))
+    names = (
+        re.fullmatch(r"version_([0-9]{1,9})", path.name) for path in directory.glob("version_*")
+    )
     return sorted((int(name[1]) for name in names if name), reverse=True)
 
 

@@ -69,7 +69,9 @@ class TargetReference(Settings):
         for name in ["sha256"] if self.sha256 and other.sha256 else names:
             own, found = getattr(self, name), getattr(other, name)
             if None not in (own, found) and own != found:
-                raise ValueError(f"{who} was trained for {self}, the target {other} has another {name}: give its own")
+                raise ValueError(
+                    f"{who} was trained for {self}, the target {other} has another {name}: give its own"
+                )
 
     def load(self, given: str | LanguageModel | None, who: str) -> LanguageModel:
         """The target, from where it is said to be.
@@ -85,9 +87,15 @@ class TargetReference(Settings):
 
         place = self._place() if given is None else given
         if place is None:
-            raise ValueError(f"{who} needs its target {self}, which is not here: give its directory with --target")
-        if isinstance(place, Path) and weights_sha256(place) != self.sha256:  # a stranger may have named any place
-            raise ValueError(f"{who} was trained for {self}, which has another sha256 now: give its own with --target")
+            raise ValueError(
+                f"{who} needs its target {self}, which is not here: give its directory with --target"
+            )
+        if (
+            isinstance(place, Path) and weights_sha256(place) != self.sha256
+        ):  # a stranger may have named any place
+            raise ValueError(
+                f"{who} was trained for {self}, which has another sha256 now: give its own with --target"
+            )
         target = place if isinstance(place, LanguageModel) else load_model(place, dtype=self.dtype)
         self.check(target, who)
         if isinstance(place, Path) and self.source is not None:

@@ -10,7 +10,13 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from lightning_specdec.cli.common import counted, load, progress
-from lightning_specdec.cli.options import MeasureSettings, OutputSettings, Parser, PromptSettings, chosen
+from lightning_specdec.cli.options import (
+    MeasureSettings,
+    OutputSettings,
+    Parser,
+    PromptSettings,
+    chosen,
+)
 from lightning_specdec.config.decoding import MAX_TOKENS, SamplingSettings
 from lightning_specdec.config.kinds import DRAFTERS, RULES
 from lightning_specdec.config.settings import setting, setting_fields
@@ -36,15 +42,26 @@ LEGEND = {
 class AuditSettings(OutputSettings):
     """What is checked, and how closely."""
 
-    drafts: tuple[str, ...] = setting((), "drafts of the checkpoint, by name; default: all", metavar="NAME ...")
+    drafts: tuple[str, ...] = setting(
+        (), "drafts of the checkpoint, by name; default: all", metavar="NAME ..."
+    )
     rules: tuple[str, ...] = setting((), "rules, by name; default: all", metavar="NAME ...")
     temperatures: tuple[float, ...] = setting(
-        (), "temperatures, 0 is greedy; default: 0, 1, and 0.7 with top_p 0.9", metavar="NUMBER ...", minimum=0
+        (),
+        "temperatures, 0 is greedy; default: 0, 1, and 0.7 with top_p 0.9",
+        metavar="NUMBER ...",
+        minimum=0,
     )
     num_draft_tokens: int = setting(3, "draft tokens per round", minimum=1, maximum=MAX_TOKENS)
-    num_prompts: int = setting(4, "how many of the models' own prompts to use if none are given", minimum=1)
-    max_new_tokens: int = setting(32, "new tokens where outputs are compared", minimum=1, maximum=MAX_TOKENS)
-    num_places: int = setting(3, "positions where one round is enumerated", minimum=1, maximum=MAX_TOKENS)
+    num_prompts: int = setting(
+        4, "how many of the models' own prompts to use if none are given", minimum=1
+    )
+    max_new_tokens: int = setting(
+        32, "new tokens where outputs are compared", minimum=1, maximum=MAX_TOKENS
+    )
+    num_places: int = setting(
+        3, "positions where one round is enumerated", minimum=1, maximum=MAX_TOKENS
+    )
     seed: int = setting(0, "seed of all draws", minimum=0, maximum=2**63 - 1)
 
 
@@ -60,8 +77,13 @@ def run(options: Namespace) -> int:
     """Check every draft, rule and sampling; 1 where something that should be lossless is not."""
     settings = chosen(options, AuditSettings)
     plain = [SamplingSettings(), SamplingSettings(1.0), SamplingSettings(0.7, top_p=0.9)]
-    if settings.temperatures or any(each.name in options for each in setting_fields(SamplingSettings)):
-        plain = [chosen(options, SamplingSettings, temperature=each) for each in settings.temperatures or (0.0, 1.0)]
+    if settings.temperatures or any(
+        each.name in options for each in setting_fields(SamplingSettings)
+    ):
+        plain = [
+            chosen(options, SamplingSettings, temperature=each)
+            for each in settings.temperatures or (0.0, 1.0)
+        ]
     for name in settings.rules:
         RULES.check(name)
     loaded = load(options, num_own=settings.num_prompts)
@@ -78,7 +100,9 @@ def run(options: Namespace) -> int:
     auditor = decoder.audit(
         prompts,
         drafters={name: drafts[name] for name in settings.drafts or drafts},
-        rules={name: rules[name]() for name in sorted(rules, key=lambda name: not rules[name].lossless)},
+        rules={
+            name: rules[name]() for name in sorted(rules, key=lambda name: not rules[name].lossless)
+        },
         samplings={label(each): Sampling.of(each) for each in plain},
         num_draft_tokens=settings.num_draft_tokens,
         max_new_tokens=settings.max_new_tokens,
@@ -96,7 +120,9 @@ def run(options: Namespace) -> int:
     else:
         say(f"{report(auditor, interrupted=interrupted)}\n{made_on(made)}")
     for finding in outcome.failures:
-        say(f"error: {', '.join(finding.cell)}: {finding.verdict}: {told(finding)}", file=sys.stderr)
+        say(
+            f"error: {', '.join(finding.cell)}: {finding.verdict}: {told(finding)}", file=sys.stderr
+        )
     if interrupted:
         say("interrupted: what is above was checked by then", file=sys.stderr)
     return 130 if interrupted else 1 if outcome.failures else 0
@@ -104,7 +130,11 @@ def run(options: Namespace) -> int:
 
 def label(sampling: SamplingSettings) -> str:
     """A sampling in a few words."""
-    given = {name: value for name, value in vars(sampling).items() if name != "temperature" and value is not None}
+    given = {
+        name: value
+        for name, value in vars(sampling).items()
+        if name != "temperature" and value is not None
+    }
     parts = ["greedy" if sampling.greedy else f"T={sampling.temperature:g}"]
     return ", ".join(parts + [f"{name}={value:g}" for name, value in given.items()])
 
@@ -116,25 +146,43 @@ def report(auditor: Auditor, *, interrupted: bool) -> str:
     outcome, lines = auditor.audit, []
     for (draft, rule), findings in groupby(outcome.findings, key=lambda each: each.cell[:2]):
         rows = [
-            (each.cell.sampling, each.check, each.verdict.upper() if each.failed else each.verdict, told(each))
+            (
+                each.cell.sampling,
+                each.check,
+                each.verdict.upper() if each.failed else each.verdict,
+                told(each),
+            )
             for each in findings
         ]
-        lines += [f"{draft}, {rule}", grid(("sampling", "check", "verdict", "found"), rows, num_text=3), ""]
+        lines += [
+            f"{draft}, {rule}",
+            grid(("sampling", "check", "verdict", "found"), rows, num_text=3),
+            "",
+        ]
     checks = counted(len(outcome.lossless), "check")
     if outcome.failures:
         lines.append(f"FAILED: {len(outcome.failures)} of {checks}")
     elif outcome.lossless:
-        lines.append(f"{'so far' if interrupted else 'passed'}: no difference from the target's output in {checks}")
+        lines.append(
+            f"{'so far' if interrupted else 'passed'}: no difference from the target's output in {checks}"
+        )
     else:
         lines.append("nothing here should be lossless: the tables show what the rules change")
     if outcome.weak:
         weak = counted(len(outcome.weak), "check")
-        lines.append(f"{weak} had not enough power to find a biased rule: try more --num_places or other prompts")
-    lines += [f"left out: {rule} compares the draft's logits, and {draft} has none" for draft, rule in outcome.left_out]
+        lines.append(
+            f"{weak} had not enough power to find a biased rule: try more --num_places or other prompts"
+        )
+    lines += [
+        f"left out: {rule} compares the draft's logits, and {draft} has none"
+        for draft, rule in outcome.left_out
+    ]
     prompts, places = counted(len(auditor.prompts), "prompt"), counted(auditor.num_places, "place")
     done = {each.check for each in outcome.findings}
     lines += [""] * bool(done) + [text for name, text in LEGEND.items() if name in done]
-    return "\n".join([*lines, "", f"{prompts}, window {auditor.window}, rounds at {places}, seed {auditor.seed}"])
+    return "\n".join(
+        [*lines, "", f"{prompts}, window {auditor.window}, rounds at {places}, seed {auditor.seed}"]
+    )
 
 
 def told(finding: Finding) -> str:
@@ -144,7 +192,9 @@ def told(finding: Finding) -> str:
         return figures.get("reason", "nothing was drafted")
     if finding.check == "identity":
         number, divergences = figures["num_prompts"], figures["divergences"]
-        words = [f"{figures['num_equal']} of {counted(number, 'output')} {'is' if number == 1 else 'are'} the target's"]
+        words = [
+            f"{figures['num_equal']} of {counted(number, 'output')} {'is' if number == 1 else 'are'} the target's"
+        ]
         if wrong := figures["num_wrong_rounds"]:
             words.append(f"{counted(wrong, 'forged draft')} judged wrong")
         for each in sorted(divergences, key=lambda each: each["verdict"] != "bug")[:1]:
@@ -160,6 +210,10 @@ def told(finding: Finding) -> str:
         if not figures["reads_right"]:
             words.append(f"the logits are off by {figures['logits_error']:.1e}")
     else:
-        words = [f"{figures['num_changed']} of {counted(figures['num_new_tokens'], 'token')} changed"]
-        words.append(f"perplexity {figures['perplexity']:.2f}, the target's {figures['standard_perplexity']:.2f}")
+        words = [
+            f"{figures['num_changed']} of {counted(figures['num_new_tokens'], 'token')} changed"
+        ]
+        words.append(
+            f"perplexity {figures['perplexity']:.2f}, the target's {figures['standard_perplexity']:.2f}"
+        )
     return ", ".join(words)

@@ -35,7 +35,9 @@ class BenchSettings(Settings):
     config: tuple[str, ...] = setting((), "YAML configs to measure, in turn", metavar="FILE ...")
     output: str = setting("results", "parent directory of the results", metavar="DIR")
     name: str | None = setting(None, "name of the results, instead of the config's")
-    format: str = setting("text", "format of the printed table", choices=("text", "markdown", "csv", "json"))
+    format: str = setting(
+        "text", "format of the printed table", choices=("text", "markdown", "csv", "json")
+    )
 
 
 def add_arguments(parser: Parser) -> None:
@@ -46,7 +48,9 @@ def run(options: Namespace) -> int:
     """Measure what the flags say; 1 where a case failed or gave other tokens."""
     settings = chosen(options, BenchSettings)
     if not settings.config:
-        raise UsageError("--config is missing: give a YAML file, for example configs/bench/rnn.yaml")
+        raise UsageError(
+            "--config is missing: give a YAML file, for example configs/bench/rnn.yaml"
+        )
     from lightning_specdec.bench.config import read_config
     from lightning_specdec.bench.run import check_pairs
 
@@ -54,7 +58,9 @@ def run(options: Namespace) -> int:
     configs = [read_config(shipped_config(path), **changes) for path in settings.config]
     names = [config.name for config in configs]
     if twice := [name for i, name in enumerate(names) if name in names[:i]]:
-        raise ValueError(f"two configs are called {twice[0]}: give each its own name, by `name:` in its YAML or --name")
+        raise ValueError(
+            f"two configs are called {twice[0]}: give each its own name, by `name:` in its YAML or --name"
+        )
     for config in configs:
         check_pairs(config)
     several: list[Results] = []
@@ -83,7 +89,12 @@ def _measure(config: BenchConfig, settings: BenchSettings, several: list[Results
         made = manifest(options=settings.to_dict(), device=find_device(config.device))
         with open_results(directory, config, made) as results:
             several.append(results)
-            run(config, results, partial(load_bench_pair, config=config), partial(progress, often=True))
+            run(
+                config,
+                results,
+                partial(load_bench_pair, config=config),
+                partial(progress, often=True),
+            )
     except OSError as error:
         raise ValueError(
             f"{error.filename or directory} cannot be written ({error.strerror or error}): what is finished stays; "
@@ -101,7 +112,11 @@ def _show(several: Sequence[Results], form: str) -> None:
     found = [(each, comparisons(each.rows)) for each in several]
     if form == "json":
         documents = [
-            {"results": str(each.directory), "manifest": each.manifest, "cells": [one.summary() for one in cells]}
+            {
+                "results": str(each.directory),
+                "manifest": each.manifest,
+                "cells": [one.summary() for one in cells],
+            }
             for each, cells in found
         ]
         say(json.dumps(documents))
@@ -123,6 +138,12 @@ def _wrong(results: Results) -> bool:
         told = "%s of %s failed and will not be tried again: to try it, remove the lines with an error from rows.jsonl"
         log.warning(told, counted(failed, "case"), directory)
     progress(f"kept in {directory}: `lightning_specdec report {directory}` says what it comes to")
-    exact = {name for name, pair in results.manifest["pairs"].items() if pair["dtype"] not in ("bfloat16", "float16")}
+    exact = {
+        name
+        for name, pair in results.manifest["pairs"].items()
+        if pair["dtype"] not in ("bfloat16", "float16")
+    }
     other = (each for each in cells if each.case.pair in exact and each.case.method in OURS)
-    return bool(failed or results.manifest["failed_pairs"]) or any(each.same_tokens is False for each in other)
+    return bool(failed or results.manifest["failed_pairs"]) or any(
+        each.same_tokens is False for each in other
+    )

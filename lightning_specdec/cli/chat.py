@@ -55,7 +55,9 @@ def run(options: Namespace) -> int:
 
     tokenizer, interactive = decoder.tokenizer, sys.stdin.isatty() and sys.stdout.isatty()
     if not isinstance(tokenizer, TextTokenizer) or not tokenizer.has_chat_template:
-        raise ValueError(f"{source.name} has no chat template: choose a model tuned for chats, or use `decode`")
+        raise ValueError(
+            f"{source.name} has no chat template: choose a model tuned for chats, or use `decode`"
+        )
     config = decoder.config(config, num_draft_tokens=decoder.window(config))
     if interactive:
         _note(f"{source.name} with {type(decoder.drafter).__name__}. {COMMANDS}")
@@ -68,7 +70,10 @@ def run(options: Namespace) -> int:
             _note(COMMANDS if line == "/help" else "the chat begins anew")
         elif line:
             if talk is None:
-                conversation, system = Conversation(*decoder.ready(), config), chosen(options, ChatSettings).system
+                conversation, system = (
+                    Conversation(*decoder.ready(), config),
+                    chosen(options, ChatSettings).system,
+                )
                 talk = Talk(tokenizer, conversation, system=system, interactive=interactive)
             try:
                 if re.fullmatch(r"/\w+", line.split()[0]):  # not a path
@@ -96,10 +101,17 @@ class Talk:
     """
 
     def __init__(
-        self, tokenizer: TextTokenizer, conversation: Conversation, *, system: str | None = None, interactive: bool
+        self,
+        tokenizer: TextTokenizer,
+        conversation: Conversation,
+        *,
+        system: str | None = None,
+        interactive: bool,
     ) -> None:
         self.tokenizer, self.conversation, self.interactive = tokenizer, conversation, interactive
-        self.messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self.messages: list[Message] = (
+            [] if system is None else [{"role": "system", "content": system}]
+        )
 
     def say(self, content: str) -> str:
         """Ask, show the answer as it comes, and give its figures in a line. A question without an answer is dropped.

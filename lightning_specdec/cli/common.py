@@ -86,8 +86,14 @@ class Loaded(NamedTuple):
         """How results come about: the machine, versions, the models and these settings."""
         from lightning_specdec.bench.manifest import manifest
 
-        used = {name: value for each in (self.source, *settings) for name, value in each.to_dict().items()}
-        return manifest(options=used, checkpoint=self.source.ckpt, device=self.decoder.target.device)
+        used = {
+            name: value
+            for each in (self.source, *settings)
+            for name, value in each.to_dict().items()
+        }
+        return manifest(
+            options=used, checkpoint=self.source.ckpt, device=self.decoder.target.device
+        )
 
 
 def load(options: Namespace, *, num_own: int | None = None) -> Loaded:
@@ -113,7 +119,9 @@ def load_decoder(options: Namespace, source: PairSource) -> SpeculativeDecoder:
     from lightning_specdec.decoder import SpeculativeDecoder
     from lightning_specdec.models.packed import limit_threads
 
-    progress(f"loading {runs.find(Path(source.ckpt).expanduser()) if source.ckpt else source.name} ...")
+    progress(
+        f"loading {runs.find(Path(source.ckpt).expanduser()) if source.ckpt else source.name} ..."
+    )
     if source.drafter is not None:
         source = source.changed(drafter=typed(source.drafter, "drafter"))
     decoder = SpeculativeDecoder.load(source)
@@ -123,7 +131,9 @@ def load_decoder(options: Namespace, source: PairSource) -> SpeculativeDecoder:
         limit_threads(decoder.target.num_parameters)
         threads, cores, load = torch.get_num_threads(), os.cpu_count() or 1, os.getloadavg()[0]
         if threads > 1 and load > BUSY * cores and decoder.target.device.type == "cpu":
-            log.warning("%d cores are busy (load %.1f): --threads 1 may be faster and steadier", cores, load)
+            log.warning(
+                "%d cores are busy (load %.1f): --threads 1 may be faster and steadier", cores, load
+            )
     return decoder
 
 
@@ -133,7 +143,11 @@ def _read_prompts(settings: PromptSettings) -> list[Prompt] | None:
         return None
     found: list[Prompt] = []
     for i, text in enumerate(settings.prompt, start=1):
-        found += read_prompts(Path("-"), as_typed=True) if text == "-" else [Prompt(f"--prompt {i}", "", text=text)]
+        found += (
+            read_prompts(Path("-"), as_typed=True)
+            if text == "-"
+            else [Prompt(f"--prompt {i}", "", text=text)]
+        )
     if settings.prompts_file is not None:
         found += read_prompts(Path(settings.prompts_file), as_typed=True)
     if not found:
@@ -152,8 +166,12 @@ def _find_prompts(
         return [(None, list(prompt)) for prompt in decoder.prompts]
     if tokenizer is None:
         if given is None:
-            raise ValueError("the target keeps no prompts of its own: give some with --prompt '1 2 3'")
-        return [(None, _tokens(each.id, str(each.text), decoder.target.vocab_size)) for each in given]
+            raise ValueError(
+                "the target keeps no prompts of its own: give some with --prompt '1 2 3'"
+            )
+        return [
+            (None, _tokens(each.id, str(each.text), decoder.target.vocab_size)) for each in given
+        ]
     prompts = [Prompt("", "", text=text) for text in OWN_PROMPTS] if given is None else given
     return [(each.text, list(each.encoded(tokenizer, raw=raw).tokens)) for each in prompts]
 
@@ -165,6 +183,8 @@ def _tokens(where: str, text: str, vocab_size: int) -> list[int]:
     try:
         prompt = [int(word) for word in words]
     except ValueError:
-        raise ValueError(f"{where}: {text[:40]!r} is not a list of tokens: give integers, as `1 2 3`") from None
+        raise ValueError(
+            f"{where}: {text[:40]!r} is not a list of tokens: give integers, as `1 2 3`"
+        ) from None
     check_prompt(prompt, vocab_size, where)
     return prompt

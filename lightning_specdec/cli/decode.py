@@ -16,7 +16,14 @@ from math import isnan
 from typing import TYPE_CHECKING, Any
 
 from lightning_specdec.cli.common import counted, load, progress
-from lightning_specdec.cli.options import MeasureSettings, OutputSettings, Parser, PromptSettings, chosen, decoding
+from lightning_specdec.cli.options import (
+    MeasureSettings,
+    OutputSettings,
+    Parser,
+    PromptSettings,
+    chosen,
+    decoding,
+)
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.settings import setting
 from lightning_specdec.config.terminal import say, short, visible
@@ -55,7 +62,9 @@ class DecodeSettings(OutputSettings):
     """What is run, and how it is printed."""
 
     mode: str = setting("both", "methods to run", choices=("both", "standard", "speculative"))
-    compile: bool = setting(False, "on a GPU, compile transformers models: 3 to 40 seconds at each start")
+    compile: bool = setting(
+        False, "on a GPU, compile transformers models: 3 to 40 seconds at each start"
+    )
 
 
 def add_arguments(parser: Parser) -> None:
@@ -68,7 +77,11 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     """Decode with each method, measure, and print the answer, the outputs and the table."""
-    settings, measure, config = chosen(options, DecodeSettings), chosen(options, MeasureSettings), decoding(options)
+    settings, measure, config = (
+        chosen(options, DecodeSettings),
+        chosen(options, MeasureSettings),
+        decoding(options),
+    )
     loaded = load(options)
     _, decoder, texts, prompts = loaded
     config = decoder.config(config)
@@ -86,13 +99,21 @@ def run(options: Namespace) -> int:
     for name, method in (("standard", decoder.decode_standard), ("speculative", decoder.decode)):
         if settings.mode in ("both", name) and not interrupted:
             results[name], interrupted = _decoded(method, prompts, config, measure.batch_size)
-    failed = sorted({row.index for each in results.values() for row in each.rows if row.stop_reason == "failed"})
+    failed = sorted(
+        {row.index for each in results.values() for row in each.rows if row.stop_reason == "failed"}
+    )
     if measure.repeats != 0 and not interrupted and not failed:
         seconds = time.perf_counter() - started
         repeats = measure.repeats or max(2, min(10, int(PATIENCE_SECONDS / seconds)))
         warmup = 3 if seconds < 1 else 0  # a longer run has warmed everything up
-        progress(f"measuring, about {(warmup + repeats) * seconds:.0f} s: --repeats 0 leaves it out")
-        timed: dict[str, Any] = {"repeats": repeats, "warmup": warmup, "batch_size": measure.batch_size}
+        progress(
+            f"measuring, about {(warmup + repeats) * seconds:.0f} s: --repeats 0 leaves it out"
+        )
+        timed: dict[str, Any] = {
+            "repeats": repeats,
+            "warmup": warmup,
+            "batch_size": measure.batch_size,
+        }
         try:
             measured = decoder.benchmark(prompts, config, mode=settings.mode, **timed)
         except KeyboardInterrupt:
@@ -100,7 +121,11 @@ def run(options: Namespace) -> int:
     made = loaded.manifest(config, measure, settings)
     summary = {} if measured is None else measured.summary()
     if settings.output == "json":
-        say(json.dumps({"summary": summary, "prompts": _by_prompt(results, texts), "manifest": made}))
+        say(
+            json.dumps(
+                {"summary": summary, "prompts": _by_prompt(results, texts), "manifest": made}
+            )
+        )
     else:
         answer = [] if measured is None else [saved(measured)]
         if len(results) == 2 and (measured or not interrupted):
@@ -108,7 +133,15 @@ def run(options: Namespace) -> int:
         say(f"{', '.join(answer) or 'decoded'}")
         own = "prompt" not in options and "prompts_file" not in options
         most = FEW_PROMPTS if own and "verbose" not in options else None
-        parts = [outputs(decoder.tokenizer, results.get("standard"), results.get("speculative"), texts, most=most)]
+        parts = [
+            outputs(
+                decoder.tokenizer,
+                results.get("standard"),
+                results.get("speculative"),
+                texts,
+                most=most,
+            )
+        ]
         if measured is not None:
             parts += [visible(listing(measured)), details(measured) if "verbose" in options else ""]
             numbers = f"{counted(len(prompts), 'prompt')}, batch size {measure.batch_size}"
@@ -122,12 +155,18 @@ def run(options: Namespace) -> int:
         return 130
     if failed:
         numbers = ", ".join(map(str, failed))
-        say(f"failed: the target's logits for prompt {numbers} are not finite: try --dtype float32", file=sys.stderr)
+        say(
+            f"failed: the target's logits for prompt {numbers} are not finite: try --dtype float32",
+            file=sys.stderr,
+        )
     return 1 if failed else 0
 
 
 def _decoded(
-    method: Callable[..., DecodeResult], prompts: list[list[int]], config: DecodingConfig, batch_size: int
+    method: Callable[..., DecodeResult],
+    prompts: list[list[int]],
+    config: DecodingConfig,
+    batch_size: int,
 ) -> tuple[DecodeResult, bool]:
     """The outcome of a method, batch by batch, and whether Ctrl-C ended it early."""
     from lightning_specdec.decoding import DecodeInterrupted, merge_results
@@ -148,7 +187,9 @@ def _by_prompt(results: dict[str, DecodeResult], texts: list[str | None]) -> lis
     for name, result in results.items():
         for row in result.to_dict()["rows"]:
             index, prompt = row.pop("index"), row.pop("prompt")
-            merged.setdefault(index, {"index": index, "prompt": prompt, "prompt_text": texts[index]})[name] = row
+            merged.setdefault(
+                index, {"index": index, "prompt": prompt, "prompt_text": texts[index]}
+            )[name] = row
     return list(merged.values())
 
 
@@ -156,7 +197,9 @@ def saved(measured: Comparison) -> str:
     """What speculation saved: faster or slower only where the interval says so."""
     from lightning_specdec.bench.rows import speed
 
-    speeds = [each for rows in (measured.standard, measured.rows) if (each := speed(rows)) is not None]
+    speeds = [
+        each for rows in (measured.standard, measured.rows) if (each := speed(rows)) is not None
+    ]
     told = " -> ".join(f"{each:,.1f}" for each in speeds) + " tokens/s"
     if (speedup := measured.walltime_speedup) is None:
         return told
@@ -169,7 +212,10 @@ def saved(measured: Comparison) -> str:
 
 
 def agreement(
-    decoder: SpeculativeDecoder, standard: DecodeResult, speculative: DecodeResult, config: DecodingConfig
+    decoder: SpeculativeDecoder,
+    standard: DecodeResult,
+    speculative: DecodeResult,
+    config: DecodingConfig,
 ) -> str:
     """Whether the outputs are the same, and whether they should be."""
     pairs = [(one, other) for one, other in zip(standard.rows, speculative.rows, strict=True)]
@@ -187,7 +233,11 @@ def agreement(
     if config.temperature and speculative.rule != "ExactMatch":
         return f"output differs{several}, as two draws of the same distribution do"
     where, cause = _divergence(decoder, *different[0], config)
-    place = f"{several}, first at {where} of prompt {different[0][0].index}" if several else f" at {where}"
+    place = (
+        f"{several}, first at {where} of prompt {different[0][0].index}"
+        if several
+        else f" at {where}"
+    )
     return f"output differs{place} ({cause})"
 
 
@@ -200,11 +250,20 @@ def _divergence(
 
     target, _ = decoder.ready()
     width = 1 + max((len(each.drafted) for each in other.rounds or []), default=0)
-    keys: dict[str, Any] = {"number": one.index, "sampling": Sampling.of(config), "seed": config.seed, "width": width}
+    keys: dict[str, Any] = {
+        "number": one.index,
+        "sampling": Sampling.of(config),
+        "seed": config.seed,
+        "width": width,
+    }
     found = find_divergence(target, one.prompt, one.tokens, other.tokens, **keys)
     assert found is not None
     cause = f"near-tie in {str(next(target.parameters()).dtype).removeprefix('torch.')}"
-    cause = cause if found.verdict == "tie" else f"NOT a {cause}: `lightning_specdec audit` looks closer"
+    cause = (
+        cause
+        if found.verdict == "tie"
+        else f"NOT a {cause}: `lightning_specdec audit` looks closer"
+    )
     return f"token {found.position + 1}", cause
 
 
@@ -226,11 +285,18 @@ def outputs(
     """
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") if colour is None else colour
     lines = []
-    every = list(zip_longest(standard.rows if standard else [], speculative.rows if speculative else []))
+    every = list(
+        zip_longest(standard.rows if standard else [], speculative.rows if speculative else [])
+    )
     for plain, drafted in every[:most]:
         row = drafted or plain
-        prompt = texts[row.index] or (tokenizer.decode(row.prompt) if tokenizer else " ".join(map(str, row.prompt)))
-        lines += [f"prompt {row.index}: {short(visible(' '.join(prompt.split())), MOST_SHOWN)}", _shown(row)]
+        prompt = texts[row.index] or (
+            tokenizer.decode(row.prompt) if tokenizer else " ".join(map(str, row.prompt))
+        )
+        lines += [
+            f"prompt {row.index}: {short(visible(' '.join(prompt.split())), MOST_SHOWN)}",
+            _shown(row),
+        ]
         if drafted is not None and drafted.rounds:
             lines += ["  marked", _block(_marked(drafted, tokenizer, colour))]
         if drafted is not None and plain is not None and plain.tokens != drafted.tokens:
@@ -275,17 +341,26 @@ def _marked(row: RowResult, tokenizer: Tokenizer | None, colour: bool) -> str:
     joint = " " if tokenizer is None else ""
     shown = (each for each in pieces(row, tokenizer) if colour or STYLES[each[0]][1])
     groups = groupby(shown, lambda each: each[0])
-    return joint.join(_styled(joint.join(text for _, text in several), fate, colour) for fate, several in groups)
+    return joint.join(
+        _styled(joint.join(text for _, text in several), fate, colour) for fate, several in groups
+    )
 
 
 def pieces(row: RowResult, tokenizer: Tokenizer | None) -> Iterator[tuple[str, str]]:
     """A row's tokens as fate and text, special ones and a stop string included; a rejected one before its successor."""
-    stream, special = (None, {}) if tokenizer is None else (tokenizer.stream(), tokenizer.vocabulary.special_texts)
+    stream, special = (
+        (None, {})
+        if tokenizer is None
+        else (tokenizer.stream(), tokenizer.vocabulary.special_texts)
+    )
     for fate, token in _fates(row):
         if tokenizer is None or stream is None:
             yield fate, str(token)
         elif fate == "rejected":
-            yield fate, visible(special.get(token) or tokenizer.decode([token]).replace("\n", "\u23ce"))
+            yield (
+                fate,
+                visible(special.get(token) or tokenizer.decode([token]).replace("\n", "\u23ce")),
+            )
         elif piece := stream.push([token]) + special.get(token, ""):
             yield fate, visible(piece)
     if stream is not None and (rest := stream.finish()):

@@ -24,10 +24,16 @@ class ExportSettings(Settings):
     """What is written where."""
 
     ckpt: str | None = setting(None, "checkpoint of a training run", metavar="FILE")
-    draft: str | None = setting(None, "draft file, or the directory of a draft model or a head", metavar="FILE|DIR")
-    target: str | None = setting(None, "directory of the target, for --format and for --draft DIR", metavar="DIR")
+    draft: str | None = setting(
+        None, "draft file, or the directory of a draft model or a head", metavar="FILE|DIR"
+    )
+    target: str | None = setting(
+        None, "directory of the target, for --format and for --draft DIR", metavar="DIR"
+    )
     format: str | None = setting(None, "write a directory for an engine", choices=ENGINES)
-    output: str = setting(help="file to write, as safetensors; with --format, a new directory", metavar="PATH")
+    output: str = setting(
+        help="file to write, as safetensors; with --format, a new directory", metavar="PATH"
+    )
     dtype: str | None = setting(
         None,
         "dtype of the stored weights; this package computes as before, engines as stored",
@@ -53,9 +59,14 @@ def run(options: Namespace) -> int:
     from lightning_specdec.checkpoints import checkpoint
 
     assert settings.ckpt is not None
-    loaded, output = checkpoint.load(settings.ckpt, drafter=class_named(options)), Path(settings.output)
+    loaded, output = (
+        checkpoint.load(settings.ckpt, drafter=class_named(options)),
+        Path(settings.output),
+    )
     if output.exists() and not output.is_dir() and not checkpoint.is_exported(output):
-        raise ValueError(f"{output} is not an exported checkpoint and stays as it is: choose another --output")
+        raise ValueError(
+            f"{output} is not an exported checkpoint and stays as it is: choose another --output"
+        )
     checkpoint.save(
         output,
         loaded.reference or loaded.target,
@@ -72,7 +83,9 @@ def run(options: Namespace) -> int:
 def _export_draft(settings: ExportSettings, options: Namespace) -> int:
     """Write a draft for an engine; without --format, as a draft file."""
     if settings.target is None:
-        raise UsageError("--target is missing: give the transformers model of the draft; engines serve no other target")
+        raise UsageError(
+            "--target is missing: give the transformers model of the draft; engines serve no other target"
+        )
     if settings.ckpt is not None and settings.draft is not None:
         raise UsageError("--ckpt and --draft exclude each other: give one of them")
     from lightning_specdec.checkpoints import TargetReference, checkpoint, engines, load_pair
@@ -80,21 +93,33 @@ def _export_draft(settings: ExportSettings, options: Namespace) -> int:
 
     output, drafter = Path(settings.output), getattr(options, "drafter", None)
     progress("loading the target and its draft ...")
-    source = PairSource(ckpt=settings.ckpt, target=settings.target, draft=settings.draft, drafter=drafter)
+    source = PairSource(
+        ckpt=settings.ckpt, target=settings.target, draft=settings.draft, drafter=drafter
+    )
     loaded = load_pair(source, pack=False)
     target, tokenizer = loaded.target, loaded.target.tokenizer
     if settings.format is None:
         if output.exists() and not checkpoint.is_exported(output):
-            raise ValueError(f"{output} is not an exported draft and stays as it is: choose another --output")
+            raise ValueError(
+                f"{output} is not an exported draft and stays as it is: choose another --output"
+            )
         recipe = loaded.recipe
-        checkpoint.save(output, TargetReference.of(target), loaded.drafter, recipe=recipe, dtype=settings.dtype)
+        checkpoint.save(
+            output, TargetReference.of(target), loaded.drafter, recipe=recipe, dtype=settings.dtype
+        )
         say(f"{output}: {output.stat().st_size:,} bytes")
         return 0
     assert isinstance(target, HuggingFaceLM)
     texts = [tokenizer.encode(text) for text in OWN_PROMPTS] if tokenizer is not None else []
     texts += [[token for text in texts for token in text]] if texts else []
     made = engines.export(
-        output, loaded.drafter, target, settings.format, texts=texts, recipe=loaded.recipe, dtype=settings.dtype
+        output,
+        loaded.drafter,
+        target,
+        settings.format,
+        texts=texts,
+        recipe=loaded.recipe,
+        dtype=settings.dtype,
     )
     compared = f"{counted(made.num_compared, 'row')} of logits compared"
     say(f"{output}: {compared}, off by {made.difference:.1e} of the largest")

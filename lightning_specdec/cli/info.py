@@ -13,14 +13,24 @@ from typing import Any
 
 from lightning_specdec import __version__
 from lightning_specdec.cli.common import progress
-from lightning_specdec.cli.options import OutputSettings, Parser, UsageError, add_class, chosen, class_named, model_flag
+from lightning_specdec.cli.options import (
+    OutputSettings,
+    Parser,
+    UsageError,
+    add_class,
+    chosen,
+    class_named,
+    model_flag,
+)
 from lightning_specdec.config.kinds import DRAFTERS
 from lightning_specdec.config.memory import available_bytes, gigabytes
 from lightning_specdec.config.models import TargetSource, check_directory
 from lightning_specdec.config.pairs import Pair, get_pair, list_pairs
 from lightning_specdec.config.terminal import say, short
 
-SUMMARY = "describe a checkpoint, draft file, model or pair; by default the environment and all pairs"
+SUMMARY = (
+    "describe a checkpoint, draft file, model or pair; by default the environment and all pairs"
+)
 EXAMPLES = """\
 lightning_specdec info
 lightning_specdec info checkpoints/rnn.safetensors
@@ -33,7 +43,11 @@ RECIPE = ("training", "data", "epochs", "steps", "tokens_seen", "training_second
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("MODEL", nargs="?", help="a checkpoint, a draft file, a model's directory or name, or a pair")
+    parser.add_argument(
+        "MODEL",
+        nargs="?",
+        help="a checkpoint, a draft file, a model's directory or name, or a pair",
+    )
     parser.add_settings("Model", TargetSource, skip=("target",))
     parser.add_settings("Output", OutputSettings)
     add_class(parser)
@@ -49,7 +63,9 @@ def run(options: Namespace) -> int:
     if source.ckpt is not None:
         return _show(_file(Path(source.ckpt).expanduser(), drafter), options)
     if drafter is not None:
-        raise UsageError("--drafter names the drafter class of a file: give a checkpoint or a draft file too")
+        raise UsageError(
+            "--drafter names the drafter class of a file: give a checkpoint or a draft file too"
+        )
     if source.pair is not None:
         return _show(_pair(get_pair(source.pair), source.device), options)
     check_directory(source.target)
@@ -68,7 +84,12 @@ def _show(values: dict[str, Any], options: Namespace) -> int:
                 values["prompts"] = f"{len(values['prompts'])} with {span} tokens (-v shows them)"
         lines = list(_lines(values))
         width = min(32, max(len(name) for name, _ in lines))
-        say("\n".join(f"{name:<{width}}  {value if name == 'prompts' else short(value, 200)}" for name, value in lines))
+        say(
+            "\n".join(
+                f"{name:<{width}}  {value if name == 'prompts' else short(value, 200)}"
+                for name, value in lines
+            )
+        )
         if len(recipe) > len(values.get("recipe") or {}):
             say("(-v shows the rest of the recipe)")
     return 1 if values.get("fits") is False else 0
@@ -80,8 +101,14 @@ def _lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
         if isinstance(value, Mapping):
             yield from _lines(value, f"{prefix}{name} ")
         elif value is not None:
-            is_ours = not prefix and name.endswith("_bytes")  # what a file says of its recipe may be anything
-            yield (name.removesuffix("_bytes"), gigabytes(value)) if is_ours else (prefix + name, str(value))
+            is_ours = not prefix and name.endswith(
+                "_bytes"
+            )  # what a file says of its recipe may be anything
+            yield (
+                (name.removesuffix("_bytes"), gigabytes(value))
+                if is_ours
+                else (prefix + name, str(value))
+            )
 
 
 def _environment() -> dict[str, Any]:
@@ -123,7 +150,8 @@ def _pair(pair: Pair, device: str) -> dict[str, Any]:
         "num_draft_tokens": pair.num_draft_tokens,
         "needed_bytes": needed,
         "available_bytes": available,
-        "fits": not (on_cpu and pair.needs_gpu) and (None if available is None else needed <= available),
+        "fits": not (on_cpu and pair.needs_gpu)
+        and (None if available is None else needed <= available),
     }
 
 
@@ -132,7 +160,10 @@ def _model(source: TargetSource) -> dict[str, Any]:
     from lightning_specdec.models.loading import load_model
 
     progress(f"loading {source.target} ...")
-    keywords = {name: getattr(source, name) for name in ("dtype", "quantization", "revision", "trust_remote_code")}
+    keywords = {
+        name: getattr(source, name)
+        for name in ("dtype", "quantization", "revision", "trust_remote_code")
+    }
     model = load_model(source.target, device=find_device(source.device), **keywords).pack()
     return {
         "model": source.target,
@@ -156,7 +187,9 @@ def _file(path: Path, drafter: str | None) -> dict[str, Any]:
     return {
         "file": str(path),
         "size_bytes": path.stat().st_size,
-        "target": _described(loaded.target) if loaded.reference is None else f"{loaded.reference}, not in this file",
+        "target": _described(loaded.target)
+        if loaded.reference is None
+        else f"{loaded.reference}, not in this file",
         "draft": {name: _described(drafter) for name, drafter in loaded.drafts.items()},
         "tokenizer": loaded.tokenizer,
         "prompts": loaded.prompts,

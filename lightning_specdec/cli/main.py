@@ -45,7 +45,9 @@ def main() -> None:
             raise
         text = one_line(error)
         if isinstance(error, OSError) and error.strerror:
-            text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+            text = (
+                error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+            )
         say(f"error: {text}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
@@ -97,7 +99,10 @@ def make_parser(verb: str) -> Parser:
     parser = Parser(verb, module.SUMMARY, module.EXAMPLES)
     module.add_arguments(parser)
     parser.add_argument(
-        "-q", "--quiet", action="store_true", help="show only errors on stderr, and only the answer of decode"
+        "-q",
+        "--quiet",
+        action="store_true",
+        help="show only errors on stderr, and only the answer of decode",
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="show more, on stderr too")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -105,13 +110,23 @@ def make_parser(verb: str) -> Parser:
 
 
 def _overview() -> str:
-    lines = [f"lightning_specdec {__version__}: train the draft, decode speculatively, measure the gain", ""]
+    lines = [
+        f"lightning_specdec {__version__}: train the draft, decode speculatively, measure the gain",
+        "",
+    ]
     lines += ["usage: lightning_specdec VERB [options]", ""]
     for verb in VERBS:
         module = _module(verb)
-        lines.append(f"  {verb:<8}  {module.SUMMARIES[verb] if verb in TRAINER_VERBS else module.SUMMARY}")
+        lines.append(
+            f"  {verb:<8}  {module.SUMMARIES[verb] if verb in TRAINER_VERBS else module.SUMMARY}"
+        )
     lines += ["", "lightning_specdec VERB --help              the options of a verb"]
-    return "\n".join([*lines, "lightning_specdec --completion bash        a completion script for bash, zsh or fish"])
+    return "\n".join(
+        [
+            *lines,
+            "lightning_specdec --completion bash        a completion script for bash, zsh or fish",
+        ]
+    )
 
 
 def completion(shell: str = "") -> str:
@@ -123,13 +138,22 @@ def completion(shell: str = "") -> str:
     if shell not in ("bash", "zsh", "fish"):
         raise UsageError(f"--completion takes bash, zsh or fish, got {shell!r}")
     flags = dict.fromkeys(TRAINER_VERBS, ["--config", "--ckpt_path", "--help", "--help_all"])
-    flags |= {verb: sorted(make_parser(verb)._option_string_actions) for verb in VERBS if verb not in TRAINER_VERBS}
+    flags |= {
+        verb: sorted(make_parser(verb)._option_string_actions)
+        for verb in VERBS
+        if verb not in TRAINER_VERBS
+    }
     if shell == "fish":
         start = "complete -c lightning_specdec -n"
         lines = [f"{start} __fish_use_subcommand -f -a '{' '.join(VERBS)}'"]
-        lines += [f"{start} '__fish_seen_subcommand_from {verb}' -a '{' '.join(flags[verb])}'" for verb in VERBS]
+        lines += [
+            f"{start} '__fish_seen_subcommand_from {verb}' -a '{' '.join(flags[verb])}'"
+            for verb in VERBS
+        ]
         return "\n".join(lines)
-    cases = "\n".join(f"    {verb}) words='{' '.join(several)}' ;;" for verb, several in flags.items())
+    cases = "\n".join(
+        f"    {verb}) words='{' '.join(several)}' ;;" for verb, several in flags.items()
+    )
     script = (
         "_lightning_specdec() {\n"
         f"  local words='{' '.join(VERBS)}'\n"

@@ -15,7 +15,14 @@ from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.config.kinds import DRAFTERS, RULES, Choice, Kinds
 from lightning_specdec.config.models import DraftSource, PairSource, TargetSource, check_directory
 from lightning_specdec.config.pairs import get_pair, list_pairs
-from lightning_specdec.config.settings import Settings, hints, options_of, parse, setting, setting_fields
+from lightning_specdec.config.settings import (
+    Settings,
+    hints,
+    options_of,
+    parse,
+    setting,
+    setting_fields,
+)
 
 KINDS: dict[str, Kinds] = {"drafter": DRAFTERS, "rule": RULES}
 FORMER = {
@@ -48,10 +55,13 @@ class PromptSettings(Settings):
     """Where prompts come from; by default the pair's own, or three that ship."""
 
     prompt: tuple[str, ...] = setting(
-        (), "text, or tokens as '1 2 3' for a target without a tokenizer; '-' reads lines from stdin; repeatable"
+        (),
+        "text, or tokens as '1 2 3' for a target without a tokenizer; '-' reads lines from stdin; repeatable",
     )
     prompts_file: str | None = setting(
-        None, "prompts, one a line: text, tokens, or JSON with a \"prompt\"; '-' reads stdin", metavar="FILE"
+        None,
+        "prompts, one a line: text, tokens, or JSON with a \"prompt\"; '-' reads stdin",
+        metavar="FILE",
     )
     raw: bool = setting(False, "do not apply the tokenizer's chat template")
 
@@ -61,18 +71,24 @@ class MeasureSettings(Settings):
     """How often and how something is measured."""
 
     repeats: int | None = setting(
-        None, "timed runs of each method; 0 shows only the outputs; default: 2 to 10, for 20 seconds", minimum=0
+        None,
+        "timed runs of each method; 0 shows only the outputs; default: 2 to 10, for 20 seconds",
+        minimum=0,
     )
     batch_size: int = setting(1, "prompts decoded together", minimum=1, maximum=MAX_TOKENS)
     ignore_eos: bool = setting(False, "do not stop at EOS: no token ends a row")
-    threads: int | None = setting(None, "CPU threads; default: 1 for small models", minimum=1, maximum=1024)
+    threads: int | None = setting(
+        None, "CPU threads; default: 1 for small models", minimum=1, maximum=1024
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSettings(Settings):
     """How results are printed."""
 
-    output: str = setting("text", "text for readers, or one JSON document", choices=("text", "json"))
+    output: str = setting(
+        "text", "text for readers, or one JSON document", choices=("text", "json")
+    )
 
 
 class Parser(argparse.ArgumentParser):
@@ -116,7 +132,11 @@ class Parser(argparse.ArgumentParser):
 
     def add_models(self, *, skip: Sequence[str] = ()) -> None:
         """The flags that name target and drafter; MODEL stands for --ckpt, --target or --pair."""
-        self.add_argument("MODEL", nargs="?", help="a checkpoint, a model's directory, a pair, or a name on the hub")
+        self.add_argument(
+            "MODEL",
+            nargs="?",
+            help="a checkpoint, a model's directory, a pair, or a name on the hub",
+        )
         self.add_settings("Model", TargetSource, skip=skip)
         self.add_settings("Draft", DraftSource, skip=skip)
         self.add_kinds("drafter")
@@ -138,7 +158,12 @@ class Parser(argparse.ArgumentParser):
                 flag = "--" + flag[2:].replace("-", "_")
                 word = flag + equals + value
                 kind, dot, name = flag[2:].partition(".")
-                if dot and kind in KINDS and f"--{kind}" in self._option_string_actions and flag not in FORMER:
+                if (
+                    dot
+                    and kind in KINDS
+                    and f"--{kind}" in self._option_string_actions
+                    and flag not in FORMER
+                ):
                     if not equals and not queue:
                         self.error(f"argument {flag}: expected a value")
                     settings[kind][name] = value if equals else queue.pop(0)
@@ -164,9 +189,15 @@ class Parser(argparse.ArgumentParser):
         if unknown in FORMER:
             return f": {FORMER[unknown]}"
         known = list(self._option_string_actions) if unknown.strip("-") else []
-        near = [each for each in known if each.startswith(unknown)] or difflib.get_close_matches(unknown, known, n=1)
+        near = [each for each in known if each.startswith(unknown)] or difflib.get_close_matches(
+            unknown, known, n=1
+        )
         return (
-            f": did you mean {near[0]}?" if near else "" if unknown[:1] == "-" else ": give a prompt as --prompt TEXT"
+            f": did you mean {near[0]}?"
+            if near
+            else ""
+            if unknown[:1] == "-"
+            else ": give a prompt as --prompt TEXT"
         )
 
 
@@ -174,7 +205,9 @@ def _add_flag(group: Any, each: Field[Any], hint: Any, defaults: dict[str, Any])
     text, metavar = str(each.metadata["help"]).replace("%", "%%"), each.metadata.get("metavar")
     default = defaults.get(each.name, each.default)
     if not any(default is no for no in (None, False, (), MISSING)) and "default:" not in text:
-        text += f" (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"
+        text += (
+            f" (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"
+        )
     more: dict[str, Any] = {"help": text}
     if each.name in defaults:
         more["default"] = default
@@ -205,7 +238,10 @@ SettingsType = TypeVar("SettingsType", bound=Settings)
 def chosen(options: Namespace, settings: type[SettingsType], **changes: Any) -> SettingsType:
     """Settings from the flags that were given, and changes."""
     names = [each.name for each in setting_fields(settings)]
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(options).items()}
+    given = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(options).items()
+    }
     return settings(**{name: value for name, value in given.items() if name in names} | changes)
 
 
@@ -228,7 +264,11 @@ def decoding(options: Namespace, **changes: Any) -> DecodingConfig:
 
 def add_class(parser: Parser) -> None:
     """The flag by which the user names a file's foreign drafter class."""
-    parser.add_argument("--drafter", metavar="NAME", help="import path of the file's drafter class, if it is your own")
+    parser.add_argument(
+        "--drafter",
+        metavar="NAME",
+        help="import path of the file's drafter class, if it is your own",
+    )
 
 
 def class_named(options: Namespace) -> str | None:
@@ -239,7 +279,9 @@ def class_named(options: Namespace) -> str | None:
     """
     choice: Choice | None = getattr(options, "drafter", None)
     if choice is not None and choice.settings:
-        raise UsageError(f"the file has the drafter's settings: drop --drafter.{next(iter(choice.settings))}")
+        raise UsageError(
+            f"the file has the drafter's settings: drop --drafter.{next(iter(choice.settings))}"
+        )
     return None if choice is None else choice.name
 
 
@@ -251,14 +293,20 @@ def pair_source(options: Namespace) -> PairSource:
     """
     if (model := getattr(options, "MODEL", None)) is not None:
         if named := [name for name in ("ckpt", "pair", "target") if name in options]:
-            raise UsageError(f"name the models once, got --{named[0]} and {model!r}: give a prompt as --prompt '1 2 3'")
+            raise UsageError(
+                f"name the models once, got --{named[0]} and {model!r}: give a prompt as --prompt '1 2 3'"
+            )
         setattr(options, model_flag(model), model)
     source = chosen(options, PairSource)
     if source.pair is not None:
         get_pair(source.pair)
     if source.target is not None:
         check_directory(source.target)
-    if source.draft is not None and source.ckpt is None and not Path(source.draft).expanduser().is_file():
+    if (
+        source.draft is not None
+        and source.ckpt is None
+        and not Path(source.draft).expanduser().is_file()
+    ):
         if source.draft.endswith(".safetensors"):
             raise ValueError(f"there is no draft file {source.draft}: check the path")
         check_directory(source.draft)

@@ -15,7 +15,12 @@ EXAMPLES = "lightning_specdec report results/rnn\nlightning_specdec report resul
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("RESULTS", help="directory that `bench` wrote")
-    parser.add_argument("--output", default=None, metavar="DIR", help="directory of the page; default: RESULTS/report")
+    parser.add_argument(
+        "--output",
+        default=None,
+        metavar="DIR",
+        help="directory of the page; default: RESULTS/report",
+    )
 
 
 def run(options: Namespace) -> int:
@@ -25,7 +30,11 @@ def run(options: Namespace) -> int:
 
     results = read(options.RESULTS)
     made = Report.of(results)
-    directory = results.directory / "report" if options.output is None else Path(options.output).expanduser()
+    directory = (
+        results.directory / "report"
+        if options.output is None
+        else Path(options.output).expanduser()
+    )
     page = write(made, directory)
     for line in made.lines:
         say(line)

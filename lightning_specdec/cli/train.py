@@ -66,8 +66,12 @@ def run(verb: str, words: list[str]) -> int:
     """Show the help, or hand over to LightningCLI, which reads `sys.argv`."""
     if {"-h", "--help"} & set(words):
         configs = sorted(path.stem for path in shipped_directory().parent.glob("*.yaml"))
-        example = _EXAMPLES.get(verb, f"lightning_specdec {verb} --config configs/rnn.yaml --ckpt_path last")
-        say(f"usage: lightning_specdec {verb} --config FILE [options]\n\n{SUMMARIES[verb]}\n\noptions:")
+        example = _EXAMPLES.get(
+            verb, f"lightning_specdec {verb} --config configs/rnn.yaml --ckpt_path last"
+        )
+        say(
+            f"usage: lightning_specdec {verb} --config FILE [options]\n\n{SUMMARIES[verb]}\n\noptions:"
+        )
         say(_RECIPE * (verb == "fit") + _ENGINE * (verb == "generate") + _OPTIONS + "\n")
         say(f"configs that ship (configs/NAME.yaml): {', '.join(configs)}\n\nexamples:\n{example}")
         return 0
@@ -91,13 +95,18 @@ def run(verb: str, words: list[str]) -> int:
 
 def _check(verb: str, words: list[str]) -> None:
     """Refuse, before Lightning is imported, what cannot be a run."""
-    options = [(*word.split("=", 1), after)[:2] for word, after in zip(words, [*words[1:], ""], strict=False)]
+    options = [
+        (*word.split("=", 1), after)[:2]
+        for word, after in zip(words, [*words[1:], ""], strict=False)
+    ]
     names = {name for name, _ in options}
     if unused := sorted(names & {"--target", "--text", "--minutes"}):
         raise ValueError(f"{unused[0]} is an option of --recipe NAME")
     if not any(name.endswith("help") or name.startswith(_ENOUGH) for name in names):
         example = "configs/smollm2_generate.yaml" if verb == "generate" else "configs/rnn.yaml"
-        raise ValueError(f"{verb} needs --config FILE, as {example}{', or --recipe NAME' * (verb == 'fit')}")
+        raise ValueError(
+            f"{verb} needs --config FILE, as {example}{', or --recipe NAME' * (verb == 'fit')}"
+        )
     for name, value in options:
         if name == "--config" and value.endswith((".yaml", ".yml")) and not Path(value).exists():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), value)

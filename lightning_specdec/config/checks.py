@@ -30,7 +30,12 @@ def require_int(name: str, value: object, low: int, high: int | None = None) -> 
 
 
 def require_number(
-    name: str, value: object, *, low: float = -math.inf, high: float = math.inf, low_open: bool = False
+    name: str,
+    value: object,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    low_open: bool = False,
 ) -> float:
     """`value` as a float, if it is a finite number in [low, high], or in (low, high] with `low_open`."""
     interval = f"{'(' if low_open or math.isinf(low) else '['}{low:g}, {high:g}{')' if math.isinf(high) else ']'}"

@@ -19,17 +19,27 @@ class SamplingSettings(Settings):
     temperature: float = setting(0.0, "divide logits by this; 0 is greedy", minimum=0)
     top_k: int | None = setting(None, "keep only the k most likely tokens", minimum=1)
     top_p: float | None = setting(
-        None, "keep the smallest set of most likely tokens with this total probability", above=0, maximum=1
+        None,
+        "keep the smallest set of most likely tokens with this total probability",
+        above=0,
+        maximum=1,
     )
     min_p: float | None = setting(
-        None, "keep tokens at least this many times as likely as the most likely one", minimum=0, maximum=1
+        None,
+        "keep tokens at least this many times as likely as the most likely one",
+        minimum=0,
+        maximum=1,
     )
-    repetition_penalty: float | None = setting(None, "divide the scores of tokens already in the text by this", above=0)
+    repetition_penalty: float | None = setting(
+        None, "divide the scores of tokens already in the text by this", above=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if 0 < self.temperature < 1e-6:  # dividing logits by it would overflow
-            raise ValueError(f"temperature must be 0 or at least 1e-06, got {self.temperature:g}: use 0 for greedy")
+            raise ValueError(
+                f"temperature must be 0 or at least 1e-06, got {self.temperature:g}: use 0 for greedy"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -49,12 +59,18 @@ class DecodingConfig(SamplingSettings):
         ValueError: a field has the wrong type or is out of range.
     """
 
-    max_new_tokens: int = setting(64, "generate at most this many tokens per prompt", minimum=1, maximum=MAX_TOKENS)
+    max_new_tokens: int = setting(
+        64, "generate at most this many tokens per prompt", minimum=1, maximum=MAX_TOKENS
+    )
     num_draft_tokens: Any = setting(
-        None, "draft tokens per round, or auto; default: the pair's or draft's own, else 3", metavar="INT|auto"
+        None,
+        "draft tokens per round, or auto; default: the pair's or draft's own, else 3",
+        metavar="INT|auto",
     )
     rule: Any = setting(None, "acceptance rule; default: ExactMatch", metavar="RULE")
-    eos: tuple[int, ...] | None = setting(None, "token that ends a row; default: the tokenizer's; repeatable")
+    eos: tuple[int, ...] | None = setting(
+        None, "token that ends a row; default: the tokenizer's; repeatable"
+    )
     stop: tuple[str, ...] = setting((), "text that ends a row and is not shown; repeatable")
     seed: int = setting(0, "the same seed gives the same tokens", minimum=0, maximum=2**63 - 1)
     logprobs: bool = setting(False, "report each token's log probability under the target")
@@ -79,7 +95,9 @@ class DecodingConfig(SamplingSettings):
             ValueError: a name is not a field, or a value is wrong.
         """
         if not isinstance(config, cls | None):
-            raise ValueError(f"config must be a {cls.__name__}, got {config!r}: give its fields by name")
+            raise ValueError(
+                f"config must be a {cls.__name__}, got {config!r}: give its fields by name"
+            )
         sampling = changes.pop("sampling", None)
         if sampling is not None:
             names = [each.name for each in fields(SamplingSettings)]
@@ -87,12 +105,16 @@ class DecodingConfig(SamplingSettings):
             changes.setdefault("processors", tuple(getattr(sampling, "processors", ())))
         changes = _with_tuples(changes)
         check_names(changes, cls)
-        return cls(**changes) if config is None else config.changed(**changes) if changes else config
+        return (
+            cls(**changes) if config is None else config.changed(**changes) if changes else config
+        )
 
     @property
     def sampling(self) -> SamplingSettings:
         """The sampling fields only; `Sampling.of` takes the processors too."""
-        return SamplingSettings(**{each.name: getattr(self, each.name) for each in fields(SamplingSettings)})
+        return SamplingSettings(
+            **{each.name: getattr(self, each.name) for each in fields(SamplingSettings)}
+        )
 
 
 def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,9 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
         reason = "a file is where a directory must be: name another place to write to"
         raise NotADirectoryError(error.errno, reason, str(path.parent)) from error
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            dir=path.parent, prefix=f".{path.name}.", delete=False
+        ) as file:
             try:
                 yield file
                 file.flush()
@@ -43,7 +45,9 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
             except BaseException:
                 os.unlink(file.name)
                 raise
-    except OSError as error:  # a full disk names no file; leaving the inner block flushes again, and fails again
+    except (
+        OSError
+    ) as error:  # a full disk names no file; leaving the inner block flushes again, and fails again
         if error.filename is None and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
@@ -61,7 +65,9 @@ def new_directory(path: Path) -> Iterator[Path]:
         raise ValueError(f"{path} is there already and stays as it is: choose another directory")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", ignore_cleanup_errors=True) as name:
+        with tempfile.TemporaryDirectory(
+            dir=path.parent, prefix=f".{path.name}.", ignore_cleanup_errors=True
+        ) as name:
             folder = Path(name)
             yield folder
             for each in folder.iterdir():

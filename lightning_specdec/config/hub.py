@@ -15,7 +15,9 @@ _WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json")
 log = logging.getLogger(__name__)
 
 
-def find(source: str | os.PathLike[str], *, revision: str | None = None, code: bool = False) -> Path:
+def find(
+    source: str | os.PathLike[str], *, revision: str | None = None, code: bool = False
+) -> Path:
     """The directory of a model: a local one, or one of the hub with all its small files.
 
     Args:
@@ -30,9 +32,13 @@ def find(source: str | os.PathLike[str], *, revision: str | None = None, code: b
     if not name or not path.exists():
         return _snapshot(name, revision, (*_SMALL, "*.py") if code else _SMALL)
     if revision is not None:
-        raise ValueError(f"{name} is here, and only models of the hub have revisions: drop the revision")
+        raise ValueError(
+            f"{name} is here, and only models of the hub have revisions: drop the revision"
+        )
     if not path.is_dir():
-        raise ValueError(f"{name} is a file: name a model's directory or id on the hub, or give a checkpoint as --ckpt")
+        raise ValueError(
+            f"{name} is a file: name a model's directory or id on the hub, or give a checkpoint as --ckpt"
+        )
     return path
 
 
@@ -57,14 +63,20 @@ def cached(name: str) -> Path | None:
     return path if (path / "config.json").is_file() else None
 
 
-def _snapshot(name: str, revision: str | None, patterns: Sequence[str], *, offline: bool = False) -> Path:
+def _snapshot(
+    name: str, revision: str | None, patterns: Sequence[str], *, offline: bool = False
+) -> Path:
     """The snapshot of a model in the hub's cache; an earlier download where the hub cannot be reached."""
     from huggingface_hub import errors, snapshot_download
 
     try:
         endpoint = os.environ.get("HF_ENDPOINT")
         found = snapshot_download(
-            name, revision=revision, endpoint=endpoint, allow_patterns=list(patterns), local_files_only=offline
+            name,
+            revision=revision,
+            endpoint=endpoint,
+            allow_patterns=list(patterns),
+            local_files_only=offline,
         )
         return Path(found)
     except (errors.HFValidationError, errors.HTTPError, OSError) as error:

@@ -16,7 +16,9 @@ from typing import Any
 
 from lightning_specdec.config.settings import nearest, plain
 
-_CLASS = re.compile(r'^class (_?[A-Z]\w*)\(([\w, .\[\]]*)\):\n(?:    r?"""(.*?)(?:"""|\n))?', re.MULTILINE)
+_CLASS = re.compile(
+    r'^class (_?[A-Z]\w*)\(([\w, .\[\]]*)\):\n(?:    r?"""(.*?)(?:"""|\n))?', re.MULTILINE
+)
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -44,10 +46,17 @@ class Kinds:
         classes: dict[str, tuple[str, list[str], str]] = {}
         for path in sorted((_PACKAGE / self.room).glob("*.py")):
             for name, bases, summary in _CLASS.findall(path.read_text(encoding="utf-8")):
-                classes[name] = (f"lightning_specdec.{self.room}.{path.stem}", re.findall(r"\w+", bases), summary)
+                classes[name] = (
+                    f"lightning_specdec.{self.room}.{path.stem}",
+                    re.findall(r"\w+", bases),
+                    summary,
+                )
 
         def derives(name: str) -> bool:
-            return any(base == self.base or (base in classes and derives(base)) for base in classes[name][1])
+            return any(
+                base == self.base or (base in classes and derives(base))
+                for base in classes[name][1]
+            )
 
         return {
             name: (module, summary) for name, (module, bases, summary) in classes.items()
@@ -66,10 +75,14 @@ class Kinds:
 
     def check(self, name: str) -> None:
         """Raise ValueError unless this is a known kind, or looks like an import path."""
-        if name in self._found or ("." in name and all(part.isidentifier() for part in name.split("."))):
+        if name in self._found or (
+            "." in name and all(part.isidentifier() for part in name.split("."))
+        ):
             return
         if name in self.renamed:
-            raise ValueError(f"{self.noun} {name} is called {self.renamed[name]} now: use that name")
+            raise ValueError(
+                f"{self.noun} {name} is called {self.renamed[name]} now: use that name"
+            )
         advice = nearest(name, self) or f": choose from {', '.join(self)}, or give an import path"
         raise ValueError(f"there is no {self.noun} {name!r}{advice}")
 
@@ -98,15 +111,23 @@ class Kinds:
             raise ValueError(f"cannot import the {self.noun} {name}: {error}") from error
         base = getattr(import_module(f"lightning_specdec.{self.room}"), self.base)
         if not isinstance(found, type) or not issubclass(found, base):
-            raise ValueError(f"{name} is not a {self.base}: derive it from lightning_specdec.{self.base}")
+            raise ValueError(
+                f"{name} is not a {self.base}: derive it from lightning_specdec.{self.base}"
+            )
         if missing := getattr(found, "__abstractmethods__", ()):
-            raise ValueError(f"{name} has no {', '.join(sorted(missing))}: write it as {self.base} describes it")
+            raise ValueError(
+                f"{name} has no {', '.join(sorted(missing))}: write it as {self.base} describes it"
+            )
         return found
 
     def name_of(self, kind: type[Any]) -> str:
         """The name that `load` finds a class by: short for our own, the import path for others."""
         own = self._found.get(kind.__name__)
-        return kind.__name__ if own and own[0] == kind.__module__ else f"{kind.__module__}.{kind.__qualname__}"
+        return (
+            kind.__name__
+            if own and own[0] == kind.__module__
+            else f"{kind.__module__}.{kind.__qualname__}"
+        )
 
 
 def search_here() -> None:
@@ -152,4 +173,6 @@ class Choice:
             name, settings = value.get("class_path"), value.get("init_args") or {}
             if name and isinstance(name, str) and isinstance(settings, Mapping):
                 return cls(name, dict(settings))
-        raise ValueError(f"{where} must be a name, or {{class_path: NAME, init_args: {{...}}}}, got {value!r}")
+        raise ValueError(
+            f"{where} must be a name, or {{class_path: NAME, init_args: {{...}}}}, got {value!r}"
+        )

@@ -28,7 +28,9 @@ class ModelSize(Settings):
     matrix_parameters: int = setting(minimum=1)
     kept_parameters: int = setting(minimum=1)
 
-    def weight_bytes(self, dtype: str, quantization: str | None = None, *, packed: bool = False) -> int:
+    def weight_bytes(
+        self, dtype: str, quantization: str | None = None, *, packed: bool = False
+    ) -> int:
         """Bytes of the weights; without the scales of quantized ones, which take some percent more.
 
         Args:
@@ -36,7 +38,9 @@ class ModelSize(Settings):
         """
         size = _BYTES[dtype]
         if quantization is not None:
-            return size * self.kept_parameters + self.matrix_parameters // (1 if quantization == "int8" else 2)
+            return size * self.kept_parameters + self.matrix_parameters // (
+                1 if quantization == "int8" else 2
+            )
         return size * (self.kept_parameters + self.matrix_parameters if packed else self.parameters)
 
 
@@ -65,7 +69,9 @@ def available_bytes(device: str = "cpu", *, root: Path = Path("/")) -> int | Non
         found.append(1024 * _entries(root / "proc/meminfo")["MemAvailable:"])
     with suppress(OSError, KeyError, ValueError):  # without a limit it says "max"
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        found.append(max(0, limit - used + _entries(group / "memory.stat")["inactive_file"]))  # files can be dropped
+        found.append(
+            max(0, limit - used + _entries(group / "memory.stat")["inactive_file"])
+        )  # files can be dropped
     return min(found, default=None)
 
 

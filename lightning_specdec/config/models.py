@@ -24,16 +24,24 @@ class TargetSource(Settings):
     """The model whose output is wanted: one of `ckpt`, `pair` and `target`."""
 
     ckpt: str | None = setting(
-        None, "checkpoint or shipped pair that holds the draft and usually the target", metavar="FILE"
+        None,
+        "checkpoint or shipped pair that holds the draft and usually the target",
+        metavar="FILE",
     )
-    pair: str | None = setting(None, "pair of the registry (see `lightning_specdec info`)", metavar="NAME")
+    pair: str | None = setting(
+        None, "pair of the registry (see `lightning_specdec info`)", metavar="NAME"
+    )
     target: Any = setting(
-        None, "pretrained target: a directory or a name on the hub; with --ckpt, where its target is", metavar="MODEL"
+        None,
+        "pretrained target: a directory or a name on the hub; with --ckpt, where its target is",
+        metavar="MODEL",
     )
     dtype: str | None = setting(None, "compute in this dtype; default: as stored", choices=DTYPES)
     quantization: str | None = setting(None, "quantize the target's weights", choices=QUANTIZATIONS)
     revision: str | None = setting(None, "branch, tag or commit of the target on the hub")
-    trust_remote_code: bool = setting(False, "run Python code that comes with a model: read it first")
+    trust_remote_code: bool = setting(
+        False, "run Python code that comes with a model: read it first"
+    )
     device: str = setting("cpu", "device to decode on, for example cpu or cuda:0")
     backend: str = setting(
         "auto",
@@ -48,7 +56,9 @@ class TargetSource(Settings):
         if len(named) != 1 and named != ["ckpt", "target"]:
             got = " and ".join(f"--{name}" for name in named) or "none"
             example = "checkpoints/rnn.safetensors or --target gpt2"
-            raise ValueError(f"name the models by one of MODEL, --ckpt, --pair, --target (as {example}), got {got}")
+            raise ValueError(
+                f"name the models by one of MODEL, --ckpt, --pair, --target (as {example}), got {got}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +66,18 @@ class DraftSource(Settings):
     """The drafter: by default the pair's or checkpoint's own, prompt lookup where there is none."""
 
     draft: Any = setting(
-        None, "draft model, draft file, or the name of one of a checkpoint's drafts", metavar="MODEL|FILE|NAME"
+        None,
+        "draft model, draft file, or the name of one of a checkpoint's drafts",
+        metavar="MODEL|FILE|NAME",
     )
     drafter: Any = setting(None, "drafter class, by name or import path", metavar="NAME")
-    draft_dtype: str | None = setting(None, "compute the draft in this dtype; default: the target's", choices=DTYPES)
+    draft_dtype: str | None = setting(
+        None, "compute the draft in this dtype; default: the target's", choices=DTYPES
+    )
     draft_quantization: str | None = setting(
-        None, "quantize the draft; without --draft, draft with a quantized copy of the target", choices=QUANTIZATIONS
+        None,
+        "quantize the draft; without --draft, draft with a quantized copy of the target",
+        choices=QUANTIZATIONS,
     )
     draft_revision: str | None = setting(None, "branch, tag or commit of the draft on the hub")
 
@@ -85,10 +101,18 @@ class PairSource(DraftSource, TargetSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.ckpt is not None:
-            names = ("quantization", "draft_quantization", "draft_dtype", "revision", "draft_revision")
+            names = (
+                "quantization",
+                "draft_quantization",
+                "draft_dtype",
+                "revision",
+                "draft_revision",
+            )
             for name in (*names, "trust_remote_code"):
                 if getattr(self, name):
-                    raise ValueError(f"--{name} is for pretrained models (--pair, --target): a checkpoint has its own")
+                    raise ValueError(
+                        f"--{name} is for pretrained models (--pair, --target): a checkpoint has its own"
+                    )
 
     @property
     def name(self) -> str:
@@ -101,7 +125,9 @@ def check_source(settings: Settings, name: str) -> None:
     value = getattr(settings, name)
     if isinstance(value, os.PathLike):
         object.__setattr__(settings, name, os.fspath(value))
-    elif not (value is None or isinstance(value, str) or callable(getattr(value, "parameters", None))):
+    elif not (
+        value is None or isinstance(value, str) or callable(getattr(value, "parameters", None))
+    ):
         raise ValueError(f"{name} must be a model's name or directory, or a model, got {value!r}")
 
 
@@ -113,5 +139,7 @@ def check_directory(source: str) -> None:
     path = Path(source).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"{source} is not a model directory: it has no config.json")
-    if not path.exists() and (source.startswith((".", "/", "~")) or ("/" in source and path.parent.is_dir())):
+    if not path.exists() and (
+        source.startswith((".", "/", "~")) or ("/" in source and path.parent.is_dir())
+    ):
         raise ValueError(f"there is no directory {source}: check the path")

@@ -35,7 +35,11 @@ class PairModel(Settings):
     @property
     def place(self) -> str:
         """Where to load it from, as seen from the current directory."""
-        return self.local if self.local is not None and Path(self.local, "config.json").is_file() else self.source
+        return (
+            self.local
+            if self.local is not None and Path(self.local, "config.json").is_file()
+            else self.source
+        )
 
     @property
     def place_revision(self) -> str | None:
@@ -53,7 +57,9 @@ class Pair(Settings):
 
     description: str = setting(help="one line")
     target: PairModel = setting(help="the model whose output is wanted")
-    drafter: Any = setting(help="drafter class, by name, or with its settings as {class_path: ..., init_args: ...}")
+    drafter: Any = setting(
+        help="drafter class, by name, or with its settings as {class_path: ..., init_args: ...}"
+    )
     num_draft_tokens: int | str = setting(
         help="draft tokens per round, or auto", minimum=1, maximum=MAX_TOKENS, choices=("auto",)
     )
@@ -77,7 +83,9 @@ class Pair(Settings):
 
     def needed_bytes(self, *, packed: bool) -> int:
         """Peak bytes of memory while weights load, without caches; `packed`: with weights laid out for a CPU."""
-        return peak_bytes([(model.size, model.dtype, model.quantization) for model in self.models], packed=packed)
+        return peak_bytes(
+            [(model.size, model.dtype, model.quantization) for model in self.models], packed=packed
+        )
 
     def complete(self, source: PairSource) -> PairSource:
         """The source, which names this pair, with its unset fields filled in from the pair.
@@ -138,7 +146,11 @@ def shipped_directory() -> Path:
 def shipped_config(word: str) -> str:
     """A shipped config by its name `configs/NAME.yaml`, where the current directory has no such file."""
     shipped = shipped_directory().parent / word.removeprefix("configs/")
-    return str(shipped) if word.startswith("configs/") and not Path(word).exists() and shipped.is_file() else word
+    return (
+        str(shipped)
+        if word.startswith("configs/") and not Path(word).exists() and shipped.is_file()
+        else word
+    )
 
 
 def read_pair(path: Path) -> Pair:
@@ -157,4 +169,8 @@ def read_pair(path: Path) -> Pair:
 
 
 def _files() -> dict[str, Path]:
-    return {path.stem: path for directory in (shipped_directory(), OWN) for path in sorted(directory.glob("*.yaml"))}
+    return {
+        path.stem: path
+        for directory in (shipped_directory(), OWN)
+        for path in sorted(directory.glob("*.yaml"))
+    }

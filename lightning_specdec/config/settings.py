@@ -40,7 +40,13 @@ def setting(
         choices: allowed words of a string.
         metavar: placeholder of the value in `--help`.
     """
-    limits = {"help": help, "minimum": minimum, "maximum": maximum, "above": above, "choices": choices}
+    limits = {
+        "help": help,
+        "minimum": minimum,
+        "maximum": maximum,
+        "above": above,
+        "choices": choices,
+    }
     return field(default=default, metadata={**limits, "metavar": metavar})
 
 
@@ -79,11 +85,15 @@ def check(name: str, value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
                 span = "".join(f" {word} {end}" for word, end in ends if end is not None)
                 words = ", ".join(choices)
                 allowed = f"{words} or an integer{span}" if int in kinds else f"one of {words}"
-                raise ValueError(f"{name} must be {allowed}, got {value!r}{nearest(value, choices)}")
+                raise ValueError(
+                    f"{name} must be {allowed}, got {value!r}{nearest(value, choices)}"
+                )
             return value
     low, high, above = limits.get("minimum"), limits.get("maximum"), limits.get("above")
     if int in kinds and not isinstance(value, float):
-        return require_int(name, value, -(2**63) if low is None else int(low), None if high is None else int(high))
+        return require_int(
+            name, value, -(2**63) if low is None else int(low), None if high is None else int(high)
+        )
     if float in kinds:
         bottom = above if above is not None else -float("inf") if low is None else low
         top = float("inf") if high is None else high
@@ -91,7 +101,13 @@ def check(name: str, value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
     raise ValueError(f"{name} must be {_in_words(kinds)}, got {value!r}")
 
 
-_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+_WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "none",
+}
 
 
 def _in_words(kinds: Iterable[Any]) -> str:
@@ -149,18 +165,28 @@ class Settings:
             ValueError: an entry is unknown, missing or wrong.
         """
         if not isinstance(values, Mapping):
-            raise ValueError(f"{where.rstrip('.') or cls.__name__} must be a mapping, got {values!r}")
+            raise ValueError(
+                f"{where.rstrip('.') or cls.__name__} must be a mapping, got {values!r}"
+            )
         given = {
             cls.RENAMED.get(name, name): tuple(value) if isinstance(value, list) else value
             for name, value in values.items()
         }
         check_names(given, cls, where)
         for each in fields(cls):
-            if each.default is MISSING and each.default_factory is MISSING and each.name not in given:
+            if (
+                each.default is MISSING
+                and each.default_factory is MISSING
+                and each.name not in given
+            ):
                 raise ValueError(f"{where}{each.name} is missing")
             inner = given.get(each.name)
             for kind in options_of(hints(cls)[each.name]):  # type: ignore[arg-type]
-                if isinstance(kind, type) and issubclass(kind, Settings) and not isinstance(inner, kind | None):
+                if (
+                    isinstance(kind, type)
+                    and issubclass(kind, Settings)
+                    and not isinstance(inner, kind | None)
+                ):
                     given[each.name] = kind.from_dict(inner, f"{where}{each.name}.")
         try:
             return cls(**given)
@@ -219,7 +245,10 @@ def parse(text: str, hint: Any) -> Any:
     Raises:
         ValueError: the word is no such value.
     """
-    kinds = [typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else kind for kind in options_of(hint)]
+    kinds = [
+        typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else kind
+        for kind in options_of(hint)
+    ]
     is_text, word = str in kinds or Any in kinds, text.lower()
     # Python reads numbers with underscores, blanks and digits of other scripts too.
     is_plain = re.fullmatch(r"[-+.0-9a-z]+", word) is not None

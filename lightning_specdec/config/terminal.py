@@ -28,7 +28,12 @@ def short(text: str, length: int) -> str:
 
 
 def say(
-    text: object = "", *, file: Any = None, end: str = "\n", flush: bool = False, has_colours: bool = False
+    text: object = "",
+    *,
+    file: Any = None,
+    end: str = "\n",
+    flush: bool = False,
+    has_colours: bool = False,
 ) -> None:
     """Print text with its control characters visible.
 

@@ -25,7 +25,9 @@ def check_yaml(text: str) -> None:
         yaml.YAMLError: it is no YAML.
     """
     if len(text) > _MOST_CHARACTERS:
-        raise ValueError(f"YAML must have at most {_MOST_CHARACTERS:,} characters, got {len(text):,}")
+        raise ValueError(
+            f"YAML must have at most {_MOST_CHARACTERS:,} characters, got {len(text):,}"
+        )
     sizes: dict[str | None, int] = {}
     num_values = 0
     open_parts: list[tuple[str | None, int]] = []
@@ -37,7 +39,9 @@ def check_yaml(text: str) -> None:
             anchor, before = open_parts.pop()
             sizes[anchor] = num_values - before
         elif isinstance(event, yaml.AliasEvent):
-            num_values += sizes.get(event.anchor, _MOST_NODES + 1)  # not there: it repeats what it stands in
+            num_values += sizes.get(
+                event.anchor, _MOST_NODES + 1
+            )  # not there: it repeats what it stands in
         elif isinstance(event, yaml.ScalarEvent):
             num_values += 1
             sizes[event.anchor] = 1
@@ -52,10 +56,16 @@ class _Loader(yaml.SafeLoader):
     """Refuses a mapping that has one key twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        names = [
+            key.value
+            for key, _ in node.value
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<"
+        ]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"{twice} is there twice (line {node.start_mark.line + 1}): give each its own name")
+            raise ValueError(
+                f"{twice} is there twice (line {node.start_mark.line + 1}): give each its own name"
+            )
         return super().construct_mapping(node, deep)
 
 

@@ -25,7 +25,12 @@ _FILES = {
     "base": ("IGNORED", "Batch", "EpochSampler", "TokenData"),
     "generated_text": ("GeneratedText",),
     "prompt_sources": ("OpeningTurns", "PromptFiles", "PromptSource"),
-    "sequences": ("ArithmeticProgressions", "QuadraticProgressions", "SequenceData", "SequenceFile"),
+    "sequences": (
+        "ArithmeticProgressions",
+        "QuadraticProgressions",
+        "SequenceData",
+        "SequenceFile",
+    ),
     "text": ("TextFiles",),
 }
 _HOMES = {name: file for file, names in _FILES.items() for name in names}

@@ -83,7 +83,11 @@ class Batch(NamedTuple):
         """
         if isinstance(batch, Batch):
             return batch
-        values = batch if isinstance(batch, Mapping) else {name: getattr(batch, name, None) for name in cls._fields}
+        values = (
+            batch
+            if isinstance(batch, Mapping)
+            else {name: getattr(batch, name, None) for name in cls._fields}
+        )
         tokens = batch if isinstance(batch, Tensor) else values.get("tokens")
         lengths, prompt_lengths, indices = map(values.get, cls._fields[1:])
         if not isinstance(tokens, Tensor) or tokens.dim() != 2:
@@ -94,7 +98,12 @@ class Batch(NamedTuple):
             lengths = tokens.new_full((len(tokens),), tokens.shape[1])
         if prompt_lengths is None:
             prompt_lengths = (lengths // 2).clamp(min=1)
-        return cls(tokens, lengths, prompt_lengths, torch.full_like(lengths, -1) if indices is None else indices)
+        return cls(
+            tokens,
+            lengths,
+            prompt_lengths,
+            torch.full_like(lengths, -1) if indices is None else indices,
+        )
 
     def next_tokens(self) -> Int[Tensor, "B N"]:
         """The label of every position but the last: the token after it, `IGNORED` where that is padding."""
@@ -130,7 +139,9 @@ class EpochSampler(Sampler[int]):
         return self.num_drawn
 
     def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(self.num_sequences, generator=self.generator())[: self.num_drawn].tolist()
+        yield from torch.randperm(self.num_sequences, generator=self.generator())[
+            : self.num_drawn
+        ].tolist()
 
     def generator(self) -> torch.Generator:
         """This epoch's random numbers, from the first one."""
@@ -151,7 +162,9 @@ class ResumableLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, int]:
         """How many batches of the epoch in progress the Trainer has made a step of."""
-        return {"num_batches": int(self.trainer.fit_loop.epoch_loop.batch_progress.current.processed)}
+        return {
+            "num_batches": int(self.trainer.fit_loop.epoch_loop.batch_progress.current.processed)
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         done = int(state["num_batches"])
@@ -217,7 +230,10 @@ class TokenData(LightningDataModule, ABC):
     def collate(self, rows: Sequence[Row]) -> Batch:
         """One batch of rows, right-padded with zeros."""
         texts = [torch.from_numpy(np.array(tokens, np.int64)) for _, tokens in rows]
-        lengths, indices = torch.tensor([len(text) for text in texts]), torch.tensor([index for index, _ in rows])
+        lengths, indices = (
+            torch.tensor([len(text) for text in texts]),
+            torch.tensor([index for index, _ in rows]),
+        )
         prompt_lengths = (lengths - 1).clamp(max=self.prompt_length)
         return Batch(pad_sequence(texts, batch_first=True), lengths, prompt_lengths, indices)
 
@@ -240,7 +256,9 @@ class TokenData(LightningDataModule, ABC):
     def first_rows(self, split: str, number: int | None = None) -> Batch:
         """The first rows of a split, all when `number` is None."""
         rows = self.rows(split)
-        return self.collate([rows[i] for i in range(len(rows) if number is None else min(number, len(rows)))])
+        return self.collate(
+            [rows[i] for i in range(len(rows) if number is None else min(number, len(rows)))]
+        )
 
     def setup(self, stage: str) -> None:
         """Make the splits, so that whatever is wrong with them is reported before anything starts."""
@@ -250,11 +268,17 @@ class TokenData(LightningDataModule, ABC):
     def train_dataloader(self) -> DataLoader[Row]:
         rows, trainer = self.rows("train"), self.trainer
         sampler: Sampler[int] = self.train_sampler()
-        if trainer is not None and trainer.world_size > 1:  # Lightning would wrap it with another shuffle
+        if (
+            trainer is not None and trainer.world_size > 1
+        ):  # Lightning would wrap it with another shuffle
             places = trainer.distributed_sampler_kwargs or {}
             sampler = DistributedSamplerWrapper(sampler, shuffle=False, drop_last=True, **places)
         return ResumableLoader(
-            rows, batch_size=self.batch_size, sampler=sampler, collate_fn=self.collate, trainer=trainer
+            rows,
+            batch_size=self.batch_size,
+            sampler=sampler,
+            collate_fn=self.collate,
+            trainer=trainer,
         )
 
     def val_dataloader(self) -> DataLoader[Row]:

@@ -42,7 +42,9 @@ def shard_path(directory: Path, number: int) -> Path:
     return directory / f"shard-{number:05d}.safetensors"
 
 
-def write_shard(directory: Path, number: int, rows: Sequence[GeneratedRow], vocab_size: int) -> None:
+def write_shard(
+    directory: Path, number: int, rows: Sequence[GeneratedRow], vocab_size: int
+) -> None:
     """Write the rows of a shard; its file is there whole or not at all."""
     path, texts = shard_path(directory, number), [[*row.prompt, *row.tokens] for row in rows]
     arrays = {
@@ -74,14 +76,23 @@ class Shard:
 
     def __init__(self, path: Path, vocab_size: int) -> None:
         if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing: run `lightning_specdec generate` again, which writes it")
+            raise FileNotFoundError(
+                f"{path} is missing: run `lightning_specdec generate` again, which writes it"
+            )
         try:
             arrays = load_file(path)
             self.starts, self._tokens = arrays["starts"], arrays["tokens"]
-            self.prompt_lengths, self.prompt_numbers = arrays["prompt_lengths"], arrays["prompt_numbers"]
+            self.prompt_lengths, self.prompt_numbers = (
+                arrays["prompt_lengths"],
+                arrays["prompt_numbers"],
+            )
             self.temperatures = arrays["temperatures"]
             sizes = np.diff(self.starts)
-            if self.starts[0] or self.starts[-1] != len(self._tokens) or (sizes <= self.prompt_lengths).any():
+            if (
+                self.starts[0]
+                or self.starts[-1] != len(self._tokens)
+                or (sizes <= self.prompt_lengths).any()
+            ):
                 raise ValueError("its rows do not fit its tokens")
             if (self.prompt_lengths < 1).any() or self._tokens.max(initial=0) >= vocab_size:
                 raise ValueError("it holds rows that cannot have been generated")
@@ -105,14 +116,20 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """
     path = directory / MANIFEST
     if not path.is_file():
-        raise FileNotFoundError(f"{directory} holds no generated text: `lightning_specdec generate` writes it")
+        raise FileNotFoundError(
+            f"{directory} holds no generated text: `lightning_specdec generate` writes it"
+        )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        whole = values["format"] == FORMAT and all(isinstance(values[name], kind) for name, kind in _TYPES.items())
+        whole = values["format"] == FORMAT and all(
+            isinstance(values[name], kind) for name, kind in _TYPES.items()
+        )
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         whole = False
     if not whole:
-        raise ValueError(f"{path} is not a manifest of format {FORMAT}: generate the text again with this version")
+        raise ValueError(
+            f"{path} is not a manifest of format {FORMAT}: generate the text again with this version"
+        )
     return dict(values)
 
 
@@ -139,7 +156,8 @@ def open_corpus(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
     """
     manifest = read_manifest(directory)
     return manifest, [
-        Shard(shard_path(directory, number), manifest["vocab_size"]) for number in range(manifest["num_shards"])
+        Shard(shard_path(directory, number), manifest["vocab_size"])
+        for number in range(manifest["num_shards"])
     ]
 
 

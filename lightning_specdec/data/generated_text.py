@@ -9,7 +9,15 @@ from typing import Any
 import torch
 
 from lightning_specdec.config.checks import require_int
-from lightning_specdec.data.base import SPLITS, Batch, EpochSampler, NumberedRows, PlainValues, Row, TokenData
+from lightning_specdec.data.base import (
+    SPLITS,
+    Batch,
+    EpochSampler,
+    NumberedRows,
+    PlainValues,
+    Row,
+    TokenData,
+)
 from lightning_specdec.data.corpus import Shard, open_corpus
 from lightning_specdec.text.tokenizer import named_tokenizer
 
@@ -36,7 +44,10 @@ class LikeLengths(EpochSampler):
     def __iter__(self) -> Iterator[int]:
         generator = self.generator()
         order = torch.randperm(self.num_sequences, generator=generator)
-        pools = [pool[self.lengths[pool].argsort(stable=True)] for pool in order.split(IN_A_POOL * self.batch_size)]
+        pools = [
+            pool[self.lengths[pool].argsort(stable=True)]
+            for pool in order.split(IN_A_POOL * self.batch_size)
+        ]
         batches = torch.cat(pools).split(self.batch_size)
         last = len(batches) - 1
         # The last batch may be smaller, and stays the last.
@@ -68,7 +79,9 @@ class GeneratedText(TokenData):
         **options: Any,
     ) -> None:
         self.longest = require_int("max_length", max_length, 2)
-        super().__init__(vocab_size, prompt_length=max_length - 1, **options)  # as many as the row's own prompt has
+        super().__init__(
+            vocab_size, prompt_length=max_length - 1, **options
+        )  # as many as the row's own prompt has
         self.paths = [paths] if isinstance(paths, str) else list(paths)
         self.tokenizer = tokenizer
         self._places: dict[str, list[Place]] = {}
@@ -80,12 +93,19 @@ class GeneratedText(TokenData):
     def rows(self, split: str) -> NumberedRows:
         return NumberedRows(
             self._split()[split],
-            lambda place: (place[0].row(place[1])[: self.longest], int(place[0].prompt_lengths[place[1]])),
+            lambda place: (
+                place[0].row(place[1])[: self.longest],
+                int(place[0].prompt_lengths[place[1]]),
+            ),
         )
 
     def train_sampler(self) -> EpochSampler:
-        num_rows = self.batch_size * (self.trainer.world_size if self.trainer else 1)  # of all processes in a step
-        return LikeLengths([self._length(place) for place in self._split()["train"]], num_rows, self.seed)
+        num_rows = self.batch_size * (
+            self.trainer.world_size if self.trainer else 1
+        )  # of all processes in a step
+        return LikeLengths(
+            [self._length(place) for place in self._split()["train"]], num_rows, self.seed
+        )
 
     def _length(self, place: Place) -> int:
         shard, number = place
@@ -115,7 +135,9 @@ class GeneratedText(TokenData):
             for shard in shards:
                 for number, length in enumerate(shard.prompt_lengths.tolist()):
                     if length < self.longest:
-                        prompts.setdefault(shard.row(number)[:length].tobytes(), []).append((shard, number))
+                        prompts.setdefault(shard.row(number)[:length].tobytes(), []).append(
+                            (shard, number)
+                        )
         rows_of = list(prompts.values())
         split = self.split(len(rows_of), f"{', '.join(self.paths)}, prompts")
         for name, numbers in zip(SPLITS, split, strict=True):
@@ -131,8 +153,12 @@ class GeneratedText(TokenData):
 
     def prompts(self) -> list[list[int]]:
         """The distinct prompts of the test rows."""
-        return [list(prompt) for prompt in dict.fromkeys(tuple(prompt) for prompt in super().prompts())]
+        return [
+            list(prompt) for prompt in dict.fromkeys(tuple(prompt) for prompt in super().prompts())
+        ]
 
     def arguments(self) -> PlainValues:
-        given = {name: value for name, value in super().arguments().items() if name != "prompt_length"}
+        given = {
+            name: value for name, value in super().arguments().items() if name != "prompt_length"
+        }
         return {**given, "max_length": self.longest}

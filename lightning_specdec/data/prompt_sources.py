@@ -84,21 +84,30 @@ class PromptFiles(PromptSource):
         super().__init__()
         self.paths = [paths] if isinstance(paths, str) else list(paths)
         self.chat, self.system = chat, system
-        self.num_prompts = None if num_prompts is None else require_int("num_prompts", num_prompts, 1)
+        self.num_prompts = (
+            None if num_prompts is None else require_int("num_prompts", num_prompts, 1)
+        )
         self.max_prompt_tokens = require_int("max_prompt_tokens", max_prompt_tokens, 1)
 
     def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
         if self.chat and not tokenizer.has_chat_template:
-            raise ValueError("the target has no chat template: set data.chat to false, or take a model tuned for chats")
+            raise ValueError(
+                "the target has no chat template: set data.chat to false, or take a model tuned for chats"
+            )
         texts = self.texts(tokenizer)
         prompts = [
-            Prompt("", "", text=text).encoded(tokenizer, raw=not self.chat, system=self.system) for text in texts
+            Prompt("", "", text=text).encoded(tokenizer, raw=not self.chat, system=self.system)
+            for text in texts
         ]
-        kept = dict.fromkeys(prompt.tokens for prompt in prompts if len(prompt.tokens) <= self.max_prompt_tokens)
+        kept = dict.fromkeys(
+            prompt.tokens for prompt in prompts if len(prompt.tokens) <= self.max_prompt_tokens
+        )
         found = f"{len(kept)} of {len(texts)} are different ones of at most {self.max_prompt_tokens} tokens"
         tell(f"prompts: {found}")
         if not kept:
-            raise ValueError(f"there is no prompt: {found}; give others, or raise max_prompt_tokens")
+            raise ValueError(
+                f"there is no prompt: {found}; give others, or raise max_prompt_tokens"
+            )
         return [list(tokens) for tokens in kept]
 
     def texts(self, tokenizer: Tokenizer) -> list[str]:
@@ -109,7 +118,9 @@ class PromptFiles(PromptSource):
                 texts += _written_turns(Path(given), tokenizer)
             else:
                 prompts = [read_prompts(file.path) for file in find_texts([given])]
-                texts += [prompt.text for each in prompts for prompt in each if prompt.text is not None]
+                texts += [
+                    prompt.text for each in prompts for prompt in each if prompt.text is not None
+                ]
         return texts[: self.num_prompts]
 
 
@@ -121,7 +132,9 @@ def _written_turns(directory: Path, tokenizer: Tokenizer) -> list[str]:
     beginnings = manifest.get("data", {}).get("beginnings", [""])
     texts = []
     for shard in shards:
-        for number, (length, prompt) in enumerate(zip(shard.prompt_lengths, shard.prompt_numbers, strict=True)):
+        for number, (length, prompt) in enumerate(
+            zip(shard.prompt_lengths, shard.prompt_numbers, strict=True)
+        ):
             tokens = shard.row(number).tolist()[length:]
             said = tokenizer.decode(tokens) if tokens[-1] in tokenizer.eos else ""
             texts += [(beginnings[prompt % len(beginnings)] + said).strip()] if said.strip() else []
@@ -149,8 +162,15 @@ class OpeningTurns(PromptSource):
     def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
         if not isinstance(tokenizer, TextTokenizer):
             raise ValueError("the target has no chat template: take PromptFiles")
-        opening, words, _ = tokenizer.render_chat([{"role": "user", "content": _WORDS}]).partition(_WORDS)
+        opening, words, _ = tokenizer.render_chat([{"role": "user", "content": _WORDS}]).partition(
+            _WORDS
+        )
         if not words:
-            raise ValueError("the target's chat template leaves out a user's turn: take PromptFiles")
-        openings = [tokenizer.encode_rendered(opening) + tokenizer.encode_plain(begun) for begun in self.beginnings]
+            raise ValueError(
+                "the target's chat template leaves out a user's turn: take PromptFiles"
+            )
+        openings = [
+            tokenizer.encode_rendered(opening) + tokenizer.encode_plain(begun)
+            for begun in self.beginnings
+        ]
         return [list(openings[number % len(openings)]) for number in range(self.num_prompts)]

@@ -46,7 +46,9 @@ class SequenceData(TokenData):
 
     def rows(self, split: str) -> NumberedRows:
         if self._numbers is None:
-            self._numbers = dict(zip(SPLITS, self.split(len(self.sequences()), type(self).__name__), strict=True))
+            self._numbers = dict(
+                zip(SPLITS, self.split(len(self.sequences()), type(self).__name__), strict=True)
+            )
         sequences = self.sequences()
         return NumberedRows(self._numbers[split], lambda number: sequences[int(number)])
 
@@ -80,13 +82,19 @@ class QuadraticProgressions(SequenceData, Sequence[list[int]]):
     ) -> None:
         super().__init__(vocab_size, batch_size=batch_size, **options)
         largest = vocab_size - 1
-        self.max_step = largest if max_step is None else require_int("max_step", max_step, 1, largest)
-        self.max_change = largest if max_change is None else require_int("max_change", max_change, 0, largest)
+        self.max_step = (
+            largest if max_step is None else require_int("max_step", max_step, 1, largest)
+        )
+        self.max_change = (
+            largest if max_change is None else require_int("max_change", max_change, 0, largest)
+        )
         self.length = require_int("length", length, 3 if self.max_change else 2)
         self.modulo = modulo
         most = vocab_size * self.max_step * (self.max_change + 1)
         if most > MAX_PROGRESSIONS:
-            raise ValueError(f"{most} progressions are more than {MAX_PROGRESSIONS}: lower max_step or max_change")
+            raise ValueError(
+                f"{most} progressions are more than {MAX_PROGRESSIONS}: lower max_step or max_change"
+            )
         self._times = np.arange(length)
         self._grown = self._times * (self._times - 1) // 2
         rest, start = np.divmod(np.arange(most), vocab_size)
@@ -171,10 +179,16 @@ class SequenceFile(SequenceData):
                 lines = Path(self.path).read_text(encoding="utf-8-sig").splitlines()
             except (ValueError, OSError) as error:
                 raise ValueError(f"{self.path} cannot be read ({one_line(error)})") from None
-            found = [tuple(self._parse(number, line)) for number, line in enumerate(lines, 1) if line.strip()]
+            found = [
+                tuple(self._parse(number, line))
+                for number, line in enumerate(lines, 1)
+                if line.strip()
+            ]
             self._sequences = [list(sequence) for sequence in dict.fromkeys(found)]
             if not found:
-                raise ValueError(f"{self.path} is empty: give it one sequence of integers on each line")
+                raise ValueError(
+                    f"{self.path} is empty: give it one sequence of integers on each line"
+                )
         return self._sequences
 
     def _parse(self, number: int, line: str) -> list[int]:
@@ -183,7 +197,9 @@ class SequenceFile(SequenceData):
             tokens = json.loads(f"[{line.strip('[], ')}]")
         except (ValueError, RecursionError):
             tokens = [line]
-        if len(tokens) < 2 or not all(type(token) is int and 0 <= token < self.vocab_size for token in tokens):
+        if len(tokens) < 2 or not all(
+            type(token) is int and 0 <= token < self.vocab_size for token in tokens
+        ):
             raise ValueError(
                 f"{where}: write two or more integers from 0 to {self.vocab_size - 1} (vocab_size) as 1, 2, 3, got "
                 f"{line[:40]!r}"

@@ -20,7 +20,15 @@ from lightning_specdec.data.base import SPLITS, EpochSampler, NumberedRows, Toke
 from lightning_specdec.text.tokenizer import Tokenizer, named_tokenizer
 
 SKIPPED = frozenset({"__pycache__"})
-NO_SOURCES = SKIPPED | {"dist-packages", "encodings", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
+NO_SOURCES = SKIPPED | {
+    "dist-packages",
+    "encodings",
+    "idle_test",
+    "pydoc_data",
+    "site-packages",
+    "test",
+    "tests",
+}
 """Directories of an installed Python that hold its tests, generated tables, or other packages."""
 
 
@@ -59,8 +67,13 @@ def find_texts(paths: Sequence[str] | None) -> list[TextFile]:
         try:
             content.decode()
         except UnicodeDecodeError:
-            raise ValueError(f"{path} is not text in UTF-8: save it as UTF-8, or leave it out") from None
-        key, digest = hashlib.sha256(os.fsencode(name)).hexdigest(), hashlib.sha256(content).hexdigest()
+            raise ValueError(
+                f"{path} is not text in UTF-8: save it as UTF-8, or leave it out"
+            ) from None
+        key, digest = (
+            hashlib.sha256(os.fsencode(name)).hexdigest(),
+            hashlib.sha256(content).hexdigest(),
+        )
         if content:
             distinct.setdefault(digest, TextFile(key, path, len(content), digest))
     return list(distinct.values())
@@ -76,18 +89,27 @@ def _listed(paths: Sequence[str] | None) -> Iterator[tuple[str, Path]]:
         if root.is_file():
             found = [(root.name, root)]
         else:
-            below = [(path.relative_to(root), path) for path in root.glob(pattern or "**/*") if path.is_file()]
+            below = [
+                (path.relative_to(root), path)
+                for path in root.glob(pattern or "**/*")
+                if path.is_file()
+            ]
             found = [
                 (name.as_posix(), path)
                 for name, path in below
-                if not any(part in skipped or part.startswith((".", "_sysconfigdata")) for part in name.parts)
+                if not any(
+                    part in skipped or part.startswith((".", "_sysconfigdata"))
+                    for part in name.parts
+                )
             ]  # the build's own settings differ between machines
         if not found:
             raise FileNotFoundError(f"{given} does not exist or has no files: check this path")
         yield from found
 
 
-def hold_out(files: Sequence[TextFile], share: float) -> tuple[list[TextFile], list[TextFile], list[TextFile]]:
+def hold_out(
+    files: Sequence[TextFile], share: float
+) -> tuple[list[TextFile], list[TextFile], list[TextFile]]:
     """Files for training, validation and test; a file is in one split only.
 
     Args:

@@ -56,7 +56,11 @@ def autoregressive_decode(
     """
     config = DecodingConfig.of(config, **changes)
     sampling = Sampling.of(config)
-    device, num_new, eos = target.device, config.max_new_tokens, check_eos(config.eos, target.vocab_size)
+    device, num_new, eos = (
+        target.device,
+        config.max_new_tokens,
+        check_eos(config.eos, target.vocab_size),
+    )
     stop = stops_of(config, target)
     rows = [
         Row(number, text, max_new_tokens=num_new, eos=eos, speculative=False, stop=stop)
@@ -64,26 +68,38 @@ def autoregressive_decode(
     ]
     timer, num_calls, live = PhaseTimer(device), 0, rows
 
-    def choose(logits: Tensor, uniform: Tensor | None, place: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def choose(
+        logits: Tensor, uniform: Tensor | None, place: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         with one_thread(target.backend == "openvino"):
             chosen = sampling.sample(logits, uniform)
-        told = flag_undrawable(chosen, logits) if sampling.greedy else chosen  # a draw finds out by itself
+        told = (
+            flag_undrawable(chosen, logits) if sampling.greedy else chosen
+        )  # a draw finds out by itself
         chosen = chosen.clamp(max=target.vocab_size - 1)  # the row is still read: any token will do
         return chosen if place is None else place.copy_(chosen), told
 
     def result() -> DecodeResult:
         answers = [row.result() for row in rows]
-        return DecodeResult(answers, timer.elapsed(), timer.seconds(), num_calls, peak_memory_bytes(device))
+        return DecodeResult(
+            answers, timer.elapsed(), timer.seconds(), num_calls, peak_memory_bytes(device)
+        )
 
     try:
         noise: Tensor | None = None
         if not sampling.greedy:
-            noise = torch.stack([noise_table(config.seed, row.index, num_new) for row in rows]).to(device)
+            noise = torch.stack([noise_table(config.seed, row.index, num_new) for row in rows]).to(
+                device
+            )
         state = target.init_state(len(rows), max(row.max_length for row in rows))
         nothing = torch.empty(len(rows), 0, dtype=torch.long, device=device)
-        tokens, valid_lengths, last = with_draft_tokens(*pad([row.text for row in rows], device), nothing)
+        tokens, valid_lengths, last = with_draft_tokens(
+            *pad([row.text for row in rows], device), nothing
+        )
         logits = target(tokens, state, valid_lengths=valid_lengths, logits_for=last).logits[:, -1]
-        state.commit(state.consumed)  # nothing goes back: a recurrent state need not carry the prompt along
+        state.commit(
+            state.consumed
+        )  # nothing goes back: a recurrent state need not carry the prompt along
         while True:
             timer.lap("verify")
             processed = logits
@@ -100,7 +116,9 @@ def autoregressive_decode(
             if config.logprobs:  # float64 holds the tokens beside them exactly: the host reads once
                 told = torch.stack((told.double(), Sampling.log_probs(logits, chosen).double()))
             read, ahead = told.tolist if graphs is None else begin_read(told), None
-            if graphs is not None and any(row.live and row.remaining > 1 for row in live):  # before the host reads
+            if graphs is not None and any(
+                row.live and row.remaining > 1 for row in live
+            ):  # before the host reads
                 timer.lap("accept")
                 ahead = target(chosen[:, None], state).logits[:, -1]
                 timer.lap("verify")

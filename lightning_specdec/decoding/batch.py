@@ -30,17 +30,27 @@ class Batch:
     """
 
     def __init__(
-        self, target: LanguageModel, drafter: Drafter, *, batch_size: int, num_slots: int, seed: int | None
+        self,
+        target: LanguageModel,
+        drafter: Drafter,
+        *,
+        batch_size: int,
+        num_slots: int,
+        seed: int | None,
     ) -> None:
         self.device, self.seed = target.device, seed or 0
         self.rows = [_vacant() for _ in range(batch_size)]
         self.target_state = target.init_state(batch_size, num_slots)
-        self.draft_state = drafter.init_state(batch_size, num_slots, TargetContext(target, self.target_state))
+        self.draft_state = drafter.init_state(
+            batch_size, num_slots, TargetContext(target, self.target_state)
+        )
         self.noise: Float[Tensor, "B S 3"] | None = None
         """Each row's uniform numbers, from its first new token on."""
         if seed is not None:
             size = num_slots if self.graphs is None else next_span(num_slots)  # of few shapes
-            self.noise = self._steady("noise", (batch_size, size, len(Purpose)), torch.float64).zero_()
+            self.noise = self._steady(
+                "noise", (batch_size, size, len(Purpose)), torch.float64
+            ).zero_()
         self._upload: Upload | None = None
 
     @property
@@ -68,7 +78,9 @@ class Batch:
         """Give a row its place, and its noise behind that of its earlier turns."""
         self.rows[place] = row
         if self.noise is not None:
-            table = noise_table(self.seed, row.index, row.num_drawn + row.remaining)[row.num_drawn :]
+            table = noise_table(self.seed, row.index, row.num_drawn + row.remaining)[
+                row.num_drawn :
+            ]
             self.noise[place, : len(table)] = table.to(self.device)
 
     def make_place(self) -> int:
@@ -89,7 +101,11 @@ class Batch:
             Its place; None where that has gone to another row, or the target has committed more.
         """
         place = next((i for i, other in enumerate(self.rows) if other is row), None)
-        if place is None or row.stop_reason == "failed" or self.target_state.committed[place] > length:
+        if (
+            place is None
+            or row.stop_reason == "failed"
+            or self.target_state.committed[place] > length
+        ):
             return None
         lengths = list(self.target_state.consumed)
         lengths[place] = min(lengths[place], length)
@@ -101,23 +117,35 @@ class Batch:
         """Take the target back to what is committed; gives what it has not read of each text, its last token at
         least."""
         state, texts = self.target_state, [row.text for row in self.rows]
-        starts = [min(length, len(text) - 1) for length, text in zip(state.consumed, texts, strict=True)]
+        starts = [
+            min(length, len(text) - 1) for length, text in zip(state.consumed, texts, strict=True)
+        ]
         caught_up = upload is not None and starts == [len(text) - 1 for text in texts]
         state.truncate(starts, upload.starts if upload is not None and caught_up else None)
         state.commit(starts)
         return [text[start:] for start, text in zip(starts, texts, strict=True)]
 
-    def round_noise(self, num_positions: int, upload: Upload | None = None) -> Float[Tensor, "B N 3"] | None:
+    def round_noise(
+        self, num_positions: int, upload: Upload | None = None
+    ) -> Float[Tensor, "B N 3"] | None:
         """Each row's uniform numbers for the next N positions; None where nothing is drawn at random."""
         if self.noise is None:
             return None
 
         def gather(noise: Tensor, num_new: Tensor) -> Outputs:
-            places = num_new[:, None, None] + torch.arange(num_positions, device=noise.device)[:, None]
-            return (noise.gather(1, places.clamp(max=noise.shape[1] - 1).expand(-1, -1, noise.shape[2])),)
+            places = (
+                num_new[:, None, None] + torch.arange(num_positions, device=noise.device)[:, None]
+            )
+            return (
+                noise.gather(
+                    1, places.clamp(max=noise.shape[1] - 1).expand(-1, -1, noise.shape[2])
+                ),
+            )
 
         if upload is not None:
-            return upload.graphs.run(("noise", num_positions), gather, self.noise, upload.num_new)[0]
+            return upload.graphs.run(("noise", num_positions), gather, self.noise, upload.num_new)[
+                0
+            ]
         done = [row.num_new for row in self.rows]
         if min(done) == max(done):
             return self.noise[:, done[0] : done[0] + num_positions]
@@ -153,14 +181,26 @@ class Upload:
 
     def __init__(self, graphs: GraphCache, values: Int[Tensor, "B 7"]) -> None:
         self.graphs, self.values = graphs, values
-        self.tail, self.starts, self.num_new, self.num_added, self.windows, _ = values[:, :2], *values[:, 2:].unbind(1)
-        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda")
+        self.tail, self.starts, self.num_new, self.num_added, self.windows, _ = (
+            values[:, :2],
+            *values[:, 2:].unbind(1),
+        )
+        self._host = torch.empty(
+            values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda"
+        )
 
     def fill(self, rows: Sequence[Row], windows: Sequence[int]) -> Upload:
         """Send the rows' present numbers. The round's only read waits for the copy too, so the memory is free again by
         then."""
         numbers = [
-            (*tail_of(row.text), len(row.text) - 1, row.num_new, row.num_added, window, (row.max_length - 2) * row.live)
+            (
+                *tail_of(row.text),
+                len(row.text) - 1,
+                row.num_new,
+                row.num_added,
+                window,
+                (row.max_length - 2) * row.live,
+            )
             for row, window in zip(rows, windows, strict=True)
         ]
         self._host.copy_(torch.tensor(numbers))
@@ -172,7 +212,9 @@ class Upload:
         read; only those of rows that have ended or end by it are not what `fill` would send."""
 
         def follow(values: Tensor, outcome: Tensor) -> Outputs:
-            kept, endings, drafted = outcome[:, : 3 * width + 1].long().split((width, width + 1, width), dim=1)
+            kept, endings, drafted = (
+                outcome[:, : 3 * width + 1].long().split((width, width + 1, width), dim=1)
+            )
             accepted = kept.cumprod(1).sum(1, keepdim=True)
             tokens = torch.cat((endings, values[:, 1:2], drafted), dim=1)
             # The last two of a text: what ends the round, and the accepted token or the text's last one before it.

@@ -66,9 +66,16 @@ class _FullSession(Session):
             lengths = torch.full((len(windows),), width, device=draft.tokens.device)
         pad = torch.nn.functional.pad
         probs, logits = (
-            None if each is None else pad(each, (0, 0, 0, missing)) for each in (draft.probs, draft.logits)
+            None if each is None else pad(each, (0, 0, 0, missing))
+            for each in (draft.probs, draft.logits)
         )
-        return replace(draft, tokens=pad(draft.tokens, (0, missing)), lengths=lengths, probs=probs, logits=logits)
+        return replace(
+            draft,
+            tokens=pad(draft.tokens, (0, missing)),
+            lengths=lengths,
+            probs=probs,
+            logits=logits,
+        )
 
 
 def calibrate(
@@ -113,10 +120,17 @@ def calibrate(
     config = DecodingConfig.of(config, **changes).changed(eos=None, stop=(), max_new_tokens=num_new)
     window = _Measured(windows[-1])
     session = _FullSession(
-        target, measured, config, max_length=length + num_new, batch_size=batch_size, num_draft_tokens=window
+        target,
+        measured,
+        config,
+        max_length=length + num_new,
+        batch_size=batch_size,
+        num_draft_tokens=window,
     )
     passes: list[list[dict[str, float]]] = []
-    while len(passes) <= FEWEST_PASSES or (len(passes) <= MOST_PASSES and session.timer.elapsed() < seconds):
+    while len(passes) <= FEWEST_PASSES or (
+        len(passes) <= MOST_PASSES and session.timer.elapsed() < seconds
+    ):
         rows = [session.add(text) for _ in range(batch_size)]
         rounds, before = [], session.timer.seconds()
         for window.now, turn in script:
@@ -138,7 +152,10 @@ def calibrate(
         *drafted, plain = times[2::2]
         return times[0], [plain, *drafted]
 
-    reading, drafts = ("verify", "draft") if measured.inside_target else ("verify",), medians("draft")[1]
+    reading, drafts = (
+        ("verify", "draft") if measured.inside_target else ("verify",),
+        medians("draft")[1],
+    )
     prompt, read = medians(*reading)
     xs, ys = (windows, drafts[1:]) if len(windows) > 1 else ([0, *windows], [0.0, *drafts[1:]])
     step, fixed = linear_regression(xs, ys)
@@ -164,22 +181,36 @@ def load_or_measure(
     config, device = DecodingConfig.of(config, **changes), target.device
     settings = batch_size, type(make_rule(config.rule)), config.sampling
     is_gpu = device.type == "cuda"
-    processor = torch.cuda.get_device_name(device) if is_gpu else torch.backends.cpu.get_cpu_capability()
+    processor = (
+        torch.cuda.get_device_name(device) if is_gpu else torch.backends.cpu.get_cpu_capability()
+    )
     openvino = metadata.version("openvino") if target.backend == "openvino" else None
-    machine = FORMAT, __version__, torch.__version__, torch.get_num_threads(), str(device), processor
+    machine = (
+        FORMAT,
+        __version__,
+        torch.__version__,
+        torch.get_num_threads(),
+        str(device),
+        processor,
+    )
     key = repr((settings, machine, openvino, fingerprint(target), fingerprint(drafter)))
     kept = cache_home() / f"calibration-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     try:
         return Calibration.from_dict(json.loads(kept.read_text()))
     except (OSError, ValueError, TypeError):
         name = type(drafter).__name__
-        log.info("measuring what %s and its target cost, once for this machine: seconds, minutes if large", name)
+        log.info(
+            "measuring what %s and its target cost, once for this machine: seconds, minutes if large",
+            name,
+        )
     found = calibrate(target, drafter, config, batch_size=batch_size)
     try:
         with replaced(kept) as file:
             file.write(json.dumps(found.to_dict()).encode())
     except OSError as error:
-        warn_once(f"{kept.parent} cannot be written ({error.strerror}): what calls cost is not remembered")
+        warn_once(
+            f"{kept.parent} cannot be written ({error.strerror}): what calls cost is not remembered"
+        )
     return found
 
 
@@ -187,7 +218,12 @@ def fingerprint(module: torch.nn.Module) -> str:
     """Changes with whatever a network's speed depends on: its parts, their settings, shapes and dtypes of weights."""
     parts = [
         # Compiling leaves a forward pass in the instance; packed weights may be no parameters.
-        (type(part), "forward" in vars(part), getattr(part, "settings", None), getattr(part, "num_parameters", 0))
+        (
+            type(part),
+            "forward" in vars(part),
+            getattr(part, "settings", None),
+            getattr(part, "num_parameters", 0),
+        )
         for part in module.modules()
     ]
     weights = [

@@ -132,7 +132,9 @@ class DecodeResult:
 
     def __repr__(self) -> str:
         prompts = "1 prompt" if len(self.rows) == 1 else f"{len(self.rows)} prompts"
-        shown = f"{prompts}, {self.num_new_tokens} new tokens, {self.tokens_per_second:.1f} tokens/s"
+        shown = (
+            f"{prompts}, {self.num_new_tokens} new tokens, {self.tokens_per_second:.1f} tokens/s"
+        )
         if self.rule is not None and self.block_efficiency is not None:
             shown += f", block efficiency {self.block_efficiency:.2f}"
         return f"DecodeResult({shown})"
@@ -207,7 +209,9 @@ class DecodeInterrupted(KeyboardInterrupt):
 def merge_results(results: Sequence[DecodeResult]) -> DecodeResult:
     """The outcome of several batches decoded one after the other with the same settings, as one."""
     first = results[0]
-    phases = {name: sum(result.phase_seconds[name] for result in results) for name in first.phase_seconds}
+    phases = {
+        name: sum(result.phase_seconds[name] for result in results) for name in first.phase_seconds
+    }
     return replace(
         first,
         rows=[row for result in results for row in result.rows],
@@ -215,5 +219,7 @@ def merge_results(results: Sequence[DecodeResult]) -> DecodeResult:
         phase_seconds=phases,
         num_target_calls=sum(result.num_target_calls for result in results),
         peak_memory_bytes=max(result.peak_memory_bytes for result in results),
-        num_draft_calls=None if first.rule is None else sum(result.num_draft_calls or 0 for result in results),
+        num_draft_calls=None
+        if first.rule is None
+        else sum(result.num_draft_calls or 0 for result in results),
     )

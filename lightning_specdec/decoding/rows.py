@@ -85,7 +85,9 @@ class Row:
             return 0
         return self._search.num_held if self.live else self._search.num_cut
 
-    def append(self, tokens: Sequence[int], seconds: float, logprobs: Sequence[float] | None = None) -> list[int]:
+    def append(
+        self, tokens: Sequence[int], seconds: float, logprobs: Sequence[float] | None = None
+    ) -> list[int]:
         """Add tokens up to and with the first stop; gives those that were added."""
         added = list(tokens)
         for i, token in enumerate(tokens):
@@ -130,8 +132,12 @@ class Row:
         stopped_early = self.stop_reason in ("eos", "stop") and len(added) <= len(drafted)
         proposed = len(added) if stopped_early else len(drafted)
         accepted = min(num_accepted, len(added))
-        self.counts.record(proposed, min(num_accepted + 1, proposed), accepted, sum(changed[:accepted]))
-        self.rounds.append(Round(drafted[:proposed], accepted, next_token if len(added) > num_accepted else None))
+        self.counts.record(
+            proposed, min(num_accepted + 1, proposed), accepted, sum(changed[:accepted])
+        )
+        self.rounds.append(
+            Round(drafted[:proposed], accepted, next_token if len(added) > num_accepted else None)
+        )
         return added
 
     def fail(self) -> None:
@@ -169,7 +175,9 @@ def stops_of(config: DecodingConfig, target: LanguageModel) -> StopStrings | Non
     if not config.stop:
         return None
     if target.vocabulary is None:
-        raise ValueError("stop strings need the text of the target's tokens: load it with its tokenizer")
+        raise ValueError(
+            "stop strings need the text of the target's tokens: load it with its tokenizer"
+        )
     return StopStrings(config.stop, target.vocabulary.token_bytes)
 
 
@@ -198,7 +206,9 @@ def check_prompt(prompt: Sequence[Any], vocab_size: int, name: str) -> None:
         raise ValueError(f"{name} is empty: give at least one token")
     for token in prompt:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise ValueError(f"{name} holds {token!r}: tokens of this model are integers from 0 to {vocab_size - 1}")
+            raise ValueError(
+                f"{name} holds {token!r}: tokens of this model are integers from 0 to {vocab_size - 1}"
+            )
 
 
 def check_padding(rows: Sequence[Sequence[int]], pad: int | None) -> None:
@@ -227,7 +237,9 @@ def check_batch(
         check_context(len(text), config.max_new_tokens, target, drafter)
     numbers = range(len(texts)) if indices is None else indices
     if len(numbers) != len(texts):
-        raise ValueError(f"there are {len(texts)} prompts but {len(numbers)} indices: give one for each")
+        raise ValueError(
+            f"there are {len(texts)} prompts but {len(numbers)} indices: give one for each"
+        )
     return list(zip(numbers, texts, strict=True))
 
 
@@ -237,7 +249,10 @@ def check_eos(eos: Sequence[int] | None, vocab_size: int) -> frozenset[int]:
 
 
 def check_context(
-    num_prompt_tokens: int, max_new_tokens: int, target: LanguageModel, drafter: Drafter | None = None
+    num_prompt_tokens: int,
+    max_new_tokens: int,
+    target: LanguageModel,
+    drafter: Drafter | None = None,
 ) -> None:
     """Raise ValueError for a text that would outgrow what a model was made for."""
     for owner, model in (("target", target), ("draft", drafter)):
@@ -260,7 +275,10 @@ def flag_undrawable(tokens: Int[Tensor, "*B"], logits: Float[Tensor, "*B V"]) ->
 
 def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens two texts have in common from the start on."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
 
 
 def power_of_two(count: int) -> int:

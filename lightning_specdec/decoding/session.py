@@ -87,7 +87,9 @@ class Session:
         drafter.check_target(target)
         if self.rule.needs_draft_logits and not drafter.gives_logits:
             rule_name, drafter_name = type(self.rule).__name__, type(drafter).__name__
-            raise ValueError(f"{rule_name} compares the draft's logits, and {drafter_name} has none: use another rule")
+            raise ValueError(
+                f"{rule_name} compares the draft's logits, and {drafter_name} has none: use another rule"
+            )
         self.device = target.device
         self.timer = PhaseTimer(self.device)
         self.num_target_calls = self.num_draft_calls = 0
@@ -105,7 +107,9 @@ class Session:
         noisy = not self.sampling.greedy or drafter.needs_noise(self.sampling)
         seed = config.seed if noisy else None
         self._batch = Batch(target, drafter, batch_size=batch_size, num_slots=num_slots, seed=seed)
-        self._verification = Verification(self.rule, self.sampling, target.vocab_size, logprobs=config.logprobs)
+        self._verification = Verification(
+            self.rule, self.sampling, target.vocab_size, logprobs=config.logprobs
+        )
         if self._batch.graphs is not None:
             self._plan.keep_to_measured()
         self._features = tuple(drafter.features(target))
@@ -116,7 +120,9 @@ class Session:
         return [row for row in self._batch.rows if row.live]
 
     @torch.inference_mode()
-    def add(self, prompt: Sequence[int], *, max_new_tokens: int | None = None, index: int | None = None) -> Row:
+    def add(
+        self, prompt: Sequence[int], *, max_new_tokens: int | None = None, index: int | None = None
+    ) -> Row:
         """Add a prompt; its row takes part in the next round. Returns the row.
 
         Args:
@@ -144,7 +150,11 @@ class Session:
             ValueError: the row has not ended or was resumed before, or as of `add`.
         """
         if row.live or row.resumed:
-            state = "was resumed before: resume the newest turn" if row.resumed else "is still being decoded: cancel it"
+            state = (
+                "was resumed before: resume the newest turn"
+                if row.resumed
+                else "is still being decoded: cancel it"
+            )
             raise ValueError(f"the row {state} instead")
         new = self._row(prompt, max_new_tokens, row.index, num_drawn=row.num_drawn + row.num_new)
         self._settle()
@@ -154,11 +164,15 @@ class Session:
         place = self._batch.go_back(row, keep)
         return self._enter(new, self._batch.make_place() if place is None else place)
 
-    def _row(self, prompt: Sequence[int], max_new_tokens: int | None, index: int, num_drawn: int = 0) -> Row:
+    def _row(
+        self, prompt: Sequence[int], max_new_tokens: int | None, index: int, num_drawn: int = 0
+    ) -> Row:
         """A row that has no place yet, checked."""
         check_prompt(prompt, self.target.vocab_size, "the prompt")
         wanted = self.config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        check_context(len(prompt), require_int("max_new_tokens", wanted, 1), self.target, self.drafter)
+        check_context(
+            len(prompt), require_int("max_new_tokens", wanted, 1), self.target, self.drafter
+        )
         if len(prompt) + wanted > self.max_length:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens and {wanted} new ones exceed max_length={self.max_length}: open the "
@@ -188,7 +202,9 @@ class Session:
     def release(self, row: Row) -> None:
         """Forget a row that has ended, so that `result` leaves it out. Long-running servers release every row."""
         if row.live:
-            raise ValueError("the row is still being decoded: cancel it, or wait for its end, before it is released")
+            raise ValueError(
+                "the row is still being decoded: cancel it, or wait for its end, before it is released"
+            )
         self._added.pop(row, None)
 
     @torch.inference_mode()
@@ -203,18 +219,30 @@ class Session:
             return self._round()
 
     def _round(self, *, last: bool = False) -> list[tuple[Row, list[int]]]:
-        batch, timer, verification, graphs = self._batch, self.timer, self._verification, self._batch.graphs
+        batch, timer, verification, graphs = (
+            self._batch,
+            self.timer,
+            self._verification,
+            self._batch.graphs,
+        )
         rows, ahead, self._ahead = batch.rows, self._ahead, None
-        if ahead is None and self._unobserved and graphs is not None:  # interrupted, its outputs overwritten
+        if (
+            ahead is None and self._unobserved and graphs is not None
+        ):  # interrupted, its outputs overwritten
             batch.draft_state.clear(range(len(rows)))
         self._unobserved = True
         if ahead is None:
             windows = self._plan.windows(rows)
             width = max(windows)
             if width and graphs is not None:
-                width = self._plan.ahead or width  # the last rounds of a text need no recordings of their own
+                width = (
+                    self._plan.ahead or width
+                )  # the last rounds of a text need no recordings of their own
         else:
-            width, windows = ahead, [min(ahead, row.remaining - 1) if row.live else 0 for row in rows]
+            width, windows = (
+                ahead,
+                [min(ahead, row.remaining - 1) if row.live else 0 for row in rows],
+            )
         upload = batch.upload(windows, ahead=ahead is not None)
         if graphs is not None:
             graphs.begin(repeated=ahead is not None)
@@ -228,10 +256,20 @@ class Session:
         # The target reads what it has not seen of each text, and the draft tokens; it scores the K + 1 last positions.
         last_only = all(len(each) == 1 for each in unread)
         new = (tail[:, 1:], None) if last_only else pad(unread, self.device)
-        tokens, valid_lengths, places = with_draft_tokens(*new, draft.tokens, graphs if last_only else None)
-        score = self.target if draft.exit_states is None else partial(self.target, exit_states=draft.exit_states)
+        tokens, valid_lengths, places = with_draft_tokens(
+            *new, draft.tokens, graphs if last_only else None
+        )
+        score = (
+            self.target
+            if draft.exit_states is None
+            else partial(self.target, exit_states=draft.exit_states)
+        )
         output = score(
-            tokens, batch.target_state, valid_lengths=valid_lengths, logits_for=places, features=self._features
+            tokens,
+            batch.target_state,
+            valid_lengths=valid_lengths,
+            logits_for=places,
+            features=self._features,
         )
         self.num_target_calls += 1
         lap("verify")
@@ -239,10 +277,14 @@ class Session:
             outcome = verification.outcome(rows, draft, output.logits, noise, graphs)
             read = outcome.tolist if graphs is None else begin_read(outcome)
             steady = upload is not None and upload.graphs.end() and draft.tokens.shape[1] == width
-            next_width = self._run_ahead(upload, outcome, width) if upload and steady and not last else None
+            next_width = (
+                self._run_ahead(upload, outcome, width) if upload and steady and not last else None
+            )
             values = read()
         timer.lap("accept")
-        events, outcomes, num_accepted = verification.commit(rows, values, draft, windows, timer.elapsed())
+        events, outcomes, num_accepted = verification.commit(
+            rows, values, draft, windows, timer.elapsed()
+        )
         self._ahead = next_width
         timer.lap("rest")
         self.drafter.observe(batch.draft_state, output, num_accepted)
@@ -257,7 +299,9 @@ class Session:
         width."""
         live = self.live
         same = self._plan.ahead == width and power_of_two(len(live)) >= len(self._batch.rows)
-        if not (same and self.drafter.runs_ahead and any(row.remaining > width + 1 for row in live)):
+        if not (
+            same and self.drafter.runs_ahead and any(row.remaining > width + 1 for row in live)
+        ):
             return None
         upload.go_on(outcome, width, self.target.vocab_size)
         upload.graphs.repeat()
@@ -270,14 +314,21 @@ class Session:
                 self._waiting += self._round(last=True)
 
     def _propose(
-        self, tail: Tensor, windows: Sequence[int], width: int, noise: Tensor | None, upload: Upload | None
+        self,
+        tail: Tensor,
+        windows: Sequence[int],
+        width: int,
+        noise: Tensor | None,
+        upload: Upload | None,
     ) -> Draft:
         """Draft tokens for every row, `width` columns at most; none, without a call, where no row wants any."""
         if width == 0:
             return Draft(torch.empty(len(windows), 0, dtype=torch.long, device=self.device))
         device = None
         if upload is not None:
-            device = DeviceRound(upload.graphs, upload.starts, upload.num_added, windows, upload.windows, width)
+            device = DeviceRound(
+                upload.graphs, upload.starts, upload.num_added, windows, upload.windows, width
+            )
         request = DraftRequest(
             texts=[row.text for row in self._batch.rows],
             tail=tail,
@@ -332,7 +383,9 @@ class Conversation:
         """
         wanted = min(self.config.max_new_tokens, self.max_length - len(prompt))
         if wanted < 1:
-            raise ValueError(f"{len(prompt)} tokens fill the chat's context of {self.max_length}: begin a new one")
+            raise ValueError(
+                f"{len(prompt)} tokens fill the chat's context of {self.max_length}: begin a new one"
+            )
         if self.session.max_length < (needed := len(prompt) + wanted):
             models = self.session.target, self.session.drafter
             del self.session  # the old room goes before the new one is made
@@ -420,7 +473,11 @@ class TextPieces(Iterator[Any]):
 
 
 def speculative_decode(
-    target: LanguageModel, drafter: Drafter, prompts: Prompts, config: DecodingConfig | None = None, **options: Any
+    target: LanguageModel,
+    drafter: Drafter,
+    prompts: Prompts,
+    config: DecodingConfig | None = None,
+    **options: Any,
 ) -> DecodeResult:
     """Generate with draft tokens that the target verifies several at a time.
 

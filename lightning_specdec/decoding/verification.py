@@ -23,8 +23,15 @@ Events = list[tuple[Row, list[int]]]
 class Verification:
     """Judges a round, reads the outcome in one piece, and gives each row its part."""
 
-    def __init__(self, rule: AcceptanceRule, sampling: Sampling, vocab_size: int, *, logprobs: bool) -> None:
-        self.rule, self.sampling, self.vocab_size, self.logprobs = rule, sampling, vocab_size, logprobs
+    def __init__(
+        self, rule: AcceptanceRule, sampling: Sampling, vocab_size: int, *, logprobs: bool
+    ) -> None:
+        self.rule, self.sampling, self.vocab_size, self.logprobs = (
+            rule,
+            sampling,
+            vocab_size,
+            logprobs,
+        )
 
     def outcome(
         self,
@@ -40,16 +47,29 @@ class Verification:
         if self.sampling.processors:
             drafted = draft.tokens.tolist()
             if draft.lengths is not None:
-                drafted = [row[:length] for row, length in zip(drafted, draft.lengths.tolist(), strict=True)]
+                drafted = [
+                    row[:length]
+                    for row, length in zip(drafted, draft.lengths.tolist(), strict=True)
+                ]
             texts = [row.text if row.live else None for row in rows]
-            scored = self.sampling.process(logits, texts, drafted, stop_at_impossible=self.rule.lossless)
+            scored = self.sampling.process(
+                logits, texts, drafted, stop_at_impossible=self.rule.lossless
+            )
         elif graphs is not None:
 
             def judge(logits: Tensor, noise: Tensor | None, *parts: Any) -> Outputs:
                 return (self._packed(Draft(*parts), logits, logits, noise),)
 
-            key = "judge", type(self.rule), tuple(sorted(vars(self.rule).items())), self.sampling, self.logprobs
-            packed = graphs.run(key, judge, logits, noise, draft.tokens, draft.lengths, draft.probs, draft.logits)[0]
+            key = (
+                "judge",
+                type(self.rule),
+                tuple(sorted(vars(self.rule).items())),
+                self.sampling,
+                self.logprobs,
+            )
+            packed = graphs.run(
+                key, judge, logits, noise, draft.tokens, draft.lengths, draft.probs, draft.logits
+            )[0]
             assert packed is not None
             return packed
         return self._packed(draft, logits, scored, noise)
@@ -80,12 +100,20 @@ class Verification:
             columns.append(verdict.changed)
         if self.logprobs:  # float64 holds the integers beside them exactly
             known = verdict.endings.clamp(max=self.vocab_size - 1)
-            scores = Sampling.log_probs(logits[:, :-1], draft.tokens), Sampling.log_probs(logits, known)
+            scores = (
+                Sampling.log_probs(logits[:, :-1], draft.tokens),
+                Sampling.log_probs(logits, known),
+            )
             columns += [each.double() for each in scores]
         return torch.cat(columns, dim=1) if len(columns) > 1 else endings
 
     def commit(
-        self, rows: Sequence[Row], values: Sequence[list[Any]], draft: Draft, windows: Sequence[int], seconds: float
+        self,
+        rows: Sequence[Row],
+        values: Sequence[list[Any]],
+        draft: Draft,
+        windows: Sequence[int],
+        seconds: float,
     ) -> tuple[Events, list[Outcome], list[int]]:
         """Give every live row what its verdict kept; `values` as `outcome` lays them out.
 
@@ -119,10 +147,14 @@ class Verification:
                 first = endings.index(self.vocab_size) if self.sampling.greedy else num_accepted
                 if endings[first] == self.vocab_size:
                     drafted, num_accepted, ending = drafted[:first], first, None
-            added = row.commit(drafted, num_accepted, ending, seconds=seconds, changed=changed, logprobs=logprobs)
+            added = row.commit(
+                drafted, num_accepted, ending, seconds=seconds, changed=changed, logprobs=logprobs
+            )
             events.append((row, added))
             num_made = len(drafted)
-            if len(added) <= num_accepted:  # nothing is learnt of tokens behind a stop: a next turn has their noise
+            if (
+                len(added) <= num_accepted
+            ):  # nothing is learnt of tokens behind a stop: a next turn has their noise
                 window = num_made = num_accepted = len(added)
             outcomes.append(Outcome(row, window, num_made, num_accepted))
         return events, outcomes, counts

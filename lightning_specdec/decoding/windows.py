@@ -60,7 +60,9 @@ class Calibration(Settings):
         """A round (of 0 draft tokens: a standard step) without its draft, linear between the measured widths."""
         width, seconds = num_draft_tokens + 1, map(add, self.target_seconds, self.loop_seconds)
         points = list(zip(self.widths, seconds, strict=True))
-        (low, fast), (high, slow) = next(each for each in pairwise(points[:1] + points) if width <= each[1][0])
+        (low, fast), (high, slow) = next(
+            each for each in pairwise(points[:1] + points) if width <= each[1][0]
+        )
         return slow - (slow - fast) * (high - width) / max(high - low, 1)
 
 
@@ -148,7 +150,9 @@ class AdaptiveWindow(Window):
 def as_window(num_draft_tokens: int | str | Window | None) -> Window:
     """The window of a config: an integer is a fixed one, and "auto" needs a `SpeculativeDecoder`."""
     if isinstance(num_draft_tokens, str):
-        raise ValueError('num_draft_tokens "auto" needs measured costs: use SpeculativeDecoder, or an AdaptiveWindow')
+        raise ValueError(
+            'num_draft_tokens "auto" needs measured costs: use SpeculativeDecoder, or an AdaptiveWindow'
+        )
     if isinstance(num_draft_tokens, Window):
         return num_draft_tokens
     return FixedWindow(DEFAULT_WINDOW if num_draft_tokens is None else num_draft_tokens)
@@ -188,15 +192,22 @@ class Controller:
 
     def __init__(self, costs: Calibration, *, measured_only: bool = False) -> None:
         self.costs, largest = costs, costs.widths[-1] - 1
-        self.choices = [width - 1 for width in costs.widths] if measured_only else range(largest + 1)
+        self.choices = (
+            [width - 1 for width in costs.widths] if measured_only else range(largest + 1)
+        )
         self.round_seconds = [costs.round_seconds(window) for window in range(largest + 1)]
         # The prior fades like other tests: a useless draft would be kept alive by it otherwise.
-        self.positions = [Rate(PRIOR_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT), *(Rate() for _ in range(1, largest))]
+        self.positions = [
+            Rate(PRIOR_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT),
+            *(Rate() for _ in range(1, largest)),
+        ]
         self.offers = Rate(1.0, 1.0)
         """How often the drafter made a token: a lookup may find nothing."""
         self.rounds_since_rejection = 0
         plain = self.round_seconds[0]
-        trial_seconds = costs.draft_seconds + costs.draft_step_seconds + self.round_seconds[1] - plain
+        trial_seconds = (
+            costs.draft_seconds + costs.draft_step_seconds + self.round_seconds[1] - plain
+        )
         self.rounds_before_trial = trial_seconds / (TRIAL_SHARE * plain)
         self.hopeless = self.best([1.0] * largest) == 0
         self.window = self.next_window()
@@ -261,7 +272,9 @@ class _AdaptivePlan(Plan):
         return self.shared or self.own[row]
 
     def windows(self, rows: Sequence[Row]) -> list[int]:
-        return [min(self._controller(row).window, row.remaining - 1) if row.live else 0 for row in rows]
+        return [
+            min(self._controller(row).window, row.remaining - 1) if row.live else 0 for row in rows
+        ]
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         if self.shared is not None:

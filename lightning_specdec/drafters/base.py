@@ -126,7 +126,9 @@ class DraftState:
         """Forget the draft tokens that were not accepted; all of them when None."""
         if self.drafted_at is not None:
             counts = num_accepted or [0] * len(self.drafted_at)
-            self.truncate([length + count for length, count in zip(self.drafted_at, counts, strict=True)])
+            self.truncate(
+                [length + count for length, count in zip(self.drafted_at, counts, strict=True)]
+            )
             self.drafted_at = None
 
     def resume(self, row: int, length: int) -> None:
@@ -190,7 +192,10 @@ class Drafter(nn.Module, ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         said: Any = next(base for base in cls.__mro__ if "runs_ahead" in vars(base))
-        if (cls.propose, cls.observe) != (said.propose, said.observe):  # of its own, or of another base
+        if (cls.propose, cls.observe) != (
+            said.propose,
+            said.observe,
+        ):  # of its own, or of another base
             cls.runs_ahead = False
 
     def __init__(self, *values: Any, **settings: Any) -> None:
@@ -216,10 +221,14 @@ class Drafter(nn.Module, ABC):
                 `from_file`.
         """
         if cls.from_file:
-            raise ValueError(f"{cls.__name__} is made from a draft file or checkpoint, not from a model: give one")
+            raise ValueError(
+                f"{cls.__name__} is made from a draft file or checkpoint, not from a model: give one"
+            )
         if not (isinstance(draft, LanguageModel) if cls.takes_model else draft is None):
             wants = "needs a" if cls.takes_model else "takes no"
-            given = "none: name one with --draft (draft=)" if draft is None else type(draft).__name__
+            given = (
+                "none: name one with --draft (draft=)" if draft is None else type(draft).__name__
+            )
             raise ValueError(f"{cls.__name__} {wants} draft model, got {given}")
         drafter = cls(draft, **settings) if cls.takes_model else cls(**settings)
         drafter.check_target(target)
@@ -232,7 +241,9 @@ class Drafter(nn.Module, ABC):
     @property
     def max_positions(self) -> int | None:
         """The shortest context length of its models, in tokens; None if there is no limit."""
-        limits = [model.max_positions for model in self.modules() if isinstance(model, LanguageModel)]
+        limits = [
+            model.max_positions for model in self.modules() if isinstance(model, LanguageModel)
+        ]
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property
@@ -247,7 +258,9 @@ class Drafter(nn.Module, ABC):
         """Numbers of the target's layers whose hidden states `observe` gets in `output.features`."""
         return ()
 
-    def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> DraftState:
+    def init_state(
+        self, batch_size: int, max_length: int, context: TargetContext | None = None
+    ) -> DraftState:
         """Make an empty state for `batch_size` rows.
 
         Args:
@@ -257,7 +270,9 @@ class Drafter(nn.Module, ABC):
         return DraftState(batch_size)
 
     @abstractmethod
-    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(
+        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
         """Return at most `windows[b]` draft tokens for each row b; fewer are allowed. `sampling` is the session's.
 
         It is not called in a round whose windows are all 0. Tokens drawn at random must be drawn by `request.uniform`

@@ -20,7 +20,12 @@ from torch import Tensor, nn
 from lightning_specdec.config.settings import setting
 from lightning_specdec.drafters.base import DraftRequest, TargetContext
 from lightning_specdec.drafters.eagle import FeatureDrafter, FeatureState
-from lightning_specdec.drafters.eagle_network import FeatureNetwork, FeatureSettings, attention, rotate
+from lightning_specdec.drafters.eagle_network import (
+    FeatureNetwork,
+    FeatureSettings,
+    attention,
+    rotate,
+)
 from lightning_specdec.drafters.model import Drawn, make_draft, nothing, shortened
 from lightning_specdec.rules import Draft, Sampling
 
@@ -28,15 +33,20 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
     KeysValues = tuple[Float[Tensor, "B G T E"], Float[Tensor, "B G T E"]]
-    Attend = Callable[[int, Float[Tensor, "B H N E"], Float[Tensor, "B G N E"], Float[Tensor, "B G N E"]], Tensor]
+    Attend = Callable[
+        [int, Float[Tensor, "B H N E"], Float[Tensor, "B G N E"], Float[Tensor, "B G N E"]], Tensor
+    ]
 
 
 @dataclass(frozen=True)
 class BlockSettings(FeatureSettings):
     feature_norms: bool = setting(
-        False, "normalize each layer's hidden states before joining them; other engines do not support it"
+        False,
+        "normalize each layer's hidden states before joining them; other engines do not support it",
     )
-    block_size: int = setting(7, "positions in a block, the most draft tokens of a round", minimum=1, maximum=64)
+    block_size: int = setting(
+        7, "positions in a block, the most draft tokens of a round", minimum=1, maximum=64
+    )
     num_layers: int = setting(1, "decoder layers", minimum=1, maximum=64)
     markov_rank: int = setting(64, "rank of the Markov head; 0 for none", minimum=0)
 
@@ -67,7 +77,9 @@ class BlockLayer(nn.Module):
         self.gate_up = nn.Linear(size, 2 * own.intermediate_size, bias=False)
         self.down = nn.Linear(own.intermediate_size, size, bias=False)
 
-    def keys_values(self, normed: Float[Tensor, "B T D"], positions: Int[Tensor, "#B T"]) -> KeysValues:
+    def keys_values(
+        self, normed: Float[Tensor, "B T D"], positions: Int[Tensor, "#B T"]
+    ) -> KeysValues:
         """What the places look at for T tokens or places."""
         heads = self.key_value(normed).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
         keys, values = heads.chunk(2, dim=1)
@@ -84,7 +96,9 @@ class BlockLayer(nn.Module):
         heads = self.query(normed).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
         keys, values = self.keys_values(normed, positions)
         queries = rotate(self.query_norm(heads), positions, self.rotary_base).to(values.dtype)
-        hidden = hidden + self.attention_output(attend(queries, keys, values).transpose(1, 2).flatten(2))
+        hidden = hidden + self.attention_output(
+            attend(queries, keys, values).transpose(1, 2).flatten(2)
+        )
         gate, up = self.gate_up(self.inner_norm(hidden)).chunk(2, dim=-1)
         return hidden + self.down(nn.functional.silu(gate) * up)
 
@@ -104,7 +118,9 @@ class BlockNetwork(FeatureNetwork):
         # Small, as the mask: where the target's embeddings are its output head too, the anchor would score itself.
         self.anchor_scale = nn.Parameter(torch.full((1,), 0.1))
         self.context_norm = self._norm()
-        self.layers = nn.ModuleList(BlockLayer(settings, self.head_size) for _ in range(settings.num_layers))
+        self.layers = nn.ModuleList(
+            BlockLayer(settings, self.head_size) for _ in range(settings.num_layers)
+        )
         self.output_norm = self._norm()
         self.output = nn.Linear(size, num_tokens, bias=False)
         self.markov_input = nn.Embedding(num_tokens, rank) if rank else None
@@ -113,7 +129,9 @@ class BlockNetwork(FeatureNetwork):
         if self.markov_output is not None:
             nn.init.zeros_(self.markov_output.weight)
 
-    def context(self, features: Float[Tensor, "B T D"], positions: Int[Tensor, "#B T"]) -> list[KeysValues]:
+    def context(
+        self, features: Float[Tensor, "B T D"], positions: Int[Tensor, "#B T"]
+    ) -> list[KeysValues]:
         """What each layer's places see of the target's features."""
         normed = self.context_norm(features)
         return [layer.keys_values(normed, positions) for layer in self.layers]  # type: ignore[operator]
@@ -128,8 +146,12 @@ class BlockNetwork(FeatureNetwork):
             positions: of all places, block by block.
             attend: attention of the numbered layer over these places and over the features.
         """
-        masks = self.mask.to(self.dtype).expand(*anchors.shape[:2], self.settings.block_size - 1, -1)
-        hidden = torch.cat(((self.anchor_scale * anchors.to(self.dtype))[:, :, None], masks), dim=2).flatten(1, 2)
+        masks = self.mask.to(self.dtype).expand(
+            *anchors.shape[:2], self.settings.block_size - 1, -1
+        )
+        hidden = torch.cat(
+            ((self.anchor_scale * anchors.to(self.dtype))[:, :, None], masks), dim=2
+        ).flatten(1, 2)
         for number, layer in enumerate(self.layers):
             hidden = layer(hidden, positions, partial(attend, number))
         return self.output_norm(hidden)
@@ -144,7 +166,9 @@ class BlockNetwork(FeatureNetwork):
         """What that token adds to a place's logits."""
         return 0.0 if self.markov_output is None else self.markov_output(before)
 
-    def confidence_logit(self, hidden: Float[Tensor, "*B D"], before: Float[Tensor, "*B R"]) -> Float[Tensor, "*B"]:
+    def confidence_logit(
+        self, hidden: Float[Tensor, "*B D"], before: Float[Tensor, "*B R"]
+    ) -> Float[Tensor, "*B"]:
         """The logit of the probability that a place's token is kept if all before it are, whichever it is."""
         return self.confidence(torch.cat((hidden, before), dim=-1))[..., 0]
 
@@ -165,7 +189,9 @@ class BlockDrafter(FeatureDrafter):
     def max_draft_tokens(self) -> int:
         return self.settings.block_size
 
-    def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> FeatureState:
+    def init_state(
+        self, batch_size: int, max_length: int, context: TargetContext | None = None
+    ) -> FeatureState:
         return super().init_state(batch_size, max_length + self.settings.block_size, context)
 
     def before(self, tokens: Int[Tensor, "*B"]) -> Float[Tensor, "*B R"]:
@@ -173,7 +199,9 @@ class BlockDrafter(FeatureDrafter):
         own = self.draft_vocabulary
         return self.network.before(tokens if own is None else own.to_draft(tokens, -1))
 
-    def propose(self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(
+        self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
         most = self.max_draft_tokens
         wanted = [min(window, most) for window in state.wanted(request, windows)]
         num_draft_tokens = max(wanted)
@@ -182,7 +210,9 @@ class BlockDrafter(FeatureDrafter):
         self._read(state, request)
         hidden = self._places(state, request)[:, :num_draft_tokens]
 
-        def call(drawn: Drawn, hidden: Float[Tensor, "B K D"], token: Int[Tensor, "B"]) -> Float[Tensor, "B K"]:
+        def call(
+            drawn: Drawn, hidden: Float[Tensor, "B K D"], token: Int[Tensor, "B"]
+        ) -> Float[Tensor, "B K"]:
             logits, chances = self.network.output(hidden), []
             for i in range(num_draft_tokens):
                 before = self.before(token)
@@ -202,14 +232,19 @@ class BlockDrafter(FeatureDrafter):
     def _read(self, state: FeatureState, request: DraftRequest) -> None:
         """Keep the keys and values of the features of the settled text that have not been read."""
         read = state.read
-        ends = [min(len(text) - 1, known) for text, known in zip(request.texts, state.known, strict=True)]
+        ends = [
+            min(len(text) - 1, known)
+            for text, known in zip(request.texts, state.known, strict=True)
+        ]
         starts = [min(end, length) for end, length in zip(ends, read.consumed, strict=True)]
         read.truncate(starts)
         lengths = [end - start for start, end in zip(starts, ends, strict=True)]
         # As many as any round settles, so that shapes do not depend on acceptance.
         width = max(state.num_scored, *lengths)
         slots = read.slots(width)
-        context = self.network.context(self.network.joined(state.hidden(starts, width, lengths)), slots.positions)
+        context = self.network.context(
+            self.network.joined(state.hidden(starts, width, lengths)), slots.positions
+        )
         for number, (keys, values) in enumerate(context):
             read.storage.update(number, slots, keys, values)
         read.advance(width, lengths)

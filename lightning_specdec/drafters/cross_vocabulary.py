@@ -54,7 +54,9 @@ class _Row:
             self.text.extend(new)
         self.waiting = self.text.waiting()
         now = [*self.text.tokens[known:], *self.waiting]
-        same = (i for i, (before, after) in enumerate(zip(read, now, strict=False)) if before != after)
+        same = (
+            i for i, (before, after) in enumerate(zip(read, now, strict=False)) if before != after
+        )
         self.num_right = known + next(same, min(len(read), len(now)))
         self.num_kept = 0
 
@@ -67,7 +69,9 @@ class _Row:
 class CrossDraftState(DraftState):
     """The state of the draft's model, and every row's text in its tokens."""
 
-    def __init__(self, model: LanguageModel, translation: Translation, batch_size: int, capacity: int) -> None:
+    def __init__(
+        self, model: LanguageModel, translation: Translation, batch_size: int, capacity: int
+    ) -> None:
         super().__init__(batch_size, lambda: _Row(TranslatedText(translation)))
         self.model, self.capacity = model, capacity
         self.model_state = model.init_state(batch_size, capacity)
@@ -95,7 +99,11 @@ class CrossDraftState(DraftState):
             self.model_state.clear([row])
         read = [*own.text.tokens, *own.waiting]
         own.text.begin_prompt()
-        own.waiting, own.num_kept, own.first = read[len(own.text.tokens) :], 0, 0  # the prompt may read alike
+        own.waiting, own.num_kept, own.first = (
+            read[len(own.text.tokens) :],
+            0,
+            0,
+        )  # the prompt may read alike
 
     def make_room(self, num_draft_tokens: int) -> None:
         """Let every row's text and draft tokens fit, at the price of reading again what does not.
@@ -105,7 +113,9 @@ class CrossDraftState(DraftState):
         """
         limit = self.model.max_positions
         if limit is not None:
-            outgrown = [i for i, row in enumerate(self.rows) if row.length - row.first > limit - limit // 4]
+            outgrown = [
+                i for i, row in enumerate(self.rows) if row.length - row.first > limit - limit // 4
+            ]
             for i in outgrown:
                 self.rows[i].first = self.rows[i].length - limit // 2
             if outgrown:
@@ -120,7 +130,9 @@ class CrossDraftState(DraftState):
         where there are two, so that shapes seldom change. A state that cannot go back so far reads the text again."""
         state, starts, settled = self.model_state, [], []
         for i, row in enumerate(self.rows):
-            start = max(row.first, min(row.num_right, row.first + state.consumed[i], row.length - 2))
+            start = max(
+                row.first, min(row.num_right, row.first + state.consumed[i], row.length - 2)
+            )
             if start - row.first < state.committed[i]:
                 state.clear([i])
                 start = row.first
@@ -133,7 +145,9 @@ class CrossDraftState(DraftState):
 
 @dataclass(frozen=True)
 class CrossVocabularySettings(Settings):
-    min_share: float = setting(0.1, "minimum share of common tokens, of the smaller vocabulary", minimum=0, maximum=1)
+    min_share: float = setting(
+        0.1, "minimum share of common tokens, of the smaller vocabulary", minimum=0, maximum=1
+    )
 
 
 class CrossVocabulary(DrawingDrafter):
@@ -171,7 +185,9 @@ class CrossVocabulary(DrawingDrafter):
         super().__init__(sampling=sampling, **settings)
         own = model.vocabulary
         if own is None:
-            raise ValueError("the draft's tokens are not known: load it with its tokenizer, or set its `vocabulary`")
+            raise ValueError(
+                "the draft's tokens are not known: load it with its tokenizer, or set its `vocabulary`"
+            )
         self.model, self.target_vocabulary = model, target_vocabulary
         # A tokenizer may have tokens that the model has no rows for.
         special = {name: token for name, token in own.special.items() if token < model.vocab_size}
@@ -183,11 +199,18 @@ class CrossVocabulary(DrawingDrafter):
                 f"the draft and the target have {num_shared} tokens in common, {self.translation.share:.1%} of the "
                 f"smaller vocabulary (min_share is {least:.1%}): use a draft whose tokens are more like the target's"
             )
-        targets, drafts = (torch.tensor(tokens) for tokens in zip(*sorted(self.translation.pairs.items()), strict=True))
+        targets, drafts = (
+            torch.tensor(tokens)
+            for tokens in zip(*sorted(self.translation.pairs.items()), strict=True)
+        )
         # Column W of the draft's padded logits is -inf: what the target has alone. A logits processor may choose that
         # all the same, and what only pads the target's output: the filler is read for it until the text is settled.
-        sources = torch.full((len(target_vocabulary),), model.vocab_size).index_copy(0, targets, drafts)
-        read_as = torch.full((len(target_vocabulary) + 1,), self.translation.filler).index_copy(0, targets, drafts)
+        sources = torch.full((len(target_vocabulary),), model.vocab_size).index_copy(
+            0, targets, drafts
+        )
+        read_as = torch.full((len(target_vocabulary) + 1,), self.translation.filler).index_copy(
+            0, targets, drafts
+        )
         for name, table in (("_sources", sources), ("_read_as", read_as)):
             self.register_buffer(name, table.to(model.device), persistent=False)
         self._sources: Tensor
@@ -202,8 +225,16 @@ class CrossVocabulary(DrawingDrafter):
         if own is None or target.vocabulary is None or own == target.vocabulary:
             return ModelDrafter.for_target(target, draft, sampling=settings.get("sampling"))
         if tokenizer is None:
-            raise ValueError("the draft's vocabulary is not the target's: load the draft with its tokenizer")
-        return cls(draft, target.vocabulary, encode=tokenizer.encode_plain, start=tokenizer.start, **settings)
+            raise ValueError(
+                "the draft's vocabulary is not the target's: load the draft with its tokenizer"
+            )
+        return cls(
+            draft,
+            target.vocabulary,
+            encode=tokenizer.encode_plain,
+            start=tokenizer.start,
+            **settings,
+        )
 
     @property
     def max_positions(self) -> None:
@@ -213,32 +244,46 @@ class CrossVocabulary(DrawingDrafter):
         if target.vocabulary is None:
             if target.vocab_size != len(self.target_vocabulary):
                 made_for = len(self.target_vocabulary)
-                raise ValueError(f"it was made for a target of {made_for} tokens, this one has {target.vocab_size}")
+                raise ValueError(
+                    f"it was made for a target of {made_for} tokens, this one has {target.vocab_size}"
+                )
         elif difference := self.target_vocabulary.difference(target.vocabulary):
-            raise ValueError(f"it was made for another target's vocabulary ({difference}): make it with this one's")
+            raise ValueError(
+                f"it was made for another target's vocabulary ({difference}): make it with this one's"
+            )
 
     def arguments(self) -> dict[str, Any]:
-        raise ValueError("a checkpoint keeps no tokenizer, which a CrossVocabulary needs: save the two models apart")
+        raise ValueError(
+            "a checkpoint keeps no tokenizer, which a CrossVocabulary needs: save the two models apart"
+        )
 
     def fused(self, target: LanguageModel | None = None) -> CrossVocabulary:
         model = self.model.fused()
         if model is self.model:
             return self
-        shared = {id(part): part for part in (self.translation, self.target_vocabulary, self.sampling)}
+        shared = {
+            id(part): part for part in (self.translation, self.target_vocabulary, self.sampling)
+        }
         return deepcopy(self, {**shared, id(self.model): model})
 
-    def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> CrossDraftState:
+    def init_state(
+        self, batch_size: int, max_length: int, context: TargetContext | None = None
+    ) -> CrossDraftState:
         # The draft's tokens are shorter as a rule, so there are more of them.
         capacity, limit = max_length + max_length // 2, self.model.max_positions
         capacity = capacity if limit is None else min(capacity, limit)
         return CrossDraftState(self.model, self.translation, batch_size, capacity)
 
-    def to_target(self, logits: Float[Tensor, "B W"], request: DraftRequest) -> Float[Tensor, "B V"]:
+    def to_target(
+        self, logits: Float[Tensor, "B W"], request: DraftRequest
+    ) -> Float[Tensor, "B V"]:
         """Logits over the target's V tokens from those over the draft's W; -inf for tokens that the draft lacks."""
         padded = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)
         return fit(padded.index_select(1, self._sources), request.vocab_size)
 
-    def propose(self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(
+        self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
         limit, num_draft_tokens = self.model.max_positions, max(windows)
         if limit is not None:
             num_draft_tokens = min(num_draft_tokens, max(1, limit // 4))
@@ -253,7 +298,9 @@ class CrossVocabulary(DrawingDrafter):
                 token = drawn.draw(self.to_target(logits, request))
                 return self._read_as.index_select(0, token.clamp(max=len(self._read_as) - 1))
 
-            self.model.rollout(tokens, state.model_state, num_draft_tokens, choose, valid_lengths=valid_lengths)
+            self.model.rollout(
+                tokens, state.model_state, num_draft_tokens, choose, valid_lengths=valid_lengths
+            )
 
         outputs = self.run(request, wanted, sampling, call)
         for row in state.rows:

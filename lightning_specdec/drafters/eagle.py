@@ -16,7 +16,14 @@ from torch import Tensor
 from lightning_specdec.drafters.base import DraftRequest, DraftState, TargetContext
 from lightning_specdec.drafters.eagle_network import EagleNetwork, EagleSettings, attention
 from lightning_specdec.drafters.layout import pad
-from lightning_specdec.drafters.model import Drawn, TrainedDrafter, make_draft, nothing, runs_in_openvino, shortened
+from lightning_specdec.drafters.model import (
+    Drawn,
+    TrainedDrafter,
+    make_draft,
+    nothing,
+    runs_in_openvino,
+    shortened,
+)
 from lightning_specdec.models import KVState, LanguageModel, ModelOutput
 from lightning_specdec.models.base import select
 from lightning_specdec.rules import Draft, Sampling
@@ -38,7 +45,10 @@ class FeatureState(DraftState):
     """
 
     def __init__(self, batch_size: int, max_length: int, context: TargetContext) -> None:
-        self.context, self.kept = context, KVState(batch_size, max_length, device=context.model.device)
+        self.context, self.kept = (
+            context,
+            KVState(batch_size, max_length, device=context.model.device),
+        )
         self.read: Any = self.kept
         """The entries' keys and values: beside the features, or of a network that runs elsewhere."""
         self.known = [0] * batch_size
@@ -46,7 +56,9 @@ class FeatureState(DraftState):
         self.num_scored = 1
         """Places that the target scored in its last call."""
 
-    def learn(self, hidden: Float[Tensor, "B T FD"], num_scored: int, num_accepted: Sequence[int]) -> None:
+    def learn(
+        self, hidden: Float[Tensor, "B T FD"], num_scored: int, num_accepted: Sequence[int]
+    ) -> None:
         """Keep the target's states at the tokens of its last call: unread text, its last token, then draft tokens."""
         self.num_scored = num_scored
         # The target has read all of the text and the draft tokens, so its lengths tell how long the text was.
@@ -61,12 +73,16 @@ class FeatureState(DraftState):
         rows = zip(windows, self.known, request.texts, strict=True)
         return [window if known >= len(text) - 1 > 0 else 0 for window, known, text in rows]
 
-    def hidden(self, starts: Sequence[int], num_tokens: int, lengths: Sequence[int]) -> Float[Tensor, "B T FD"]:
+    def hidden(
+        self, starts: Sequence[int], num_tokens: int, lengths: Sequence[int]
+    ) -> Float[Tensor, "B T FD"]:
         """The target's states at so many tokens of each row, `lengths` of which are wanted, zeros behind those: the
         states of rejected tokens may be NaN."""
         places = self.kept.slots(num_tokens, starts).positions.clamp(max=self.kept.num_slots - 1)
         found, device = select(self.kept.storage.layers[HIDDEN][0][:, 0], places), self.kept.device
-        padding = torch.arange(num_tokens, device=device) >= torch.tensor(lengths, device=device)[:, None]
+        padding = (
+            torch.arange(num_tokens, device=device) >= torch.tensor(lengths, device=device)[:, None]
+        )
         return found.masked_fill(padding[..., None], 0)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -83,7 +99,9 @@ class FeatureState(DraftState):
     def go_back(self, row: int, length: int) -> None:
         self.known[row] = min(self.known[row], length)
         lengths = list(self.read.consumed)
-        lengths[row] = min(lengths[row], max(0, length - 1))  # the last entry joins the token behind that length
+        lengths[row] = min(
+            lengths[row], max(0, length - 1)
+        )  # the last entry joins the token behind that length
         self.read.truncate(lengths)
 
 
@@ -109,14 +127,20 @@ class FeatureDrafter(TrainedDrafter, ABC):
         last, num_layers = max(self.settings.feature_layers), target.num_layers
         assert num_layers is not None
         if last >= num_layers:
-            raise ValueError(f"the draft reads layer {last}, the target has the layers 0 to {num_layers - 1}")
+            raise ValueError(
+                f"the draft reads layer {last}, the target has the layers 0 to {num_layers - 1}"
+            )
         target.embeddings(torch.zeros(1, 1, dtype=torch.long, device=target.device))
 
     def features(self, target: LanguageModel) -> Sequence[int]:
         return self.settings.feature_layers
 
-    def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> FeatureState:
-        assert context is not None, "this draft reads its target's hidden states, so a session must say which that is"
+    def init_state(
+        self, batch_size: int, max_length: int, context: TargetContext | None = None
+    ) -> FeatureState:
+        assert context is not None, (
+            "this draft reads its target's hidden states, so a session must say which that is"
+        )
         return FeatureState(batch_size, max_length, context)
 
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
@@ -146,20 +170,29 @@ class EagleDrafter(FeatureDrafter):
         other.in_openvino = EagleInOpenVINO(self.network, tokens, target.embedding_table)
         return other
 
-    def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> FeatureState:
+    def init_state(
+        self, batch_size: int, max_length: int, context: TargetContext | None = None
+    ) -> FeatureState:
         state = super().init_state(batch_size, max_length, context)
         if self.in_openvino is not None:
             state.read = self.in_openvino.init_state(batch_size, max_length)
         return state
 
-    def propose(self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(
+        self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
         wanted = state.wanted(request, windows)
         num_draft_tokens = max(wanted)
         if not num_draft_tokens:
             return nothing(request)
         least, own = self.settings.min_confidence, self.sampling or sampling
         embedded, hidden, lengths, entries = self._unread(state, request)
-        if self.in_openvino is not None and own.greedy and not own.processors and not request.wants_logits:
+        if (
+            self.in_openvino is not None
+            and own.greedy
+            and not own.processors
+            and not request.wants_logits
+        ):
             rolled = self.in_openvino.roll(state.read, embedded, hidden, lengths, num_draft_tokens)
             if rolled is not None:
                 draft = make_draft((rolled[0], None, None), wanted, request)
@@ -167,20 +200,28 @@ class EagleDrafter(FeatureDrafter):
                 return shortened(draft, (rolled[1].cumprod(1) >= least).sum(1)) if least else draft
         feature, logits = self._advance(state.read, embedded, hidden, lengths)
 
-        def call(drawn: Drawn, feature: Float[Tensor, "B 1 D"], logits: Float[Tensor, "B W"]) -> Tensor | None:
+        def call(
+            drawn: Drawn, feature: Float[Tensor, "B 1 D"], logits: Float[Tensor, "B W"]
+        ) -> Tensor | None:
             chances: list[Tensor] = []
             for i in range(num_draft_tokens):
                 if least:  # what a window ends by is the text, not the token drawn at its end
-                    before = chances[-1] if chances else torch.tensor(wanted, device=logits.device) > 0
+                    before = (
+                        chances[-1] if chances else torch.tensor(wanted, device=logits.device) > 0
+                    )
                     chances.append(logits.float().softmax(-1).amax(-1) * before)
                 token = drawn.draw(logits)
-                if i + 1 == num_draft_tokens or (least and token.device.type == "cpu" and chances[-1].max() < least):
+                if i + 1 == num_draft_tokens or (
+                    least and token.device.type == "cpu" and chances[-1].max() < least
+                ):
                     break
                 embedded = state.context.model.embeddings(token[:, None])
                 feature, logits = self._advance(state.read, embedded, feature, None)
             return torch.stack(chances, dim=1) if chances else None
 
-        outputs = self.run(request, wanted, sampling, call, feature, logits, vocabulary=self.draft_vocabulary)
+        outputs = self.run(
+            request, wanted, sampling, call, feature, logits, vocabulary=self.draft_vocabulary
+        )
         state.read.truncate(entries)
         draft = make_draft(outputs, wanted, request)
         return draft if outputs[3] is None else shortened(draft, (outputs[3] >= least).sum(1))
@@ -192,9 +233,14 @@ class EagleDrafter(FeatureDrafter):
         and how many entries each row has."""
         texts = request.texts
         ends = [min(len(text) - 1, known) for text, known in zip(texts, state.known, strict=True)]
-        starts = [min(max(end - 1, 0), length) for end, length in zip(ends, state.read.consumed, strict=True)]
+        starts = [
+            min(max(end - 1, 0), length)
+            for end, length in zip(ends, state.read.consumed, strict=True)
+        ]
         state.read.truncate(starts)
-        unread = [text[start + 1 : end + 1] for text, start, end in zip(texts, starts, ends, strict=True)]
+        unread = [
+            text[start + 1 : end + 1] for text, start, end in zip(texts, starts, ends, strict=True)
+        ]
         lengths = [len(each) for each in unread]
         # As many as any round settles, so that shapes do not depend on acceptance.
         tokens, _ = pad(unread, request.tail.device, state.num_scored)
@@ -230,5 +276,8 @@ class EagleDrafter(FeatureDrafter):
         if lengths is None:
             last = hidden[:, -1:]
         else:
-            last = select(hidden, torch.tensor([[max(length - 1, 0)] for length in lengths], device=hidden.device))
+            last = select(
+                hidden,
+                torch.tensor([[max(length - 1, 0)] for length in lengths], device=hidden.device),
+            )
         return self.network.fed_back(last), self.network.logits(last[:, 0])

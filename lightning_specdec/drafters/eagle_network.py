@@ -21,7 +21,9 @@ from lightning_specdec.config.settings import Settings, setting
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-    Attend = Callable[[Float[Tensor, "B H T E"], Float[Tensor, "B G T E"], Float[Tensor, "B G T E"]], Tensor]
+    Attend = Callable[
+        [Float[Tensor, "B H T E"], Float[Tensor, "B G T E"], Float[Tensor, "B G T E"]], Tensor
+    ]
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,16 @@ class FeatureSettings(Settings):
         None, "newest tokens that each token attends to; default: all", minimum=1, maximum=2**20
     )
     draft_vocabulary: int | tuple[int, ...] | None = setting(
-        None, "tokens that the draft scores, ascending, or how many to choose before training; default: all"
+        None,
+        "tokens that the draft scores, ascending, or how many to choose before training; default: all",
     )
     feature_norms: bool = setting(True, "normalize each layer's hidden states before joining them")
-    min_confidence: float = setting(0.0, "end the window where its chance to be kept is lower", minimum=0, maximum=1)
-    head_size: int | None = setting(None, "size of a head; default: hidden_size / num_heads", minimum=2, maximum=2**12)
+    min_confidence: float = setting(
+        0.0, "end the window where its chance to be kept is lower", minimum=0, maximum=1
+    )
+    head_size: int | None = setting(
+        None, "size of a head; default: hidden_size / num_heads", minimum=2, maximum=2**12
+    )
     rotary_base: float = setting(10_000.0, "base of the rotary positions", minimum=1)
     norm_eps: float = setting(1e-5, "epsilon of the norms", above=0, maximum=1)
 
@@ -52,7 +59,11 @@ class FeatureSettings(Settings):
         super().__post_init__()
         if not self.feature_layers:
             raise ValueError("feature_layers must be one layer at least")
-        divided = self.hidden_size % (2 * self.num_heads) if self.head_size is None else self.head_size % 2
+        divided = (
+            self.hidden_size % (2 * self.num_heads)
+            if self.head_size is None
+            else self.head_size % 2
+        )
         if divided or self.num_heads % self.num_key_heads:
             raise ValueError(
                 f"{self.num_heads} heads of {self.num_key_heads} keys do not divide a hidden size of "
@@ -63,7 +74,9 @@ class FeatureSettings(Settings):
 @dataclass(frozen=True)
 class EagleSettings(FeatureSettings):
     norm_output: bool = setting(False, "feed back the output after the final norm")
-    norm_before_residual: bool = setting(False, "take the residual stream from the normalized feature")
+    norm_before_residual: bool = setting(
+        False, "take the residual stream from the normalized feature"
+    )
 
 
 class FeatureNetwork(nn.Module):
@@ -83,7 +96,9 @@ class FeatureNetwork(nn.Module):
         # Layers differ a hundredfold in how large their states are, and so do the first token's from all others'.
         normed = settings.feature_layers if settings.feature_norms else ()
         self.layer_norms = nn.ModuleList(self._norm() for _ in normed)
-        self.join = nn.Linear(len(settings.feature_layers) * settings.hidden_size, settings.hidden_size, bias=False)
+        self.join = nn.Linear(
+            len(settings.feature_layers) * settings.hidden_size, settings.hidden_size, bias=False
+        )
 
     def _norm(self) -> Any:
         return nn.RMSNorm(self.settings.hidden_size, eps=self.settings.norm_eps)
@@ -98,7 +113,9 @@ class FeatureNetwork(nn.Module):
         states = [each.to(self.dtype) for each in hidden]
         if self.settings.feature_norms:
             states = [norm(each) for norm, each in zip(self.layer_norms, states, strict=True)]
-        return self.join(torch.cat(states, dim=-1)).to(self.dtype)  # autocast may have left it in another type
+        return self.join(torch.cat(states, dim=-1)).to(
+            self.dtype
+        )  # autocast may have left it in another type
 
     def joined(self, hidden: Float[Tensor, "B T FD"]) -> Float[Tensor, "B T D"]:
         """As `features`, from hidden states that lie side by side."""
@@ -146,11 +163,15 @@ class EagleNetwork(FeatureNetwork):
         normed = self.feature_norm(features)
         both = torch.cat((self.token_norm(embedded.to(self.dtype)), normed), dim=-1)
         heads = self.query_key_value(both).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-        turned, values = heads.split((self.num_heads + self.num_key_heads, self.num_key_heads), dim=1)
+        turned, values = heads.split(
+            (self.num_heads + self.num_key_heads, self.num_key_heads), dim=1
+        )
         turned = rotate(turned, positions, self.settings.rotary_base)
         queries, keys = turned.split((self.num_heads, self.num_key_heads), dim=1)
         residual = normed if self.settings.norm_before_residual else features
-        hidden = residual + self.attention_output(attend(queries, keys, values).transpose(1, 2).flatten(2))
+        hidden = residual + self.attention_output(
+            attend(queries, keys, values).transpose(1, 2).flatten(2)
+        )
         gate, up = self.gate_up(self.inner_norm(hidden)).chunk(2, dim=-1)
         return hidden + self.down(nn.functional.silu(gate) * up)
 
@@ -179,7 +200,9 @@ def attention(
     return output.reshape(batch, heads, num_tokens, size)
 
 
-def rotate(vectors: Float[Tensor, "B H T E"], positions: Int[Tensor, "#B T"], base: float) -> Float[Tensor, "B H T E"]:
+def rotate(
+    vectors: Float[Tensor, "B H T E"], positions: Int[Tensor, "#B T"], base: float
+) -> Float[Tensor, "B H T E"]:
     """Rotary position embedding: pairs of coordinates turn by angles that grow with the position."""
     half = vectors.shape[-1] // 2
     exponents = torch.arange(half, device=vectors.device, dtype=torch.float32) / half

@@ -56,7 +56,9 @@ class _Step(nn.Module):
     ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N W"]]:
         """The next features and the logits behind some entries."""
         attend = partial(self.attention, window=self.network.attention_window)
-        last = self.network.layer(embedded, features, positions, attend)[:, 0].index_select(0, scored)
+        last = self.network.layer(embedded, features, positions, attend)[:, 0].index_select(
+            0, scored
+        )
         return self.network.fed_back(last), self.network.logits(last)
 
 
@@ -77,9 +79,14 @@ class _Roll(nn.Module):
         positions: Int[Tensor, "P 1"],
     ) -> tuple[Int[Tensor, "B _"], Float[Tensor, "B _"]]:
         """The tokens, and how likely each is."""
-        network, attend = self.network, partial(self.attention, window=self.network.attention_window)
+        network, attend = (
+            self.network,
+            partial(self.attention, window=self.network.attention_window),
+        )
         tokens, chances = list[Tensor](), list[Tensor]()
-        hidden = network.layer(embedded, network.joined(features), positions, attend).index_select(0, scored)
+        hidden = network.layer(embedded, network.joined(features), positions, attend).index_select(
+            0, scored
+        )
         positions = positions.index_select(0, scored)
         for i in range(ROLLED):
             if i:
@@ -111,10 +118,17 @@ class EagleInOpenVINO:
     """
 
     def __init__(
-        self, network: EagleNetwork, vocabulary: Int[Tensor, "W"] | None, embeddings: Float[Tensor, "V D"] | None
+        self,
+        network: EagleNetwork,
+        vocabulary: Int[Tensor, "W"] | None,
+        embeddings: Float[Tensor, "V D"] | None,
     ) -> None:
         self.dtype, settings = network.dtype, network.settings
-        vectors, scored, positions = torch.zeros(4, 1, settings.hidden_size), torch.arange(2), torch.arange(4)[:, None]
+        vectors, scored, positions = (
+            torch.zeros(4, 1, settings.hidden_size),
+            torch.arange(2),
+            torch.arange(4)[:, None],
+        )
         wide = vectors.repeat(1, 1, len(settings.feature_layers))
         kind = self.dtype, QUANTIZATION, (settings, ROLLED)
         self._join = Compiled.of(_Join(network), (wide,), *kind)
@@ -160,12 +174,16 @@ class EagleInOpenVINO:
         """
         if self._roll is None or not all(lengths) or not 1 < num_tokens <= ROLLED:
             return None
-        tokens, chances = self._roll.run(_inputs(read, embedded, features, lengths, ROLLED - 1), read)
+        tokens, chances = self._roll.run(
+            _inputs(read, embedded, features, lengths, ROLLED - 1), read
+        )
         read.advance(embedded.shape[1], lengths)
         return tokens[:, :num_tokens], chances[:, :num_tokens]
 
 
-def _inputs(read: PagedState, embedded: Tensor, features: Tensor, counts: Sequence[int], drawn: int = 0) -> list[Any]:
+def _inputs(
+    read: PagedState, embedded: Tensor, features: Tensor, counts: Sequence[int], drawn: int = 0
+) -> list[Any]:
     """Entries without padding, whose outputs are wanted, and their places; `drawn` tokens of each row follow them."""
     places = read.places(read.consumed, counts, read.num_tokens[drawn].padded(sum(counts)), drawn)
     scored = torch.tensor([max(end - 1, 0) for end in accumulate(counts)])

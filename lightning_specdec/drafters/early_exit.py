@@ -46,7 +46,9 @@ class LowerState(DecodeState):
             self._chunks.append(hidden)
         else:
             num_tokens, size = hidden.shape[1:]
-            places = torch.tensor(ahead, device=self.device)[:, None] + torch.arange(num_tokens, device=self.device)
+            places = torch.tensor(ahead, device=self.device)[:, None] + torch.arange(
+                num_tokens, device=self.device
+            )
             room = nn.functional.pad(torch.cat(self._chunks, dim=1), (0, 0, 0, num_tokens))
             self._chunks = [room.scatter_(1, places[..., None].expand(-1, -1, size), hidden)]
         self.advance(hidden.shape[1], valid_lengths)
@@ -60,7 +62,9 @@ class LowerState(DecodeState):
         """What the upper layers continue from."""
         return ExitStates(num_layers, torch.cat(self._chunks, dim=1), self.ahead)
 
-    def _select(self, rows: Sequence[int], source: Int[Tensor, "N"], empty: Bool[Tensor, "N"]) -> None:
+    def _select(
+        self, rows: Sequence[int], source: Int[Tensor, "N"], empty: Bool[Tensor, "N"]
+    ) -> None:
         raise AssertionError("the rows are the target's: it selects them")
 
 
@@ -139,20 +143,31 @@ class ExitHead(nn.Module):
 @dataclass(frozen=True)
 class EarlyExitSettings(Settings):
     exit_layer: int = setting(help="how many of the target's layers draft", minimum=1)
-    head_layers: tuple[int, ...] = setting((), "exits with a trained output head; others use the target's", minimum=1)
-    hidden_size: int | None = setting(None, "hidden size of the target that these heads are for", minimum=1)
-    vocab_size: int | None = setting(None, "vocabulary of the target that these heads are for", minimum=2)
+    head_layers: tuple[int, ...] = setting(
+        (), "exits with a trained output head; others use the target's", minimum=1
+    )
+    hidden_size: int | None = setting(
+        None, "hidden size of the target that these heads are for", minimum=1
+    )
+    vocab_size: int | None = setting(
+        None, "vocabulary of the target that these heads are for", minimum=2
+    )
     num_blocks: int = setting(0, "residual blocks of each head", minimum=0, maximum=16)
     draft_vocabulary: int | tuple[int, ...] | None = setting(
-        None, "tokens that the heads score, ascending, or how many to choose before training; default: all"
+        None,
+        "tokens that the heads score, ascending, or how many to choose before training; default: all",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.head_layers and (self.num_blocks or self.draft_vocabulary is not None):
-            raise ValueError("num_blocks and draft_vocabulary need an exit with its own head: name it in head_layers")
+            raise ValueError(
+                "num_blocks and draft_vocabulary need an exit with its own head: name it in head_layers"
+            )
         if self.head_layers and (self.hidden_size is None or self.vocab_size is None):
-            raise ValueError("heads need hidden_size and vocab_size of their target: give both beside head_layers")
+            raise ValueError(
+                "heads need hidden_size and vocab_size of their target: give both beside head_layers"
+            )
 
 
 class EarlyExitDrafter(TrainedDrafter):
@@ -192,15 +207,23 @@ class EarlyExitDrafter(TrainedDrafter):
     def fused(self, target: LanguageModel | None = None) -> EarlyExitDrafter:
         return self.packed("heads")
 
-    def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> ExitState:
-        assert context is not None, "an early exit drafts inside its target, so a session must say which that is"
+    def init_state(
+        self, batch_size: int, max_length: int, context: TargetContext | None = None
+    ) -> ExitState:
+        assert context is not None, (
+            "an early exit drafts inside its target, so a session must say which that is"
+        )
         return ExitState(ExitModel(context.model, self), context.state)
 
-    def propose(self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(
+        self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
         whole, model, layer = state.whole, state.model, self.exit_layer
         unread = [text[length:] for text, length in zip(request.texts, whole.consumed, strict=True)]
         tails = request.tail[:, 1:] if all(len(each) == 1 for each in unread) else None
-        outputs = self.recorded_roll(model.target, whole, tails, request, sampling, num_layers=layer, head=model.logits)
+        outputs = self.recorded_roll(
+            model.target, whole, tails, request, sampling, num_layers=layer, head=model.logits
+        )
         if outputs is None:
             lower = LowerState(whole)
             tokens, lengths = pad(unread, request.tail.device) if tails is None else (tails, None)

@@ -37,11 +37,18 @@ class DraftVocabulary(nn.Module):
         super().__init__()
         self.vocab_size = require_int("vocab_size", vocab_size, 2, 2**20)
         if isinstance(tokens, int):
-            values = torch.arange(require_int("draft_vocabulary", tokens, 2, vocab_size), device="cpu")
+            values = torch.arange(
+                require_int("draft_vocabulary", tokens, 2, vocab_size), device="cpu"
+            )
         else:
-            numbers = [require_int("a token of draft_vocabulary", token, 0, vocab_size - 1) for token in tokens]
+            numbers = [
+                require_int("a token of draft_vocabulary", token, 0, vocab_size - 1)
+                for token in tokens
+            ]
             if len(numbers) < 2 or numbers != sorted(set(numbers)):
-                raise ValueError(f"draft_vocabulary must ascend and have two tokens at least, got {numbers[:8]}")
+                raise ValueError(
+                    f"draft_vocabulary must ascend and have two tokens at least, got {numbers[:8]}"
+                )
             values = torch.tensor(numbers, device="cpu")
         # Not stored with the weights: a setting has them.
         self.register_buffer("tokens", values, persistent=False)
@@ -61,16 +68,22 @@ class DraftVocabulary(nn.Module):
         """
         must = sorted(set(required))
         if len(must) > len(self):
-            raise ValueError(f"a draft vocabulary of {len(self)} has no room for {len(must)} tokens that it must have")
+            raise ValueError(
+                f"a draft vocabulary of {len(self)} has no room for {len(must)} tokens that it must have"
+            )
         ranked = counts.clone().double()
         ranked[must] = torch.inf
-        self.tokens.copy_(ranked.sort(descending=True, stable=True).indices[: len(self)].sort().values)
+        self.tokens.copy_(
+            ranked.sort(descending=True, stable=True).indices[: len(self)].sort().values
+        )
 
     def become(self, tokens: Sequence[int]) -> None:
         """Make it these tokens, as many as it has; ValueError if they are not."""
         other = DraftVocabulary(tokens, self.vocab_size)
         if len(other) != len(self):
-            raise ValueError(f"a draft vocabulary of {len(self)} tokens cannot become one of {len(other)}")
+            raise ValueError(
+                f"a draft vocabulary of {len(self)} tokens cannot become one of {len(other)}"
+            )
         self.tokens.copy_(other.tokens)
 
     def arguments(self) -> list[int]:
@@ -94,10 +107,14 @@ class DraftVocabulary(nn.Module):
         """Raise ValueError, which calls the tokens that name, unless the draft has these."""
         missing = sorted({*tokens} - {*self.arguments()})
         if missing:
-            raise ValueError(f"the draft's vocabulary of {len(self)} tokens leaves out {called} ({str(missing)[1:-1]})")
+            raise ValueError(
+                f"the draft's vocabulary of {len(self)} tokens leaves out {called} ({str(missing)[1:-1]})"
+            )
 
 
-def rows_of(weight: Float[Tensor, "V D"], vocabulary: DraftVocabulary | None) -> Float[Tensor, "W D"]:
+def rows_of(
+    weight: Float[Tensor, "V D"], vocabulary: DraftVocabulary | None
+) -> Float[Tensor, "W D"]:
     """The rows of an output head for a draft's tokens: all where it has no vocabulary of its own."""
     return weight if vocabulary is None else weight[vocabulary.tokens]
 

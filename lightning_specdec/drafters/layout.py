@@ -48,8 +48,12 @@ def with_draft_tokens(
     num_draft = draft.shape[1]
     if lengths is None:
         tokens = torch.cat((unread, draft), dim=1) if num_draft and graphs is None else unread
-        if num_draft and graphs is not None:  # to one place, whatever made the draft: what reads it is recorded once
-            tokens = graphs.buffer("tokens", (len(unread), unread.shape[1] + num_draft), draft.dtype)
+        if (
+            num_draft and graphs is not None
+        ):  # to one place, whatever made the draft: what reads it is recorded once
+            tokens = graphs.buffer(
+                "tokens", (len(unread), unread.shape[1] + num_draft), draft.dtype
+            )
             graphs.run("join", lambda *parts: (torch.cat(parts, dim=1, out=tokens),), unread, draft)
         return tokens, None, slice(-num_draft - 1, None)
     first = torch.tensor([[length] for length in lengths], device=unread.device)

@@ -48,17 +48,26 @@ class Drawn:
     def draw(self, logits: Float[Tensor, "B W"]) -> Int[Tensor, "B"]:
         """The next token of every row, in the target's numbers."""
         i, own = len(self.tokens), self.vocabulary
-        if own is not None and (self.sampling.processors or self.wants_logits):  # which are about the target's tokens
+        if own is not None and (
+            self.sampling.processors or self.wants_logits
+        ):  # which are about the target's tokens
             logits, own = own.spread(logits, -torch.inf), None
         if self.sampling.processors:
-            wanted = [text if i < window else None for text, window in zip(self.texts, self.windows, strict=True)]
+            wanted = [
+                text if i < window else None
+                for text, window in zip(self.texts, self.windows, strict=True)
+            ]
             logits = self.sampling.process(logits[:, None], wanted)[:, 0]
-        token, probs = self.sampling.sample_with_probs(logits, None if self.uniform is None else self.uniform[i])
+        token, probs = self.sampling.sample_with_probs(
+            logits, None if self.uniform is None else self.uniform[i]
+        )
         if self.sampling.processors:
             for text, drawn in zip(self.texts, token.tolist(), strict=True):
                 text.append(drawn)
         if probs is not None:
-            token = token.clamp(max=probs.shape[-1] - 1)  # a row of NaN draws no token, and something has to be read
+            token = token.clamp(
+                max=probs.shape[-1] - 1
+            )  # a row of NaN draws no token, and something has to be read
             self.probs.append(probs if own is None else own.spread(probs, 0.0))
         if own is not None:  # its tokens ascend, so the same number draws the same one of fewer
             token = own.tokens[token]
@@ -92,7 +101,9 @@ class DrawingDrafter(Drafter, ABC):
 
     def arguments(self) -> dict[str, Any]:
         if self.sampling is not None:
-            raise ValueError("a checkpoint keeps no sampling of the draft's own: save without it, give it to decode")
+            raise ValueError(
+                "a checkpoint keeps no sampling of the draft's own: save without it, give it to decode"
+            )
         return super().arguments()
 
     def needs_noise(self, sampling: Sampling) -> bool:
@@ -182,7 +193,9 @@ class DrawingDrafter(Drafter, ABC):
         def call(drawn: Drawn, tokens: Tensor, starts: Tensor) -> Tensor | None:
             starts, made = starts - (num_read - 1), []
             for _ in range(width):
-                hidden = model.read_at(storage, span, tokens.clamp(max=model.vocab_size - 1), starts, num_layers)
+                hidden = model.read_at(
+                    storage, span, tokens.clamp(max=model.vocab_size - 1), starts, num_layers
+                )
                 logits = head(hidden[:, -1:])[:, -1]
                 starts = starts + tokens.shape[1]
                 tokens = drawn.draw(fit(logits, vocab_size))[:, None]
@@ -215,7 +228,9 @@ def make_draft(
 def shortened(draft: Draft, lengths: Int[Tensor, "B"]) -> Draft:
     """At most so many tokens of each row's draft; lossless if that follows from text and earlier tokens alone."""
     draft.lengths = lengths if draft.lengths is None else torch.minimum(lengths, draft.lengths)
-    if lengths.device.type == "cpu":  # elsewhere reading the lengths would take longer than the target's places
+    if (
+        lengths.device.type == "cpu"
+    ):  # elsewhere reading the lengths would take longer than the target's places
         width = int(draft.lengths.max())
         draft.tokens = draft.tokens[:, :width]
         draft.probs = None if draft.probs is None else draft.probs[:, :width]
@@ -243,7 +258,9 @@ class TrainedDrafter(DrawingDrafter, ABC):
         super().__init__(*values, sampling=sampling, **settings)
         tokens, vocab_size = self.settings.draft_vocabulary, self.settings.vocab_size
         self.draft_vocabulary = None if tokens is None else DraftVocabulary(tokens, vocab_size)
-        self.num_tokens: Any = vocab_size if self.draft_vocabulary is None else len(self.draft_vocabulary)
+        self.num_tokens: Any = (
+            vocab_size if self.draft_vocabulary is None else len(self.draft_vocabulary)
+        )
 
     def arguments(self) -> dict[str, Any]:
         own = self.draft_vocabulary
@@ -251,7 +268,9 @@ class TrainedDrafter(DrawingDrafter, ABC):
 
     def check_target(self, target: LanguageModel) -> None:
         if target.hidden_size is None or target.num_layers is None:
-            raise ValueError(f"{type(target).__name__} gives no hidden states, which this draft reads")
+            raise ValueError(
+                f"{type(target).__name__} gives no hidden states, which this draft reads"
+            )
         own = self.settings
         if (own.hidden_size, own.vocab_size) != (target.hidden_size, target.vocab_size):
             raise ValueError(
@@ -293,12 +312,17 @@ class ModelDraftState(DraftState):
             self.model_state.truncate(lengths)
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        self.model_state.truncate([min(pair) for pair in zip(lengths, self.model_state.consumed, strict=True)])
+        self.model_state.truncate(
+            [min(pair) for pair in zip(lengths, self.model_state.consumed, strict=True)]
+        )
 
     def begin(self, request: DraftRequest, num_again: int) -> list[Sequence[int]]:
         """Go back to the texts; gives what is not read of each, its last `num_again` tokens at least."""
         state, texts, settled = self.model_state, request.texts, request.settled
-        starts = [min(read, max(0, len(text) - num_again)) for read, text in zip(state.consumed, texts, strict=True)]
+        starts = [
+            min(read, max(0, len(text) - num_again))
+            for read, text in zip(state.consumed, texts, strict=True)
+        ]
         state.truncate(starts)
         if settled is None:
             state.commit(starts)
@@ -345,14 +369,20 @@ class ModelDrafter(DrawingDrafter):
     def fused(self, target: LanguageModel | None = None) -> ModelDrafter:
         return ModelDrafter(self.model.fused(), sampling=self.sampling)
 
-    def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> ModelDraftState:
+    def init_state(
+        self, batch_size: int, max_length: int, context: TargetContext | None = None
+    ) -> ModelDraftState:
         return ModelDraftState(self.model.init_state(batch_size, max_length))
 
-    def propose(self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(
+        self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
         own, unread = state.model_state, state.begin(request, 2)
         state.drafted_at = [len(text) for text in request.texts]
         caught_up = all(len(each) == 2 for each in unread)
-        tokens, valid_lengths = (request.tail, None) if caught_up else pad(unread, request.tail.device)
+        tokens, valid_lengths = (
+            (request.tail, None) if caught_up else pad(unread, request.tail.device)
+        )
         outputs = None
         if caught_up and request.device is not None:
             outputs = self.recorded_roll(self.model, own, tokens, request, sampling)

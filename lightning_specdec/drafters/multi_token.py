@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.drafters.base import DraftRequest, DraftState, TargetContext
 from lightning_specdec.drafters.heads import Block, rows_of
-from lightning_specdec.drafters.model import Drawn, TrainedDrafter, make_draft, nothing, runs_in_openvino
+from lightning_specdec.drafters.model import (
+    Drawn,
+    TrainedDrafter,
+    make_draft,
+    nothing,
+    runs_in_openvino,
+)
 from lightning_specdec.models import LanguageModel, ModelOutput
 from lightning_specdec.models.base import select
 from lightning_specdec.rules import Draft, Sampling
@@ -38,7 +44,10 @@ class StackedHeads:
     def __init__(self, heads: Iterable[nn.Module]) -> None:
         *blocks, outputs = zip(*(head.children() for head in heads), strict=True)
         self.blocks = [
-            (_stack(block.linear.weight.T for block in place), _stack(block.linear.bias[None] for block in place))
+            (
+                _stack(block.linear.weight.T for block in place),
+                _stack(block.linear.bias[None] for block in place),
+            )
             for place in blocks
         ]
         self.output = _stack(layer.weight.T for layer in outputs)
@@ -46,7 +55,9 @@ class StackedHeads:
     def __call__(self, hidden: Float[Tensor, "B D"], num_heads: int) -> Float[Tensor, "H B W"]:
         states = hidden.expand(num_heads, -1, -1)
         for weight, bias in self.blocks:
-            states = states + nn.functional.silu(torch.baddbmm(bias[:num_heads], states, weight[:num_heads]))
+            states = states + nn.functional.silu(
+                torch.baddbmm(bias[:num_heads], states, weight[:num_heads])
+            )
         return torch.bmm(states, self.output[:num_heads])
 
 
@@ -74,7 +85,11 @@ class MultiTokenState(DraftState):
 
     def learn(self, scored: Float[Tensor, "B N D"], num_accepted: Sequence[int]) -> None:
         """Keep the states of the last call; N places are the text's last token and N - 1 draft tokens."""
-        self.scored, self.num_added, self.moved = scored, [count + 1 for count in num_accepted], False
+        self.scored, self.num_added, self.moved = (
+            scored,
+            [count + 1 for count in num_accepted],
+            False,
+        )
         # The target has read the whole text and all draft tokens; the kept ones and one token more are text now.
         reads = zip(self.context.state.consumed, self.num_added, strict=True)
         self.lengths = [length - scored.shape[1] + added + 1 for length, added in reads]
@@ -98,12 +113,15 @@ class MultiTokenState(DraftState):
 
 @dataclass(frozen=True)
 class MultiTokenSettings(Settings):
-    num_heads: int = setting(help="heads, which is the most tokens drafted in a round", minimum=1, maximum=64)
+    num_heads: int = setting(
+        help="heads, which is the most tokens drafted in a round", minimum=1, maximum=64
+    )
     hidden_size: int = setting(help="hidden size of the target", minimum=1, maximum=2**16)
     vocab_size: int = setting(help="vocabulary of the target", minimum=2, maximum=2**20)
     num_blocks: int = setting(1, "residual blocks of each head", minimum=1, maximum=16)
     draft_vocabulary: int | tuple[int, ...] | None = setting(
-        None, "tokens that the heads score, ascending, or how many to choose before training; default: all"
+        None,
+        "tokens that the heads score, ascending, or how many to choose before training; default: all",
     )
 
 
@@ -122,7 +140,10 @@ class MultiTokenDrafter(TrainedDrafter):
         super().__init__(*values, sampling=sampling, **settings)
         size, own = self.settings.hidden_size, self.settings
         self.heads = nn.ModuleList(
-            nn.Sequential(*(Block(size) for _ in range(own.num_blocks)), nn.Linear(size, self.num_tokens, bias=False))
+            nn.Sequential(
+                *(Block(size) for _ in range(own.num_blocks)),
+                nn.Linear(size, self.num_tokens, bias=False),
+            )
             for _ in range(own.num_heads)
         )
         # Keeps the heads' type where their weights are packed.
@@ -152,8 +173,12 @@ class MultiTokenDrafter(TrainedDrafter):
         return other
 
     def _apply(self, *arguments: Any, **options: Any) -> Any:
-        if self.stacked is not None:  # its weights are copies of others that it shares with the original
-            raise ValueError("fused heads stay as they are: move or convert the drafter before `fused`")
+        if (
+            self.stacked is not None
+        ):  # its weights are copies of others that it shares with the original
+            raise ValueError(
+                "fused heads stay as they are: move or convert the drafter before `fused`"
+            )
         return super()._apply(*arguments, **options)
 
     @torch.no_grad()
@@ -180,7 +205,9 @@ class MultiTokenDrafter(TrainedDrafter):
         """
         return self.heads[number](hidden.to(self._like.dtype))
 
-    def first_logits(self, num_heads: int, hidden: Float[Tensor, "B D"]) -> Iterable[Float[Tensor, "B W"]]:
+    def first_logits(
+        self, num_heads: int, hidden: Float[Tensor, "B D"]
+    ) -> Iterable[Float[Tensor, "B W"]]:
         if self.in_openvino:
             flat = hidden.float().contiguous()
             return [head.run([flat])[0] for head in self.in_openvino[:num_heads]]
@@ -188,29 +215,47 @@ class MultiTokenDrafter(TrainedDrafter):
             return self.stacked(hidden.to(self._like.dtype), num_heads)
         return [self.logits(number, hidden) for number in range(num_heads)]
 
-    def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> MultiTokenState:
-        assert context is not None, "heads read their target's hidden states, so a session must say which that is"
+    def init_state(
+        self, batch_size: int, max_length: int, context: TargetContext | None = None
+    ) -> MultiTokenState:
+        assert context is not None, (
+            "heads read their target's hidden states, so a session must say which that is"
+        )
         return MultiTokenState(batch_size, context, self.features(context.model)[0])
 
-    def propose(self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(
+        self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
         most, device = self.max_draft_tokens, request.device
-        known = (len(text) == length for text, length in zip(request.texts, state.lengths, strict=True))
-        wanted = [min(window, most) if each else 0 for window, each in zip(windows, known, strict=True)]
+        known = (
+            len(text) == length for text, length in zip(request.texts, state.lengths, strict=True)
+        )
+        wanted = [
+            min(window, most) if each else 0 for window, each in zip(windows, known, strict=True)
+        ]
         if not max(wanted):
             return nothing(request)
         if device is None or state.moved or (self.sampling or sampling).processors:
-            width, key, added = max(wanted), None, torch.tensor(state.num_added, device=request.tail.device)
+            width, key, added = (
+                max(wanted),
+                None,
+                torch.tensor(state.num_added, device=request.tail.device),
+            )
         else:
             width = min(device.width, most)
             key, added = ("heads", width), device.num_added
 
         def call(drawn: Drawn, scored: Float[Tensor, "B N D"], added: Int[Tensor, "B"]) -> None:
-            hidden = select(scored, (added - 1).clamp(0, scored.shape[1] - 1)[:, None])[:, 0]  # 0 of a row that failed
+            hidden = select(scored, (added - 1).clamp(0, scored.shape[1] - 1)[:, None])[
+                :, 0
+            ]  # 0 of a row that failed
             for scores in self.first_logits(width, hidden):
                 drawn.draw(scores)
 
         vocabulary = self.draft_vocabulary
-        outputs = self.run(request, wanted, sampling, call, state.scored, added, key=key, vocabulary=vocabulary)
+        outputs = self.run(
+            request, wanted, sampling, call, state.scored, added, key=key, vocabulary=vocabulary
+        )
         return make_draft(outputs, wanted, request, num_calls=1)
 
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:

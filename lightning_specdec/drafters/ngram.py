@@ -18,15 +18,22 @@ class NGramSettings(Settings):
     RENAMED = {"guesses_per_token": "tokens_per_match"}
 
     max_ngram: int = setting(5, "longest suffix to look up, tried first", minimum=1, maximum=32)
-    min_ngram: int = setting(1, "shortest suffix to look up; longer ones match less often and more reliably", minimum=1)
+    min_ngram: int = setting(
+        1, "shortest suffix to look up; longer ones match less often and more reliably", minimum=1
+    )
     tokens_per_match: int = setting(
-        2, "draft tokens for each matched token; a match of max_ngram tokens fills the window", minimum=1, maximum=1024
+        2,
+        "draft tokens for each matched token; a match of max_ngram tokens fills the window",
+        minimum=1,
+        maximum=1024,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.min_ngram > self.max_ngram:
-            raise ValueError(f"min_ngram must be at most max_ngram ({self.max_ngram}), got {self.min_ngram}")
+            raise ValueError(
+                f"min_ngram must be at most max_ngram ({self.max_ngram}), got {self.min_ngram}"
+            )
 
 
 class _Index:
@@ -96,26 +103,36 @@ class NGramDrafter(Drafter):
     def needs_noise(self, sampling: Sampling) -> bool:
         return False
 
-    def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> NGramState:
+    def init_state(
+        self, batch_size: int, max_length: int, context: TargetContext | None = None
+    ) -> NGramState:
         return NGramState(batch_size, lambda: _Index(self.settings))
 
-    def look_up(self, state: DraftState, request: DraftRequest, windows: Sequence[int]) -> list[Sequence[int]]:
+    def look_up(
+        self, state: DraftState, request: DraftRequest, windows: Sequence[int]
+    ) -> list[Sequence[int]]:
         """Each row's draft tokens as lists on the host, at most `windows[b]`; empty without a match."""
         # A row that wants no draft may be a vacant one: its text is nobody's.
         settled = request.settled or [len(text) for text in request.texts]
         return [
             index.propose(text, known, window) if window else ()
-            for index, text, known, window in zip(state.rows, request.texts, settled, windows, strict=True)
+            for index, text, known, window in zip(
+                state.rows, request.texts, settled, windows, strict=True
+            )
         ]
 
-    def propose(self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(
+        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
         return certain(self.look_up(state, request, windows), request.tail.device)
 
 
 def certain(found: Sequence[Sequence[int]], device: torch.device) -> Draft:
     """The draft of tokens that are known on the host."""
     if len(set(map(len, found))) == 1:
-        return Draft(torch.tensor(found, dtype=torch.long, device=device).view(len(found), len(found[0])))
+        return Draft(
+            torch.tensor(found, dtype=torch.long, device=device).view(len(found), len(found[0]))
+        )
     # Tokens and lengths go to the device in one piece.
     packed, _ = pad([[len(row), *row] for row in found], device)
     return Draft(packed[:, 1:], packed[:, 0])

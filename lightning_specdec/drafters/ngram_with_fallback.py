@@ -10,7 +10,13 @@ import torch
 from torch.nn.functional import pad
 
 from lightning_specdec.config.settings import setting
-from lightning_specdec.drafters.base import Drafter, DraftRequest, DraftState, JointState, TargetContext
+from lightning_specdec.drafters.base import (
+    Drafter,
+    DraftRequest,
+    DraftState,
+    JointState,
+    TargetContext,
+)
 from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary
 from lightning_specdec.drafters.ngram import NGramDrafter, NGramSettings, certain
 from lightning_specdec.models import ExitStates, LanguageModel, ModelOutput
@@ -18,7 +24,9 @@ from lightning_specdec.rules import Draft, Sampling
 
 
 class FallbackState(JointState):
-    def __init__(self, lookup: DraftState, fallback: DraftState, context: TargetContext | None) -> None:
+    def __init__(
+        self, lookup: DraftState, fallback: DraftState, context: TargetContext | None
+    ) -> None:
         super().__init__(lookup, fallback)
         self.lookup, self.fallback, self.context = lookup, fallback, context
 
@@ -29,7 +37,9 @@ class FallbackSettings(NGramSettings):
 
     # A continuation of a single matched token is right less often than a trained draft (docs/log.md).
     min_ngram: int = setting(2, "shortest suffix to look up", minimum=1)
-    min_confidence: float | None = setting(None, "that of the trained draft; default: its own", minimum=0, maximum=1)
+    min_confidence: float | None = setting(
+        None, "that of the trained draft; default: its own", minimum=0, maximum=1
+    )
 
 
 class NGramWithFallback(Drafter):
@@ -51,7 +61,9 @@ class NGramWithFallback(Drafter):
     def __init__(self, lookup: NGramDrafter, fallback: Drafter) -> None:
         if not isinstance(lookup, NGramDrafter) or not isinstance(fallback, Drafter):
             given = f"{type(lookup).__name__} and {type(fallback).__name__}"
-            raise ValueError(f"lookup must be an NGramDrafter and fallback a Drafter, got {given}: wrap a model in one")
+            raise ValueError(
+                f"lookup must be an NGramDrafter and fallback a Drafter, got {given}: wrap a model in one"
+            )
         super().__init__(**lookup.settings.to_dict())
         self.lookup, self.fallback, self.inside_target = lookup, fallback, fallback.inside_target
 
@@ -60,7 +72,9 @@ class NGramWithFallback(Drafter):
         """As `Drafter.for_target`; `draft` may also be a drafter."""
         if isinstance(draft, NGramWithFallback):  # another lookup before the same draft
             draft = draft.fallback
-        fallback = draft if isinstance(draft, Drafter) else CrossVocabulary.for_target(target, draft)
+        fallback = (
+            draft if isinstance(draft, Drafter) else CrossVocabulary.for_target(target, draft)
+        )
         if (least := settings.pop("min_confidence", None)) is not None:
             if fallback.free != "min_confidence":
                 raise ValueError(f"{type(fallback).__name__} has no min_confidence: drop it")
@@ -89,11 +103,17 @@ class NGramWithFallback(Drafter):
         self.fallback.arguments()  # one that a checkpoint cannot keep says so
         return {"lookup": self.lookup, "fallback": self.fallback}
 
-    def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> FallbackState:
+    def init_state(
+        self, batch_size: int, max_length: int, context: TargetContext | None = None
+    ) -> FallbackState:
         lookup = self.lookup.init_state(batch_size, max_length, context)
-        return FallbackState(lookup, self.fallback.init_state(batch_size, max_length, context), context)
+        return FallbackState(
+            lookup, self.fallback.init_state(batch_size, max_length, context), context
+        )
 
-    def propose(self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(
+        self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
         found = self.lookup.look_up(state.lookup, request, windows)
         if not any(found):
             return self.fallback.propose(state.fallback, request, windows, sampling)
@@ -130,8 +150,14 @@ def _joined(copied: Draft, other: Draft, exit_states: ExitStates | None) -> Draf
     assert copied.lengths is not None, "it has tokens for some rows and none for others"
     width = max(copied.tokens.shape[1], other.tokens.shape[1])
     found = (copied.lengths > 0)[:, None]
-    copies, others = (pad(draft.tokens, (0, width - draft.tokens.shape[1])) for draft in (copied, other))
-    lengths = torch.full_like(copied.lengths, other.tokens.shape[1]) if other.lengths is None else other.lengths
+    copies, others = (
+        pad(draft.tokens, (0, width - draft.tokens.shape[1])) for draft in (copied, other)
+    )
+    lengths = (
+        torch.full_like(copied.lengths, other.tokens.shape[1])
+        if other.lengths is None
+        else other.lengths
+    )
     probs = other.probs
     if probs is not None:
         probs = pad(probs, (0, 0, 0, width - probs.shape[1]))

@@ -19,7 +19,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_specdec.config.settings import Settings, setting
-from lightning_specdec.drafters.base import Drafter, DraftRequest, DraftState, JointState, TargetContext, last_two
+from lightning_specdec.drafters.base import (
+    Drafter,
+    DraftRequest,
+    DraftState,
+    JointState,
+    TargetContext,
+    last_two,
+)
 from lightning_specdec.drafters.early_exit import EarlyExitDrafter, ExitState, LowerState
 from lightning_specdec.drafters.layout import pad, with_draft_tokens
 from lightning_specdec.drafters.model import ModelDrafter, ModelDraftState, fit, nothing
@@ -68,7 +75,9 @@ class _Window:
     @property
     def tokens(self) -> list[list[int]]:
         """The draft tokens of each row so far."""
-        return [text[len(known) :] for text, known in zip(self.texts, self.request.texts, strict=True)]
+        return [
+            text[len(known) :] for text, known in zip(self.texts, self.request.texts, strict=True)
+        ]
 
     @property
     def left(self) -> list[int]:
@@ -90,10 +99,14 @@ class _Window:
         left = self.left
         logits = fit(logits, self.request.vocab_size)
         if self.sampling.processors:
-            texts = [text if wanted else None for text, wanted in zip(self.texts, left, strict=True)]
+            texts = [
+                text if wanted else None for text, wanted in zip(self.texts, left, strict=True)
+            ]
             logits = self.sampling.process(logits, texts, drafted, stop_at_impossible=True)
         tokens, probs = self.sampling.sample_with_probs(logits, self.uniform(logits.shape[1]))
-        drawn = tokens.clamp(max=logits.shape[-1] - 1).tolist()  # a row of NaN draws no token, and something is read
+        drawn = tokens.clamp(
+            max=logits.shape[-1] - 1
+        ).tolist()  # a row of NaN draws no token, and something is read
         num_agreed = []
         for row, (own, smaller) in enumerate(zip(drawn, drafted, strict=True)):
             agreed = next((i for i, token in enumerate(smaller) if token != own[i]), len(smaller))
@@ -161,36 +174,54 @@ class StagedDrafter(Drafter):
         if sizes != sorted(sizes):
             raise ValueError(f"give the stages smallest first, got models of {sizes} parameters")
         self.stages, self.window = [*stages], stage_windows
-        self.smaller = first[0] if len(first) == 1 else StagedDrafter(first, stage_windows=stage_windows)
+        self.smaller = (
+            first[0] if len(first) == 1 else StagedDrafter(first, stage_windows=stage_windows)
+        )
         self.larger: Any = last
         self.inside_target = last.inside_target
 
     @property
     def max_positions(self) -> int | None:
-        return min((limit for stage in self.stages if (limit := stage.max_positions) is not None), default=None)
+        return min(
+            (limit for stage in self.stages if (limit := stage.max_positions) is not None),
+            default=None,
+        )
 
     def check_target(self, target: LanguageModel) -> None:
         for stage in self.stages:
             stage.check_target(target)
 
     def needs_noise(self, sampling: Sampling) -> bool:
-        return self.larger.needs_noise(sampling) or self.smaller.needs_noise(self.larger.sampling or sampling)
+        return self.larger.needs_noise(sampling) or self.smaller.needs_noise(
+            self.larger.sampling or sampling
+        )
 
     def fused(self, target: LanguageModel | None = None) -> StagedDrafter:
-        return StagedDrafter([stage.fused(target) for stage in self.stages], stage_windows=self.window)
+        return StagedDrafter(
+            [stage.fused(target) for stage in self.stages], stage_windows=self.window
+        )
 
     def arguments(self) -> dict[str, Any]:
         for stage in self.stages:
             stage.arguments()  # one that a checkpoint cannot keep says so
         return {"stages": self.stages, "stage_windows": self.window}
 
-    def init_state(self, batch_size: int, max_length: int, context: TargetContext | None = None) -> StagedState:
+    def init_state(
+        self, batch_size: int, max_length: int, context: TargetContext | None = None
+    ) -> StagedState:
         max_length += self.window  # whole windows are read, also where a row wants fewer
-        larger, smaller = (each.init_state(batch_size, max_length, context) for each in (self.larger, self.smaller))
+        larger, smaller = (
+            each.init_state(batch_size, max_length, context) for each in (self.larger, self.smaller)
+        )
         return StagedState(larger, smaller)
 
-    def propose(self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> Draft:
-        reading, made = state.begin(request), _Window(request, windows, self.larger.sampling or sampling)
+    def propose(
+        self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+    ) -> Draft:
+        reading, made = (
+            state.begin(request),
+            _Window(request, windows, self.larger.sampling or sampling),
+        )
         model = state.larger.model if isinstance(reading, LowerState) else self.larger.model
         num_calls = 0
         while max(made.left) > 0:
@@ -204,7 +235,9 @@ class StagedDrafter(Drafter):
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
         state.settle(num_accepted)
 
-    def _advance(self, state: StagedState, model: LanguageModel, reading: DecodeState, made: _Window) -> None:
+    def _advance(
+        self, state: StagedState, model: LanguageModel, reading: DecodeState, made: _Window
+    ) -> None:
         """One round between the two: draft, score, keep what agrees and one token more.
 
         Rows with full windows read their last token again, so what the smaller drafter observes is true of them too.
@@ -223,11 +256,20 @@ class StagedDrafter(Drafter):
             draft = self.smaller.propose(state.smaller, inner, windows, made.sampling)
         unread = [text[read:] for text, read in zip(made.texts, reading.consumed, strict=True)]
         tokens, valid_lengths, places = with_draft_tokens(*pad(unread, device), draft.tokens)
-        tokens = tokens.clamp(max=model.vocab_size - 1)  # the target may have tokens that only pad its output
+        tokens = tokens.clamp(
+            max=model.vocab_size - 1
+        )  # the target may have tokens that only pad its output
         output = model(tokens, reading, valid_lengths=valid_lengths, logits_for=places)
         lengths = torch.tensor(windows, device=device) if draft.lengths is None else draft.lengths
         read = torch.cat((lengths[:, None], draft.tokens), dim=1).tolist()
-        drafted = [row[: min(window, length)] for (length, *row), window in zip(read, windows, strict=True)]
+        drafted = [
+            row[: min(window, length)] for (length, *row), window in zip(read, windows, strict=True)
+        ]
         num_agreed = made.extend(output.logits, drafted)
         self.smaller.observe(state.smaller, output, num_agreed)
-        reading.truncate([min(read, len(text) - 1) for read, text in zip(reading.consumed, made.texts, strict=True)])
+        reading.truncate(
+            [
+                min(read, len(text) - 1)
+                for read, text in zip(reading.consumed, made.texts, strict=True)
+            ]
+        )

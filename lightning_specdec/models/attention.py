@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -42,7 +47,12 @@ class StateCache(Cache):
 
 
 def grouped_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention, as transformers' "sdpa" and with its arguments, over a mask `[B, 1, T, S]`.
 
@@ -52,8 +62,12 @@ def grouped_attention(
     """
     batch, heads, num_tokens, size = query.shape
     groups = heads // key.shape[1]
-    plain = attention_mask is None or attention_mask.shape[1] != 1 or attention_mask.dtype == torch.bool
-    other = options.get("dropout") or any(options.get(name) is not None for name in ("is_causal", "position_bias"))
+    plain = (
+        attention_mask is None or attention_mask.shape[1] != 1 or attention_mask.dtype == torch.bool
+    )
+    other = options.get("dropout") or any(
+        options.get(name) is not None for name in ("is_causal", "position_bias")
+    )
     if groups == 1 or plain or other:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     assert attention_mask is not None
@@ -77,15 +91,22 @@ def attention_windows(model: PreTrainedModel, config: PreTrainedConfig) -> dict[
     Raises:
         ValueError: it is no decoder, its state cannot go back, or it takes no positions.
     """
-    implementation, window = model.config._attn_implementation, getattr(config, "sliding_window", None)
+    implementation, window = (
+        model.config._attn_implementation,
+        getattr(config, "sliding_window", None),
+    )
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         # A config of transformers' own may hold a window that its family does not have, and no layer heeds.
-        known = hasattr(type(config), "sliding_window") or not type(config).__module__.startswith("transformers.")
+        known = hasattr(type(config), "sliding_window") or not type(config).__module__.startswith(
+            "transformers."
+        )
         sliding = window is not None and known and getattr(config, "use_sliding_window", True)
         kinds = [_SLIDING if sliding else _FULL]
     foreign = sorted({*kinds} - {_FULL, _SLIDING})
-    two_sided = config.model_type in _ENCODERS or getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    two_sided = config.model_type in _ENCODERS or getattr(
+        config, "use_bidirectional_attention", None
+    ) in (True, "all")
     own_masks = getattr(config, "alibi", False) or config.model_type in _OWN_MASKS
     reason = None
     if config.is_encoder_decoder or two_sided or model.get_output_embeddings() is None:
@@ -105,7 +126,9 @@ def attention_windows(model: PreTrainedModel, config: PreTrainedConfig) -> dict[
 def max_positions(config: PreTrainedConfig) -> int | None:
     """Most tokens of a text. Rotary scalings that change with the text's length stay below the change."""
     scaling = getattr(config, "rope_parameters", None) or {}
-    original = scaling.get("original_max_position_embeddings") if isinstance(scaling, Mapping) else None
+    original = (
+        scaling.get("original_max_position_embeddings") if isinstance(scaling, Mapping) else None
+    )
     if original is not None and scaling.get("rope_type") in ("longrope", "dynamic"):
         return int(original)
     limit = getattr(config, "max_position_embeddings", None)

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 OPENVINO_DTYPES = (torch.float32, torch.bfloat16)
 """What networks compute in where they run in OpenVINO."""
-_set_num_threads = getattr(ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", torch.set_num_threads)
+_set_num_threads = getattr(
+    ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", torch.set_num_threads
+)
 """Of this thread of Python: torch's function also sets the number for those that begin later, which keep it."""
 
 
@@ -69,7 +71,9 @@ class ExitStates:
     lengths: list[int]
 
 
-def select(hidden: Float[Tensor, "B T D"], places: Int[Tensor, "B N"] | slice | None) -> Float[Tensor, "B N D"]:
+def select(
+    hidden: Float[Tensor, "B T D"], places: Int[Tensor, "B N"] | slice | None
+) -> Float[Tensor, "B N D"]:
     """The hidden states at some of the T positions: all of them when None."""
     if places is None:
         return hidden
@@ -135,7 +139,9 @@ class LanguageModel(nn.Module, ABC):
         """The constructor's arguments as plain values; a checkpoint stores them to rebuild the model."""
 
     def _lacks(self, what: str) -> NoReturn:
-        raise ValueError(f"{type(self).__name__} has no {what}: take a transformers model, or draft in another way")
+        raise ValueError(
+            f"{type(self).__name__} has no {what}: take a transformers model, or draft in another way"
+        )
 
     def check_exit(self, num_layers: int) -> None:
         """Raise ValueError if the model cannot exit after its first `num_layers` layers."""
@@ -160,7 +166,12 @@ class LanguageModel(nn.Module, ABC):
         return False
 
     def read_at(
-        self, state: KVStorage, span: int, tokens: Int[Tensor, "B T"], starts: Int[Tensor, "B"], num_layers: int | None
+        self,
+        state: KVStorage,
+        span: int,
+        tokens: Int[Tensor, "B T"],
+        starts: Int[Tensor, "B"],
+        num_layers: int | None,
     ) -> Float[Tensor, "B T D"]:
         """The output of the first `num_layers` layers (all when None) inside a recorded call, as `lower`.
 
@@ -229,7 +240,9 @@ class LanguageModel(nn.Module, ABC):
         """
         last: Tensor | slice = slice(-1, None)
         if valid_lengths is not None:
-            last = torch.tensor([[length - 1] for length in as_list(valid_lengths)], device=tokens.device)
+            last = torch.tensor(
+                [[length - 1] for length in as_list(valid_lengths)], device=tokens.device
+            )
         for i in range(num_tokens):
             output = self(tokens, state, valid_lengths=valid_lengths, logits_for=last)
             # A copy, since the next recorded call overwrites its logits, which may be the choice's memory.
@@ -272,7 +285,12 @@ def weights_stamp(*modules: nn.Module) -> tuple[list[tuple[int, int | None, torc
     """Changes when weights do: each one's identity and how often torch has written to it, and some of their values,
     since torch does not count what fused optimizers and assignments to `data` change."""
     weights = list(chain(*(module.parameters() for module in modules)))
-    known = [(id(each), None if each.is_inference() else each._version, each.dtype) for each in weights]
+    known = [
+        (id(each), None if each.is_inference() else each._version, each.dtype) for each in weights
+    ]
     plain = (each.data for each in weights if type(each.data) is Tensor)
-    some = [each.flatten()[:: max(1, each.numel() // 64)].contiguous().view(torch.uint8).cpu() for each in plain]
+    some = [
+        each.flatten()[:: max(1, each.numel() // 64)].contiguous().view(torch.uint8).cpu()
+        for each in plain
+    ]
     return known, torch.cat(some).numpy().tobytes() if some else b""

@@ -34,7 +34,9 @@ class _LayerCache:
     positions: Tensor
     span: int
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         self.keys[self.rows, :, self.positions] = key_states.transpose(1, 2)
         self.values[self.rows, :, self.positions] = value_states.transpose(1, 2)
         return self.keys[:, :, : self.span], self.values[:, :, : self.span]
@@ -50,7 +52,9 @@ class _JoinedLinear(nn.Module):
     def __init__(self, layer: nn.Linear, joined: Tensor, first: int) -> None:
         super().__init__()
         self.joined, self.first, self.last = joined, first, first + layer.out_features
-        layer.weight.data = joined[first : self.last]  # whoever else holds the layer reads the same memory
+        layer.weight.data = joined[
+            first : self.last
+        ]  # whoever else holds the layer reads the same memory
         self.weight = layer.weight
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -86,7 +90,9 @@ def _options(backend: str, one_token: bool) -> dict[str, Any] | None:
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     aten = torch.ops.aten
-    pure = {each.default for each in (aten.mm, aten.permute, aten.t, aten.view, aten.reshape)}  # of a linear layer
+    pure = {
+        each.default for each in (aten.mm, aten.permute, aten.t, aten.view, aten.reshape)
+    }  # of a linear layer
 
     class MergeEqual(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
@@ -104,7 +110,9 @@ def _options(backend: str, one_token: bool) -> dict[str, Any] | None:
     options: dict[str, Any] = {"post_grad_custom_pre_pass": MergeEqual()}
     if one_token:
         options["coordinate_descent_tuning"] = True
-        if hasattr(config.triton, "enable_pdl"):  # a kernel's launch overlaps with the end of the one before
+        if hasattr(
+            config.triton, "enable_pdl"
+        ):  # a kernel's launch overlaps with the end of the one before
             options["triton.enable_pdl"] = True
     return options
 
@@ -132,7 +140,11 @@ def compile_layers(model: HuggingFaceLM, *, backend: str = "inductor") -> float:
     with torch.inference_mode():
         state = model.init_state(1, 8)
         for width in (2, 1, 4):  # a first call, a step of standard decoding, a round
-            model(torch.zeros(1, width, dtype=torch.long, device=model.device), state, logits_for=slice(-1, None))
+            model(
+                torch.zeros(1, width, dtype=torch.long, device=model.device),
+                state,
+                logits_for=slice(-1, None),
+            )
     return time.perf_counter() - started
 
 
@@ -144,7 +156,9 @@ def _dispatch(index: int, plain: Callable[..., Any], backend: str) -> Callable[.
     ]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        cache: Any = next((value for value in (*args, *kwargs.values()) if hasattr(value, "slots")), None)
+        cache: Any = next(
+            (value for value in (*args, *kwargs.values()) if hasattr(value, "slots")), None
+        )
         if cache is None or not cache.recorded:
             return plain(*args, **kwargs)
         storage, slots = cache.storage, cache.slots
@@ -155,7 +169,9 @@ def _dispatch(index: int, plain: Callable[..., Any], backend: str) -> Callable[.
         kwargs = {name: part if value is cache else value for name, value in kwargs.items()}
         # A layer's own number is read by its code, but only to find its part of the cache: no code depends on it.
         # All models share a layer class's code, so they share its count of compilations too.
-        with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MOST_COMPILATIONS):
+        with torch._dynamo.config.patch(
+            allow_unspec_int_on_nn_module=True, recompile_limit=MOST_COMPILATIONS
+        ):
             return compiled[args[0].numel() == args[0].shape[-1]](*args, **kwargs)
 
     return forward

@@ -46,7 +46,9 @@ class GraphCache:
         described = tuple(map(self._describe, inputs))
         recording = self._recordings.get((key, described))
         if recording is None:
-            recording = self._recordings[key, described] = _Recording(call, inputs, [d[0] == "kept" for d in described])
+            recording = self._recordings[key, described] = _Recording(
+                call, inputs, [d[0] == "kept" for d in described]
+            )
             for tensor in (*recording.inputs, *recording.outputs):
                 if tensor is not None:
                     self._keep(tensor)
@@ -76,7 +78,12 @@ class GraphCache:
 
     def end(self) -> bool:
         """Note no more. Gives whether `repeat` may run the same again: it was so before, over inputs that stay."""
-        before, self._finished, self._noted, self._place = self._finished, self._noted or [], None, None
+        before, self._finished, self._noted, self._place = (
+            self._finished,
+            self._noted or [],
+            None,
+            None,
+        )
         copied = any(isinstance(item, _Recording) and item.copied for item in self._finished)
         return self._finished == before and not copied
 
@@ -104,9 +111,13 @@ class GraphCache:
 class _Recording:
     """One call over tensors that stay."""
 
-    def __init__(self, call: Callable[..., Outputs], inputs: Sequence[Tensor | None], kept: Sequence[bool]) -> None:
+    def __init__(
+        self, call: Callable[..., Outputs], inputs: Sequence[Tensor | None], kept: Sequence[bool]
+    ) -> None:
         self.inputs = [
-            tensor if stays or tensor is None else tensor.clone(memory_format=torch.contiguous_format)
+            tensor
+            if stays or tensor is None
+            else tensor.clone(memory_format=torch.contiguous_format)
             for tensor, stays in zip(inputs, kept, strict=True)
         ]
         self.copied = [i for i, stays in enumerate(kept) if not stays and inputs[i] is not None]
@@ -115,7 +126,9 @@ class _Recording:
         if device.type != "cuda":
             self.outputs = call(*self.inputs)
             return
-        stream = torch.cuda.Stream(device)  # libraries set themselves up in a first run, which cannot be recorded
+        stream = torch.cuda.Stream(
+            device
+        )  # libraries set themselves up in a first run, which cannot be recorded
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             call(*self.inputs)
@@ -145,7 +158,10 @@ def begin_read(values: Tensor) -> Callable[[], list[Any]]:
     """Begin to copy values to the host; the result waits for them, and not for what is launched in the meantime."""
     if values.device.type != "cuda":
         return values.clone().tolist
-    kept, copied = torch.empty(values.shape, dtype=values.dtype, pin_memory=True), torch.cuda.Event()
+    kept, copied = (
+        torch.empty(values.shape, dtype=values.dtype, pin_memory=True),
+        torch.cuda.Event(),
+    )
     kept.copy_(values, non_blocking=True)
     copied.record(torch.cuda.current_stream(values.device))
 

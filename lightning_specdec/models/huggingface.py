@@ -17,7 +17,15 @@ from lightning_specdec.models.base import ExitStates, LanguageModel, ModelOutput
 from lightning_specdec.models.graphs import MOST_TOKENS, Outputs
 from lightning_specdec.models.model_config import FOREIGN, first_line, quiet, to_config, to_values
 from lightning_specdec.models.packed import PackedLinear, pack_linears
-from lightning_specdec.models.state import DecodeState, KVState, KVStorage, Lengths, Slots, StoragePool, as_list
+from lightning_specdec.models.state import (
+    DecodeState,
+    KVState,
+    KVStorage,
+    Lengths,
+    Slots,
+    StoragePool,
+    as_list,
+)
 from lightning_specdec.text.tokenizer import TextTokenizer, Tokenizer
 
 with quiet():  # whoever imports this first
@@ -35,8 +43,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HuggingFaceSettings(Settings):
-    model: Mapping[str, Any] = setting(help="config of transformers with a model_type, as {model_type: llama}")
-    vocab_size: int | None = setting(None, "vocabulary size, if the config has none", minimum=2, maximum=2**20)
+    model: Mapping[str, Any] = setting(
+        help="config of transformers with a model_type, as {model_type: llama}"
+    )
+    vocab_size: int | None = setting(
+        None, "vocabulary size, if the config has none", minimum=2, maximum=2**20
+    )
 
 
 class HuggingFaceLM(LanguageModel):
@@ -66,14 +78,20 @@ class HuggingFaceLM(LanguageModel):
         tokenizer: Any = None,
     ) -> None:
         super().__init__()
-        self.model = model if isinstance(model, PreTrainedModel) else _from_config(model, vocab_size)
+        self.model = (
+            model if isinstance(model, PreTrainedModel) else _from_config(model, vocab_size)
+        )
         self.config = self.model.config.get_text_config(decoder=True)
         if vocab_size not in (None, self.config.vocab_size):
-            raise ValueError(f"the model has {self.config.vocab_size} tokens, not {vocab_size}: leave vocab_size out")
+            raise ValueError(
+                f"the model has {self.config.vocab_size} tokens, not {vocab_size}: leave vocab_size out"
+            )
         self.windows = attention_windows(self.model, self.config)
         head = self.model.get_output_embeddings()
         self.vocab_size = int(getattr(head, "out_features", None) or self.config.vocab_size)
-        self.hidden_size = getattr(head, "in_features", None) or getattr(self.config, "hidden_size", None)
+        self.hidden_size = getattr(head, "in_features", None) or getattr(
+            self.config, "hidden_size", None
+        )
         self.max_positions = max_positions(self.config)
         if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
             tokenizer = TextTokenizer(tokenizer, generation_config=self.model.generation_config)
@@ -88,7 +106,9 @@ class HuggingFaceLM(LanguageModel):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that the model computes in."""
-        return next(weight.dtype for weight in self.model.parameters() if weight.is_floating_point())
+        return next(
+            weight.dtype for weight in self.model.parameters() if weight.is_floating_point()
+        )
 
     def arguments(self) -> dict[str, Any]:
         return {"model": to_values(self.model.config)}
@@ -103,9 +123,13 @@ class HuggingFaceLM(LanguageModel):
     def packed(self) -> HuggingFaceLM:
         """The model in its fastest form, for inference only: a copy with packed linear layers on a CPU, or one that
         records its calls on a GPU. The copy shares all other weights."""
-        if self._pool is not None or any(isinstance(layer, PackedLinear) for layer in self.modules()):
+        if self._pool is not None or any(
+            isinstance(layer, PackedLinear) for layer in self.modules()
+        ):
             return self
-        shared: dict[int, Any] = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())}
+        shared: dict[int, Any] = {
+            id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())
+        }
         shared[id(self.tokenizer)] = self.tokenizer
         other = deepcopy(self, shared)
         return other.pack() if self.device.type == "cpu" else other.record()
@@ -136,17 +160,26 @@ class HuggingFaceLM(LanguageModel):
         Raises:
             ValueError: there are no such layers, or no model can be built from them.
         """
-        stack, config, values = LayerStack(self.model), self.model.config, to_values(self.model.config)
+        stack, config, values = (
+            LayerStack(self.model),
+            self.model.config,
+            to_values(self.model.config),
+        )
         chosen = [require_int("a layer", layer, 0, stack.num_layers - 1) for layer in layers]
         if not chosen or sorted(set(chosen)) != chosen:
-            raise ValueError(f"layers must ascend, each once, got {list(layers)}: as [0, {stack.num_layers - 1}]")
+            raise ValueError(
+                f"layers must ascend, each once, got {list(layers)}: as [0, {stack.num_layers - 1}]"
+            )
         for name, value in vars(config).items():  # lists with a value for each layer
             if "layer" in name and isinstance(value, list) and len(value) == stack.num_layers:
                 values[name] = [value[layer] for layer in chosen]
         values[config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(chosen)
         made = HuggingFaceLM(values, tokenizer=self.tokenizer).float()
         try:
-            parts = deepcopy(self.model, {id(stack.layers): nn.ModuleList(stack.layers[layer] for layer in chosen)})
+            parts = deepcopy(
+                self.model,
+                {id(stack.layers): nn.ModuleList(stack.layers[layer] for layer in chosen)},
+            )
             made.model.load_state_dict(parts.state_dict())
         except RuntimeError as error:  # quantized weights, or layers of several kinds
             raise ValueError(
@@ -168,7 +201,9 @@ class HuggingFaceLM(LanguageModel):
                 self._parts = LayerStack(self.model)
                 self._check_parts()
             except FOREIGN as error:
-                self._parts = f"{type(self.model).__name__} cannot be taken apart: {first_line(error)}"
+                self._parts = (
+                    f"{type(self.model).__name__} cannot be taken apart: {first_line(error)}"
+                )
         if isinstance(self._parts, str):
             raise ValueError(self._parts)
         return self._parts
@@ -200,14 +235,21 @@ class HuggingFaceLM(LanguageModel):
             for module in training:
                 module.training = True
         tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.05
-        for wanted, got in ((whole.logits, parts.logits), (whole.features[last], parts.features[last])):
+        for wanted, got in (
+            (whole.logits, parts.logits),
+            (whole.features[last], parts.features[last]),
+        ):
             if not (got - wanted).abs().max() <= tolerance * wanted.abs().max():
                 raise ValueError("its own forward pass does more than its parts in turn")
 
     @property
     def num_layers(self) -> int | None:  # type: ignore[override]
         """Number of layers: of `stack` if the model can be taken apart, else as its config counts them."""
-        return self.stack.num_layers if self.takes_apart else getattr(self.config, "num_hidden_layers", None)
+        return (
+            self.stack.num_layers
+            if self.takes_apart
+            else getattr(self.config, "num_hidden_layers", None)
+        )
 
     @property
     def takes_apart(self) -> bool:
@@ -266,9 +308,13 @@ class HuggingFaceLM(LanguageModel):
             if not self.takes_apart:
                 return self._whole(tokens, None, logits_for, features)
             return self._by_parts(self.begin(tokens), 0, logits_for, features)
-        assert isinstance(state, KVState), f"{type(self.model).__name__} needs a KVState, got {state}"
+        assert isinstance(state, KVState), (
+            f"{type(self.model).__name__} needs a KVState, got {state}"
+        )
         num_tokens = tokens.shape[1]
-        ready = exit_states is None or (valid_lengths is None and {*exit_states.lengths} == {num_tokens - 1})
+        ready = exit_states is None or (
+            valid_lengths is None and {*exit_states.lengths} == {num_tokens - 1}
+        )
         if ready and self.records(state, num_tokens):
             output = self._recorded(tokens, state, logits_for, features, exit_states)
         elif not self.takes_apart:
@@ -276,13 +322,22 @@ class HuggingFaceLM(LanguageModel):
         else:
             first, given = 0, tokens
             if exit_states is not None:
-                first, given = exit_states.num_layers, self._completed(tokens, state, valid_lengths, exit_states)
-            output = self._by_parts(self._enter(_cache(state, num_tokens), given), first, logits_for, features)
+                first, given = (
+                    exit_states.num_layers,
+                    self._completed(tokens, state, valid_lengths, exit_states),
+                )
+            output = self._by_parts(
+                self._enter(_cache(state, num_tokens), given), first, logits_for, features
+            )
         state.advance(num_tokens, valid_lengths)
         return output
 
     def _completed(
-        self, tokens: Int[Tensor, "B T"], state: DecodeState, valid_lengths: Lengths | None, done: ExitStates
+        self,
+        tokens: Int[Tensor, "B T"],
+        state: DecodeState,
+        valid_lengths: Lengths | None,
+        done: ExitStates,
     ) -> Float[Tensor, "B T D"]:
         """The lower layers' output for all tokens: what they have made already, and now the rest."""
         num_tokens, known = tokens.shape[1], done.lengths
@@ -296,13 +351,19 @@ class HuggingFaceLM(LanguageModel):
         if width:
             starts = [length + each for length, each in zip(state.consumed, known, strict=True)]
             places = first + torch.arange(width, device=tokens.device)
-            rest = self.lower(tokens.gather(1, places.clamp(max=num_tokens - 1)), state, starts, done.num_layers)
+            rest = self.lower(
+                tokens.gather(1, places.clamp(max=num_tokens - 1)), state, starts, done.num_layers
+            )
             hidden = hidden.scatter(1, places[..., None].expand_as(rest), rest)
         return hidden[:, :num_tokens]
 
-    def lower(self, tokens: Tensor, state: DecodeState, starts: Sequence[int], num_layers: int) -> Tensor:
+    def lower(
+        self, tokens: Tensor, state: DecodeState, starts: Sequence[int], num_layers: int
+    ) -> Tensor:
         assert isinstance(state, KVState)
-        return self.stack.run(*self._enter(_cache(state, tokens.shape[1], starts), tokens), 0, num_layers)
+        return self.stack.run(
+            *self._enter(_cache(state, tokens.shape[1], starts), tokens), 0, num_layers
+        )
 
     def begin(self, tokens: Int[Tensor, "B T"]) -> Entered:
         """The first layer's input for whole sequences, and the keyword arguments of all layers."""
@@ -327,14 +388,18 @@ class HuggingFaceLM(LanguageModel):
         hidden = given if given.is_floating_point() else self.stack.embed(given, positions)
         return hidden, self.stack.begin(hidden, positions, mask, cache)
 
-    def _placed(self, cache: StateCache, window: int | None) -> tuple[Int[Tensor, "B T"], Float[Tensor, "B 1 T S"]]:
+    def _placed(
+        self, cache: StateCache, window: int | None
+    ) -> tuple[Int[Tensor, "B T"], Float[Tensor, "B 1 T S"]]:
         """Positions and mask of a call. Padding behind the end is clamped: a table of positions has no entry there."""
         positions = cache.slots.positions
         if self.max_positions is not None:
             positions = positions.clamp(max=self.max_positions - 1)
         return positions, additive(cache.storage.mask(cache.slots, window), self.dtype)
 
-    def _by_parts(self, entered: Entered, first: int, logits_for: Places, features: Sequence[int]) -> ModelOutput:
+    def _by_parts(
+        self, entered: Entered, first: int, logits_for: Places, features: Sequence[int]
+    ) -> ModelOutput:
         """The layers from the first on, the final norm, the head."""
         stack, (hidden, call), last = self.stack, entered, self.stack.num_layers - 1
         kept: dict[int, Tensor] = {}
@@ -349,11 +414,18 @@ class HuggingFaceLM(LanguageModel):
         return ModelOutput(logits, kept, logits_for)
 
     def _whole(
-        self, tokens: Int[Tensor, "B T"], state: KVState | None, logits_for: Places, features: Sequence[int]
+        self,
+        tokens: Int[Tensor, "B T"],
+        state: KVState | None,
+        logits_for: Places,
+        features: Sequence[int],
     ) -> ModelOutput:
         """One call of the model's own forward pass; its output head sees only the wanted places."""
         last, seen = (self.num_layers or 0) - 1, []
-        options: dict[str, Any] = {"use_cache": False, "output_hidden_states": any(layer != last for layer in features)}
+        options: dict[str, Any] = {
+            "use_cache": False,
+            "output_hidden_states": any(layer != last for layer in features),
+        }
         if state is not None:
             cache = _cache(state, tokens.shape[1])
             placed = {kind: self._placed(cache, window) for kind, window in self.windows.items()}
@@ -371,7 +443,10 @@ class HuggingFaceLM(LanguageModel):
             output = self.model(input_ids=tokens, **options)
         finally:
             handle.remove()
-        hidden = {layer: seen[0] if layer == last else output.hidden_states[layer + 1] for layer in features}
+        hidden = {
+            layer: seen[0] if layer == last else output.hidden_states[layer + 1]
+            for layer in features
+        }
         return ModelOutput(output.logits, hidden, logits_for)
 
     def records(self, state: DecodeState, num_tokens: int) -> bool:
@@ -380,9 +455,13 @@ class HuggingFaceLM(LanguageModel):
             return False
         return len(state.storage.layers) == self.stack.num_layers and min(state.consumed) > 0
 
-    def read_at(self, state: KVStorage, span: int, tokens: Tensor, starts: Tensor, num_layers: int | None) -> Tensor:
+    def read_at(
+        self, state: KVStorage, span: int, tokens: Tensor, starts: Tensor, num_layers: int | None
+    ) -> Tensor:
         last = self.stack.num_layers if num_layers is None else num_layers
-        return self.stack.run(*self._enter(_recorded_cache(state, span, tokens, starts), tokens), 0, last)
+        return self.stack.run(
+            *self._enter(_recorded_cache(state, span, tokens, starts), tokens), 0, last
+        )
 
     def _recorded(
         self,
@@ -394,42 +473,62 @@ class HuggingFaceLM(LanguageModel):
     ) -> ModelOutput:
         """The call's kernels launched together; recorded when they are first needed."""
         assert state.graphs is not None
-        storage, span, layers = state.storage, state.recorded_span(tokens.shape[1]), sorted(features)
+        storage, span, layers = (
+            state.storage,
+            state.recorded_span(tokens.shape[1]),
+            sorted(features),
+        )
         first, lower = 0, None
         if exit_states is not None:
             first, lower = exit_states.num_layers, exit_states.hidden[:, : tokens.shape[1] - 1]
         places = logits_for if isinstance(logits_for, Tensor) else None
 
-        def read(tokens: Tensor, starts: Tensor, places: Tensor | None, lower: Tensor | None) -> Outputs:
+        def read(
+            tokens: Tensor, starts: Tensor, places: Tensor | None, lower: Tensor | None
+        ) -> Outputs:
             given = tokens
             if lower is not None:  # the last draft token has not been through the lower layers
-                rest = self.read_at(storage, span, tokens[:, -1:], starts + tokens.shape[1] - 1, first)
+                rest = self.read_at(
+                    storage, span, tokens[:, -1:], starts + tokens.shape[1] - 1, first
+                )
                 given = torch.cat((lower, rest), dim=1)
             entered = self._enter(_recorded_cache(storage, span, tokens, starts), given)
-            output = self._by_parts(entered, first, logits_for if places is None else places, layers)
+            output = self._by_parts(
+                entered, first, logits_for if places is None else places, layers
+            )
             return output.logits, *(output.features[layer] for layer in layers)
 
         key = "read", span, first, str(logits_for) if places is None else None, tuple(layers)
         logits, *hidden = state.graphs.run(key, read, tokens, state.lengths, places, lower)
         assert logits is not None
-        return ModelOutput(logits, {i: h for i, h in zip(layers, hidden, strict=True) if h is not None}, logits_for)
+        return ModelOutput(
+            logits, {i: h for i, h in zip(layers, hidden, strict=True) if h is not None}, logits_for
+        )
 
 
 def _cache(state: KVState, num_tokens: int, starts: Sequence[int] | None = None) -> StateCache:
     return StateCache(state.storage, state.slots(num_tokens, starts))
 
 
-def _recorded_cache(storage: KVStorage, span: int, tokens: Tensor, starts: Int[Tensor, "B"]) -> StateCache:
+def _recorded_cache(
+    storage: KVStorage, span: int, tokens: Tensor, starts: Int[Tensor, "B"]
+) -> StateCache:
     """The cache of a call whose places only the device knows."""
     positions = starts[:, None] + torch.arange(tokens.shape[1], device=starts.device)
     return StateCache(storage, Slots(positions, None, span), recorded=True)
 
 
-def _from_config(config: PreTrainedConfig | Mapping[str, Any], vocab_size: int | None) -> PreTrainedModel:
+def _from_config(
+    config: PreTrainedConfig | Mapping[str, Any], vocab_size: int | None
+) -> PreTrainedModel:
     if not isinstance(config, PreTrainedConfig):
         settings = HuggingFaceSettings(config, vocab_size)
-        config = to_config({**({} if vocab_size is None else {"vocab_size": vocab_size}), **settings.model})
+        config = to_config(
+            {**({} if vocab_size is None else {"vocab_size": vocab_size}), **settings.model}
+        )
     try:
         return AutoModelForCausalLM.from_config(config)
     except FOREIGN as error:
-        raise ValueError(f"no {config.model_type!r} model can be built so: {first_line(error)}") from error
+        raise ValueError(
+            f"no {config.model_type!r} model can be built so: {first_line(error)}"
+        ) from error

@@ -51,9 +51,13 @@ class LayerStack:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.inner: Any = model.base_model
-        parts = next((names for names in _PARTS if all(hasattr(self.inner, name) for name in names)), None)
+        parts = next(
+            (names for names in _PARTS if all(hasattr(self.inner, name) for name in names)), None
+        )
         if parts is None:
-            raise ValueError(f"the layers of {type(model).__name__} are not laid out as in Llama, GPT-2 or GPT-NeoX")
+            raise ValueError(
+                f"the layers of {type(model).__name__} are not laid out as in Llama, GPT-2 or GPT-NeoX"
+            )
         self._embedding, self._layers, self._norm = parts
         name = cache_name(type(self.layers[0]).forward)
         if name is None:
@@ -68,7 +72,9 @@ class LayerStack:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    def embed(self, tokens: Int[Tensor, "B T"], positions: Int[Tensor, "#B T"]) -> Float[Tensor, "B T D"]:
+    def embed(
+        self, tokens: Int[Tensor, "B T"], positions: Int[Tensor, "#B T"]
+    ) -> Float[Tensor, "B T D"]:
         """The first layer's input."""
         hidden: Tensor = getattr(self.inner, self._embedding)(tokens)
         if hasattr(self.inner, "wpe"):
@@ -77,7 +83,11 @@ class LayerStack:
         return hidden if dropout is None else dropout(hidden)
 
     def begin(
-        self, hidden: Float[Tensor, "B T D"], positions: Int[Tensor, "#B T"], mask: Tensor | None, cache: Cache | None
+        self,
+        hidden: Float[Tensor, "B T D"],
+        positions: Int[Tensor, "#B T"],
+        mask: Tensor | None,
+        cache: Cache | None,
     ) -> Call:
         """The arguments of a call's layers; `hidden` gives the dtype and the device."""
         call: Call = {"attention_mask": mask, "position_ids": positions, self._cache_name: cache}
@@ -86,7 +96,9 @@ class LayerStack:
             call["position_embeddings"] = self.inner.rotary_emb(hidden, position_ids=positions)
         return call
 
-    def run(self, hidden: Float[Tensor, "B T D"], call: Call, first: int, last: int) -> Float[Tensor, "B T D"]:
+    def run(
+        self, hidden: Float[Tensor, "B T D"], call: Call, first: int, last: int
+    ) -> Float[Tensor, "B T D"]:
         """The output of layer `last - 1` for the input of layer `first`."""
         for layer in self.layers[first:last]:
             hidden = layer(hidden, **call)
@@ -102,4 +114,6 @@ class LayerStack:
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Float[Tensor, "B 1 T S"]:
     """A mask for attention from where each query may look: 0 there, -inf elsewhere."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[
+        :, None
+    ]

@@ -119,7 +119,17 @@ def examine(
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {wanted!r}")
     if backend == "openvino":
         check_openvino(device, getattr(torch, wanted))
-    return Examined(name, path, config, wanted, str(device), quantization, backend, measure(empty), trust_remote_code)
+    return Examined(
+        name,
+        path,
+        config,
+        wanted,
+        str(device),
+        quantization,
+        backend,
+        measure(empty),
+        trust_remote_code,
+    )
 
 
 def _read_shapes(path: Path) -> list[list[int]]:
@@ -127,7 +137,10 @@ def _read_shapes(path: Path) -> list[list[int]]:
 
 
 def without_memory(
-    config: PreTrainedConfig, limits: tuple[int, int] = (2**63, 2**63), *, trust_remote_code: bool = False
+    config: PreTrainedConfig,
+    limits: tuple[int, int] = (2**63, 2**63),
+    *,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The model that a configuration describes, on the meta device: all its shapes and no numbers.
 
@@ -145,9 +158,14 @@ def without_memory(
         if value is not None:
             built[:] = built[0] + 1, built[1] + value.numel()
             if built[0] > limits[0] or built[1] > limits[1]:
-                raise ValueError("its config.json describes a model far larger than its weight files")
+                raise ValueError(
+                    "its config.json describes a model far larger than its weight files"
+                )
 
-    with torch.nn.modules.module.register_module_parameter_registration_hook(count), torch.device("meta"):
+    with (
+        torch.nn.modules.module.register_module_parameter_registration_hook(count),
+        torch.device("meta"),
+    ):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
@@ -155,8 +173,14 @@ def measure(model: PreTrainedModel) -> ModelSize:
     """The size of a model of transformers, with or without memory."""
     maps: list[Any] = [module for module in model.modules() if is_linear(module)]
     # An output head that shares the table's weight does not take it along when it is quantized.
-    shared = {id(table.weight) for table in model.modules() if isinstance(table, torch.nn.Embedding)}
-    alone = {id(module.weight): module.weight.numel() for module in maps if id(module.weight) not in shared}
+    shared = {
+        id(table.weight) for table in model.modules() if isinstance(table, torch.nn.Embedding)
+    }
+    alone = {
+        id(module.weight): module.weight.numel()
+        for module in maps
+        if id(module.weight) not in shared
+    }
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return ModelSize(
         parameters=parameters,
@@ -187,11 +211,21 @@ def load(examined: Examined) -> HuggingFaceLM:
         except FOREIGN as error:
             raise ValueError(f"{name} cannot be loaded: {first_line(error)}") from error
     model, report = loaded
-    for kind, what in (("missing_keys", "lack"), ("mismatched_keys", "have another shape than its config for")):
+    for kind, what in (
+        ("missing_keys", "lack"),
+        ("mismatched_keys", "have another shape than its config for"),
+    ):
         if keys := sorted(report[kind], key=str):
-            raise ValueError(f"the weights of {name} {what} {keys[0]} ({len(keys)} in all): download it again")
+            raise ValueError(
+                f"the weights of {name} {what} {keys[0]} ({len(keys)} in all): download it again"
+            )
     if foreign := sorted(report["unexpected_keys"]):
-        log.warning("%s holds %d weights that its config has no place for, as %s", name, len(foreign), foreign[0])
+        log.warning(
+            "%s holds %d weights that its config has no place for, as %s",
+            name,
+            len(foreign),
+            foreign[0],
+        )
     built = _with_tokenizer(model, examined).to(examined.device)
     if examined.quantization is not None and examined.backend != "openvino":
         quantize(built.model, examined.quantization)
@@ -210,7 +244,11 @@ def _with_tokenizer(model: PreTrainedModel, examined: Examined) -> HuggingFaceLM
 
     with quiet():
         is_in = TextTokenizer.is_in(examined.path)
-        tokenizer = TextTokenizer.load(examined.path, trust_remote_code=examined.trust_remote_code) if is_in else None
+        tokenizer = (
+            TextTokenizer.load(examined.path, trust_remote_code=examined.trust_remote_code)
+            if is_in
+            else None
+        )
     built = HuggingFaceLM(model, tokenizer=tokenizer)
     built.origin = Origin(examined.source, examined.path)
     return built
@@ -224,16 +262,26 @@ def check_openvino(device: str | torch.device, dtype: torch.dtype | None = None)
         command = f"{sys.executable} -m pip install 'openvino~={OPENVINO}.0' nncf"
         raise ValueError(f"--backend openvino needs OpenVINO {OPENVINO}, which {got}: {command}")
     if torch.device(device).type != "cpu":
-        raise ValueError(f"--backend openvino runs on a CPU, not on {device}: drop --device, or take --backend torch")
+        raise ValueError(
+            f"--backend openvino runs on a CPU, not on {device}: drop --device, or take --backend torch"
+        )
     if dtype is not None and dtype not in OPENVINO_DTYPES:
         kinds = " or ".join(str(each).removeprefix("torch.") for each in OPENVINO_DTYPES)
-        raise ValueError(f"OpenVINO computes in {kinds}, got {str(dtype).removeprefix('torch.')}: give --dtype")
+        raise ValueError(
+            f"OpenVINO computes in {kinds}, got {str(dtype).removeprefix('torch.')}: give --dtype"
+        )
     amx = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-    if amx and min(torch.get_num_threads(), len(os.sched_getaffinity(0))) == 1:  # its gated MLP divides by threads // 2
-        raise ValueError("OpenVINO crashes in bfloat16 on one thread of this processor: --threads 2 or --backend torch")
+    if (
+        amx and min(torch.get_num_threads(), len(os.sched_getaffinity(0))) == 1
+    ):  # its gated MLP divides by threads // 2
+        raise ValueError(
+            "OpenVINO crashes in bfloat16 on one thread of this processor: --threads 2 or --backend torch"
+        )
 
 
-def in_backend(model: HuggingFaceLM, backend: str, quantization: str | None = None) -> HuggingFaceLM:
+def in_backend(
+    model: HuggingFaceLM, backend: str, quantization: str | None = None
+) -> HuggingFaceLM:
     """The model itself, or the same in OpenVINO, for decoding only.
 
     Args:
@@ -271,7 +319,9 @@ def _faster(model: HuggingFaceLM) -> str:
     except (OSError, ValueError, TypeError, LookupError):  # not measured yet, or damaged
         from lightning_specdec.models.openvino import OpenVINOLM
 
-        log.info("comparing OpenVINO with torch, once for this model, type and machine: about a minute")
+        log.info(
+            "comparing OpenVINO with torch, once for this model, type and machine: about a minute"
+        )
         try:
             seconds = _call_seconds({"torch": model.packed(), "openvino": OpenVINOLM.of(model)})
         except (OSError, *FOREIGN) as error:

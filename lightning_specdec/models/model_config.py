@@ -33,7 +33,15 @@ _LEGACY = {"rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_emb_ba
 """Older names of rotary settings, which transformers still reads."""
 _REFUSED = ("auto_map", "quantization_config", "use_pretrained_backbone", "backbone")
 """Settings that run or fetch something."""
-_RECORDS = {"transformers_version", "architectures", "dtype", "id2label", "label2id", "problem_type", "return_dict"}
+_RECORDS = {
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "return_dict",
+}
 """What transformers writes beside a model's sizes, and what does not shape it."""
 _SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id")
 """Tokens whose defaults are those of a family's first model; an embedding's padding is never trained."""
@@ -77,7 +85,9 @@ def read_config(name: str, path: Path, trust_remote_code: bool) -> PreTrainedCon
 
     check_directory(str(path))
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except FOREIGN as error:
         if "trust_remote_code=True" in str(error):
             raise ValueError(
@@ -100,7 +110,9 @@ def to_config(values: Mapping[str, Any]) -> PreTrainedConfig:
     kind = given.pop("model_type", None)
     if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         meant = nearest(kind, sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-        raise ValueError(f"{str(kind)[:80]!r} is not a model_type of a causal language model of transformers{meant}")
+        raise ValueError(
+            f"{str(kind)[:80]!r} is not a model_type of a causal language model of transformers{meant}"
+        )
     _check(given, f"the config of a {kind} model")
     if given.get("dtype") not in (None, *DTYPES):
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {given['dtype']!r}")
@@ -110,11 +122,17 @@ def to_config(values: Mapping[str, Any]) -> PreTrainedConfig:
         if name not in names:
             raise ValueError(f"a {kind} model has no {name[:80]!r}{nearest(name, sorted(names))}")
     # No token is special that the values do not name.
-    none = {field.name: None for field in fields(family) if field.name in _SPECIAL and "None" in str(field.type)}
+    none = {
+        field.name: None
+        for field in fields(family)
+        if field.name in _SPECIAL and "None" in str(field.type)
+    }
     try:
         return family(**{**none, **given})
     except FOREIGN as error:
-        raise ValueError(f"this is not the config of a {kind!r} model: {first_line(error)}") from error
+        raise ValueError(
+            f"this is not the config of a {kind!r} model: {first_line(error)}"
+        ) from error
 
 
 def to_values(config: PreTrainedConfig) -> dict[str, Any]:
@@ -133,16 +151,24 @@ def _settings(kind: type[PreTrainedConfig]) -> set[str]:
 def _check(given: Mapping[str, Any], where: str) -> None:
     """Raise ValueError unless these are plain values, in range and not too many, that run and fetch nothing."""
     for number, (depth, name, value) in enumerate(_walk(given)):
-        inner = depth > 1 and name == "model_type"  # a model within a model may have refused settings
+        inner = (
+            depth > 1 and name == "model_type"
+        )  # a model within a model may have refused settings
         if inner or name.startswith("_") or name.endswith("implementation") or name in _REFUSED:
-            raise ValueError(f"{where} says {name[:80]!r}, which a new model does not take: drop it")
+            raise ValueError(
+                f"{where} says {name[:80]!r}, which a new model does not take: drop it"
+            )
         plain = isinstance(value, Mapping | list | tuple | str | int | float | None)
         if not plain or number > _MOST_VALUES or depth > _DEEPEST or len(name) > _LONGEST:
-            raise ValueError(f"{where} has too many values, or {name[:80]!r} is nested too deeply or no plain value")
+            raise ValueError(
+                f"{where} has too many values, or {name[:80]!r} is nested too deeply or no plain value"
+            )
         if isinstance(value, str) and len(value) > _LONGEST:
             raise ValueError(f"{where} has a {name!r} that is too long")
         if isinstance(value, int) and not isinstance(value, bool):
-            counts_parts = any(part in name for part in _PARTS) and not any(size in name for size in _SIZES)
+            counts_parts = any(part in name for part in _PARTS) and not any(
+                size in name for size in _SIZES
+            )
             most = _MOST_PARTS if counts_parts else _LARGEST
             require_int(name, value, -most, most)
 

@@ -49,7 +49,13 @@ PRECISIONS = {torch.float32: ("f32", ov.Type.f32), torch.bfloat16: ("bf16", ov.T
 """What a model of that dtype computes in and keeps its keys and values in."""
 DYNAMIC = 32
 """Activations that share a scale where they meet quantized weights."""
-_PLACES = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
+_PLACES = (
+    "past_lens",
+    "subsequence_begins",
+    "block_indices",
+    "block_indices_begins",
+    "max_context_len",
+)
 """Inputs that say where the tokens belong, named as OpenVINO's own pipelines do."""
 _CONVERTING = Lock()  # torch traces one network at a time
 
@@ -58,7 +64,9 @@ def converted(model: HuggingFaceLM, quantization: str | None = None) -> Path:
     """The directory of a model's converted files, see `_kept`; ValueError also where OpenVINO cannot run it."""
 
     def make(directory: Path) -> None:
-        require_memory("converting the model to OpenVINO", 12 * model.num_parameters, "cpu")  # in float32
+        require_memory(
+            "converting the model to OpenVINO", 12 * model.num_parameters, "cpu"
+        )  # in float32
         single = model.in_float32()
         convert(single, directory, model.dtype, quantization)
         if quantization is None:
@@ -115,7 +123,9 @@ def _check(model: HuggingFaceLM, made: OpenVINOLM) -> None:
     wanted, got = model(tokens).logits, made(tokens).logits
     if not (got - wanted).abs().max() <= 1e-3 * wanted.abs().max():
         what = type(model.model).__name__
-        raise ValueError(f"OpenVINO computes other logits for {what} than torch does: use --backend torch")
+        raise ValueError(
+            f"OpenVINO computes other logits for {what} than torch does: use --backend torch"
+        )
 
 
 class Compiled:
@@ -132,16 +142,26 @@ class Compiled:
 
     def __init__(self, model: ov.Model, dtype: torch.dtype, memory: object = None) -> None:
         self._memory, self.sizes = memory, list[tuple[int, int, int]]()
-        places = [ops.parameter([] if name == _PLACES[-1] else [-1], ov.Type.i32, name) for name in _PLACES]
+        places = [
+            ops.parameter([] if name == _PLACES[-1] else [-1], ov.Type.i32, name)
+            for name in _PLACES
+        ]
         caches: list[Any] = []
         for node in model.get_ordered_ops():
             if node.get_type_name() == "Attention":
-                heads, key, value, window = (int(each) for each in node.input_value(3).get_node().data)
+                heads, key, value, window = (
+                    int(each) for each in node.input_value(3).get_node().data
+                )
                 here = places
-                if node.get_input_size() > 5:  # a token that follows in the same layer, the only one
+                if (
+                    node.get_input_size() > 5
+                ):  # a token that follows in the same layer, the only one
                     here = [*_next_places(node.input_value(5)), *places[2:]]
                 else:
-                    caches += [ops.parameter([-1, heads, BLOCK, size], PRECISIONS[dtype][1]) for size in (key, value)]
+                    caches += [
+                        ops.parameter([-1, heads, BLOCK, size], PRECISIONS[dtype][1])
+                        for size in (key, value)
+                    ]
                     self.sizes.append((heads, key, value))
                 paged = _paged_attention(node, caches[-2:], here, window)
                 for kind, size in (("k", key), ("v", value)):
@@ -149,7 +169,9 @@ class Compiled:
                     paged.set_rt_info(size, f"{kind}_head_size")
                 node.output(0).replace(paged.output(0))
         if caches:
-            model = ov.Model(model.get_results(), [*model.get_parameters(), *places, *caches], "paged")
+            model = ov.Model(
+                model.get_results(), [*model.get_parameters(), *places, *caches], "paged"
+            )
         model.validate_nodes_and_infer_types()
         precision = PRECISIONS[dtype][0]
         options = {
@@ -201,7 +223,9 @@ class Compiled:
             model.remove_parameter(given)
         return cls(model, dtype, memory)
 
-    def run(self, inputs: Sequence[Any], state: PagedState | None = None, first: int = 0) -> list[Tensor]:
+    def run(
+        self, inputs: Sequence[Any], state: PagedState | None = None, first: int = 0
+    ) -> list[Tensor]:
         """The outputs.
 
         Args:
@@ -227,7 +251,9 @@ class Compiled:
             self.request.infer()
             outputs = [self.request.get_output_tensor(i).data for i in range(len(self._narrow))]
             return [
-                torch.from_numpy(output.view(np.int16).copy()).view(torch.bfloat16)  # numpy has no bfloat16
+                torch.from_numpy(output.view(np.int16).copy()).view(
+                    torch.bfloat16
+                )  # numpy has no bfloat16
                 if narrow
                 else torch.from_numpy(output.copy())
                 for output, narrow in zip(outputs, self._narrow, strict=True)
@@ -244,25 +270,39 @@ class _Graph:
         dtype: as of `PRECISIONS`.
     """
 
-    def __init__(self, model: ov.Model, first: int, end: int, features: set[int], dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: ov.Model, first: int, end: int, features: set[int], dtype: torch.dtype
+    ) -> None:
         num_layers = len(model.outputs) - 2
         self.first, self.end, self._scores = first, end, end == num_layers
         self.features = sorted(layer for layer in features if first <= layer < end)
         outputs = [num_layers if layer == num_layers - 1 else layer for layer in self.features]
         last = num_layers + 1 if self._scores else end - 1
-        outputs += [] if last in outputs else [last]  # OpenVINO breaks down where one is named twice
+        outputs += (
+            [] if last in outputs else [last]
+        )  # OpenVINO breaks down where one is named twice
         hidden, positions, scored = (each.get_node() for each in model.inputs)
         if first > 0:
             hidden = _entry_behind(model, first - 1)
         results = [model.outputs[i].get_node() for i in outputs]
-        for result in results[:-1]:  # where an output has another type, OpenVINO adds up all layers in that type
+        for result in results[
+            :-1
+        ]:  # where an output has another type, OpenVINO adds up all layers in that type
             typed = ops.convert(result.input_value(0), PRECISIONS[dtype][1])
             result.input(0).replace_source_output(typed.output(0))
-        inputs = [hidden, *([scored] if self._scores else []), *([positions] if first < end else [])]
+        inputs = [
+            hidden,
+            *([scored] if self._scores else []),
+            *([positions] if first < end else []),
+        ]
         self.compiled = Compiled(ov.Model(results, inputs, "layers"), dtype)
 
     def run(
-        self, hidden: Any, scored: np.ndarray, state: PagedState | None, places: Sequence[np.ndarray]
+        self,
+        hidden: Any,
+        scored: np.ndarray,
+        state: PagedState | None,
+        places: Sequence[np.ndarray],
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """The logits `[N, V]`, or the last layer's output `[P, 1, D]`; and the features."""
         if not self._scores:
@@ -288,9 +328,14 @@ def _entry_behind(model: ov.Model, layer: int) -> Any:
 
 def _next_places(past: Any) -> list[Any]:
     """The first two of `_PLACES` where each row has one token more."""
-    size = ops.gather(ops.shape_of(past, "i32"), ops.constant(np.int32(0)), ops.constant(np.int32(0)))
+    size = ops.gather(
+        ops.shape_of(past, "i32"), ops.constant(np.int32(0)), ops.constant(np.int32(0))
+    )
     one = ops.constant(np.int32(1))
-    return [ops.convert(past, "i32"), ops.range(ops.constant(np.int32(0)), ops.add(size, one), one, "i32")]
+    return [
+        ops.convert(past, "i32"),
+        ops.range(ops.constant(np.int32(0)), ops.add(size, one), one, "i32"),
+    ]
 
 
 def _paged_attention(node: Any, caches: Sequence[Any], places: Sequence[Any], window: int) -> Any:
@@ -305,7 +350,15 @@ def _paged_attention(node: Any, caches: Sequence[Any], places: Sequence[Any], wi
     query, key, value, _, scale = node.input_values()[:5]
     *starts, longest = (place.output(0) for place in places)
     floats, bytes_ = nothing(np.float32), nothing(np.uint8)
-    inputs = [query, key, value, *(cache.output(0) for cache in caches), *starts, scale, constant(window)]
+    inputs = [
+        query,
+        key,
+        value,
+        *(cache.output(0) for cache in caches),
+        *starts,
+        scale,
+        constant(window),
+    ]
     inputs += [floats, longest, nothing()]  # slopes by position; window of scores
     inputs += [nothing(), nothing(), floats]  # rotation of evicted blocks
     inputs += [floats, constant(0), constant(0), floats]  # sparsity; sinks
@@ -325,7 +378,9 @@ class OpenVINOLM(HuggingFaceLM):
 
     backend = "openvino"
 
-    def __init__(self, model: HuggingFaceLM, directory: Path, quantization: str | None = None) -> None:
+    def __init__(
+        self, model: HuggingFaceLM, directory: Path, quantization: str | None = None
+    ) -> None:
         super().__init__(model.model, tokenizer=model.tokenizer)
         self.origin, self.directory, self.settings = model.origin, directory, quantization
         self._features: set[int] = set()
@@ -347,10 +402,14 @@ class OpenVINOLM(HuggingFaceLM):
 
     def _cut(self) -> None:
         """Compile the layers, divided behind each number of layers in `_exits`."""
-        self._graphs = [self._part(*ends) for ends in pairwise((0, *self._exits, self.stack.num_layers))]
+        self._graphs = [
+            self._part(*ends) for ends in pairwise((0, *self._exits, self.stack.num_layers))
+        ]
 
     def _part(self, first: int, end: int) -> _Graph:
-        return _Graph(_core().read_model(self.directory / "model.xml"), first, end, self._features, self.dtype)
+        return _Graph(
+            _core().read_model(self.directory / "model.xml"), first, end, self._features, self.dtype
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HuggingFaceLM:
         return HuggingFaceLM(deepcopy(self.model, memo), tokenizer=self.tokenizer)
@@ -362,7 +421,9 @@ class OpenVINOLM(HuggingFaceLM):
 
     def init_state(self, batch_size: int, max_length: int) -> PagedState:  # type: ignore[override]
         if weights_stamp(self) != self._stamp:
-            raise ValueError("the weights changed after the model was converted: convert it anew with OpenVINOLM.of")
+            raise ValueError(
+                "the weights changed after the model was converted: convert it anew with OpenVINOLM.of"
+            )
         sizes = [size for graph in self._graphs for size in graph.compiled.sizes]
         row = QUANTIZED_ROW if self.settings else ROW
         return PagedState(batch_size, max_length, sizes=sizes, dtype=self.dtype, row=row)
@@ -379,7 +440,9 @@ class OpenVINOLM(HuggingFaceLM):
         if self._head is None:
             self._head = self._part(self.stack.num_layers, self.stack.num_layers)
         flat = hidden.flatten(0, -2)
-        logits, _ = self._head.run(flat[:, None].float().contiguous(), np.arange(len(flat)), None, ())
+        logits, _ = self._head.run(
+            flat[:, None].float().contiguous(), np.arange(len(flat)), None, ()
+        )
         return logits.unflatten(0, hidden.shape[:-1])
 
     @torch.no_grad()
@@ -399,17 +462,26 @@ class OpenVINOLM(HuggingFaceLM):
             if not self._features.issuperset(features):
                 self._features |= {*features}
                 self._cut()
-        lengths = [tokens.shape[1]] * len(tokens) if valid_lengths is None else as_list(valid_lengths)
+        lengths = (
+            [tokens.shape[1]] * len(tokens) if valid_lengths is None else as_list(valid_lengths)
+        )
         first, given = 0, tokens
         if exit_states is not None:
-            first, given = exit_states.num_layers, self._completed(tokens, state, valid_lengths, exit_states)
+            first, given = (
+                exit_states.num_layers,
+                self._completed(tokens, state, valid_lengths, exit_states),
+            )
         scored = _places_of(lengths, tokens.shape[1], logits_for)
-        logits, hidden = self._run(given, state, state.consumed, lengths, scored, first, self.stack.num_layers)
+        logits, hidden = self._run(
+            given, state, state.consumed, lengths, scored, first, self.stack.num_layers
+        )
         state.advance(tokens.shape[1], valid_lengths)
         return ModelOutput(logits, {layer: hidden[layer] for layer in features}, logits_for)
 
     @torch.no_grad()
-    def lower(self, tokens: Tensor, state: DecodeState, starts: Sequence[int], num_layers: int) -> Tensor:
+    def lower(
+        self, tokens: Tensor, state: DecodeState, starts: Sequence[int], num_layers: int
+    ) -> Tensor:
         assert isinstance(state, PagedState)
         room = state.num_blocks * BLOCK  # what is behind it pads a row beside longer ones
         lengths = [max(0, min(tokens.shape[1], room - start)) for start in starts]
@@ -436,11 +508,15 @@ class OpenVINOLM(HuggingFaceLM):
         shape, flat = given.shape[:2], without_padding(given, lengths)
         graphs = [graph for graph in self._graphs if first <= graph.first and graph.end <= end]
         context = max(map(add, starts, lengths))
-        places = state.places(starts, lengths, state.num_tokens[graphs[0].first].padded(len(flat), context))
+        places = state.places(
+            starts, lengths, state.num_tokens[graphs[0].first].padded(len(flat), context)
+        )
         entry, outputs = lengthened(flat, places), dict[int, Tensor]()
         if not given.is_floating_point():
             positions, most = torch.from_numpy(places[0]), self.max_positions
-            entry = self.stack.embed(entry, positions if most is None else positions.clamp(max=most - 1))
+            entry = self.stack.embed(
+                entry, positions if most is None else positions.clamp(max=most - 1)
+            )
         hidden = entry.float().contiguous()
         for graph in graphs:
             hidden, features = graph.run(hidden, scored.reshape(-1), state, places)
@@ -455,16 +531,24 @@ class OpenVINOLM(HuggingFaceLM):
                 row[: len(part)] = part
             return made
 
-        last = hidden.view(*scored.shape, hidden.shape[-1]) if end == self.stack.num_layers else padded(hidden)
+        last = (
+            hidden.view(*scored.shape, hidden.shape[-1])
+            if end == self.stack.num_layers
+            else padded(hidden)
+        )
         return last, {layer: padded(output) for layer, output in outputs.items()}
 
 
-def _places_of(lengths: Sequence[int], num_tokens: int, logits_for: Tensor | slice | None) -> np.ndarray:
+def _places_of(
+    lengths: Sequence[int], num_tokens: int, logits_for: Tensor | slice | None
+) -> np.ndarray:
     """Where the wanted positions `[B, N]` lie among the P tokens; the first one for those at padding."""
     if isinstance(logits_for, Tensor):
         wanted = logits_for.numpy()
     elif min(lengths) == num_tokens:
-        return np.arange(len(lengths) * num_tokens).reshape(-1, num_tokens)[:, logits_for or slice(None)]
+        return np.arange(len(lengths) * num_tokens).reshape(-1, num_tokens)[
+            :, logits_for or slice(None)
+        ]
     else:
         wanted = np.arange(num_tokens)[None, logits_for or slice(None)]
     starts = np.array([0, *accumulate(lengths)])[:-1, None]

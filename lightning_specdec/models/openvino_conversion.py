@@ -68,7 +68,9 @@ class Attention(ov.Op):
 class _Traced(nn.Module):
     """`Attention` while a model is traced: it only gives the right shape."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, sizes: Tensor, scale: Tensor, *past: Tensor) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, sizes: Tensor, scale: Tensor, *past: Tensor
+    ) -> Tensor:
         return query + key.sum() + value.sum()
 
 
@@ -97,7 +99,9 @@ class _OpenAttention(nn.Module):
             past: how many tokens lie before each one, where it is the next one of its row and follows tokens that the
                 same layer reads earlier in the same call.
         """
-        shapes = [[int(each.shape[i]) for i in (1, 3)] for each in (query, key, value)]  # constants of the graph
+        shapes = [
+            [int(each.shape[i]) for i in (1, 3)] for each in (query, key, value)
+        ]  # constants of the graph
         (heads, size), (groups, _), (_, value_size) = shapes
         flat = [
             each.transpose(1, 2).reshape(-1, math.prod(shape))
@@ -113,13 +117,22 @@ open_attention = _OpenAttention()
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention that transformers calls while a model is traced, on P rows of a token."""
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
-            raise ValueError(f"its attention has a {name}, which OpenVINO's paged attention does not compute")
-    given = open_attention(query, key, value, window=options.get("sliding_window"), scale=options.get("scaling"))
+            raise ValueError(
+                f"its attention has a {name}, which OpenVINO's paged attention does not compute"
+            )
+    given = open_attention(
+        query, key, value, window=options.get("sliding_window"), scale=options.get("scaling")
+    )
     return given.transpose(1, 2), None
 
 
@@ -132,7 +145,9 @@ class _NewTokens(Cache):
     def __init__(self) -> None:
         super().__init__(layers=[])
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
 
@@ -144,7 +159,10 @@ class _Model(nn.Module):
         self.model, self.stack, self.attention = model.model, model.stack, open_attention
 
     def forward(
-        self, hidden: Float[Tensor, "P 1 D"], positions: Int[Tensor, "P 1"], scored: Int[Tensor, "N"]
+        self,
+        hidden: Float[Tensor, "P 1 D"],
+        positions: Int[Tensor, "P 1"],
+        scored: Int[Tensor, "N"],
     ) -> tuple[Tensor, ...]:
         outputs = []
         begun = self.stack.begin(hidden, positions, None, _NewTokens())
@@ -155,7 +173,9 @@ class _Model(nn.Module):
         return *outputs, normed, self.stack.head(normed[:, 0].index_select(0, scored))
 
 
-def convert(model: HuggingFaceLM, directory: Path, dtype: torch.dtype, quantization: str | None = None) -> None:
+def convert(
+    model: HuggingFaceLM, directory: Path, dtype: torch.dtype, quantization: str | None = None
+) -> None:
     """Write a model to a directory, as `model.xml` with its weights beside.
 
     Its outputs are those of each layer, of the final norm, and the logits.
@@ -176,33 +196,49 @@ def convert(model: HuggingFaceLM, directory: Path, dtype: torch.dtype, quantizat
     try:
         network = _Model(model)  # its parts are checked with its own attention
         model.model.set_attn_implementation(_ATTENTION)
-        example = torch.zeros(4, 1, model.hidden_size or 0), torch.arange(4)[:, None], torch.arange(2)
+        example = (
+            torch.zeros(4, 1, model.hidden_size or 0),
+            torch.arange(4)[:, None],
+            torch.arange(2),
+        )
         converted = traced(network, example, dtype, quantization)
         ov.save_model(converted, directory / "model.xml", compress_to_fp16=False)
     except (*FOREIGN, GeneralFailure, OpConversionFailure) as error:
         what = type(model.model).__name__
-        raise ValueError(f"OpenVINO cannot run {what}: {first_line(error)}: use --backend torch") from error
+        raise ValueError(
+            f"OpenVINO cannot run {what}: {first_line(error)}: use --backend torch"
+        ) from error
     finally:
         model.model.set_attn_implementation(before)
 
 
-def traced(network: nn.Module, example: tuple[Tensor, ...], dtype: torch.dtype, quantization: str | None) -> ov.Model:
+def traced(
+    network: nn.Module, example: tuple[Tensor, ...], dtype: torch.dtype, quantization: str | None
+) -> ov.Model:
     """A network in OpenVINO's operations, `Attention` among them; arguments as of `convert`.
 
     Args:
         example: its inputs, whose first dimensions may be others later.
     """
-    modules = {_Traced: ModuleExtension(_Traced, _ATTENTION, evaluate=call, convert=lambda _, *args: call(*args))}
+    modules = {
+        _Traced: ModuleExtension(
+            _Traced, _ATTENTION, evaluate=call, convert=lambda _, *args: call(*args)
+        )
+    }
     attention = ConversionExtension(
         _ATTENTION,
-        lambda context: Attention([context.get_input(i) for i in range(context.get_input_size())]).outputs(),
+        lambda context: Attention(
+            [context.get_input(i) for i in range(context.get_input_size())]
+        ).outputs(),
     )
     # OpenVINO and NNCF report their use over the network, each time from a new fork of this process.
     unreported = patch("openvino_telemetry.utils.sender.TelemetrySender.send")
     with quiet(), warnings.catch_warnings(), torch.no_grad(), unreported:
         warnings.simplefilter("ignore")
         once = {"check_trace": False}
-        decoder = TorchScriptPythonDecoder(network, None, example, module_extensions=modules, trace_kwargs=once)
+        decoder = TorchScriptPythonDecoder(
+            network, None, example, module_extensions=modules, trace_kwargs=once
+        )
         shapes = [ov.PartialShape([-1, *each.shape[1:]]) for each in example]
         converted = ov.convert_model(decoder, input=shapes, extension=attention)
         if quantization is not None:
@@ -215,7 +251,11 @@ def traced(network: nn.Module, example: tuple[Tensor, ...], dtype: torch.dtype, 
 def _narrow(model: ov.Model) -> None:
     """Keep the matrices in bfloat16, from which they were made."""
     for node in model.get_ordered_ops():
-        if node.get_type_name() == "Constant" and node.get_element_type() == ov.Type.f32 and len(node.shape) == 2:
+        if (
+            node.get_type_name() == "Constant"
+            and node.get_element_type() == ov.Type.f32
+            and len(node.shape) == 2
+        ):
             values = torch.from_numpy(node.data.copy()).to(torch.bfloat16)
             narrow = ops.constant(shared_tensor(values), shared_memory=False)
             node.output(0).replace(ops.convert(narrow, "f32").output(0))
@@ -234,8 +274,14 @@ def _quantized(model: ov.Model, quantization: str) -> ov.Model:
     nncf.set_log_level("ERROR")
     options: dict[str, Any] = {"mode": nncf.CompressWeightsMode.INT8_SYM}
     if quantization == "int4":
-        adjusted = nncf.AdvancedCompressionParameters(group_size_fallback_mode=nncf.GroupSizeFallbackMode.ADJUST)
-        options = {"mode": nncf.CompressWeightsMode.INT4_SYM, "group_size": GROUP, "advanced_parameters": adjusted}
+        adjusted = nncf.AdvancedCompressionParameters(
+            group_size_fallback_mode=nncf.GroupSizeFallbackMode.ADJUST
+        )
+        options = {
+            "mode": nncf.CompressWeightsMode.INT4_SYM,
+            "group_size": GROUP,
+            "advanced_parameters": adjusted,
+        }
     with redirect_stdout(StringIO()):  # it shows its progress there
         return nncf.compress_weights(model, **options)
 
@@ -259,5 +305,8 @@ class Sizes:
         if size < self._size <= most and padded <= MOST_PADDED:
             self._padded = padded
         else:
-            self._size, self._padded = size if (size - number) * context <= MOST_ATTENDED else number, 0
+            self._size, self._padded = (
+                size if (size - number) * context <= MOST_ATTENDED else number,
+                0,
+            )
         return self._size

@@ -44,7 +44,9 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         # Plain attributes: a packed tensor is opaque, so it can neither be saved nor moved like a parameter.
-        self.weight_packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), NUM_TOKENS)
+        self.weight_packed = torch.ops.mkldnn._reorder_linear_weight(
+            weight.detach().contiguous(), NUM_TOKENS
+        )
         self.bias_plain = None if bias is None else bias.detach().clone()
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -125,9 +127,13 @@ def check_quantization(kind: str | None, device: str | torch.device) -> None:
     if kind not in (None, *QUANTIZATIONS):
         raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {kind!r}")
     if kind is not None and find_spec("torchao") is None:
-        raise ValueError(f"quantized weights need torchao: {sys.executable} -m pip install torchao==0.18.0")
+        raise ValueError(
+            f"quantized weights need torchao: {sys.executable} -m pip install torchao==0.18.0"
+        )
     if kind == "int4" and torch.device(device).type != "cuda":
-        raise ValueError(f"int4 weights have a kernel on a CUDA GPU only, not on {device}: use int8")
+        raise ValueError(
+            f"int4 weights have a kernel on a CUDA GPU only, not on {device}: use int8"
+        )
 
 
 def quantize(module: nn.Module, kind: str) -> None:
@@ -140,18 +146,32 @@ def quantize(module: nn.Module, kind: str) -> None:
         ValueError: for another kind, where torchao is missing, or where this machine has no kernel for it.
     """
     check_quantization(kind, next(module.parameters()).device)
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # it logs every GPU kernel that it could not load
+    logging.getLogger("torchao").setLevel(
+        logging.ERROR
+    )  # it logs every GPU kernel that it could not load
     from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if is_linear(child) and not isinstance(child, nn.Linear):  # torchao does not know Conv1D
+            if is_linear(child) and not isinstance(
+                child, nn.Linear
+            ):  # torchao does not know Conv1D
                 weight: Any = child.weight
-                linear: Any = nn.Linear(weight.shape[0], weight.shape[1], device="meta", dtype=weight.dtype)
-                linear.weight, linear.bias = nn.Parameter(weight.detach().t().contiguous()), child.bias
+                linear: Any = nn.Linear(
+                    weight.shape[0], weight.shape[1], device="meta", dtype=weight.dtype
+                )
+                linear.weight, linear.bias = (
+                    nn.Parameter(weight.detach().t().contiguous()),
+                    child.bias,
+                )
                 setattr(parent, name, linear)
     try:
-        quantize_(module, Int8WeightOnlyConfig() if kind == "int8" else Int4WeightOnlyConfig(group_size=128))
+        quantize_(
+            module,
+            Int8WeightOnlyConfig() if kind == "int8" else Int4WeightOnlyConfig(group_size=128),
+        )
     except (ImportError, RuntimeError, AssertionError) as error:
-        raise ValueError(f"this machine cannot hold {kind} weights: {str(error).partition(chr(10))[0]}") from error
+        raise ValueError(
+            f"this machine cannot hold {kind} weights: {str(error).partition(chr(10))[0]}"
+        ) from error
     module.requires_grad_(False)

@@ -47,12 +47,25 @@ class PagedState(DecodeState):
     ) -> None:
         super().__init__(batch_size, torch.device("cpu"))
         self.num_tokens = defaultdict[int, Sizes](lambda: Sizes(row))
-        self.num_scored = Sizes(QUANTIZED_ROW)  # another size changes the output head alone, which is cheap
+        self.num_scored = Sizes(
+            QUANTIZED_ROW
+        )  # another size changes the output head alone, which is cheap
         self.num_blocks = max(1, -(-max_length // BLOCK))
-        shapes = [(batch_size * self.num_blocks, heads, BLOCK, size) for heads, *kinds in sizes for size in kinds]
-        memory = torch.zeros(sum(map(math.prod, shapes)), dtype=dtype)  # once: the system clears a page when it is met
+        shapes = [
+            (batch_size * self.num_blocks, heads, BLOCK, size)
+            for heads, *kinds in sizes
+            for size in kinds
+        ]
+        memory = torch.zeros(
+            sum(map(math.prod, shapes)), dtype=dtype
+        )  # once: the system clears a page when it is met
         self._use(
-            [part.view(shape) for part, shape in zip(memory.split(list(map(math.prod, shapes))), shapes, strict=True)]
+            [
+                part.view(shape)
+                for part, shape in zip(
+                    memory.split(list(map(math.prod, shapes))), shapes, strict=True
+                )
+            ]
         )
 
     def _use(self, buffers: list[Tensor]) -> None:
@@ -79,9 +92,14 @@ class PagedState(DecodeState):
             lengths[last] += padding
         longest = max(ends) + num_more
         blocks = [-(-(ends[row] + num_more) // BLOCK) for row in rows]
-        assert max(blocks) <= self.num_blocks, f"{longest} tokens overrun {self.num_blocks * BLOCK} slots"
+        assert max(blocks) <= self.num_blocks, (
+            f"{longest} tokens overrun {self.num_blocks * BLOCK} slots"
+        )
         firsts = [row * self.num_blocks for row in rows]
-        tables = [np.arange(first, first + num, dtype=np.int32) for first, num in zip(firsts, blocks, strict=True)]
+        tables = [
+            np.arange(first, first + num, dtype=np.int32)
+            for first, num in zip(firsts, blocks, strict=True)
+        ]
         return [
             np.concatenate(positions)[:, None],
             np.array([starts[row] for row in rows], dtype=np.int32),
@@ -94,7 +112,9 @@ class PagedState(DecodeState):
     def clear(self, rows: Sequence[int]) -> None:
         super().clear(rows)
         for buffer in self._buffers:
-            self._by_row(buffer)[list(rows)] = 0  # a request that ended in NaN must not poison the next one
+            self._by_row(buffer)[list(rows)] = (
+                0  # a request that ended in NaN must not poison the next one
+            )
 
     def _by_row(self, buffer: Tensor) -> Tensor:
         return buffer.unflatten(0, (-1, self.num_blocks))
@@ -110,10 +130,16 @@ def without_padding(rows: Tensor, lengths: Sequence[int]) -> Tensor:
     """`[B, T, ...]` as `[P, ...]`. By views: torch looks for a mask's places with threads that then keep OpenVINO's
     cores busy for a millisecond."""
     whole = min(lengths) == rows.shape[1]
-    return rows.flatten(0, 1) if whole else torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
+    return (
+        rows.flatten(0, 1)
+        if whole
+        else torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
+    )
 
 
 def lengthened(flat: Tensor, places: Sequence[np.ndarray]) -> Tensor:
     """The tokens, or their vectors, `[P, 1, ...]`; the last one is repeated for the padding in `places`."""
     padding = len(places[0]) - len(flat)
-    return (torch.cat((flat, flat[-1:].expand(padding, *flat.shape[1:]))) if padding else flat)[:, None]
+    return (torch.cat((flat, flat[-1:].expand(padding, *flat.shape[1:]))) if padding else flat)[
+        :, None
+    ]

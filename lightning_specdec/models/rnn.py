@@ -49,10 +49,16 @@ class RNN(LanguageModel):
     def __init__(self, vocab_size: int, **settings: Any) -> None:
         super().__init__()
         own = self.settings = RNNSettings(vocab_size, **settings)
-        self.vocab_size, self.hidden_size, self.num_layers = vocab_size, own.hidden_size, own.num_layers
+        self.vocab_size, self.hidden_size, self.num_layers = (
+            vocab_size,
+            own.hidden_size,
+            own.num_layers,
+        )
         inputs = [own.embedding_size] + [own.hidden_size] * (own.num_layers - 1)
         self.embedding = nn.Embedding(vocab_size, own.embedding_size)
-        self.layers = nn.ModuleList(nn.RNN(width, own.hidden_size, batch_first=True) for width in inputs)
+        self.layers = nn.ModuleList(
+            nn.RNN(width, own.hidden_size, batch_first=True) for width in inputs
+        )
         self.output = nn.Linear(own.hidden_size, vocab_size)
 
     def arguments(self) -> dict[str, Any]:
@@ -60,7 +66,9 @@ class RNN(LanguageModel):
 
     def init_state(self, batch_size: int, max_length: int) -> RecurrentState:
         weight = self.output_weight
-        return RecurrentState(batch_size, self.num_layers * self.hidden_size, device=weight.device, dtype=weight.dtype)
+        return RecurrentState(
+            batch_size, self.num_layers * self.hidden_size, device=weight.device, dtype=weight.dtype
+        )
 
     def forward(
         self,
@@ -74,13 +82,19 @@ class RNN(LanguageModel):
         if state is None:
             layers = self.run_layers(tokens, [None] * self.num_layers)
         else:
-            assert isinstance(state, RecurrentState), f"{type(self).__name__} needs a RecurrentState, got {state}"
+            assert isinstance(state, RecurrentState), (
+                f"{type(self).__name__} needs a RecurrentState, got {state}"
+            )
             layers = self.run_layers(tokens, list(state.hidden().split(self.hidden_size, dim=-1)))
             state.append(torch.cat(layers, dim=-1) if len(layers) > 1 else layers[0], valid_lengths)
         top = select(layers[-1], logits_for)
-        return ModelOutput(self.output_logits(top), {layer: layers[layer] for layer in features}, logits_for)
+        return ModelOutput(
+            self.output_logits(top), {layer: layers[layer] for layer in features}, logits_for
+        )
 
-    def run_layers(self, tokens: Int[Tensor, "B T"], hidden: Sequence[Tensor | None]) -> list[Float[Tensor, "B T H"]]:
+    def run_layers(
+        self, tokens: Int[Tensor, "B T"], hidden: Sequence[Tensor | None]
+    ) -> list[Float[Tensor, "B T H"]]:
         """Each layer's hidden states after each token. `hidden` is each layer's `[B, H]` before, or None for zeros."""
         outputs, below = [], self.embedding(tokens)
         for layer, before in zip(self.layers, hidden, strict=True):
@@ -115,15 +129,24 @@ class FusedRNN(RNN):
 
     def __init__(self, model: RNN) -> None:
         nn.Module.__init__(self)
-        self.settings, self.vocab_size, self.vocabulary = model.settings, model.vocab_size, model.vocabulary
+        self.settings, self.vocab_size, self.vocabulary = (
+            model.settings,
+            model.vocab_size,
+            model.vocabulary,
+        )
         self.hidden_size, self.num_layers = model.hidden_size, model.num_layers
         self.embedding, self.layers, self.output = model.embedding, model.layers, model.output
         # Plain attributes: a registered buffer is found through nn.Module.__getattr__, which costs as much as a launch.
         with torch.no_grad():
-            (from_input, from_hidden, *biases), *upper = [list(layer.parameters()) for layer in model.layers]
+            (from_input, from_hidden, *biases), *upper = [
+                list(layer.parameters()) for layer in model.layers
+            ]
             self._table = model.embedding.weight @ from_input.T + biases[0] + biases[1]
             self._weight = from_hidden.T.contiguous()
-            self._head_weight, self._head_bias = model.output.weight.T.contiguous(), model.output.bias.clone()
+            self._head_weight, self._head_bias = (
+                model.output.weight.T.contiguous(),
+                model.output.bias.clone(),
+            )
             self._upper = [(torch.cat((w, u), dim=1).T.contiguous(), b + c) for w, u, b, c in upper]
 
     def fused(self) -> FusedRNN:
@@ -161,7 +184,9 @@ class FusedRNN(RNN):
         if valid_lengths is not None:
             super().rollout(tokens, state, num_tokens, choose, valid_lengths=valid_lengths)
             return
-        assert isinstance(state, RecurrentState), f"{type(self).__name__} needs a RecurrentState, got {state}"
+        assert isinstance(state, RecurrentState), (
+            f"{type(self).__name__} needs a RecurrentState, got {state}"
+        )
         layers: Sequence[Tensor] = state.hidden().split(self.hidden_size, dim=-1)
         steps: list[Tensor] = []
 

@@ -45,7 +45,9 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, list[int]]]:
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
             return file.metadata() or {}, shapes
     except SafetensorError as error:
-        raise ValueError(f"{path} is truncated or damaged ({str(error)[:100]}): copy or download it again") from error
+        raise ValueError(
+            f"{path} is truncated or damaged ({str(error)[:100]}): copy or download it again"
+        ) from error
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -57,14 +59,22 @@ def weight_files(directory: Path) -> list[Path]:
     names, index = [SINGLE], directory / INDEX
     if not (directory / SINGLE).is_file():
         if not index.is_file():
-            raise ValueError(f"{directory} holds no weights in safetensors files: convert those of other kinds")
+            raise ValueError(
+                f"{directory} holds no weights in safetensors files: convert those of other kinds"
+            )
         try:
-            names = sorted(set(map(str, json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())))
+            names = sorted(
+                set(map(str, json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            )
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{index} is damaged (it names no files): copy or download it again") from error
+            raise ValueError(
+                f"{index} is damaged (it names no files): copy or download it again"
+            ) from error
     for name in names:
         if Path(name).name != name or not (directory / name).is_file():
-            raise ValueError(f"{directory} is incomplete: {name} is missing: copy or download it again")
+            raise ValueError(
+                f"{directory} is incomplete: {name} is missing: copy or download it again"
+            )
     return [directory / name for name in names]
 
 
@@ -79,7 +89,10 @@ def weights_sha256(directory: Path) -> str:
     """
     files = weight_files(directory)
     states = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    cached = cache_home() / f"weights-{hashlib.sha256(json.dumps(states).encode()).hexdigest()[:24]}.sha256"
+    cached = (
+        cache_home()
+        / f"weights-{hashlib.sha256(json.dumps(states).encode()).hexdigest()[:24]}.sha256"
+    )
     if cached.is_file():
         return cached.read_text(encoding="ascii")
     digest = hashlib.sha256()

@@ -70,7 +70,9 @@ class DecodeState(ABC):
 
     def _check(self, lengths: Sequence[int]) -> None:
         for length, first, last in zip(lengths, self.committed, self.consumed, strict=True):
-            assert first <= length <= last, f"{lengths} is not between committed {self.committed} and {self.consumed}"
+            assert first <= length <= last, (
+                f"{lengths} is not between committed {self.committed} and {self.consumed}"
+            )
 
     def _go_back(self) -> None:  # noqa: B027
         """Work of going back besides changing `consumed`."""
@@ -82,8 +84,13 @@ class DecodeState(ABC):
 
     def advance(self, num_tokens: int, valid_lengths: Lengths | None = None) -> None:
         """Count tokens as consumed: `num_tokens` in each row, or `valid_lengths[b]` in row b. Models call it."""
-        counts = [num_tokens] * len(self.consumed) if valid_lengths is None else as_list(valid_lengths)
-        before, self.consumed = self.consumed, [a + b for a, b in zip(self.consumed, counts, strict=True)]
+        counts = (
+            [num_tokens] * len(self.consumed) if valid_lengths is None else as_list(valid_lengths)
+        )
+        before, self.consumed = (
+            self.consumed,
+            [a + b for a, b in zip(self.consumed, counts, strict=True)],
+        )
         # Lengths that a round uploads are uploaded by the next one too: nobody would read their sum.
         known = self._lengths is not None and self._lengths[0] is before and not self._uploaded
         if valid_lengths is None and known and self._lengths is not None:
@@ -101,7 +108,10 @@ class DecodeState(ABC):
 
     def clear(self, rows: Sequence[int]) -> None:
         """Empty these rows in place, for the next prompt."""
-        self.consumed, self.committed = _cleared(self.consumed, rows), _cleared(self.committed, rows)
+        self.consumed, self.committed = (
+            _cleared(self.consumed, rows),
+            _cleared(self.committed, rows),
+        )
 
 
 def _chosen(lengths: list[int], rows: Sequence[int]) -> list[int]:
@@ -128,7 +138,9 @@ class RecurrentState(DecodeState):
         state_size: hidden units of all layers together.
     """
 
-    def __init__(self, batch_size: int, state_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, batch_size: int, state_size: int, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
         super().__init__(batch_size, device)
         # Slot s holds a row's state after `_origin + s` tokens; consecutive slots lie in chunks, joined when needed.
         self._origin = self.consumed
@@ -153,7 +165,9 @@ class RecurrentState(DecodeState):
                 self._current = self._slot(slots[0])
             else:
                 places = [row * self._num_slots + slot for row, slot in enumerate(slots)]
-                self._current = self._past.flatten(0, 1).index_select(0, torch.tensor(places, device=self.device))
+                self._current = self._past.flatten(0, 1).index_select(
+                    0, torch.tensor(places, device=self.device)
+                )
         return self._current
 
     def _slot(self, slot: int) -> Float[Tensor, "B D"]:
@@ -227,18 +241,27 @@ class KVStorage:
         graphs: recorded calls; None where calls are not recorded.
     """
 
-    def __init__(self, batch_size: int, num_slots: int, *, device: torch.device, graphs: GraphCache | None) -> None:
+    def __init__(
+        self, batch_size: int, num_slots: int, *, device: torch.device, graphs: GraphCache | None
+    ) -> None:
         self.num_slots, self.graphs = num_slots, graphs
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.rows = torch.arange(batch_size, device=device)[:, None]
 
     def update(
-        self, layer: int, slots: Slots, keys: Float[Tensor, "B H T D"], values: Float[Tensor, "B H T E"]
+        self,
+        layer: int,
+        slots: Slots,
+        keys: Float[Tensor, "B H T D"],
+        values: Float[Tensor, "B H T E"],
     ) -> tuple[Float[Tensor, "B H S D"], Float[Tensor, "B H S E"]]:
         """Store a layer's keys and values; gives the slots to attend over, as views of the buffers."""
         if layer not in self.layers:
             # Zeros, not empty: a NaN left in a masked slot would still poison attention through 0 * NaN.
-            keys_, values_ = (new.new_zeros(*new.shape[:2], self.num_slots, new.shape[-1]) for new in (keys, values))
+            keys_, values_ = (
+                new.new_zeros(*new.shape[:2], self.num_slots, new.shape[-1])
+                for new in (keys, values)
+            )
             self.layers[layer] = keys_, values_
         key_buffer, value_buffer = self.layers[layer]
         if slots.first is not None:
@@ -316,7 +339,12 @@ class KVState(DecodeState):
     """
 
     def __init__(
-        self, batch_size: int, max_length: int, *, device: torch.device, pool: StoragePool | None = None
+        self,
+        batch_size: int,
+        max_length: int,
+        *,
+        device: torch.device,
+        pool: StoragePool | None = None,
     ) -> None:
         super().__init__(batch_size, device)
         self._pool = pool
@@ -342,7 +370,9 @@ class KVState(DecodeState):
         first, longest = min(lengths), max(lengths)
         span = min(longest + num_tokens, self.num_slots)
         if first == longest and first + num_tokens <= self.num_slots:
-            positions = torch.arange(first, first + num_tokens, device=self.device).expand(len(lengths), -1)
+            positions = torch.arange(first, first + num_tokens, device=self.device).expand(
+                len(lengths), -1
+            )
             return Slots(positions, first, span)
         begin = self.lengths if starts is None else torch.tensor(starts, device=self.device)
         return Slots(begin[:, None] + torch.arange(num_tokens, device=self.device), None, span)
@@ -353,7 +383,9 @@ class KVState(DecodeState):
 
     def advance(self, num_tokens: int, valid_lengths: Lengths | None = None) -> None:
         super().advance(num_tokens, valid_lengths)
-        assert max(self.consumed) < self.num_slots, f"{max(self.consumed)} tokens overrun {self.num_slots - 1} slots"
+        assert max(self.consumed) < self.num_slots, (
+            f"{max(self.consumed)} tokens overrun {self.num_slots - 1} slots"
+        )
 
     def clear(self, rows: Sequence[int]) -> None:
         super().clear(rows)
@@ -362,7 +394,10 @@ class KVState(DecodeState):
 
     def _select(self, rows: Sequence[int], source: Tensor, empty: Tensor) -> None:
         former = self.storage
-        taken = {layer: [_take(each, source, empty) for each in pair] for layer, pair in former.layers.items()}
+        taken = {
+            layer: [_take(each, source, empty) for each in pair]
+            for layer, pair in former.layers.items()
+        }
         if self._pool is not None:
             self._returned.detach()
             self._pool.give_back(former)

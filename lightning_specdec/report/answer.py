@@ -48,15 +48,21 @@ class Advice:
     def sentence(self) -> str:
         """The answer in one line."""
         if self.best is None:
-            return "nothing to say: no lossless method finished with the tokens of standard decoding"
+            return (
+                "nothing to say: no lossless method finished with the tokens of standard decoding"
+            )
         told = f"{choice_of(self.best)}: {shown(self.best.walltime_speedup)}"
         if self.pays:
             if (theirs := self.theirs) is not None:
-                told += f"; faster: transformers' {theirs.case.label}, {shown(theirs.walltime_speedup)}"
+                told += (
+                    f"; faster: transformers' {theirs.case.label}, {shown(theirs.walltime_speedup)}"
+                )
             return f"use {told}"
         if _speedup(self.best) <= 1:
             return f"do not speculate: the best is {told}"
-        return f"do not speculate yet: the best is {told}, which may be chance: measure more prompts"
+        return (
+            f"do not speculate yet: the best is {told}, which may be chance: measure more prompts"
+        )
 
 
 def advise(found: Sequence[Comparison], dtypes: Mapping[str, str | None]) -> list[Advice]:
@@ -73,14 +79,20 @@ def advise(found: Sequence[Comparison], dtypes: Mapping[str, str | None]) -> lis
 
 def _advice(place: Place, cases: Sequence[Comparison], rounding: bool) -> Advice:
     sound = [
-        each for each in cases if each.error is None and each.timings and (rounding or each.same_tokens is not False)
+        each
+        for each in cases
+        if each.error is None and each.timings and (rounding or each.same_tokens is not False)
     ]
     ours = [each for each in sound if each.case.method == SPECULATIVE and each.case.lossless]
     if not ours:
         return Advice(place)
     bounds = {id(each): lower_bound(each, len(ours)) for each in ours}
     best = max(ours, key=lambda each: (bounds[id(each)] > 1, _speedup(each)))
-    theirs = [each for each in sound if each.case.method in HUGGING_FACE and _speedup(each) > _speedup(best)]
+    theirs = [
+        each
+        for each in sound
+        if each.case.method in HUGGING_FACE and _speedup(each) > _speedup(best)
+    ]
     return Advice(place, best, bounds[id(best)], max(theirs, key=_speedup, default=None))
 
 
@@ -88,7 +100,11 @@ def lower_bound(each: Comparison, num_cases: int) -> float:
     """The lower bound of a speedup that is the best of so many (Bonferroni): where nothing gains, one is said to pay
     with probability 1 - `LEVEL` at most. NaN for a single prompt or batch, which shows no spread."""
     speedup = each.speedup(1 - 2 * (1 - LEVEL) / max(2, num_cases))
-    return math.nan if speedup is None or each.timings is None or len(each.timings[0][0]) == 1 else speedup.low
+    return (
+        math.nan
+        if speedup is None or each.timings is None or len(each.timings[0][0]) == 1
+        else speedup.low
+    )
 
 
 def rounds(dtype: str | None) -> bool:
@@ -99,7 +115,11 @@ def rounds(dtype: str | None) -> bool:
 def choice_of(each: Comparison) -> str:
     """What a user would choose, in words."""
     case = each.case
-    window = "windows that adapt" if case.num_draft_tokens == "auto" else f"window {case.num_draft_tokens}"
+    window = (
+        "windows that adapt"
+        if case.num_draft_tokens == "auto"
+        else f"window {case.num_draft_tokens}"
+    )
     return f"{case.draft} with {window}" + (f" ({case.rule})" if case.temperature else "")
 
 

@@ -53,7 +53,9 @@ class Chart:
         """The drawing, as a file of its own."""
         text = io.StringIO()
         with _styled():
-            FigureCanvasSVG(self.figure).print_svg(text, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+            FigureCanvasSVG(self.figure).print_svg(
+                text, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+            )
         return text.getvalue().encode()
 
 
@@ -65,15 +67,27 @@ def answer_chart(advice: Sequence[Advice], found: Sequence[Comparison]) -> Chart
     with _styled():
         figure, ends, note, y = Figure(layout="constrained"), [1.0], "", 0.0
         axes = figure.add_subplot()
-        for title, (choice, best) in zip(_titles([best.case for _, best in known], "rule"), known, strict=True):
+        for title, (choice, best) in zip(
+            _titles([best.case for _, best in known], "rule"), known, strict=True
+        ):
             axes.text(0, y, _line(title, 64), fontweight="bold", va="center")
-            theirs = [one for one in found if one.case.place == best.case.place and one.case.method in HUGGING_FACE]
-            named = [(choice, best, COLORS[0]), *((f"transformers' {one.case.label}", one, GRID) for one in theirs)]
+            theirs = [
+                one
+                for one in found
+                if one.case.place == best.case.place and one.case.method in HUGGING_FACE
+            ]
+            named = [
+                (choice, best, COLORS[0]),
+                *((f"transformers' {one.case.label}", one, GRID) for one in theirs),
+            ]
             for name, one, color in named:
                 told = "failed" if one.walltime_speedup is None else shown(one.walltime_speedup)
                 axes.text(0, y + 0.9, f"{_line(name, 48)}: {told}", va="center")
                 if one.walltime_speedup is not None:
-                    value, (low, high) = one.walltime_speedup.value, one.walltime_speedup.ends or (1.0, 1.0)
+                    value, (low, high) = (
+                        one.walltime_speedup.value,
+                        one.walltime_speedup.ends or (1.0, 1.0),
+                    )
                     ends.append(max(value, min(high, TALL * value)))
                     axes.barh(y + 1.7, value, 0.5, color=color)
                     note = GRAY if color == GRID else note
@@ -87,7 +101,9 @@ def answer_chart(advice: Sequence[Advice], found: Sequence[Comparison]) -> Chart
         axes.set_xlim(0, 1.05 * max(ends))
         axes.set_xlabel("walltime speedup (1: standard decoding)")
         figure.set_size_inches(WIDTH, 0.6 + 0.16 * y)
-        return Chart("The best choices" + ", and transformers' own methods" * bool(note), figure, note)
+        return Chart(
+            "The best choices" + ", and transformers' own methods" * bool(note), figure, note
+        )
 
 
 def speedup_charts(found: Sequence[Comparison]) -> list[Chart]:
@@ -97,12 +113,19 @@ def speedup_charts(found: Sequence[Comparison]) -> list[Chart]:
         if each.case.method == SPECULATIVE:
             groups.setdefault((*each.case.place, each.case.rule), []).append(each)
     titles = _titles([several[0].case for several in groups.values()])
-    return [_speedup_chart(title, several) for title, several in zip(titles, groups.values(), strict=True)]
+    return [
+        _speedup_chart(title, several)
+        for title, several in zip(titles, groups.values(), strict=True)
+    ]
 
 
 def _titles(cases: Sequence[ResultRow], *skip: str) -> list[str]:
     """Pair and domain of each case, and the settings in which the cases differ."""
-    varying = [name for name in _SETTINGS if name not in skip and len({getattr(case, name) for case in cases}) > 1]
+    varying = [
+        name
+        for name in _SETTINGS
+        if name not in skip and len({getattr(case, name) for case in cases}) > 1
+    ]
     titles = []
     for case in cases:
         # At temperature 0 all lossless rules give the same tokens.
@@ -122,9 +145,13 @@ _SETTINGS = {
 
 def _speedup_chart(title: str, cases: Sequence[Comparison]) -> Chart:
     """Windows on the x axis: numbers in order, then "auto"."""
-    windows = sorted({each.case.num_draft_tokens or 0 for each in cases}, key=lambda w: (isinstance(w, str), w))
+    windows = sorted(
+        {each.case.num_draft_tokens or 0 for each in cases}, key=lambda w: (isinstance(w, str), w)
+    )
     drafts = list(dict.fromkeys(each.case.draft for each in cases))
-    highest = max((each.walltime_speedup.value for each in cases if each.walltime_speedup), default=1.0)
+    highest = max(
+        (each.walltime_speedup.value for each in cases if each.walltime_speedup), default=1.0
+    )
     with _styled():
         figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
         axes = figure.add_subplot()
@@ -136,18 +163,34 @@ def _speedup_chart(title: str, cases: Sequence[Comparison]) -> Chart:
             own = [each for each in cases if each.case.draft == draft]
             offset = (number - (len(drafts) - 1) / 2) * width
             places = [windows.index(each.case.num_draft_tokens or 0) + offset for each in own]
-            heights = [each.walltime_speedup.value if each.walltime_speedup else 0.0 for each in own]
+            heights = [
+                each.walltime_speedup.value if each.walltime_speedup else 0.0 for each in own
+            ]
             color, hatch = COLORS[number % len(COLORS)], "//" if number >= len(COLORS) else None
             axes.bar(places, heights, width, color=color, hatch=hatch, label=_line(str(draft)))
             for x, each in zip(places, own, strict=True):
                 interval, predicted = each.walltime_speedup, each.predicted_speedup
                 if interval is None:
-                    axes.text(x, 0.03 * highest, "failed", color=FAILED, rotation=90, ha="center", va="bottom")
+                    axes.text(
+                        x,
+                        0.03 * highest,
+                        "failed",
+                        color=FAILED,
+                        rotation=90,
+                        ha="center",
+                        va="bottom",
+                    )
                 elif not math.isnan(interval.low):
-                    axes.vlines(x, interval.low, min(interval.high, TALL * highest), color=INK, linewidth=1)
+                    axes.vlines(
+                        x, interval.low, min(interval.high, TALL * highest), color=INK, linewidth=1
+                    )
                 if interval and predicted:
-                    axes.plot([x], [predicted], "D", markersize=3.5, color="white", markeredgecolor=INK)
-        axes.plot([], [], "D", markersize=3.5, color="white", markeredgecolor=INK, label="predicted")
+                    axes.plot(
+                        [x], [predicted], "D", markersize=3.5, color="white", markeredgecolor=INK
+                    )
+        axes.plot(
+            [], [], "D", markersize=3.5, color="white", markeredgecolor=INK, label="predicted"
+        )
         axes.axhline(1.0, color=INK, linewidth=1)
         axes.grid(axis="y")
         axes.set_xticks(range(len(windows)), list(map(str, windows)))
@@ -156,14 +199,23 @@ def _speedup_chart(title: str, cases: Sequence[Comparison]) -> Chart:
         handles, labels = axes.get_legend_handles_labels()
         columns = max(1, min(4, 58 // (4 + max(map(len, labels), default=0))))
         figure.set_figheight(HEIGHT + 0.17 * math.ceil(len(labels) / columns))
-        figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=1.8, columnspacing=1.2)
+        figure.legend(
+            handles,
+            labels,
+            loc="outside lower center",
+            ncols=columns,
+            handlelength=1.8,
+            columnspacing=1.2,
+        )
         return Chart(title, figure)
 
 
 @contextmanager
 def _styled() -> Iterator[None]:
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # names may be of any script
+        warnings.filterwarnings(
+            "ignore", message="Glyph .* missing from font"
+        )  # names may be of any script
         yield
 
 

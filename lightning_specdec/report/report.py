@@ -56,7 +56,9 @@ class Report:
     @cached_property
     def dtypes(self) -> dict[str, str | None]:
         """What each pair computes in."""
-        return {name: facts.get("dtype") for name, facts in (self.manifest.get("pairs") or {}).items()}
+        return {
+            name: facts.get("dtype") for name, facts in (self.manifest.get("pairs") or {}).items()
+        }
 
     @cached_property
     def advice(self) -> list[Advice]:
@@ -69,7 +71,9 @@ class Report:
         found = []
         for each in self.advice:
             pair, domain, temperature, batch_size, max_new_tokens = each.place
-            setting = f"temperature {temperature:g}, batch size {batch_size}, {max_new_tokens} new tokens"
+            setting = (
+                f"temperature {temperature:g}, batch size {batch_size}, {max_new_tokens} new tokens"
+            )
             found.append(" ".join(f"{pair}, {domain} ({setting}): {each.sentence}".split()))
         return found or ["nothing has been measured yet"]
 
@@ -77,21 +81,32 @@ class Report:
     def predicted(self) -> str:
         """How many predictions hold."""
         known = [(each.predicted_speedup, each.walltime_speedup) for each in self.cells]
-        ratios = [predicted / measured.value for predicted, measured in known if predicted and measured]
+        ratios = [
+            predicted / measured.value for predicted, measured in known if predicted and measured
+        ]
         held = sum(abs(ratio - 1) <= TOLERANCE for ratio in ratios)
         return f"{held} of {len(ratios)} predictions are within {TOLERANCE:.0%} of the measured speedup."
 
     @property
     def warnings(self) -> list[str]:
         """Failures, and tokens that are not standard decoding's."""
-        lines = [f"failed: {name}: {error}" for name, error in (self.manifest.get("failed_pairs") or {}).items()]
+        lines = [
+            f"failed: {name}: {error}"
+            for name, error in (self.manifest.get("failed_pairs") or {}).items()
+        ]
         for error in dict.fromkeys(each.error for each in self.cells if each.error is not None):
             places = [_named(each) for each in self.cells if each.error == error]
             more = f" and {len(places) - 1} more" if len(places) > 1 else ""
             lines.append(f"failed: {places[0]}{more}: {error}")
         for pair in dict.fromkeys(each.case.pair for each in self.cells):
-            known = [each for each in self.cells if each.case.pair == pair and each.same_tokens is not None]
-            other = [each for each in known if each.case.method != STANDARD and each.same_tokens is False]
+            known = [
+                each
+                for each in self.cells
+                if each.case.pair == pair and each.same_tokens is not None
+            ]
+            other = [
+                each for each in known if each.case.method != STANDARD and each.same_tokens is False
+            ]
             if other and rounds(dtype := self.dtypes.get(pair)):
                 lines.append(
                     f"{pair}: tokens differ from standard decoding's in {len(other)} of {len(known)} cells, as they "
@@ -104,7 +119,15 @@ class Report:
 
     def advice_table(self) -> Table:
         """What pays, by domain."""
-        heads = ["pair", "domain", "temperature", "batch size", "advice", "walltime speedup", "95% interval"]
+        heads = [
+            "pair",
+            "domain",
+            "temperature",
+            "batch size",
+            "advice",
+            "walltime speedup",
+            "95% interval",
+        ]
         rows = []
         for each in self.advice:
             pair, domain, temperature, batch_size, _ = each.place
@@ -117,8 +140,24 @@ class Report:
 
     def cells_table(self) -> Table:
         """Every cell with its figures; a cell that failed with its error."""
-        heads = ["pair", "domain", "temperature", "batch size", "new tokens", "method", "draft", "window", "rule"]
-        heads += ("walltime speedup", "95% interval", "predicted", "acceptance rate", "tokens / round")
+        heads = [
+            "pair",
+            "domain",
+            "temperature",
+            "batch size",
+            "new tokens",
+            "method",
+            "draft",
+            "window",
+            "rule",
+        ]
+        heads += (
+            "walltime speedup",
+            "95% interval",
+            "predicted",
+            "acceptance rate",
+            "tokens / round",
+        )
         heads += ("tokens/s", "same tokens", "remark")
         rows = []
         for each in self.cells:
@@ -128,9 +167,19 @@ class Report:
             same = {True: "yes", False: "no", None: "-"}[each.same_tokens]
             lossy = "lossy" if case.lossless is False else ""
             rows.append(
-                (case.pair, case.domain, f"{case.temperature:g}", str(case.batch_size), str(case.max_new_tokens))
+                (
+                    case.pair,
+                    case.domain,
+                    f"{case.temperature:g}",
+                    str(case.batch_size),
+                    str(case.max_new_tokens),
+                )
                 + tuple("-" if value is None else str(value) for value in settings)
-                + (*_interval(each.walltime_speedup), *map(_number, figures), _number(each.tokens_per_second, 1))
+                + (
+                    *_interval(each.walltime_speedup),
+                    *map(_number, figures),
+                    _number(each.tokens_per_second, 1),
+                )
                 + (same, f"failed: {each.error}" if each.error is not None else lossy)
             )
         return Table(heads, rows)
@@ -144,7 +193,10 @@ def write(report: Report, directory: Path) -> Path:
     """
     tables = {"advice": report.advice_table(), "cells": report.cells_table()}
     content = {f"{name}.md": table.markdown() for name, table in tables.items()}
-    content |= {"cells.csv": comparison_table(report.cells, "csv") + "\n", PAGE: _page(report, tables)}
+    content |= {
+        "cells.csv": comparison_table(report.cells, "csv") + "\n",
+        PAGE: _page(report, tables),
+    }
     for name, text in content.items():
         with replaced(directory / name) as file:
             file.write(text.encode())
@@ -155,14 +207,18 @@ def _page(report: Report, tables: Mapping[str, Table]) -> str:
     """The page: it escapes whatever comes from the results, loads nothing and runs no script."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_printable)
     answer = answer_chart(report.advice, report.cells)
-    return environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8")).render(
+    return environment.from_string(
+        files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    ).render(
         report=report,
         tables=tables,
         answers=[_image(answer)] if answer else [],
         note=answer.note if answer else "",
         speedups=[_image(each) for each in speedup_charts(report.cells)],
         machine=f"{made_on(report.manifest)}, {str(report.manifest.get('date', '?'))[:10]}",
-        manifest=json.dumps({name: value for name, value in report.manifest.items() if name != "prompts"}, indent=1),
+        manifest=json.dumps(
+            {name: value for name, value in report.manifest.items() if name != "prompts"}, indent=1
+        ),
     )
 
 
@@ -175,7 +231,9 @@ def _printable(value: object) -> object:
     """Text without control characters."""
     if not isinstance(value, str):
         return value
-    return type(value)("".join(letter for letter in value if letter.isprintable() or letter == "\n"))
+    return type(value)(
+        "".join(letter for letter in value if letter.isprintable() or letter == "\n")
+    )
 
 
 def _number(value: float | None, digits: int = 2) -> str:
@@ -185,7 +243,9 @@ def _number(value: float | None, digits: int = 2) -> str:
 def _interval(found: Interval | None) -> tuple[str, str]:
     if found is None:
         return "-", "-"
-    return f"{found.value:.2f}", "-" if found.ends is None else "{:.2f} to {:.2f}".format(*found.ends)
+    return f"{found.value:.2f}", "-" if found.ends is None else "{:.2f} to {:.2f}".format(
+        *found.ends
+    )
 
 
 def _named(each: Comparison) -> str:

@@ -126,7 +126,9 @@ class ExactMatch(AcceptanceRule):
     ignores_windows = True
     draft_purpose = Purpose.CORRECT
 
-    def judge(self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None) -> Verdict:
+    def judge(
+        self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
+    ) -> Verdict:
         own = sampling.sample(target_logits, column(noise, Purpose.CORRECT))
         return Verdict(within(draft.tokens == own[:, :-1], draft.lengths), own)
 
@@ -140,16 +142,20 @@ class RejectionSampling(AcceptanceRule):
 
     lossless = True
 
-    def judge(self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None) -> Verdict:
+    def judge(
+        self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
+    ) -> Verdict:
         target_probs = sampling.probs(target_logits)
         draft_probs = draft.probs
         if draft_probs is None:
-            draft_probs = torch.zeros_like(target_probs[:, :-1]).scatter_(-1, draft.tokens[..., None], 1.0)
+            draft_probs = torch.zeros_like(target_probs[:, :-1]).scatter_(
+                -1, draft.tokens[..., None], 1.0
+            )
         if noise is None:  # both sides are certain, and any number decides alike
             noise = target_probs.new_zeros(*target_probs.shape[:2], len(Purpose))
-        kept = noise[:, :-1, Purpose.ACCEPT].double() * _prob_of(draft.tokens, draft_probs) < _prob_of(
-            draft.tokens, target_probs[:, :-1]
-        )
+        kept = noise[:, :-1, Purpose.ACCEPT].double() * _prob_of(
+            draft.tokens, draft_probs
+        ) < _prob_of(draft.tokens, target_probs[:, :-1])
         if draft.lengths is not None:
             drafted = within(torch.ones_like(kept), draft.lengths)
             kept, draft_probs = kept & drafted, draft_probs * drafted[..., None]
@@ -166,10 +172,14 @@ class _LossyRule(AcceptanceRule):
     lossless = False
 
     @abstractmethod
-    def agrees(self, draft: Draft, target_logits: Float[Tensor, "B K V"], sampling: Sampling) -> Bool[Tensor, "B K"]:
+    def agrees(
+        self, draft: Draft, target_logits: Float[Tensor, "B K V"], sampling: Sampling
+    ) -> Bool[Tensor, "B K"]:
         """Whether the target finds each draft token good enough."""
 
-    def judge(self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None) -> Verdict:
+    def judge(
+        self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
+    ) -> Verdict:
         own = sampling.sample(target_logits, column(noise, Purpose.CORRECT))
         kept = within(self.agrees(draft, target_logits[:, :-1], sampling), draft.lengths)
         return Verdict(kept, own, changed=draft.tokens != own[:, :-1])
@@ -177,7 +187,9 @@ class _LossyRule(AcceptanceRule):
 
 @dataclass(frozen=True)
 class EpsilonSettings(BaseSettings):
-    epsilon: float = setting(0.1, "largest difference of probability that counts as agreement", above=0, maximum=1)
+    epsilon: float = setting(
+        0.1, "largest difference of probability that counts as agreement", above=0, maximum=1
+    )
 
 
 class EpsilonThreshold(_LossyRule):
@@ -191,7 +203,9 @@ class EpsilonThreshold(_LossyRule):
     settings: EpsilonSettings
     needs_draft_logits = True
 
-    def agrees(self, draft: Draft, target_logits: Float[Tensor, "B K V"], sampling: Sampling) -> Bool[Tensor, "B K"]:
+    def agrees(
+        self, draft: Draft, target_logits: Float[Tensor, "B K V"], sampling: Sampling
+    ) -> Bool[Tensor, "B K"]:
         assert draft.logits is not None, "the session refuses drafters without logits"
         target_prob = _prob_of(draft.tokens, SOFTMAX.probs(target_logits))
         draft_prob = _prob_of(draft.tokens, SOFTMAX.probs(draft.logits))
@@ -201,7 +215,9 @@ class EpsilonThreshold(_LossyRule):
 @dataclass(frozen=True)
 class TypicalSettings(BaseSettings):
     epsilon: float = setting(0.09, "probability that is always enough", above=0, maximum=1)
-    delta: float = setting(0.3, "scale of the threshold that depends on the entropy", above=0, maximum=1)
+    delta: float = setting(
+        0.3, "scale of the threshold that depends on the entropy", above=0, maximum=1
+    )
 
 
 class TypicalAcceptance(_LossyRule):
@@ -214,7 +230,9 @@ class TypicalAcceptance(_LossyRule):
     Settings = TypicalSettings
     settings: TypicalSettings
 
-    def agrees(self, draft: Draft, target_logits: Float[Tensor, "B K V"], sampling: Sampling) -> Bool[Tensor, "B K"]:
+    def agrees(
+        self, draft: Draft, target_logits: Float[Tensor, "B K V"], sampling: Sampling
+    ) -> Bool[Tensor, "B K"]:
         target_probs = (SOFTMAX if sampling.greedy else sampling).probs(target_logits)
         entropy = torch.special.entr(target_probs).sum(-1)
         threshold = (self.settings.delta * (-entropy).exp()).clamp(max=self.settings.epsilon)
@@ -235,7 +253,11 @@ def make_rule(rule: str | Choice | AcceptanceRule | None) -> AcceptanceRule:
 
 def within(kept: Bool[Tensor, "B K"], lengths: Int[Tensor, "B"] | None) -> Bool[Tensor, "B K"]:
     """`kept`, false behind each row's draft tokens."""
-    return kept if lengths is None else kept & (torch.arange(kept.shape[1], device=kept.device) < lengths[:, None])
+    return (
+        kept
+        if lengths is None
+        else kept & (torch.arange(kept.shape[1], device=kept.device) < lengths[:, None])
+    )
 
 
 def _prob_of(tokens: Int[Tensor, "B K"], probs: Float[Tensor, "B K V"]) -> Float[Tensor, "B K"]:

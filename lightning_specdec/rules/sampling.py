@@ -32,9 +32,13 @@ class RepetitionPenalty:
 
     penalty: float
 
-    def __call__(self, prefix: Int[Tensor, "1 T"], scores: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
+    def __call__(
+        self, prefix: Int[Tensor, "1 T"], scores: Float[Tensor, "1 V"]
+    ) -> Float[Tensor, "1 V"]:
         found = scores.gather(1, prefix)
-        return scores.scatter(1, prefix, torch.where(found < 0, found * self.penalty, found / self.penalty))
+        return scores.scatter(
+            1, prefix, torch.where(found < 0, found * self.penalty, found / self.penalty)
+        )
 
 
 @dataclass(frozen=True)
@@ -52,15 +56,25 @@ class Sampling(SamplingSettings):
         super().__post_init__()
         for each in self.processors:
             if not callable(each):
-                raise ValueError(f"processors must be callables (prefix, scores) -> scores, got {each!r}")
+                raise ValueError(
+                    f"processors must be callables (prefix, scores) -> scores, got {each!r}"
+                )
         given = tuple(each for each in self.processors if not isinstance(each, RepetitionPenalty))
-        own = () if self.repetition_penalty is None else (RepetitionPenalty(self.repetition_penalty),)
+        own = (
+            () if self.repetition_penalty is None else (RepetitionPenalty(self.repetition_penalty),)
+        )
         object.__setattr__(self, "processors", own + given)
 
     @classmethod
     def of(cls, config: SamplingSettings) -> Sampling:
         """The sampling of a `DecodingConfig` or other `SamplingSettings`, with its processors."""
-        return cls(**{each.name: getattr(config, each.name) for each in fields(cls) if hasattr(config, each.name)})
+        return cls(
+            **{
+                each.name: getattr(config, each.name)
+                for each in fields(cls)
+                if hasattr(config, each.name)
+            }
+        )
 
     def process(
         self,
@@ -85,7 +99,9 @@ class Sampling(SamplingSettings):
         if not self.processors:
             return logits
         processed = logits.float().clone()
-        for row, (text, drafted) in enumerate(zip(texts, draft_tokens or [()] * len(texts), strict=True)):
+        for row, (text, drafted) in enumerate(
+            zip(texts, draft_tokens or [()] * len(texts), strict=True)
+        ):
             if text is None:
                 continue
             whole = torch.tensor([[*text, *drafted]], device=logits.device)
@@ -94,7 +110,9 @@ class Sampling(SamplingSettings):
                 for processor in self.processors:
                     scores = processor(whole[:, : len(text) + i], scores)
                     if not isinstance(scores, Tensor) or scores.shape != processed[row, :1].shape:
-                        raise ValueError(f"the logits processor {processor} must return scores [1, V]")
+                        raise ValueError(
+                            f"the logits processor {processor} must return scores [1, V]"
+                        )
                 processed[row, i : i + 1] = scores
                 if stop_at_impossible and i < len(drafted) and scores[0, drafted[i]] == -torch.inf:
                     break
@@ -115,7 +133,9 @@ class Sampling(SamplingSettings):
             probs = _filtered(probs, probs >= self.min_p * probs.amax(-1, keepdim=True))
         return probs
 
-    def sample(self, logits: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"] | None) -> Int[Tensor, "*B"]:
+    def sample(
+        self, logits: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"] | None
+    ) -> Int[Tensor, "*B"]:
         """Draw a token from each distribution by a uniform number in [0, 1), which may be None at temperature 0."""
         return self.sample_with_probs(logits, uniform)[0]
 
@@ -163,7 +183,9 @@ def _nucleus(probs: Float[Tensor, "*B V"], top_p: float) -> Bool[Tensor, "*B V"]
 def _sorted_nucleus(probs: Float[Tensor, "*B V"], top_p: float) -> Bool[Tensor, "*B V"]:
     """The same by sorting all tokens."""
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    return torch.zeros_like(probs, dtype=torch.bool).scatter_(-1, order, ordered.cumsum(-1) - ordered < top_p)
+    return torch.zeros_like(probs, dtype=torch.bool).scatter_(
+        -1, order, ordered.cumsum(-1) - ordered < top_p
+    )
 
 
 SOFTMAX = Sampling(temperature=1.0)
@@ -203,7 +225,9 @@ def draw(weights: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"]) -> Int[Te
     Weights that are NaN give V, which is no token.
     """
     cumulative = weights.cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(cumulative, uniform[..., None] * cumulative[..., -1:], right=True).squeeze(-1)
+    return torch.searchsorted(
+        cumulative, uniform[..., None] * cumulative[..., -1:], right=True
+    ).squeeze(-1)
 
 
 class Purpose(IntEnum):

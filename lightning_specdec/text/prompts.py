@@ -33,7 +33,9 @@ class Prompt:
     text: str | None = None
     instruction: str = ""
 
-    def encoded(self, tokenizer: Tokenizer, *, raw: bool = False, system: str | None = None) -> Prompt:
+    def encoded(
+        self, tokenizer: Tokenizer, *, raw: bool = False, system: str | None = None
+    ) -> Prompt:
         """The prompt with this tokenizer's tokens, as a user's turn if it has a chat template.
 
         Args:
@@ -51,7 +53,10 @@ class Prompt:
         if raw or not tokenizer.has_chat_template:
             return replace(self, tokens=tuple(tokenizer.encode(text)))
         messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        return replace(self, tokens=tuple(tokenizer.encode_chat([*messages, {"role": "user", "content": text}])))
+        return replace(
+            self,
+            tokens=tuple(tokenizer.encode_chat([*messages, {"role": "user", "content": text}])),
+        )
 
 
 def read_prompts(path: Path, *, as_typed: bool = False) -> list[Prompt]:
@@ -74,7 +79,9 @@ def read_prompts(path: Path, *, as_typed: bool = False) -> list[Prompt]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text: give one prompt on each line") from error
     found = []
-    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):  # JSON may hold other line ends
+    for number, line in enumerate(
+        text.removeprefix("\ufeff").split("\n"), 1
+    ):  # JSON may hold other line ends
         where = f"{'stdin' if is_stdin else path}, line {number}"
         if line.strip() and as_typed:
             found.append(Prompt(where, "", text=_typed(line)))
@@ -82,7 +89,9 @@ def read_prompts(path: Path, *, as_typed: bool = False) -> list[Prompt]:
             try:
                 value = line.rstrip("\r") if path.suffix == ".txt" else json.loads(line)
             except (ValueError, RecursionError):
-                raise ValueError(f"{where}: this is not JSON: write one object on each line") from None
+                raise ValueError(
+                    f"{where}: this is not JSON: write one object on each line"
+                ) from None
             found.append(_read_row(value, where, path.stem, number))
     if not found and not as_typed:
         raise ValueError(f"{path} holds no prompt: give one JSON object on each line")
@@ -102,14 +111,20 @@ def _read_row(row: Any, where: str, stem: str, number: int) -> Prompt:
     """The prompt of a JSON object or string; `where` is its file and line, for errors."""
     if not isinstance(row, dict | str):
         raise ValueError(f"{where}: this is not a JSON object: write one on each line")
-    row = {"prompt": row} if isinstance(row, str) else {key: value for key, value in row.items() if value is not None}
+    row = (
+        {"prompt": row}
+        if isinstance(row, str)
+        else {key: value for key, value in row.items() if value is not None}
+    )
     domain = row.get("domain", row.get("category", stem))
     name = row.get("id", f"{stem}-{row.get('question_id', number)}")
     for key, value in (("domain", domain), ("id", name)):
         if not isinstance(value, str) or not value.isprintable() or not value.strip():
             raise ValueError(f'{where}: "{key}" must be a name, got {value!r}')
     tokens, turns = row.get("tokens", []), row.get("turns")
-    if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):
+    if not isinstance(tokens, list) or not all(
+        type(token) is int and token >= 0 for token in tokens
+    ):
         raise ValueError(f'{where}: "tokens" must be a list of integers from 0')
     text, instruction = row.get("prompt"), ""
     if text is None and "article" in row:
@@ -120,6 +135,8 @@ def _read_row(row: Any, where: str, stem: str, number: int) -> Prompt:
         return Prompt(name, domain, tuple(tokens))
     if not isinstance(text, str) or not text.strip():
         listed = ", ".join(row)[:80] or "nothing"
-        raise ValueError(f"{where}: a row needs a prompt, turns, an article or tokens, this one has {listed}")
+        raise ValueError(
+            f"{where}: a row needs a prompt, turns, an article or tokens, this one has {listed}"
+        )
     text = text.encode("utf-8", "replace").decode("utf-8")  # what JSON can spell and UTF-8 cannot
     return Prompt(name, domain, text=text, instruction=instruction)

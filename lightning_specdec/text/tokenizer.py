@@ -175,11 +175,17 @@ class TextTokenizer(Tokenizer):
 
     def __init__(self, tokenizer: Any, *, generation_config: Any = None) -> None:
         self.tokenizer = tokenizer
-        self.eos = _numbers(tokenizer.eos_token_id) | _numbers(getattr(generation_config, "eos_token_id", None))
+        self.eos = _numbers(tokenizer.eos_token_id) | _numbers(
+            getattr(generation_config, "eos_token_id", None)
+        )
 
     @classmethod
     def load(
-        cls, source: str | os.PathLike[str], *, revision: str | None = None, trust_remote_code: bool = False
+        cls,
+        source: str | os.PathLike[str],
+        *,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
     ) -> TextTokenizer:
         """The tokenizer of a directory that `save_pretrained` wrote, or of a model on the hub.
 
@@ -192,16 +198,27 @@ class TextTokenizer(Tokenizer):
         """
         name, path = os.fspath(source), find(source, revision=revision, code=trust_remote_code)
         if not cls.is_in(path):
-            raise ValueError(f"{name} holds no tokenizer: `tokenizer.save_pretrained` writes one there")
-        from transformers import AutoTokenizer, GenerationConfig  # seconds, so only where there is something to read
+            raise ValueError(
+                f"{name} holds no tokenizer: `tokenizer.save_pretrained` writes one there"
+            )
+        from transformers import (
+            AutoTokenizer,
+            GenerationConfig,
+        )  # seconds, so only where there is something to read
 
         generation_config = None
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=trust_remote_code
+            )
             if (path / "generation_config.json").is_file():
                 generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
-        except Exception as error:  # transformers and tokenizers raise many kinds, `Exception` itself among them
-            raise ValueError(f"the tokenizer of {name} cannot be read: {_sentence(error)}") from error
+        except (
+            Exception
+        ) as error:  # transformers and tokenizers raise many kinds, `Exception` itself among them
+            raise ValueError(
+                f"the tokenizer of {name} cannot be read: {_sentence(error)}"
+            ) from error
         loaded = cls(tokenizer, generation_config=generation_config)
         loaded.name = name
         return loaded
@@ -246,9 +263,20 @@ class TextTokenizer(Tokenizer):
                 raise TemplateError("it computes powers, which may never end")
             with _bounded_work(TemplateError("it does not end")):
                 options = {"add_generation_prompt": True, "tokenize": False}
-                return str(self.tokenizer.apply_chat_template([dict(each) for each in messages], **options))
-        except (TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError) as error:
-            raise ValueError(f"the model's chat template does not take this chat: {_sentence(error)}") from error
+                return str(
+                    self.tokenizer.apply_chat_template([dict(each) for each in messages], **options)
+                )
+        except (
+            TemplateError,
+            ArithmeticError,
+            LookupError,
+            MemoryError,
+            RecursionError,
+            TypeError,
+        ) as error:
+            raise ValueError(
+                f"the model's chat template does not take this chat: {_sentence(error)}"
+            ) from error
 
     def encode_rendered(self, text: str) -> list[int]:
         """The tokens of text that spells its special tokens out itself; none are added."""

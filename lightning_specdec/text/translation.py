@@ -41,12 +41,22 @@ class Translation:
         self._by_bytes = {piece: token for token, piece in enumerate(second.token_bytes) if piece}
         self._longest = max(map(len, self._by_bytes), default=0)
         self.special = _same_special(first, second)
-        shared = [(t, piece) for t, piece in enumerate(first.token_bytes) if piece and piece in self._by_bytes]
+        shared = [
+            (t, piece)
+            for t, piece in enumerate(first.token_bytes)
+            if piece and piece in self._by_bytes
+        ]
         last = {piece: token for token, piece in shared}
         self.pairs = {token: self._by_bytes[piece] for piece, token in last.items()} | self.special
-        characters = ((token, piece) for token, piece in shared if piece.decode(errors="ignore").encode() == piece)
+        characters = (
+            (token, piece)
+            for token, piece in shared
+            if piece.decode(errors="ignore").encode() == piece
+        )
         self.whole = {token: self._by_bytes[piece] for token, piece in characters}
-        self.filler = next((second.special[role] for role in ("bos", "eos") if role in second.special), 0)
+        self.filler = next(
+            (second.special[role] for role in ("bos", "eos") if role in second.special), 0
+        )
 
     def __deepcopy__(self, memo: object) -> Translation:
         return self  # the texts of all rows share it
@@ -174,6 +184,11 @@ def _same_special(first: Vocabulary, second: Vocabulary) -> dict[int, int]:
     same = {token: others[text] for token, text in first.special_texts.items() if text in others}
     for role in ("eos", "bos", "pad", "unk"):
         token, other = first.special.get(role), second.special.get(role)
-        if token is not None and other is not None and token not in same and other not in same.values():
+        if (
+            token is not None
+            and other is not None
+            and token not in same
+            and other not in same.values()
+        ):
             same[token] = other
     return same

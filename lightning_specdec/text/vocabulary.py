@@ -97,7 +97,9 @@ class Vocabulary:
 
     def join(self, tokens: Iterable[int]) -> bytes:
         """The bytes of a text, without its special tokens; numbers without a token have none."""
-        return b"".join(self.token_bytes[token] or b"" for token in tokens if token < len(self.token_bytes))
+        return b"".join(
+            self.token_bytes[token] or b"" for token in tokens if token < len(self.token_bytes)
+        )
 
     @property
     def special_texts(self) -> dict[int, str]:
@@ -112,7 +114,9 @@ class Vocabulary:
         for token, (own, others) in enumerate(zip_longest(self.token_bytes, other.token_bytes)):
             meanings = own_texts.get(token, own), other_texts.get(token, others)
             if meanings[0] != meanings[1]:
-                first, second = ("missing" if meaning is None else repr(meaning) for meaning in meanings)
+                first, second = (
+                    "missing" if meaning is None else repr(meaning) for meaning in meanings
+                )
                 return f"token {token} is {first} in the first and {second} in the second"
         return None
 
@@ -129,7 +133,9 @@ def _steps(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
 _SHOWN = {*range(33, 127), *range(161, 173), *range(174, 256)}
 _HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]
 # Hidden letters lead out of latin-1.
-_LETTER_TO_BYTE = dict.fromkeys(_HIDDEN, 0xFFFF) | {256 + place: byte for place, byte in enumerate(_HIDDEN)}
+_LETTER_TO_BYTE = dict.fromkeys(_HIDDEN, 0xFFFF) | {
+    256 + place: byte for place, byte in enumerate(_HIDDEN)
+}
 
 
 def _byte_level(name: str) -> bytes:

@@ -12,7 +12,9 @@ from lightning_specdec.training.draft_losses import CrossEntropy as CrossEntropy
 from lightning_specdec.training.draft_losses import DraftLoss as DraftLoss
 from lightning_specdec.training.draft_losses import ForwardKL as ForwardKL
 from lightning_specdec.training.draft_losses import TotalVariation as TotalVariation
-from lightning_specdec.training.draft_recipes import DistilledModelTraining as DistilledModelTraining
+from lightning_specdec.training.draft_recipes import (
+    DistilledModelTraining as DistilledModelTraining,
+)
 from lightning_specdec.training.draft_recipes import ExitHeadTraining as ExitHeadTraining
 from lightning_specdec.training.draft_recipes import MultiTokenTraining as MultiTokenTraining
 from lightning_specdec.training.eagle import EagleTraining as EagleTraining

@@ -61,7 +61,9 @@ class SpeculativeTraining(LightningModule, ABC):
         self.learning_rate = require_number("learning_rate", learning_rate, low=0.0, low_open=True)
         self.weight_decay = require_number("weight_decay", weight_decay, low=0.0)
         self.num_draft_tokens = require_int("num_draft_tokens", num_draft_tokens, 1)
-        named = {checkpoint_file.MAIN: drafters} if isinstance(drafters, Drafter) else dict(drafters)
+        named = (
+            {checkpoint_file.MAIN: drafters} if isinstance(drafters, Drafter) else dict(drafters)
+        )
         for drafter in named.values():
             drafter.check_target(target)
         self.draft_name = next(iter(named))
@@ -89,15 +91,23 @@ class SpeculativeTraining(LightningModule, ABC):
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         """Log the newest loss, within the epoch."""
-        if isinstance(outputs, Mapping) and "loss" in outputs:  # divided by Lightning for accumulated gradients
+        if (
+            isinstance(outputs, Mapping) and "loss" in outputs
+        ):  # divided by Lightning for accumulated gradients
             loss = outputs["loss"].detach() * self.trainer.accumulate_grad_batches
-            self.log("train/loss", loss, on_step=True, on_epoch=False, prog_bar=True, sync_dist=True)
+            self.log(
+                "train/loss", loss, on_step=True, on_epoch=False, prog_bar=True, sync_dist=True
+            )
 
-    def log_losses(self, losses: Mapping[str, Tensor], num_tokens: int | Tensor, *, prog_bar: bool = True) -> None:
+    def log_losses(
+        self, losses: Mapping[str, Tensor], num_tokens: int | Tensor, *, prog_bar: bool = True
+    ) -> None:
         """Log losses as `train/NAME`: each epoch's mean over tokens."""
         named = {f"train/{name}": value for name, value in losses.items()}
         size = int(num_tokens)
-        self.log_dict(named, on_step=False, on_epoch=True, prog_bar=prog_bar, sync_dist=True, batch_size=size)
+        self.log_dict(
+            named, on_step=False, on_epoch=True, prog_bar=prog_bar, sync_dist=True, batch_size=size
+        )
 
     def setup(self, stage: str) -> None:
         data = self._data()
@@ -126,7 +136,9 @@ class SpeculativeTraining(LightningModule, ABC):
     def configure_optimizers(self) -> Any:
         # Fused: one launch for all weights, where the plain form takes about ten for each.
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trained, lr=self.learning_rate, weight_decay=self.weight_decay, fused=True)
+        return torch.optim.AdamW(
+            trained, lr=self.learning_rate, weight_decay=self.weight_decay, fused=True
+        )
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self._evaluate("val", batch)
@@ -150,14 +162,20 @@ class SpeculativeTraining(LightningModule, ABC):
         if isinstance(data, TokenData) and (size := data.bytes_per_token(split)):
             for name, (loss, count) in list(values.items()):
                 if name.endswith("loss"):
-                    values[f"{name.removesuffix('loss')}bits_per_byte"] = loss / math.log(2) / size, count
+                    values[f"{name.removesuffix('loss')}bits_per_byte"] = (
+                        loss / math.log(2) / size,
+                        count,
+                    )
         for name, (value, count) in values.items():
             if count:
                 self.log(f"{split}/{name}", value, sync_dist=True, batch_size=count)
 
     def _log_rates(self, split: str, measured: frozenset[str]) -> None:
         values = self.metrics.compute()
-        named = {f"teacher_forced_{name}" if name in measured else name: value for name, value in values.items()}
+        named = {
+            f"teacher_forced_{name}" if name in measured else name: value
+            for name, value in values.items()
+        }
         self.log_dict({f"{split}/{name}": value for name, value in named.items()}, sync_dist=True)
 
     def recipe(self) -> dict[str, Any]:
@@ -172,7 +190,9 @@ class SpeculativeTraining(LightningModule, ABC):
             "seed": int(seed) if (seed := os.environ.get("PL_GLOBAL_SEED")) else None,
             "epochs": self.trainer.fit_loop.epoch_progress.current.processed,  # type: ignore[attr-defined]
             "steps": self.trainer.global_step,
-            "reached": {name: float(value) for name, value in metrics.items() if name.startswith("val/")},
+            "reached": {
+                name: float(value) for name, value in metrics.items() if name.startswith("val/")
+            },
         }
 
     @property
@@ -183,16 +203,26 @@ class SpeculativeTraining(LightningModule, ABC):
 
     def describe(self, **given: Any) -> dict[str, Any]:
         """What rebuilds the networks: see `checkpoint.describe`."""
-        return checkpoint_file.describe(stored_elsewhere(self.target) or self.target, self.drafters, **given)
+        return checkpoint_file.describe(
+            stored_elsewhere(self.target) or self.target, self.drafters, **given
+        )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what rebuilds the networks, so that the file is enough by itself for decoding, or names its target."""
         data = self._data()
-        given = {"prompts": data.prompts(), "tokenizer": data.tokenizer} if isinstance(data, TokenData) else {}
+        given = (
+            {"prompts": data.prompts(), "tokenizer": data.tokenizer}
+            if isinstance(data, TokenData)
+            else {}
+        )
         checkpoint[checkpoint_file.KEY] = self.describe(recipe=self.recipe(), **given)
         if stored_elsewhere(self.target) is not None:
             weights = checkpoint["state_dict"].items()
-            kept = {name: value for name, value in weights if not name.startswith(checkpoint_file.TARGET)}
+            kept = {
+                name: value
+                for name, value in weights
+                if not name.startswith(checkpoint_file.TARGET)
+            }
             checkpoint["state_dict"] = kept
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -202,11 +232,15 @@ class SpeculativeTraining(LightningModule, ABC):
             self.target.origin = None
             return
         reference.check(self.target, "the checkpoint")
-        own = {checkpoint_file.TARGET + name: value for name, value in self.target.state_dict().items()}
+        own = {
+            checkpoint_file.TARGET + name: value for name, value in self.target.state_dict().items()
+        }
         checkpoint["state_dict"] = {**checkpoint["state_dict"], **own}
 
     def _data(self) -> Any:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if data is None:
-            raise ValueError(f"{type(self).__name__} needs a data module: give one as `data`, or as `datamodule`")
+            raise ValueError(
+                f"{type(self).__name__} needs a data module: give one as `data`, or as `datamodule`"
+            )
         return data

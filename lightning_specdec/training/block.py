@@ -55,10 +55,16 @@ class BlockTraining(FeatureTraining):
         num_draft_tokens: int = 4,
         **options: Any,
     ) -> None:
-        own = {"block_size": block_size or num_draft_tokens, "num_layers": num_layers, "markov_rank": markov_rank}
+        own = {
+            "block_size": block_size or num_draft_tokens,
+            "num_layers": num_layers,
+            "markov_rank": markov_rank,
+        }
         make = partial(BlockDrafter, **own, min_confidence=min_confidence)
         self.anchor_stride = require_int("anchor_stride", anchor_stride, 1)
-        super().__init__(make, target, feature_norms=feature_norms, num_draft_tokens=num_draft_tokens, **options)
+        super().__init__(
+            make, target, feature_norms=feature_norms, num_draft_tokens=num_draft_tokens, **options
+        )
         if (most := self.drafter.max_draft_tokens) < num_draft_tokens:
             raise ValueError(
                 f"a round cannot have {num_draft_tokens} draft tokens of a block of {most}: lower num_draft_tokens or "
@@ -75,11 +81,21 @@ class BlockTraining(FeatureTraining):
         return min(first, max(1, num_tokens - 2)), self.anchor_stride
 
     def draft_steps(self, batch: Batch, outputs: TargetOutputs) -> list[DraftStep]:
-        network, num_tokens, size = self.drafter.network, batch.tokens.shape[1], self.drafter.max_draft_tokens
-        features = network.features([outputs.features[layer][:, :-1].float() for layer in self.layers()])
+        network, num_tokens, size = (
+            self.drafter.network,
+            batch.tokens.shape[1],
+            self.drafter.max_draft_tokens,
+        )
+        features = network.features(
+            [outputs.features[layer][:, :-1].float() for layer in self.layers()]
+        )
         first, stride = self.first_anchor(num_tokens)
-        anchors = torch.arange(first, max(num_tokens - 1, first + 1), stride, device=batch.tokens.device)
-        hidden = blocks(network, self.target.embeddings(batch.tokens[:, anchors]), features, anchors)
+        anchors = torch.arange(
+            first, max(num_tokens - 1, first + 1), stride, device=batch.tokens.device
+        )
+        hidden = blocks(
+            network, self.target.embeddings(batch.tokens[:, anchors]), features, anchors
+        )
         steps = []
         for i in range(size):
             inside = anchors[anchors + 1 + i < num_tokens]  # those whose place i is of the text
@@ -90,19 +106,27 @@ class BlockTraining(FeatureTraining):
 
     def step_logits(self, number: int, hidden: Float[Tensor, "N D_R"]) -> Float[Tensor, "N W"]:
         network = self.drafter.network
-        normed, before = hidden.split((network.settings.hidden_size, network.settings.markov_rank), dim=-1)
+        normed, before = hidden.split(
+            (network.settings.hidden_size, network.settings.markov_rank), dim=-1
+        )
         return network.output(normed) + network.bias(before)
 
-    def step_losses(self, number: int, hidden: Tensor, log_probs: Tensor, labels: Tensor) -> Float[Tensor, "N"]:
+    def step_losses(
+        self, number: int, hidden: Tensor, log_probs: Tensor, labels: Tensor
+    ) -> Float[Tensor, "N"]:
         """See `DistillationTraining`; and the cross-entropy of the chance that a draft token is kept, which changes the
         confidence head alone."""
         network = self.drafter.network
         logits = self.step_logits(number, hidden)
         with torch.no_grad():
             kept = (1 - TotalVariation()(logits, log_probs, labels)).clamp(0, 1)
-        normed, before = hidden.detach().split((network.settings.hidden_size, network.settings.markov_rank), dim=-1)
+        normed, before = hidden.detach().split(
+            (network.settings.hidden_size, network.settings.markov_rank), dim=-1
+        )
         confidence = network.confidence_logit(normed, before).float()
-        confidence_loss = functional.binary_cross_entropy_with_logits(confidence, kept, reduction="none")
+        confidence_loss = functional.binary_cross_entropy_with_logits(
+            confidence, kept, reduction="none"
+        )
         return self.loss(logits, log_probs, labels) + confidence_loss
 
 
@@ -126,7 +150,9 @@ def blocks(
     if window is not None:
         seen &= places[:, None] - tokens < window
 
-    def attend(number: int, queries: Tensor, keys: Tensor, values: Tensor) -> Float[Tensor, "B H N E"]:
+    def attend(
+        number: int, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> Float[Tensor, "B H N E"]:
         old_keys, old_values = context[number]
         queries = queries.unflatten(1, (keys.shape[1], -1)) * queries.shape[-1] ** -0.5
         old = (queries.flatten(2, 3) @ old_keys.transpose(-1, -2)).unflatten(2, (-1, len(places)))

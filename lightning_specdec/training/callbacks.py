@@ -33,7 +33,9 @@ class TensorBoardCurves(TensorBoardLogger):
         super().__init__(save_dir, name, default_hp_metric=False)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        super().log_metrics({"train/epoch" if name == "epoch" else name: metrics[name] for name in metrics}, step)
+        super().log_metrics(
+            {"train/epoch" if name == "epoch" else name: metrics[name] for name in metrics}, step
+        )
 
 
 def progress_bar(total: int | None, unit: str, *, initial: int = 0, shown: bool = True) -> Tqdm:
@@ -76,7 +78,9 @@ class RunProgressBar(ProgressBar):
         self._bar = progress_bar(total, "step", initial=trainer.global_step, shown=self._enabled)
         self._num_tokens, self._seconds, self._shown = 0, 0.0, -math.inf
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self._began = time.perf_counter()
 
     def on_train_batch_end(
@@ -84,7 +88,10 @@ class RunProgressBar(ProgressBar):
     ) -> None:
         now = time.perf_counter()
         if isinstance(lengths := getattr(batch, "lengths", None), torch.Tensor):
-            self._num_tokens, self._seconds = self._num_tokens + lengths.sum(), self._seconds + now - self._began
+            self._num_tokens, self._seconds = (
+                self._num_tokens + lengths.sum(),
+                self._seconds + now - self._began,
+            )
         if self._bar is None or self._bar.disable:
             return
         if now - self._shown >= self._bar.mininterval:  # reading a loss waits for the device
@@ -98,11 +105,15 @@ class RunProgressBar(ProgressBar):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._show_metrics(trainer, pl_module)
 
-    def _show_metrics(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor | None = None) -> None:
+    def _show_metrics(
+        self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor | None = None
+    ) -> None:
         if self._bar is None or self._bar.disable:
             return
         metrics = {
-            name.partition("/")[2]: value for name, value in self.get_metrics(trainer, pl_module).items() if "/" in name
+            name.partition("/")[2]: value
+            for name, value in self.get_metrics(trainer, pl_module).items()
+            if "/" in name
         }
         if loss is not None:
             metrics["loss"] = float(loss) * trainer.accumulate_grad_batches
@@ -120,7 +131,9 @@ class RunProgressBar(ProgressBar):
         def watch(num_new_tokens: int, num_ended: int) -> None:
             nonlocal num_tokens
             num_tokens += num_new_tokens
-            bar.set_postfix_str(f"{num_tokens / (time.perf_counter() - began):,.0f} tokens/s", refresh=False)
+            bar.set_postfix_str(
+                f"{num_tokens / (time.perf_counter() - began):,.0f} tokens/s", refresh=False
+            )
             bar.update(num_ended)
 
         module.watch = watch
@@ -163,7 +176,9 @@ class SaveNewest(Callback):
         validated.ready = validated.started = validated.completed + 1
         try:
             for each in self.checkpoints:
-                trainer.save_checkpoint(Path(str(each.dirpath)) / f"{each.filename}.ckpt", weights_only=False)
+                trainer.save_checkpoint(
+                    Path(str(each.dirpath)) / f"{each.filename}.ckpt", weights_only=False
+                )
         finally:
             validated.ready = validated.started = validated.completed
         self._saved = time.monotonic()
@@ -221,7 +236,11 @@ class HyperparameterTable(Callback):
         given = _flat({**module.settings(), "data": recipe["data"], **recipe["data_arguments"]})
         given |= {**_flat(networks["drafter"], "draft"), **_flat(networks["target"], "target")}
         names = (f"val/{name}" for name in self.metrics)
-        reached = {name: float(value) for name in names if (value := trainer.callback_metrics.get(name)) is not None}
+        reached = {
+            name: float(value)
+            for name in names
+            if (value := trainer.callback_metrics.get(name)) is not None
+        }
         for logger in tensorboards(trainer) if trainer.is_global_zero else ():
             logger.hparams.update(given)
             for summary in hparams(given, reached):

@@ -53,11 +53,17 @@ class SaveConfig(SaveConfigCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         log_dir = trainer.log_dir
         if stage == "fit" and trainer.is_global_zero:
-            callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
-            for place in {str(each.dirpath) for each in callbacks if each.dirpath} or {log_dir} - {None}:
+            callbacks = [
+                each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)
+            ]
+            for place in {str(each.dirpath) for each in callbacks if each.dirpath} or {log_dir} - {
+                None
+            }:
                 Path(str(place)).mkdir(parents=True, exist_ok=True)
                 path = Path(str(place)) / self.config_filename
-                self.parser.save(self.config, path, skip_none=False, overwrite=True, multifile=False)
+                self.parser.save(
+                    self.config, path, skip_none=False, overwrite=True, multifile=False
+                )
 
 
 class CliTrainer(Trainer):
@@ -66,7 +72,9 @@ class CliTrainer(Trainer):
     def generate(self, model: LightningModule, datamodule: LightningDataModule) -> None:
         """Write the target's own text; see `GenerateText`."""
         if self.world_size > 1 and "://" not in (getattr(model, "engine", None) or "://"):
-            raise ValueError("several processes share one server: start vLLM and give its address as model.engine")
+            raise ValueError(
+                "several processes share one server: start vLLM and give its address as model.engine"
+            )
         self.predict(model, datamodule=datamodule, return_predictions=False)
 
 
@@ -82,18 +90,26 @@ class TrainingCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         for model in ("target", "draft"):
-            parser.link_arguments("data.init_args.vocab_size", f"model.init_args.{model}.init_args.vocab_size")
-        parser.add_argument("--save_seconds", type=float, default=60.0, help="seconds between checkpoints of a run")
+            parser.link_arguments(
+                "data.init_args.vocab_size", f"model.init_args.{model}.init_args.vocab_size"
+            )
+        parser.add_argument(
+            "--save_seconds", type=float, default=60.0, help="seconds between checkpoints of a run"
+        )
 
     def before_instantiate_classes(self) -> None:
         """Give drafts by name the data's vocabulary, as links do for a target and a draft."""
         config = self.config[self.subcommand]
         size = config.get("data.init_args.vocab_size")
         drafts = config.get("model.init_args.drafts") or {}
-        models = [draft["init_args"] for draft in drafts.values() if draft.get("init_args") is not None]
+        models = [
+            draft["init_args"] for draft in drafts.values() if draft.get("init_args") is not None
+        ]
         for given in models if size is not None else ():
             given["vocab_size"] = size
-        models += [config.get(f"model.init_args.{name}.init_args") or {} for name in ("target", "draft")]
+        models += [
+            config.get(f"model.init_args.{name}.init_args") or {} for name in ("target", "draft")
+        ]
         for given in models:
             if given.get("vocab_size", 0) is None:
                 raise ValueError(
@@ -107,7 +123,9 @@ class TrainingCLI(LightningCLI):
         verbs = {**LightningCLI.subcommands(), "generate": {"model", "datamodule"}}
         return {sys.argv[1]: verbs[sys.argv[1]] | {"weights_only"}}
 
-    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+    def _prepare_subcommand_parser(
+        self, klass: type, subcommand: str, **kwargs: Any
+    ) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand not in ("fit", "generate"):
             parser.set_defaults({"ckpt_path": "best"})
@@ -123,7 +141,9 @@ class TrainingCLI(LightningCLI):
         plugins = given.get("plugins") or []
         plugins = plugins if isinstance(plugins, list) else [plugins]
         if isinstance(self.model, GenerateText) and not given.get("callbacks"):
-            kwargs["callbacks"] = [] if given["enable_progress_bar"] is False else [RunProgressBar()]
+            kwargs["callbacks"] = (
+                [] if given["enable_progress_bar"] is False else [RunProgressBar()]
+            )
         trainer = super().instantiate_trainer(plugins=[*plugins, SafeCheckpointIO()], **kwargs)
         self.files = RunFiles(trainer)
         return trainer
@@ -133,7 +153,9 @@ class TrainingCLI(LightningCLI):
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
         if subcommand == "generate":
             if not isinstance(self.model, GenerateText):
-                raise ValueError(f"generate needs GenerateText as its model, got {type(self.model).__name__}")
+                raise ValueError(
+                    f"generate needs GenerateText as its model, got {type(self.model).__name__}"
+                )
             return kwargs  # the target is not there yet: it is loaded and checked when the Trainer starts
         limit_threads(sum(parameter.numel() for parameter in self.model.parameters()))
         if isinstance(self.model, SpeculativeTraining):
@@ -142,13 +164,17 @@ class TrainingCLI(LightningCLI):
         files, name = self.files, kwargs.get("ckpt_path")
         if name:
             path = kwargs["ckpt_path"] = files.find(str(name))
-            step = check_checkpoint(path, self.trainer, self.model, self.datamodule, resume=subcommand == "fit")
+            step = check_checkpoint(
+                path, self.trainer, self.model, self.datamodule, resume=subcommand == "fit"
+            )
             self.trainer.callbacks.append(CheckOptimizers())  # type: ignore[attr-defined]
         if subcommand == "fit":
             files.claim(kwargs["ckpt_path"] if name == "last" else None)
             if name and self.trainer.is_global_zero:
                 say(f"resuming {seen_from_here(path)} at step {step}")
-            seconds = require_number("save_seconds", self._get(self.config, "save_seconds"), low=0.0)
+            seconds = require_number(
+                "save_seconds", self._get(self.config, "save_seconds"), low=0.0
+            )
             self.trainer.callbacks.append(SaveNewest(files.newest, seconds))  # type: ignore[attr-defined]
         return {**kwargs, "weights_only": True}
 
@@ -156,8 +182,15 @@ class TrainingCLI(LightningCLI):
         try:
             super()._run_subcommand(subcommand)
         except SystemExit:  # Ctrl-C or SIGTERM
-            step, places = self.trainer.global_step, (str(each.dirpath) for each in self.files.newest)
-            if step and self.trainer.is_global_zero and any(Path(each, "last.ckpt").is_file() for each in places):
+            step, places = (
+                self.trainer.global_step,
+                (str(each.dirpath) for each in self.files.newest),
+            )
+            if (
+                step
+                and self.trainer.is_global_zero
+                and any(Path(each, "last.ckpt").is_file() for each in places)
+            ):
                 say(f"stopped at step {step}: repeat with --ckpt_path last")
             raise
         finally:
@@ -168,14 +201,18 @@ class TrainingCLI(LightningCLI):
         if not self.trainer.is_global_zero:
             return
         values = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        shown = [name for name in sorted(values) if name.endswith(_SUMMARY) and name.count("/") == 1]
+        shown = [
+            name for name in sorted(values) if name.endswith(_SUMMARY) and name.count("/") == 1
+        ]
         say("  ".join(f"{name} {values[name]:.3f}" for name in shown))
         for callback in self.trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and Path(callback.best_model_path).is_file():
                 name = f"{callback.filename} checkpoint" if callback.filename else "checkpoint"
                 say(f"{name}: {seen_from_here(callback.best_model_path)}")
         # The Trainer's log_dir is a question to all processes.
-        if self.trainer.logger and (curves := self.trainer.logger.log_dir or self.trainer.logger.save_dir):
+        if self.trainer.logger and (
+            curves := self.trainer.logger.log_dir or self.trainer.logger.save_dir
+        ):
             say(f"curves: tensorboard --logdir {seen_from_here(curves)}")
 
 
@@ -204,9 +241,13 @@ def prepare(arguments: list[str]) -> None:
 def one_line(report: str) -> str:
     """The reasons of a jsonargparse error, without the types and alternatives around them."""
     keys = dict.fromkeys(re.findall(r'Parser key "([^"]+)"', report))
-    lines = [re.sub(r'^(- )?(Parser key "[^"]+":? ?)?', "", line.strip()) for line in report.splitlines()]
+    lines = [
+        re.sub(r'^(- )?(Parser key "[^"]+":? ?)?', "", line.strip()) for line in report.splitlines()
+    ]
     reasons = dict.fromkeys(line for line in lines if line and not _SCAFFOLD.match(line))
-    return ": ".join([*(".".join(keys),) * bool(keys), "; ".join(reasons) or " ".join(report.split())])
+    return ": ".join(
+        [*(".".join(keys),) * bool(keys), "; ".join(reasons) or " ".join(report.split())]
+    )
 
 
 def _advice(report: str) -> str:
@@ -215,10 +256,22 @@ def _advice(report: str) -> str:
         verb = sys.argv[1]
         return f": give --config FILE, as configs/{'smollm2_generate' if verb == 'generate' else 'rnn'}.yaml"
     unknown = re.search(r"[Uu]nrecognized arguments: (--[\w.]+)", report)
-    known = ("--config", "--ckpt_path", "--model", "--data", "--save_seconds", "--seed_everything", "--print_config")
+    known = (
+        "--config",
+        "--ckpt_path",
+        "--model",
+        "--data",
+        "--save_seconds",
+        "--seed_everything",
+        "--print_config",
+    )
     options = [*known, *(f"--trainer.{name}" for name in inspect.signature(Trainer).parameters)]
     names = {option.rpartition(".")[2].lstrip("-"): option for option in options}
-    near = difflib.get_close_matches(unknown[1].rpartition(".")[2].lstrip("-"), names, n=1) if unknown else []
+    near = (
+        difflib.get_close_matches(unknown[1].rpartition(".")[2].lstrip("-"), names, n=1)
+        if unknown
+        else []
+    )
     return f": did you mean {names[near[0]]}?" if near else ""
 
 
@@ -238,7 +291,9 @@ def run(began: float | None = None) -> None:
     if began is not None:
         TimeLimit.began = began
     # A model of transformers is described by plain values, which the parser would build itself.
-    set_parsing_settings(import_path_denylist=["transformers"], instantiate_subclass_spec_in_any=False)
+    set_parsing_settings(
+        import_path_denylist=["transformers"], instantiate_subclass_spec_in_any=False
+    )
     prepare(sys.argv[1:])
     parser_kwargs: dict[str, Any] = {"allow_abbrev": False, "exit_on_error": False}
     try:
@@ -258,11 +313,15 @@ def run(began: float | None = None) -> None:
     except SIGTERMException:  # which is a SystemExit, of code 0
         raise SystemExit(128 + signal.SIGTERM) from None
     except SystemExit as stop:
-        if isinstance(stop.__context__, KeyboardInterrupt):  # the Trainer ends with 1 then, like a failure
+        if isinstance(
+            stop.__context__, KeyboardInterrupt
+        ):  # the Trainer ends with 1 then, like a failure
             raise SystemExit(128 + signal.SIGINT) from None
         raise
     except (ArgumentError, MisconfigurationException, ValueError, RuntimeError) as error:
-        is_config = not isinstance(error, RuntimeError) or str(error).startswith("Early stopping conditioned on metric")
+        is_config = not isinstance(error, RuntimeError) or str(error).startswith(
+            "Early stopping conditioned on metric"
+        )
         if not is_config or (type(error) is ValueError and "\n" not in str(error)):
             raise
         raise ValueError(f"{one_line(str(error))}{_advice(str(error))}") from error
@@ -270,7 +329,10 @@ def run(began: float | None = None) -> None:
 
 def tell_once(failed: threading.ExceptHookArgs) -> None:
     """A full disk ends TensorBoard's writer in its thread, and then the run, which says so."""
-    if not (isinstance(failed.exc_value, OSError) and type(failed.thread).__module__.startswith("tensorboard")):
+    if not (
+        isinstance(failed.exc_value, OSError)
+        and type(failed.thread).__module__.startswith("tensorboard")
+    ):
         threading.__excepthook__(failed)
 
 
@@ -278,7 +340,10 @@ def quiet_lightning() -> None:
     """Drop the tips and warnings that say nothing about the user's own run."""
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
         logging.getLogger(name).addFilter(
-            lambda record: record.levelno >= logging.WARNING or "Detected KeyboardInterrupt" in record.getMessage()
+            lambda record: (
+                record.levelno >= logging.WARNING
+                or "Detected KeyboardInterrupt" in record.getMessage()
+            )
         )
     for message in (
         ".*does not have many workers.*",

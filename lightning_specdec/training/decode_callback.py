@@ -68,13 +68,20 @@ class DecodeHeldOut(Callback):
         for prompt in (prompts[0], *prompts):
             drafted.append(speculative_decode(*pair, [prompt], num_draft_tokens=window, **given))
             standard.append(autoregressive_decode(module.target, [prompt], **given))
-        self._show(trainer, [(one.rows[0], two.rows[0]) for one, two in zip(standard[1:], drafted[1:], strict=True)])
+        self._show(
+            trainer,
+            [
+                (one.rows[0], two.rows[0])
+                for one, two in zip(standard[1:], drafted[1:], strict=True)
+            ],
+        )
         result = merge_results(drafted[1:])
         assert result.block_efficiency is not None
         return {
             "acceptance_rate": result.acceptance_rate or 0.0,
             "block_efficiency": result.block_efficiency,
-            "walltime_speedup": result.tokens_per_second / merge_results(standard[1:]).tokens_per_second,
+            "walltime_speedup": result.tokens_per_second
+            / merge_results(standard[1:]).tokens_per_second,
         }
 
     def _show(self, trainer: Trainer, pairs: Sequence[tuple[RowResult, RowResult]]) -> None:
@@ -82,7 +89,9 @@ class DecodeHeldOut(Callback):
         tokenizer = None if name is None else named_tokenizer(name)
 
         def shown(tokens: Sequence[int]) -> str:
-            text = " ".join(map(str, tokens)) if tokenizer is None else tokenizer.decode(list(tokens))
+            text = (
+                " ".join(map(str, tokens)) if tokenizer is None else tokenizer.decode(list(tokens))
+            )
             plain = (each if each.isalnum() or each == " " else f"&#{ord(each)};" for each in text)
             return "".join(plain).replace("&#10;", " ↵ ")
 
@@ -90,7 +99,10 @@ class DecodeHeldOut(Callback):
         for standard, drafted in pairs:
             parts, rest = [], list(drafted.tokens)
             for each in drafted.rounds or []:
-                kept, own = rest[: each.num_accepted], rest[each.num_accepted :][: each.next_token is not None]
+                kept, own = (
+                    rest[: each.num_accepted],
+                    rest[each.num_accepted :][: each.next_token is not None],
+                )
                 parts += [f"<strong>{shown(kept)}</strong>"] * bool(kept) + [shown(own)] * bool(own)
                 del rest[: len(kept) + len(own)]
             text = ("" if tokenizer else " ").join(parts)
@@ -103,5 +115,7 @@ class DecodeHeldOut(Callback):
         """Prompts of the validation split: choosing by those of the test split would spoil the test."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, TokenData):
-            raise ValueError(f"DecodeHeldOut takes its prompts from a TokenData, got {type(data).__name__}: remove it")
+            raise ValueError(
+                f"DecodeHeldOut takes its prompts from a TokenData, got {type(data).__name__}: remove it"
+            )
         return data.first_rows("val", self.num_prompts).prompts()

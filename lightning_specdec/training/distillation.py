@@ -90,7 +90,9 @@ class DistillationTraining(SpeculativeTraining):
     ) -> None:
         self.target_checkpoint, self.freeze_target = target_checkpoint, freeze_target
         self.loss = loss or (ForwardKL() if freeze_target else CrossEntropy())
-        self.position_decay = require_number("position_decay", position_decay, low=0.0, high=1.0, low_open=True)
+        self.position_decay = require_number(
+            "position_decay", position_decay, low=0.0, high=1.0, low_open=True
+        )
         self.target_features = OnlineFeatures() if target_features is None else target_features
         self.learn_from_prompts = learn_from_prompts
         self.warmup_steps = require_int("warmup_steps", warmup_steps, 0)
@@ -98,13 +100,17 @@ class DistillationTraining(SpeculativeTraining):
             raise ValueError(f"optimizer must be adamw or muon, got {optimizer!r}")
         self.optimizer = optimizer
         self._initialized, self._sharded = draft is not None, False
-        target, self.target_tokenizer = given_target(target, target_checkpoint, freeze_target, dtype=target_dtype)
+        target, self.target_tokenizer = given_target(
+            target, target_checkpoint, freeze_target, dtype=target_dtype
+        )
         drafter = make_drafter(target)
         if draft is not None:
             source = PairSource(target=target, draft=draft, draft_dtype="float32")
             kind, drafter = type(drafter), load_pair(source, pack=False).drafter
             if type(drafter) is not kind:
-                raise ValueError(f"{draft} is a {type(drafter).__name__}, this trains a {kind.__name__}: give another")
+                raise ValueError(
+                    f"{draft} is a {type(drafter).__name__}, this trains a {kind.__name__}: give another"
+                )
         super().__init__(target, drafter, **options)
         self.target.requires_grad_(not freeze_target)
         self.train()
@@ -122,7 +128,11 @@ class DistillationTraining(SpeculativeTraining):
         """Logits of that draft step."""
 
     def step_losses(
-        self, number: int, hidden: Float[Tensor, "N D"], log_probs: Float[Tensor, "N W"], labels: Int[Tensor, "N"]
+        self,
+        number: int,
+        hidden: Float[Tensor, "N D"],
+        log_probs: Float[Tensor, "N W"],
+        labels: Int[Tensor, "N"],
     ) -> Float[Tensor, "N"]:
         """What a training step minimizes at each position of that draft step."""
         return self.loss(self.step_logits(number, hidden), log_probs, labels)
@@ -159,7 +169,11 @@ class DistillationTraining(SpeculativeTraining):
         if self._initialized:
             return
         if (vocabulary := self.draft_vocabulary) is not None:
-            eos = () if own is None else [token for token in own.eos if token < self.target.vocab_size]
+            eos = (
+                ()
+                if own is None
+                else [token for token in own.eos if token < self.target.vocab_size]
+            )
             vocabulary.choose(token_counts(data, self.target.vocab_size), eos)
         self.init_from_target()
         self._initialized = True
@@ -168,7 +182,9 @@ class DistillationTraining(SpeculativeTraining):
         super().setup(stage)
         splits = {"fit": SPLITS[:2], "validate": SPLITS[1:2], "test": SPLITS[2:]}.get(stage, ())
         if not is_sharded(self.trainer):
-            self.target.to(self.trainer.strategy.root_device)  # where the Trainer moves it after setup
+            self.target.to(
+                self.trainer.strategy.root_device
+            )  # where the Trainer moves it after setup
         self.target_features.prepare(self.target, self._data(), self.layers(), splits)
 
     def configure_model(self) -> None:
@@ -178,9 +194,13 @@ class DistillationTraining(SpeculativeTraining):
         from lightning_specdec.models.huggingface import HuggingFaceLM
 
         if not (self.freeze_target and isinstance(self.target, HuggingFaceLM)):
-            raise ValueError("ShardedTarget shards a frozen transformers target alone: give strategy ddp")
+            raise ValueError(
+                "ShardedTarget shards a frozen transformers target alone: give strategy ddp"
+            )
         if not isinstance(self.trainer.strategy, ShardedTarget):
-            raise ValueError("a run under ModelParallelStrategy cannot resume: give strategy ShardedTarget instead")
+            raise ValueError(
+                "a run under ModelParallelStrategy cannot resume: give strategy ShardedTarget instead"
+            )
         assert self.device_mesh is not None
         for layer in self.target.stack.layers:
             fully_shard(layer, mesh=self.device_mesh["data_parallel"])
@@ -196,24 +216,34 @@ class DistillationTraining(SpeculativeTraining):
     def read(self, batch: Batch, split: str) -> TargetOutputs:
         """The target's outputs for a batch."""
         tokens = None if self.draft_vocabulary is None else self.draft_vocabulary.tokens
-        return self.target_features.read(self.target, batch, split, layers=self.layers(), tokens=tokens)
+        return self.target_features.read(
+            self.target, batch, split, layers=self.layers(), tokens=tokens
+        )
 
     def _chosen(
         self, step: DraftStep, batch: Batch, outputs: TargetOutputs, *, prompts: bool
-    ) -> tuple[Tensor, tuple[Float[Tensor, "N D"], Float[Tensor, "N W"], Int[Tensor, "N"], Int[Tensor, "N"]]]:
+    ) -> tuple[
+        Tensor,
+        tuple[Float[Tensor, "N D"], Float[Tensor, "N W"], Int[Tensor, "N"], Int[Tensor, "N"]],
+    ]:
         """The mask of what a step learns from; the hidden states, log probabilities, labels and choices there."""
         mask = step.learned(batch, prompts=prompts)
         labels = batch.tokens[:, step.predicted][mask]
         if self.draft_vocabulary is not None:
             labels = self.draft_vocabulary.to_draft(labels, IGNORED)
-        log_probs, choices = outputs.log_probs[:, step.before][mask].detach(), outputs.choices[:, step.before][mask]
+        log_probs, choices = (
+            outputs.log_probs[:, step.before][mask].detach(),
+            outputs.choices[:, step.before][mask],
+        )
         return mask, (step.hidden[mask], log_probs, labels, choices)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         outputs = self.read(batch, "train")
         losses, num_positions = [], 0
         for number, step in enumerate(self.draft_steps(batch, outputs)):
-            _, (hidden, log_probs, labels, _) = self._chosen(step, batch, outputs, prompts=self.learn_from_prompts)
+            _, (hidden, log_probs, labels, _) = self._chosen(
+                step, batch, outputs, prompts=self.learn_from_prompts
+            )
             values = self.step_losses(number, hidden, log_probs, labels)
             losses.append(values.sum() / self._num_learned(values))
             num_positions += len(values)
@@ -238,9 +268,16 @@ class DistillationTraining(SpeculativeTraining):
         losses = list[Tensor]()
         chances: list[list[Tensor]] = [[] for _ in SAMPLINGS]
         for number, step in enumerate(self.draft_steps(batch, outputs)):
-            mask, values = self._chosen(step, batch, outputs, prompts=False)  # prompts are never drafted
-            pieces = zip(*(each.split(max(1, _AT_ONCE // values[1].shape[-1])) for each in values), strict=True)
-            of_step, *accepted = map(torch.cat, zip(*(self._judged(number, *each) for each in pieces), strict=True))
+            mask, values = self._chosen(
+                step, batch, outputs, prompts=False
+            )  # prompts are never drafted
+            pieces = zip(
+                *(each.split(max(1, _AT_ONCE // values[1].shape[-1])) for each in values),
+                strict=True,
+            )
+            of_step, *accepted = map(
+                torch.cat, zip(*(self._judged(number, *each) for each in pieces), strict=True)
+            )
             losses.append(of_step.sum() / max(1, len(of_step)))
             for of_sampling, of_tokens in zip(chances, accepted, strict=True):
                 placed = of_tokens.new_zeros(batch.tokens.shape)
@@ -293,7 +330,9 @@ class DistillationTraining(SpeculativeTraining):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        if (vocabulary := self.draft_vocabulary) is not None:  # the weights are for these tokens, whatever the data
+        if (
+            vocabulary := self.draft_vocabulary
+        ) is not None:  # the weights are for these tokens, whatever the data
             vocabulary.become(checkpoint[KEY]["drafter"]["arguments"]["draft_vocabulary"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -302,10 +341,17 @@ class DistillationTraining(SpeculativeTraining):
         if self.optimizer == "adamw":
             return torch.optim.AdamW(trained, lr=rate, betas=BETAS, weight_decay=decay)
         # Embeddings and output heads are no hidden layers: a step touches few of their rows.
-        sizes = {self.target.vocab_size, len(self.draft_vocabulary or range(self.target.vocab_size))}
-        matrices = {each: None for each in trained if each.ndim == 2 and each.shape[0] not in sizes | {1}}
+        sizes = {
+            self.target.vocab_size,
+            len(self.draft_vocabulary or range(self.target.vocab_size)),
+        }
+        matrices = {
+            each: None for each in trained if each.ndim == 2 and each.shape[0] not in sizes | {1}
+        }
         if not matrices:
-            raise ValueError("muon steps the matrices of hidden layers, and this draft trains none: give adamw")
+            raise ValueError(
+                "muon steps the matrices of hidden layers, and this draft trains none: give adamw"
+            )
         others = (each for each in trained if each not in matrices)
         return MuonAdamW(matrices, others, lr=rate, weight_decay=decay)
 
@@ -313,7 +359,9 @@ class DistillationTraining(SpeculativeTraining):
         num_steps, warmup = self.trainer.estimated_stepping_batches, self.warmup_steps
         if share := time_share(self.trainer):
             num_steps = min(num_steps, self.global_step / share)
-        rate = self.learning_rate * warmup_cosine(self.global_step, num_steps, warmup_steps=warmup, final=FINAL_RATE)
+        rate = self.learning_rate * warmup_cosine(
+            self.global_step, num_steps, warmup_steps=warmup, final=FINAL_RATE
+        )
         for optimizer in self.trainer.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate

@@ -28,7 +28,10 @@ class DraftLoss(ABC):
 
     @abstractmethod
     def values(
-        self, log_draft: Float[Tensor, "N W"], log_target: Float[Tensor, "N W"], labels: Int[Tensor, "N"]
+        self,
+        log_draft: Float[Tensor, "N W"],
+        log_target: Float[Tensor, "N W"],
+        labels: Int[Tensor, "N"],
     ) -> Float[Tensor, "N"]:
         """The losses, in float32 and differentiable.
 
@@ -39,7 +42,10 @@ class DraftLoss(ABC):
         """
 
     def __call__(
-        self, draft_logits: Float[Tensor, "N W"], target_log_probs: Float[Tensor, "N W"], labels: Int[Tensor, "N"]
+        self,
+        draft_logits: Float[Tensor, "N W"],
+        target_log_probs: Float[Tensor, "N W"],
+        labels: Int[Tensor, "N"],
     ) -> Float[Tensor, "N"]:
         """The loss of each position in float32: nats, or a probability for `TotalVariation`.
 
@@ -47,8 +53,12 @@ class DraftLoss(ABC):
         logits are kept.
         """
         step = max(1, AT_A_TIME // draft_logits.shape[1])
-        pieces = zip(draft_logits.split(step), target_log_probs.split(step), labels.split(step), strict=True)
-        return torch.cat([checkpoint(self._of_logits, *piece, use_reentrant=False) for piece in pieces])
+        pieces = zip(
+            draft_logits.split(step), target_log_probs.split(step), labels.split(step), strict=True
+        )
+        return torch.cat(
+            [checkpoint(self._of_logits, *piece, use_reentrant=False) for piece in pieces]
+        )
 
     def _of_logits(self, logits: Tensor, target_log_probs: Tensor, labels: Tensor) -> Tensor:
         # The difference of two logits may overflow.

@@ -71,7 +71,9 @@ class DistilledModelTraining(DistillationTraining):
     ) -> None:
         if (draft is None) == (draft_layers is None):
             given = "neither" if draft is None else "both"
-            raise ValueError(f"a draft is new or made of the target's layers, got {given}: give draft or draft_layers")
+            raise ValueError(
+                f"a draft is new or made of the target's layers, got {given}: give draft or draft_layers"
+            )
         self.draft_layers = None if draft_layers is None else list(draft_layers)
 
         def make_drafter(target: LanguageModel) -> ModelDrafter:
@@ -85,7 +87,9 @@ class DistilledModelTraining(DistillationTraining):
         from lightning_specdec.models.huggingface import HuggingFaceLM
 
         if not isinstance(target, HuggingFaceLM):
-            raise ValueError(f"draft_layers takes a transformers model apart, the target is a {type(target).__name__}")
+            raise ValueError(
+                f"draft_layers takes a transformers model apart, the target is a {type(target).__name__}"
+            )
         assert self.draft_layers is not None
         draft = target.with_layers(self.draft_layers)
         for part in (draft.model.get_input_embeddings(), draft.model.get_output_embeddings()):
@@ -197,7 +201,9 @@ class MultiTokenTraining(DistillationTraining):
         **options: Any,
     ) -> None:
         if draft_vocabulary is not None and not freeze_target:
-            raise ValueError("a target that learns needs all its tokens: drop draft_vocabulary or give freeze_target")
+            raise ValueError(
+                "a target that learns needs all its tokens: drop draft_vocabulary or give freeze_target"
+            )
 
         def make_drafter(target: LanguageModel) -> MultiTokenDrafter:
             return MultiTokenDrafter(
@@ -231,7 +237,9 @@ class MultiTokenTraining(DistillationTraining):
         return self.drafter.logits(number, hidden)
 
 
-def config_for(recipe: str, target: str, text: Sequence[str], *, minutes: float | None = None) -> dict[str, Any]:
+def config_for(
+    recipe: str, target: str, text: Sequence[str], *, minutes: float | None = None
+) -> dict[str, Any]:
     """The YAML of `fit` as plain values.
 
     Args:
@@ -246,11 +254,19 @@ def config_for(recipe: str, target: str, text: Sequence[str], *, minutes: float 
     if recipe not in RECIPES:
         raise ValueError(f"there is no recipe {recipe!r}: give one of {', '.join(RECIPES)}")
     if not Path(target).expanduser().is_dir():
-        raise FileNotFoundError(f"{target}: no such model directory; --target takes one that `save_pretrained` wrote")
+        raise FileNotFoundError(
+            f"{target}: no such model directory; --target takes one that `save_pretrained` wrote"
+        )
     config = examine(target).config.get_text_config()
-    missing = [name for name in ("hidden_size", "num_hidden_layers", "vocab_size") if not getattr(config, name, 0)]
+    missing = [
+        name
+        for name in ("hidden_size", "num_hidden_layers", "vocab_size")
+        if not getattr(config, name, 0)
+    ]
     if missing:
-        raise ValueError(f"{target} is a {config.model_type} without {missing[0]}, which the recipe {recipe} needs")
+        raise ValueError(
+            f"{target} is a {config.model_type} without {missing[0]}, which the recipe {recipe} needs"
+        )
     vocabulary, layers, hidden = config.vocab_size, config.num_hidden_layers, config.hidden_size
     positions = getattr(config, "max_position_embeddings", None) or _LONGEST + _NEW_TOKENS
     num_new = min(_NEW_TOKENS, max(1, positions // 4))
@@ -258,7 +274,11 @@ def config_for(recipe: str, target: str, text: Sequence[str], *, minutes: float 
     dtype = "bfloat16" if hidden >= _LARGE and fast_bfloat16(device) else "float32"
     reduced = vocabulary // 6 // 256 * 256 or None  # a sixth has most of what is said
     given: dict[str, Any] = {"target_checkpoint": target, "target_dtype": dtype}
-    given |= {"target_features": {"class_path": "FeaturesByNeed"}, "learn_from_prompts": True, "warmup_steps": 30}
+    given |= {
+        "target_features": {"class_path": "FeaturesByNeed"},
+        "learn_from_prompts": True,
+        "warmup_steps": 30,
+    }
     given |= {"learning_rate": 0.002, "optimizer": "muon" if hidden >= _LARGE else "adamw"}
     if recipe in ("eagle", "block"):
         heads = getattr(config, "num_attention_heads", 1)
@@ -266,7 +286,11 @@ def config_for(recipe: str, target: str, text: Sequence[str], *, minutes: float 
             heads = 1
         keys = getattr(config, "num_key_value_heads", None) or heads
         wide = getattr(config, "intermediate_size", None) or 4 * hidden
-        given |= {"num_heads": heads, "num_key_heads": heads if heads % keys else keys, "intermediate_size": wide}
+        given |= {
+            "num_heads": heads,
+            "num_key_heads": heads if heads % keys else keys,
+            "intermediate_size": wide,
+        }
         given |= {"attention_window": 128, "position_decay": 0.6, "num_draft_tokens": 4}
         given |= {"random_lengths": True} if recipe == "eagle" else {"anchor_stride": 2}
         if recipe == "eagle" and minutes is not None and minutes <= _SHORT:
@@ -275,44 +299,74 @@ def config_for(recipe: str, target: str, text: Sequence[str], *, minutes: float 
         given |= {"freeze_target": True, "num_heads": 4, "num_draft_tokens": 4}
     elif recipe == "exit":
         if layers < 2:
-            raise ValueError(f"{target} has one layer, and an exit needs a layer to skip: take the recipe eagle")
+            raise ValueError(
+                f"{target} has one layer, and an exit needs a layer to skip: take the recipe eagle"
+            )
         given |= {"num_draft_tokens": 2}
     elif recipe == "layers":
         if layers < 2:
-            raise ValueError(f"{target} has one layer, and a draft of its layers would be the target: take eagle")
+            raise ValueError(
+                f"{target} has one layer, and a draft of its layers would be the target: take eagle"
+            )
         ends = range(max(1, layers // 10))
         kept = sorted({*ends, *(layers - 1 - each for each in ends)})
-        given |= {"draft_layers": kept if len(kept) < layers else [0], "num_draft_tokens": 3, "learning_rate": 0.0005}
+        given |= {
+            "draft_layers": kept if len(kept) < layers else [0],
+            "num_draft_tokens": 3,
+            "learning_rate": 0.0005,
+        }
     else:
         size = max(32, hidden // 4 // 64 * 64)
-        model = {"model_type": "llama", "hidden_size": size, "intermediate_size": 3 * size, "vocab_size": vocabulary}
+        model = {
+            "model_type": "llama",
+            "hidden_size": size,
+            "intermediate_size": 3 * size,
+            "vocab_size": vocabulary,
+        }
         model |= {"num_hidden_layers": max(1, layers // 8), "num_attention_heads": size // 32}
         model |= {"max_position_embeddings": positions, "tie_word_embeddings": True}
-        given |= {"draft": {"class_path": "HuggingFaceLM", "init_args": {"model": model}}, "num_draft_tokens": 3}
+        given |= {
+            "draft": {"class_path": "HuggingFaceLM", "init_args": {"model": model}},
+            "num_draft_tokens": 3,
+        }
     if recipe in ("eagle", "block", "medusa", "exit"):
         given["draft_vocabulary"] = reduced
     width = reduced or vocabulary
-    row_bytes = min(_LONGEST, positions) * 4 * (12 * width + 64 * hidden)  # logits and layers of four draft tokens
+    row_bytes = (
+        min(_LONGEST, positions) * 4 * (12 * width + 64 * hidden)
+    )  # logits and layers of four draft tokens
     free, most = available_bytes(device), 16 if device == "cuda" else 4
-    batch_size = next((size for size in (16, 8, 4, 2) if size <= most and (free or 0) // 2 >= size * row_bytes), 1)
-    data = _data(target, text, vocabulary, min(_LONGEST, positions - num_new)) | {"batch_size": batch_size}
+    batch_size = next(
+        (size for size in (16, 8, 4, 2) if size <= most and (free or 0) // 2 >= size * row_bytes), 1
+    )
+    data = _data(target, text, vocabulary, min(_LONGEST, positions - num_new)) | {
+        "batch_size": batch_size
+    }
     name = f"{Path(target).expanduser().absolute().name}_{recipe}"
     return {
         "seed_everything": 0,
         "data": {"class_path": data.pop("class_path"), "init_args": data},
         "model": {"class_path": RECIPES[recipe], "init_args": given},
-        "trainer": _trainer(name, minutes, num_new) | {"precision": "bf16-mixed" if dtype == "bfloat16" else "32-true"},
+        "trainer": _trainer(name, minutes, num_new)
+        | {"precision": "bf16-mixed" if dtype == "bfloat16" else "32-true"},
     }
 
 
 def _trainer(name: str, minutes: float | None, num_new: int) -> dict[str, Any]:
     best = {"monitor": "val/block_efficiency", "mode": "max"}
-    place = {"dirpath": f"checkpoints/{name}", "auto_insert_metric_name": False, "enable_version_counter": False}
+    place = {
+        "dirpath": f"checkpoints/{name}",
+        "auto_insert_metric_name": False,
+        "enable_version_counter": False,
+    }
     callbacks: list[dict[str, Any]] = [
         {"class_path": "DecodeHeldOut", "init_args": {"num_prompts": 4, "max_new_tokens": num_new}},
         {"class_path": "ModelCheckpoint", "init_args": {**place, "filename": "best", **best}},
         {"class_path": "ModelCheckpoint", "init_args": {**place, "filename": "last"}},
-        *({"class_path": each} for each in ("RunProgressBar", "AcceptedPerRound", "HyperparameterTable")),
+        *(
+            {"class_path": each}
+            for each in ("RunProgressBar", "AcceptedPerRound", "HyperparameterTable")
+        ),
     ]
     if minutes is None:
         callbacks.append({"class_path": "EarlyStopping", "init_args": {**best, "patience": 6}})
@@ -321,7 +375,10 @@ def _trainer(name: str, minutes: float | None, num_new: int) -> dict[str, Any]:
         require_number("minutes", minutes, low=0.0, high=1e6, low_open=True)
         callbacks.append({"class_path": "TimeLimit", "init_args": {"minutes": minutes}})
         hours, rest = divmod(round(60 * max(5.0, minutes / 6)), 3600)
-        length = {"max_epochs": -1, "val_check_interval": f"00:{hours:02}:{rest // 60:02}:{rest % 60:02}"}
+        length = {
+            "max_epochs": -1,
+            "val_check_interval": f"00:{hours:02}:{rest // 60:02}:{rest % 60:02}",
+        }
     return {
         **length,
         "gradient_clip_val": 1.0,
@@ -339,11 +396,15 @@ def _data(target: str, text: Sequence[str], vocabulary: int, longest: int) -> di
         home = shipped_directory().parents[1] / "benchmarks" / "smollm2_text"
         paths = sorted(str(each.parent) for each in home.glob(f"*/{MANIFEST}"))
         if not paths:
-            raise FileNotFoundError(f"{home}: the shipped text is part of the source tree: give your own with --text")
+            raise FileNotFoundError(
+                f"{home}: the shipped text is part of the source tree: give your own with --text"
+            )
     generated = [path for path in paths if (Path(path).expanduser() / MANIFEST).is_file()]
     if generated and len(generated) < len(paths):
         other = next(path for path in paths if path not in generated)
-        raise ValueError(f"{other} is not what `generate` wrote, and {generated[0]} is: train on one kind at a time")
+        raise ValueError(
+            f"{other} is not what `generate` wrote, and {generated[0]} is: train on one kind at a time"
+        )
     given: dict[str, Any] = {"paths": paths, "tokenizer": target, "vocab_size": vocabulary}
     if not generated:
         given |= {"class_path": "TextFiles", "length": longest, "num_val": 16, "num_test": 16}

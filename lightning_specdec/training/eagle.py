@@ -83,7 +83,9 @@ class FeatureTraining(DistillationTraining):
     @torch.no_grad()
     def init_from_target(self) -> None:
         """Copy the target's output head."""
-        self.drafter.network.output.weight.copy_(rows_of(self.target.output_weight, self.draft_vocabulary))
+        self.drafter.network.output.weight.copy_(
+            rows_of(self.target.output_weight, self.draft_vocabulary)
+        )
 
 
 class EagleTraining(FeatureTraining):
@@ -123,7 +125,9 @@ class EagleTraining(FeatureTraining):
 
     def draft_steps(self, batch: Batch, outputs: TargetOutputs) -> list[DraftStep]:
         network = self.drafter.network
-        features = network.features([outputs.features[layer][:, :-1].float() for layer in self.layers()])
+        features = network.features(
+            [outputs.features[layer][:, :-1].float() for layer in self.layers()]
+        )
         embedded = self.target.embeddings(batch.tokens[:, 1:])
         steps = rollouts(network, embedded, features, self.rollout_length(self.global_step))
         # The last entry predicts the token behind the text; entries before a step's number belong to no round.
@@ -134,7 +138,10 @@ class EagleTraining(FeatureTraining):
 
 
 def rollouts(
-    network: EagleNetwork, embedded: Float[Tensor, "B T D"], features: Float[Tensor, "B T D"], num_steps: int
+    network: EagleNetwork,
+    embedded: Float[Tensor, "B T D"],
+    features: Float[Tensor, "B T D"],
+    num_steps: int,
 ) -> list[Float[Tensor, "B T D"]]:
     """The network's output at every entry for each step of the rounds that start at every entry, computed together.
 

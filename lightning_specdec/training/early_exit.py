@@ -20,7 +20,12 @@ from lightning_specdec.data import IGNORED, Batch
 from lightning_specdec.drafters import EarlyExitDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.base import SpeculativeTraining
-from lightning_specdec.training.metrics import Means, RoundMetrics, next_token_loss, next_token_means
+from lightning_specdec.training.metrics import (
+    Means,
+    RoundMetrics,
+    next_token_loss,
+    next_token_means,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -61,7 +66,10 @@ class EarlyExitTraining(SpeculativeTraining):
         **options: Any,
     ) -> None:
         target.check_exit(exit_layer)
-        self.exit_layer, self.num_layers = exit_layer, cast("HuggingFaceLM", target).stack.num_layers
+        self.exit_layer, self.num_layers = (
+            exit_layer,
+            cast("HuggingFaceLM", target).stack.num_layers,
+        )
         weights = [1.0] * self.num_layers if exit_weights is None else list(exit_weights)
         self.exit_weights = [require_number("exit_weights", weight, low=0.0) for weight in weights]
         if not (len(weights) == self.num_layers and weights[exit_layer - 1] and weights[-1]):
@@ -74,7 +82,9 @@ class EarlyExitTraining(SpeculativeTraining):
 
     def new_metrics(self) -> RoundMetrics:
         exits = [self.exit_prefix(layer) for layer in range(1, self.num_layers)]
-        return RoundMetrics(["", *exits], self.num_draft_tokens, main=self.exit_prefix(self.exit_layer))
+        return RoundMetrics(
+            ["", *exits], self.num_draft_tokens, main=self.exit_prefix(self.exit_layer)
+        )
 
     @staticmethod
     def exit_prefix(layer: int) -> str:
@@ -108,7 +118,9 @@ class EarlyExitTraining(SpeculativeTraining):
 
     def measure(self, batch: Batch, split: str) -> Means:
         labels = batch.next_tokens()
-        logits = [self.target.exit_logits(hidden) for hidden in self.hidden_states(batch.tokens[:, :-1])]
+        logits = [
+            self.target.exit_logits(hidden) for hidden in self.hidden_states(batch.tokens[:, :-1])
+        ]
         values = next_token_means("target", logits[-1], labels)
         values |= next_token_means("draft", logits[self.exit_layer - 1], labels)
         losses = [next_token_loss(each, labels) for each in logits]
@@ -122,13 +134,17 @@ class EarlyExitTraining(SpeculativeTraining):
         labels = batch.next_tokens()
         states = self.hidden_states(batch.tokens[:, :-1], self.draw_layers(len(labels), batch_idx))
         losses = [
-            next_token_loss(self.target.exit_logits(hidden), labels) if weight else hidden.new_zeros(())
+            next_token_loss(self.target.exit_logits(hidden), labels)
+            if weight
+            else hidden.new_zeros(())
             for hidden, weight in zip(states, self.exit_weights, strict=True)
         ]
         num_tokens = int((labels != IGNORED).sum())
         shown = {"draft_loss": losses[self.exit_layer - 1], "target_loss": losses[-1]}
         self.log_losses({name: loss.detach() for name, loss in shown.items()}, num_tokens)
-        each = {f"exit_{layer}/loss": loss.detach() for layer, loss in enumerate(losses[:-1], start=1)}
+        each = {
+            f"exit_{layer}/loss": loss.detach() for layer, loss in enumerate(losses[:-1], start=1)
+        }
         self.log_losses(each, num_tokens, prog_bar=False)
         return self.total(losses)
 
@@ -144,10 +160,14 @@ class EarlyExitTraining(SpeculativeTraining):
             return None
         num_steps = self.trainer.estimated_stepping_batches
         if math.isinf(num_steps):
-            raise ValueError("LayerSkip depends on the length of the run: give it a max_epochs or max_steps")
+            raise ValueError(
+                "LayerSkip depends on the length of the run: give it a max_epochs or max_steps"
+            )
         # Each sample skips layer l with p_l = S(t) D(l) p_max, where D(l) is S over the layers.
         highest = step_scale(self.global_step, int(num_steps)) * self.layer_dropout
-        rates = torch.tensor([highest * step_scale(layer, self.num_layers) for layer in range(self.num_layers)])
+        rates = torch.tensor(
+            [highest * step_scale(layer, self.num_layers) for layer in range(self.num_layers)]
+        )
         key = (self.global_step * 1_009 + batch_idx) * self.trainer.world_size
         generator = torch.Generator().manual_seed((key + self.global_rank) % 2**32)
         return torch.rand(self.num_layers, num_rows, generator=generator) >= rates[:, None]

@@ -128,13 +128,17 @@ class GenerateText(LightningModule):
         self.samplings = [Sampling(temperature, top_p=top_p) for temperature in temperatures]
         self.temperatures, self.top_p = [float(temperature) for temperature in temperatures], top_p
         if not self.samplings or len(set(self.temperatures)) < len(self.samplings):
-            raise ValueError(f"temperatures must be one or more, all different, got {self.temperatures}: give [0, 1]")
+            raise ValueError(
+                f"temperatures must be one or more, all different, got {self.temperatures}: give [0, 1]"
+            )
         self.batch_size = require_int("batch_size", batch_size, 1)
         self.shard_size = require_int("shard_size", shard_size, 1)
         self.seed = require_int("seed", seed, 0, 2**63 - 1)
         self.num_draft_tokens = require_int("num_draft_tokens", num_draft_tokens, 0)
         if engine is not None and num_draft_tokens:
-            raise ValueError("num_draft_tokens is for decoding without an engine: configure a draft in vLLM's server")
+            raise ValueError(
+                "num_draft_tokens is for decoding without an engine: configure a draft in vLLM's server"
+            )
         self.engine, self.closing = engine, ExitStack()
         self.endpoint: Endpoint | None = None
         self.target: Any = None
@@ -144,7 +148,9 @@ class GenerateText(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Load the target, make the prompts' tokens and cut them into shards."""
-        from lightning_specdec.models import loading  # transformers, which the other verbs do without
+        from lightning_specdec.models import (
+            loading,
+        )  # transformers, which the other verbs do without
 
         data = self._data()
         if self.engine is None:
@@ -155,7 +161,9 @@ class GenerateText(LightningModule):
         assert target.origin is not None, "a loaded model has files"
         tokenizer = target.tokenizer
         if tokenizer is None:
-            raise ValueError(f"{self.source} has no tokenizer, so prompts are no tokens: save one beside the weights")
+            raise ValueError(
+                f"{self.source} has no tokenizer, so prompts are no tokens: save one beside the weights"
+            )
         self.eos = SpeculativeDecoder(target, NGramDrafter()).eos
         prompts = data.prompts(tokenizer)
         longest, context = max(map(len, prompts)), target.max_positions
@@ -166,13 +174,24 @@ class GenerateText(LightningModule):
             )
         firsts = range(0, len(prompts), self.shard_size)
         data.shards = [
-            PromptShard(number, first, prompts[first : first + self.shard_size]) for number, first in enumerate(firsts)
+            PromptShard(number, first, prompts[first : first + self.shard_size])
+            for number, first in enumerate(firsts)
         ]
         is_here = self.engine is None or any(target.origin.path.glob("*.safetensors"))
         sha256 = target.origin.sha256 if is_here else None
         dtype = str(target.dtype).removeprefix("torch.")
-        names = ("max_new_tokens", "temperatures", "top_p", "batch_size", "shard_size", "seed", "num_draft_tokens")
-        arguments = {name: getattr(self, name) for name in names} | ({"engine": "vllm"} if self.engine else {})
+        names = (
+            "max_new_tokens",
+            "temperatures",
+            "top_p",
+            "batch_size",
+            "shard_size",
+            "seed",
+            "num_draft_tokens",
+        )
+        arguments = {name: getattr(self, name) for name in names} | (
+            {"engine": "vllm"} if self.engine else {}
+        )
         self.wanted = {
             "format": corpus.FORMAT,
             "target": {"source": self.source, "sha256": sha256, "dtype": dtype},
@@ -204,7 +223,9 @@ class GenerateText(LightningModule):
                 for left in self.output.glob(".shard-*"):  # by a run that was killed
                     left.unlink()
             elif self.output.is_dir() and any(self.output.glob("shard-*")):
-                raise ValueError(f"{self.output} holds shards without a manifest: give another model.output")
+                raise ValueError(
+                    f"{self.output} holds shards without a manifest: give another model.output"
+                )
             else:
                 corpus.write_manifest(self.output, self.wanted)
         self.trainer.strategy.barrier("the manifest is written")
@@ -217,16 +238,26 @@ class GenerateText(LightningModule):
             return 0
         made: dict[int, list[int]] = {}
         for kind, sampling in enumerate(self.samplings):
-            prompts = {(shard.first + i) * kinds + kind: prompt for i, prompt in enumerate(shard.prompts)}
+            prompts = {
+                (shard.first + i) * kinds + kind: prompt for i, prompt in enumerate(shard.prompts)
+            }
             how: dict[str, Any] = {
-                **{"max_new_tokens": self.max_new_tokens, "batch_size": self.batch_size, "sampling": sampling},
-                **{"eos": self.eos, "seed": self.seed, "watch": self._after_round},
+                "max_new_tokens": self.max_new_tokens,
+                "batch_size": self.batch_size,
+                "sampling": sampling,
+                "eos": self.eos,
+                "seed": self.seed,
+                "watch": self._after_round,
             }
             if self.endpoint is not None:
-                made |= self.endpoint.continue_all(prompts, vocab_size=self.wanted["vocab_size"], **how)
+                made |= self.endpoint.continue_all(
+                    prompts, vocab_size=self.wanted["vocab_size"], **how
+                )
                 continue
             with torch.autocast(self.device.type, enabled=False):  # as the target decodes by itself
-                made |= continue_all(self.target, prompts, num_draft_tokens=self.num_draft_tokens, **how)
+                made |= continue_all(
+                    self.target, prompts, num_draft_tokens=self.num_draft_tokens, **how
+                )
         rows = []
         for index in sorted(made):
             number, kind = divmod(index, kinds)
@@ -240,7 +271,9 @@ class GenerateText(LightningModule):
         longest = max(len(prompt) for shard in self._data().shards for prompt in shard.prompts)
         atexit.register(self.closing.close)
         room = {"batch_size": self.batch_size, "max_length": longest + self.max_new_tokens}
-        endpoint = self.closing.enter_context(served(engine, self.source, dtype=self.dtype_name, **room))
+        endpoint = self.closing.enter_context(
+            served(engine, self.source, dtype=self.dtype_name, **room)
+        )
         self.wanted["versions"]["vllm"] = endpoint.version
         return endpoint
 
@@ -270,7 +303,7 @@ class GenerateText(LightningModule):
         """Report what is in the shards when all are there."""
         self.trainer.strategy.barrier("the shards are written")
         if not self.trainer.is_global_zero:
-            return
+            return None
         shards, where = self._data().shards, seen_from_here(self.output)
         if not all(map(self._is_there, shards)):
             return say(f"some shards are not there yet: run it again to continue {where}")

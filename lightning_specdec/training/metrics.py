@@ -26,12 +26,18 @@ Means = dict[str, tuple[Tensor, int]]
 """Means over tokens by name, with the number of tokens."""
 
 
-def next_token_loss(logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"], reduction: str = "mean") -> Tensor:
+def next_token_loss(
+    logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"], reduction: str = "mean"
+) -> Tensor:
     """Cross-entropy in nats on the next token, over the labels that are not padding."""
-    return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction=reduction)
+    return functional.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), reduction=reduction
+    )
 
 
-def next_token_means(name: str, logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"]) -> Means:
+def next_token_means(
+    name: str, logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"]
+) -> Means:
     """`NAME_loss` and `NAME_accuracy`, the share of tokens that are the likeliest."""
     num_tokens = int((labels != IGNORED).sum())
     accuracy = (logits.argmax(-1) == labels).sum() / max(1, num_tokens)
@@ -41,7 +47,9 @@ def next_token_means(name: str, logits: Float[Tensor, "B T V"], labels: Int[Tens
     }
 
 
-def overlap(draft_probs: Float[Tensor, "B N V"], target_probs: Float[Tensor, "B N V"]) -> Float[Tensor, "B N"]:
+def overlap(
+    draft_probs: Float[Tensor, "B N V"], target_probs: Float[Tensor, "B N V"]
+) -> Float[Tensor, "B N"]:
     """Probability that a draft token is accepted: sum over the vocabulary of min(draft_probs, target_probs).
 
     Leviathan et al. 2023, theorem 3.5; at temperature 0 it is 1 where both models' likeliest tokens agree.
@@ -49,7 +57,9 @@ def overlap(draft_probs: Float[Tensor, "B N V"], target_probs: Float[Tensor, "B 
     return torch.minimum(draft_probs, target_probs).sum(-1).clamp(max=1.0)
 
 
-def draft_windows(num_new: Int[Tensor, "B"], num_draft_tokens: int, *, first_round: bool = True) -> Int[Tensor, "B N"]:
+def draft_windows(
+    num_new: Int[Tensor, "B"], num_draft_tokens: int, *, first_round: bool = True
+) -> Int[Tensor, "B N"]:
     """Number of draft tokens of a round that starts at new token j; -1 behind a row's end, where none starts.
 
     Args:
@@ -64,7 +74,9 @@ def draft_windows(num_new: Int[Tensor, "B"], num_draft_tokens: int, *, first_rou
     return windows
 
 
-def expected_rounds(acceptance: Float[Tensor, "B N K"], windows: Int[Tensor, "B N"]) -> Float[Tensor, "B N W"]:
+def expected_rounds(
+    acceptance: Float[Tensor, "B N K"], windows: Int[Tensor, "B N"]
+) -> Float[Tensor, "B N W"]:
     """The probability that a round starts at new token j and keeps n draft tokens.
 
     A round with window w that starts at j keeps exactly n < w tokens with probability
@@ -109,7 +121,9 @@ class ExpectedRounds(Metric):
         super().__init__()
         self.num_draft_tokens, self.first_round = num_draft_tokens, first_round
         self.add_state("num_tested", torch.zeros(()), dist_reduce_fx="sum")
-        self.add_state("accepted_per_round", torch.zeros(num_draft_tokens + 1), dist_reduce_fx="sum")
+        self.add_state(
+            "accepted_per_round", torch.zeros(num_draft_tokens + 1), dist_reduce_fx="sum"
+        )
 
     def update(self, acceptance: Float[Tensor, "B N K"], num_new: Int[Tensor, "B"]) -> None:
         """Count rows; arguments as of `expected_rounds` and `draft_windows`."""
@@ -141,14 +155,21 @@ class RoundMetrics(nn.ModuleDict):
     """
 
     def __init__(
-        self, prefixes: Sequence[str], num_draft_tokens: int, *, main: str = "", first_round: bool = True
+        self,
+        prefixes: Sequence[str],
+        num_draft_tokens: int,
+        *,
+        main: str = "",
+        first_round: bool = True,
     ) -> None:
         rounds = {
             f"{prefix}{sampling}rounds": ExpectedRounds(num_draft_tokens, first_round=first_round)
             for prefix in prefixes
             for sampling in SAMPLINGS
         }
-        super().__init__(rounds | {f"{each}rounds": rounds[f"{main}{each}rounds"] for each in SAMPLINGS})
+        super().__init__(
+            rounds | {f"{each}rounds": rounds[f"{main}{each}rounds"] for each in SAMPLINGS}
+        )
 
     def of(self, prefix: str = "") -> ExpectedRounds:
         """The rounds whose rates have that prefix."""
@@ -172,11 +193,15 @@ class RoundMetrics(nn.ModuleDict):
         """
         num_new, device = batch.lengths - batch.prompt_lengths, target_logits.device
         offsets = torch.arange(int(num_new.max()), device=device)
-        positions = (batch.prompt_lengths[:, None] - 1 + offsets).clamp(max=target_logits.shape[1] - 1)
+        positions = (batch.prompt_lengths[:, None] - 1 + offsets).clamp(
+            max=target_logits.shape[1] - 1
+        )
         rows = torch.arange(len(positions), device=device)[:, None]
         for name, sampling in SAMPLINGS.items():
             rounds = self.of(prefix + name)
-            both = (sampling.probs(logits[rows, positions]) for logits in (draft_logits, target_logits))
+            both = (
+                sampling.probs(logits[rows, positions]) for logits in (draft_logits, target_logits)
+            )
             acceptance = functional.pad(overlap(*both), (0, rounds.num_draft_tokens - 1))
             rounds.update(acceptance.unfold(1, rounds.num_draft_tokens, 1), num_new)
 

@@ -61,7 +61,11 @@ class OfflineFeatures(OnlineFeatures):
     """
 
     def __init__(
-        self, cache_dir: str | None = None, *, dtype: str = "bfloat16", also_layers: Sequence[int] = ()
+        self,
+        cache_dir: str | None = None,
+        *,
+        dtype: str = "bfloat16",
+        also_layers: Sequence[int] = (),
     ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be {' or '.join(DTYPES)}, got {dtype!r}")
@@ -72,7 +76,9 @@ class OfflineFeatures(OnlineFeatures):
         self._open: dict[Path, Any] = {}
 
     @torch.no_grad()
-    def prepare(self, target: LanguageModel, data: TokenData, layers: Sequence[int], splits: Sequence[str]) -> None:
+    def prepare(
+        self, target: LanguageModel, data: TokenData, layers: Sequence[int], splits: Sequence[str]
+    ) -> None:
         """Compute what is missing, each process its share.
 
         Raises:
@@ -122,18 +128,31 @@ class OfflineFeatures(OnlineFeatures):
 
     @torch.no_grad()
     def read(
-        self, target: LanguageModel, batch: Batch, split: str, *, layers: Sequence[int], tokens: Tensor | None
+        self,
+        target: LanguageModel,
+        batch: Batch,
+        split: str,
+        *,
+        layers: Sequence[int],
+        tokens: Tensor | None,
     ) -> TargetOutputs:
         device = batch.tokens.device
         dtype = next(weight.dtype for weight in target.parameters() if weight.is_floating_point())
         assert target.num_layers is not None
-        names = [f"layer_{layer}" for layer in {*layers, target.num_layers - 1}] + ["choice", "normalizer"]
+        names = [f"layer_{layer}" for layer in {*layers, target.num_layers - 1}] + [
+            "choice",
+            "normalizer",
+        ]
         files = [(row, self._file(split, row)) for row in batch.indices.tolist()]
         kept = {}
         for name in names:
-            values = pad_sequence([file.get_tensor(f"{row}.{name}") for row, file in files], batch_first=True)
+            values = pad_sequence(
+                [file.get_tensor(f"{row}.{name}") for row, file in files], batch_first=True
+            )
             missing = batch.tokens.shape[1] - values.shape[1]
-            kept[name] = pad(values, (0, 0) * (values.dim() - 2) + (0, missing)).to(device, non_blocking=True)
+            kept[name] = pad(values, (0, 0) * (values.dim() - 2) + (0, missing)).to(
+                device, non_blocking=True
+            )
         with torch.autocast(device.type, enabled=False):  # compute as in decoding
             logits = _logits(target, kept[f"layer_{target.num_layers - 1}"].to(dtype), tokens)
         states = {layer: kept[f"layer_{layer}"].to(dtype) for layer in layers}
@@ -174,11 +193,17 @@ class OfflineFeatures(OnlineFeatures):
             count = min(data.batch_size, rows_at_once(width, target.vocab_size))
             lines, left = left[:count], left[count:]
             with torch.autocast(target.device.type, enabled=False):  # compute as in decoding
-                output = target(batch.tokens[lines, :width].to(target.device), features=tuple(layers))
+                output = target(
+                    batch.tokens[lines, :width].to(target.device), features=tuple(layers)
+                )
             values = {f"layer_{layer}": output.features[layer].to(self.dtype) for layer in layers}
-            parts = [(largest(piece).int(), piece.logsumexp(-1)) for piece in in_float32(output.logits)]
+            parts = [
+                (largest(piece).int(), piece.logsumexp(-1)) for piece in in_float32(output.logits)
+            ]
             shape = output.logits.shape[:2]
-            for name, of_parts in zip(("choice", "normalizer"), zip(*parts, strict=True), strict=True):
+            for name, of_parts in zip(
+                ("choice", "normalizer"), zip(*parts, strict=True), strict=True
+            ):
                 values[name] = torch.cat(of_parts).unflatten(0, shape)
             for name, each in values.items():
                 for line, of_row in zip(lines, each.cpu(), strict=True):
@@ -193,21 +218,29 @@ class FeaturesByNeed(OfflineFeatures):
     online = True
 
     @torch.no_grad()
-    def prepare(self, target: LanguageModel, data: TokenData, layers: Sequence[int], splits: Sequence[str]) -> None:
+    def prepare(
+        self, target: LanguageModel, data: TokenData, layers: Sequence[int], splits: Sequence[str]
+    ) -> None:
         if "train" in splits:
             self.online = self._reads_once(target, data, layers)
         if not self.online:
             super().prepare(target, data, layers, splits)
 
     def read(self, target: LanguageModel, batch: Batch, split: str, **wanted: Any) -> TargetOutputs:
-        return (OnlineFeatures if self.online else OfflineFeatures).read(self, target, batch, split, **wanted)
+        return (OnlineFeatures if self.online else OfflineFeatures).read(
+            self, target, batch, split, **wanted
+        )
 
     def _reads_once(self, target: LanguageModel, data: TokenData, layers: Sequence[int]) -> bool:
         """Whether keeping outputs would not save time; says so, with the time that one reading takes."""
         trainer: Any = data.trainer
-        if is_sharded(trainer) or is_trained(target):  # not yet on its devices, or never the same twice
+        if is_sharded(trainer) or is_trained(
+            target
+        ):  # not yet on its devices, or never the same twice
             return True
-        if (left := trainer.strategy.broadcast(time_left(trainer))) == 0:  # the time limit ends the run
+        if (
+            left := trainer.strategy.broadcast(time_left(trainer))
+        ) == 0:  # the time limit ends the run
             return True
         sample = data.first_rows("train", 2 * data.batch_size)
         for _ in range(2):  # the first one warms up
@@ -217,7 +250,10 @@ class FeaturesByNeed(OfflineFeatures):
         seconds = (time.perf_counter() - began) * len(data.rows("train")) / len(sample.tokens)
         epochs, why = float(trainer.max_epochs), f"max_epochs is {trainer.max_epochs}"
         if left is not None:  # the draft's own steps take about as long
-            epochs, why = left / (2 * seconds), f"the run has {left / 60:.1f} minutes left, half of them for the draft"
+            epochs, why = (
+                left / (2 * seconds),
+                f"the run has {left / 60:.1f} minutes left, half of them for the draft",
+            )
         once = bool(trainer.strategy.broadcast(epochs <= 1.5))
         how = "online, in each step" if once else "once and cached"
         needs = f"the target needs about {seconds / 60:,.1f} minutes to read the text once"
@@ -231,7 +267,10 @@ def _logits(
     """The output head's float32 logits of some tokens, of all when None: from their rows alone if it is linear."""
     if tokens is not None:
         sample = 64 * hidden[:1, :8]  # caps and norms show in large numbers
-        wanted, bias = (pick(target.output_logits(each), tokens) for each in (sample, torch.zeros_like(sample[:, :1])))
+        wanted, bias = (
+            pick(target.output_logits(each), tokens)
+            for each in (sample, torch.zeros_like(sample[:, :1]))
+        )
         head = target.output_weight.index_select(0, tokens), bias[0, 0]
         tolerance = max(1e-3, 4 * torch.finfo(hidden.dtype).eps) * wanted.abs().max()
         if (linear(sample, *head) - wanted).abs().max() <= tolerance:

@@ -29,10 +29,18 @@ class MuonAdamW(Optimizer):
     """
 
     def __init__(
-        self, matrices: Iterable[nn.Parameter], others: Iterable[nn.Parameter], *, lr: float, weight_decay: float
+        self,
+        matrices: Iterable[nn.Parameter],
+        others: Iterable[nn.Parameter],
+        *,
+        lr: float,
+        weight_decay: float,
     ) -> None:
         muon = Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-        self.parts: list[Optimizer] = [muon, AdamW(others, lr=lr, betas=BETAS, weight_decay=weight_decay)]
+        self.parts: list[Optimizer] = [
+            muon,
+            AdamW(others, lr=lr, betas=BETAS, weight_decay=weight_decay),
+        ]
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self._share()
 
@@ -107,7 +115,9 @@ class TimeLimit(Timer):
 
     def __init__(self, minutes: float) -> None:
         self.minutes = require_number("minutes", minutes, low=0.0, high=1e6, low_open=True)
-        super().__init__(timedelta(minutes=0.92 * minutes), verbose=False)  # the rest is for the last validation
+        super().__init__(
+            timedelta(minutes=0.92 * minutes), verbose=False
+        )  # the rest is for the last validation
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start_time[RunningStage.TRAINING] = self.began
@@ -143,4 +153,6 @@ def time_left(trainer: Trainer) -> float | None:
 def timers(trainer: Trainer) -> list[Timer]:
     """The callbacks that limit a run's time."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return [each for each in callbacks if isinstance(each, Timer) and each.time_remaining() is not None]
+    return [
+        each for each in callbacks if isinstance(each, Timer) and each.time_remaining() is not None
+    ]

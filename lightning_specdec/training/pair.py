@@ -14,7 +14,12 @@ from lightning_specdec.data import IGNORED, Batch
 from lightning_specdec.drafters import Drafter, ModelDrafter, StagedDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.base import SpeculativeTraining
-from lightning_specdec.training.metrics import Means, RoundMetrics, next_token_loss, next_token_means
+from lightning_specdec.training.metrics import (
+    Means,
+    RoundMetrics,
+    next_token_loss,
+    next_token_means,
+)
 
 STAGED = "staged"
 """The name of the stages together."""
@@ -46,16 +51,23 @@ class PairTraining(SpeculativeTraining):
         **options: Any,
     ) -> None:
         if (draft is None) == (not drafts):
-            raise ValueError("a training has one draft or several by name: give either `draft` or `drafts`")
+            raise ValueError(
+                "a training has one draft or several by name: give either `draft` or `drafts`"
+            )
         self.stage_windows = stage_windows
         models = {"draft": draft} if draft is not None else dict(drafts or {})
         drafters = {name: ModelDrafter(model) for name, model in models.items()}
         if not all(name.isidentifier() and name != STAGED for name in models):
-            raise ValueError(f"drafts must have names that are identifiers and not {STAGED!r}, got {', '.join(models)}")
+            raise ValueError(
+                f"drafts must have names that are identifiers and not {STAGED!r}, got {', '.join(models)}"
+            )
         self.names = list(models) if stage_windows is None else list(models)[::-1]
         several: dict[str, Drafter] = {name: drafters[name] for name in self.names}
         if stage_windows is not None:
-            several = {STAGED: StagedDrafter(list(drafters.values()), stage_windows=stage_windows), **several}
+            several = {
+                STAGED: StagedDrafter(list(drafters.values()), stage_windows=stage_windows),
+                **several,
+            }
         super().__init__(target, several if draft is None else drafters["draft"], **options)
 
     def new_metrics(self) -> RoundMetrics:
@@ -70,7 +82,10 @@ class PairTraining(SpeculativeTraining):
         """Logits `[B, T - 1, V]` of every draft by its prefix, the main one first, and of the target."""
         inputs = batch.tokens[:, :-1]
         drafters = [each for each in self.drafters.values() if isinstance(each, ModelDrafter)]
-        logits = {name: each.model(inputs).logits for name, each in zip(self.prefixes(), drafters, strict=True)}
+        logits = {
+            name: each.model(inputs).logits
+            for name, each in zip(self.prefixes(), drafters, strict=True)
+        }
         return logits, self.target(inputs).logits
 
     def measure(self, batch: Batch, split: str) -> Means:
@@ -89,7 +104,10 @@ class PairTraining(SpeculativeTraining):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         labels = batch.next_tokens()
         draft_logits, target_logits = self.score_all(batch)
-        losses = {f"{prefix}draft_loss": next_token_loss(each, labels) for prefix, each in draft_logits.items()}
+        losses = {
+            f"{prefix}draft_loss": next_token_loss(each, labels)
+            for prefix, each in draft_logits.items()
+        }
         losses["target_loss"] = next_token_loss(target_logits, labels)
         self.log_losses(losses, (labels != IGNORED).sum())
         return torch.stack(list(losses.values())).sum()

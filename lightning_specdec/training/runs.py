@@ -34,12 +34,17 @@ class SafeCheckpointIO(TorchCheckpointIO):
         super().__init__()
         self.written: set[Path] = set()
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
+    ) -> None:
         archive.write(path, checkpoint)
         self.written.add(Path(path).resolve())
 
     def load_checkpoint(
-        self, path: str | Path, map_location: Callable[..., Any] | None = None, weights_only: bool | None = None
+        self,
+        path: str | Path,
+        map_location: Callable[..., Any] | None = None,
+        weights_only: bool | None = None,
     ) -> dict[str, Any]:
         content = archive.read_any(path)
         # A checkpoint exported for decoding holds no trainer's state; its models can be validated all the same.
@@ -56,10 +61,21 @@ class CheckOptimizers(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for optimizer in trainer.optimizers:
-            for weight in (each for group in optimizer.param_groups if group.get("fused") for each in group["params"]):
+            for weight in (
+                each
+                for group in optimizer.param_groups
+                if group.get("fused")
+                for each in group["params"]
+            ):
                 for name, value in optimizer.state[weight].items():
-                    if isinstance(value, torch.Tensor) and name != "step" and value.shape != weight.shape:
-                        raise ValueError(f"the checkpoint's {name} is of other weights: give the last.ckpt of this run")
+                    if (
+                        isinstance(value, torch.Tensor)
+                        and name != "step"
+                        and value.shape != weight.shape
+                    ):
+                        raise ValueError(
+                            f"the checkpoint's {name} is of other weights: give the last.ckpt of this run"
+                        )
 
 
 class RunFiles:
@@ -73,14 +89,22 @@ class RunFiles:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
-        self.checkpoints = {callback: Path(str(callback.dirpath)) for callback in callbacks if callback.dirpath}
-        if remote := [callback.dirpath for callback in self.checkpoints if "://" in str(callback.dirpath)]:
+        callbacks = [
+            each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)
+        ]
+        self.checkpoints = {
+            callback: Path(str(callback.dirpath)) for callback in callbacks if callback.dirpath
+        }
+        if remote := [
+            callback.dirpath for callback in self.checkpoints if "://" in str(callback.dirpath)
+        ]:
             raise ValueError(
                 f"dirpath {remote[0]} is no directory of this machine: checkpoints are written there first"
             )
         self.newest = [callback for callback in self.checkpoints if callback.monitor is None]
-        for callback in self.newest:  # where one of several processes fails, the others would not come to save
+        for (
+            callback
+        ) in self.newest:  # where one of several processes fails, the others would not come to save
             callback.save_on_exception = trainer.world_size == 1
         self.logger = trainer.logger if isinstance(trainer.logger, TensorBoardLogger) else None
         self._locks: list[int] = []
@@ -96,7 +120,9 @@ class RunFiles:
         if name not in ("last", "best"):
             return str(runs.find(name))
         if not self.checkpoints:
-            raise ValueError(f"--ckpt_path {name} needs a ModelCheckpoint with a dirpath in the config: give a file")
+            raise ValueError(
+                f"--ckpt_path {name} needs a ModelCheckpoint with a dirpath in the config: give a file"
+            )
         return str(runs.find(next(iter(self.checkpoints.values())), (name,)))
 
     @rank_zero_only
@@ -109,9 +135,15 @@ class RunFiles:
         Raises:
             ValueError: another run writes there.
         """
-        curves = () if self.logger is None or "://" in self.logger.root_dir else (Path(self.logger.root_dir),)
+        curves = (
+            ()
+            if self.logger is None or "://" in self.logger.root_dir
+            else (Path(self.logger.root_dir),)
+        )
         used = {place.resolve() for place in (*self.checkpoints.values(), *curves)}
-        version = max((number for each in used for number in runs.versions(each)[:1]), default=-1) + 1
+        version = (
+            max((number for each in used for number in runs.versions(each)[:1]), default=-1) + 1
+        )
         if resumed is not None and (name := Path(resumed).parent.name).startswith("version_"):
             version = int(name.removeprefix("version_"))
         for directory in (place / f"version_{version}" for place in used):
@@ -147,7 +179,9 @@ def seen_from_here(path: str | Path) -> str:
     return str(whole.relative_to(here)) if whole.is_relative_to(here) else str(whole)
 
 
-def check_checkpoint(path: str, trainer: Trainer, model: LightningModule, data: Any, *, resume: bool) -> int:
+def check_checkpoint(
+    path: str, trainer: Trainer, model: LightningModule, data: Any, *, resume: bool
+) -> int:
     """Raise unless the Trainer can use this checkpoint for this model, or resume from it with these data; its step.
 
     Of a LightningModule that is no `SpeculativeTraining`, what its own optimizers remember is checked when the Trainer
@@ -167,9 +201,15 @@ def check_checkpoint(path: str, trainer: Trainer, model: LightningModule, data: 
     held = {name: tensor.shape for name, tensor in content["state_dict"].items()}
     wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
     if reference is not None:
-        wanted = {name: shape for name, shape in wanted.items() if not name.startswith(checkpoint_file.TARGET)}
+        wanted = {
+            name: shape
+            for name, shape in wanted.items()
+            if not name.startswith(checkpoint_file.TARGET)
+        }
     if held != wanted:
-        name = min(name for name in held.keys() | wanted.keys() if held.get(name) != wanted.get(name))
+        name = min(
+            name for name in held.keys() | wanted.keys() if held.get(name) != wanted.get(name)
+        )
         raise ValueError(f"{path} has networks of other shapes ({name[:80]}): {_CONFIG}")
     if not resume:
         return 0
@@ -178,14 +218,18 @@ def check_checkpoint(path: str, trainer: Trainer, model: LightningModule, data: 
         done, step = loop["epoch_progress"]["current"]["processed"], int(content["global_step"])
         whole = all(isinstance(state, dict) for state in content["callbacks"].values())
         whole = whole and _alike(loop, trainer.fit_loop.state_dict())
-        whole = whole and (not ours or _fits(content["optimizer_states"], model.configure_optimizers()))
+        whole = whole and (
+            not ours or _fits(content["optimizer_states"], model.configure_optimizers())
+        )
         for timer in timers(trainer):
             timer.load_state_dict(content["callbacks"].get(timer.state_key, {}))
         left = time_left(trainer)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         whole = False
     if not whole:
-        raise ValueError(f"{path} holds no training run to resume, or a damaged one: give the last.ckpt of a run")
+        raise ValueError(
+            f"{path} holds no training run to resume, or a damaged one: give the last.ckpt of a run"
+        )
     if isinstance(model, SpeculativeTraining):
         _check_config(path, content[checkpoint_file.KEY], model, data)
     if trainer.max_epochs not in (None, -1) and done >= trainer.max_epochs:
@@ -193,7 +237,9 @@ def check_checkpoint(path: str, trainer: Trainer, model: LightningModule, data: 
             f"{path} has {done} finished epochs and the run ends after {trainer.max_epochs}: raise --trainer.max_epochs"
         )
     if 0 <= trainer.max_steps <= step:
-        raise ValueError(f"{path} is at step {step}, the run ends after {trainer.max_steps}: raise --trainer.max_steps")
+        raise ValueError(
+            f"{path} is at step {step}, the run ends after {trainer.max_steps}: raise --trainer.max_steps"
+        )
     for each in trainer.early_stopping_callbacks:
         waited = content["callbacks"].get(each.state_key, {}).get("wait_count")
         if isinstance(waited, int) and waited >= each.patience:
@@ -208,7 +254,9 @@ def check_checkpoint(path: str, trainer: Trainer, model: LightningModule, data: 
     return step
 
 
-def _check_config(path: str, described: Mapping[str, Any], model: SpeculativeTraining, data: Any) -> None:
+def _check_config(
+    path: str, described: Mapping[str, Any], model: SpeculativeTraining, data: Any
+) -> None:
     """Raise ValueError where a network has changed, or a setting of the training or its data that the file knows."""
     given = {**model.describe(), **model.settings(), "data": type(data).__name__}
     before = networks.current({**described, **described["recipe"]})
@@ -225,7 +273,9 @@ def _check_config(path: str, described: Mapping[str, Any], model: SpeculativeTra
                 options.append(f"--model.{name} {before[name]}")
     if differences:
         advice = f"give {' '.join(options)}" if len(options) == len(differences) else _CONFIG
-        raise ValueError(f"{path} cannot resume: {'; '.join(differences[:3])}: {advice}, or begin a new run")
+        raise ValueError(
+            f"{path} cannot resume: {'; '.join(differences[:3])}: {advice}, or begin a new run"
+        )
 
 
 def _difference(name: str, before: Any, now: Any) -> str | None:
@@ -241,7 +291,9 @@ def _difference(name: str, before: Any, now: Any) -> str | None:
 def _alike(given: object, fresh: object) -> bool:
     """Whether a state has every entry of a fresh one, of the same type, and no negative or absurd count."""
     if isinstance(fresh, dict):
-        return isinstance(given, dict) and all(key in given and _alike(given[key], fresh[key]) for key in fresh)
+        return isinstance(given, dict) and all(
+            key in given and _alike(given[key], fresh[key]) for key in fresh
+        )
     return type(given) is type(fresh) and (not isinstance(given, int) or 0 <= given < 2**53)
 
 
@@ -251,7 +303,9 @@ def _fits(states: Any, configured: Any) -> bool:
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     (state,) = states
     groups = zip(state["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
-    same = all(_alike(given, fresh) and given["params"] == fresh["params"] for given, fresh in groups)
+    same = all(
+        _alike(given, fresh) and given["params"] == fresh["params"] for given, fresh in groups
+    )
     return same and all(
         value.shape == (() if key == "step" else weights[index].shape)
         and value.untyped_storage().nbytes() >= value.numel() * value.element_size()

@@ -42,7 +42,9 @@ class Endpoint:
     def __init__(self, url: str, model: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         if not self.url.lower().startswith(("http://", "https://")):
-            raise ValueError(f"an engine's address begins with http:// or https://, got {short(url, 100)!r}")
+            raise ValueError(
+                f"an engine's address begins with http:// or https://, got {short(url, 100)!r}"
+            )
         cards = _cards(self._ask("/v1/models"))
         names = [name for name, places in cards.items() if _place(model) in map(_place, places)]
         if not names:
@@ -54,7 +56,9 @@ class Endpoint:
         try:
             self.version = str(self._ask("/version")["version"])
         except (ValueError, LookupError, TypeError):
-            raise ValueError(f"{self.url} is not a vLLM server: it does not report its version") from None
+            raise ValueError(
+                f"{self.url} is not a vLLM server: it does not report its version"
+            ) from None
 
     def continue_all(
         self,
@@ -82,22 +86,36 @@ class Endpoint:
             "temperature": sampling.temperature,
             "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
             # What the model's generation_config.json says would count otherwise.
-            **{"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
-            **{"stop_token_ids": list(eos), "ignore_eos": True, "return_token_ids": True},
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop_token_ids": list(eos),
+            "ignore_eos": True,
+            "return_token_ids": True,
         }
 
         def ask(number: int) -> tuple[int, list[int]]:
             key = int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:7])
-            found = self._ask("/v1/completions", {**common, "prompt": list(prompts[number]), "seed": key})
+            found = self._ask(
+                "/v1/completions", {**common, "prompt": list(prompts[number]), "seed": key}
+            )
             try:
                 tokens = found["choices"][0].get("token_ids")
             except (LookupError, TypeError, AttributeError):
                 raise ValueError(f"{self.url} does not answer with a completion") from None
             if tokens is None:
-                raise ValueError(f"{self.url} returns no token ids: this vLLM ({self.version}) is too old, update it")
-            whole = isinstance(tokens, list) and all(type(each) is int and 0 <= each < vocab_size for each in tokens)
+                raise ValueError(
+                    f"{self.url} returns no token ids: this vLLM ({self.version}) is too old, update it"
+                )
+            whole = isinstance(tokens, list) and all(
+                type(each) is int and 0 <= each < vocab_size for each in tokens
+            )
             if not whole or not tokens or (len(tokens) != max_new_tokens and tokens[-1] not in eos):
-                raise ValueError(f"{self.url} gives up on a row, or answers with tokens that the target has not")
+                raise ValueError(
+                    f"{self.url} gives up on a row, or answers with tokens that the target has not"
+                )
             return number, tokens
 
         made: dict[int, list[int]] = {}
@@ -113,11 +131,15 @@ class Endpoint:
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """What the server answers; ValueError where it does not, or not with JSON."""
         key = os.environ.get("OPENAI_API_KEY")
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {key}"} if key else {}
+        )
         try:
             data = None if body is None else json.dumps(body).encode()
             request = urllib.request.Request(self.url + path, data, headers)
-            with urllib.request.urlopen(request, timeout=30 if body is None else _ANSWERS_SECONDS) as answer:
+            with urllib.request.urlopen(
+                request, timeout=30 if body is None else _ANSWERS_SECONDS
+            ) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             told = error.read(100_000).decode(errors="replace").strip() or error.reason
@@ -128,7 +150,9 @@ class Endpoint:
             raise ValueError(f"{self.url}{path} {short(told, 320)}") from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
-            raise ValueError(f"{self.url} cannot be reached ({reason}): start vLLM there, then run it again") from error
+            raise ValueError(
+                f"{self.url} cannot be reached ({reason}): start vLLM there, then run it again"
+            ) from error
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.url}{path} does not answer with JSON") from error
 
@@ -148,7 +172,9 @@ def _place(name: str) -> str:
 
 
 @contextmanager
-def served(engine: str, target: str, *, dtype: str | None, batch_size: int, max_length: int) -> Iterator[Endpoint]:
+def served(
+    engine: str, target: str, *, dtype: str | None, batch_size: int, max_length: int
+) -> Iterator[Endpoint]:
     """The engine while it is needed.
 
     Args:
@@ -164,18 +190,41 @@ def served(engine: str, target: str, *, dtype: str | None, batch_size: int, max_
         return
     python = shutil.which(sys.executable if engine == "vllm" else os.path.expanduser(engine))
     if python is None:
-        raise ValueError(f"there is no engine {engine}: give a server's address, or the Python that has vLLM")
+        raise ValueError(
+            f"there is no engine {engine}: give a server's address, or the Python that has vLLM"
+        )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
-    words += ["--model", _place(target), "--served-model-name", target, "--max-num-seqs", str(batch_size)]
+    words = [
+        python,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
+    words += [
+        "--model",
+        _place(target),
+        "--served-model-name",
+        target,
+        "--max-num-seqs",
+        str(batch_size),
+    ]
     words += ["--max-model-len", str(max_length), *([] if dtype is None else ["--dtype", dtype])]
     # On a CPU, vLLM 0.32 ends where the chunk of a prompt comes with a seed; on a GPU it is faster with chunks.
     words += [] if torch.cuda.is_available() else ["--no-enable-chunked-prefill"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "OMP_NUM_THREADS")
+    }
     with tempfile.TemporaryFile("w+", errors="replace") as log:
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+        )
         try:
             yield _when_it_answers(process, log, f"http://127.0.0.1:{port}", target, engine)
         finally:
@@ -187,7 +236,9 @@ def served(engine: str, target: str, *, dtype: str | None, batch_size: int, max_
                 process.wait()
 
 
-def _when_it_answers(process: subprocess.Popen[bytes], log: Any, url: str, target: str, engine: str) -> Endpoint:
+def _when_it_answers(
+    process: subprocess.Popen[bytes], log: Any, url: str, target: str, engine: str
+) -> Endpoint:
     ends = time.monotonic() + _STARTS_SECONDS
     while process.poll() is None and time.monotonic() < ends:
         try:
@@ -197,5 +248,9 @@ def _when_it_answers(process: subprocess.Popen[bytes], log: Any, url: str, targe
     log.seek(0)
     lines = [line.strip() for line in log if "Error" in line] or ["no reason given"]
     if "No module named 'vllm" in lines[-1]:
-        raise ValueError(f"vLLM is not installed for {engine}: give the Python that has it, or a server's address")
-    raise ValueError(f"vLLM does not start ({short(lines[-1], 300)}): start it yourself and give its address")
+        raise ValueError(
+            f"vLLM is not installed for {engine}: give the Python that has it, or a server's address"
+        )
+    raise ValueError(
+        f"vLLM does not start ({short(lines[-1], 300)}): start it yourself and give its address"
+    )

@@ -50,7 +50,9 @@ class TargetOutputs:
 class OnlineFeatures:
     """Runs the target on each training batch."""
 
-    def prepare(self, target: LanguageModel, data: TokenData, layers: Sequence[int], splits: Sequence[str]) -> None:
+    def prepare(
+        self, target: LanguageModel, data: TokenData, layers: Sequence[int], splits: Sequence[str]
+    ) -> None:
         """Called in every process when a run begins, with the splits that will be read.
 
         Raises:
@@ -75,7 +77,11 @@ class OnlineFeatures:
         features: dict[int, list[Tensor]] = {layer: [] for layer in layers}
         log_probs, choices = [], []
         # A frozen target computes as in decoding.
-        with nullcontext() if is_trained(target) else torch.autocast(batch.tokens.device.type, enabled=False):
+        with (
+            nullcontext()
+            if is_trained(target)
+            else torch.autocast(batch.tokens.device.type, enabled=False)
+        ):
             for rows in batch.tokens.split(rows_at_once(batch.tokens.shape[1], target.vocab_size)):
                 output = target(rows, features=tuple(layers))
                 for piece in in_float32(output.logits):
@@ -85,14 +91,19 @@ class OnlineFeatures:
                     features[layer].append(output.features[layer])
         states = {layer: torch.cat(parts) for layer, parts in features.items()}
         shape = batch.tokens.shape
-        return TargetOutputs(states, torch.cat(log_probs).unflatten(0, shape), torch.cat(choices).unflatten(0, shape))
+        return TargetOutputs(
+            states, torch.cat(log_probs).unflatten(0, shape), torch.cat(choices).unflatten(0, shape)
+        )
 
 
 class ShardedTarget(ModelParallelStrategy):
     """FSDP2 of a frozen target alone: each process has the drafts whole, saved and restored as in other runs."""
 
     lightning_restore_optimizer = True
-    load_checkpoint, load_model_state_dict = ParallelStrategy.load_checkpoint, ParallelStrategy.load_model_state_dict
+    load_checkpoint, load_model_state_dict = (
+        ParallelStrategy.load_checkpoint,
+        ParallelStrategy.load_model_state_dict,
+    )
     load_optimizer_state_dict = ParallelStrategy.load_optimizer_state_dict
     optimizer_state = ParallelStrategy.optimizer_state
 
@@ -115,7 +126,12 @@ def rows_at_once(num_tokens: int, vocab_size: int) -> int:
 def in_float32(logits: Float[Tensor, "B T V"]) -> Iterator[Float[Tensor, "N V"]]:
     """The logits of one position after another in float32, on a CPU of as many positions as stay in its cache."""
     flat = logits.flatten(0, 1)
-    return (piece.float() for piece in flat.split(max(1, CACHED_LOGITS // flat.shape[1]) if flat.is_cpu else len(flat)))
+    return (
+        piece.float()
+        for piece in flat.split(
+            max(1, CACHED_LOGITS // flat.shape[1]) if flat.is_cpu else len(flat)
+        )
+    )
 
 
 def pick(values: Float[Tensor, "*B V"], tokens: Int[Tensor, "W"] | None) -> Float[Tensor, "*B W"]:
@@ -147,7 +163,9 @@ class DraftStep(NamedTuple):
 
     def learned(self, batch: Batch, *, prompts: bool) -> Bool[Tensor, "B M"]:
         """The positions that are learned from; those of prompts only when asked for."""
-        tokens = self.first + self.stride * torch.arange(self.hidden.shape[1], device=batch.tokens.device)
+        tokens = self.first + self.stride * torch.arange(
+            self.hidden.shape[1], device=batch.tokens.device
+        )
         starts = torch.ones_like(batch.lengths) if prompts else batch.prompt_lengths
         return (tokens < batch.lengths[:, None]) & (tokens >= starts[:, None])
 
@@ -185,7 +203,9 @@ def given_target(
     """
     if (target is None) == (path is None):
         given = "neither" if path is None else "both"
-        raise ValueError(f"a draft needs one target, got {given}: give either `target` or `target_checkpoint`")
+        raise ValueError(
+            f"a draft needs one target, got {given}: give either `target` or `target_checkpoint`"
+        )
     if target is not None:
         return target, None
     assert path is not None
@@ -212,7 +232,10 @@ def stored_elsewhere(target: LanguageModel) -> TargetReference | None:
 def check_same_tokens(source: str, vocab_size: int, tokenizer: str | None, data: TokenData) -> None:
     """Raise ValueError unless a target's vocabulary and tokenizer are those of the data."""
     names = {tokenizer, data.tokenizer}
-    if vocab_size != data.vocab_size or len({name and named_tokenizer(name).fingerprint for name in names}) > 1:
+    if (
+        vocab_size != data.vocab_size
+        or len({name and named_tokenizer(name).fingerprint for name in names}) > 1
+    ):
         raise ValueError(
             f"{source} has {vocab_size} tokens and the tokenizer {tokenizer or 'none'}, the data have "
             f"{data.vocab_size} and {data.tokenizer or 'none'}: give the data that its target was trained on"

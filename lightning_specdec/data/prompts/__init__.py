@@ -22,7 +22,9 @@ def shipped_prompts(domains: Sequence[str] | None = None) -> list[Prompt]:
     """
     check_domains(domains or (), (*TEXTS, SEQUENCES), "the prompts that ship")
     home = Path(__file__).parent / "sets"
-    return [prompt for domain in domains or TEXTS for prompt in read_prompts(home / f"{domain}.jsonl")]
+    return [
+        prompt for domain in domains or TEXTS for prompt in read_prompts(home / f"{domain}.jsonl")
+    ]
 
 
 def by_domain(
@@ -40,16 +42,27 @@ def by_domain(
     Raises:
         ValueError: a domain has no prompts, an id is there twice, or the target reads none.
     """
-    check_domains(domains or (), list(dict.fromkeys(prompt.domain for prompt in prompts)), "the prompts")
+    check_domains(
+        domains or (), list(dict.fromkeys(prompt.domain for prompt in prompts)), "the prompts"
+    )
     wanted = [prompt for prompt in prompts if not domains or prompt.domain in domains]
     if len({prompt.id for prompt in wanted}) < len(wanted):
         raise ValueError("two prompts have the same id: give each a different one")
-    texts = [] if tokenizer is None else [each.encoded(tokenizer) for each in wanted if each.text is not None]
+    texts = (
+        []
+        if tokenizer is None
+        else [each.encoded(tokenizer) for each in wanted if each.text is not None]
+    )
     read = texts or [prompt for prompt in wanted if prompt.text is None]
-    found = {name: [each for each in read if each.domain == name] for name in domains or [each.domain for each in read]}
+    found = {
+        name: [each for each in read if each.domain == name]
+        for name in domains or [each.domain for each in read]
+    }
     if not found or not all(found.values()):
         domain = next((name for name, several in found.items() if not several), wanted[0].domain)
-        raise ValueError(f"this target cannot read the prompts of {domain}: text needs a tokenizer, {SEQUENCES} none")
+        raise ValueError(
+            f"this target cannot read the prompts of {domain}: text needs a tokenizer, {SEQUENCES} none"
+        )
     return found
 
 
