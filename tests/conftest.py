@@ -116,9 +116,11 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests on the real model run when they are asked for and it is there. Last come those of the trained run, and
     OpenVINO's: a process in which it ran can crash when it is forked and the fork is told to stop."""
-    items.sort(
-        key=lambda each: (each.path.stem == "test_openvino", "shipped_run" in each.fixturenames)
-    )  # type: ignore[attr-defined]
+
+    def runs_late(item: Any) -> tuple[bool, bool]:
+        return item.path.stem == "test_openvino", "shipped_run" in item.fixturenames
+
+    items.sort(key=runs_late)
     reason = None
     if not (Path(__file__).parent.parent / "checkpoints" / "smollm2" / "config.json").exists():
         reason = "checkpoints/smollm2 is absent: `make smollm2` writes it"

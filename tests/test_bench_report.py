@@ -100,9 +100,8 @@ def test_the_first_chart_has_each_places_best_choice_and_transformers_own_method
         *("pair: code, batch size 1", "ngram with window 4: 1.55", "transformers' generate: 1.15"),
         *("pair: code, batch size 2", "off (best: ngram with window 4): 0.80"),
     ]
-    assert [bar.get_width() for bar in axes_of(chart).patches] == pytest.approx(
-        [1.55, 1.15, 0.8], abs=0.006
-    )  # type: ignore[attr-defined]
+    widths = [bar.get_width() for bar in axes_of(chart).patches]  # type: ignore[attr-defined]
+    assert widths == pytest.approx([1.55, 1.15, 0.8], abs=0.006)
     segments = [each.get_segments()[0] for each in axes_of(chart).collections]  # type: ignore[attr-defined]
     ends = [segment[:, 0].tolist() for segment in segments]
     speedup = report.advice[0].best and report.advice[0].best.walltime_speedup

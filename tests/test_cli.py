@@ -14,7 +14,7 @@ from training_fixtures import EPOCHS
 
 from lightning_specdec import __version__
 from lightning_specdec.checkpoints import checkpoint
-from lightning_specdec.cli.main import FORMER_VERBS, VERBS, make_parser
+from lightning_specdec.cli.main import VERBS, make_parser
 from lightning_specdec.cli.options import decoding, pair_source
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.drafters import NGramDrafter
@@ -57,8 +57,6 @@ def test_the_overview_names_every_verb() -> None:
         subprocess.run(command, capture_output=True, text=True, check=True).stdout
         == f"{__version__}\n"
     )
-    for verb, what in FORMER_VERBS.items():
-        assert f"is now `lightning_specdec {what}`" in call(verb, "x").err
 
 
 def test_flags_take_dashes_and_a_kinds_settings_go_with_its_name() -> None:

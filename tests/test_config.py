@@ -93,8 +93,6 @@ def test_kinds_are_found_by_name_and_paths_only_where_they_are_trusted() -> None
     )
     with pytest.raises(ValueError, match="did you mean NGramDrafter"):
         DRAFTERS.check("NGramDraftr")
-    with pytest.raises(ValueError, match="NGramWithFallback"):
-        DRAFTERS.check("LookupFirstDrafter")
     with pytest.raises(ValueError, match="never imported from a file"):
         DRAFTERS.load("os.system", trusted=False)
     with pytest.raises(ValueError, match="is not a Drafter"):

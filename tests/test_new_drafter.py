@@ -156,7 +156,3 @@ def test_a_rule_is_made_from_nothing_a_name_a_choice_or_itself() -> None:
     ):
         with pytest.raises(ValueError, match="RejectionSampling|epsilon"):
             make_rule(wrong)
-
-
-def test_a_former_name_of_a_setting_is_read() -> None:
-    assert NGramDrafter(guesses_per_token=3).arguments()["tokens_per_match"] == 3

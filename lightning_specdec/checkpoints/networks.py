@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from lightning_specdec.config.kinds import DRAFTERS, MODELS, Kinds
 from lightning_specdec.config.terminal import short
 from lightning_specdec.drafters import Drafter
-from lightning_specdec.drafters.ngram import NGramSettings
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.packed import PackedLinear
 
@@ -95,7 +94,7 @@ def build(described: object, kinds: tuple[Kinds, ...], trusted: str | None = Non
 
 def _current(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of older files as they are given now."""
-    arguments = {NGramSettings.RENAMED.get(key, key): value for key, value in arguments.items()}
+    arguments = dict(arguments)
     if arguments.pop("shared_output", False):
         raise ValueError(
             "its heads share the target's output layer, which is no longer supported: train them again"
@@ -133,9 +132,9 @@ def current(described: Any) -> Any:
 def _kind(name: object, kinds: tuple[Kinds, ...], trusted: str | None) -> type[Any]:
     """The class of that name; an import path only where the user has given the same one."""
     name = short(str(name), 200)
-    for each in kinds:
-        if (current := each.renamed.get(name, name)) in each:
-            return each.load(current)
+    for registry in kinds:
+        if name in registry:
+            return registry.load(name)
     return kinds[-1].load(name, trusted=name == trusted)
 
 

@@ -6,6 +6,7 @@ A stranger's file may name any place: only a directory of this machine is read, 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,6 @@ from lightning_specdec.models.safetensors_file import Origin, weights_sha256
 @dataclass(frozen=True)
 class TargetReference(Settings):
     """A target by its place, its weights and its sizes."""
-
-    RENAMED = {"class": "kind"}
 
     source: str | None = setting(help="its directory or its name on the hub")
     sha256: str | None = setting(help="see `weights_sha256`; None where there are no files")
@@ -51,6 +50,13 @@ class TargetReference(Settings):
     def to_dict(self) -> dict[str, Any]:
         values = super().to_dict()
         return {"class": values.pop("kind"), **values}
+
+    @classmethod
+    def from_dict(cls: type[TargetReference], values: object, where: str = "") -> TargetReference:
+        # Files say "class", which cannot name a field in Python.
+        if isinstance(values, Mapping) and "class" in values:
+            values = {("kind" if key == "class" else key): value for key, value in values.items()}
+        return super().from_dict(values, where)
 
     def __str__(self) -> str:
         name = short(self.source or f"a {self.kind}", 200)

@@ -19,13 +19,6 @@ from lightning_specdec.config.terminal import one_line, say
 
 TRAINER_VERBS = ("fit", "validate", "test", "generate")
 VERBS = (*TRAINER_VERBS, "decode", "chat", "sweep", "bench", "report", "audit", "info", "export")
-FORMER_VERBS = {
-    "check": "info MODEL",
-    "env": "info",
-    "pairs": "info, or info --pair NAME",
-    "prompts": "bench --config FILE",
-    "predict": "decode --ckpt FILE",
-}
 
 
 def main() -> None:
@@ -69,8 +62,6 @@ def _run(words: list[str]) -> int:
         return 0
     if verb == "help":
         verb, rest = rest[0], ["--help"]
-    if verb in FORMER_VERBS:
-        raise UsageError(f"`{verb}` is now `lightning_specdec {FORMER_VERBS[verb]}`")
     if verb not in VERBS:
         advice = nearest(verb, VERBS) or f": choose from {', '.join(VERBS)}"
         raise UsageError(f"unknown verb {verb!r}{advice}")

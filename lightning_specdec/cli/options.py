@@ -25,25 +25,6 @@ from lightning_specdec.config.settings import (
 )
 
 KINDS: dict[str, Kinds] = {"drafter": DRAFTERS, "rule": RULES}
-FORMER = {
-    "--exit_layer": "give --drafter EarlyExitDrafter --drafter.exit_layer N",
-    "--exit_layers": "give --drafter EarlyExitDrafter --drafter.exit_layer N",
-    "--drafter.guesses_per_token": "it is called --drafter.tokens_per_match now",
-    "--epsilon": "it is called --rule.epsilon now, behind --rule",
-    "--delta": "it is called --rule.delta now, behind --rule",
-    "--log_level": "give -v for all messages, -q for errors alone",
-    "--log_json": "messages are plain lines on stderr now",
-    "--num_decodes": "rounds are checked exactly, without samples; --num_places says at how many places",
-    "--chat_template": "it is used wherever the tokenizer has one; --raw leaves it out",
-    "--ckpt": "chat takes --pair or --target, since a checkpoint has no chat template",
-    "--fuse": "both sides always decode with optimized weights",
-    "--max_length": "a chat may fill the models' context",
-    "--show_drafts": "`decode` marks the draft tokens that were kept",
-    "--stats": "it is shown on a terminal, elsewhere with -v",
-    "--compare": "measure both with one config: the table has both",
-    "--repeat": "measure again under another --name",
-}
-"""What takes the place of former flags."""
 
 
 class UsageError(ValueError):
@@ -158,12 +139,7 @@ class Parser(argparse.ArgumentParser):
                 flag = "--" + flag[2:].replace("-", "_")
                 word = flag + equals + value
                 kind, dot, name = flag[2:].partition(".")
-                if (
-                    dot
-                    and kind in KINDS
-                    and f"--{kind}" in self._option_string_actions
-                    and flag not in FORMER
-                ):
+                if dot and kind in KINDS and f"--{kind}" in self._option_string_actions:
                     if not equals and not queue:
                         self.error(f"argument {flag}: expected a value")
                     settings[kind][name] = value if equals else queue.pop(0)
@@ -186,8 +162,6 @@ class Parser(argparse.ArgumentParser):
         if not found:
             return ""
         unknown = words.partition(" ")[0].partition("=")[0]
-        if unknown in FORMER:
-            return f": {FORMER[unknown]}"
         known = list(self._option_string_actions) if unknown.strip("-") else []
         near = [each for each in known if each.startswith(unknown)] or difflib.get_close_matches(
             unknown, known, n=1

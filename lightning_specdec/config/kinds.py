@@ -30,14 +30,12 @@ class Kinds:
         noun: how messages call one of them.
         room: the package's folder that is scanned.
         base: name of the abstract base class.
-        renamed: former names, by what they are called now.
         internal: classes that nobody builds by name.
     """
 
     noun: str
     room: str
     base: str
-    renamed: Mapping[str, str] = field(default_factory=dict)
     internal: tuple[str, ...] = ()
 
     @cached_property
@@ -79,10 +77,6 @@ class Kinds:
             "." in name and all(part.isidentifier() for part in name.split("."))
         ):
             return
-        if name in self.renamed:
-            raise ValueError(
-                f"{self.noun} {name} is called {self.renamed[name]} now: use that name"
-            )
         advice = nearest(name, self) or f": choose from {', '.join(self)}, or give an import path"
         raise ValueError(f"there is no {self.noun} {name!r}{advice}")
 
@@ -136,7 +130,7 @@ def search_here() -> None:
         sys.path.append("")
 
 
-DRAFTERS = Kinds("drafter", "drafters", "Drafter", {"LookupFirstDrafter": "NGramWithFallback"})
+DRAFTERS = Kinds("drafter", "drafters", "Drafter")
 RULES = Kinds("rule", "rules", "AcceptanceRule")
 MODELS = Kinds("model", "models", "LanguageModel", internal=("FusedRNN", "OpenVINOLM"))
 

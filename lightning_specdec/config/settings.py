@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from lightning_specdec.config.checks import require_int, require_number
 
@@ -136,9 +136,6 @@ class Settings:
         ValueError: a field has the wrong type or is out of range.
     """
 
-    RENAMED: ClassVar[Mapping[str, str]] = {}
-    """Former names of fields, which `from_dict` still reads."""
-
     def __post_init__(self) -> None:
         known = hints(type(self))  # type: ignore[arg-type]
         for each in setting_fields(type(self)):
@@ -169,7 +166,7 @@ class Settings:
                 f"{where.rstrip('.') or cls.__name__} must be a mapping, got {values!r}"
             )
         given = {
-            cls.RENAMED.get(name, name): tuple(value) if isinstance(value, list) else value
+            name: tuple(value) if isinstance(value, list) else value
             for name, value in values.items()
         }
         check_names(given, cls, where)

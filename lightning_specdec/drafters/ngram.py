@@ -15,8 +15,6 @@ from lightning_specdec.rules import Draft, Sampling
 
 @dataclass(frozen=True)
 class NGramSettings(Settings):
-    RENAMED = {"guesses_per_token": "tokens_per_match"}
-
     max_ngram: int = setting(5, "longest suffix to look up, tried first", minimum=1, maximum=32)
     min_ngram: int = setting(
         1, "shortest suffix to look up; longer ones match less often and more reliably", minimum=1
