@@ -147,7 +147,7 @@ def test_what_cannot_be_decoded_is_one_line_and_exit_code_2(arguments: str, told
 def test_an_unreachable_hub_is_one_line_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     for verb in ("decode", "info"):
-        refused(verb, "lab/model", told="the hub gives none")
+        refused(verb, "lab/model", told="the Hub returned none")
 
 
 def test_a_pair_fits_or_not_by_text_and_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:

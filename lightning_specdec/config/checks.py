@@ -1,4 +1,4 @@
-"""Checks of what a user hands in: each failure is a ValueError that says what was wrong, what was got, what to do."""
+"""Checks of values that a user passes. Each failure is a ValueError with the cause and a remedy."""
 
 from __future__ import annotations
 
@@ -16,12 +16,21 @@ BUILTIN_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What building a network from broken data raises of Python's own errors."""
+"""Python's own errors that building a network from corrupt data can raise."""
 
 
 def require_int(name: str, value: object, low: int, high: int | None = None) -> int:
-    """`value`, if it is an integer from `low` to `high`."""
-    bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+    """Return `value` if it is an integer from `low` to `high`.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if high is None:
+        bounds = f"at least {low}"
+    else:
+        bounds = f"from {low} to {high}"
+
+    # bool is a subclass of int, but True is never meant as a number here.
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} must be an integer {bounds}, got {value!r}")
     if value < low or (high is not None and value > high):
@@ -37,10 +46,22 @@ def require_number(
     high: float = math.inf,
     low_open: bool = False,
 ) -> float:
-    """`value` as a float, if it is a finite number in [low, high], or in (low, high] with `low_open`."""
-    interval = f"{'(' if low_open or math.isinf(low) else '['}{low:g}, {high:g}{')' if math.isinf(high) else ']'}"
+    """Return `value` as a float if it is a finite number in the interval.
+
+    Args:
+        low_open: whether the interval excludes `low`.
+
+    Raises:
+        ValueError: it is not a number, not finite, or outside the interval.
+    """
+    opening = "(" if low_open or math.isinf(low) else "["
+    closing = ")" if math.isinf(high) else "]"
+    interval = f"{opening}{low:g}, {high:g}{closing}"
+
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} must be a number in {interval}, got {value!r}")
-    if not math.isfinite(value) or value > high or value < low or (low_open and value == low):
+
+    is_too_low = value < low or (low_open and value == low)
+    if not math.isfinite(value) or is_too_low or value > high:
         raise ValueError(f"{name} must be in {interval}, got {value:g}")
     return float(value)

@@ -1,4 +1,4 @@
-"""The settings of decoding: sampling, window, acceptance rule, stops and seed."""
+"""The settings of decoding: sampling, draft tokens, acceptance rule, stopping, and seed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from lightning_specdec.config.settings import Settings, check, check_names, sett
 MAX_TOKENS = 2**20
 """Largest number of tokens that any setting accepts."""
 
+MIN_TEMPERATURE = 1e-6
+"""Smallest temperature that is not 0. Dividing logits by a smaller one could overflow."""
+
 
 @dataclass(frozen=True)
 class SamplingSettings(Settings):
-    """How a token is drawn from logits: repetition penalty, temperature, then top_k, top_p and min_p, in this order."""
+    """How to draw a token from logits.
+
+    The settings apply in this order: repetition penalty, temperature, top_k, top_p, min_p.
+    """
 
     temperature: float = setting(0.0, "divide logits by this; 0 is greedy", minimum=0)
     top_k: int | None = setting(None, "keep only the k most likely tokens", minimum=1)
@@ -36,9 +42,10 @@ class SamplingSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if 0 < self.temperature < 1e-6:  # dividing logits by it would overflow
+        if 0 < self.temperature < MIN_TEMPERATURE:
             raise ValueError(
-                f"temperature must be 0 or at least 1e-06, got {self.temperature:g}: use 0 for greedy"
+                f"temperature must be 0 or at least 1e-06, got {self.temperature:g}: "
+                "use 0 for greedy"
             )
 
     @property
@@ -49,11 +56,13 @@ class SamplingSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingConfig(SamplingSettings):
-    """All settings of a decoding call. The methods that take a config also take its fields as keyword arguments.
+    """All settings of a decoding call.
 
-    `num_draft_tokens` is an integer, "auto" (`SpeculativeDecoder` only) or a `Window`. `rule` is an `AcceptanceRule`,
-    or a name or import path, with settings as `{"class_path": NAME, "init_args": {...}}`. `eos` and `stop` may be
-    single values.
+    Methods that accept a config also accept its fields as keyword arguments.
+
+    `num_draft_tokens` is an integer, "auto" (`SpeculativeDecoder` only), or a `Window`. `rule` is
+    an `AcceptanceRule`, or a name or import path, with settings as
+    `{"class_path": NAME, "init_args": {...}}`. `eos` and `stop` accept single values.
 
     Raises:
         ValueError: a field has the wrong type or is out of range.
@@ -64,32 +73,36 @@ class DecodingConfig(SamplingSettings):
     )
     num_draft_tokens: Any = setting(
         None,
-        "draft tokens per round, or auto; default: the pair's or draft's own, else 3",
+        "draft tokens per round, or auto; default: that of the pair or draft, else 3",
         metavar="INT|auto",
     )
     rule: Any = setting(None, "acceptance rule; default: ExactMatch", metavar="RULE")
     eos: tuple[int, ...] | None = setting(
-        None, "token that ends a row; default: the tokenizer's; repeatable"
+        None, "token that ends a row; default: that of the tokenizer; repeatable"
     )
     stop: tuple[str, ...] = setting((), "text that ends a row and is not shown; repeatable")
     seed: int = setting(0, "the same seed gives the same tokens", minimum=0, maximum=2**63 - 1)
     logprobs: bool = setting(False, "report each token's log probability under the target")
     processors: tuple[Any, ...] = setting(())
-    """Functions of a prefix `[1, T]` and its scores `[1, V]` that return new scores, as those of transformers."""
+    """Logits processors as in transformers: functions of a prefix `[1, T]` and its scores `[1, V]`
+    that return new scores."""
 
     def __post_init__(self) -> None:
         for name, value in _with_tuples(vars(self)).items():
             object.__setattr__(self, name, value)
         super().__post_init__()
-        if isinstance(self.num_draft_tokens, int | float | str):  # else a `Window`
+
+        # Anything else is a `Window`, which checks itself.
+        if isinstance(self.num_draft_tokens, int | float | str):
             limits = {"minimum": 1, "maximum": MAX_TOKENS, "choices": ("auto",)}
             check("num_draft_tokens", self.num_draft_tokens, int | str, limits)
 
     @classmethod
     def of(cls, config: DecodingConfig | None = None, **changes: Any) -> DecodingConfig:
-        """The config with the fields in `changes` replaced; without a config, a new one with these fields.
+        """Return the config with the fields in `changes` replaced.
 
-        `sampling=` sets all sampling fields from a `SamplingSettings` or `Sampling`.
+        Without a config, return a new one with these fields. `sampling=` sets all sampling fields
+        from a `SamplingSettings` or `Sampling`.
 
         Raises:
             ValueError: a name is not a field, or a value is wrong.
@@ -98,32 +111,38 @@ class DecodingConfig(SamplingSettings):
             raise ValueError(
                 f"config must be a {cls.__name__}, got {config!r}: give its fields by name"
             )
+
         sampling = changes.pop("sampling", None)
         if sampling is not None:
-            names = [each.name for each in fields(SamplingSettings)]
-            changes = {name: getattr(sampling, name, None) for name in names} | changes
-            changes.setdefault("processors", tuple(getattr(sampling, "processors", ())))
+            sampling_fields = {
+                field.name: getattr(sampling, field.name, None)
+                for field in fields(SamplingSettings)
+            }
+            processors = tuple(getattr(sampling, "processors", ()))
+            changes = {**sampling_fields, "processors": processors, **changes}
+
         changes = _with_tuples(changes)
         check_names(changes, cls)
-        return (
-            cls(**changes) if config is None else config.changed(**changes) if changes else config
-        )
+        if config is None:
+            return cls(**changes)
+        if not changes:
+            return config
+        return config.changed(**changes)
 
     @property
     def sampling(self) -> SamplingSettings:
-        """The sampling fields only; `Sampling.of` takes the processors too."""
-        return SamplingSettings(
-            **{each.name: getattr(self, each.name) for each in fields(SamplingSettings)}
-        )
+        """The sampling fields only. `Sampling.of` also reads the processors."""
+        values = {field.name: getattr(self, field.name) for field in fields(SamplingSettings)}
+        return SamplingSettings(**values)
 
 
 def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a `DecodingConfig`, with a tuple for a single one of `eos` or `stop`, and for other iterables."""
-    given = dict(values)
-    for name, single in (("eos", int), ("stop", str)):
-        value = given.get(name)
-        if isinstance(value, single):
-            given[name] = (value,)
+    """Replace a single `eos` or `stop`, or another iterable of them, by a tuple."""
+    converted = dict(values)
+    for name, single_type in (("eos", int), ("stop", str)):
+        value = converted.get(name)
+        if isinstance(value, single_type):
+            converted[name] = (value,)
         elif isinstance(value, Iterable):
-            given[name] = tuple(value)
-    return given
+            converted[name] = tuple(value)
+    return converted

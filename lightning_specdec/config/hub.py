@@ -1,4 +1,4 @@
-"""Find a model's directory, downloading from the Hugging Face Hub what is not on this machine."""
+"""Find a model's directory, and download from the Hugging Face Hub what is not on this machine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 from lightning_specdec.config.terminal import one_line
 
-_SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
-_WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json")
+_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+_WEIGHT_FILES = ("model*.safetensors", "model*.safetensors.index.json")
 
 log = logging.getLogger(__name__)
 
@@ -18,44 +18,56 @@ log = logging.getLogger(__name__)
 def find(
     source: str | os.PathLike[str], *, revision: str | None = None, code: bool = False
 ) -> Path:
-    """The directory of a model: a local one, or one of the hub with all its small files.
+    """Return the directory of a model: a local one, or one from the Hub with all its small files.
 
     Args:
-        source: a directory, or a name on the hub.
-        revision: a branch, tag or commit on the hub; the default branch when None.
-        code: whether to fetch Python files too.
+        source: a directory, or a name on the Hub.
+        revision: a branch, tag or commit on the Hub; None for the default branch.
+        code: whether to download Python files too.
 
     Raises:
         ValueError: there is no such model, or it cannot be read.
     """
-    name, path = os.fspath(source), Path(source).expanduser()
+    name = os.fspath(source)
+    path = Path(source).expanduser()
+
     if not name or not path.exists():
-        return _snapshot(name, revision, (*_SMALL, "*.py") if code else _SMALL)
+        patterns = _SMALL_FILES
+        if code:
+            patterns = (*_SMALL_FILES, "*.py")
+        return _snapshot(name, revision, patterns)
+
     if revision is not None:
         raise ValueError(
-            f"{name} is here, and only models of the hub have revisions: drop the revision"
+            f"{name} is a local path, and a revision applies only to Hub models: drop the revision"
         )
     if not path.is_dir():
         raise ValueError(
-            f"{name} is a file: name a model's directory or id on the hub, or give a checkpoint as --ckpt"
+            f"{name} is a file: name a model's directory or Hub id, or give a checkpoint as --ckpt"
         )
     return path
 
 
 def download_weights(source: str, path: Path) -> None:
-    """Complete the directory that `find` gave for a model of the hub; local directories stay as they are.
+    """Download the weights into the directory that `find` returned for a Hub model.
+
+    Local directories stay unchanged.
 
     Raises:
-        ValueError: the hub refuses, or the connection broke.
+        ValueError: the Hub refuses, or the connection failed.
     """
-    if not Path(source).expanduser().is_dir():
-        if not any(path.glob("*.safetensors")):
-            log.info("downloading the weights of %s from the hub", source)
-        _snapshot(source, path.name, _WEIGHTS)
+    if Path(source).expanduser().is_dir():
+        return
+    if not any(path.glob("*.safetensors")):
+        log.info("downloading the weights of %s from the Hub", source)
+
+    # A snapshot's directory is named after its commit.
+    commit = path.name
+    _snapshot(source, commit, _WEIGHT_FILES)
 
 
 def cached(name: str) -> Path | None:
-    """The copy of an earlier download, without asking the hub; None where there is none."""
+    """Return the directory of an earlier download without contacting the Hub, or None."""
     try:
         path = _snapshot(name, None, ["config.json"], offline=True)
     except ValueError:
@@ -66,22 +78,23 @@ def cached(name: str) -> Path | None:
 def _snapshot(
     name: str, revision: str | None, patterns: Sequence[str], *, offline: bool = False
 ) -> Path:
-    """The snapshot of a model in the hub's cache; an earlier download where the hub cannot be reached."""
+    """Return a model's snapshot in the Hub's cache; an earlier one if the Hub is unreachable."""
+    # Imported here because it takes longer than all of --help.
     from huggingface_hub import errors, snapshot_download
 
     try:
-        endpoint = os.environ.get("HF_ENDPOINT")
-        found = snapshot_download(
+        directory = snapshot_download(
             name,
             revision=revision,
-            endpoint=endpoint,
+            endpoint=os.environ.get("HF_ENDPOINT"),
             allow_patterns=list(patterns),
             local_files_only=offline,
         )
-        return Path(found)
     except (errors.HFValidationError, errors.HTTPError, OSError) as error:
         cause = one_line(error.__cause__ or error)[:300]
         raise ValueError(
-            f"there is no directory {name}, and the hub gives none (revision {revision or 'main'}: {cause}): check "
-            "the name and the network; set HF_TOKEN for gated and private models"
+            f"there is no directory {name}, and the Hub returned none "
+            f"(revision {revision or 'main'}: {cause}): check the name and the network; "
+            "set HF_TOKEN for gated and private models"
         ) from error
+    return Path(directory)

@@ -1,6 +1,7 @@
-"""Kinds of drafters, acceptance rules and models: classes found by name, without importing them.
+"""Registries of drafters, acceptance rules, and models: classes found by name without imports.
 
-A room is scanned for top-level classes; what a user types may also be an import path (`my_package.MyDrafter`).
+The files of a subpackage are scanned for class statements, so that `--help` lists every kind in
+milliseconds. Users may also name a class by its import path (`my_package.MyDrafter`).
 """
 
 from __future__ import annotations
@@ -16,19 +17,30 @@ from typing import Any
 
 from lightning_specdec.config.settings import nearest, plain
 
-_CLASS = re.compile(
+_CLASS_STATEMENT = re.compile(
     r'^class (_?[A-Z]\w*)\(([\w, .\[\]]*)\):\n(?:    r?"""(.*?)(?:"""|\n))?', re.MULTILINE
 )
+"""Matches a top-level class: its name, its bases, and the first line of its docstring."""
+
 _PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
+class _ClassStatement:
+    """A class as its source file declares it."""
+
+    module: str
+    bases: tuple[str, ...]
+    summary: str
+
+
+@dataclass(frozen=True)
 class Kinds:
-    """The classes of one room that derive from a base.
+    """The classes of one subpackage that derive from a base class.
 
     Args:
-        noun: how messages call one of them.
-        room: the package's folder that is scanned.
+        noun: what messages call one of them.
+        room: the subpackage that is scanned.
         base: name of the abstract base class.
         internal: classes that nobody builds by name.
     """
@@ -39,93 +51,109 @@ class Kinds:
     internal: tuple[str, ...] = ()
 
     @cached_property
-    def _found(self) -> dict[str, tuple[str, str]]:
-        """Module and summary by class name; a class counts if a base of it does."""
-        classes: dict[str, tuple[str, list[str], str]] = {}
+    def _statements(self) -> dict[str, _ClassStatement]:
+        """All top-level classes of the subpackage, by name."""
+        statements = {}
         for path in sorted((_PACKAGE / self.room).glob("*.py")):
-            for name, bases, summary in _CLASS.findall(path.read_text(encoding="utf-8")):
-                classes[name] = (
-                    f"lightning_specdec.{self.room}.{path.stem}",
-                    re.findall(r"\w+", bases),
-                    summary,
-                )
+            module = f"lightning_specdec.{self.room}.{path.stem}"
+            source = path.read_text(encoding="utf-8")
+            for name, bases, summary in _CLASS_STATEMENT.findall(source):
+                base_names = tuple(re.findall(r"\w+", bases))
+                statements[name] = _ClassStatement(module, base_names, summary)
+        return statements
 
-        def derives(name: str) -> bool:
-            return any(
-                base == self.base or (base in classes and derives(base))
-                for base in classes[name][1]
-            )
+    def _derives_from_base(self, name: str) -> bool:
+        for base in self._statements[name].bases:
+            if base == self.base:
+                return True
+            if base in self._statements and self._derives_from_base(base):
+                return True
+        return False
 
-        return {
-            name: (module, summary) for name, (module, bases, summary) in classes.items()
-            if "ABC" not in bases and not name.startswith("_") and name not in self.internal and derives(name)
-        }  # fmt: skip
+    @cached_property
+    def _kinds(self) -> dict[str, _ClassStatement]:
+        """The concrete public classes that derive from the base, by name."""
+        kinds = {}
+        for name, statement in self._statements.items():
+            is_abstract = "ABC" in statement.bases
+            is_hidden = name.startswith("_") or name in self.internal
+            if not is_abstract and not is_hidden and self._derives_from_base(name):
+                kinds[name] = statement
+        return kinds
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._found))
+        return iter(sorted(self._kinds))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._found
+        return name in self._kinds
 
     def summary(self, name: str) -> str:
         """The first line of a kind's docstring."""
-        return self._found[name][1]
+        return self._kinds[name].summary
 
     def check(self, name: str) -> None:
-        """Raise ValueError unless this is a known kind, or looks like an import path."""
-        if name in self._found or (
-            "." in name and all(part.isidentifier() for part in name.split("."))
-        ):
+        """Raise ValueError unless this is a known kind or looks like an import path."""
+        if name in self._kinds:
+            return
+        parts = name.split(".")
+        if len(parts) > 1 and all(part.isidentifier() for part in parts):
             return
         advice = nearest(name, self) or f": choose from {', '.join(self)}, or give an import path"
         raise ValueError(f"there is no {self.noun} {name!r}{advice}")
 
     def load(self, name: str, *, trusted: bool = True) -> type[Any]:
-        """The class of that name.
+        """Import and return the class of that name.
 
         Args:
-            trusted: whether an import path may be imported: true for what a user typed, false for what a file says.
+            trusted: whether an import path may be imported. True for a name that the user typed,
+                false for a name from a file, which could execute code.
 
         Raises:
-            ValueError: there is none, or it cannot be imported, or may not.
+            ValueError: there is no such class, it cannot be imported, or it may not be.
         """
         self.check(name)
-        if name in self._found:
-            return getattr(import_module(self._found[name][0]), name)
+        if name in self._kinds:
+            return getattr(import_module(self._kinds[name].module), name)
+
         if not trusted:
             raise ValueError(
-                f"the file names the {self.noun} {name} by its import path, which is never imported from a file: "
-                f"give it yourself, as --{self.noun} {name} (Python: {self.noun}=)"
+                f"the file names the {self.noun} {name} by its import path, which is never "
+                f"imported from a file: give it yourself, as --{self.noun} {name} "
+                f"(Python: {self.noun}=)"
             )
-        module, _, attribute = name.rpartition(".")
+        return self._load_foreign(name)
+
+    def _load_foreign(self, path: str) -> type[Any]:
+        """Import a class of the user by its import path."""
+        module, _, attribute = path.rpartition(".")
         search_here()
         try:
-            found = getattr(import_module(module), attribute)
+            kind = getattr(import_module(module), attribute)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"cannot import the {self.noun} {name}: {error}") from error
+            raise ValueError(f"cannot import the {self.noun} {path}: {error}") from error
+
         base = getattr(import_module(f"lightning_specdec.{self.room}"), self.base)
-        if not isinstance(found, type) or not issubclass(found, base):
+        if not isinstance(kind, type) or not issubclass(kind, base):
             raise ValueError(
-                f"{name} is not a {self.base}: derive it from lightning_specdec.{self.base}"
+                f"{path} is not a {self.base}: derive it from lightning_specdec.{self.base}"
             )
-        if missing := getattr(found, "__abstractmethods__", ()):
+        missing_methods = sorted(getattr(kind, "__abstractmethods__", ()))
+        if missing_methods:
             raise ValueError(
-                f"{name} has no {', '.join(sorted(missing))}: write it as {self.base} describes it"
+                f"{path} has no {', '.join(missing_methods)}: write it as {self.base} describes it"
             )
-        return found
+        return kind
 
     def name_of(self, kind: type[Any]) -> str:
-        """The name that `load` finds a class by: short for our own, the import path for others."""
-        own = self._found.get(kind.__name__)
-        return (
-            kind.__name__
-            if own and own[0] == kind.__module__
-            else f"{kind.__module__}.{kind.__qualname__}"
-        )
+        """The name that `load` accepts: short for our own classes, the import path for others."""
+        statement = self._kinds.get(kind.__name__)
+        if statement is not None and statement.module == kind.__module__:
+            return kind.__name__
+        return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def search_here() -> None:
-    """Let what a user names by import path lie in the current directory, behind all that is installed."""
+    """Let import paths refer to the current directory, after everything that is installed."""
     if "" not in sys.path:
         sys.path.append("")
 
@@ -137,36 +165,45 @@ MODELS = Kinds("model", "models", "LanguageModel", internal=("FusedRNN", "OpenVI
 
 @dataclass(frozen=True)
 class Choice:
-    """A kind by name or import path, with the settings that were given for it."""
+    """A kind, by name or import path, with its settings."""
 
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        """The name, and the given settings in brackets."""
-        given = ", ".join(f"{key}={value}" for key, value in self.settings.items())
-        return f"{self.name}({given})" if given else self.name
+        """The name, followed by the settings in parentheses."""
+        if not self.settings:
+            return self.name
+        arguments = ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        return f"{self.name}({arguments})"
 
     def to_dict(self) -> dict[str, Any]:
-        """`class_path` and `init_args`; `read` is the inverse."""
+        """Return `class_path` and `init_args`; `read` is the inverse."""
         return {"class_path": self.name, "init_args": plain(self.settings)}
 
     @classmethod
     def read(cls, value: object, where: str) -> Choice:
-        """From a name or `{class_path: NAME, init_args: {...}}`.
+        """Build a choice from a name or from `{class_path: NAME, init_args: {...}}`.
+
+        Args:
+            where: what messages call the value.
 
         Raises:
-            ValueError: it is none of these.
+            ValueError: the value is neither.
         """
         if isinstance(value, Choice):
             return value
-        if isinstance(value, str):
-            value = {"class_path": value}
+        if isinstance(value, str) and value:
+            return cls(value)
         if isinstance(value, Mapping) and not value.keys() - {"class_path", "init_args"}:
-            name, settings = value.get("class_path"), value.get("init_args") or {}
+            name = value.get("class_path")
+            settings = value.get("init_args") or {}
             if name and isinstance(name, str) and isinstance(settings, Mapping):
                 return cls(name, dict(settings))
+
+        # An empty name is reported in the form of a specification.
+        reported = {"class_path": value} if isinstance(value, str) else value
         raise ValueError(
-            f"{where} must be a name, or {{class_path: NAME, init_args: {{...}}}}, got {value!r}"
+            f"{where} must be a name, or {{class_path: NAME, init_args: {{...}}}}, got {reported!r}"
         )

@@ -1,4 +1,4 @@
-"""How much memory a model's weights take, found before any weight is read, and how much is free."""
+"""Estimate the memory of a model's weights before reading any, and measure what is free."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 
 from lightning_specdec.config.settings import Settings, setting
 
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""Of one number in each type that models compute in."""
+_BYTES_PER_NUMBER = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class ModelSize(Settings):
-    """What decides how much memory a model takes, whatever its weights are.
+    """The counts that determine a model's memory.
 
     Args:
-        parameters: all of them, shared ones counted once.
-        matrix_parameters: those of the linear maps, which quantization replaces; the output head is one of them.
-        kept_parameters: those that quantization leaves as they are: norms, biases and the table of embeddings, even
-            where the output head shares it (the head is then a second copy).
+        parameters: all parameters, with shared ones counted once.
+        matrix_parameters: parameters of linear layers, which quantization replaces. The output
+            head is one of them.
+        kept_parameters: parameters that quantization leaves unchanged: norms, biases, and the
+            embedding table. If the output head shares that table, the head becomes a second copy.
     """
 
     parameters: int = setting(minimum=1)
@@ -31,65 +31,84 @@ class ModelSize(Settings):
     def weight_bytes(
         self, dtype: str, quantization: str | None = None, *, packed: bool = False
     ) -> int:
-        """Bytes of the weights; without the scales of quantized ones, which take some percent more.
+        """Bytes of the weights, without the scales of quantized ones, which add a few percent.
 
         Args:
-            packed: laid out for a CPU's kernels, which takes a copy of an output head that shares the table's weight.
+            packed: whether weights are laid out for a CPU's kernels. This copies an output head
+                that shares the embedding table.
         """
-        size = _BYTES[dtype]
-        if quantization is not None:
-            return size * self.kept_parameters + self.matrix_parameters // (
-                1 if quantization == "int8" else 2
-            )
-        return size * (self.kept_parameters + self.matrix_parameters if packed else self.parameters)
+        number_bytes = _BYTES_PER_NUMBER[dtype]
+        if quantization == "int8":
+            return number_bytes * self.kept_parameters + self.matrix_parameters
+        if quantization == "int4":
+            return number_bytes * self.kept_parameters + self.matrix_parameters // 2
+        if packed:
+            return number_bytes * (self.kept_parameters + self.matrix_parameters)
+        return number_bytes * self.parameters
 
 
 def peak_bytes(models: Sequence[tuple[ModelSize, str, str | None]], *, packed: bool) -> int:
-    """The most bytes at a time while the weights of several models (size, dtype, quantization) are loaded one after the
-    other: what is quantized is read as it is first."""
-    kept = peak = 0
+    """Peak bytes while several models (size, dtype, quantization) are loaded one after another.
+
+    A model that will be quantized is read unquantized first.
+    """
+    loaded_bytes = 0
+    peak = 0
     for size, dtype, quantization in models:
-        peak = max(peak, kept + size.weight_bytes(dtype))
-        kept += size.weight_bytes(dtype, quantization, packed=packed)
-    return max(peak, kept)
+        peak = max(peak, loaded_bytes + size.weight_bytes(dtype))
+        loaded_bytes += size.weight_bytes(dtype, quantization, packed=packed)
+    return max(peak, loaded_bytes)
 
 
 def available_bytes(device: str = "cpu", *, root: Path = Path("/")) -> int | None:
-    """Bytes that a new model may take on this device; None where the system does not tell.
+    """Bytes that a new model may take on this device; None if the system does not report it.
 
-    On a CPU: what the machine has free, or the container's limit (control groups, version 2) leaves.
+    On a CPU this is the machine's free memory, or what the container's limit (control groups,
+    version 2) leaves if that is less.
     """
     if device.startswith("cuda"):
         import torch
 
         return torch.cuda.mem_get_info(torch.device(device))[0]
-    found: list[int] = []
-    group = root / "sys/fs/cgroup"
+
+    limits: list[int] = []
     with suppress(OSError, KeyError):
-        found.append(1024 * _entries(root / "proc/meminfo")["MemAvailable:"])
-    with suppress(OSError, KeyError, ValueError):  # without a limit it says "max"
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        found.append(
-            max(0, limit - used + _entries(group / "memory.stat")["inactive_file"])
-        )  # files can be dropped
-    return min(found, default=None)
+        kilobytes = _read_counters(root / "proc/meminfo")["MemAvailable:"]
+        limits.append(1024 * kilobytes)
+
+    control_group = root / "sys/fs/cgroup"
+    # Without a limit, memory.max contains the word "max", which is no integer.
+    with suppress(OSError, KeyError, ValueError):
+        limit = int((control_group / "memory.max").read_text())
+        used = int((control_group / "memory.current").read_text())
+        # The kernel drops inactive file pages when a process needs the memory.
+        reclaimable = _read_counters(control_group / "memory.stat")["inactive_file"]
+        limits.append(max(0, limit - used + reclaimable))
+    return min(limits, default=None)
 
 
-def _entries(path: Path) -> dict[str, int]:
-    """The number behind each name of a file."""
-    return {words[0]: int(words[1]) for words in map(str.split, path.read_text().splitlines())}
+def _read_counters(path: Path) -> dict[str, int]:
+    """Read a file whose lines start with a name and an integer."""
+    counters = {}
+    for line in path.read_text().splitlines():
+        words = line.split()
+        counters[words[0]] = int(words[1])
+    return counters
 
 
 def require_memory(what: str, needed: int, device: str) -> None:
-    """Raise ValueError unless so many bytes fit what is available; where nobody knows, they may try."""
+    """Raise ValueError unless the device has this many bytes, or does not report its memory."""
     available = available_bytes(device)
     if available is not None and needed > available:
         raise ValueError(
-            f"not enough memory for {what}: it needs {gigabytes(needed)}, but {gigabytes(available)} are free on "
-            f"{device}: take a smaller model, or a smaller dtype (bfloat16)"
+            f"not enough memory for {what}: it needs {gigabytes(needed)}, but "
+            f"{gigabytes(available)} are free on {device}: use a smaller model, or a smaller "
+            "dtype (bfloat16)"
         )
 
 
 def gigabytes(count: int) -> str:
-    """Bytes for a reader, in units of 10^9 or 10^6."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+    """Format bytes for a reader, in units of 10^9 or 10^6."""
+    if count >= 1e9:
+        return f"{count / 1e9:.1f} GB"
+    return f"{count / 1e6:.1f} MB"

@@ -1,4 +1,4 @@
-"""Which models decode: a target and its draft, named by files, directories or names on the hub."""
+"""Which models decode: a target and its draft, given as files, directories or Hub names."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTIZATIONS = ("int8", "int4")
 BACKENDS = ("auto", "torch", "openvino")
 MOST_SMALL = 10_000_000
-"""Parameters of a model that is not converted to another backend unless that is asked for."""
+"""Models with at most this many parameters are converted to another backend only on request."""
 ENGINES = ("vllm", "sglang", "llama.cpp", "transformers")
-"""Programs that an exported draft is written for."""
+"""Programs that a draft can be exported for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,37 +33,41 @@ class TargetSource(Settings):
     )
     target: Any = setting(
         None,
-        "pretrained target: a directory or a name on the hub; with --ckpt, where its target is",
+        "pretrained target: a directory or a Hub name; with --ckpt, the directory of its target",
         metavar="MODEL",
     )
     dtype: str | None = setting(None, "compute in this dtype; default: as stored", choices=DTYPES)
     quantization: str | None = setting(None, "quantize the target's weights", choices=QUANTIZATIONS)
-    revision: str | None = setting(None, "branch, tag or commit of the target on the hub")
+    revision: str | None = setting(None, "branch, tag or commit of the target on the Hub")
     trust_remote_code: bool = setting(
         False, "run Python code that comes with a model: read it first"
     )
     device: str = setting("cpu", "device to decode on, for example cpu or cuda:0")
     backend: str = setting(
         "auto",
-        "backend for pretrained models; auto: OpenVINO on a CPU if installed and faster, torch for quantized ones",
+        "backend for pretrained models; auto: OpenVINO on a CPU if installed and faster, "
+        "torch for quantized ones",
         choices=BACKENDS,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_source(self, "target")
-        named = [name for name in ("ckpt", "pair", "target") if getattr(self, name) is not None]
-        if len(named) != 1 and named != ["ckpt", "target"]:
-            got = " and ".join(f"--{name}" for name in named) or "none"
-            example = "checkpoints/rnn.safetensors or --target gpt2"
-            raise ValueError(
-                f"name the models by one of MODEL, --ckpt, --pair, --target (as {example}), got {got}"
-            )
+
+        names = [name for name in ("ckpt", "pair", "target") if getattr(self, name) is not None]
+        # A checkpoint may refer to a target that is stored elsewhere.
+        if len(names) == 1 or names == ["ckpt", "target"]:
+            return
+        got = " and ".join(f"--{name}" for name in names) or "none"
+        example = "checkpoints/rnn.safetensors or --target gpt2"
+        raise ValueError(
+            f"name the models by one of MODEL, --ckpt, --pair, --target (as {example}), got {got}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSource(Settings):
-    """The drafter: by default the pair's or checkpoint's own, prompt lookup where there is none."""
+    """The drafter: by default that of the pair or checkpoint, or prompt lookup."""
 
     draft: Any = setting(
         None,
@@ -79,7 +83,7 @@ class DraftSource(Settings):
         "quantize the draft; without --draft, draft with a quantized copy of the target",
         choices=QUANTIZATIONS,
     )
-    draft_revision: str | None = setting(None, "branch, tag or commit of the draft on the hub")
+    draft_revision: str | None = setting(None, "branch, tag or commit of the draft on the Hub")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,9 +94,20 @@ class DraftSource(Settings):
             object.__setattr__(self, "drafter", choice)
 
 
+PRETRAINED_ONLY = (
+    "quantization",
+    "draft_quantization",
+    "draft_dtype",
+    "revision",
+    "draft_revision",
+    "trust_remote_code",
+)
+"""Fields that do not apply to a checkpoint, which stores these properties."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PairSource(DraftSource, TargetSource):
-    """The names of a target and its drafter: one of `target`, `pair` and `ckpt` is required.
+    """A target and its drafter. One of `target`, `pair` and `ckpt` is required.
 
     Raises:
         ValueError: a field is wrong, or fields exclude each other.
@@ -100,19 +115,14 @@ class PairSource(DraftSource, TargetSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ckpt is not None:
-            names = (
-                "quantization",
-                "draft_quantization",
-                "draft_dtype",
-                "revision",
-                "draft_revision",
-            )
-            for name in (*names, "trust_remote_code"):
-                if getattr(self, name):
-                    raise ValueError(
-                        f"--{name} is for pretrained models (--pair, --target): a checkpoint has its own"
-                    )
+        if self.ckpt is None:
+            return
+        for name in PRETRAINED_ONLY:
+            if getattr(self, name):
+                raise ValueError(
+                    f"--{name} is for pretrained models (--pair, --target): "
+                    "a checkpoint has its own"
+                )
 
     @property
     def name(self) -> str:
@@ -121,25 +131,29 @@ class PairSource(DraftSource, TargetSource):
 
 
 def check_source(settings: Settings, name: str) -> None:
-    """Raise ValueError unless this field is text, a path (kept as text), a loaded module, or None."""
+    """Raise ValueError unless this field is text, a path (stored as text), a module, or None."""
     value = getattr(settings, name)
     if isinstance(value, os.PathLike):
         object.__setattr__(settings, name, os.fspath(value))
-    elif not (
-        value is None or isinstance(value, str) or callable(getattr(value, "parameters", None))
-    ):
+        return
+
+    # torch is not imported here, so a module is recognized by its method.
+    is_module = callable(getattr(value, "parameters", None))
+    if value is not None and not isinstance(value, str) and not is_module:
         raise ValueError(f"{name} must be a model's name or directory, or a model, got {value!r}")
 
 
 def check_directory(source: str) -> None:
-    """Raise ValueError for what is meant as a model's directory and is none.
+    """Raise ValueError if `source` is meant as a model's directory and is not one.
 
-    A path begins as one, or has a parent directory here: anything else may be a name on the hub.
+    A source is a path if it starts like one, or if its parent directory exists. Anything else may
+    be a Hub name.
     """
     path = Path(source).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"{source} is not a model directory: it has no config.json")
-    if not path.exists() and (
-        source.startswith((".", "/", "~")) or ("/" in source and path.parent.is_dir())
-    ):
+
+    starts_like_path = source.startswith((".", "/", "~"))
+    has_parent_here = "/" in source and path.parent.is_dir()
+    if not path.exists() and (starts_like_path or has_parent_here):
         raise ValueError(f"there is no directory {source}: check the path")

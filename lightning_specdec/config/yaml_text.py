@@ -1,4 +1,8 @@
-"""YAML of unknown origin: bounded before any value is built, an alias counting as what it repeats."""
+"""Read YAML of unknown origin. Its size is checked before any value is built.
+
+The standard loader alone is not enough: a few lines of nested aliases ("billion laughs") expand to
+gigabytes, and deep nesting exhausts Python's stack.
+"""
 
 from __future__ import annotations
 
@@ -10,70 +14,73 @@ import yaml
 
 from lightning_specdec.config.terminal import one_line
 
-_DEEPEST = 50
-_MOST_NODES = 200_000
-_MOST_CHARACTERS = 2**20
+_MAX_DEPTH = 50
+_MAX_VALUES = 200_000
+_MAX_CHARACTERS = 2**20
 
 
 def check_yaml(text: str) -> None:
-    """Raise where building the text's values could exhaust the stack or the memory.
+    """Raise if building the text's values could exhaust the stack or the memory.
 
-    Reads the parser's events, which come one by one and build nothing.
+    Reads the parser's events, which arrive one by one and build nothing. An alias counts as the
+    values that it repeats.
 
     Raises:
         ValueError: it is too long, nested too deeply, or its aliases repeat too much.
-        yaml.YAMLError: it is no YAML.
+        yaml.YAMLError: it is not YAML.
     """
-    if len(text) > _MOST_CHARACTERS:
+    if len(text) > _MAX_CHARACTERS:
         raise ValueError(
-            f"YAML must have at most {_MOST_CHARACTERS:,} characters, got {len(text):,}"
+            f"YAML must have at most {_MAX_CHARACTERS:,} characters, got {len(text):,}"
         )
-    sizes: dict[str | None, int] = {}
+
     num_values = 0
-    open_parts: list[tuple[str | None, int]] = []
+    num_values_of_anchor: dict[str | None, int] = {}
+    open_collections: list[tuple[str | None, int]] = []
     for event in yaml.parse(text, yaml.SafeLoader):
         if isinstance(event, yaml.CollectionStartEvent):
-            open_parts.append((event.anchor, num_values))
+            open_collections.append((event.anchor, num_values))
             num_values += 1
         elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = open_parts.pop()
-            sizes[anchor] = num_values - before
+            anchor, num_values_at_start = open_collections.pop()
+            num_values_of_anchor[anchor] = num_values - num_values_at_start
         elif isinstance(event, yaml.AliasEvent):
-            num_values += sizes.get(
-                event.anchor, _MOST_NODES + 1
-            )  # not there: it repeats what it stands in
+            # An alias to a collection that is still open repeats itself without end.
+            num_values += num_values_of_anchor.get(event.anchor, _MAX_VALUES + 1)
         elif isinstance(event, yaml.ScalarEvent):
             num_values += 1
-            sizes[event.anchor] = 1
-        if len(open_parts) > _DEEPEST or num_values > _MOST_NODES:
+            num_values_of_anchor[event.anchor] = 1
+
+        if len(open_collections) > _MAX_DEPTH or num_values > _MAX_VALUES:
             raise ValueError(
-                f"YAML must be nested at most {_DEEPEST} deep and have at most {_MOST_NODES:,} values, repeated ones "
-                "counted again: simplify it"
+                f"YAML must be nested at most {_MAX_DEPTH} deep and have at most "
+                f"{_MAX_VALUES:,} values, with repeated ones counted again: simplify it"
             )
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a mapping that has one key twice."""
+    """Refuses a mapping that contains a key twice. The standard loader keeps the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        names = [
-            key.value
-            for key, _ in node.value
-            if isinstance(key, yaml.ScalarNode) and key.value != "<<"
-        ]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(
-                f"{twice} is there twice (line {node.start_mark.line + 1}): give each its own name"
-            )
+        names = set()
+        for key, _ in node.value:
+            # "<<" merges another mapping and may be repeated.
+            if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+                continue
+            if key.value in names:
+                line = node.start_mark.line + 1
+                raise ValueError(
+                    f"{key.value} is there twice (line {line}): give each entry its own name"
+                )
+            names.add(key.value)
         return super().construct_mapping(node, deep)
 
 
 def read_yaml(path: Path) -> Any:
-    """The plain values of a YAML file.
+    """Return the plain values of a YAML file. Nothing in it is executed.
 
     Raises:
-        ValueError: it is no YAML, exceeds the bounds, or names an entry twice. Nothing in it is run.
+        ValueError: it is not YAML, exceeds the limits, or contains a key twice.
     """
     try:
         text = path.read_text(encoding="utf-8")
