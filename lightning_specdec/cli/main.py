@@ -1,4 +1,4 @@
-"""The command line: find the verb, hand over, turn every error into one line and an exit code.
+"""The command line: find the verb, run it, and turn every error into one line and an exit code.
 
 Imports nothing heavy before the verb is known, so `--help` and a misspelled flag answer at once.
 """
@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from importlib import import_module
+from itertools import pairwise
 from types import ModuleType
 
 from lightning_specdec import __version__
@@ -20,72 +21,101 @@ from lightning_specdec.config.terminal import one_line, say
 TRAINER_VERBS = ("fit", "validate", "test", "generate")
 VERBS = (*TRAINER_VERBS, "decode", "chat", "sweep", "bench", "report", "audit", "info", "export")
 
+EXIT_OK = 0
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
 
 def main() -> None:
-    """Entry point of the installed script; exits with 0, 1 (failed), 2 (user's error) or 130 (interrupted)."""
-    for name in ("torchao", "torch.utils._pytree"):  # they warn while transformers is imported
+    """Entry point of the installed script.
+
+    Exits with 0 (success), 1 (a check failed), 2 (a user's mistake), or 130 (interrupted).
+    """
+    # These log warnings while transformers is imported.
+    for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    if sys.stdout is None:  # closed by the caller, as `>&-` does
-        sys.stdout = open(os.devnull, "w")
+
+    # The caller may have closed stdout, as `>&-` does in a shell.
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
     try:
-        code = _run(sys.argv[1:])
+        exit_code = _run(sys.argv[1:])
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has gone, as behind `| head`
+    except BrokenPipeError:
+        # The reader has exited, as `| head` does. Python would flush stdout again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+        exit_code = EXIT_OK
     except (ValueError, OSError) as error:
         if "--debug" in sys.argv:
             raise
-        text = one_line(error)
-        if isinstance(error, OSError) and error.strerror:
-            text = (
-                error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-            )
-        say(f"error: {text}", file=sys.stderr)
-        code = 2
+        say(f"error: {_error_text(error)}", file=sys.stderr)
+        exit_code = EXIT_USER_ERROR
     except KeyboardInterrupt:
-        say("interrupted", file=sys.stderr)
-        code = 130
-    sys.exit(code)
+        # The terminal has echoed ^C, and a streamed answer may have left its line open.
+        say("\ninterrupted", file=sys.stderr)
+        exit_code = EXIT_INTERRUPTED
+    sys.exit(exit_code)
+
+
+def _error_text(error: ValueError | OSError) -> str:
+    """An error's message on one line; for one of the operating system, the file and the reason."""
+    if isinstance(error, OSError) and error.strerror:
+        if error.filename is None:
+            return error.strerror
+        return f"{error.filename}: {error.strerror}"
+    return one_line(error)
 
 
 def _run(words: list[str]) -> int:
-    verb, *rest = words or [""]
+    """Run the command line; returns the exit code."""
+    verb, *arguments = words or [""]
     if verb in ("", "-h", "--help") or words == ["help"]:
         say(_overview())
-        return 0 if words else 2
+        return EXIT_OK if words else EXIT_USER_ERROR
     if verb in ("-V", "--version"):
         say(__version__)
-        return 0
+        return EXIT_OK
     if verb == "--completion":
-        say(completion(*rest[:1]))
-        return 0
+        say(completion(*arguments[:1]))
+        return EXIT_OK
     if verb == "help":
-        verb, rest = rest[0], ["--help"]
+        verb = arguments[0]
+        arguments = ["--help"]
     if verb not in VERBS:
         advice = nearest(verb, VERBS) or f": choose from {', '.join(VERBS)}"
         raise UsageError(f"unknown verb {verb!r}{advice}")
+
     module = _module(verb)
     if verb in TRAINER_VERBS:
-        return module.run(verb, rest)
-    if {"-h", "--help"} & set(rest):
+        return module.run(verb, arguments)
+    return _run_verb(verb, module, arguments)
+
+
+def _run_verb(verb: str, module: ModuleType, arguments: list[str]) -> int:
+    """Run a verb that is not one of the Trainer's; returns the exit code."""
+    if "-h" in arguments or "--help" in arguments:
         say(make_parser(verb).format_help(), end="")
-        return 0
-    for flag, name in zip(rest, rest[1:], strict=False):
-        if flag in [f"--{kind}.help" for kind in KINDS]:
+        return EXIT_OK
+
+    kind_help_flags = [f"--{kind}.help" for kind in KINDS]
+    for flag, name in pairwise(arguments):
+        if flag in kind_help_flags:
             say(kind_help(flag, name))
-            return 0
-    options = make_parser(verb).read(rest)
+            return EXIT_OK
+
+    options = make_parser(verb).read(arguments)
     set_up_logs(options)
     return module.run(options)
 
 
 def _module(verb: str) -> ModuleType:
-    return import_module(f"lightning_specdec.cli.{'train' if verb in TRAINER_VERBS else verb}")
+    name = "train" if verb in TRAINER_VERBS else verb
+    return import_module(f"lightning_specdec.cli.{name}")
 
 
 def make_parser(verb: str) -> Parser:
-    """The parser of a verb that is not the Trainer's."""
+    """Return the parser of a verb that is not one of the Trainer's."""
     module = _module(verb)
     parser = Parser(verb, module.SUMMARY, module.EXAMPLES)
     module.add_arguments(parser)
@@ -104,53 +134,66 @@ def _overview() -> str:
     lines = [
         f"lightning_specdec {__version__}: train the draft, decode speculatively, measure the gain",
         "",
+        "usage: lightning_specdec VERB [options]",
+        "",
     ]
-    lines += ["usage: lightning_specdec VERB [options]", ""]
     for verb in VERBS:
         module = _module(verb)
-        lines.append(
-            f"  {verb:<8}  {module.SUMMARIES[verb] if verb in TRAINER_VERBS else module.SUMMARY}"
-        )
-    lines += ["", "lightning_specdec VERB --help              the options of a verb"]
-    return "\n".join(
-        [
-            *lines,
-            "lightning_specdec --completion bash        a completion script for bash, zsh or fish",
-        ]
-    )
+        summary = module.SUMMARIES[verb] if verb in TRAINER_VERBS else module.SUMMARY
+        lines.append(f"  {verb:<8}  {summary}")
+    lines += [
+        "",
+        "lightning_specdec VERB --help              the options of a verb",
+        "lightning_specdec --completion bash        a completion script for bash, zsh or fish",
+    ]
+    return "\n".join(lines)
 
 
 def completion(shell: str = "") -> str:
-    """A completion script: verbs, then a verb's flags, else file names.
+    """Return a shell's completion script. It completes verbs, then a verb's flags or file names.
 
     Raises:
-        UsageError: the shell is none of bash, zsh and fish.
+        UsageError: the shell is not bash, zsh, or fish.
     """
     if shell not in ("bash", "zsh", "fish"):
         raise UsageError(f"--completion takes bash, zsh or fish, got {shell!r}")
-    flags = dict.fromkeys(TRAINER_VERBS, ["--config", "--ckpt_path", "--help", "--help_all"])
-    flags |= {
-        verb: sorted(make_parser(verb)._option_string_actions)
-        for verb in VERBS
-        if verb not in TRAINER_VERBS
-    }
+
+    flags: dict[str, list[str]] = {}
+    for verb in VERBS:
+        if verb in TRAINER_VERBS:
+            # All others belong to Lightning, whose import would take seconds.
+            flags[verb] = ["--config", "--ckpt_path", "--help", "--help_all"]
+        else:
+            flags[verb] = sorted(make_parser(verb)._option_string_actions)
+
     if shell == "fish":
-        start = "complete -c lightning_specdec -n"
-        lines = [f"{start} __fish_use_subcommand -f -a '{' '.join(VERBS)}'"]
-        lines += [
-            f"{start} '__fish_seen_subcommand_from {verb}' -a '{' '.join(flags[verb])}'"
-            for verb in VERBS
-        ]
-        return "\n".join(lines)
-    cases = "\n".join(
-        f"    {verb}) words='{' '.join(several)}' ;;" for verb, several in flags.items()
-    )
-    script = (
-        "_lightning_specdec() {\n"
-        f"  local words='{' '.join(VERBS)}'\n"
-        f'  [ "$COMP_CWORD" -gt 1 ] && case "${{COMP_WORDS[1]}}" in\n{cases}\n  esac\n'
-        '  COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))\n'
-        "}\n"
-        "complete -o default -F _lightning_specdec lightning_specdec lightning-specdec"
-    )
-    return f"autoload -U +X bashcompinit && bashcompinit\n{script}" if shell == "zsh" else script
+        return _fish_completion(flags)
+    if shell == "zsh":
+        return f"autoload -U +X bashcompinit && bashcompinit\n{_bash_completion(flags)}"
+    return _bash_completion(flags)
+
+
+def _fish_completion(flags: dict[str, list[str]]) -> str:
+    start = "complete -c lightning_specdec -n"
+    lines = [f"{start} __fish_use_subcommand -f -a '{' '.join(flags)}'"]
+    for verb, verb_flags in flags.items():
+        condition = f"'__fish_seen_subcommand_from {verb}'"
+        lines.append(f"{start} {condition} -a '{' '.join(verb_flags)}'")
+    return "\n".join(lines)
+
+
+def _bash_completion(flags: dict[str, list[str]]) -> str:
+    cases = []
+    for verb, verb_flags in flags.items():
+        cases.append(f"    {verb}) words='{' '.join(verb_flags)}' ;;")
+    lines = [
+        "_lightning_specdec() {",
+        f"  local words='{' '.join(flags)}'",
+        '  [ "$COMP_CWORD" -gt 1 ] && case "${COMP_WORDS[1]}" in',
+        *cases,
+        "  esac",
+        '  COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))',
+        "}",
+        "complete -o default -F _lightning_specdec lightning_specdec lightning-specdec",
+    ]
+    return "\n".join(lines)

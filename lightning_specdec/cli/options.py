@@ -1,4 +1,4 @@
-"""Flags of the command line, made from the fields of settings classes. Imports no torch."""
+"""Flags of the command line, generated from the fields of settings classes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSettings(Settings):
-    """Where prompts come from; by default the pair's own, or three that ship."""
+    """Where prompts come from; by default those of the pair, or three that ship."""
 
     prompt: tuple[str, ...] = setting(
         (),
-        "text, or tokens as '1 2 3' for a target without a tokenizer; '-' reads lines from stdin; repeatable",
+        "text, or tokens as '1 2 3' for a target without a tokenizer; '-' reads lines from stdin; "
+        "repeatable",
     )
     prompts_file: str | None = setting(
         None,
@@ -73,7 +74,7 @@ class OutputSettings(Settings):
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a verb: a flag is written with underscores or dashes, and errors are one line."""
+    """The parser of a verb. Flags accept underscores or dashes, and errors are one line."""
 
     def __init__(self, verb: str, summary: str, examples: str) -> None:
         super().__init__(
@@ -94,136 +95,201 @@ class Parser(argparse.ArgumentParser):
         skip: Sequence[str] = (),
         **defaults: Any,
     ) -> None:
-        """A group of flags, one for each field with a help line; a field whose metavar ends in "..." takes several.
+        """Add a group of flags, one for each field that has a help line.
+
+        A field whose metavar ends in "..." takes several values after one flag.
 
         Args:
             skip: fields to leave out.
-            defaults: those that differ from the fields' own.
+            defaults: defaults that differ from those of the fields.
         """
         group = self.add_argument_group(title)
-        for each in setting_fields(settings):
-            if each.metadata.get("help") and each.name not in skip:
-                _add_flag(group, each, hints(settings)[each.name], defaults)  # type: ignore[arg-type]
+        field_types = hints(settings)  # type: ignore[arg-type]
+        for field in setting_fields(settings):
+            if not field.metadata.get("help") or field.name in skip:
+                continue
+            options: dict[str, Any] = {}
+            default = field.default
+            if field.name in defaults:
+                default = defaults[field.name]
+                options["default"] = default
+            options["help"] = _help_text(field, default)
+            options.update(_value_options(field, field_types[field.name]))
+            group.add_argument(f"--{field.name}", **options)
 
     def add_kinds(self, name: str) -> None:
         """List the drafters or rules by name in the help."""
-        listed = "\n".join(f"  {kind:<20} {KINDS[name].summary(kind)}" for kind in KINDS[name])
-        told = f"give --{name} NAME --{name}.SETTING VALUE; --{name}.help NAME shows the settings"
-        self.add_argument_group(f"{name.capitalize()}s", f"{told}\n{listed}")
+        kinds = KINDS[name]
+        lines = [
+            f"give --{name} NAME --{name}.SETTING VALUE; --{name}.help NAME shows the settings"
+        ]
+        for kind in kinds:
+            lines.append(f"  {kind:<20} {kinds.summary(kind)}")
+        self.add_argument_group(f"{name.capitalize()}s", "\n".join(lines))
 
     def add_models(self, *, skip: Sequence[str] = ()) -> None:
-        """The flags that name target and drafter; MODEL stands for --ckpt, --target or --pair."""
+        """Add the flags that name target and drafter, and MODEL, short for one of them."""
         self.add_argument(
             "MODEL",
             nargs="?",
-            help="a checkpoint, a model's directory, a pair, or a name on the hub",
+            help="a checkpoint, a model's directory, a pair, or a Hub name",
         )
         self.add_settings("Model", TargetSource, skip=skip)
         self.add_settings("Draft", DraftSource, skip=skip)
         self.add_kinds("drafter")
 
     def add_decoding(self, *, skip: Sequence[str] = (), **defaults: Any) -> None:
-        """The flags of `DecodingConfig`, and of its `SamplingSettings`."""
+        """Add the flags of `DecodingConfig`, sampling included."""
         self.add_settings("Sampling", DecodingConfig, skip=skip, **defaults)
         self.add_kinds("rule")
 
     def read(self, words: Sequence[str]) -> Namespace:
-        """The flags that are given, and no others; `drafter` and `rule` are `Choice`s with unread settings."""
-        rest: list[str] = []
-        settings: dict[str, dict[str, str]] = {name: {} for name in KINDS}
+        """Parse the command line.
+
+        Returns:
+            Only the flags that were given. `drafter` and `rule` are `Choice`s whose settings are
+            still text, because their classes are not imported yet.
+        """
+        remaining_words, kind_settings = self._split_kind_settings(words)
+        options = self.parse_args(remaining_words)
+        for kind, settings in kind_settings.items():
+            if kind in options:
+                setattr(options, kind, Choice(getattr(options, kind), settings))
+            elif settings:
+                self.error(f"--{kind}.{min(settings)} needs the {kind}'s name: give --{kind} NAME")
+        return options
+
+    def _split_kind_settings(
+        self, words: Sequence[str]
+    ) -> tuple[list[str], dict[str, dict[str, str]]]:
+        """Take `--drafter.FIELD VALUE` and `--rule.FIELD VALUE` out of the command line.
+
+        Returns:
+            The other words, with dashes inside flags replaced by underscores, and the settings of
+            each kind by name.
+        """
+        remaining_words: list[str] = []
+        kind_settings: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
         queue = list(words)
         while queue:
             word = queue.pop(0)
             flag, equals, value = word.partition("=")
-            if re.fullmatch(r"--[\w.-]+", flag):
-                flag = "--" + flag[2:].replace("-", "_")
-                word = flag + equals + value
-                kind, dot, name = flag[2:].partition(".")
-                if dot and kind in KINDS and f"--{kind}" in self._option_string_actions:
-                    if not equals and not queue:
-                        self.error(f"argument {flag}: expected a value")
-                    settings[kind][name] = value if equals else queue.pop(0)
-                    continue
-            rest.append(word)
-        options = self.parse_args(rest)
-        for kind, given in settings.items():
-            if kind in options:
-                setattr(options, kind, Choice(getattr(options, kind), given))
-            elif given:
-                self.error(f"--{kind}.{min(given)} needs the {kind}'s name: give --{kind} NAME")
-        return options
+            if not re.fullmatch(r"--[\w.-]+", flag):
+                remaining_words.append(word)
+                continue
+
+            name = flag.removeprefix("--").replace("-", "_")
+            kind, dot, field_name = name.partition(".")
+            if dot and kind in KINDS and f"--{kind}" in self._option_string_actions:
+                if not equals and not queue:
+                    self.error(f"argument --{name}: expected a value")
+                kind_settings[kind][field_name] = value if equals else queue.pop(0)
+            else:
+                remaining_words.append(f"--{name}{equals}{value}")
+        return remaining_words, kind_settings
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}{self._advice(message)} (see `{self.prog} --help`)")
 
     def _advice(self, message: str) -> str:
-        """A suggestion for the first unknown argument."""
-        _, found, words = message.partition("unrecognized arguments: ")
-        if not found:
+        """Suggest a flag in place of the first unrecognized argument of argparse's message."""
+        _, separator, words = message.partition("unrecognized arguments: ")
+        if not separator:
             return ""
+
         unknown = words.partition(" ")[0].partition("=")[0]
-        known = list(self._option_string_actions) if unknown.strip("-") else []
-        near = [each for each in known if each.startswith(unknown)] or difflib.get_close_matches(
-            unknown, known, n=1
-        )
-        return (
-            f": did you mean {near[0]}?"
-            if near
-            else ""
-            if unknown[:1] == "-"
-            else ": give a prompt as --prompt TEXT"
-        )
+        if not unknown.startswith("-"):
+            return self._positional_advice()
+        if not unknown.strip("-"):
+            return ""
+
+        known_flags = list(self._option_string_actions)
+        matches = [flag for flag in known_flags if flag.startswith(unknown)]
+        if not matches:
+            matches = difflib.get_close_matches(unknown, known_flags, n=1)
+        return f": did you mean {matches[0]}?" if matches else ""
+
+    def _positional_advice(self) -> str:
+        """Explain an unexpected word that is not a flag, by what this verb accepts."""
+        if "--prompt" in self._option_string_actions:
+            return ": give a prompt as --prompt TEXT"
+        positional = [action.dest for action in self._actions if not action.option_strings]
+        if positional:
+            return f": {self.prog} accepts one {positional[0]}"
+        return f": {self.prog} accepts only options"
 
 
-def _add_flag(group: Any, each: Field[Any], hint: Any, defaults: dict[str, Any]) -> None:
-    text, metavar = str(each.metadata["help"]).replace("%", "%%"), each.metadata.get("metavar")
-    default = defaults.get(each.name, each.default)
-    if not any(default is no for no in (None, False, (), MISSING)) and "default:" not in text:
-        text += (
-            f" (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"
-        )
-    more: dict[str, Any] = {"help": text}
-    if each.name in defaults:
-        more["default"] = default
+def _help_text(field: Field[Any], default: Any) -> str:
+    """The help line of a flag, followed by its default if that says anything."""
+    # argparse formats help with the % operator.
+    text = str(field.metadata["help"]).replace("%", "%%")
+    is_unset = any(default is value for value in (None, False, (), MISSING))
+    if is_unset or "default:" in text:
+        return text
+    shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+    return f"{text} (default: {shown})"
+
+
+def _value_options(field: Field[Any], hint: Any) -> dict[str, Any]:
+    """Arguments of `add_argument` that describe the value of a field with this type."""
     if hint is bool:
-        group.add_argument(f"--{each.name}", action="store_true", **more)
-        return
-    kinds = [get_args(kind)[0] if get_origin(kind) is tuple else kind for kind in options_of(hint)]
-    if any(get_origin(kind) is tuple for kind in options_of(hint)):
-        several = str(metavar).endswith("...")
-        more |= {"action": "extend", "nargs": "+"} if several else {"action": "append"}
-        metavar = metavar and metavar.removesuffix(" ...")
-    if choices := each.metadata.get("choices"):
+        return {"action": "store_true"}
+
+    metavar = field.metadata.get("metavar")
+    options: dict[str, Any] = {}
+    item_types = []
+    for option in options_of(hint):
+        if get_origin(option) is tuple:
+            item_types.append(get_args(option)[0])
+            takes_several = str(metavar).endswith("...")
+            options["action"] = "extend" if takes_several else "append"
+            if takes_several:
+                options["nargs"] = "+"
+                metavar = str(metavar).removesuffix(" ...")
+        else:
+            item_types.append(option)
+
+    choices = field.metadata.get("choices")
+    if choices:
         metavar = "{" + ",".join(choices) + "}"
-    noun = "INT" if int in kinds else "NUMBER" if float in kinds else "TEXT"
+    elif metavar is None and int in item_types:
+        metavar = "INT"
+    elif metavar is None and float in item_types:
+        metavar = "NUMBER"
+    options["metavar"] = metavar or "TEXT"
 
     def read(word: str) -> Any:
+        if hint is Any and re.fullmatch(r"-?\d+", word):
+            return int(word)
         try:
-            return int(word) if hint is Any and re.fullmatch(r"-?\d+", word) else parse(word, hint)
+            return parse(word, hint)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    group.add_argument(f"--{each.name}", type=read, metavar=metavar or noun, **more)
+    options["type"] = read
+    return options
 
 
 SettingsType = TypeVar("SettingsType", bound=Settings)
 
 
 def chosen(options: Namespace, settings: type[SettingsType], **changes: Any) -> SettingsType:
-    """Settings from the flags that were given, and changes."""
-    names = [each.name for each in setting_fields(settings)]
-    given = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in vars(options).items()
-    }
-    return settings(**{name: value for name, value in given.items() if name in names} | changes)
+    """Build settings from the flags that were given, and from `changes`, which win."""
+    values = {}
+    for field in setting_fields(settings):
+        if field.name in options:
+            value = getattr(options, field.name)
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+    values.update(changes)
+    return settings(**values)
 
 
 def decoding(options: Namespace, **changes: Any) -> DecodingConfig:
-    """How to decode, as the flags say.
+    """Build the decoding config from the flags that were given, and from `changes`.
 
     Raises:
-        ValueError: a value is wrong, there is no such rule, or --eos and --ignore_eos are both given.
+        ValueError: a value is wrong, there is no such rule, or --eos and --ignore_eos are both
+            given.
     """
     if "ignore_eos" in options:
         if "eos" in options:
@@ -237,7 +303,7 @@ def decoding(options: Namespace, **changes: Any) -> DecodingConfig:
 
 
 def add_class(parser: Parser) -> None:
-    """The flag by which the user names a file's foreign drafter class."""
+    """Add the flag that names the user's own drafter class of a file."""
     parser.add_argument(
         "--drafter",
         metavar="NAME",
@@ -246,85 +312,101 @@ def add_class(parser: Parser) -> None:
 
 
 def class_named(options: Namespace) -> str | None:
-    """The import path that --drafter gives; its settings are the file's.
+    """Return the import path given as --drafter, or None. The file stores the settings.
 
     Raises:
-        UsageError: others are given.
+        UsageError: settings are given too.
     """
     choice: Choice | None = getattr(options, "drafter", None)
-    if choice is not None and choice.settings:
-        raise UsageError(
-            f"the file has the drafter's settings: drop --drafter.{next(iter(choice.settings))}"
-        )
-    return None if choice is None else choice.name
+    if choice is None:
+        return None
+    if choice.settings:
+        name = next(iter(choice.settings))
+        raise UsageError(f"the file has the drafter's settings: drop --drafter.{name}")
+    return choice.name
 
 
 def pair_source(options: Namespace) -> PairSource:
-    """The models that the flags name; MODEL becomes the flag that it stands for.
+    """Return the models that the flags name. A positional MODEL becomes the flag it stands for.
 
     Raises:
-        ValueError: none or several are named, or they cannot be where they are said to be.
+        ValueError: no model or several are named, or a path does not exist.
     """
-    if (model := getattr(options, "MODEL", None)) is not None:
-        if named := [name for name in ("ckpt", "pair", "target") if name in options]:
+    model = getattr(options, "MODEL", None)
+    if model is not None:
+        names = [name for name in ("ckpt", "pair", "target") if name in options]
+        if names:
             raise UsageError(
-                f"name the models once, got --{named[0]} and {model!r}: give a prompt as --prompt '1 2 3'"
+                f"name the models once, got --{names[0]} and {model!r}: "
+                "give a prompt as --prompt '1 2 3'"
             )
         setattr(options, model_flag(model), model)
+
     source = chosen(options, PairSource)
+    # Checked here because loading the models, which would find out too, takes seconds.
     if source.pair is not None:
         get_pair(source.pair)
     if source.target is not None:
         check_directory(source.target)
-    if (
-        source.draft is not None
-        and source.ckpt is None
-        and not Path(source.draft).expanduser().is_file()
-    ):
-        if source.draft.endswith(".safetensors"):
-            raise ValueError(f"there is no draft file {source.draft}: check the path")
-        check_directory(source.draft)
+    if source.draft is not None and source.ckpt is None:
+        _check_draft(source.draft)
     return source
 
 
+def _check_draft(draft: str) -> None:
+    """Raise ValueError unless this is a file, a model's directory, or may be a Hub name."""
+    if Path(draft).expanduser().is_file():
+        return
+    if draft.endswith(".safetensors"):
+        raise ValueError(f"there is no draft file {draft}: check the path")
+    check_directory(draft)
+
+
 def model_flag(model: str) -> str:
-    """Whether a positional MODEL is meant as `ckpt` (or a draft file), `pair` or `target`."""
+    """Return whether a positional MODEL means `ckpt` (or a draft file), `pair`, or `target`."""
     path = Path(model).expanduser()
     if path.is_dir():
-        trained = any((*path.glob("version_*/*.ckpt"), *path.glob("*.ckpt")))
-        return "ckpt" if trained and not (path / "config.json").exists() else "target"
+        has_checkpoints = any((*path.glob("version_*/*.ckpt"), *path.glob("*.ckpt")))
+        is_model = (path / "config.json").exists()
+        return "ckpt" if has_checkpoints and not is_model else "target"
     if path.is_file() or path.suffix in (".ckpt", ".safetensors"):
         return "ckpt"
-    return "pair" if model in {pair.name for pair in list_pairs()} else "target"
+    pair_names = {pair.name for pair in list_pairs()}
+    return "pair" if model in pair_names else "target"
 
 
 def typed(choice: Choice, kind: str) -> Choice:
-    """A choice whose settings are read as its class says; imports the class.
+    """Convert a choice's settings from text to the types of its class, which this imports.
 
     Raises:
         ValueError: the class has no such setting, or a value is wrong.
     """
     if not choice.settings:
         return choice
-    found = KINDS[kind].load(choice.name)
-    settings: type[Settings] = found.Settings
-    known = dict(choice.settings)
-    for name in known.keys() & hints(settings).keys():  # type: ignore[arg-type]
+
+    chosen_class = KINDS[kind].load(choice.name)
+    settings_class: type[Settings] = chosen_class.Settings
+    field_types = hints(settings_class)  # type: ignore[arg-type]
+    values = dict(choice.settings)
+    for name in values.keys() & field_types.keys():
         try:
-            known[name] = parse(known[name], hints(settings)[name])  # type: ignore[arg-type]
+            values[name] = parse(values[name], field_types[name])
         except ValueError as error:
             raise ValueError(f"--{kind}.{name} {error}") from None
-    if not getattr(found, "from_file", False):  # the file has the others
-        settings.from_dict(known, f"{choice.name}.")
-    return Choice(choice.name, known)
+
+    # The settings of a trained drafter are incomplete here: its file stores the others.
+    if not getattr(chosen_class, "from_file", False):
+        settings_class.from_dict(values, f"{choice.name}.")
+    return Choice(choice.name, values)
 
 
 def kind_help(flag: str, name: str) -> str:
-    """What `--drafter.help NAME` prints: the class's summary and its settings. Imports the class."""
+    """The output of `--drafter.help NAME`: the class's summary and settings. Imports the class."""
     kind = flag.removeprefix("--").removesuffix(".help")
-    found = KINDS[kind].load(name)
-    lines = [f"{name}: {(found.__doc__ or '').strip().splitlines()[0]}", ""]
-    for each in setting_fields(found.Settings):
-        default = "" if each.default in (None, MISSING) else f" (default: {each.default})"
-        lines.append(f"  --{kind}.{each.name:<20} {each.metadata.get('help', '')}{default}")
+    chosen_class = KINDS[kind].load(name)
+    summary = (chosen_class.__doc__ or "").strip().splitlines()[0]
+    lines = [f"{name}: {summary}", ""]
+    for field in setting_fields(chosen_class.Settings):
+        default = "" if field.default in (None, MISSING) else f" (default: {field.default})"
+        lines.append(f"  --{kind}.{field.name:<20} {field.metadata.get('help', '')}{default}")
     return "\n".join(lines)
