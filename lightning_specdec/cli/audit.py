@@ -1,15 +1,16 @@
-"""The verb `audit`: is the output the target's own? Findings as tables, and what they come to."""
+"""The verb `audit`: check that the output is the target's, and print the findings as tables."""
 
 from __future__ import annotations
 
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lightning_specdec.cli.common import counted, load, progress
+from lightning_specdec.cli.common import Loaded, counted, load, progress
 from lightning_specdec.cli.options import (
     MeasureSettings,
     OutputSettings,
@@ -24,18 +25,31 @@ from lightning_specdec.config.terminal import say
 
 if TYPE_CHECKING:
     from lightning_specdec.audit.auditor import Auditor, Finding
+    from lightning_specdec.drafters import Drafter
 
 SUMMARY = "check that the output is the target's, for every draft, rule and sampling"
 EXAMPLES = """\
 lightning_specdec audit checkpoints/rnn.safetensors
-lightning_specdec audit --target ./llama --draft ./small-llama --rules ExactMatch --temperatures 0 0.8
+lightning_specdec audit --target ./llama --draft ./small-llama --temperatures 0 0.8
 Exit code 1 when something that should be lossless is not, or could not be checked."""
 
 LEGEND = {
-    "identity": "identity: whole outputs beside standard decoding's, token for token",
-    "round": "round: the probability of each token that a round can give, beside the target's own; nothing is sampled",
-    "lossy": "lossy: how far a rule that trades exactness for speed moves the output; nothing to pass",
+    "identity": "identity: compares whole outputs with those of standard decoding, token for token",
+    "round": (
+        "round: compares the probability of each token that a round can produce with the target's; "
+        "nothing is sampled"
+    ),
+    "lossy": (
+        "lossy: measures how far a rule that trades exactness for speed changes the output; "
+        "there is nothing to pass"
+    ),
 }
+
+DEFAULT_SAMPLINGS = (
+    SamplingSettings(),
+    SamplingSettings(1.0),
+    SamplingSettings(0.7, top_p=0.9),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,146 +88,203 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Check every draft, rule and sampling; 1 where something that should be lossless is not."""
+    """Check every draft, rule, and sampling; returns 1 if one that should be lossless is not."""
     settings = chosen(options, AuditSettings)
-    plain = [SamplingSettings(), SamplingSettings(1.0), SamplingSettings(0.7, top_p=0.9)]
-    if settings.temperatures or any(
-        each.name in options for each in setting_fields(SamplingSettings)
-    ):
-        plain = [
-            chosen(options, SamplingSettings, temperature=each)
-            for each in settings.temperatures or (0.0, 1.0)
-        ]
+    samplings = _samplings(options, settings)
     for name in settings.rules:
         RULES.check(name)
     loaded = load(options, num_own=settings.num_prompts)
-    source, decoder, _, prompts = loaded
-    from lightning_specdec.bench.manifest import made_on
-    from lightning_specdec.rules import Sampling
+    auditor = _auditor(loaded, settings, samplings)
 
-    drafts = {DRAFTERS.name_of(type(decoder.drafter)): decoder.drafter}
-    if decoder.drafts and source.draft is None and source.drafter is None:
-        drafts = dict(decoder.drafts)
-    if absent := [name for name in settings.drafts if name not in drafts]:
-        raise ValueError(f"there is no draft {absent[0]!r}: there is {', '.join(drafts)}")
-    rules = {name: RULES.load(name) for name in settings.rules or RULES}
-    auditor = decoder.audit(
-        prompts,
-        drafters={name: drafts[name] for name in settings.drafts or drafts},
-        rules={
-            name: rules[name]() for name in sorted(rules, key=lambda name: not rules[name].lossless)
-        },
-        samplings={label(each): Sampling.of(each) for each in plain},
-        num_draft_tokens=settings.num_draft_tokens,
-        max_new_tokens=settings.max_new_tokens,
-        num_places=settings.num_places,
-        seed=settings.seed,
-    )
     interrupted = False
     try:
         auditor.run(tell=progress)
     except KeyboardInterrupt:
         interrupted = True
-    outcome, made = auditor.audit, loaded.manifest(settings)
+
+    # Imported here because torch takes a second.
+    from lightning_specdec.bench.manifest import made_on
+
+    audit = auditor.audit
+    manifest = loaded.manifest(settings)
     if settings.output == "json":
-        say(json.dumps({**outcome.to_dict(), "interrupted": interrupted, "manifest": made}))
+        document = {**audit.to_dict(), "interrupted": interrupted, "manifest": manifest}
+        say(json.dumps(document))
     else:
-        say(f"{report(auditor, interrupted=interrupted)}\n{made_on(made)}")
-    for finding in outcome.failures:
-        say(
-            f"error: {', '.join(finding.cell)}: {finding.verdict}: {told(finding)}", file=sys.stderr
-        )
+        say(f"{report(auditor, interrupted=interrupted)}\n{made_on(manifest)}")
+
+    for finding in audit.failures:
+        cell = ", ".join(finding.cell)
+        say(f"error: {cell}: {finding.verdict}: {describe(finding)}", file=sys.stderr)
     if interrupted:
         say("interrupted: what is above was checked by then", file=sys.stderr)
-    return 130 if interrupted else 1 if outcome.failures else 0
+        return 130
+    return 1 if audit.failures else 0
 
 
-def label(sampling: SamplingSettings) -> str:
-    """A sampling in a few words."""
-    given = {
-        name: value
-        for name, value in vars(sampling).items()
-        if name != "temperature" and value is not None
-    }
-    parts = ["greedy" if sampling.greedy else f"T={sampling.temperature:g}"]
-    return ", ".join(parts + [f"{name}={value:g}" for name, value in given.items()])
-
-
-def report(auditor: Auditor, *, interrupted: bool) -> str:
-    """The findings as tables, one of each draft and rule, and what they come to."""
-    from lightning_specdec.bench.table import grid
-
-    outcome, lines = auditor.audit, []
-    for (draft, rule), findings in groupby(outcome.findings, key=lambda each: each.cell[:2]):
-        rows = [
-            (
-                each.cell.sampling,
-                each.check,
-                each.verdict.upper() if each.failed else each.verdict,
-                told(each),
-            )
-            for each in findings
-        ]
-        lines += [
-            f"{draft}, {rule}",
-            grid(("sampling", "check", "verdict", "found"), rows, num_text=3),
-            "",
-        ]
-    checks = counted(len(outcome.lossless), "check")
-    if outcome.failures:
-        lines.append(f"FAILED: {len(outcome.failures)} of {checks}")
-    elif outcome.lossless:
-        lines.append(
-            f"{'so far' if interrupted else 'passed'}: no difference from the target's output in {checks}"
-        )
-    else:
-        lines.append("nothing here should be lossless: the tables show what the rules change")
-    if outcome.weak:
-        weak = counted(len(outcome.weak), "check")
-        lines.append(
-            f"{weak} had not enough power to find a biased rule: try more --num_places or other prompts"
-        )
-    lines += [
-        f"left out: {rule} compares the draft's logits, and {draft} has none"
-        for draft, rule in outcome.left_out
+def _samplings(options: Namespace, settings: AuditSettings) -> Sequence[SamplingSettings]:
+    """One sampling for each temperature, with the other sampling flags; or the defaults."""
+    sampling_names = [field.name for field in setting_fields(SamplingSettings)]
+    has_sampling_flags = any(name in options for name in sampling_names)
+    if not settings.temperatures and not has_sampling_flags:
+        return DEFAULT_SAMPLINGS
+    temperatures = settings.temperatures or (0.0, 1.0)
+    return [
+        chosen(options, SamplingSettings, temperature=temperature) for temperature in temperatures
     ]
-    prompts, places = counted(len(auditor.prompts), "prompt"), counted(auditor.num_places, "place")
-    done = {each.check for each in outcome.findings}
-    lines += [""] * bool(done) + [text for name, text in LEGEND.items() if name in done]
-    return "\n".join(
-        [*lines, "", f"{prompts}, window {auditor.window}, rounds at {places}, seed {auditor.seed}"]
+
+
+def _auditor(
+    loaded: Loaded, settings: AuditSettings, samplings: Sequence[SamplingSettings]
+) -> Auditor:
+    from lightning_specdec.rules import Sampling
+
+    drafters = _drafters(loaded, settings)
+    rules = {name: RULES.load(name)() for name in settings.rules or RULES}
+    # Lossless rules first: their findings are what a reader looks for.
+    rule_names = sorted(rules, key=lambda name: not rules[name].lossless)
+    return loaded.decoder.audit(
+        loaded.prompts,
+        drafters=drafters,
+        rules={name: rules[name] for name in rule_names},
+        samplings={label(sampling): Sampling.of(sampling) for sampling in samplings},
+        num_draft_tokens=settings.num_draft_tokens,
+        max_new_tokens=settings.max_new_tokens,
+        num_places=settings.num_places,
+        seed=settings.seed,
     )
 
 
-def told(finding: Finding) -> str:
-    """What a check found, in words."""
-    figures = dict(finding.figures)
-    if not figures or "reason" in figures:
-        return figures.get("reason", "nothing was drafted")
-    if finding.check == "identity":
-        number, divergences = figures["num_prompts"], figures["divergences"]
-        words = [
-            f"{figures['num_equal']} of {counted(number, 'output')} {'is' if number == 1 else 'are'} the target's"
-        ]
-        if wrong := figures["num_wrong_rounds"]:
-            words.append(f"{counted(wrong, 'forged draft')} judged wrong")
-        for each in sorted(divergences, key=lambda each: each["verdict"] != "bug")[:1]:
-            words.append(f"prompt {each['prompt'] + 1} differs at token {each['position'] + 1}")
-            if each["margin"] is not None:
-                words.append(f"by {each['margin']:.2g}, and rounding moves {each['rounding']:.2g}")
-    elif finding.check == "round":
-        words = [f"error {figures['error']:.1e} of at most {figures['tolerance']:.1e}"]
-        if (control := figures["control_error"]) is not None:
-            words.append(f"a biased rule has {control:.1e}")
-        if surprises := figures["surprises"]:
-            words.append(f"{counted(surprises, 'row')} did not follow from the random numbers")
-        if not figures["reads_right"]:
-            words.append(f"the logits are off by {figures['logits_error']:.1e}")
+def _drafters(loaded: Loaded, settings: AuditSettings) -> dict[str, Drafter]:
+    """The drafters to check, by name."""
+    decoder = loaded.decoder
+    is_default_draft = loaded.source.draft is None and loaded.source.drafter is None
+    if decoder.drafts and is_default_draft:
+        drafters = dict(decoder.drafts)
     else:
-        words = [
-            f"{figures['num_changed']} of {counted(figures['num_new_tokens'], 'token')} changed"
-        ]
-        words.append(
-            f"perplexity {figures['perplexity']:.2f}, the target's {figures['standard_perplexity']:.2f}"
+        drafters = {DRAFTERS.name_of(type(decoder.drafter)): decoder.drafter}
+
+    for name in settings.drafts:
+        if name not in drafters:
+            raise ValueError(f"there is no draft {name!r}: there is {', '.join(drafters)}")
+    return {name: drafters[name] for name in settings.drafts or drafters}
+
+
+def label(sampling: SamplingSettings) -> str:
+    """Describe a sampling in a few words, as "T=0.7, top_p=0.9"."""
+    words = ["greedy" if sampling.greedy else f"T={sampling.temperature:g}"]
+    for name, value in vars(sampling).items():
+        if name != "temperature" and value is not None:
+            words.append(f"{name}={value:g}")
+    return ", ".join(words)
+
+
+def report(auditor: Auditor, *, interrupted: bool) -> str:
+    """Format the findings as tables, one for each draft and rule, followed by a summary."""
+    audit = auditor.audit
+    lines = _tables(audit.findings)
+    lines += _summary(auditor, interrupted=interrupted)
+
+    checks_done = {finding.check for finding in audit.findings}
+    if checks_done:
+        lines.append("")
+    lines += [text for check, text in LEGEND.items() if check in checks_done]
+
+    num_prompts = counted(len(auditor.prompts), "prompt")
+    num_places = counted(auditor.num_places, "place")
+    lines += [
+        "",
+        f"{num_prompts}, window {auditor.window}, rounds at {num_places}, seed {auditor.seed}",
+    ]
+    return "\n".join(lines)
+
+
+def _tables(findings: Sequence[Finding]) -> list[str]:
+    from lightning_specdec.bench.table import grid
+
+    lines = []
+    for (draft, rule), cell_findings in groupby(findings, key=lambda finding: finding.cell[:2]):
+        rows = []
+        for finding in cell_findings:
+            verdict = finding.verdict.upper() if finding.failed else finding.verdict
+            rows.append((finding.cell.sampling, finding.check, verdict, describe(finding)))
+        table = grid(("sampling", "check", "verdict", "found"), rows, num_text=3)
+        lines += [f"{draft}, {rule}", table, ""]
+    return lines
+
+
+def _summary(auditor: Auditor, *, interrupted: bool) -> list[str]:
+    """The verdict on all checks, those without power, and the pairs that were left out."""
+    audit = auditor.audit
+    checks = counted(len(audit.lossless), "check")
+    if audit.failures:
+        lines = [f"FAILED: {len(audit.failures)} of {checks}"]
+    elif audit.lossless:
+        outcome = "so far" if interrupted else "passed"
+        lines = [f"{outcome}: no difference from the target's output in {checks}"]
+    else:
+        lines = ["nothing here should be lossless: the tables show what the rules change"]
+
+    if audit.weak:
+        weak_checks = counted(len(audit.weak), "check")
+        lines.append(
+            f"{weak_checks} had not enough power to find a biased rule: "
+            "try more --num_places or other prompts"
         )
+    for draft, rule in audit.left_out:
+        lines.append(f"left out: {rule} compares the draft's logits, and {draft} has none")
+    return lines
+
+
+def describe(finding: Finding) -> str:
+    """Describe in words what a check found."""
+    figures = dict(finding.figures)
+    if "reason" in figures:
+        return str(figures["reason"])
+    if not figures:
+        return "nothing was drafted"
+    if finding.check == "identity":
+        return _describe_identity(figures)
+    if finding.check == "round":
+        return _describe_round(figures)
+    changed = f"{figures['num_changed']} of {counted(figures['num_new_tokens'], 'token')} changed"
+    return (
+        f"{changed}, perplexity {figures['perplexity']:.2f}, "
+        f"the target's {figures['standard_perplexity']:.2f}"
+    )
+
+
+def _describe_identity(figures: dict[str, Any]) -> str:
+    num_prompts: int = figures["num_prompts"]
+    verb = "is" if num_prompts == 1 else "are"
+    words = [f"{figures['num_equal']} of {counted(num_prompts, 'output')} {verb} the target's"]
+
+    num_wrong_rounds: int = figures["num_wrong_rounds"]
+    if num_wrong_rounds:
+        words.append(f"{counted(num_wrong_rounds, 'forged draft')} judged wrong")
+
+    # One divergence is shown: a fault if there is one, else a near-tie.
+    divergences: list[dict[str, Any]] = figures["divergences"]
+    divergences = sorted(divergences, key=lambda divergence: divergence["verdict"] != "bug")
+    if divergences:
+        divergence = divergences[0]
+        prompt_number = divergence["prompt"] + 1
+        token_number = divergence["position"] + 1
+        words.append(f"prompt {prompt_number} differs at token {token_number}")
+        if divergence["margin"] is not None:
+            words.append(
+                f"by {divergence['margin']:.2g}, and rounding moves {divergence['rounding']:.2g}"
+            )
+    return ", ".join(words)
+
+
+def _describe_round(figures: dict[str, Any]) -> str:
+    words = [f"error {figures['error']:.1e} of at most {figures['tolerance']:.1e}"]
+    if figures["control_error"] is not None:
+        words.append(f"a biased rule has {figures['control_error']:.1e}")
+    if figures["surprises"]:
+        surprises = counted(figures["surprises"], "row")
+        words.append(f"{surprises} did not follow from the random numbers")
+    if not figures["reads_right"]:
+        words.append(f"the logits are off by {figures['logits_error']:.1e}")
     return ", ".join(words)

@@ -1,4 +1,4 @@
-"""The verb `bench`: a matrix measured and kept."""
+"""The verb `bench`: measure a matrix of settings and keep the results."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ lightning_specdec bench --config configs/bench/rnn.yaml
 lightning_specdec bench --config configs/bench/rnn.yaml --format markdown
 The same command resumes a run that was stopped."""
 
+INEXACT_DTYPES = ("bfloat16", "float16")
+"""Dtypes whose rounding can resolve near-ties differently, so that other tokens are no failure."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings(Settings):
-    """What is measured and where it is kept."""
+    """What is measured and where the results are kept."""
 
     config: tuple[str, ...] = setting((), "YAML configs to measure, in turn", metavar="FILE ...")
     output: str = setting("results", "parent directory of the results", metavar="DIR")
@@ -45,105 +48,129 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Measure what the flags say; 1 where a case failed or gave other tokens."""
+    """Measure the configs; returns 1 if a case failed or produced other tokens."""
     settings = chosen(options, BenchSettings)
     if not settings.config:
         raise UsageError(
             "--config is missing: give a YAML file, for example configs/bench/rnn.yaml"
         )
+    configs = _read_configs(settings)
+
+    all_results: list[Results] = []
+    try:
+        for config in configs:
+            _measure(config, settings, all_results)
+    except KeyboardInterrupt:
+        _show(all_results, settings.format)
+        say("interrupted: what is finished stays, and the same command resumes", file=sys.stderr)
+        return 130
+    _show(all_results, settings.format)
+
+    # A list, so that every directory's message is shown.
+    failures = [_has_failures(results) for results in all_results]
+    return 1 if any(failures) else 0
+
+
+def _read_configs(settings: BenchSettings) -> list[BenchConfig]:
+    """Read and check all configs before the first one is measured."""
     from lightning_specdec.bench.config import read_config
     from lightning_specdec.bench.run import check_pairs
 
     changes = {} if settings.name is None else {"name": settings.name}
-    configs = [read_config(shipped_config(path), **changes) for path in settings.config]
-    names = [config.name for config in configs]
-    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
-        raise ValueError(
-            f"two configs are called {twice[0]}: give each its own name, by `name:` in its YAML or --name"
-        )
-    for config in configs:
+    configs: dict[str, BenchConfig] = {}
+    for path in settings.config:
+        config = read_config(shipped_config(path), **changes)
+        if config.name in configs:
+            raise ValueError(
+                f"two configs are called {config.name}: give each its own name, "
+                "by `name:` in its YAML or --name"
+            )
+        configs[config.name] = config
+    for config in configs.values():
         check_pairs(config)
-    several: list[Results] = []
-    try:
-        for config in configs:
-            _measure(config, settings, several)
-    except KeyboardInterrupt:
-        _show(several, settings.format)
-        say("interrupted: what is finished stays, and the same command resumes", file=sys.stderr)
-        return 130
-    _show(several, settings.format)
-    return int(any([_wrong(each) for each in several]))
+    return list(configs.values())
 
 
-def _measure(config: BenchConfig, settings: BenchSettings, several: list[Results]) -> None:
-    """Run what is missing of a config, and add its results to the others'."""
+def _measure(config: BenchConfig, settings: BenchSettings, all_results: list[Results]) -> None:
+    """Run the missing cases of a config, and append its results to `all_results`."""
     import torch
 
     from lightning_specdec.bench.manifest import manifest
     from lightning_specdec.bench.run import load_bench_pair, open_results, run
     from lightning_specdec.checkpoints.loading import find_device
 
-    directory, before = Path(settings.output).expanduser() / config.name, torch.get_num_threads()
-    torch.set_num_threads(config.threads or before)
+    directory = Path(settings.output).expanduser() / config.name
+    previous_threads = torch.get_num_threads()
+    torch.set_num_threads(config.threads or previous_threads)
     try:
-        made = manifest(options=settings.to_dict(), device=find_device(config.device))
-        with open_results(directory, config, made) as results:
-            several.append(results)
-            run(
-                config,
-                results,
-                partial(load_bench_pair, config=config),
-                partial(progress, often=True),
-            )
+        run_manifest = manifest(options=settings.to_dict(), device=find_device(config.device))
+        with open_results(directory, config, run_manifest) as results:
+            # Appended before it is measured: an interrupted run shows what is finished.
+            all_results.append(results)
+            load_pair = partial(load_bench_pair, config=config)
+            run(config, results, load_pair, partial(progress, often=True))
     except OSError as error:
         raise ValueError(
-            f"{error.filename or directory} cannot be written ({error.strerror or error}): what is finished stays; "
-            "make room or give another --output, and the same command resumes"
+            f"{error.filename or directory} cannot be written ({error.strerror or error}): "
+            "what is finished stays; make room or give another --output, and the same command "
+            "resumes"
         ) from error
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous_threads)
 
 
-def _show(several: Sequence[Results], form: str) -> None:
+def _show(all_results: Sequence[Results], table_format: str) -> None:
+    """Print the results as tables, or as one document."""
     from lightning_specdec.bench.manifest import made_on
     from lightning_specdec.bench.rows import comparisons
     from lightning_specdec.bench.table import comparison_table
 
-    found = [(each, comparisons(each.rows)) for each in several]
-    if form == "json":
-        documents = [
-            {
-                "results": str(each.directory),
-                "manifest": each.manifest,
-                "cells": [one.summary() for one in cells],
+    if table_format == "json":
+        documents = []
+        for results in all_results:
+            document = {
+                "results": str(results.directory),
+                "manifest": results.manifest,
+                "cells": [cell.summary() for cell in comparisons(results.rows)],
             }
-            for each, cells in found
-        ]
+            documents.append(document)
         say(json.dumps(documents))
-    elif form == "csv":
-        say(comparison_table([one for _, cells in found for one in cells], "csv"))
+    elif table_format == "csv":
+        cells = []
+        for results in all_results:
+            cells += comparisons(results.rows)
+        say(comparison_table(cells, "csv"))
     else:
-        for each, cells in found:
-            say(comparison_table(cells, form) if cells else "nothing was measured")
-            say(f"\n{each.manifest['name']}: {made_on(each.manifest)}")
+        for results in all_results:
+            cells = comparisons(results.rows)
+            say(comparison_table(cells, table_format) if cells else "nothing was measured")
+            say(f"\n{results.manifest['name']}: {made_on(results.manifest)}")
 
 
-def _wrong(results: Results) -> bool:
-    """Whether a pair or a case failed, or a case gave other tokens where rounding does not explain it; says where."""
+def _has_failures(results: Results) -> bool:
+    """Whether a pair or a case failed, or produced tokens that rounding does not explain.
+
+    Reports failed cases and where the results are.
+    """
     from lightning_specdec.bench.rows import OURS, comparisons
 
-    cells, directory = comparisons(results.rows), results.directory
-    failed = sum(each.error is not None for each in cells)
-    if failed:
-        told = "%s of %s failed and will not be tried again: to try it, remove the lines with an error from rows.jsonl"
-        log.warning(told, counted(failed, "case"), directory)
-    progress(f"kept in {directory}: `lightning_specdec report {directory}` says what it comes to")
-    exact = {
-        name
-        for name, pair in results.manifest["pairs"].items()
-        if pair["dtype"] not in ("bfloat16", "float16")
-    }
-    other = (each for each in cells if each.case.pair in exact and each.case.method in OURS)
-    return bool(failed or results.manifest["failed_pairs"]) or any(
-        each.same_tokens is False for each in other
-    )
+    directory = results.directory
+    cells = comparisons(results.rows)
+    num_failed = sum(cell.error is not None for cell in cells)
+    if num_failed:
+        log.warning(
+            "%s of %s failed and will not be tried again: to try it, remove the lines with an "
+            "error from rows.jsonl",
+            counted(num_failed, "case"),
+            directory,
+        )
+    progress(f"kept in {directory}: `lightning_specdec report {directory}` summarizes the results")
+    if num_failed or results.manifest["failed_pairs"]:
+        return True
+
+    for cell in cells:
+        dtype = results.manifest["pairs"][cell.case.pair]["dtype"]
+        is_exact = dtype not in INEXACT_DTYPES
+        if is_exact and cell.case.method in OURS and cell.same_tokens is False:
+            return True
+    return False

@@ -1,6 +1,6 @@
-"""The verb `chat`: a conversation on the terminal, streamed; states are kept from turn to turn.
+"""The verb `chat`: a streamed conversation in the terminal. States are kept from turn to turn.
 
-Answers go to stdout, everything else to stderr.
+Answers are written to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from lightning_specdec.cli.common import load_decoder
 from lightning_specdec.cli.options import MeasureSettings, Parser, chosen, decoding, pair_source
+from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.config.terminal import say, short
 
 if TYPE_CHECKING:
+    from lightning_specdec.decoder import SpeculativeDecoder
     from lightning_specdec.decoding.session import Conversation
     from lightning_specdec.text.tokenizer import Message, TextTokenizer
 
@@ -29,12 +32,15 @@ EXAMPLES = """\
 lightning_specdec chat --pair smollm2
 lightning_specdec chat checkpoints/smollm2 --drafter NGramDrafter --temperature 0.7
 printf 'Hi\\nAnd again\\n' | lightning_specdec chat --pair smollm2 --max_new_tokens 40"""
-COMMANDS = "/reset begins a new chat, /quit, /exit or Ctrl-D leaves, Ctrl-C stops an answer, /help shows this"
+COMMANDS = (
+    "/reset starts a new chat, /quit, /exit or Ctrl-D leaves, Ctrl-C stops an answer, "
+    "/help shows this"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatSettings(Settings):
-    """How a chat begins."""
+    """How a chat starts."""
 
     system: str | None = setting(None, "system message")
 
@@ -47,57 +53,102 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Talk until the input ends: on a terminal with a prompt for each turn, otherwise one turn per line of stdin."""
-    config, source = decoding(options), pair_source(options)
+    """Answer until the input ends.
+
+    In a terminal each turn has a prompt; otherwise each line of stdin is one turn.
+    """
+    config = decoding(options)
+    source = pair_source(options)
     decoder = load_decoder(options, source)
-    from lightning_specdec.decoding.session import Conversation
+    # Imported here because torch takes a second.
     from lightning_specdec.text.tokenizer import TextTokenizer
 
-    tokenizer, interactive = decoder.tokenizer, sys.stdin.isatty() and sys.stdout.isatty()
+    tokenizer = decoder.tokenizer
     if not isinstance(tokenizer, TextTokenizer) or not tokenizer.has_chat_template:
         raise ValueError(
             f"{source.name} has no chat template: choose a model tuned for chats, or use `decode`"
         )
     config = decoder.config(config, num_draft_tokens=decoder.window(config))
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
         _note(f"{source.name} with {type(decoder.drafter).__name__}. {COMMANDS}")
-    talk: Talk | None = None
+
+    system = chosen(options, ChatSettings).system
+    chat = _Chat(decoder, tokenizer, config, system=system, interactive=interactive)
     for line in _turns(interactive):
         if line in ("/quit", "/exit"):
             break
-        if line in ("/help", "/reset"):
-            talk = None if line == "/reset" else talk
-            _note(COMMANDS if line == "/help" else "the chat begins anew")
-        elif line:
-            if talk is None:
-                conversation, system = (
-                    Conversation(*decoder.ready(), config),
-                    chosen(options, ChatSettings).system,
-                )
-                talk = Talk(tokenizer, conversation, system=system, interactive=interactive)
-            try:
-                if re.fullmatch(r"/\w+", line.split()[0]):  # not a path
-                    raise ValueError(f"there is no command {short(line, 40)}: {COMMANDS}")
-                told = talk.say(line)
-            except ValueError as error:
-                if not interactive:
-                    raise
-                told = f"error: {error}"
-            if interactive or "verbose" in options:
-                _note(told)
+        try:
+            note = chat.answer(line)
+        except ValueError as error:
+            if not interactive:
+                raise
+            note = f"error: {error}"
+        # Figures are for people: a pipe receives them only with -v.
+        is_command = line in ("/help", "/reset")
+        if note and (interactive or is_command or "verbose" in options):
+            _note(note)
     return 0
 
 
-class Talk:
-    """A chat as messages, and the conversation that answers in it.
+class _Chat:
+    """Handles the lines of a chat: commands and questions."""
 
-    A template renders the whole chat anew for each turn. Nearly every template only adds to its last rendering, so a
-    conversation that continues with it reads little more than the question.
+    def __init__(
+        self,
+        decoder: SpeculativeDecoder,
+        tokenizer: TextTokenizer,
+        config: DecodingConfig,
+        *,
+        system: str | None,
+        interactive: bool,
+    ) -> None:
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.config = config
+        self.system = system
+        self.interactive = interactive
+        self.talk: Talk | None = None
+
+    def answer(self, line: str) -> str:
+        """Run a command or answer a question; returns a note for stderr.
+
+        Raises:
+            ValueError: there is no such command, or as of `Talk.say`.
+        """
+        if not line:
+            return ""
+        if line == "/help":
+            return COMMANDS
+        if line == "/reset":
+            self.talk = None
+            return "a new chat starts"
+
+        # A path such as /etc/hosts is not a command.
+        if re.fullmatch(r"/\w+", line.split()[0]):
+            raise ValueError(f"there is no command {short(line, 40)}: {COMMANDS}")
+        if self.talk is None:
+            self.talk = self._new_talk()
+        return self.talk.say(line)
+
+    def _new_talk(self) -> Talk:
+        from lightning_specdec.decoding.session import Conversation
+
+        target, drafter = self.decoder.ready()
+        conversation = Conversation(target, drafter, self.config)
+        return Talk(self.tokenizer, conversation, system=self.system, interactive=self.interactive)
+
+
+class Talk:
+    """A chat as messages, and the conversation that answers them.
+
+    A template renders the whole chat again for each turn. Nearly every template only appends to its
+    last rendering, so the conversation reads little more than the new question.
 
     Args:
-        tokenizer: of the model, with a chat template.
-        system: the system message; the template's own when None.
-        interactive: whether Ctrl-C stops an answer and not the program.
+        tokenizer: the model's tokenizer, with a chat template.
+        system: the system message; None for that of the template.
+        interactive: whether Ctrl-C stops an answer instead of the program.
     """
 
     def __init__(
@@ -108,53 +159,72 @@ class Talk:
         system: str | None = None,
         interactive: bool,
     ) -> None:
-        self.tokenizer, self.conversation, self.interactive = tokenizer, conversation, interactive
-        self.messages: list[Message] = (
-            [] if system is None else [{"role": "system", "content": system}]
-        )
+        self.tokenizer = tokenizer
+        self.conversation = conversation
+        self.interactive = interactive
+        self._is_interrupted = False
+        self.messages: list[Message] = []
+        if system is not None:
+            self.messages.append({"role": "system", "content": system})
 
     def say(self, content: str) -> str:
-        """Ask, show the answer as it comes, and give its figures in a line. A question without an answer is dropped.
+        """Ask a question, stream the answer to stdout, and return its figures in a line.
+
+        A question without an answer is dropped.
 
         Raises:
-            ValueError: the chat has outgrown the context, or its template does not take it.
+            ValueError: the chat exceeds the context, or its template rejects it.
         """
-        started, stream, pieces = time.perf_counter(), self.tokenizer.stream(), list[str]()
+        start_seconds = time.perf_counter()
+        stream = self.tokenizer.stream()
+        pieces: list[str] = []
         messages = [*self.messages, {"role": "user", "content": content}]
         row = self.conversation.begin(self.tokenizer.encode_chat(messages))
-        interrupted = False
 
-        def stop(number: int, frame: FrameType | None) -> None:
-            """On a terminal the first Ctrl-C ends the answer after the current round, a second one the program."""
-            nonlocal interrupted
-            if interrupted or not self.interactive:
-                raise KeyboardInterrupt
-            interrupted = True
-
-        before = signal.signal(signal.SIGINT, stop)
-        try:
+        with self._interruptible():
             while row.live:
                 for _, tokens in self.conversation.session.step():
                     pieces.append(stream.push(tokens, hold=row.num_hidden))
                     say(pieces[-1], end="", flush=True)
-                if interrupted:
+                if self._is_interrupted:
                     self.conversation.session.cancel(row)
-        finally:
-            signal.signal(signal.SIGINT, before)
         pieces.append(stream.finish(drop=row.num_hidden))
         say(pieces[-1], flush=True)
-        self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
-        seconds, rate = time.perf_counter() - started, row.counts and row.counts.acceptance_rate
-        accepted = "" if rate is None else f", {rate:.0%} of the draft tokens accepted"
-        return f"{row.num_new} tokens, {row.num_new / seconds:.1f} tokens/s{accepted} (stopped: {row.stop_reason})"
+
+        answer: Message = {"role": "assistant", "content": "".join(pieces)}
+        self.messages = [*messages, answer]
+        seconds = time.perf_counter() - start_seconds
+        summary = f"{row.num_new} tokens, {row.num_new / seconds:.1f} tokens/s"
+        if row.counts and row.counts.acceptance_rate is not None:
+            summary += f", {row.counts.acceptance_rate:.0%} of the draft tokens accepted"
+        return f"{summary} (stopped: {row.stop_reason})"
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Let the first Ctrl-C end the answer after its round, and a second one the program."""
+        self._is_interrupted = False
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            if self._is_interrupted or not self.interactive:
+                raise KeyboardInterrupt
+            self._is_interrupted = True
+
+        previous_handler = signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous_handler)
 
 
 def _turns(interactive: bool) -> Iterator[str]:
-    """The user's lines, stripped."""
+    """Yield the user's lines, stripped."""
     if not interactive:
-        yield from (line.strip() for line in sys.stdin)
+        for line in sys.stdin:
+            yield line.strip()
         return
-    import readline  # noqa: F401  (gives `input` its editing and history)
+
+    # Importing readline adds editing and history to `input`.
+    import readline  # noqa: F401
 
     while True:
         try:
@@ -162,7 +232,8 @@ def _turns(interactive: bool) -> Iterator[str]:
         except EOFError:
             say(file=sys.stderr)
             return
-        except KeyboardInterrupt:  # drops the line, as shells do
+        except KeyboardInterrupt:
+            # Drops the line, as shells do.
             say(file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""What the verbs share while they run: messages on stderr, devices, models and prompts."""
+"""What the verbs share at run time: messages on stderr, devices, models, and prompts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lightning_specdec")
 OWN_PROMPTS = (
-    "Summarize in two sentences: The lighthouse at Cape Verity was built in 1874, after three ships were lost on the "
-    "reef in one winter. Its lamp burned whale oil, then kerosene, and since 1931 electricity. The last keeper left in "
-    "1968, and the lighthouse has worked by itself since then. Every summer the town opens it to visitors, who climb "
-    "its 112 steps to see the reef and, on clear days, the mountains behind the bay.",
+    "Summarize in two sentences: The lighthouse at Cape Verity was built in 1874, after three "
+    "ships were lost on the reef in one winter. Its lamp burned whale oil, then kerosene, and "
+    "since 1931 electricity. The last keeper left in 1968, and the lighthouse has worked by itself "
+    "since then. Every summer the town opens it to visitors, who climb its 112 steps to see the reef "
+    "and, on clear days, the mountains behind the bay.",
     "Add a docstring and type hints to this function, and give the whole function back:\n\n"
     "def mean_by_key(rows, key):\n"
     "    totals, counts = {}, {}\n"
@@ -35,47 +36,66 @@ OWN_PROMPTS = (
     "    return {name: totals[name] / counts[name] for name in totals}\n",
     "I have an hour in a city that I do not know, and it is raining. What would you suggest?",
 )
-"""Default prompts for models of text: a summary, code to edit, a question."""
+"""Default prompts for models of text: a summary, code to edit, and a question."""
 
-BUSY = 1.25
-"""Load of a core from which on other processes slow a decode down."""
-QUIET_SECONDS = 10.0
-"""Between two lines of progress where not every step is reported."""
-_next_line = QUIET_SECONDS
+BUSY_LOAD_PER_CORE = 1.25
+"""System load per core above which other processes slow decoding down."""
+
+PROGRESS_SECONDS = 10.0
+"""Seconds of processor time between progress lines when not every step is reported."""
+_next_progress_time = PROGRESS_SECONDS
 
 
-class _Visible(logging.Formatter):
+class _VisibleFormatter(logging.Formatter):
+    """Makes control characters visible, because a message may quote foreign text."""
+
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
 
 
 def set_up_logs(options: Namespace) -> None:
-    """Show messages on stderr: all with -v, errors alone with -q."""
-    global _next_line
-    _next_line = time.process_time() + QUIET_SECONDS
+    """Show messages on stderr: all of them with -v, only errors with -q."""
+    _schedule_next_progress()
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Visible("%(levelname)s: %(message)s"))
+    handler.setFormatter(_VisibleFormatter("%(levelname)s: %(message)s"))
     log.handlers = [handler]
-    log.setLevel("DEBUG" if "verbose" in options else "ERROR" if "quiet" in options else "INFO")
+    if "verbose" in options:
+        log.setLevel(logging.DEBUG)
+    elif "quiet" in options:
+        log.setLevel(logging.ERROR)
+    else:
+        log.setLevel(logging.INFO)
+
+
+def _schedule_next_progress() -> None:
+    global _next_progress_time
+    # Processor time, not wall time: it stops while other processes run.
+    _next_progress_time = time.process_time() + PROGRESS_SECONDS
 
 
 def progress(text: str, *, often: bool = False) -> None:
-    """Report a slow step: on a terminal each that is not `often`, else one in `QUIET_SECONDS`, or all with -v."""
-    global _next_line
-    # By a clock that stops while others work.
-    due = (sys.stderr.isatty() and not often) or time.process_time() >= _next_line
-    if due:
-        _next_line = time.process_time() + QUIET_SECONDS
-    log.log(logging.INFO if due else logging.DEBUG, "%s", text)
+    """Report a slow step.
+
+    A terminal shows every step that is not `often`. Otherwise one step in `PROGRESS_SECONDS` is
+    shown, and all of them with -v.
+    """
+    is_due = time.process_time() >= _next_progress_time
+    if sys.stderr.isatty() and not often:
+        is_due = True
+    if is_due:
+        _schedule_next_progress()
+    level = logging.INFO if is_due else logging.DEBUG
+    log.log(level, "%s", text)
 
 
 def counted(number: int, noun: str) -> str:
-    """As "3 prompts" or "1 prompt"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """Format a count, as "3 prompts" or "1 prompt"."""
+    plural = "" if number == 1 else "s"
+    return f"{number} {noun}{plural}"
 
 
 class Loaded(NamedTuple):
-    """The models and prompts that the flags name; `texts` are None where prompts are tokens."""
+    """The models and prompts that the flags name. `texts` are None for prompts given as tokens."""
 
     source: PairSource
     decoder: SpeculativeDecoder
@@ -83,100 +103,131 @@ class Loaded(NamedTuple):
     prompts: list[list[int]]
 
     def manifest(self, *settings: Settings) -> dict[str, Any]:
-        """How results come about: the machine, versions, the models and these settings."""
+        """Record how results are produced: machine, versions, models, and these settings."""
         from lightning_specdec.bench.manifest import manifest
 
-        used = {
-            name: value
-            for each in (self.source, *settings)
-            for name, value in each.to_dict().items()
-        }
+        options: dict[str, Any] = {}
+        for part in (self.source, *settings):
+            options.update(part.to_dict())
         return manifest(
-            options=used, checkpoint=self.source.ckpt, device=self.decoder.target.device
+            options=options, checkpoint=self.source.ckpt, device=self.decoder.target.device
         )
 
 
 def load(options: Namespace, *, num_own: int | None = None) -> Loaded:
-    """The models and prompts that the flags name; prompts by default the pair's own, or three for models of text.
+    """Load the models and prompts that the flags name.
+
+    Without prompts, those of the pair are used, or three default ones for models of text.
 
     Args:
-        num_own: use at most this many of the default prompts.
+        num_own: use at most this many of the pair's or default prompts.
 
     Raises:
-        ValueError: the models cannot be loaded or do not fit each other, or a prompt does not fit the target.
+        ValueError: the models cannot be loaded or do not fit each other, or a prompt does not fit
+            the target.
     """
-    source, given = pair_source(options), _read_prompts(chosen(options, PromptSettings))
+    source = pair_source(options)
+    user_prompts = _read_prompts(chosen(options, PromptSettings))
     decoder = load_decoder(options, source)
-    prompts = _find_prompts(decoder, given, raw="raw" in options)[: None if given else num_own]
-    return Loaded(source, decoder, [text for text, _ in prompts], [tokens for _, tokens in prompts])
+    if user_prompts is None:
+        encoded = _default_prompts(decoder, raw="raw" in options)[:num_own]
+    else:
+        encoded = _encode_prompts(decoder, user_prompts, raw="raw" in options)
+    texts = [text for text, _ in encoded]
+    prompts = [tokens for _, tokens in encoded]
+    return Loaded(source, decoder, texts, prompts)
 
 
 def load_decoder(options: Namespace, source: PairSource) -> SpeculativeDecoder:
-    """The target and its drafter, with as many CPU threads as --threads says."""
+    """Load the target and its drafter, and set the number of CPU threads."""
     import torch
 
     from lightning_specdec.checkpoints import runs
     from lightning_specdec.decoder import SpeculativeDecoder
-    from lightning_specdec.models.packed import limit_threads
 
-    progress(
-        f"loading {runs.find(Path(source.ckpt).expanduser()) if source.ckpt else source.name} ..."
-    )
+    name = runs.find(Path(source.ckpt).expanduser()) if source.ckpt else source.name
+    progress(f"loading {name} ...")
     if source.drafter is not None:
         source = source.changed(drafter=typed(source.drafter, "drafter"))
     decoder = SpeculativeDecoder.load(source)
     if "threads" in options:
         torch.set_num_threads(options.threads)
     else:
-        limit_threads(decoder.target.num_parameters)
-        threads, cores, load = torch.get_num_threads(), os.cpu_count() or 1, os.getloadavg()[0]
-        if threads > 1 and load > BUSY * cores and decoder.target.device.type == "cpu":
-            log.warning(
-                "%d cores are busy (load %.1f): --threads 1 may be faster and steadier", cores, load
-            )
+        _choose_threads(decoder)
     return decoder
 
 
+def _choose_threads(decoder: SpeculativeDecoder) -> None:
+    """Use one thread for a small model, and warn if other processes keep the cores busy."""
+    import torch
+
+    from lightning_specdec.models.packed import limit_threads
+
+    limit_threads(decoder.target.num_parameters)
+    num_cores = os.cpu_count() or 1
+    load_average = os.getloadavg()[0]
+    is_busy = load_average > BUSY_LOAD_PER_CORE * num_cores
+    uses_cpu = decoder.target.device.type == "cpu"
+    if is_busy and uses_cpu and torch.get_num_threads() > 1:
+        log.warning(
+            "%d cores are busy (load %.1f): --threads 1 may be faster and steadier",
+            num_cores,
+            load_average,
+        )
+
+
 def _read_prompts(settings: PromptSettings) -> list[Prompt] | None:
-    """The prompts of the flags as they were typed, their places as ids; None where there are none."""
+    """Read the prompts that the flags name, with their origins as ids; None if there are none."""
     if not settings.prompt and settings.prompts_file is None:
         return None
-    found: list[Prompt] = []
-    for i, text in enumerate(settings.prompt, start=1):
-        found += (
-            read_prompts(Path("-"), as_typed=True)
-            if text == "-"
-            else [Prompt(f"--prompt {i}", "", text=text)]
-        )
+
+    prompts: list[Prompt] = []
+    for number, text in enumerate(settings.prompt, start=1):
+        if text == "-":
+            prompts += read_prompts(Path("-"), as_typed=True)
+        else:
+            prompts.append(Prompt(f"--prompt {number}", "", text=text))
     if settings.prompts_file is not None:
-        found += read_prompts(Path(settings.prompts_file), as_typed=True)
-    if not found:
+        prompts += read_prompts(Path(settings.prompts_file), as_typed=True)
+
+    if not prompts:
         raise ValueError("there is no prompt: give at least one line")
-    if empty := [each.id for each in found if not each.text]:
-        raise ValueError(f"{empty[0]} is empty: give at least one token")
-    return found
+    for prompt in prompts:
+        if not prompt.text:
+            raise ValueError(f"{prompt.id} is empty: give at least one token")
+    return prompts
 
 
-def _find_prompts(
-    decoder: SpeculativeDecoder, given: list[Prompt] | None, *, raw: bool
-) -> list[tuple[str | None, list[int]]]:
-    """Text, where prompts are text, and tokens: the user's prompts, the pair's own, or the default ones."""
-    tokenizer = decoder.tokenizer
-    if given is None and decoder.prompts:
+EncodedPrompts = list[tuple[str | None, list[int]]]
+"""Each prompt's text, None if it was given as tokens, and its tokens."""
+
+
+def _default_prompts(decoder: SpeculativeDecoder, *, raw: bool) -> EncodedPrompts:
+    """The pair's own prompts, or the default ones for models of text."""
+    if decoder.prompts:
         return [(None, list(prompt)) for prompt in decoder.prompts]
-    if tokenizer is None:
-        if given is None:
-            raise ValueError(
-                "the target keeps no prompts of its own: give some with --prompt '1 2 3'"
-            )
-        return [
-            (None, _tokens(each.id, str(each.text), decoder.target.vocab_size)) for each in given
-        ]
-    prompts = [Prompt("", "", text=text) for text in OWN_PROMPTS] if given is None else given
-    return [(each.text, list(each.encoded(tokenizer, raw=raw).tokens)) for each in prompts]
+    if decoder.tokenizer is None:
+        raise ValueError("the target keeps no prompts of its own: give some with --prompt '1 2 3'")
+    prompts = [Prompt("", "", text=text) for text in OWN_PROMPTS]
+    return _encode_prompts(decoder, prompts, raw=raw)
 
 
-def _tokens(where: str, text: str, vocab_size: int) -> list[int]:
+def _encode_prompts(
+    decoder: SpeculativeDecoder, prompts: list[Prompt], *, raw: bool
+) -> EncodedPrompts:
+    encoded: EncodedPrompts = []
+    for prompt in prompts:
+        if decoder.tokenizer is None:
+            tokens = _parse_tokens(prompt.id, str(prompt.text), decoder.target.vocab_size)
+            encoded.append((None, tokens))
+        else:
+            tokens = list(prompt.encoded(decoder.tokenizer, raw=raw).tokens)
+            encoded.append((prompt.text, tokens))
+    return encoded
+
+
+def _parse_tokens(where: str, text: str, vocab_size: int) -> list[int]:
+    """Parse tokens such as "1 2 3" or "[1, 2, 3]"."""
     from lightning_specdec.decoding.rows import check_prompt
 
     words = text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()

@@ -1,10 +1,11 @@
-"""The verb `export`: a training checkpoint as a file for decoding, or a draft as a directory that an engine serves."""
+"""The verb `export`: write a checkpoint as a file for decoding, or a draft for an engine."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_specdec.cli.common import OWN_PROMPTS, counted, progress
 from lightning_specdec.cli.options import Parser, UsageError, add_class, chosen, class_named
@@ -12,16 +13,24 @@ from lightning_specdec.config.models import ENGINES, PairSource
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.config.terminal import say
 
-SUMMARY = "write a training checkpoint as a file for decoding, or a draft for vLLM, SGLang, llama.cpp, transformers"
+if TYPE_CHECKING:
+    from lightning_specdec.checkpoints.checkpoint import LoadedPair
+    from lightning_specdec.text.tokenizer import Tokenizer
+
+SUMMARY = (
+    "write a training checkpoint as a file for decoding, or a draft for vLLM, SGLang, llama.cpp, "
+    "transformers"
+)
 EXAMPLES = """\
-lightning_specdec export --ckpt checkpoints/rnn/best.ckpt --output small.ckpt --dtype float16
+lightning_specdec export --ckpt checkpoints/rnn --output small.safetensors --dtype float16
 lightning_specdec export --ckpt best.ckpt --output draft.safetensors    (trained on a frozen target)
-lightning_specdec export --draft draft.safetensors --target checkpoints/smollm2 --format vllm --output smollm2-eagle3"""
+lightning_specdec export --draft draft.safetensors --target checkpoints/smollm2 --format vllm \\
+    --output smollm2-eagle3"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings(Settings):
-    """What is written where."""
+    """What is written, and where."""
 
     ckpt: str | None = setting(None, "checkpoint of a training run", metavar="FILE")
     draft: str | None = setting(
@@ -42,27 +51,31 @@ class ExportSettings(Settings):
 
 
 def add_arguments(parser: Parser) -> None:
-    """The flags of the verb."""
     parser.add_settings("files", ExportSettings)
     add_class(parser)
 
 
 def run(options: Namespace) -> int:
-    """Write the file."""
+    """Write the file or directory."""
     if "ckpt" not in options and "draft" not in options:
         raise UsageError("--ckpt is missing: give a file, or a draft as --draft")
     if "output" not in options:
         raise UsageError("--output is missing: give a file")
     settings = chosen(options, ExportSettings)
-    if settings.format is not None or settings.draft is not None:
-        return _export_draft(settings, options)
+    if settings.format is None and settings.draft is None:
+        _export_checkpoint(settings, options)
+    else:
+        _export_draft(settings, options)
+    return 0
+
+
+def _export_checkpoint(settings: ExportSettings, options: Namespace) -> None:
+    """Write a training checkpoint as a file for decoding."""
     from lightning_specdec.checkpoints import checkpoint
 
     assert settings.ckpt is not None
-    loaded, output = (
-        checkpoint.load(settings.ckpt, drafter=class_named(options)),
-        Path(settings.output),
-    )
+    loaded = checkpoint.load(settings.ckpt, drafter=class_named(options))
+    output = Path(settings.output)
     if output.exists() and not output.is_dir() and not checkpoint.is_exported(output):
         raise ValueError(
             f"{output} is not an exported checkpoint and stays as it is: choose another --output"
@@ -77,54 +90,79 @@ def run(options: Namespace) -> int:
         dtype=settings.dtype,
     )
     say(f"{output}: {output.stat().st_size:,} bytes")
-    return 0
 
 
-def _export_draft(settings: ExportSettings, options: Namespace) -> int:
+def _export_draft(settings: ExportSettings, options: Namespace) -> None:
     """Write a draft for an engine; without --format, as a draft file."""
     if settings.target is None:
         raise UsageError(
-            "--target is missing: give the transformers model of the draft; engines serve no other target"
+            "--target is missing: give the transformers model of the draft; "
+            "engines serve no other target"
         )
     if settings.ckpt is not None and settings.draft is not None:
         raise UsageError("--ckpt and --draft exclude each other: give one of them")
-    from lightning_specdec.checkpoints import TargetReference, checkpoint, engines, load_pair
-    from lightning_specdec.models.huggingface import HuggingFaceLM
+    from lightning_specdec.checkpoints import load_pair
 
-    output, drafter = Path(settings.output), getattr(options, "drafter", None)
     progress("loading the target and its draft ...")
     source = PairSource(
-        ckpt=settings.ckpt, target=settings.target, draft=settings.draft, drafter=drafter
+        ckpt=settings.ckpt,
+        target=settings.target,
+        draft=settings.draft,
+        drafter=getattr(options, "drafter", None),
     )
     loaded = load_pair(source, pack=False)
-    target, tokenizer = loaded.target, loaded.target.tokenizer
     if settings.format is None:
-        if output.exists() and not checkpoint.is_exported(output):
-            raise ValueError(
-                f"{output} is not an exported draft and stays as it is: choose another --output"
-            )
-        recipe = loaded.recipe
-        checkpoint.save(
-            output, TargetReference.of(target), loaded.drafter, recipe=recipe, dtype=settings.dtype
+        _write_draft_file(settings, loaded)
+    else:
+        _write_engine_directory(settings, settings.format, loaded)
+
+
+def _write_draft_file(settings: ExportSettings, loaded: LoadedPair) -> None:
+    from lightning_specdec.checkpoints import TargetReference, checkpoint
+
+    output = Path(settings.output)
+    if output.exists() and not checkpoint.is_exported(output):
+        raise ValueError(
+            f"{output} is not an exported draft and stays as it is: choose another --output"
         )
-        say(f"{output}: {output.stat().st_size:,} bytes")
-        return 0
-    assert isinstance(target, HuggingFaceLM)
-    texts = [tokenizer.encode(text) for text in OWN_PROMPTS] if tokenizer is not None else []
-    texts += [[token for text in texts for token in text]] if texts else []
-    made = engines.export(
+    checkpoint.save(
         output,
+        TargetReference.of(loaded.target),
         loaded.drafter,
-        target,
-        settings.format,
-        texts=texts,
         recipe=loaded.recipe,
         dtype=settings.dtype,
     )
-    compared = f"{counted(made.num_compared, 'row')} of logits compared"
-    say(f"{output}: {compared}, off by {made.difference:.1e} of the largest")
-    if not made.loaded:
-        say(f"not run in {settings.format} itself")
-    for command in made.commands:
+    say(f"{output}: {output.stat().st_size:,} bytes")
+
+
+def _write_engine_directory(settings: ExportSettings, engine: str, loaded: LoadedPair) -> None:
+    from lightning_specdec.checkpoints import engines
+    from lightning_specdec.models.huggingface import HuggingFaceLM
+
+    target = loaded.target
+    assert isinstance(target, HuggingFaceLM)
+    output = Path(settings.output)
+    export = engines.export(
+        output,
+        loaded.drafter,
+        target,
+        engine,
+        texts=_comparison_texts(target.tokenizer),
+        recipe=loaded.recipe,
+        dtype=settings.dtype,
+    )
+    rows = counted(export.num_compared, "row")
+    say(f"{output}: {rows} of logits compared, off by {export.difference:.1e} of the largest")
+    if not export.loaded:
+        say(f"not run in {engine} itself")
+    for command in export.commands:
         say(command)
-    return 0
+
+
+def _comparison_texts(tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Texts on which the written draft is compared with ours: the default prompts, and their join."""
+    if tokenizer is None:
+        return []
+    texts = [tokenizer.encode(text) for text in OWN_PROMPTS]
+    joined = [token for text in texts for token in text]
+    return [*texts, joined]

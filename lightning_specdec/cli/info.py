@@ -1,4 +1,4 @@
-"""The verb `info`: a checkpoint, a draft file, a model or a pair; without one, the environment and the pairs."""
+"""The verb `info`: describe a checkpoint, draft file, model, or pair, or the environment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import platform
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,10 @@ lightning_specdec info --pair gpt2    (exit code 1 when it does not fit this mac
 PACKAGES = ("torch", "lightning", "transformers", "jsonargparse", "torchmetrics", "numpy")
 
 RECIPE = ("training", "data", "epochs", "steps", "tokens_seen", "training_seconds", "losses")
-"""What is shown of how a draft was trained."""
+"""Entries of a draft's recipe that are shown without -v."""
+
+MAX_NAME_WIDTH = 32
+MAX_VALUE_LENGTH = 200
 
 
 def add_arguments(parser: Parser) -> None:
@@ -54,117 +56,146 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Describe MODEL; 1 for a pair that does not fit this machine."""
+    """Describe MODEL; returns 1 for a pair that does not fit this machine."""
+    description = _describe(options)
+    if chosen(options, OutputSettings).output == "json":
+        say(json.dumps(description))
+    else:
+        _print(description, verbose="verbose" in options)
+    return 1 if description.get("fits") is False else 0
+
+
+def _describe(options: Namespace) -> dict[str, Any]:
+    """Plain values about what the flags name."""
     if "MODEL" in options:
         setattr(options, model_flag(options.MODEL), options.MODEL)
     elif "ckpt" not in options and "pair" not in options:
-        return _show(_environment(), options)
-    source, drafter = chosen(options, TargetSource), class_named(options)
+        return _describe_environment()
+
+    source = chosen(options, TargetSource)
+    drafter = class_named(options)
     if source.ckpt is not None:
-        return _show(_file(Path(source.ckpt).expanduser(), drafter), options)
+        return _describe_file(Path(source.ckpt).expanduser(), drafter)
     if drafter is not None:
         raise UsageError(
             "--drafter names the drafter class of a file: give a checkpoint or a draft file too"
         )
     if source.pair is not None:
-        return _show(_pair(get_pair(source.pair), source.device), options)
+        return _describe_pair(get_pair(source.pair), source.device)
     check_directory(source.target)
-    return _show(_model(source), options)
+    return _describe_model(source)
 
 
-def _show(values: dict[str, Any], options: Namespace) -> int:
-    if chosen(options, OutputSettings).output == "json":
-        say(json.dumps(values))
-    else:
-        recipe = values.get("recipe") or {}
-        if "verbose" not in options:
-            values = {**values, "recipe": {name: recipe[name] for name in RECIPE if name in recipe}}
-            if lengths := sorted({len(prompt) for prompt in values.get("prompts") or ()}):
-                span = " to ".join(map(str, dict.fromkeys((lengths[0], lengths[-1]))))
-                values["prompts"] = f"{len(values['prompts'])} with {span} tokens (-v shows them)"
-        lines = list(_lines(values))
-        width = min(32, max(len(name) for name, _ in lines))
-        say(
-            "\n".join(
-                f"{name:<{width}}  {value if name == 'prompts' else short(value, 200)}"
-                for name, value in lines
-            )
-        )
-        if len(recipe) > len(values.get("recipe") or {}):
-            say("(-v shows the rest of the recipe)")
-    return 1 if values.get("fits") is False else 0
+def _print(description: dict[str, Any], *, verbose: bool) -> None:
+    """Print one line for each value; without `verbose`, shorten prompts and the recipe."""
+    recipe = description.get("recipe") or {}
+    shown = dict(description)
+    if not verbose:
+        shown["recipe"] = {name: recipe[name] for name in RECIPE if name in recipe}
+        if shown.get("prompts"):
+            shown["prompts"] = _summarize_prompts(shown["prompts"])
+
+    lines = list(_lines(shown))
+    width = min(MAX_NAME_WIDTH, max(len(name) for name, _ in lines))
+    for name, value in lines:
+        text = value if name == "prompts" else short(value, MAX_VALUE_LENGTH)
+        say(f"{name:<{width}}  {text}")
+    if len(recipe) > len(shown.get("recipe") or {}):
+        say("(-v shows the rest of the recipe)")
+
+
+def _summarize_prompts(prompts: list[list[int]]) -> str:
+    lengths = [len(prompt) for prompt in prompts]
+    span = f"{min(lengths)}"
+    if max(lengths) > min(lengths):
+        span = f"{min(lengths)} to {max(lengths)}"
+    return f"{len(prompts)} with {span} tokens (-v shows them)"
 
 
 def _lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """A name and a text for each value, also of nested mappings."""
+    """Yield a name and a text for each value, nested mappings included."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _lines(value, f"{prefix}{name} ")
-        elif value is not None:
-            is_ours = not prefix and name.endswith(
-                "_bytes"
-            )  # what a file says of its recipe may be anything
-            yield (
-                (name.removesuffix("_bytes"), gigabytes(value))
-                if is_ours
-                else (prefix + name, str(value))
-            )
+        elif value is None:
+            continue
+        elif name.endswith("_bytes") and not prefix:
+            # Only our own entries: a file may put anything into its recipe.
+            yield name.removesuffix("_bytes"), gigabytes(value)
+        else:
+            yield prefix + name, str(value)
 
 
-def _environment() -> dict[str, Any]:
+def _describe_environment() -> dict[str, Any]:
+    # Imported here because it takes a sixth of the time of --help.
+    from importlib.metadata import version
+
     import torch
 
-    return {
+    cpu_capability = torch.backends.cpu.get_cpu_capability()
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    description: dict[str, Any] = {
         "lightning_specdec": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        **{package: version(package) for package in PACKAGES},
-        "cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
-        "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or None,
-        "pair": {pair.name: _fit(pair) for pair in list_pairs()},
     }
+    for package in PACKAGES:
+        description[package] = version(package)
+    description["cpu"] = (
+        f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {cpu_capability}"
+    )
+    description["cuda"] = gpus or None
+    description["pair"] = {pair.name: _summarize_pair(pair) for pair in list_pairs()}
+    return description
 
 
-def _fit(pair: Pair) -> str:
-    found = _pair(pair, "cpu")
-    fits = "does not fit" if found["fits"] is False else "fits"
-    return f"{gigabytes(found['needed_bytes'])}, {fits}: {pair.description}"
+def _summarize_pair(pair: Pair) -> str:
+    description = _describe_pair(pair, "cpu")
+    fits = "does not fit" if description["fits"] is False else "fits"
+    return f"{gigabytes(description['needed_bytes'])}, {fits}: {pair.description}"
 
 
-def _pair(pair: Pair, device: str) -> dict[str, Any]:
-    """A pair, the memory that it needs, and whether the device has it (None: unknown)."""
+def _describe_pair(pair: Pair, device: str) -> dict[str, Any]:
+    """Describe a pair, the memory it needs, and whether the device has it (None: unknown)."""
     from lightning_specdec.checkpoints.loading import find_device
 
-    on_cpu = device == "cpu"
-    available = available_bytes(device if on_cpu else str(find_device(device)))
-    needed = pair.needed_bytes(packed=on_cpu)
-    models = {
-        role: f"{model.place}, {model.size.parameters:,} parameters, {model.quantization or model.dtype}"
-        for role, model in zip(("target", "draft"), pair.models, strict=False)
-    }
-    return {
-        "name": pair.name,
-        "description": pair.description,
-        **models,
-        "drafter": pair.drafter.label,
-        "num_draft_tokens": pair.num_draft_tokens,
-        "needed_bytes": needed,
-        "available_bytes": available,
-        "fits": not (on_cpu and pair.needs_gpu)
-        and (None if available is None else needed <= available),
-    }
+    is_cpu = device == "cpu"
+    available = available_bytes(device if is_cpu else str(find_device(device)))
+    needed = pair.needed_bytes(packed=is_cpu)
+    if is_cpu and pair.needs_gpu:
+        fits: bool | None = False
+    elif available is None:
+        fits = None
+    else:
+        fits = needed <= available
+
+    description: dict[str, Any] = {"name": pair.name, "description": pair.description}
+    for role, model in zip(("target", "draft"), pair.models, strict=False):
+        weights = model.quantization or model.dtype
+        description[role] = f"{model.place}, {model.size.parameters:,} parameters, {weights}"
+    description.update(
+        drafter=pair.drafter.label,
+        num_draft_tokens=pair.num_draft_tokens,
+        needed_bytes=needed,
+        available_bytes=available,
+        fits=fits,
+    )
+    return description
 
 
-def _model(source: TargetSource) -> dict[str, Any]:
+def _describe_model(source: TargetSource) -> dict[str, Any]:
     from lightning_specdec.checkpoints.loading import find_device
     from lightning_specdec.models.loading import load_model
 
     progress(f"loading {source.target} ...")
-    keywords = {
-        name: getattr(source, name)
-        for name in ("dtype", "quantization", "revision", "trust_remote_code")
-    }
-    model = load_model(source.target, device=find_device(source.device), **keywords).pack()
+    model = load_model(
+        source.target,
+        device=find_device(source.device),
+        dtype=source.dtype,
+        quantization=source.quantization,
+        revision=source.revision,
+        trust_remote_code=source.trust_remote_code,
+    ).pack()
     return {
         "model": source.target,
         "architecture": type(model.model).__name__,
@@ -178,31 +209,35 @@ def _model(source: TargetSource) -> dict[str, Any]:
     }
 
 
-def _file(path: Path, drafter: str | None) -> dict[str, Any]:
-    """A checkpoint or a draft file, whose target may be elsewhere."""
+def _describe_file(path: Path, drafter: str | None) -> dict[str, Any]:
+    """Describe a checkpoint, or a draft file, whose target may be stored elsewhere."""
     from lightning_specdec.checkpoints import checkpoint, runs
 
     path = runs.find(path)
     loaded = checkpoint.load(path, drafter=drafter)
+    if loaded.reference is None:
+        target = _describe_module(loaded.target)
+    else:
+        target = f"{loaded.reference}, not in this file"
     return {
         "file": str(path),
         "size_bytes": path.stat().st_size,
-        "target": _described(loaded.target)
-        if loaded.reference is None
-        else f"{loaded.reference}, not in this file",
-        "draft": {name: _described(drafter) for name, drafter in loaded.drafts.items()},
+        "target": target,
+        "draft": {name: _describe_module(draft) for name, draft in loaded.drafts.items()},
         "tokenizer": loaded.tokenizer,
         "prompts": loaded.prompts,
         "recipe": loaded.recipe,
     }
 
 
-def _described(module: Any) -> str:
-    """A model or a drafter as the call that builds it."""
-    arguments = [
-        f"{name}={_described(value) if hasattr(value, 'arguments') else value}"
-        for name, value in module.arguments().items()
-    ]
-    number = sum(parameter.numel() for parameter in module.parameters())
-    name = DRAFTERS.name_of(type(module)) if hasattr(module, "propose") else type(module).__name__
-    return f"{name}({', '.join(arguments)}) of {number:,} parameters"
+def _describe_module(module: Any) -> str:
+    """Describe a model or a drafter as the constructor call that builds it."""
+    arguments = []
+    for name, value in module.arguments().items():
+        text = _describe_module(value) if hasattr(value, "arguments") else value
+        arguments.append(f"{name}={text}")
+
+    is_drafter = hasattr(module, "propose")
+    class_name = DRAFTERS.name_of(type(module)) if is_drafter else type(module).__name__
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    return f"{class_name}({', '.join(arguments)}) of {num_parameters:,} parameters"

@@ -1,4 +1,4 @@
-"""The verb `report`: what a benchmark's results say, as a page and in a line for each pair."""
+"""The verb `report`: write a benchmark's results as a page, and print the answer for each pair."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from lightning_specdec.cli.options import Parser
 from lightning_specdec.config.terminal import say
 
 SUMMARY = "write the results of a benchmark as one page: the answer, tables and figures"
-EXAMPLES = "lightning_specdec report results/rnn\nlightning_specdec report results/rnn --output docs/results/rnn"
+EXAMPLES = """\
+lightning_specdec report results/rnn
+lightning_specdec report results/rnn --output docs/results/rnn"""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -24,21 +26,22 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Write the report, and say the answer."""
+    """Write the report, and print the answer."""
+    # Imported here because matplotlib and torch take seconds.
     from lightning_specdec.bench.results import read
     from lightning_specdec.report.report import Report, write
 
     results = read(options.RESULTS)
-    made = Report.of(results)
-    directory = (
-        results.directory / "report"
-        if options.output is None
-        else Path(options.output).expanduser()
-    )
-    page = write(made, directory)
-    for line in made.lines:
+    report = Report.of(results)
+    if options.output is None:
+        directory = results.directory / "report"
+    else:
+        directory = Path(options.output).expanduser()
+    page = write(report, directory)
+
+    for line in report.lines:
         say(line)
-    for warning in made.warnings:
+    for warning in report.warnings:
         say(f"warning: {warning}", file=sys.stderr)
     say(f"report: {page}")
     return 0
