@@ -158,71 +158,6 @@ def first_table() -> str:
     )
 
 
-def which_draft_table() -> str:
-    """README's table of drafters: requirements, measured speedup, and options of each."""
-    trained = [row for each in _record("smollm2_drafts")["drafts"].values() for row in each["rows"]]
-    small = [row for row in _record("transformers")["rows"] if row["batch_size"] == 1]
-
-    def gain(rows: Sequence[dict[str, Any]], **wanted: str) -> str:
-        found = [row for row in rows if row["temperature"] == 0 and wanted.items() <= row.items()]
-        return f"{max(row['walltime_speedup'] for row in found):.2f}"
-
-    def smollm2(draft: str) -> str:
-        return f"{gain(trained, dtype='bfloat16', draft=draft)} SmolLM2"
-
-    compared = _record("draft_comparison")["drafts"]
-    blocks = [
-        compared[name]["reported"]["walltime_speedup"] for name in ("block", "block_no_markov")
-    ]
-    exits, heads = (
-        gain(small, checkpoint="text"),
-        f"{gain(small, checkpoint='multi_token')} on progressions",
-    )
-    sibling = f"{gain(small, checkpoint='transformer')} on progressions"
-    rows = [
-        (
-            "Prompt lookup (n-gram)",
-            "no",
-            smollm2("lookup"),
-            "`--drafter NGramDrafter`, the default",
-        ),
-        ("Draft model", "no, if its family has a smaller model", sibling, "`--draft DIR`"),
-        (
-            "EAGLE-3 and 3.1 head",
-            "`fit --recipe eagle`",
-            smollm2("smollm2_eagle"),
-            "`--draft FILE`",
-        ),
-        (
-            "The same after prompt lookup",
-            "`fit --recipe eagle`",
-            smollm2("lookup + smollm2_eagle"),
-            "`--draft FILE --drafter NGramWithFallback`",
-        ),
-        (
-            "Medusa heads",
-            "`fit --recipe medusa`",
-            f"{smollm2('smollm2_heads')}, {heads}",
-            "`--draft FILE`",
-        ),
-        (
-            "Block drafter (DFlash, DSpark) after prompt lookup",
-            "`fit --recipe block`",
-            f"{max(blocks):.2f} SmolLM2 in OpenVINO, an hour of training",
-            "`--draft FILE --drafter NGramWithFallback`",
-        ),
-        (
-            "Early exit (LayerSkip)",
-            "yes, with its target",
-            f"{exits} on source code",
-            "`--drafter EarlyExitDrafter`",
-        ),
-    ]
-    return _table(
-        ("Drafter", "Needs training?", "Speedup, best window", "`decode --target DIR ...`"), rows
-    )
-
-
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Markdown table whose cells are Markdown."""
     return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
@@ -230,7 +165,6 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "first": first_table,
-    "which_draft": which_draft_table,
     "audits": lambda: audits.table(_record("audits")["rows"]),
     "draft_comparison": lambda: draft_comparison.table(_record("draft_comparison")["drafts"]),
     "kills": lambda: kills.table(_record("kills")["rows"]),

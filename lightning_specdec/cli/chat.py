@@ -5,6 +5,7 @@ Answers are written to stdout, everything else to stderr.
 
 from __future__ import annotations
 
+import argparse
 import re
 import signal
 import sys
@@ -17,7 +18,14 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from lightning_specdec.cli.common import load_decoder
-from lightning_specdec.cli.options import MeasureSettings, Parser, chosen, decoding, pair_source
+from lightning_specdec.cli.options import (
+    MeasureSettings,
+    Parser,
+    UsageError,
+    chosen,
+    decoding,
+    pair_source,
+)
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.config.terminal import say, short
@@ -47,6 +55,8 @@ class ChatSettings(Settings):
 
 def add_arguments(parser: Parser) -> None:
     parser.add_models(skip=("ckpt",))
+    # Accepted so that `run` can explain why it does not apply.
+    parser.add_argument("--ckpt", help=argparse.SUPPRESS)
     parser.add_settings("Prompt", ChatSettings)
     parser.add_decoding(skip=("eos", "logprobs"), max_new_tokens=512)
     parser.add_settings("Measure", MeasureSettings, skip=("repeats", "batch_size", "ignore_eos"))
@@ -57,6 +67,8 @@ def run(options: Namespace) -> int:
 
     In a terminal each turn has a prompt; otherwise each line of stdin is one turn.
     """
+    if "ckpt" in options:
+        raise UsageError("chat takes --pair or --target, since a checkpoint has no chat template")
     config = decoding(options)
     source = pair_source(options)
     decoder = load_decoder(options, source)

@@ -24,8 +24,8 @@ OWN_PROMPTS = (
     "Summarize in two sentences: The lighthouse at Cape Verity was built in 1874, after three "
     "ships were lost on the reef in one winter. Its lamp burned whale oil, then kerosene, and "
     "since 1931 electricity. The last keeper left in 1968, and the lighthouse has worked by itself "
-    "since then. Every summer the town opens it to visitors, who climb its 112 steps to see the reef "
-    "and, on clear days, the mountains behind the bay.",
+    "since then. Every summer the town opens it to visitors, who climb its 112 steps to see the "
+    "reef and, on clear days, the mountains behind the bay.",
     "Add a docstring and type hints to this function, and give the whole function back:\n\n"
     "def mean_by_key(rows, key):\n"
     "    totals, counts = {}, {}\n"

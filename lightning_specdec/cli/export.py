@@ -160,7 +160,7 @@ def _write_engine_directory(settings: ExportSettings, engine: str, loaded: Loade
 
 
 def _comparison_texts(tokenizer: Tokenizer | None) -> list[list[int]]:
-    """Texts on which the written draft is compared with ours: the default prompts, and their join."""
+    """Texts to compare the written draft with ours on: the default prompts, and their join."""
     if tokenizer is None:
         return []
     texts = [tokenizer.encode(text) for text in OWN_PROMPTS]
