@@ -109,7 +109,8 @@ class Choice:
 
 
 def choose(rows: Sequence[Comparison]) -> Choice:
-    """Choose among comparisons whose tokens are standard decoding's, or may differ from them."""
+    """Choose a comparison. Those with other tokens than standard decoding's do not count, unless
+    their tokens may differ."""
     candidates = [
         row for row in rows if row.walltime_speedup is not None and row.same_tokens is not False
     ]
@@ -117,16 +118,22 @@ def choose(rows: Sequence[Comparison]) -> Choice:
         return Choice(None)
 
     best_row = ranked(candidates)[0]
+    return Choice(best_row, rows_within_noise(best_row, candidates))
+
+
+def rows_within_noise(best_row: Comparison, rows: Sequence[Comparison]) -> tuple[Comparison, ...]:
+    """The other rows that may be as fast: their intervals do not end below that of the best."""
     best_speedup = best_row.walltime_speedup
-    assert best_speedup is not None
     equal_rows = []
-    for row in candidates:
-        assert row.walltime_speedup is not None
+    for row in rows:
+        speedup = row.walltime_speedup
+        if row is best_row or speedup is None or best_speedup is None:
+            continue
         # A comparison with NaN is false: without an interval, nothing is excluded.
-        is_slower = row.walltime_speedup.high < best_speedup.low
-        if row is not best_row and not is_slower:
+        is_slower = speedup.high < best_speedup.low
+        if not is_slower:
             equal_rows.append(row)
-    return Choice(best_row, tuple(equal_rows))
+    return tuple(equal_rows)
 
 
 def best(rows: Sequence[Comparison]) -> Comparison | None:
