@@ -6,14 +6,16 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from report_rows import cells_of, faster, row, standard, timed
+from report_rows import cells_of, faster, report_of, row, standard, timed
 
 from lightning_specdec.bench.rows import ResultRow, comparisons
 from lightning_specdec.bench.statistics import Interval, ratio_interval
 from lightning_specdec.report.answer import Advice, advise
+from lightning_specdec.report.report import write
 
 SURE = [1.8, 1.9, 2.0, 2.0, 2.0, 2.1, 2.2, 2.0]
 UNSURE = [9.0, 9.0, 9.0, 9.0, 0.5, 0.5, 0.5, 9.0]
@@ -65,9 +67,10 @@ def test_where_nothing_is_proven_the_advice_is_not_to_speculate() -> None:
     found = advice_of([standard(), faster([0.8] * 8)])
     assert found.sentence == "do not speculate: the best is ngram with window 4: 0.80x [0.80, 0.80]"
     assert not found.pays and found.choice == "off (best: ngram with window 4)"
-    assert advice_of([standard(), faster(UNSURE)]).sentence.startswith(
-        "do not speculate yet: the best is ngram"
-    )
+    found = advice_of([standard(), faster(UNSURE)])
+    assert found.sentence.startswith("ngram with window 4: too noisy to tell: ")
+    assert found.sentence.endswith("; measure more prompts")
+    assert not found.pays and found.choice == "undecided (best: ngram with window 4)"
     sure = faster([1.2] * 7 + [1.3], num_draft_tokens=1)
     found = advice_of([standard(), sure, faster(UNSURE)])
     assert found.sentence.startswith("use ngram with window 1: "), (
@@ -94,8 +97,11 @@ def test_a_single_prompt_or_batch_proves_nothing_however_often_it_is_run(batch_s
     rows = [standard(prompts, batch_size=batch_size, repeat=i) for i in range(5)]
     rows += [faster([2.0 + i / 100] * prompts, batch_size=batch_size, repeat=i) for i in range(5)]
     found = advice_of(rows)
-    assert math.isnan(found.bound) and found.sentence.startswith("do not speculate yet")
-    assert "2.00x (no interval)" in advice_of([rows[0], rows[5]]).sentence
+    assert not found.pays
+    assert found.sentence == (
+        "ngram with window 4: too few runs to tell: 2.02x; measure more prompts"
+    )
+    assert "too few runs to tell: 2.00x" in advice_of([rows[0], rows[5]]).sentence
 
 
 def test_methods_that_gain_nothing_are_advised_in_one_run_of_twenty_at_most() -> None:
@@ -110,6 +116,39 @@ def test_methods_that_gain_nothing_are_advised_in_one_run_of_twenty_at_most() ->
             rows += [timed(each, num_draft_tokens=window, repeat=i) for i, each in enumerate(times)]
         advised += advise(comparisons(rows), {})[0].pays
     assert advised <= 8
+
+
+def test_choices_within_noise_of_the_best_are_named() -> None:
+    similar = [each + 0.02 for each in SURE]
+    found = advice_of([standard(), faster(SURE), faster(similar, num_draft_tokens=2)])
+    assert found.sentence.endswith("; too noisy to choose between this and ngram with window 4")
+    many = [faster(SURE, num_draft_tokens=window) for window in range(1, 7)]
+    assert advice_of([standard(), *many]).sentence.endswith(", 2 more")
+
+
+def test_nothing_is_advised_against_while_one_choice_may_be_faster() -> None:
+    found = advice_of([standard(), faster([0.8] * 8), faster(UNSURE, num_draft_tokens=2)])
+    assert found.choice == "undecided (best: ngram with window 2)"
+
+
+def test_transformers_methods_within_noise_are_not_called_faster() -> None:
+    theirs = faster([1.6, 4.0] * 4, "generate")
+    sentence = advice_of([standard(), faster(SURE), theirs]).sentence
+    assert "; perhaps faster: transformers' generate, " in sentence
+
+
+def test_a_single_run_is_not_advised_against() -> None:
+    (line,) = report_of([standard(1), faster([0.6])]).lines
+    assert "do not speculate" not in line
+    assert line.endswith("ngram with window 4: too few runs to tell: 0.60x; measure more prompts")
+
+
+def test_no_predictions_are_counted_where_none_was_made(tmp_path: Path) -> None:
+    report = report_of([standard(), faster(SURE, num_draft_tokens="auto")])
+    assert report.predicted == ""
+    assert "predictions" not in write(report, tmp_path).read_text(encoding="utf-8")
+    report = report_of([standard(), faster(SURE)])
+    assert report.predicted.endswith(" of 1 predictions are within 10% of the measured speedup.")
 
 
 TRUE_RATIO = 1.8

@@ -97,6 +97,16 @@ def test_a_heading_keeps_an_import_path_and_spells_a_figures_name() -> None:
     assert "block efficiency" in " ".join(grid(["", "block_efficiency"], [["a", "1.00"]]).split())
 
 
+def test_columns_stay_aligned_below_characters_of_two_columns() -> None:
+    """A Chinese character takes two columns of a terminal, a combining accent none."""
+    lines = grid(
+        ["domain", "seconds", ""], [["\u4ee3\u7801", "1.5", "a"], ["cafe\u0301", "2", "b"]]
+    )
+    _, wide, accented = lines.splitlines()
+    assert wide == "\u4ee3\u7801        1.5  a"
+    assert accented == "cafe\u0301          2  b"
+
+
 def test_a_draft_behind_a_lookup_has_no_cost_of_a_token() -> None:
     """Copied tokens cost nothing: a mean over both kinds is neither's cost."""
     drafter = NGramWithFallback(NGramDrafter(), pair().drafter)

@@ -1,1 +1,1 @@
-"""Is the output the target's? What finds it out, by three checks that each stand beside a biased rule."""
+"""Audits: is the output the target's? Each check also runs with a biased rule, to show power."""

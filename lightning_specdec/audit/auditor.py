@@ -1,10 +1,11 @@
-"""Is the output the target's? Every draft, rule and sampling of a pair, by two checks, each beside a biased rule.
+"""Is the output the target's? Two checks of every draft, rule and sampling of a pair.
 
-Identity (`identity`) holds token for token where it must, over whole texts, stops and all. One round (`exact_round`)
-holds for every draft and outcome, but for the likeliest tokens alone. No random error can make either fail.
+Identity (`identity`): whole texts equal standard decoding's token for token, where they must, stops
+included. Round (`exact_round`): one round has the target's distribution, over every draft and
+outcome, but for the most likely tokens only. No random error can make either fail.
 
-A check in which a biased rule on the same pair is not found has not enough power, and the finding says so. A check that
-breaks is a finding too.
+Each check also runs with a biased rule on the same pair. If it does not find the bias, it has not
+enough power, and the finding says so. A check that breaks is a finding too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -43,13 +43,16 @@ from lightning_specdec.rules.acceptance import within
 
 CHECKS = ("identity", "round")
 CONTEXT = 16
-"""Tokens of a text's end that rounds continue."""
+"""Tokens before a round: the end of a text."""
 ROUND_WINDOW = 2
-"""Draft tokens in the check of one round, whose drafts are all gone through."""
-NUM_TRIED, NUM_PASSED = 4, 24
-"""For each place of that check: at how many the biased round is tried, and how many are passed to find those."""
-PLAIN = 0.02
-"""Error of a biased round with which a place is good enough; else those with the largest are taken."""
+"""Draft tokens in the check of one round, which goes through all drafts."""
+NUM_TRIED = 4
+"""For each place to check: contexts at which the biased round is measured."""
+NUM_CANDIDATES = 24
+"""For each place to check: contexts among which those are searched."""
+CLEAR_ERROR = 0.02
+"""A biased round with this error shows a bias clearly. Else the contexts with the largest errors
+are chosen."""
 log = logging.getLogger(__name__)
 
 
@@ -63,14 +66,14 @@ class AuditCase(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found of one cell.
+    """The result of one check of one case.
 
     Args:
         check: "identity" or "round", or "lossy" for what a lossy rule changes.
-        verdict: "same", "tie" or "bug"; "exact" or "biased"; "measured"; "idle" where nothing was ever drafted; "error"
-            where the check broke.
-        enough_power: whether the biased rule was found out; None where there was none.
-        figures: plain values; the `reason` alone where the check broke.
+        verdict: of identity: "same", "tie" or "bug". Of a round: "exact" or "biased", or "idle" if
+            nothing was ever drafted. Of a lossy rule: "measured". Of any: "error" if it broke.
+        enough_power: whether the check found the bias of a biased rule; None if it did not try one.
+        figures: plain values; only the `reason` if the check broke.
     """
 
     cell: AuditCase
@@ -85,7 +88,9 @@ class Finding:
         return self.verdict in ("bug", "biased", "error")
 
     def to_dict(self) -> dict[str, Any]:
-        values = {name: value for name, value in asdict(self).items() if name != "cell"}
+        """Plain values for JSON."""
+        values = asdict(self)
+        del values["cell"]
         return {**self.cell._asdict(), **values, "failed": self.failed}
 
 
@@ -94,7 +99,8 @@ class Audit:
     """The findings so far.
 
     Args:
-        left_out: drafts and rules that do not go together, by name: the rule needs logits and the draft has none.
+        left_out: drafts and rules that cannot be combined, by name: the rule needs logits, and the
+            draft has none.
     """
 
     left_out: list[tuple[str, str]] = field(default_factory=list)
@@ -102,24 +108,25 @@ class Audit:
 
     @property
     def lossless(self) -> list[Finding]:
-        """Those of what should be lossless."""
+        """The findings about rules that should be lossless."""
         return [finding for finding in self.findings if finding.check != "lossy"]
 
     @property
     def failures(self) -> list[Finding]:
-        """Those that say that something is not lossless, or that nothing can be said."""
+        """The findings that something is not lossless, or could not be checked."""
         return [finding for finding in self.findings if finding.failed]
 
     @property
     def weak(self) -> list[Finding]:
-        """Those that had not enough power to say so."""
+        """The findings of checks without enough power."""
         return [finding for finding in self.findings if finding.enough_power is False]
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
         return {
             "passed": not self.failures,
             "enough_power": not self.weak,
-            "left_out": [list(each) for each in self.left_out],
+            "left_out": [list(names) for names in self.left_out],
             "findings": [finding.to_dict() for finding in self.findings],
         }
 
@@ -127,38 +134,46 @@ class Audit:
 class KeepsEverything(ExactMatch):
     """Biased: no draft token is ever rejected."""
 
-    def judge(self, draft: Draft, *rest: Any) -> Verdict:
-        verdict = super().judge(draft, *rest)
-        return Verdict(within(torch.ones_like(verdict.kept), draft.lengths), verdict.endings)
+    def judge(self, draft: Draft, *arguments: Any) -> Verdict:
+        verdict = super().judge(draft, *arguments)
+        everything = torch.ones_like(verdict.kept)
+        return Verdict(within(everything, draft.lengths), verdict.endings)
 
 
 class CorrectsFromTarget(RejectionSampling):
-    """Biased, but less: a correction is drawn from the target itself, so that what the draft likes comes twice."""
+    """Biased, but less: corrections are drawn from the target itself, so that tokens that the draft
+    prefers are committed too often."""
 
     def judge(
         self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
     ) -> Verdict:
         verdict = super().judge(draft, target_logits, sampling, noise)
-        return Verdict(verdict.kept, sampling.sample(target_logits, column(noise, Purpose.CORRECT)))
+        target_tokens = sampling.sample(target_logits, column(noise, Purpose.CORRECT))
+        return Verdict(verdict.kept, target_tokens)
 
 
-KEEPS, CORRECTS = KeepsEverything(), CorrectsFromTarget()
+# One object each, since results are cached by rule.
+KEEPS_EVERYTHING = KeepsEverything()
+CORRECTS_FROM_TARGET = CorrectsFromTarget()
 
 
 class Auditor:
-    """Checks every combination (cell) of draft, rule and sampling of a pair. `SpeculativeDecoder.audit` makes it.
+    """Checks every combination (case) of draft, rule and sampling of a pair.
+
+    `SpeculativeDecoder.audit` creates it.
 
     Args:
         target: the target, in the form that decodes.
         drafts: drafters by name, in the form that decodes.
         prompts: tokens.
-        config: window, new tokens and EOS of whole outputs, and the seed. `changes` are fields of it and win over it.
+        config: window, new tokens and EOS of whole outputs, and the seed. `changes` are fields of
+            it and override it.
         rules: acceptance rules by name.
         samplings: samplings by name.
         num_places: places in the texts for the check of one round.
 
     Raises:
-        ValueError: the target cannot take these prompts, settings or drafts.
+        ValueError: the target does not accept these prompts, settings or drafts.
     """
 
     def __init__(
@@ -173,130 +188,144 @@ class Auditor:
         num_places: int = 3,
         **changes: Any,
     ) -> None:
-        for name, given in (("draft", drafts), ("rule", rules), ("sampling", samplings)):
-            if not given:
+        for name, choices in (("draft", drafts), ("rule", rules), ("sampling", samplings)):
+            if not choices:
                 raise ValueError(f"there is no {name} to audit: give at least one")
-        defaults = {"num_draft_tokens": 3, "max_new_tokens": 32} if config is None else {}
-        config = DecodingConfig.of(config, **{**defaults, **changes})
-        self.target, self.drafts, self.rules, self.samplings = target, drafts, rules, samplings
+        if config is None:
+            changes = {"num_draft_tokens": 3, "max_new_tokens": 32, **changes}
+        config = DecodingConfig.of(config, **changes)
+
+        self.target = target
+        self.drafts = drafts
+        self.rules = rules
+        self.samplings = samplings
         self.num_places = require_int("num_places", num_places, 1)
         self.window = require_int("num_draft_tokens", config.num_draft_tokens, 1)
-        self.max_new_tokens, self.seed = config.max_new_tokens, config.seed
+        self.max_new_tokens = config.max_new_tokens
+        self.seed = config.seed
         self.eos = tuple(sorted(check_eos(config.eos, target.vocab_size)))
         self.prompts = [text for _, text in check_batch(prompts, target, config)]
         for drafter in drafts.values():
             drafter.check_target(target)
             check_batch(self.prompts, target, config, drafter=drafter)
-        left_out = [
-            (draft, name)
-            for (draft, drafter), (name, rule) in product(drafts.items(), rules.items())
-            if rule.needs_draft_logits and not drafter.gives_logits
-        ]
-        if len(left_out) == len(drafts) * len(rules):
-            draft, name = left_out[0]
-            raise ValueError(
-                f"{name} compares the draft's logits, and {draft} has none: audit another rule"
-            )
-        self.audit = Audit(left_out)
-        for name in ("decode", "uncertain_contexts", "_divergences", "_telling_places"):
-            setattr(
-                self, name, cache(getattr(self, name))
-            )  # many cells ask for each; of methods they would outlive it
+        self.audit = Audit(_incompatible(drafts, rules))
+
+        # Many cases ask for the same results. A cache on the class would keep the models alive.
+        self.decode = cache(self.decode)  # type: ignore[method-assign]
+        self.uncertain_contexts = cache(self.uncertain_contexts)  # type: ignore[method-assign]
+        self._divergences = cache(self._divergences)  # type: ignore[method-assign]
+        self._places_that_show_bias = cache(self._places_that_show_bias)  # type: ignore[method-assign]
 
     def cells(self) -> Iterator[AuditCase]:
-        """The cells; rules that need logits are left out for drafts without them."""
-        for draft, rule in product(self.drafts, self.rules):
-            if (draft, rule) not in self.audit.left_out:
-                yield from (AuditCase(draft, rule, sampling) for sampling in self.samplings)
+        """The cases, without rules that need logits for drafts that have none."""
+        for draft in self.drafts:
+            for rule in self.rules:
+                if (draft, rule) in self.audit.left_out:
+                    continue
+                for sampling in self.samplings:
+                    yield AuditCase(draft, rule, sampling)
 
     def run(
         self, checks: Sequence[str] = CHECKS, *, tell: Callable[[str], None] = lambda text: None
     ) -> Audit:
-        """Run the checks that apply to each cell. Returns the findings, which `audit` holds as they are made.
+        """Run the checks that apply to each case; returns the findings, which `audit` collects.
 
         Args:
             checks: "identity" (equal tokens), "round" (distribution of one round) or both.
-            tell: called with a line of text before each cell.
+            tell: called with a line of text before each case.
         """
         cells = list(self.cells())
         for number, cell in enumerate(cells, 1):
             tell(f"{number} of {len(cells)}: {', '.join(cell)}")
-            rule = self.rules[cell.rule]
-            applies = (
-                "identity"
-                if rule.keeps_tokens(greedy=self.samplings[cell.sampling].greedy)
-                else "round"
-            )
-            if not rule.lossless:
-                self.audit.findings.append(self._found("lossy", cell))
-            elif applies in checks:
-                self.audit.findings.append(self._found(applies, cell))
+            check = self._check_for(cell)
+            if check == "lossy" or check in checks:
+                self.audit.findings.append(self._find(check, cell))
         return self.audit
 
-    def _found(self, check: str, cell: AuditCase) -> Finding:
-        """What a check finds, if only that it breaks."""
-        run = {"identity": self._identity, "round": self._round, "lossy": self._lossy}
+    def _check_for(self, cell: AuditCase) -> str:
+        """The check that applies to a case."""
+        rule = self.rules[cell.rule]
+        sampling = self.samplings[cell.sampling]
+        if not rule.lossless:
+            return "lossy"
+        return "identity" if rule.keeps_tokens(greedy=sampling.greedy) else "round"
+
+    def _find(self, check: str, cell: AuditCase) -> Finding:
+        """Run a check; one that breaks is a finding too."""
+        run = {"identity": self._identity, "round": self._round, "lossy": self._lossy}[check]
         try:
-            return run[check](cell)
-        except (
-            Exception
-        ) as error:  # drafters, rules and targets are anybody's, and raise what they like
+            return run(cell)
+        except Exception as error:
+            # Drafters, rules and targets are the user's code, and may raise anything.
             log.debug("%s, %s", ", ".join(cell), check, exc_info=error)
             reason = f"{type(error).__name__}: {error}"
             return Finding(cell, check, "error", figures={"reason": " ".join(reason.split())})
 
     def _identity(self, cell: AuditCase) -> Finding:
-        """Whether the outputs equal standard decoding's, token for token, and forged drafts are judged as they must."""
-        rule, settings = self.rules[cell.rule], {"width": self.window + 1, "seed": self.seed}
-        found = self._divergences(cell.draft, rule, cell.sampling)
+        """Check that the outputs equal standard decoding's, token for token, and that forged drafts
+        are judged correctly."""
+        rule = self.rules[cell.rule]
+        divergences = self._divergences(cell.draft, rule, cell.sampling)
         num_wrong = num_wrong_rounds(
             self.target,
             self.prompts[0],
             rule=rule,
             sampling=self.samplings[cell.sampling],
-            **settings,
+            width=self.window + 1,
+            seed=self.seed,
         )
-        bug = num_wrong or any(each.verdict == "bug" for each in found)
-        verdict = "bug" if bug else "tie" if found else "same"
+        if num_wrong or _has_bug(divergences):
+            verdict = "bug"
+        elif divergences:
+            verdict = "tie"
+        else:
+            verdict = "same"
+
+        control = self._divergences(cell.draft, KEEPS_EVERYTHING, cell.sampling)
+        different_prompts = {divergence.prompt for divergence in divergences}
         figures: dict[str, Any] = {
             "num_prompts": len(self.prompts),
-            "num_equal": len(self.prompts) - len({each.prompt for each in found}),
-            "divergences": [vars(each) for each in found],
+            "num_equal": len(self.prompts) - len(different_prompts),
+            "divergences": [vars(divergence) for divergence in divergences],
             "num_wrong_rounds": num_wrong,
         }
-        control = self._divergences(cell.draft, KEEPS, cell.sampling)
-        return Finding(
-            cell, "identity", verdict, any(each.verdict == "bug" for each in control), figures
-        )
+        return Finding(cell, "identity", verdict, _has_bug(control), figures)
 
-    def _divergences(self, draft: str, rule: AcceptanceRule, name: str) -> list[Divergence]:
-        """Where outputs part: whole ones, and those that end at a token which stands inside them."""
-        sampling, found = self.samplings[name], []
+    def _divergences(
+        self, draft: str, rule: AcceptanceRule, sampling_name: str
+    ) -> list[Divergence]:
+        """Where outputs diverge from standard decoding's, with the EOS and with one more stop."""
+        sampling = self.samplings[sampling_name]
+        divergences = []
         for eos in dict.fromkeys((self.eos, self.stops(sampling))):
-            standard, other = (
-                self.decode(None, None, sampling, eos),
-                self.decode(draft, rule, sampling, eos),
-            )
-            for number, both in enumerate(
-                zip(self.prompts, standard.tokens, other.tokens, strict=True)
-            ):
-                settings: dict[str, Any] = {
-                    "sampling": sampling,
-                    "seed": self.seed,
-                    "width": self.window + 1,
-                }
-                if (
-                    parting := find_divergence(self.target, *both, number=number, **settings)
-                ) is not None:
-                    found.append(parting)
-        return found
+            standard = self.decode(None, None, sampling, eos)
+            speculative = self.decode(draft, rule, sampling, eos)
+            texts = zip(self.prompts, standard.tokens, speculative.tokens, strict=True)
+            for prompt_index, (prompt, standard_tokens, tokens) in enumerate(texts):
+                divergence = find_divergence(
+                    self.target,
+                    prompt,
+                    standard_tokens,
+                    tokens,
+                    number=prompt_index,
+                    sampling=sampling,
+                    seed=self.seed,
+                    width=self.window + 1,
+                )
+                if divergence is not None:
+                    divergences.append(divergence)
+        return divergences
 
     def stops(self, sampling: Sampling) -> tuple[int, ...]:
-        """The EOS, and the token that most often stands inside standard decoding's outputs: few outputs end otherwise,
-        and what ends a text has to be tried."""
-        rows = self.decode(None, None, sampling, self.eos).tokens
-        inside = Counter(token for row in rows for token in set(row[1:-1]))
-        return (*self.eos, *(token for token, _ in inside.most_common(1)))
+        """The EOS, and the token that most outputs of standard decoding contain inside.
+
+        Few outputs end by themselves, and what ends a text must be tried.
+        """
+        counts: Counter[int] = Counter()
+        for tokens in self.decode(None, None, sampling, self.eos).tokens:
+            counts.update(set(tokens[1:-1]))
+        most_common = [token for token, _ in counts.most_common(1)]
+        return (*self.eos, *most_common)
 
     def decode(
         self,
@@ -305,7 +334,7 @@ class Auditor:
         sampling: Sampling,
         eos: tuple[int, ...],
     ) -> DecodeResult:
-        """How the prompts continue: by the target alone without a draft.
+        """Continue the prompts; without a draft, by the target alone.
 
         Raises:
             ValueError: a row does not end where it must.
@@ -314,95 +343,158 @@ class Auditor:
             "sampling": sampling,
             "seed": self.seed,
             "max_new_tokens": self.max_new_tokens,
+            "eos": eos,
+            "logprobs": rule is None or not rule.lossless,
         }
-        settings |= {"eos": eos, "logprobs": rule is None or not rule.lossless}
         if draft is None:
             result = autoregressive_decode(self.target, self.prompts, **settings)
         else:
-            settings |= {"num_draft_tokens": self.window, "rule": rule}
-            result = speculative_decode(self.target, self.drafts[draft], self.prompts, **settings)
-        for row in result.tokens:
-            ends = [i + 1 for i, token in enumerate(row) if token in eos]
-            if len(row) != min([self.max_new_tokens, *ends]):
+            result = speculative_decode(
+                self.target,
+                self.drafts[draft],
+                self.prompts,
+                num_draft_tokens=self.window,
+                rule=rule,
+                **settings,
+            )
+        for tokens in result.tokens:
+            if len(tokens) != self._expected_length(tokens, eos):
                 raise ValueError(
-                    f"a row has {len(row)} new tokens, and its EOS and max_new_tokens allow others"
+                    f"a row has {len(tokens)} new tokens, and its EOS and max_new_tokens allow "
+                    "others"
                 )
         return result
 
+    def _expected_length(self, tokens: Sequence[int], eos: tuple[int, ...]) -> int:
+        """The number of new tokens up to the first EOS, which is kept, or the maximum."""
+        for i, token in enumerate(tokens):
+            if token in eos:
+                return min(i + 1, self.max_new_tokens)
+        return self.max_new_tokens
+
     def _round(self, cell: AuditCase) -> Finding:
-        """Whether whole rows end where they must, and rounds at single places have the target's distribution."""
-        rule, sampling = self.rules[cell.rule], self.samplings[cell.sampling]
+        """Check that whole rows end where they must, and that rounds at single places have the
+        target's distribution."""
+        rule = self.rules[cell.rule]
+        sampling = self.samplings[cell.sampling]
+        # Raises an error for rows that end elsewhere.
         self.decode(cell.draft, rule, sampling, self.stops(sampling))
-        places, control_error = self._telling_places(cell.draft, cell.sampling)
+
+        places, control_error = self._places_that_show_bias(cell.draft, cell.sampling)
         if not places:
-            return Finding(cell, "round", "idle", False)
+            return Finding(cell, "round", "idle", enough_power=False)
         laws = [self._law(cell.draft, rule, cell.sampling, place) for place in places]
-        worst = max(laws, key=lambda law: law.error / law.tolerance)
+        worst_law = max(laws, key=lambda law: law.error / law.tolerance)
+        verdict = "exact" if all(law.is_the_targets for law in laws) else "biased"
         figures = {
-            **vars(worst),
+            **vars(worst_law),
             "surprises": sum(law.surprises for law in laws),
             "reads_right": all(law.reads_right for law in laws),
             "num_places": len(laws),
             "control_error": control_error,
         }
-        verdict = "exact" if all(law.is_the_targets for law in laws) else "biased"
         return Finding(cell, "round", verdict, control_error is not None, figures)
 
-    def _telling_places(self, draft: str, sampling: str) -> tuple[list[list[int]], float | None]:
-        """Places where a biased round is found out, and by which error at least; without one, where something is
-        drafted, and None."""
-        laws: list[tuple[float, list[int]]] = []
-        for place in self.uncertain_contexts(self.samplings[sampling])[
-            : NUM_PASSED * self.num_places
-        ]:
-            law = self._law(draft, CORRECTS, sampling, place)
+    def _places_that_show_bias(
+        self, draft: str, sampling_name: str
+    ) -> tuple[list[list[int]], float | None]:
+        """Contexts at which a biased round has the largest errors.
+
+        Returns:
+            The contexts. If the bias shows at none of them, those at which something is drafted.
+            The smallest error by which the bias shows; None if it does not.
+        """
+        contexts = self.uncertain_contexts(self.samplings[sampling_name])
+        measured: list[tuple[float, list[int]]] = []
+        num_clear = 0
+        for context in contexts[: NUM_CANDIDATES * self.num_places]:
+            law = self._law(draft, CORRECTS_FROM_TARGET, sampling_name, context)
             if law.num_drafts:
-                laws.append((law.error if law.error > 2 * law.tolerance else 0.0, place))
-            plain = sum(error > PLAIN for error, _ in laws)
-            if plain == self.num_places or len(laws) == NUM_TRIED * self.num_places:
+                is_visible = law.error > 2 * law.tolerance
+                error = law.error if is_visible else 0.0
+                measured.append((error, context))
+                if error > CLEAR_ERROR:
+                    num_clear += 1
+            if num_clear == self.num_places or len(measured) == NUM_TRIED * self.num_places:
                 break
-        laws = sorted(laws, key=lambda each: -each[0])[: self.num_places]
-        return [place for _, place in laws], min(
-            (error for error, _ in laws if error), default=None
-        )
+
+        by_error = sorted(measured, key=lambda pair: pair[0], reverse=True)
+        chosen = by_error[: self.num_places]
+        visible_errors = [error for error, _ in chosen if error]
+        return [context for _, context in chosen], min(visible_errors, default=None)
 
     def _law(
-        self, draft: str, rule: AcceptanceRule, sampling: str, place: Sequence[int]
+        self, draft: str, rule: AcceptanceRule, sampling_name: str, context: Sequence[int]
     ) -> RoundLaw:
         return measure_round(
             self.target,
             self.drafts[draft],
-            place,
+            context,
             rule=rule,
-            sampling=self.samplings[sampling],
+            sampling=self.samplings[sampling_name],
             num_draft_tokens=min(self.window, ROUND_WINDOW),
             seed=self.seed,
         )
 
     def uncertain_contexts(self, sampling: Sampling) -> list[list[int]]:
-        """The prompts' ends, and then places in standard decoding's texts, before the least likely tokens first: where
-        the target is sure, and most drafts with it, few mistakes of a rule show."""
-        places = []
+        """The ends of the prompts, then the contexts of standard decoding's least likely tokens.
+
+        Where the target is sure, most drafts are right, and few mistakes of a rule show.
+        """
+        scored_contexts = []
         for row in self.decode(None, None, sampling, self.eos).rows:
-            scored = zip(row.logprobs or (), range(len(row.tokens)), strict=True)
-            places += [
-                (score, [*row.prompt, *row.tokens[:i]][-CONTEXT:]) for score, i in scored if i
-            ]
-        return [text[-CONTEXT:] for text in self.prompts] + [text for _, text in sorted(places)]
+            for i, logprob in enumerate(row.logprobs or ()):
+                # The first token follows the prompt, which is in the list anyway.
+                if i > 0:
+                    text = [*row.prompt, *row.tokens[:i]]
+                    scored_contexts.append((logprob, text[-CONTEXT:]))
+
+        prompt_ends = [prompt[-CONTEXT:] for prompt in self.prompts]
+        return prompt_ends + [context for _, context in sorted(scored_contexts)]
 
     def _lossy(self, cell: AuditCase) -> Finding:
+        """Measure what a lossy rule changes."""
         sampling = self.samplings[cell.sampling]
         result = self.decode(cell.draft, self.rules[cell.rule], sampling, self.eos)
+        standard = self.decode(None, None, sampling, self.eos)
         figures = {
             "num_new_tokens": result.num_new_tokens,
             "num_changed": result.num_changed,
             "perplexity": perplexity(result),
-            "standard_perplexity": perplexity(self.decode(None, None, sampling, self.eos)),
+            "standard_perplexity": perplexity(standard),
         }
         return Finding(cell, "lossy", "measured", None, figures)
 
 
+def _incompatible(
+    drafts: Mapping[str, Drafter], rules: Mapping[str, AcceptanceRule]
+) -> list[tuple[str, str]]:
+    """Drafts and rules that cannot be combined, by name.
+
+    Raises:
+        ValueError: none can.
+    """
+    pairs = []
+    for draft_name, drafter in drafts.items():
+        for rule_name, rule in rules.items():
+            if rule.needs_draft_logits and not drafter.gives_logits:
+                pairs.append((draft_name, rule_name))
+    if len(pairs) == len(drafts) * len(rules):
+        draft_name, rule_name = pairs[0]
+        raise ValueError(
+            f"{rule_name} compares the draft's logits, and {draft_name} has none: audit another "
+            "rule"
+        )
+    return pairs
+
+
+def _has_bug(divergences: Sequence[Divergence]) -> bool:
+    return any(divergence.verdict == "bug" for divergence in divergences)
+
+
 def perplexity(result: DecodeResult) -> float:
     """exp(-mean log probability of the new tokens under the target)."""
-    scores = [score for row in result.rows for score in row.logprobs or ()]
-    return math.exp(-math.fsum(scores) / len(scores))
+    logprobs = []
+    for row in result.rows:
+        logprobs += row.logprobs or ()
+    return math.exp(-math.fsum(logprobs) / len(logprobs))

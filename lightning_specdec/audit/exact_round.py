@@ -1,23 +1,30 @@
-"""What one round of the real loop commits, summed over its drafts and outcomes, against the target.
+"""The distribution of what one round of the real loop commits, compared with the target's.
 
-Of all rounds that commit the tokens s and continue behind them, the next token must have the target's distribution
-behind s: P(s, t) = P(s, anything) * target_prob(t | s) for every s that can be drafted and every token t. Draft tokens
-are drawn by inverse transform sampling from what the drafter reports, which is tested at both ends of each interval.
-Each decision to keep a token and each correction belongs to an interval of uniform numbers, whose ends are asked of the
-rule itself (`find_shares`). So P is a sum of products of intervals. That rounds commit what the rule decides, also in
-rows of unequal windows, is tested at random numbers.
+It is summed over all drafts and outcomes. Of all rounds that commit the tokens s and continue after
+them, the next token must have the target's distribution after s:
 
-A round has V^K drafts, so the sampling keeps only the likeliest tokens (`top_k`), on both sides. The rarest drafts are
-left out, and their probability is added to what may be rounding.
+    P(s, t) = P(s, anything) * target_prob(t | s)
 
-Shapes: N places, R rows of one text, K draft tokens, V vocabulary.
+for every s that can be drafted and every token t.
+
+P is a sum of products of intervals of uniform numbers. Draft tokens are drawn by inverse transform
+sampling from the drafter's reported probabilities, which is tested at both ends of each interval.
+Each decision to keep a token and each correction belongs to an interval, too. Its ends are found by
+asking the rule itself (`find_shares`). A test at random numbers, also with rows of unequal windows,
+checks that rounds commit what the rule decides.
+
+A round has V^K drafts, so the sampling keeps only the most likely tokens (`top_k`), on both sides.
+The rarest drafts are left out, and their probability is added to the tolerance.
+
+Shapes: N questions, R rows of one text, K draft tokens, V vocabulary, F functions, B brackets.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,16 +38,22 @@ from lightning_specdec.rules import AcceptanceRule, Draft, Purpose, Sampling, dr
 TOLERANCE = 4e-6
 """What float32 does to a probability, and to a product of K + 1 of them."""
 NUM_RANDOM = 16
-"""Rows with random numbers, besides those of all drafts."""
-MOST_OFF = 8.0
-"""How many times what rounding does to a logit may lie between those of a round and those of a plain call: the measured
-rounding is that of a few ways to read a text, and a round is one more. A logit of another place is off by far more."""
-MOST_STEPS = 256
+"""Rows with random numbers, in addition to those of all drafts."""
+MAX_LOGITS_RATIO = 8.0
+"""Largest difference between the logits of a round and of a plain call / measured rounding.
+
+The rounding is measured in a few ways to read a text, and a round is one more. A logit of another
+position differs by far more."""
+MAX_STEPS = 256
 """Steps that the functions searched together may have: so many, and so many more for each."""
+MIN_REACHED_PROB = 64 / STEPS
+"""Draft tokens below this probability under the target are not followed when logits are compared.
+"""
 NOT_REACHED = -1
+"""Stands for the correction of a row whose round has ended before."""
 
 Place = tuple[int, int]
-"""A row and a position."""
+"""A row and a position in its round."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +61,14 @@ class RoundLaw:
     """How far one round is from the target.
 
     Args:
-        num_drafts: drafts that the round can have; 0 where nothing was drafted, and then there is nothing else.
-        error: largest difference between the probability of a committed token and what the target gives it; not
-            measured where there are surprises.
-        tolerance: what of that is rounding, or due to drafts too rare to be looked at.
+        num_drafts: drafts that the round can have. If it is 0, nothing was drafted, and the other
+            values are not measured.
+        error: largest difference between the probability of a committed token and the target's; not
+            measured if there are surprises.
+        tolerance: how much of that rounding and the drafts that were left out explain.
         surprises: rows whose draft or outcome does not follow from their numbers.
-        logits_error: largest difference of the round's logits from the target's own.
-        logits_rounding: by how much rounding moves the target's own.
+        logits_error: largest difference between the round's logits and the target's own.
+        logits_rounding: how much rounding moves the target's own.
     """
 
     num_drafts: int
@@ -71,8 +85,8 @@ class RoundLaw:
 
     @property
     def reads_right(self) -> bool:
-        """Whether the round judged by the target's own logits, of the right places."""
-        return self.logits_error <= MOST_OFF * self.logits_rounding
+        """Whether the round used the target's logits, of the right positions."""
+        return self.logits_error <= MAX_LOGITS_RATIO * self.logits_rounding
 
 
 @torch.inference_mode()
@@ -87,233 +101,366 @@ def measure_round(
     num_top: int = 4,
     seed: int = 0,
 ) -> RoundLaw:
-    """The law of a round behind a prompt, on a `Stage`.
+    """Measure a round after a prompt, on a `Stage`.
 
     Args:
-        rule: a lossless one whose draft tokens are drawn with numbers for them alone, unlike those of `ExactMatch`.
+        rule: lossless, and with separate numbers for draft tokens, unlike `ExactMatch`.
         sampling: above temperature 0.
         seed: keys the numbers that nothing may depend on.
-        num_top: likeliest tokens that each side may draw.
+        num_top: number of most likely tokens that each side may draw.
 
     Raises:
-        ValueError: a round has too many drafts, or the rule is no function of its numbers.
+        ValueError: a round has too many drafts, or the rule is not a function of its numbers.
     """
-    few = replace(
-        sampling, top_k=num_top if sampling.top_k is None else min(num_top, sampling.top_k)
-    )
+    top_k = num_top
+    if sampling.top_k is not None:
+        top_k = min(num_top, sampling.top_k)
+    sampling = replace(sampling, top_k=top_k)
     stage = Stage(
-        target, drafter, prompt, rule=rule, sampling=few, num_draft_tokens=num_draft_tokens
+        target, drafter, prompt, rule=rule, sampling=sampling, num_draft_tokens=num_draft_tokens
     )
-    paths, ends, left_out = draft_tree(stage)
+    paths, end_numbers, left_out_prob = draft_tree(stage)
     if not any(path.tokens for path in paths):
         return RoundLaw(0)
+
+    # Every draft, the ends of every token's interval, and random numbers, in one round.
     generator = torch.Generator().manual_seed(seed)
-    random: list[list[float]] = [[]] * NUM_RANDOM
-    played = stage.play([*(path.numbers for path in paths), *ends, *random], generator)
-    ragged = stage.play(random, generator, ragged=True)
-    surprises = _surprises(rule, few, played) + _surprises(rule, few, ragged)
-    logits_error, logits_rounding = _logits(stage, played)
+    path_numbers = [path.numbers for path in paths]
+    random_numbers: list[list[float]] = [[]] * NUM_RANDOM
+    played = stage.play([*path_numbers, *end_numbers, *random_numbers], generator)
+    ragged = stage.play(random_numbers, generator, ragged=True)
+    surprises = _num_surprises(rule, sampling, played) + _num_surprises(rule, sampling, ragged)
+    logits_error, logits_rounding = _compare_logits(stage, played)
     law = RoundLaw(len(paths), 0.0, TOLERANCE, surprises, logits_error, logits_rounding)
     if surprises:
         return law
-    right = {
-        row: path for row, path in enumerate(paths) if tuple(played.drafted[row]) == path.tokens
-    }
-    left_out += sum(
-        path.share for row, path in enumerate(paths) if row not in right
-    )  # rounding made them others
-    return replace(
-        law,
-        error=_error(right, Decisions(rule, few, played, generator)),
-        tolerance=TOLERANCE + left_out,
-    )
+
+    drawn_paths = {}
+    for row, path in enumerate(paths):
+        if tuple(played.drafted[row]) == path.tokens:
+            drawn_paths[row] = path
+        else:
+            # Rounding in the larger batch has changed the draft.
+            left_out_prob += path.prob
+    decisions = Decisions(rule, sampling, played, generator)
+    error = _largest_error(drawn_paths, decisions)
+    return replace(law, error=error, tolerance=TOLERANCE + left_out_prob)
 
 
-def _surprises(rule: AcceptanceRule, sampling: Sampling, played: Played) -> int:
-    """Rows whose draft was not drawn from what the drafter reports, or that commit others than the rule decides."""
+def _num_surprises(rule: AcceptanceRule, sampling: Sampling, played: Played) -> int:
+    """Rows whose draft does not follow from the drafter's report, or whose new tokens do not follow
+    from the rule."""
     if played.draft is None or played.logits is None:
         return 0
-    draft, noise = played.draft, played.noise.to(played.logits.device)
+    draft = played.draft
+    noise = played.noise.to(played.logits.device)
     verdict = rule.judge(draft, played.logits, sampling, noise)
-    drawn = draft.tokens
+    all_num_accepted = verdict.num_accepted.tolist()
+    next_tokens = verdict.next_tokens.tolist()
+    expected_drafts = _expected_drafts(draft, noise[..., rule.draft_purpose], played.drafted)
+
+    num_surprises = 0
+    for row, drafted in enumerate(played.drafted):
+        num_accepted = all_num_accepted[row]
+        expected_tokens = [*drafted[:num_accepted], next_tokens[row]]
+        is_expected = (
+            drafted == expected_drafts[row]
+            and num_accepted <= len(drafted)
+            and played.committed[row] == expected_tokens
+        )
+        if not is_expected:
+            num_surprises += 1
+    return num_surprises
+
+
+def _expected_drafts(
+    draft: Draft, uniform: Tensor, drafted: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """The draft tokens that follow from the drafter's report and the uniform numbers `[R, K1]`."""
+    expected_drafts = []
     if draft.probs is not None:
-        drawn = draw(draft.probs, noise[:, : drawn.shape[1], rule.draft_purpose].contiguous())
-    found, certain = 0, dict[Prefix, int]()
-    ends = verdict.num_accepted.tolist(), verdict.next_tokens.tolist()
-    rows = zip(played.drafted, drawn.tolist(), played.committed, *ends, strict=True)
-    for drafted, own, committed, accepted, following in rows:
-        if draft.probs is None:  # the same tokens, whatever the numbers
-            own = [certain.setdefault(tuple(drafted[:i]), token) for i, token in enumerate(drafted)]
-        decided = [*drafted[:accepted], following]
-        found += drafted != own[: len(drafted)] or accepted > len(drafted) or committed != decided
-    return found
+        num_draft_tokens = draft.tokens.shape[1]
+        drawn = draw(draft.probs, uniform[:, :num_draft_tokens].contiguous()).tolist()
+        for tokens, drawn_tokens in zip(drafted, drawn, strict=True):
+            expected_drafts.append(drawn_tokens[: len(tokens)])
+        return expected_drafts
+
+    # A drafter that does not draw proposes the same token after the same tokens, whatever the
+    # numbers.
+    next_token: dict[Prefix, int] = {}
+    for tokens in drafted:
+        expected_tokens = []
+        for i, token in enumerate(tokens):
+            expected_tokens.append(next_token.setdefault(tuple(tokens[:i]), token))
+        expected_drafts.append(expected_tokens)
+    return expected_drafts
 
 
-def _logits(stage: Stage, played: Played) -> tuple[float, float]:
+def _compare_logits(stage: Stage, played: Played) -> tuple[float, float]:
     """How far the round's logits are from the target's own, and what rounding does to these.
 
-    Compared at every place that follows tokens which the target can draw.
+    Compared at every position that follows tokens which the target can draw.
     """
     assert played.logits is not None and played.draft is not None
-    drafts, width = played.draft.tokens.tolist(), played.logits.shape[1]
-    both = readings(stage.target, [[*stage.text, *tokens] for tokens in drafts], width, (None, 1))
-    one, other = (stage.sampling.process(way, [stage.text] * len(drafts), drafts) for way in both)
-    odds = stage.sampling.probs(one[:, :-1]).gather(-1, played.draft.tokens[..., None])[..., 0]
-    reached = torch.nn.functional.pad((odds > 64 / STEPS).cumprod(1), (1, 0), value=1) > 0
-    lengths = torch.tensor([[len(drafted)] for drafted in played.drafted], device=reached.device)
-    reached &= torch.arange(width, device=reached.device) <= lengths
-    error = difference(played.logits[reached], one[reached])
-    return error, rounding(stage.target, [one[reached], other[reached]])
+    draft_tokens = played.draft.tokens
+    drafts = draft_tokens.tolist()
+    width = played.logits.shape[1]
+    full_texts = [[*stage.text, *tokens] for tokens in drafts]
+    texts = [stage.text] * len(drafts)
+
+    # The whole text in one call, and token by token.
+    at_once, by_token = readings(stage.target, full_texts, width, (None, 1))
+    at_once = stage.sampling.process(at_once, texts, drafts)
+    by_token = stage.sampling.process(by_token, texts, drafts)
+
+    probs = stage.sampling.probs(at_once[:, :-1])
+    token_probs = probs.gather(-1, draft_tokens[..., None])[..., 0]
+    can_follow = (token_probs > MIN_REACHED_PROB).cumprod(1)
+    # The position before the first draft token is always reached.
+    is_reached = torch.nn.functional.pad(can_follow, (1, 0), value=1) > 0
+
+    lengths = torch.tensor([[len(tokens)] for tokens in played.drafted], device=is_reached.device)
+    is_reached &= torch.arange(width, device=is_reached.device) <= lengths
+    error = difference(played.logits[is_reached], at_once[is_reached])
+    return error, rounding(stage.target, [at_once[is_reached], by_token[is_reached]])
 
 
 class Decisions:
     """What the rule decides on the drafts of a round, as a function of each of its uniform numbers.
 
-    It sees only the tokens that either side can draw, since a large vocabulary takes long.
+    The rule receives only the tokens that either side can draw: a large vocabulary would take long.
     """
 
     def __init__(
         self, rule: AcceptanceRule, sampling: Sampling, played: Played, generator: torch.Generator
     ) -> None:
         assert played.draft is not None and played.logits is not None, "nothing was drafted"
-        self.rule, self.sampling, self.generator = rule, sampling, generator
-        draft, logits = played.draft, played.logits
-        used = (sampling.probs(logits) > 0).flatten(0, 1).any(0)
-        used[draft.tokens.flatten()] = True
+        self.rule = rule
+        self.sampling = sampling
+        self.generator = generator
+
+        draft = played.draft
+        is_used = (sampling.probs(played.logits) > 0).flatten(0, 1).any(0)
+        is_used[draft.tokens.flatten()] = True
         if draft.probs is not None:
-            used |= (draft.probs > 0).flatten(0, 1).any(0)  # a NaN behind a row's draft is no mass
-        self.names = used.nonzero()[:, 0]
-        self.tokens, self.lengths = (
-            torch.searchsorted(self.names, draft.tokens.contiguous()),
-            draft.lengths,
-        )
-        self.probs, self.draft_logits = (
-            None if part is None else part[..., self.names] for part in (draft.probs, draft.logits)
-        )
-        self.logits = logits[..., self.names]
+            # A comparison with NaN, which may follow a row's draft, is false.
+            is_used |= (draft.probs > 0).flatten(0, 1).any(0)
+        self.used_tokens = is_used.nonzero()[:, 0]
+        """`[V]`, the token of the whole vocabulary for each index used here."""
+
+        self.logits = played.logits[..., self.used_tokens]
         self.target_probs = sampling.probs(self.logits).double()
         """`[R, K + 1, V]`, what the target's tokens are drawn from."""
-
-    def search(self, places: Sequence[Place], purpose: Purpose) -> dict[Place, dict[int, float]]:
-        """What is decided at each place, with its share of the numbers of that purpose.
-
-        Of `ACCEPT`: 1 where the token there is kept. Of `CORRECT`: the token that follows where it is rejected, or
-        `NOT_REACHED`. All numbers that must not matter are random.
-        """
-        rows, positions = torch.tensor(places).unbind(1)
-
-        def ask(which: Tensor, uniform: Tensor) -> Tensor:
-            row, position, each = rows[which], positions[which], torch.arange(len(which))
-            noise = torch.rand(
-                len(which), self.logits.shape[1], len(Purpose), generator=self.generator
-            )
-            noise[..., Purpose.ACCEPT][torch.arange(noise.shape[1]) < position[:, None]] = 0.0
-            if purpose is Purpose.CORRECT:
-                noise[each, position, Purpose.ACCEPT] = LARGEST
-            noise[each, position, purpose] = uniform
-            parts = (self.lengths, self.probs, self.draft_logits)
-            lengths, probs, logits = (None if part is None else part[row] for part in parts)
-            draft = Draft(self.tokens[row], lengths, probs, logits)
-            verdict = self.rule.judge(
-                draft, self.logits[row], self.sampling, noise.to(self.logits.device)
-            )
-            accepted, following = verdict.num_accepted.cpu(), self.names[verdict.next_tokens].cpu()
-            if purpose is Purpose.ACCEPT:
-                return (accepted > position).long()
-            return torch.where(accepted == position, following, NOT_REACHED)
-
-        name = type(self.rule).__name__
-        return dict(
-            zip(places, find_shares(ask, len(places), name=name) if places else [], strict=True)
+        self.draft = Draft(
+            torch.searchsorted(self.used_tokens, draft.tokens.contiguous()),
+            draft.lengths,
+            None if draft.probs is None else draft.probs[..., self.used_tokens],
+            None if draft.logits is None else draft.logits[..., self.used_tokens],
         )
 
+    def search(self, places: Sequence[Place], purpose: Purpose) -> dict[Place, dict[int, float]]:
+        """What is decided at each place, with its share of the uniform numbers of that purpose.
 
-def _error(paths: dict[int, Path], decisions: Decisions) -> float:
-    """How far the probability of a committed token is from what the target gives it, at most.
+        For `ACCEPT`: 1 if the token there is kept. For `CORRECT`: the token that follows if it is
+        rejected, or `NOT_REACHED`. All numbers that must not matter are random.
+        """
+        if not places:
+            return {}
+        all_rows, all_positions = torch.tensor(places).unbind(1)
+
+        def decide(functions: Tensor, uniform: Tensor) -> Tensor:
+            rows = all_rows[functions]
+            positions = all_positions[functions]
+            noise = self._noise(positions, purpose, uniform)
+            return self._decide(rows, positions, purpose, noise)
+
+        shares = find_shares(decide, len(places), name=type(self.rule).__name__)
+        return dict(zip(places, shares, strict=True))
+
+    def _noise(self, positions: Tensor, purpose: Purpose, uniform: Tensor) -> Tensor:
+        """Noise `[N, K1, 3]` with which a round reaches the position, and decides there with the
+        uniform number."""
+        num_questions = len(positions)
+        width = self.logits.shape[1]
+        noise = torch.rand(num_questions, width, len(Purpose), generator=self.generator)
+
+        # The number 0 keeps every token that can be kept.
+        is_before = torch.arange(width) < positions[:, None]
+        noise[..., Purpose.ACCEPT][is_before] = 0.0
+        questions = torch.arange(num_questions)
+        if purpose is Purpose.CORRECT:
+            # The largest number rejects every token that can be rejected.
+            noise[questions, positions, Purpose.ACCEPT] = LARGEST
+        noise[questions, positions, purpose] = uniform
+        return noise.to(self.logits.device)
+
+    def _decide(self, rows: Tensor, positions: Tensor, purpose: Purpose, noise: Tensor) -> Tensor:
+        """What the rule decides at the positions of these rows `[N]`."""
+        draft = Draft(
+            self.draft.tokens[rows],
+            None if self.draft.lengths is None else self.draft.lengths[rows],
+            None if self.draft.probs is None else self.draft.probs[rows],
+            None if self.draft.logits is None else self.draft.logits[rows],
+        )
+        verdict = self.rule.judge(draft, self.logits[rows], self.sampling, noise)
+        num_accepted = verdict.num_accepted.cpu()
+        if purpose is Purpose.ACCEPT:
+            return (num_accepted > positions).long()
+        next_tokens = self.used_tokens[verdict.next_tokens].cpu()
+        return torch.where(num_accepted == positions, next_tokens, NOT_REACHED)
+
+
+def _largest_error(paths: dict[int, Path], decisions: Decisions) -> float:
+    """The largest difference between the probability of a committed token and the target's.
 
     Args:
         paths: the drafts, by their rows.
     """
-    places = [(row, i) for row, path in paths.items() for i in range(len(path.tokens) + 1)]
-    drafted = [(row, i) for row, i in places if i < len(paths[row].tokens)]
-    stays, ends = (
-        decisions.search(drafted, Purpose.ACCEPT),
-        decisions.search(places, Purpose.CORRECT),
-    )
-    committed: dict[Prefix, Counter[int]] = defaultdict(Counter)
-    seen: dict[Prefix, Place] = {}
+    # A round ends at a draft token that is rejected, or after the last one.
+    draft_places: list[Place] = []
+    end_places: list[Place] = []
     for row, path in paths.items():
-        reached = path.share
-        for i in range(len(path.tokens) + 1):
-            prefix, stay = path.tokens[:i], stays.get((row, i), {}).get(1, 0.0)
-            seen.setdefault(prefix, (row, i))
-            for token, size in ends[row, i].items():
-                if token != NOT_REACHED and stay < 1:
-                    committed[prefix][token] += reached * (1 - stay) * size  # type: ignore[assignment]
-            reached *= stay
-            if not reached:
+        for position in range(len(path.tokens)):
+            draft_places.append((row, position))
+            end_places.append((row, position))
+        end_places.append((row, len(path.tokens)))
+    keep_shares = decisions.search(draft_places, Purpose.ACCEPT)
+    correction_shares = decisions.search(end_places, Purpose.CORRECT)
+
+    # P(s, t): the probability that a round commits the prefix s and then the token t.
+    committed_probs: dict[Prefix, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    place_of_prefix: dict[Prefix, Place] = {}
+    for row, path in paths.items():
+        reached_prob = path.prob
+        for position in range(len(path.tokens) + 1):
+            place = (row, position)
+            prefix = path.tokens[:position]
+            place_of_prefix.setdefault(prefix, place)
+
+            keep_prob = keep_shares.get(place, {}).get(1, 0.0)
+            if keep_prob < 1:
+                rejected_prob = reached_prob * (1 - keep_prob)
+                for token, share in correction_shares[place].items():
+                    if token != NOT_REACHED:
+                        committed_probs[prefix][token] += rejected_prob * share
+
+            reached_prob *= keep_prob
+            if not reached_prob:
                 break
-            committed[prefix][path.tokens[i]] += reached  # type: ignore[assignment]
-    worst = 0.0
-    for prefix, tokens in committed.items():
-        probs = decisions.target_probs[seen[prefix]]
-        own = torch.tensor([tokens[name] for name in decisions.names.tolist()], dtype=torch.float64)
-        worst = max(worst, difference(own, probs.cpu() * (own.sum() / probs.sum().cpu())))
-    return worst
+            committed_probs[prefix][path.tokens[position]] += reached_prob
+
+    used_tokens = decisions.used_tokens.tolist()
+    largest_error = 0.0
+    for prefix, probs_by_token in committed_probs.items():
+        round_probs = torch.tensor(
+            [probs_by_token.get(token, 0.0) for token in used_tokens], dtype=torch.float64
+        )
+        # P(s, anything) * target_prob(t | s)
+        target_probs = decisions.target_probs[place_of_prefix[prefix]]
+        prefix_prob = round_probs.sum() / target_probs.sum().cpu()
+        expected_probs = target_probs.cpu() * prefix_prob
+        largest_error = max(largest_error, difference(round_probs, expected_probs))
+    return largest_error
+
+
+class _Brackets(NamedTuple):
+    """Pairs of uniform numbers between which a function changes its value, as columns `[B]`.
+
+    The numbers are integers below `STEPS`.
+    """
+
+    functions: Tensor
+    low: Tensor
+    high: Tensor
+    low_values: Tensor
+    high_values: Tensor
+
+    def select(self, mask: Tensor) -> _Brackets:
+        return _Brackets(*(column[mask] for column in self))
+
+    def split(self, evaluate: Callable[[Tensor, Tensor], Tensor], num_pieces: int) -> _Brackets:
+        """Cut each bracket into pieces.
+
+        Args:
+            evaluate: returns the values `[N]` of functions `[N]` at integer numbers `[N]`.
+        """
+        # Column i of the points is where piece i begins and piece i - 1 ends.
+        cuts = torch.arange(num_pieces + 1)
+        points = self.low[:, None] + (self.high - self.low)[:, None] * cuts // num_pieces
+        inner_points = points[:, 1:-1]
+        inner_functions = self.functions.repeat_interleave(num_pieces - 1)
+        inner_values = evaluate(inner_functions, inner_points.flatten())
+        values = torch.cat(
+            (
+                self.low_values[:, None],
+                inner_values.unflatten(0, inner_points.shape),
+                self.high_values[:, None],
+            ),
+            dim=1,
+        )
+        return _Brackets(
+            self.functions.repeat_interleave(num_pieces),
+            points[:, :-1].flatten(),
+            points[:, 1:].flatten(),
+            values[:, :-1].flatten(),
+            values[:, 1:].flatten(),
+        )
 
 
 def find_shares(
     ask: Callable[[Tensor, Tensor], Tensor], num_functions: int, *, name: str, pieces: int = 8
 ) -> list[dict[int, float]]:
-    """The share of the uniform numbers that each function gives each of its values.
+    """For each function, the share of the uniform numbers that each of its values has.
 
-    What lies between numbers with different values is cut into pieces again and again. A value that begins and ends
-    between two numbers with one other value is not seen: where values ascend there is none.
+    Intervals between numbers with different values are cut into pieces again and again. A value
+    that begins and ends between two numbers with one other value is not seen. If values ascend,
+    there is none.
 
     Args:
-        ask: called with functions `[N]`, by number, and a uniform number `[N]` for each; gives their values `[N]`.
-        name: of what is asked, for errors.
-        pieces: many mean few calls of `ask` with many numbers each.
+        ask: returns the values `[N]` of functions `[N]`, by index, at uniform numbers `[N]`.
+        name: names the functions in errors.
+        pieces: many pieces need few calls of `ask`, each with many numbers.
 
     Raises:
-        ValueError: there are too many steps, as where the function depends on something else too.
+        ValueError: there are too many steps, as for a function that depends on something else too.
     """
 
-    def values_at(which: Tensor, numbers: Tensor) -> Tensor:
-        return ask(which, numbers.double().div(STEPS).float())
+    def evaluate(functions: Tensor, numbers: Tensor) -> Tensor:
+        return ask(functions, numbers.double().div(STEPS).float())
 
-    which, cuts = torch.arange(num_functions), torch.arange(pieces + 1)
-    low, high = torch.zeros_like(which), torch.full_like(which, STEPS - 1)
-    last = values_at(which, high)
-    ends = [[(STEPS, value)] for value in last.tolist()]
-    brackets = torch.stack((which, low, high, values_at(which, low), last))
-    while (brackets := brackets[:, brackets[3] != brackets[4]]).numel():
-        if brackets.shape[1] > MOST_STEPS * (1 + num_functions):
+    functions = torch.arange(num_functions)
+    low = torch.zeros_like(functions)
+    high = torch.full_like(functions, STEPS - 1)
+    high_values = evaluate(functions, high)
+    low_values = evaluate(functions, low)
+    # For each function, where its values end: the number after the last one with the value.
+    value_ends = [[(STEPS, value)] for value in high_values.tolist()]
+
+    brackets = _Brackets(functions, low, high, low_values, high_values)
+    brackets = brackets.select(low_values != high_values)
+    while len(brackets.functions):
+        if len(brackets.functions) > MAX_STEPS * (1 + num_functions):
             raise ValueError(
                 f"{name} is not a function of its random numbers, or one of too many steps"
             )
-        narrow = brackets[2] - brackets[1] <= 1
-        for i, _, end, before, _ in brackets[:, narrow].T.tolist():
-            ends[i].append((end, before))
-        which, low, high, before, after = brackets[:, ~narrow]
-        points = low[:, None] + (high - low)[:, None] * cuts // pieces
-        inner = values_at(which.repeat_interleave(pieces - 1), points[:, 1:-1].flatten()).unflatten(
-            0, (-1, pieces - 1)
-        )
-        values = torch.cat((before[:, None], inner, after[:, None]), dim=1)
-        parts = (
-            which[:, None].expand(-1, pieces),
-            points[:, :-1],
-            points[:, 1:],
-            values[:, :-1],
-            values[:, 1:],
-        )
-        brackets = torch.stack([part.flatten() for part in parts])
-    found = []
-    for each in ends:
-        shares, start = dict[int, float](), 0
-        for end, value in sorted(each):
-            shares[value] = shares.get(value, 0.0) + (end - start) / STEPS
-            start = end
-        found.append(shares)
-    return found
+        # Between neighboring numbers the step is found.
+        is_narrow = brackets.high - brackets.low <= 1
+        narrow = brackets.select(is_narrow)
+        columns = (narrow.functions, narrow.high, narrow.low_values)
+        for function, end, value in torch.stack(columns, dim=1).tolist():
+            value_ends[function].append((end, value))
+
+        brackets = brackets.select(~is_narrow).split(evaluate, pieces)
+        brackets = brackets.select(brackets.low_values != brackets.high_values)
+
+    return [_shares(ends) for ends in value_ends]
+
+
+def _shares(value_ends: Sequence[tuple[int, int]]) -> dict[int, float]:
+    """The share of each value, from the numbers at which values end."""
+    shares: dict[int, float] = {}
+    start = 0
+    for end, value in sorted(value_ends):
+        shares[value] = shares.get(value, 0.0) + (end - start) / STEPS
+        start = end
+    return shares

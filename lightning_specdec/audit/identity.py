@@ -1,9 +1,11 @@
-"""Where two outputs that should be equal part, and whether rounding can have done it: a tie, or a bug.
+"""Where two outputs that should be equal diverge, and whether rounding can explain it: a tie, or a
+bug.
 
-A target gives the same text slightly different logits in calls of other widths or batches. How much these move is
-measured where the outputs part, in a few ways to read the text; a difference that is larger is a bug.
+A target computes slightly different logits for the same text in calls of other widths or batches.
+How much they move is measured at the divergence, by reading the text in a few ways. A larger
+difference is a bug.
 
-Shapes: N texts of one length, P places, V vocabulary.
+Shapes: N texts of one length, P positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,73 +26,90 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 COPIES = 4
-"""Rows of the reading as one of several."""
-NUM_FORGED, NUM_RANKS = 16, 4
-"""Forged rounds of each of the target's likeliest tokens."""
+"""Batch size for reading a text as one of several rows."""
+NUM_FORGED = 16
+"""Forged rounds of each rank of the target's tokens."""
+NUM_RANKS = 4
+"""Ranks of forged draft tokens: the target's most likely token has rank 0."""
 
 
 @torch.inference_mode()
 def readings(
     target: LanguageModel,
     texts: Sequence[Sequence[int]],
-    num_places: int,
+    num_positions: int,
     widths: Sequence[int | None] = (None,),
 ) -> list[Float[Tensor, "N P V"]]:
-    """The target's logits behind the last `num_places` tokens of each text, in float32, read in several ways.
+    """The target's logits after the last `num_positions` tokens of each text, in float32, read in
+    several ways.
 
     Args:
         texts: of one length.
-        widths: how many of those tokens it reads in a call, behind one that reads what comes before; the text in one
-            call, without a state, when None. Standard decoding reads it with a width of 1.
+        widths: tokens per call. None reads the whole text in one call without a state. A number
+            reads the earlier tokens in one call, then that many tokens at a time. Standard decoding
+            has a width of 1.
     """
-    tokens, found = torch.tensor(texts, device=target.device), []
-    first = tokens.shape[1] - num_places
+    tokens = torch.tensor(texts, device=target.device)
+    num_earlier = tokens.shape[1] - num_positions
+    results = []
     for width in widths:
         if width is None:
-            logits = target(tokens, logits_for=slice(-num_places, None)).logits
+            logits = target(tokens, logits_for=slice(-num_positions, None)).logits
         else:
             state = target.init_state(*tokens.shape)
-            if first:
-                target(tokens[:, :first], state, logits_for=slice(-1, None))
-            logits = torch.cat(
-                [target(piece, state).logits for piece in tokens[:, first:].split(width, dim=1)],
-                dim=1,
-            )
-        found.append(logits.float())
-    return found
+            if num_earlier:
+                target(tokens[:, :num_earlier], state, logits_for=slice(-1, None))
+            pieces = tokens[:, num_earlier:].split(width, dim=1)
+            logits = torch.cat([target(piece, state).logits for piece in pieces], dim=1)
+        results.append(logits.float())
+    return results
 
 
-def rounding(target: LanguageModel, ways: Sequence[Float[Tensor, "*P V"]]) -> float:
-    """By how much rounding moves a logit of the target: the largest difference of other ways to read a text from the
-    first.
+def rounding(target: LanguageModel, logits: Sequence[Float[Tensor, "*P V"]]) -> float:
+    """How much rounding moves a logit of the target: the largest difference between the first
+    reading of a text and the others.
 
-    At least the distance of neighbouring numbers of the target's type, as large as its largest logit.
+    At least the spacing of numbers of the target's dtype at its largest logit.
+
+    Args:
+        logits: of the same text, read in several ways.
     """
-    kinds = [weight.dtype for weight in target.parameters() if weight.dtype.is_floating_point]
-    spacing = max(torch.finfo(kind).eps for kind in (kinds or [torch.float32]))
-    largest = max(float(way[way.isfinite()].abs().max()) for way in ways)
-    return max([largest * spacing, *(difference(way, ways[0]) for way in ways[1:])])
+    spacings = []
+    for weight in target.parameters():
+        if weight.dtype.is_floating_point:
+            spacings.append(torch.finfo(weight.dtype).eps)
+    # A quantized target may have no floating-point weights.
+    spacing = max(spacings, default=torch.finfo(torch.float32).eps)
+
+    largest_logit = max(float(reading[reading.isfinite()].abs().max()) for reading in logits)
+    differences = [difference(reading, logits[0]) for reading in logits[1:]]
+    return max([largest_logit * spacing, *differences])
 
 
-def difference(one: Tensor, other: Tensor) -> float:
-    """The largest difference between two tensors; infinite where they are not finite alike."""
-    apart = torch.where(one == other, 0.0, (one.float() - other.float()).abs())
-    return float(apart.nan_to_num(nan=torch.inf).max()) if apart.numel() else 0.0
+def difference(tensor: Tensor, other_tensor: Tensor) -> float:
+    """The largest difference between two tensors; infinite if one is not finite where the other
+    is."""
+    if not tensor.numel():
+        return 0.0
+    differences = (tensor.float() - other_tensor.float()).abs()
+    # Equal infinities have the difference NaN.
+    differences = torch.where(tensor == other_tensor, 0.0, differences)
+    return float(differences.nan_to_num(nan=torch.inf).max())
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first place where two outputs differ.
+    """The first position at which two outputs differ.
 
     Args:
-        prompt: its number.
-        position: of the new token.
-        tokens: standard decoding's and the other; None where one output has ended.
+        prompt: index of the prompt.
+        position: index of the new token.
+        tokens: standard decoding's and the other; None if one output has ended.
         gap: between the two tokens' logits.
-        margin: what would have to move for the other token: that gap, or the distance of the uniform number from the
-            other token's interval.
-        rounding: by how much that moves when the text is read in other ways.
-        verdict: "tie", or "bug" where the margin is larger than the rounding.
+        margin: how far the deciding value is from choosing the other token. Greedy, the gap between
+            the logits; else the distance of the uniform number from the other token's interval.
+        rounding: how much that value moves if the text is read in other ways.
+        verdict: "tie", or "bug" if the margin is larger than the rounding.
     """
 
     prompt: int
@@ -113,54 +132,85 @@ def find_divergence(
     seed: int,
     width: int,
 ) -> Divergence | None:
-    """Where the outputs for a prompt part; None where they are equal.
+    """Where two outputs for a prompt diverge; None if they are equal.
 
     Args:
-        number: the prompt's, which keys its noise together with `seed`.
-        width: tokens that a round's call reads.
+        number: index of the prompt, which keys its noise together with `seed`.
+        width: number of tokens that a round's target call reads.
     """
     if list(standard) == list(other):
         return None
-    at = num_shared(standard, other)
-    if at in (len(standard), len(other)):
-        return Divergence(number, at)
-    one, two = tokens = standard[at], other[at]
-    text = [*prompt, *standard[:at]]
-    num_places = min(len(text), 2 * width + 1)
-    read = readings(target, [text], num_places, (None, 1, width))
-    read += readings(target, [text] * COPIES, num_places, (None, width))
-    ways = [sampling.process(way[:1, -1:], [text])[0, 0] for way in read]
+    position = num_shared(standard, other)
+    if position in (len(standard), len(other)):
+        # One output is the beginning of the other. No rounding of logits ends a text.
+        return Divergence(number, position)
+
+    tokens = (standard[position], other[position])
+    text = [*prompt, *standard[:position]]
+    logits = _next_token_logits(target, text, sampling, width)
+    standard_token, other_token = tokens
+    gaps = [abs(float(reading[standard_token] - reading[other_token])) for reading in logits]
     if sampling.greedy:
-        margin = min(abs(float(way[one] - way[two])) for way in ways)
-        moved = 2 * rounding(target, ways)
+        margin = min(gaps)
+        # Both logits of the gap may move.
+        moved = 2 * rounding(target, logits)
     else:
-        margin, moved = _draws(
-            sampling, ways, tokens, float(noise_table(seed, number, at + 1)[at, Purpose.CORRECT])
-        )
-    gap = abs(float(ways[0][one] - ways[0][two]))
-    return Divergence(number, at, tokens, gap, margin, moved, "tie" if margin <= moved else "bug")
+        noise = noise_table(seed, number, position + 1)
+        uniform = float(noise[position, Purpose.CORRECT])
+        margin, moved = _draw_margin(sampling, logits, tokens, uniform)
+    verdict = "tie" if margin <= moved else "bug"
+    return Divergence(number, position, tokens, gaps[0], margin, moved, verdict)
 
 
-def _draws(
-    sampling: Sampling, ways: Sequence[Tensor], tokens: tuple[int, int], uniform: float
+def _next_token_logits(
+    target: LanguageModel, text: Sequence[int], sampling: Sampling, width: int
+) -> list[Float[Tensor, "V"]]:
+    """The logits after a text, read alone and in a batch, in calls of several widths."""
+    # Two rounds and the token before them are read in small calls.
+    num_positions = min(len(text), 2 * width + 1)
+    batches = readings(target, [text], num_positions, (None, 1, width))
+    batches += readings(target, [text] * COPIES, num_positions, (None, width))
+    return [sampling.process(batch[:1, -1:], [text])[0, 0] for batch in batches]
+
+
+def _draw_margin(
+    sampling: Sampling,
+    logits: Sequence[Float[Tensor, "V"]],
+    tokens: tuple[int, int],
+    uniform: float,
 ) -> tuple[float, float]:
-    """How far the number is from drawing both tokens, in the way that is nearest to it; how far the ends move."""
-    tables = [sampling.probs(way) for way in ways]
-    ends = [table.double().cumsum(-1) / table.double().sum(-1) for table in tables]
-    moved = (
-        max(difference(one, another) for one, another in combinations(ends, 2))
-        + 4 * torch.finfo(torch.float32).eps
-    )
+    """How far a uniform number is from drawing the other token, and how much rounding moves that.
+
+    Args:
+        logits: after the same text, read in several ways.
+        tokens: what both sides have drawn with that number.
+
+    Returns:
+        The distance in the reading that is nearest to the other token, and the largest movement of
+        an interval's end between two readings.
+    """
+    probs = [sampling.probs(reading) for reading in logits]
+    # Token t is drawn by the numbers between ends t - 1 and t.
+    interval_ends = []
+    for reading_probs in probs:
+        cumulative = reading_probs.double().cumsum(-1)
+        interval_ends.append(cumulative / reading_probs.double().sum(-1))
+
+    movements = [difference(ends, other) for ends, other in combinations(interval_ends, 2)]
+    moved = max(movements) + 4 * torch.finfo(torch.float32).eps
+
     margin = 1.0
-    for table, each in zip(tables, ends, strict=True):
-        drawn = int(draw(table, torch.tensor(uniform, dtype=torch.float64, device=table.device)))
-        starts = torch.nn.functional.pad(each, (1, 0))
-        far = [
-            max(float(starts[t]) - uniform, uniform - float(each[t]), 0.0)
-            for t in tokens
-            if t != drawn
-        ]
-        margin = min(margin, max(far, default=0.0))
+    for reading_probs, highs in zip(probs, interval_ends, strict=True):
+        number = torch.tensor(uniform, dtype=torch.float64, device=reading_probs.device)
+        drawn_token = int(draw(reading_probs, number))
+        lows = torch.nn.functional.pad(highs, (1, 0))
+        distances = []
+        for token in tokens:
+            if token != drawn_token:
+                below = float(lows[token]) - uniform
+                above = uniform - float(highs[token])
+                distances.append(max(below, above, 0.0))
+        margin = min(margin, max(distances, default=0.0))
     return margin, moved
 
 
@@ -174,27 +224,28 @@ def num_wrong_rounds(
     width: int,
     seed: int,
 ) -> int:
-    """Rounds in which a rule that keeps the target's own tokens commits another one.
+    """Rounds in which a rule that should commit the target's own tokens commits another one.
 
-    Drafts are mostly right where both sides draw with the same numbers, so here they are forged: the target's
-    likeliest tokens, by rank, whatever the numbers.
+    Real drafts are mostly right, since both sides draw with the same numbers. The drafts here are
+    forged: the target's most likely tokens, by rank, whatever the numbers.
 
     Args:
-        text: its last tokens lend their logits to the rounds.
-        width: tokens that a round's call reads.
+        text: the rounds use the logits after its last tokens.
+        width: number of tokens that a round's target call reads.
     """
-    logits = readings(target, [text], min(width, len(text)))[0]
-    ranked = logits.argsort(-1, descending=True)[0, :-1, :NUM_RANKS]
-    tokens = ranked.T.repeat(NUM_FORGED, 1)
-    logits = logits.expand(len(tokens), -1, -1)
-    noise = torch.rand(
-        *logits.shape[:2], len(Purpose), generator=torch.Generator().manual_seed(seed)
-    )
-    noise = noise.to(logits.device)
-    verdict = rule.judge(Draft(tokens), logits, sampling, noise)
-    own = sampling.sample(logits, noise[..., Purpose.CORRECT].contiguous())
-    agreed = (own[:, :-1] == tokens).cumprod(1).sum(1)
-    right = (verdict.num_accepted == agreed) & (
-        verdict.next_tokens == own.gather(1, agreed[:, None])[:, 0]
-    )
-    return int((~right).sum())
+    text_logits = readings(target, [text], min(width, len(text)))[0]
+    ranked_tokens = text_logits.argsort(-1, descending=True)[0, :-1, :NUM_RANKS]
+    drafted = ranked_tokens.T.repeat(NUM_FORGED, 1)
+    logits = text_logits.expand(len(drafted), -1, -1)
+
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.rand(*logits.shape[:2], len(Purpose), generator=generator).to(logits.device)
+    verdict = rule.judge(Draft(drafted), logits, sampling, noise)
+
+    # The target's own tokens with the same numbers, as far as the draft agrees, and one more.
+    target_tokens = sampling.sample(logits, noise[..., Purpose.CORRECT].contiguous())
+    num_agreed = (target_tokens[:, :-1] == drafted).cumprod(1).sum(1)
+    next_tokens = target_tokens.gather(1, num_agreed[:, None])[:, 0]
+
+    is_right = (verdict.num_accepted == num_agreed) & (verdict.next_tokens == next_tokens)
+    return int((~is_right).sum())

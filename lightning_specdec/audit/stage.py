@@ -23,19 +23,24 @@ if TYPE_CHECKING:
 
 Prefix = tuple[int, ...]
 STEPS = 2**24
-"""Uniform numbers that torch draws in float32."""
+"""Number of different uniform numbers that torch draws in float32."""
 LARGEST = 1 - 1 / STEPS
+"""The largest of them."""
 NEAR = 6 / STEPS
-"""How far from the ends of its interval a draft token is drawn."""
-LEAST_SHARE = 2**-18
-"""Drafts that are rarer are left out: rounding would make them others."""
-MOST_PATHS = 4096
+"""Distance from the ends of its interval at which a draft token is drawn."""
+MIN_PATH_PROB = 2**-18
+"""Drafts below this probability are left out: rounding would replace them by other drafts."""
+MAX_PATHS = 4096
 
 
 class Played(NamedTuple):
-    """One round: its numbers, what the rule was asked (None without a draft), each row's draft and new tokens.
+    """One round: its uniform numbers, the arguments of the rule, and each row's tokens.
 
-    The logits are the target's K + 1, as processors leave them.
+    Args:
+        draft: what the rule judged; None if nothing was drafted.
+        logits: the target's at K + 1 positions, as the rule received them; None without a draft.
+        drafted: each row's draft tokens.
+        committed: each row's new tokens.
     """
 
     noise: Float[Tensor, "R K1 3"]
@@ -46,10 +51,11 @@ class Played(NamedTuple):
 
 
 class Stage:
-    """A pair of models with a rule and a prompt, on which the same round is played with one noise after the other.
+    """A pair of models with a rule and a prompt, on which one round is played with different noise.
 
-    It is the second round. In the first, whatever was drafted is rejected, and the target's likeliest token follows. So
-    the states have gone back once, drafters have read the target, and the text is the same however rounding falls.
+    It is the second round. In the first round all draft tokens are rejected, and the target's most
+    likely token follows. So the states have been rolled back once, drafters have read the target,
+    and the text is the same whatever rounding does.
     """
 
     def __init__(
@@ -62,15 +68,21 @@ class Stage:
         sampling: Sampling,
         num_draft_tokens: int,
     ) -> None:
-        self.target, self.drafter, self.prompt = target, drafter, list(prompt)
-        self.rule, self.sampling, self.width = rule, sampling, num_draft_tokens + 1
-        probs = sampling.probs(sampling.process(readings(target, [prompt], 1)[0], [prompt]))[
-            0, 0
-        ].cpu()
-        self._first = int(probs.argmax())
-        self._number = float((probs.cumsum(0) - probs / 2)[self._first] / probs.sum())
-        self.text = [*prompt, self._first]
-        """What the round continues."""
+        self.target = target
+        self.drafter = drafter
+        self.prompt = list(prompt)
+        self.rule = rule
+        self.sampling = sampling
+        self.width = num_draft_tokens + 1
+
+        logits = sampling.process(readings(target, [prompt], 1)[0], [prompt])
+        probs = sampling.probs(logits)[0, 0].cpu()
+        self._first_token = int(probs.argmax())
+        # The middle of the token's interval, which draws it even if the round has other logits.
+        interval_middles = probs.cumsum(0) - probs / 2
+        self._first_number = float(interval_middles[self._first_token] / probs.sum())
+        self.text = [*prompt, self._first_token]
+        """The tokens that the round continues."""
 
     def play(
         self,
@@ -82,105 +94,172 @@ class Stage:
         """Play one round.
 
         Args:
-            rows: of each row the numbers that its first draft tokens are drawn with.
-            generator: of all other numbers; they are 0.5 when None.
+            rows: for each row, the uniform numbers of its first draft tokens.
+            generator: for all other numbers; they are 0.5 when None.
             ragged: give the rows windows of 1 to K draft tokens.
         """
-        size = len(rows), self.width, len(Purpose)
-        noise = (
-            torch.full(size, 0.5) if generator is None else torch.rand(size, generator=generator)
-        )
-        for noisy, numbers in zip(noise, rows, strict=True):
-            noisy[: len(numbers), self.rule.draft_purpose] = torch.tensor(numbers)
-        rule, most, asked = copy(self.rule), 2 * self.width, []
+        noise = self._noise(rows, generator)
+        num_rows = len(rows)
+        longest = 2 * self.width
+        max_new_tokens = [longest] * num_rows
+        if ragged:
+            # The first round commits one token, and the last token is never drafted: this leaves
+            # room for 1 to K draft tokens.
+            num_draft_tokens = self.width - 1
+            max_new_tokens = [3 + i % num_draft_tokens for i in range(num_rows)]
 
-        def watched(draft: Draft, logits: Tensor, *rest: Any) -> Verdict:
-            asked.append((draft, logits))
-            return self.rule.judge(draft, logits, *rest)
-
+        # A copy, since its `judge` is replaced.
+        rule = copy(self.rule)
         session = Session(
             self.target,
             self.drafter,
-            max_length=len(self.prompt) + most,
+            max_length=len(self.prompt) + longest,
             rule=rule,
             sampling=self.sampling,
             num_draft_tokens=self.width - 1,
-            batch_size=len(noise),
+            batch_size=num_rows,
         )
-        lengths = [3 + i % (self.width - 1) if ragged else most for i in range(len(noise))]
-        added = [session.add(self.prompt, max_new_tokens=length) for length in lengths]
-        table = session._batch.noise
-        assert table is not None, "nothing is drawn at random"
-        table[:, : self.width] = self._number
+        requests = [session.add(self.prompt, max_new_tokens=length) for length in max_new_tokens]
+        noise_table = session._batch.noise
+        assert noise_table is not None, "nothing is drawn at random"
+
+        noise_table[:, : self.width] = self._first_number
         rule.judge = self._reject  # type: ignore[assignment, method-assign]
         session.step()
-        rule.judge = watched  # type: ignore[assignment, method-assign]
-        position = added[0].num_new
-        table[:, position : position + self.width] = noise.to(session.device)
-        committed = [tokens for _, tokens in session.step()]
-        if not asked:
-            return Played(noise, None, None, [[] for _ in added], committed)
-        draft, logits = asked[0]
-        drafted = draft.tokens.tolist()
-        if draft.lengths is not None:
-            drafted = [
-                row[:length] for row, length in zip(drafted, draft.lengths.tolist(), strict=True)
-            ]
-        return Played(noise[:, : logits.shape[1]], draft, logits, drafted, committed)
 
-    def _reject(self, draft: Draft, logits: Tensor, *rest: Any) -> Verdict:
-        """Nothing is kept, and the same token follows in every row."""
+        judged: list[tuple[Draft, Tensor]] = []
+
+        def record_and_judge(draft: Draft, logits: Tensor, *arguments: Any) -> Verdict:
+            judged.append((draft, logits))
+            return self.rule.judge(draft, logits, *arguments)
+
+        position = requests[0].num_new
+        noise_table[:, position : position + self.width] = noise.to(session.device)
+        rule.judge = record_and_judge  # type: ignore[assignment, method-assign]
+        committed = [tokens for _, tokens in session.step()]
+
+        if not judged:
+            return Played(noise, None, None, [[] for _ in requests], committed)
+        draft, logits = judged[0]
+        # Only the numbers of the positions that were judged.
+        noise = noise[:, : logits.shape[1]]
+        return Played(noise, draft, logits, _drafted_tokens(draft), committed)
+
+    def _noise(
+        self, rows: Sequence[Sequence[float]], generator: torch.Generator | None
+    ) -> Float[Tensor, "R K1 3"]:
+        """Uniform numbers in which the first draft tokens of each row have those of `rows`."""
+        size = (len(rows), self.width, len(Purpose))
+        if generator is None:
+            noise = torch.full(size, 0.5)
+        else:
+            noise = torch.rand(size, generator=generator)
+        for row_noise, numbers in zip(noise, rows, strict=True):
+            row_noise[: len(numbers), self.rule.draft_purpose] = torch.tensor(numbers)
+        return noise
+
+    def _reject(self, draft: Draft, logits: Tensor, *arguments: Any) -> Verdict:
+        """Reject all draft tokens and let the same token follow in every row."""
         kept = torch.zeros_like(draft.tokens, dtype=torch.bool)
-        endings = torch.full(logits.shape[:2], self._first, device=kept.device)
-        return Verdict(kept, endings, None if self.rule.lossless else kept)
+        endings = torch.full(logits.shape[:2], self._first_token, device=kept.device)
+        # A lossy rule also reports which tokens it changed: none.
+        changed = None if self.rule.lossless else kept
+        return Verdict(kept, endings, changed)
+
+
+def _drafted_tokens(draft: Draft) -> list[list[int]]:
+    """Each row's draft tokens, without the padding after them."""
+    token_rows = draft.tokens.tolist()
+    if draft.lengths is None:
+        return token_rows
+    lengths = draft.lengths.tolist()
+    return [tokens[:length] for tokens, length in zip(token_rows, lengths, strict=True)]
 
 
 class Path(NamedTuple):
-    """A draft, or the beginning of one: its tokens, numbers that they are drawn with, and its probability."""
+    """A draft, or the beginning of one.
+
+    Args:
+        tokens: draft tokens.
+        numbers: uniform numbers that draw them.
+        prob: probability of the draft.
+    """
 
     tokens: Prefix
     numbers: list[float]
-    share: float
+    prob: float
+
+
+class TokenInterval(NamedTuple):
+    """The interval [low, high) of uniform numbers that draw a token."""
+
+    token: int
+    low: float
+    high: float
 
 
 def draft_tree(stage: Stage) -> tuple[list[Path], list[list[float]], float]:
-    """The drafts of a round by what the drafter reports, one token after the other.
+    """The drafts of a round according to the drafter's report, one token after the other.
 
     Returns:
-        All but the rarest; numbers just within both ends of each token's interval; the probability of the rarest.
+        All drafts but the rarest; for each of their tokens, numbers just inside both ends of its
+        interval; the probability of the rarest drafts.
 
     Raises:
-        ValueError: there are too many.
+        ValueError: there are too many drafts.
     """
-    paths, ends, left_out, begun = list[Path](), list[list[float]](), 0.0, [Path((), [], 1.0)]
-    while begun:
-        played = stage.play([path.numbers for path in begun])
-        probs = None if played.draft is None else played.draft.probs
-        longer: list[Path] = []
-        for row, (path, drafted) in enumerate(zip(begun, played.drafted, strict=True)):
-            place = len(path.tokens)
-            if len(drafted) <= place:
-                paths.append(path)
+    finished_paths: list[Path] = []
+    end_numbers: list[list[float]] = []
+    left_out_prob = 0.0
+
+    paths = [Path((), [], 1.0)]
+    while paths:
+        played = stage.play([path.numbers for path in paths])
+        longer_paths: list[Path] = []
+        for row, path in enumerate(paths):
+            drafted = played.drafted[row]
+            position = len(path.tokens)
+            if len(drafted) <= position:
+                finished_paths.append(path)
                 continue
-            parts = [(drafted[place], 0.0, 1.0)] if probs is None else _intervals(probs[row, place])
-            for token, low, high in parts:
-                share = path.share * (high - low)
-                if share < LEAST_SHARE:
-                    left_out += share
+
+            for interval in _next_tokens(played, row, position):
+                prob = path.prob * (interval.high - interval.low)
+                if prob < MIN_PATH_PROB:
+                    left_out_prob += prob
                     continue
-                longer.append(Path((*path.tokens, token), [*path.numbers, (low + high) / 2], share))
-                ends += [[*path.numbers, end] for end in (low + NEAR, high - NEAR)]
-        begun = longer
-        if len(begun) + len(paths) > MOST_PATHS:
+                middle = (interval.low + interval.high) / 2
+                tokens = (*path.tokens, interval.token)
+                longer_paths.append(Path(tokens, [*path.numbers, middle], prob))
+                end_numbers.append([*path.numbers, interval.low + NEAR])
+                end_numbers.append([*path.numbers, interval.high - NEAR])
+
+        paths = longer_paths
+        if len(paths) + len(finished_paths) > MAX_PATHS:
             raise ValueError(
-                f"a round has more than {MOST_PATHS} drafts: draft fewer tokens, or from fewer (top_k)"
+                f"a round has more than {MAX_PATHS} drafts: draft fewer tokens, or from fewer "
+                "(top_k)"
             )
-    return paths, ends, left_out
+    return finished_paths, end_numbers, left_out_prob
 
 
-def _intervals(probs: Float[Tensor, "V"]) -> list[tuple[int, float, float]]:
-    """Each token that can be drawn, with the ends of its interval of uniform numbers."""
+def _next_tokens(played: Played, row: int, position: int) -> list[TokenInterval]:
+    """The tokens that can be drafted at a position of a row."""
+    if played.draft is None or played.draft.probs is None:
+        # The drafter does not draw: it proposes this token with certainty.
+        return [TokenInterval(played.drafted[row][position], 0.0, 1.0)]
+    return _intervals(played.draft.probs[row, position])
+
+
+def _intervals(probs: Float[Tensor, "V"]) -> list[TokenInterval]:
+    """Each token that can be drawn, with its interval of uniform numbers."""
     tokens = (probs > 0).nonzero()[:, 0]
     cumulative = probs[tokens].double().cumsum(0)
-    ends = (cumulative / cumulative[-1]).tolist()
-    return list(zip(tokens.tolist(), [0.0, *ends], ends, strict=False))
+    highs = (cumulative / cumulative[-1]).tolist()
+
+    intervals = []
+    low = 0.0
+    for token, high in zip(tokens.tolist(), highs, strict=True):
+        intervals.append(TokenInterval(token, low, high))
+        low = high
+    return intervals

@@ -1,1 +1,1 @@
-"""Timing, closed forms, plots and reports: what speculation should save, and what it did save."""
+"""Measuring: cases, their rows and comparisons, intervals and verdicts, and the theory."""

@@ -1,4 +1,4 @@
-"""The drafters of a decoder that there are to choose from: every draft, and of an early exit every exit."""
+"""The drafters of a decoder to choose from: every draft, and every exit of an early-exit draft."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Candidate:
     """A drafter to choose.
 
     Args:
-        draft: its name among the `drafts` of a decoder; None where it has none.
-        exit_layer: how many of the target's layers draft; None where none do.
+        draft: its name among the `drafts` of a decoder; None if it has none.
+        exit_layer: how many of the target's layers draft; None if none do.
     """
 
     drafter: Drafter
@@ -26,23 +26,25 @@ class Candidate:
     exit_layer: int | None = None
 
 
-def exits(target: LanguageModel, own: EarlyExitDrafter) -> dict[int, EarlyExitDrafter]:
-    """The target's early exits, with the output heads of `own`, by how many layers draft.
+def exits(target: LanguageModel, drafter: EarlyExitDrafter) -> dict[int, EarlyExitDrafter]:
+    """The target's early exits, with the output heads of `drafter`, by the number of layers.
 
     Raises:
         ValueError: the target cannot be split.
     """
-    found: dict[int, EarlyExitDrafter] = {}
-    for layer in count(1):
-        drafter = own.at(layer)
+    exit_drafters: dict[int, EarlyExitDrafter] = {}
+    for exit_layer in count(1):
+        exit_drafter = drafter.at(exit_layer)
         try:
-            drafter.check_target(target)
+            exit_drafter.check_target(target)
         except ValueError:
-            if not found:
+            # The first layer past the last exit is refused, like every layer of a target that
+            # cannot be split.
+            if not exit_drafters:
                 raise
             break
-        found[layer] = drafter
-    return found
+        exit_drafters[exit_layer] = exit_drafter
+    return exit_drafters
 
 
 def candidates(
@@ -51,27 +53,41 @@ def candidates(
     """The candidates by name.
 
     Args:
-        drafts: names among the decoder's `drafts`; when None all of them, or its own drafter where it is none of them.
+        drafts: names among the decoder's `drafts`. When None, all of them, or the decoder's own
+            drafter if it is not among them.
 
     Raises:
         ValueError: there is no draft of that name.
     """
-    if foreign := [name for name in drafts or () if name not in decoder.drafts]:
-        known = (
-            ", ".join(decoder.drafts)
-            or f"one {DRAFTERS.name_of(type(decoder.drafter))}, which has no name"
-        )
-        raise ValueError(f"there is no draft {foreign[0]!r} to choose: there is {known}")
-    chosen: dict[str | None, Drafter] = {None: decoder.drafter}
-    if drafts is not None or any(drafter is decoder.drafter for drafter in decoder.drafts.values()):
-        chosen = {name: decoder.drafts[name] for name in drafts or decoder.drafts}
-    found: dict[str, Candidate] = {}
-    for name, drafter in chosen.items():
-        if not isinstance(drafter, EarlyExitDrafter):
-            found[name or DRAFTERS.name_of(type(drafter))] = Candidate(drafter, name)
+    _check_names(decoder, drafts or ())
+
+    drafters: dict[str | None, Drafter] = {}
+    is_named = any(drafter is decoder.drafter for drafter in decoder.drafts.values())
+    if drafts is not None or is_named:
+        for name in drafts or decoder.drafts:
+            drafters[name] = decoder.drafts[name]
+    else:
+        drafters[None] = decoder.drafter
+
+    result: dict[str, Candidate] = {}
+    for name, drafter in drafters.items():
+        if isinstance(drafter, EarlyExitDrafter):
+            for exit_layer, exit_drafter in exits(decoder.target, drafter).items():
+                label = f"exit {exit_layer}"
+                if name is not None:
+                    label = f"{name}, {label}"
+                result[label] = Candidate(exit_drafter, name, exit_layer)
+        else:
+            label = name or DRAFTERS.name_of(type(drafter))
+            result[label] = Candidate(drafter, name)
+    return result
+
+
+def _check_names(decoder: SpeculativeDecoder, names: Sequence[str]) -> None:
+    for name in names:
+        if name in decoder.drafts:
             continue
-        for layer, exiting in exits(decoder.target, drafter).items():
-            found[f"exit {layer}" if name is None else f"{name}, exit {layer}"] = Candidate(
-                exiting, name, layer
-            )
-    return found
+        known = ", ".join(decoder.drafts)
+        if not known:
+            known = f"one {DRAFTERS.name_of(type(decoder.drafter))}, which has no name"
+        raise ValueError(f"there is no draft {name!r} to choose: there is {known}")

@@ -1,4 +1,4 @@
-"""What a benchmark measures, as a YAML says it."""
+"""What a benchmark measures, as its YAML describes it."""
 
 from __future__ import annotations
 
@@ -16,28 +16,32 @@ from lightning_specdec.config.models import DraftSource, PairSource, TargetSourc
 from lightning_specdec.config.settings import Settings, plain, setting
 from lightning_specdec.config.yaml_text import read_yaml
 
-OWN, SHIPPED = "own", "shipped"
-"""Prompts that belong to a pair, and those that ship with this package; anything else names a file."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_LISTS = ("num_draft_tokens", "temperatures", "batch_sizes", "rules")
+OWN = "own"
+"""Prompts that belong to a pair."""
+SHIPPED = "shipped"
+"""Prompts that ship with this package. Any value but these two names a file."""
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_LIST_SETTINGS = ("num_draft_tokens", "temperatures", "batch_sizes", "rules")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairEntry(TargetSource):
-    """A target, and the drafters that are measured with it, by the names that results give them."""
+    """A target, and the drafters that are measured with it, by the names that results use."""
 
     drafts: Any = field(default_factory=lambda: {OWN: DraftSource()})
 
     def source(self, draft: str, device: str) -> PairSource:
         """The pair with one of its drafts."""
-        own = {
-            name: value for name, value in vars(self).items() if name not in ("drafts", "device")
-        }
-        return PairSource(**own, **vars(self.drafts[draft]), device=device)
+        target_values = dict(vars(self))
+        # The benchmark chooses one device for all of its pairs.
+        for name in ("drafts", "device"):
+            del target_values[name]
+        return PairSource(**target_values, **vars(self.drafts[draft]), device=device)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; `_pair` is the inverse."""
-        return {name: value for name, value in super().to_dict().items() if name != "device"}
+        """Plain values; `_read_pair` is the inverse."""
+        values = super().to_dict()
+        return {name: value for name, value in values.items() if name != "device"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,74 +87,84 @@ class BenchConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_name("name", self.name)
-        object.__setattr__(self, "rules", tuple(_rule(each) for each in self.rules))
-        object.__setattr__(self, "pairs", _named("pairs", self.pairs, _pair))
-        for name in _LISTS:
-            values = getattr(self, name)
-            if not values or any(value in values[:i] for i, value in enumerate(values)):
-                raise ValueError(
-                    f"{name} must be different values, at least one, got {plain(values)}"
-                )
+        # The dataclass is frozen, and both settings are read into objects once.
+        object.__setattr__(self, "rules", tuple(_read_rule(rule) for rule in self.rules))
+        object.__setattr__(self, "pairs", _read_named("pairs", self.pairs, _read_pair))
+        for name in _LIST_SETTINGS:
+            _check_different(name, getattr(self, name))
         for temperature in self.temperatures:
             DecodingConfig(temperature=temperature)
 
 
 def read_config(path: str | os.PathLike[str], **changes: Any) -> BenchConfig:
-    """The config of a YAML file, with changes. Nothing in it is run.
+    """The config of a YAML file, with changes. Reading it runs no code.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is no YAML, or has an unknown, missing or wrong entry.
+        FileNotFoundError: the file does not exist.
+        ValueError: it is not YAML, or has an unknown, missing or wrong entry.
     """
-    path = Path(path).expanduser()
-    values = read_yaml(path)
+    config_path = Path(path).expanduser()
+    values = read_yaml(config_path)
     try:
         if not isinstance(values, Mapping):
             raise ValueError("a benchmark's config must be a mapping of pairs, prompts, ...")
-        return BenchConfig.from_dict({"name": path.stem, **values, **changes})
+        return BenchConfig.from_dict({"name": config_path.stem, **values, **changes})
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{config_path}: {error}") from error
 
 
-def _rule(value: Any) -> Choice:
+def _check_different(name: str, values: tuple[Any, ...]) -> None:
+    """Check that there is at least one value and none is repeated. Values may not be hashable."""
+    is_repeated = any(value in values[:i] for i, value in enumerate(values))
+    if not values or is_repeated:
+        raise ValueError(f"{name} must be different values, at least one, got {plain(values)}")
+
+
+def _read_rule(value: Any) -> Choice:
     choice = Choice.read(value, "rules")
-    RULES.load(choice.name, trusted=False)(**choice.settings)
+    # Creating the rule checks its settings.
+    rule_class = RULES.load(choice.name, trusted=False)
+    rule_class(**choice.settings)
     return choice
 
 
-def _pair(name: str, value: Any) -> PairEntry:
+def _read_pair(name: str, value: Any) -> PairEntry:
     if isinstance(value, PairEntry):
         return value
     if not isinstance(value, Mapping) or "device" in value:
         raise ValueError(
             f"{name} must be a mapping of ckpt, pair or target, and drafts, got {value!r}"
         )
-    given = {key: each for key, each in value.items() if each is not None}
-    if "drafts" in given:
-        given["drafts"] = _named(f"{name}.drafts", given["drafts"], _draft)
-    entry = PairEntry.from_dict(given, f"{name}.")
-    for draft in entry.drafts:
-        entry.source(draft, "cpu")
-    return entry
+
+    values = {key: entry for key, entry in value.items() if entry is not None}
+    if "drafts" in values:
+        values["drafts"] = _read_named(f"{name}.drafts", values["drafts"], _read_draft)
+    pair = PairEntry.from_dict(values, f"{name}.")
+    for draft in pair.drafts:
+        # Creating the source checks that target and draft go together.
+        pair.source(draft, "cpu")
+    return pair
 
 
-def _draft(name: str, value: Any) -> DraftSource:
-    return (
-        value if isinstance(value, DraftSource) else DraftSource.from_dict(value or {}, f"{name}.")
-    )
+def _read_draft(name: str, value: Any) -> DraftSource:
+    if isinstance(value, DraftSource):
+        return value
+    return DraftSource.from_dict(value or {}, f"{name}.")
 
 
-def _named(where: str, values: Any, each: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """A mapping of names, one at least."""
+def _read_named(
+    setting_name: str, values: Any, read_value: Callable[[str, Any], Any]
+) -> dict[str, Any]:
+    """Read a mapping of names, at least one."""
     if not isinstance(values, Mapping) or not values:
-        raise ValueError(f"{where} must be a mapping of names, at least one, got {values!r}")
+        raise ValueError(f"{setting_name} must be a mapping of names, at least one, got {values!r}")
     for name in values:
-        _check_name(where, name)
-    return {name: each(f"{where}.{name}", value) for name, value in values.items()}
+        _check_name(setting_name, name)
+    return {name: read_value(f"{setting_name}.{name}", value) for name, value in values.items()}
 
 
-def _check_name(where: str, name: Any) -> None:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+def _check_name(setting_name: str, name: Any) -> None:
+    if not isinstance(name, str) or not _NAME_PATTERN.fullmatch(name):
         raise ValueError(
-            f"{where} must be named by letters, digits, '.', '_' and '-', got {name!r}"
+            f"{setting_name} must be named by letters, digits, '.', '_' and '-', got {name!r}"
         )

@@ -1,7 +1,7 @@
-"""Hugging Face's baselines: `generate`, alone, with an assistant model, with prompt lookup.
+"""Hugging Face's baselines: `generate`, with an assistant model, and with prompt lookup.
 
-They decode in the same process with the same weights, dtype, threads and packed layers as ours, and with constant
-numbers of draft tokens.
+They decode in the same process with the same weights, dtype, threads and packed layers as our
+methods, and with constant numbers of draft tokens.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoding import DecodeResult, RowResult
 from lightning_specdec.decoding.timing import peak_memory_bytes
 
+PADDING_TOKEN = 0
+
 
 @dataclass
 class HuggingFace:
     """Models of transformers.
 
     Args:
-        target: the model whose output is wanted.
-        assistants: models of the target's vocabulary, by the names of the drafts that they are.
+        target: the target model.
+        assistants: models with the target's vocabulary, by the names of the drafts that they are.
     """
 
     target: Any
@@ -41,120 +43,148 @@ class HuggingFace:
         *,
         draft: str | None,
     ) -> DecodeResult:
-        """Decode a batch of prompts; tokens are timed as `generate` hands them out.
+        """Decode a batch of prompts; tokens are timed as `generate` streams them.
 
         Args:
             config: its seed is set in torch's global generator, whose state is restored afterwards.
-            draft: whose model assists.
+            draft: name of the assistant.
 
         Raises:
-            ValueError and whatever transformers raises: it cannot decode so.
+            ValueError and whatever transformers raises: it cannot decode with these settings.
         """
         from transformers import GenerationConfig
 
-        model, eos, number = self.target, list(config.eos or ()), config.num_draft_tokens
-        configs, options = [(model, GenerationConfig())], dict[str, Any]()
+        model = self.target
+        eos = list(config.eos or ())
+        options = _sampling_options(config)
+        generation_configs = [(model, GenerationConfig())]
         if method == ASSISTED:
-            options["assistant_model"] = assistant = self.assistants[str(draft)]
-            schedule = GenerationConfig(
-                num_assistant_tokens=number, num_assistant_tokens_schedule="constant"
+            assistant = self.assistants[str(draft)]
+            options["assistant_model"] = assistant
+            assistant_config = GenerationConfig(
+                num_assistant_tokens=config.num_draft_tokens,
+                num_assistant_tokens_schedule="constant",
             )
-            configs.append((assistant, schedule))
+            generation_configs.append((assistant, assistant_config))
         if method == PROMPT_LOOKUP:
-            options["prompt_lookup_num_tokens"] = number
-        # Explicit values: transformers samples from 50 tokens by default, and models bring their own defaults.
-        if config.greedy:
-            options["do_sample"] = False
-        else:
-            options |= {
-                "do_sample": True,
-                "temperature": config.temperature,
-                "top_k": 0,
-                "top_p": 1.0,
-            }
-        width = max(map(len, prompts))
-        padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-        seen = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        texts, mask = (torch.tensor(each, device=model.device) for each in (padded, seen))
-        gpus = [model.device] if model.device.type == "cuda" else []
-        with _prepared(configs), torch.random.fork_rng(devices=gpus), torch.inference_mode():
+            options["prompt_lookup_num_tokens"] = config.num_draft_tokens
+
+        input_ids, attention_mask = _left_padded(prompts, model.device)
+        cuda_devices = [model.device] if model.device.type == "cuda" else []
+        with (
+            _prepared(generation_configs),
+            torch.random.fork_rng(devices=cuda_devices),
+            torch.inference_mode(),
+        ):
             torch.manual_seed(config.seed)
-            watch = _Watch()
+            streamer = _TimingStreamer()
             output = model.generate(
-                texts,
-                attention_mask=mask,
+                input_ids,
+                attention_mask=attention_mask,
                 max_new_tokens=config.max_new_tokens,
                 eos_token_id=eos or None,
-                pad_token_id=0,
-                streamer=watch,
+                pad_token_id=PADDING_TOKEN,
+                streamer=streamer,
                 use_cache=True,
                 **options,
-            ).tolist()
-            seconds = watch.elapsed()
-        rows = [
-            _row(index, prompt, each[width:], eos, watch.seconds)
-            for index, prompt, each in zip(indices, prompts, output, strict=True)
-        ]
-        return DecodeResult(rows, seconds, {}, watch.num_calls, peak_memory_bytes(model.device))
+            )
+            # Copying the tokens to the host waits for the device.
+            output_rows = output.tolist()
+            seconds = streamer.elapsed()
+
+        prompt_width = input_ids.shape[1]
+        rows = []
+        for index, prompt, output_row in zip(indices, prompts, output_rows, strict=True):
+            new_tokens = output_row[prompt_width:]
+            rows.append(_row_result(index, prompt, new_tokens, eos, streamer.token_seconds))
+        return DecodeResult(rows, seconds, {}, streamer.num_calls, peak_memory_bytes(model.device))
 
 
-class _Watch:
-    """The streamer that `generate` hands its tokens to: when they came, and in how many calls of the target."""
+def _sampling_options(config: DecodingConfig) -> dict[str, Any]:
+    """Explicit options: transformers samples from 50 tokens by default, and models bring their own
+    defaults."""
+    if config.greedy:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": config.temperature, "top_k": 0, "top_p": 1.0}
+
+
+def _left_padded(
+    prompts: Sequence[Sequence[int]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The prompts and their attention mask, both `[B, T]`."""
+    width = max(len(prompt) for prompt in prompts)
+    token_rows = []
+    mask_rows = []
+    for prompt in prompts:
+        num_padding = width - len(prompt)
+        token_rows.append([PADDING_TOKEN] * num_padding + list(prompt))
+        mask_rows.append([0] * num_padding + [1] * len(prompt))
+    return torch.tensor(token_rows, device=device), torch.tensor(mask_rows, device=device)
+
+
+class _TimingStreamer:
+    """Records when `generate` streams its tokens, and in how many calls of the target."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
-        self.num_calls = -1  # the first call is of the prompt
-        self.seconds: list[float] = []
+        # The first call streams the prompt.
+        self.num_calls = -1
+        self.token_seconds: list[float] = []
 
     def put(self, tokens: torch.Tensor) -> None:
-        """Tokens of all rows, one each; or several of a single row."""
+        """Receive one token of each row `[B]`, or several tokens of a single row `[1, T]`."""
         self.num_calls += 1
-        if self.num_calls:
-            self.seconds += [self.elapsed()] * (tokens.shape[-1] if tokens.dim() > 1 else 1)
+        if self.num_calls == 0:
+            return
+        num_tokens = tokens.shape[-1] if tokens.dim() > 1 else 1
+        self.token_seconds += [self.elapsed()] * num_tokens
 
     def end(self) -> None:
-        """There are no more."""
+        """Nothing to do after the last token; `generate` requires the method."""
 
     def elapsed(self) -> float:
         return time.perf_counter() - self.started
 
 
-def _row(
+def _row_result(
     index: int,
     prompt: Sequence[int],
     tokens: Sequence[int],
     eos: Sequence[int],
-    seconds: Sequence[float],
+    token_seconds: Sequence[float],
 ) -> RowResult:
-    """A row's new tokens, without the padding behind the one that ended it."""
-    end = next((i + 1 for i, token in enumerate(tokens) if token in eos), len(tokens))
-    reason = "eos" if end and tokens[end - 1] in eos else "length"
-    return RowResult(
-        index,
-        list(prompt),
-        list(tokens[:end]),
-        reason,
-        len(set(seconds[:end])),
-        list(seconds[:end]),
-    )
+    """The result of a row, without the padding after its EOS."""
+    new_tokens: list[int] = []
+    stop_reason = "length"
+    for token in tokens:
+        new_tokens.append(token)
+        if token in eos:
+            stop_reason = "eos"
+            break
+
+    row_seconds = list(token_seconds[: len(new_tokens)])
+    # Tokens of one call were streamed at the same time.
+    num_rounds = len(set(row_seconds))
+    return RowResult(index, list(prompt), new_tokens, stop_reason, num_rounds, row_seconds)
 
 
 @contextmanager
-def _prepared(configs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """Use these generation configs and transformers' own attention meanwhile."""
-    before = [
-        (model, model.generation_config, model.config._attn_implementation) for model, _ in configs
-    ]
+def _prepared(generation_configs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """Use these generation configs and transformers' own attention, and restore both afterwards."""
+    originals = []
+    for model, _ in generation_configs:
+        originals.append((model, model.generation_config, model.config._attn_implementation))
     try:
-        for model, config in configs:
-            _set(model, config, "sdpa" if model.config._attn_implementation != "eager" else "eager")
+        for model, generation_config in generation_configs:
+            is_eager = model.config._attn_implementation == "eager"
+            _configure(model, generation_config, "eager" if is_eager else "sdpa")
         yield
     finally:
-        for each in before:
-            _set(*each)
+        for model, generation_config, attention in originals:
+            _configure(model, generation_config, attention)
 
 
-def _set(model: Any, config: Any, implementation: str) -> None:
-    model.generation_config = config
-    if model.config._attn_implementation != implementation:
-        model.set_attn_implementation(implementation)
+def _configure(model: Any, generation_config: Any, attention: str) -> None:
+    model.generation_config = generation_config
+    if model.config._attn_implementation != attention:
+        model.set_attn_implementation(attention)

@@ -1,4 +1,4 @@
-"""What figures are read beside: machine, versions, commit, options."""
+"""The circumstances of a measurement: machine, versions, commit, options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ def manifest(
     device: torch.device,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
-    """Plain values that say where and how something was measured."""
+    """Plain values that record where and how something was measured."""
+    checkpoint_sha256 = None
+    if checkpoint:
+        checkpoint_sha256 = sha256(runs.find(checkpoint).read_bytes()).hexdigest()
+    device_name = str(device)
+    if device.type == "cuda":
+        device_name = torch.cuda.get_device_name(device)
     return {
         "lightning_specdec": __version__,
         "python": platform.python_version(),
@@ -32,56 +38,63 @@ def manifest(
         "transformers": version("transformers"),
         "platform": platform.platform(),
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": _num_cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "cuda": torch.version.cuda,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "device": device_name,
         "threads": torch.get_num_threads(),
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "checkpoint_sha256": sha256(runs.find(checkpoint).read_bytes()).hexdigest()
-        if checkpoint
-        else None,
+        "checkpoint_sha256": checkpoint_sha256,
         "options": dict(options),
     }
 
 
 def made_on(manifest: Mapping[str, Any]) -> str:
     """The machine and the versions that figures hold for."""
-    threads = manifest.get("threads", "?")
-    versions = "".join(
-        f", {name} {manifest[name]}" for name in ("torch", "transformers") if name in manifest
-    )
-    return (
-        f"{manifest.get('device', '?')} ({manifest.get('processor', '?')}), {threads} "
-        f"thread{'' if threads == 1 else 's'}{versions}, commit {manifest.get('commit') or '?'}"
-    )
+    device = manifest.get("device", "?")
+    processor = manifest.get("processor", "?")
+    num_threads = manifest.get("threads", "?")
+    plural = "" if num_threads == 1 else "s"
+    parts = [f"{device} ({processor})", f"{num_threads} thread{plural}"]
+    for name in ("torch", "transformers"):
+        if name in manifest:
+            parts.append(f"{name} {manifest[name]}")
+    parts.append(f"commit {manifest.get('commit') or '?'}")
+    return ", ".join(parts)
+
+
+def _num_cores() -> int | None:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def _processor() -> str:
+    """The name of the CPU."""
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:
-    """The git commit of this source tree, if it is one; with a + when files were changed since."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
+    """The git commit of this source tree, with a + if files have changed since; None if it is no
+    git tree."""
+    this_file = Path(__file__)
     try:
-        git(
-            "ls-files", "--error-unmatch", Path(__file__).name
-        )  # not a package installed within another's tree
-        commit, dirty = (
-            git("rev-parse", "--short=12", "HEAD"),
-            git("status", "--porcelain", "--untracked-files=no"),
-        )
+        # Fails for a package that is installed inside another project's tree.
+        _git(this_file.parent, "ls-files", "--error-unmatch", this_file.name)
+        commit = _git(this_file.parent, "rev-parse", "--short=12", "HEAD")
+        changes = _git(this_file.parent, "status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return f"{commit}+" if dirty else commit
+    return f"{commit}+" if changes else commit
+
+
+def _git(directory: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(directory), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,9 +1,8 @@
-"""The one way to measure decoding: cases are warmed up, take turns, and give rows."""
+"""The one way to measure decoding: cases are warmed up, take turns, and yield rows."""
 
 from __future__ import annotations
 
 import gc
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,8 @@ from lightning_specdec.bench.rows import (
     ResultRow,
     comparisons,
 )
+from lightning_specdec.bench.verdict import best as best
+from lightning_specdec.bench.verdict import ranked as ranked
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.config.kinds import DRAFTERS, RULES, Choice
@@ -47,11 +48,11 @@ if TYPE_CHECKING:
     from lightning_specdec.bench.huggingface import HuggingFace
 
 FAILURES = (ValueError, RuntimeError, MemoryError)
-"""What a case of ours may fail with; anything else is a fault of the program and is raised."""
-_FOREIGN = tuple(each for each in FOREIGN if each is not OSError)
-_COPIED = ("seconds", "num_new_tokens", "num_target_calls", "num_draft_calls", "peak_memory_bytes")
-_DIGITS = 7
-"""Of stored seconds behind the point: a tenth of a microsecond."""
+"""Errors that a case of ours may fail with. Any other is a fault of the program and is raised."""
+_FOREIGN_FAILURES = tuple(error_type for error_type in FOREIGN if error_type is not OSError)
+_NUM_DECIMALS = 7
+"""Decimals of stored seconds: a tenth of a microsecond."""
+_MAX_ERROR_LENGTH = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,8 @@ class Case:
         method: one of `rows.OURS` and `rows.HUGGING_FACE`.
         target: packed, as every method decodes with it.
         prompts: all of one domain.
-        drafter: as it drafts (fused), or why it cannot; None if no drafter of this package runs.
+        drafter: in the form that drafts (fused), or the reason why it cannot; None if no drafter of
+            this package runs.
         draft: label of the drafter.
         batch_size: prompts that are decoded together.
         baseline: transformers' models, for Hugging Face's methods.
@@ -86,23 +88,27 @@ class Case:
 
     @property
     def rule(self) -> AcceptanceRule | None:
-        """What accepts draft tokens; None for methods other than speculative decoding."""
-        return make_rule(self.config.rule) if self.method == SPECULATIVE else None
+        """The acceptance rule; None for methods other than speculative decoding."""
+        if self.method != SPECULATIVE:
+            return None
+        return make_rule(self.config.rule)
 
     @property
     def failures(self) -> tuple[type[Exception], ...]:
-        """What it may fail with while the others go on."""
-        return _FOREIGN if self.method in HUGGING_FACE else FAILURES
+        """Errors that it may fail with while other cases go on."""
+        return _FOREIGN_FAILURES if self.method in HUGGING_FACE else FAILURES
 
     @property
     def keeps_tokens(self) -> bool:
-        """Whether it must give standard decoding's tokens (Hugging Face's methods: up to rounding)."""
+        """Whether it must generate standard decoding's tokens (Hugging Face's: up to rounding)."""
         if self.rule is not None:
             return self.rule.keeps_tokens(greedy=self.config.greedy)
         return self.method == STANDARD or self.config.greedy
 
     def prepared(self) -> Case:
-        """Ready to decode: an `auto` window goes by what calls cost, measured once for this machine.
+        """The case ready to decode.
+
+        An `auto` window depends on the costs of calls, which are measured once for this machine.
 
         Raises:
             ValueError: it has no drafter.
@@ -111,6 +117,7 @@ class Case:
             raise ValueError(self.drafter)
         if self.method != SPECULATIVE or self.config.num_draft_tokens != "auto":
             return self
+
         assert self.drafter is not None
         costs = load_or_measure(
             self.target,
@@ -123,16 +130,18 @@ class Case:
 
     def decode(self, *, seed: int) -> DecodeResult:
         """Decode the prompts, batch by batch, without garbage collection."""
-        results, collecting = [], gc.isenabled()
-        gc.disable()  # a collection would fall on whichever case happens to run
+        results = []
+        was_collecting = gc.isenabled()
+        # A collection would be charged to whichever case happens to run.
+        gc.disable()
         try:
-            for first in range(0, len(self.prompts), self.batch_size):
-                texts = [
-                    list(prompt.tokens) for prompt in self.prompts[first : first + self.batch_size]
-                ]
-                results.append(self._decode(texts, list(range(first, first + len(texts))), seed))
+            for start in range(0, len(self.prompts), self.batch_size):
+                batch = self.prompts[start : start + self.batch_size]
+                texts = [list(prompt.tokens) for prompt in batch]
+                indices = list(range(start, start + len(batch)))
+                results.append(self._decode(texts, indices, seed))
         finally:
-            if collecting:
+            if was_collecting:
                 gc.enable()
         return merge_results(results)
 
@@ -152,18 +161,23 @@ class Case:
         return self.row(repeat, **_figures(self, result)), result
 
     def row(self, repeat: int, **figures: Any) -> ResultRow:
-        rule, window = self.rule, self.config.num_draft_tokens if self.method in DRAFTING else None
+        """A row with the settings of the case and these figures."""
+        window = self.config.num_draft_tokens if self.method in DRAFTING else None
+        num_draft_tokens: Any = window
         if isinstance(window, Window):
             figures["window"] = window.to_dict()
+            num_draft_tokens = getattr(window, "largest", window)
+        if isinstance(window, AdaptiveWindow):
+            num_draft_tokens = "auto"
+
+        rule = self.rule
         return ResultRow(
             repeat=repeat,
             pair=self.pair,
             method=self.method,
             draft=self.draft,
             domain=self.domain,
-            num_draft_tokens="auto"
-            if isinstance(window, AdaptiveWindow)
-            else getattr(window, "largest", window),
+            num_draft_tokens=num_draft_tokens,
             temperature=self.config.temperature,
             batch_size=self.batch_size,
             rule=None if rule is None else rule_label(self.config.rule),
@@ -174,7 +188,8 @@ class Case:
         )
 
     def failed(self, repeat: int, error: BaseException) -> ResultRow:
-        return self.row(repeat, error=one_line(error)[:1000])
+        """The row of a repeat that failed."""
+        return self.row(repeat, error=one_line(error)[:_MAX_ERROR_LENGTH])
 
 
 def measure(
@@ -184,57 +199,68 @@ def measure(
     warmup: int = 1,
     known: Mapping[tuple[Any, ...], ResultRow] | None = None,
 ) -> Iterator[ResultRow]:
-    """Rows of cases that are compared with each other, each as it is measured.
+    """Measure cases that are compared with each other; yields each row as it is measured.
 
-    All cases are warmed up, then take turns (A B A B), so that a machine that drifts is fair to all. Repeat i has the
-    seed of the config plus i. A case that fails gives one row with its error and is left out from then on. Ctrl-C
-    raises KeyboardInterrupt; the rows that were given are whole.
+    All cases are warmed up, then take turns (A B A B), so that a machine that drifts is fair to
+    all. Repeat i has the seed of the config plus i. A case that fails yields one row with its error
+    and is left out from then on. Ctrl-C raises KeyboardInterrupt; rows yielded before are complete.
 
     Args:
-        cases: standard decoding first, which tokens are compared with.
+        cases: standard decoding first, whose tokens the others are compared with.
         repeats: timed runs of each case.
-        warmup: runs before them.
+        warmup: untimed runs before them.
         known: rows of earlier runs by cell and repeat, which are not measured again.
     """
     require_int("repeats", repeats, 1)
     require_int("warmup", warmup, 0)
     known = known or {}
-    ready: dict[int, Case] = {}
-    for number, case in enumerate(cases):
+
+    ready_cases: dict[int, Case] = {}
+    for case_index, case in enumerate(cases):
         missing = missing_repeats(case, repeats, known)
         if not missing:
             continue
         try:
-            ready[number] = case.prepared()
-            for i in range(warmup):
-                ready[number].decode(seed=case.config.seed + i)
+            prepared_case = case.prepared()
+            for repeat in range(warmup):
+                prepared_case.decode(seed=case.config.seed + repeat)
         except case.failures as error:
-            ready.pop(number, None)
             yield case.failed(missing[0], error)
+        else:
+            ready_cases[case_index] = prepared_case
+
+    standard_cell = cases[0].cell
     for repeat in range(repeats):
-        expected: DecodeResult | ResultRow | None = known.get((cases[0].cell, repeat))
-        for number, case in list(ready.items()):
+        expected: DecodeResult | ResultRow | None = known.get((standard_cell, repeat))
+        for case_index, case in list(ready_cases.items()):
             if (case.cell, repeat) in known:
                 continue
             try:
                 row, result = case.run(repeat)
             except case.failures as error:
-                del ready[number]
+                del ready_cases[case_index]
                 yield case.failed(repeat, error)
                 continue
+
             if case.method == STANDARD:
                 expected = result
-            yield replace(row, **(_beside(result, expected) if case.keeps_tokens else {}))
+            if case.keeps_tokens:
+                row = replace(row, **_beside(result, expected))
+            yield row
 
 
 def missing_repeats(
     case: Case, repeats: int, known: Mapping[tuple[Any, ...], ResultRow]
 ) -> list[int]:
-    """The repeats of a case that are still to be run; none of one that has failed."""
-    found = [known.get((case.cell, repeat)) for repeat in range(repeats)]
-    if any(row is not None and row.error is not None for row in found):
-        return []
-    return [repeat for repeat, row in enumerate(found) if row is None]
+    """The repeats of a case that are still to be run; none of a case that has failed."""
+    missing = []
+    for repeat in range(repeats):
+        row = known.get((case.cell, repeat))
+        if row is None:
+            missing.append(repeat)
+        elif row.error is not None:
+            return []
+    return missing
 
 
 def benchmark(
@@ -251,19 +277,25 @@ def benchmark(
     """Speculative decoding beside standard decoding.
 
     Args:
-        target, drafter: as they decode: packed and fused.
+        target, drafter: in the form that decodes: packed and fused.
         batch_size: prompts that are decoded together.
         mode: "both", or the only method to measure.
 
     Raises:
-        ValueError: the pair cannot decode these prompts so.
-        KeyboardInterrupt: Ctrl-C before one repeat of both was over; later it gives the repeats that were.
+        ValueError: the pair cannot decode these prompts with these settings.
+        KeyboardInterrupt: Ctrl-C before both finished one repeat; later, Ctrl-C returns the
+            finished repeats.
     """
     if mode not in ("both", *OURS):
         raise ValueError(f"mode must be both, standard or speculative, got {mode!r}")
-    standard = _standard(target, prompts, config, batch_size)
-    comparison = _compared(
-        standard, drafter, DRAFTERS.name_of(type(drafter)), repeats, warmup, mode
+    standard = _standard_case(target, prompts, config, batch_size)
+    comparison = _compare(
+        standard,
+        drafter,
+        DRAFTERS.name_of(type(drafter)),
+        repeats=repeats,
+        warmup=warmup,
+        mode=mode,
     )
     if comparison.error is not None and not comparison.rows:
         raise ValueError(comparison.error)
@@ -281,155 +313,194 @@ def sweep(
     warmup: int = 1,
     batch_size: int = 1,
 ) -> Iterator[Comparison]:
-    """Every drafter with every window that it can fill, each beside standard decoding, as it is measured.
+    """Every drafter with every window that it can fill, beside standard decoding; yields each
+    comparison as it is measured.
 
-    One that fails is given with its error. On Ctrl-C what both methods have finished is given, then KeyboardInterrupt
-    is raised.
+    A case that fails is yielded with its error. On Ctrl-C, what both methods have finished is
+    yielded, then KeyboardInterrupt is raised.
 
     Raises:
-        ValueError: before anything is measured, for what no case could do.
+        ValueError: before anything is measured, for settings that fail in every case.
     """
-    for name, given in (("drafter", drafters), ("window", windows)):
-        if not given:
-            raise ValueError(f"there is no {name} to measure: give at least one")
+    if not drafters:
+        raise ValueError("there is no drafter to measure: give at least one")
+    if not windows:
+        raise ValueError("there is no window to measure: give at least one")
     for window in windows:
         require_int("num_draft_tokens", window, 1, MAX_TOKENS)
     require_int("repeats", repeats, 1)
-    standard = _standard(target, prompts, config, batch_size)
+    standard = _standard_case(target, prompts, config, batch_size)
     for drafter in drafters.values():
         drafter.check_target(target)
-
-    def compared() -> Iterator[Comparison]:
-        for name, drafter in drafters.items():
-            for window in windows_of(drafter.max_draft_tokens, windows):
-                case = replace(standard, config=config.changed(num_draft_tokens=window))
-                comparison = _compared(case, drafter, name, repeats, warmup)
-                yield comparison
-                if comparison.interrupted:
-                    raise KeyboardInterrupt
-
-    return compared()
+    # A generator of its own: the checks above run at the call, not at the first comparison.
+    return _sweep(standard, drafters, windows, repeats=repeats, warmup=warmup)
 
 
-def best(found: Sequence[Comparison]) -> Comparison | None:
-    """The one whose speedup is the surest, of those with the tokens they should."""
-    right = (
-        each
-        for each in ranked(found)
-        if each.walltime_speedup is not None and each.same_tokens is not False
-    )
-    return next(right, None)
+def _sweep(
+    standard: Case,
+    drafters: Mapping[str, Drafter],
+    windows: Sequence[int],
+    *,
+    repeats: int,
+    warmup: int,
+) -> Iterator[Comparison]:
+    for name, drafter in drafters.items():
+        for window in windows_of(drafter.max_draft_tokens, windows):
+            config = standard.config.changed(num_draft_tokens=window)
+            case = replace(standard, config=config)
+            comparison = _compare(case, drafter, name, repeats=repeats, warmup=warmup)
+            yield comparison
+            if comparison.interrupted:
+                raise KeyboardInterrupt
 
 
-def ranked(found: Sequence[Comparison]) -> list[Comparison]:
-    """By the lower end of the speedup's interval, the highest first.
-
-    Those without an interval only come first where none has one; then by the speedup alone.
-    """
-
-    def key(each: Comparison) -> tuple[float, float]:
-        if each.walltime_speedup is None:
-            return -1.0, 0.0
-        low = each.walltime_speedup.low
-        return low if math.isfinite(low) else 0.0, each.walltime_speedup.value
-
-    return sorted(found, key=key, reverse=True)
-
-
-def windows_of(most: int | None, windows: Sequence[int]) -> list[int]:
-    """The windows that differ for a drafter that proposes at most so many tokens (None: any number) in a round."""
-    return list(
-        dict.fromkeys(windows if most is None else [min(window, most) for window in windows])
-    )
+def windows_of(max_draft_tokens: int | None, windows: Sequence[int]) -> list[int]:
+    """The different windows for a drafter that proposes up to `max_draft_tokens` tokens in a round
+    (None: any number)."""
+    if max_draft_tokens is not None:
+        windows = [min(window, max_draft_tokens) for window in windows]
+    return list(dict.fromkeys(windows))
 
 
 def rule_label(rule: Any) -> str:
-    """Its name, with the settings that were given."""
+    """The name of a rule, with the settings that were given."""
     if isinstance(rule, AcceptanceRule):
         return RULES.name_of(type(rule))
     return Choice.read(rule or "ExactMatch", "rule").label
 
 
-def _standard(
+def _standard_case(
     target: LanguageModel, prompts: Sequence[Sequence[int]], config: DecodingConfig, batch_size: int
 ) -> Case:
-    """Standard decoding of prompts that were checked."""
+    """Standard decoding of prompts, after checking them."""
     require_int("batch_size", batch_size, 1)
     batch = check_batch(prompts, target, config)
     check_eos(config.eos, target.vocab_size)
-    several = [Prompt(str(number), "", tuple(text)) for number, text in batch]
     return Case(
-        method=STANDARD, target=target, config=config, prompts=several, batch_size=batch_size
+        method=STANDARD,
+        target=target,
+        config=config,
+        prompts=[Prompt(str(index), "", tuple(tokens)) for index, tokens in batch],
+        batch_size=batch_size,
     )
 
 
-def _compared(
-    standard: Case, drafter: Drafter, name: str, repeats: int, warmup: int, mode: str = "both"
+def _compare(
+    standard: Case,
+    drafter: Drafter,
+    name: str,
+    *,
+    repeats: int,
+    warmup: int,
+    mode: str = "both",
 ) -> Comparison:
-    """One comparison; on Ctrl-C of the repeats that are over."""
-    config = standard.config.changed(
-        num_draft_tokens=standard.config.num_draft_tokens or DEFAULT_WINDOW
-    )
-    both = (
+    """One comparison; on Ctrl-C, of the repeats that all methods have finished."""
+    num_draft_tokens = standard.config.num_draft_tokens or DEFAULT_WINDOW
+    speculative = replace(
         standard,
-        replace(standard, method=SPECULATIVE, drafter=drafter, draft=name, config=config),
+        method=SPECULATIVE,
+        drafter=drafter,
+        draft=name,
+        config=standard.config.changed(num_draft_tokens=num_draft_tokens),
     )
-    cases = [case for case in both if mode in ("both", case.method)]
+    cases = [case for case in (standard, speculative) if mode in ("both", case.method)]
+
     rows: list[ResultRow] = []
     interrupted = False
     try:
+        # One by one, so that the rows before Ctrl-C stay.
         for row in measure(cases, repeats=repeats, warmup=warmup):
             rows.append(row)
     except KeyboardInterrupt:
         interrupted = True
-        rows = [
-            row for row in rows if sum(each.repeat == row.repeat for each in rows) == len(cases)
-        ]
+        rows = _complete_repeats(rows, len(cases))
         if not rows:
             raise
-    failed = next((row for row in rows if row.method == STANDARD and row.error is not None), None)
-    if failed is not None:
-        raise ValueError(failed.error)
+
+    for row in rows:
+        if row.method == STANDARD and row.error is not None:
+            raise ValueError(row.error)
     return replace(comparisons(rows)[-1], interrupted=interrupted)
 
 
+def _complete_repeats(rows: Sequence[ResultRow], num_cases: int) -> list[ResultRow]:
+    """The rows of those repeats that every case has finished."""
+    repeats = [row.repeat for row in rows]
+    return [row for row in rows if repeats.count(row.repeat) == num_cases]
+
+
 def _beside(result: DecodeResult, expected: DecodeResult | ResultRow | None) -> dict[str, Any]:
-    """Whether the tokens are standard decoding's, of this run or of one that is known by its hash."""
-    if expected is None or (isinstance(expected, ResultRow) and expected.tokens_sha256 is None):
+    """Whether the tokens are standard decoding's, as fields of a row.
+
+    Args:
+        expected: standard decoding of this run, or the row of an earlier one, which has only the
+            hash of its tokens; None if it failed.
+    """
+    if expected is None:
         return {}
     if isinstance(expected, ResultRow):
+        if expected.tokens_sha256 is None:
+            return {}
         return {"same_tokens": expected.tokens_sha256 == tokens_sha256(result.tokens)}
-    for prompt, (one, other) in enumerate(zip(expected.tokens, result.tokens, strict=True)):
-        if one != other:
-            return {"same_tokens": False, "differs_at": [prompt, num_shared(one, other)]}
+
+    pairs = zip(expected.tokens, result.tokens, strict=True)
+    for prompt_index, (expected_tokens, tokens) in enumerate(pairs):
+        if expected_tokens != tokens:
+            token_index = num_shared(expected_tokens, tokens)
+            return {"same_tokens": False, "differs_at": [prompt_index, token_index]}
     return {"same_tokens": True}
 
 
 def _figures(case: Case, result: DecodeResult) -> dict[str, Any]:
-    phases = dict(result.phase_seconds)
-    if phases:  # what no phase has seen belongs to the rest
-        phases["rest"] += result.seconds - sum(phases.values())
-    firsts = [row.token_seconds[0] for row in result.rows if row.token_seconds]
+    """The figures of a run, as fields of a row."""
+    phase_seconds = dict(result.phase_seconds)
+    if phase_seconds:
+        # Time between the phases belongs to the rest.
+        phase_seconds["rest"] += result.seconds - sum(phase_seconds.values())
+
+    prompt_seconds = []
+    first_token_seconds = []
+    for row in result.rows:
+        last_seconds = row.token_seconds[-1] if row.token_seconds else 0
+        prompt_seconds.append(round(last_seconds, _NUM_DECIMALS))
+        if row.token_seconds:
+            first_token_seconds.append(row.token_seconds[0])
+
     figures: dict[str, Any] = {
-        **{name: getattr(result, name) for name in _COPIED},
-        "phase_seconds": phases or None,
+        "seconds": result.seconds,
+        "num_new_tokens": result.num_new_tokens,
+        "num_target_calls": result.num_target_calls,
+        "num_draft_calls": result.num_draft_calls,
+        "peak_memory_bytes": result.peak_memory_bytes,
+        "phase_seconds": phase_seconds or None,
         "num_row_rounds": sum(row.num_rounds for row in result.rows),
-        "prompt_seconds": [round(sum(row.token_seconds[-1:]), _DIGITS) for row in result.rows],
+        "prompt_seconds": prompt_seconds,
         "prompt_new_tokens": [len(row.tokens) for row in result.rows],
-        "time_to_first_token": statistics.fmean(firsts) if firsts else None,
+        "time_to_first_token": None,
         "tokens_sha256": tokens_sha256(result.tokens),
     }
+    if first_token_seconds:
+        figures["time_to_first_token"] = statistics.fmean(first_token_seconds)
     if result.counts is not None:
-        figures |= {**vars(result.counts), "num_changed": result.num_changed}
-        if not isinstance(
-            case.drafter, NGramWithFallback
-        ):  # a mean with copied tokens is no draft's cost
+        figures.update(vars(result.counts))
+        figures["num_changed"] = result.num_changed
+        # A mean over copied and drafted tokens is the cost of neither.
+        if not isinstance(case.drafter, NGramWithFallback):
             figures["num_draft_steps"] = num_draft_steps(result.rows, case.batch_size)
     return figures
 
 
 def num_draft_steps(rows: Sequence[RowResult], batch_size: int) -> int:
-    """Draft tokens one after the other: of every round of a batch, those of its longest draft."""
-    drafted = [[len(each.drafted) for each in row.rounds or []] for row in rows]
-    batches = [drafted[first : first + batch_size] for first in range(0, len(drafted), batch_size)]
-    return sum(max(step) for batch in batches for step in zip_longest(*batch, fillvalue=0))
+    """Sequential draft tokens: in each round of a batch, those of the longest draft."""
+    draft_lengths = []
+    for row in rows:
+        rounds = row.rounds or []
+        draft_lengths.append([len(decoding_round.drafted) for decoding_round in rounds])
+
+    num_steps = 0
+    for start in range(0, len(rows), batch_size):
+        batch_lengths = draft_lengths[start : start + batch_size]
+        # Rows with fewer rounds draft nothing in the later ones.
+        for round_lengths in zip_longest(*batch_lengths, fillvalue=0):
+            num_steps += max(round_lengths)
+    return num_steps

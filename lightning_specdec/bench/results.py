@@ -1,7 +1,7 @@
-"""A results directory: finished rows, one a line, and a manifest that says where and how they were measured.
+"""A results directory: finished rows, one a line, and a manifest of how they were measured.
 
-A row is there once its line has ended: a line that a crash or a full disk has cut is no row, and the next run removes
-it. All rows of a directory are of one config, machine and version of the libraries.
+A row counts once its line has ended. A line cut off by a crash or a full disk is no row, and the
+next run removes it. All rows of a directory have one config, machine and version of the libraries.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from typing import Any
 from lightning_specdec.bench.rows import FORMAT, ResultRow
 from lightning_specdec.config.files import replaced
 
-MANIFEST, ROWS = "manifest.json", "rows.jsonl"
-_SAME = ("format", "device", "processor", "threads", "torch", "transformers", "config")
-"""What every row of a directory was measured with."""
-_NEEDED = ("name", "config", "pairs", "prompts")
+MANIFEST = "manifest.json"
+ROWS = "rows.jsonl"
+_FIXED_ENTRIES = ("format", "device", "processor", "threads", "torch", "transformers", "config")
+"""Entries of the manifest that every row of a directory was measured with."""
+_REQUIRED_ENTRIES = ("name", "config", "pairs", "prompts")
 
 
 @dataclass
 class Results:
-    """What a directory holds: where, how and with what it was measured, and the finished rows in order."""
+    """The contents of a directory: how it was measured, and the finished rows in order."""
 
     directory: Path
     manifest: dict[str, Any]
@@ -33,77 +34,90 @@ class Results:
 
 
 def read(directory: str | os.PathLike[str]) -> Results:
-    """The results that a directory holds; a run may be writing to it.
+    """Read the results of a directory, also while a run writes to it.
 
     Raises:
-        FileNotFoundError: there are none.
+        FileNotFoundError: there are no results.
         ValueError: they are damaged, or of another format.
     """
     path = Path(directory).expanduser()
-    manifest = _manifest(path)
-    content = (path / ROWS).read_bytes() if (path / ROWS).exists() else b""
-    return Results(path, manifest, list(_rows(path / ROWS, content)))
+    manifest = _read_manifest(path)
+    rows_path = path / ROWS
+    content = rows_path.read_bytes() if rows_path.exists() else b""
+    return Results(path, manifest, list(_parse_rows(rows_path, content)))
 
 
 class ResultsWriter(Results):
     """A results directory that a run adds to; one run at a time.
 
     Args:
-        known: the rows by cell and repeat, new ones too.
+        file: descriptor of the file of rows, locked and open for appending.
+        commit: git commit that new rows are recorded with.
+
+    Attributes:
+        known: the rows by cell and repeat, new ones included.
     """
 
     def __init__(self, results: Results, file: int, commit: str | None) -> None:
         super().__init__(results.directory, results.manifest, results.rows)
-        self._file, self._commit = file, commit
+        self._file = file
+        self._commit = commit
         self.known = {(row.cell, row.repeat): row for row in self.rows}
 
     @classmethod
     def open(cls, directory: Path, manifest: Mapping[str, Any]) -> ResultsWriter:
-        """Begin results, or resume those that the same config has begun on the same machine.
+        """Begin results, or resume those of the same config on the same machine.
 
         Raises:
-            ValueError: it holds other results, or another run is writing there.
+            ValueError: the directory has other results, or another run is writing to it.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        manifest = {"format": FORMAT, **json.loads(json.dumps(manifest))}
         file = os.open(directory / ROWS, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(
-                    f"another run is writing to {directory}: wait for it, or give another name"
-                ) from None
-            content = (directory / ROWS).read_bytes()
-            whole = content.rfind(b"\n") + 1
-            if whole:
-                _check_same(directory, _manifest(directory), manifest)
-                manifest = _manifest(directory) | {"commit": manifest.get("commit")}
-            rows = list(_rows(directory / ROWS, content))
-            os.ftruncate(file, whole)
-            results = cls(Results(directory, dict(manifest), rows), file, manifest.get("commit"))
-            results.update()
-            return results
+            _lock(file, directory)
+            return cls._open_locked(directory, file, manifest)
         except BaseException:
             os.close(file)
             raise
 
+    @classmethod
+    def _open_locked(cls, directory: Path, file: int, manifest: Mapping[str, Any]) -> ResultsWriter:
+        # Through JSON, so that it compares with a manifest that was read.
+        new_manifest = {"format": FORMAT, **json.loads(json.dumps(manifest))}
+        commit = new_manifest.get("commit")
+
+        content = (directory / ROWS).read_bytes()
+        length_of_whole_lines = content.rfind(b"\n") + 1
+        if length_of_whole_lines:
+            old_manifest = _read_manifest(directory)
+            _check_resumable(directory, old_manifest, new_manifest)
+            new_manifest = {**old_manifest, "commit": commit}
+        rows = list(_parse_rows(directory / ROWS, content))
+
+        # Remove the beginning of a row that an earlier run could not finish.
+        os.ftruncate(file, length_of_whole_lines)
+        writer = cls(Results(directory, new_manifest, rows), file, commit)
+        writer.update()
+        return writer
+
     def append(self, row: ResultRow) -> None:
-        """Add a finished row, and return when it is on the disk.
+        """Add a finished row; returns when it is on the disk.
 
         Raises:
-            OSError: it cannot be written there (a full disk); the rows before it stay.
+            OSError: it cannot be written (a full disk); earlier rows stay.
         """
         row = replace(row, commit=self._commit)
-        content = (json.dumps(row.to_dict(), allow_nan=False) + "\n").encode()
-        end = os.fstat(self._file).st_size
+        line = json.dumps(row.to_dict(), allow_nan=False) + "\n"
+        content = line.encode()
+        old_size = os.fstat(self._file).st_size
         try:
-            written = 0
-            while written < len(content):
-                written += os.write(self._file, content[written:])
+            num_written = 0
+            while num_written < len(content):
+                num_written += os.write(self._file, content[num_written:])
             os.fsync(self._file)
-        except BaseException as error:  # Ctrl-C amid the writing too
-            os.ftruncate(self._file, end)
+        except BaseException as error:
+            # Ctrl-C must not leave half a row either.
+            os.ftruncate(self._file, old_size)
             if isinstance(error, OSError):
                 raise OSError(error.errno, error.strerror, str(self.directory / ROWS)) from error
             raise
@@ -111,9 +125,11 @@ class ResultsWriter(Results):
         self.rows.append(row)
 
     def update(self, **entries: Any) -> None:
-        self.manifest |= json.loads(json.dumps(entries))
+        """Write the manifest, with these entries changed."""
+        self.manifest.update(json.loads(json.dumps(entries)))
+        text = json.dumps(self.manifest, indent=1) + "\n"
         with replaced(self.directory / MANIFEST) as file:
-            file.write((json.dumps(self.manifest, indent=1) + "\n").encode())
+            file.write(text.encode())
 
     def __enter__(self) -> ResultsWriter:
         return self
@@ -122,65 +138,95 @@ class ResultsWriter(Results):
         os.close(self._file)
 
 
-def _manifest(directory: Path) -> dict[str, Any]:
+def _lock(file: int, directory: Path) -> None:
+    """Lock a file until it is closed."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"another run is writing to {directory}: wait for it, or give another name"
+        ) from None
+
+
+def _read_manifest(directory: Path) -> dict[str, Any]:
     path = directory / MANIFEST
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        text = f"{directory} holds no results: `lightning_specdec bench --config FILE` writes them"
-        raise FileNotFoundError(text) from None
+        raise FileNotFoundError(
+            f"{directory} holds no results: `lightning_specdec bench --config FILE` writes them"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged: restore it, or remove {directory} and measure again"
         ) from error
-    if (
-        not isinstance(values, dict)
-        or values.get("format") != FORMAT
-        or not values.keys() >= set(_NEEDED)
-    ):
+
+    is_manifest = isinstance(values, dict) and values.get("format") == FORMAT
+    if not is_manifest or not values.keys() >= set(_REQUIRED_ENTRIES):
         raise ValueError(
             f"{path} is not a manifest of format {FORMAT}: another version wrote it; measure again"
         )
     return dict(values)
 
 
-def _rows(path: Path, content: bytes) -> Iterator[ResultRow]:
-    """The rows whose lines have ended."""
-    seen = set()
-    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+def _parse_rows(path: Path, content: bytes) -> Iterator[ResultRow]:
+    """The rows of a file whose lines have ended.
+
+    Args:
+        path: names the file in errors.
+    """
+    seen_runs = set()
+    whole_lines = content.split(b"\n")[:-1]
+    for line_number, line in enumerate(whole_lines, start=1):
         try:
-            values = json.loads(line)
-            row = ResultRow.from_dict(values if isinstance(values, dict) else {})
-            if (row.cell, row.repeat) in seen:
+            row = _parse_row(line)
+            if (row.cell, row.repeat) in seen_runs:
                 raise ValueError("is there twice")
-        except (ValueError, RecursionError) as error:
-            why = (
-                "is damaged" if isinstance(error, json.JSONDecodeError | RecursionError) else error
-            )
+        except ValueError as error:
             raise ValueError(
-                f"{path}, line {number} {why}: remove the line to measure it again"
+                f"{path}, line {line_number} {error}: remove the line to measure it again"
             ) from error
-        seen.add((row.cell, row.repeat))
+        seen_runs.add((row.cell, row.repeat))
         yield row
 
 
-def _check_same(directory: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise ValueError, which names the first difference, unless a run may go on with what another one has begun."""
-    had, has = (_flat("", {name: each.get(name) for name in _SAME}) for each in (found, wanted))
-    for name in dict.fromkeys((*has, *had)):
-        if had.get(name) != has.get(name):
-            before, now = (json.dumps(each.get(name))[:60] for each in (had, has))
+def _parse_row(line: bytes) -> ResultRow:
+    try:
+        values = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError("is damaged") from error
+    if not isinstance(values, dict):
+        values = {}
+    return ResultRow.from_dict(values)
+
+
+def _check_resumable(
+    directory: Path, old_manifest: Mapping[str, Any], new_manifest: Mapping[str, Any]
+) -> None:
+    """Check that a run may continue what an earlier one has begun.
+
+    Raises:
+        ValueError: it may not; names the first difference.
+    """
+    old_entries = _flatten("", {name: old_manifest.get(name) for name in _FIXED_ENTRIES})
+    new_entries = _flatten("", {name: new_manifest.get(name) for name in _FIXED_ENTRIES})
+    for name in dict.fromkeys((*new_entries, *old_entries)):
+        old_value = old_entries.get(name)
+        new_value = new_entries.get(name)
+        if old_value != new_value:
             raise ValueError(
-                f"cannot resume {directory}: {name} changed from {before} to {now}; give this config another name "
-                "(--name), or remove the directory"
+                f"cannot resume {directory}: {name} changed from {json.dumps(old_value)[:60]} to "
+                f"{json.dumps(new_value)[:60]}; give this config another name (--name), or remove "
+                "the directory"
             )
 
 
-def _flat(name: str, value: Any) -> dict[str, Any]:
+def _flatten(prefix: str, value: Any) -> dict[str, Any]:
+    """Nested entries by their path, as `config.pairs.rnn.ckpt`."""
     if not isinstance(value, dict) or not value:
-        return {name: value}
-    return {
-        key: each
-        for part, inner in value.items()
-        for key, each in _flat(f"{name}.{part}".lstrip("."), inner).items()
-    }
+        return {prefix: value}
+    entries: dict[str, Any] = {}
+    for name, inner_value in value.items():
+        path = f"{prefix}.{name}" if prefix else str(name)
+        entries.update(_flatten(path, inner_value))
+    return entries

@@ -1,5 +1,5 @@
-"""Rows of results: one repeat of one case as counts and seconds, and the comparison of its repeats with standard
-decoding."""
+"""Rows of results: one repeat of one case as counts and seconds, and the comparison of its repeats
+with standard decoding."""
 
 from __future__ import annotations
 
@@ -8,22 +8,28 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_specdec.bench.statistics import LEVEL, Interval, ratio_interval
 from lightning_specdec.bench.theory import predicted_speedup
+from lightning_specdec.bench.verdict import Verdict, judge
 from lightning_specdec.decoding.timing import PHASES
 
-STANDARD, SPECULATIVE = OURS = ("standard", "speculative")
+STANDARD = "standard"
+SPECULATIVE = "speculative"
+OURS = (STANDARD, SPECULATIVE)
 """Methods of this package."""
-GENERATE, ASSISTED, PROMPT_LOOKUP = HUGGING_FACE = ("generate", "assisted", "prompt_lookup")
+GENERATE = "generate"
+ASSISTED = "assisted"
+PROMPT_LOOKUP = "prompt_lookup"
+HUGGING_FACE = (GENERATE, ASSISTED, PROMPT_LOOKUP)
 """Methods of transformers: plain `generate`, with an assistant model, with prompt lookup."""
 DRAFTING = (SPECULATIVE, ASSISTED, PROMPT_LOOKUP)
 """Methods with a number of draft tokens."""
 FORMAT = 3
-"""Counted up when rows or manifests change; other formats are refused."""
-_TEXT = ("pair", "method", "domain")
-_NUMBERS = ("temperature", "batch_size", "max_new_tokens", "repeat", "seed")
+"""Increased when rows or manifests change; other formats are refused."""
+_TEXT_FIELDS = ("pair", "method", "domain")
+_NUMBER_FIELDS = ("temperature", "batch_size", "max_new_tokens", "repeat", "seed")
 
 
 @dataclass(kw_only=True)
@@ -32,18 +38,19 @@ class ResultRow:
 
     Args:
         draft: name of the drafter.
-        rule: with its settings.
+        rule: name of the rule, with its settings.
         error: why the run failed; such a row has no figures.
-        window: of an adaptive window, the costs that it goes by.
-        commit: the program that ran it.
+        window: costs that an adaptive window goes by.
+        commit: git commit of the program that ran it.
         seconds: wall time of all prompts, by the decoding functions' own clocks.
-        num_draft_steps: draft tokens one after the other: of each round of a batch, those of its longest draft.
+        num_draft_steps: sequential draft tokens: in each round of a batch, those of the longest
+            draft.
         histogram: row-rounds that accepted 0, 1, ... draft tokens.
         prompt_seconds, prompt_new_tokens: by prompt.
         time_to_first_token: mean over the prompts.
-        same_tokens: whether the tokens are standard decoding's; None where they may differ.
+        same_tokens: whether the tokens are standard decoding's; None if they may differ.
         differs_at: prompt and token at which they first differ.
-        num_changed: under a lossy rule, tokens that the target would not have drawn.
+        num_changed: for a lossy rule, tokens that the target would not have drawn.
     """
 
     pair: str
@@ -83,36 +90,35 @@ class ResultRow:
 
     @property
     def place(self) -> tuple[str, str, float, int, int]:
-        """What rows are compared within: pair, domain, temperature, batch size, tokens wanted."""
+        """Pair, domain, temperature, batch size, requested tokens: rows are compared within it."""
         return (self.pair, self.domain, self.temperature, self.batch_size, self.max_new_tokens)
 
     @property
     def cell(self) -> tuple[Any, ...]:
-        """All repeats of one case: the place and what a user chooses (method, draft, window, rule)."""
+        """The place and what a user chooses (method, draft, window, rule), equal in all repeats."""
         return (*self.place, self.method, self.draft, self.num_draft_tokens, self.rule)
 
     @property
     def label(self) -> str:
         """What a user chooses, in a few words."""
-        parts = (
-            "" if self.method == SPECULATIVE else self.method,
-            self.draft,
-            self.num_draft_tokens,
-            self.rule,
-        )
-        return " ".join(str(part) for part in parts if part)
+        words = [self.draft, self.num_draft_tokens, self.rule]
+        if self.method != SPECULATIVE:
+            words.insert(0, self.method)
+        return " ".join(str(word) for word in words if word)
 
     @property
     def failure(self) -> str | None:
-        """Why the run failed; one without tokens or seconds has failed too."""
-        return self.error or (None if self.num_new_tokens and self.seconds else "gave no tokens")
+        """Why the run failed; a run without tokens or seconds has failed too."""
+        if self.error:
+            return self.error
+        if not self.num_new_tokens or not self.seconds:
+            return "gave no tokens"
+        return None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that are known, for a line of a file; `from_dict` is the inverse."""
-        return {
-            "format": FORMAT,
-            **{name: value for name, value in vars(self).items() if value is not None},
-        }
+        """Known values, plain, for a line of a file; `from_dict` is the inverse."""
+        values = {name: value for name, value in vars(self).items() if value is not None}
+        return {"format": FORMAT, **values}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ResultRow:
@@ -121,58 +127,104 @@ class ResultRow:
         Raises:
             ValueError: it has another format, or a field is missing, unknown or wrong.
         """
-        known = {each.name for each in fields(cls)}
-        if values.get("format") != FORMAT or values.keys() - known != {"format"}:
+        expected_names = {field.name for field in fields(cls)} | {"format"}
+        if values.get("format") != FORMAT or not values.keys() <= expected_names:
             raise ValueError(f"is not a row of format {FORMAT}")
-        for names, kinds in ((_TEXT, (str,)), (_NUMBERS, (int, float))):
-            for name in names:
-                if not isinstance(values.get(name), kinds):
-                    raise ValueError(f"has a wrong {name}, {str(values.get(name))[:60]!r}")
+        for name in _TEXT_FIELDS:
+            _check_type(values, name, str)
+        for name in _NUMBER_FIELDS:
+            _check_type(values, name, int, float)
         return cls(**{name: value for name, value in values.items() if name != "format"})
 
 
+def _check_type(values: Mapping[str, Any], name: str, *types: type) -> None:
+    value = values.get(name)
+    if not isinstance(value, types):
+        raise ValueError(f"has a wrong {name}, {str(value)[:60]!r}")
+
+
+class Unit(NamedTuple):
+    """Seconds and new tokens of one prompt, or of one batch of prompts."""
+
+    seconds: float
+    num_tokens: int
+
+
 Timings = tuple[list[list[float]], list[list[float]]]
-"""Seconds of standard decoding and of a method beside it, by repeat and unit (prompt or batch)."""
+"""Seconds of standard decoding and of another method, by repeat and unit (prompt or batch)."""
 
 
 def timings(pairs: Sequence[tuple[ResultRow, ResultRow]]) -> Timings | None:
-    """Repeats of standard decoding and of a method beside it.
+    """Seconds of paired repeats, scaled to equally many tokens.
 
-    Texts may differ in length (sampling, lossy rules), and the shorter text is not the faster method: the method's
-    seconds are scaled to as many tokens as standard decoding gave in the same unit. A unit without time or tokens in
-    one of the runs is left out of all; None where nothing is left.
+    Texts may differ in length (sampling, lossy rules), and a method is not faster because its text
+    is shorter. Its seconds are therefore scaled to the tokens that standard decoding generated in
+    the same unit. A unit without time or tokens in one of the runs is left out of all.
+
+    Args:
+        pairs: for each repeat, the rows of standard decoding and of the other method.
+
+    Returns:
+        The seconds of both; None if no unit is left.
     """
-    units = [[_units(row) for row in pair] for pair in pairs]
-    every = range(len(units[0][0]) if units else 0)
-    kept = [i for i in every if all(min(side[i]) > 0 for repeat in units for side in repeat)]
-    if not kept:
+    if not pairs:
         return None
-    standard = [[one[i][0] for i in kept] for one, _ in units]
-    return standard, [[two[i][0] * one[i][1] / two[i][1] for i in kept] for one, two in units]
+    standard_runs = [_units(standard) for standard, _ in pairs]
+    method_runs = [_units(row) for _, row in pairs]
+
+    usable_units = []
+    for unit_index in range(len(standard_runs[0])):
+        units = [run[unit_index] for run in (*standard_runs, *method_runs)]
+        if all(unit.seconds > 0 and unit.num_tokens > 0 for unit in units):
+            usable_units.append(unit_index)
+    if not usable_units:
+        return None
+
+    standard_seconds = []
+    method_seconds = []
+    for standard_run, method_run in zip(standard_runs, method_runs, strict=True):
+        standard_seconds.append([standard_run[i].seconds for i in usable_units])
+        scaled_seconds = []
+        for i in usable_units:
+            num_tokens = standard_run[i].num_tokens
+            scaled_seconds.append(method_run[i].seconds * num_tokens / method_run[i].num_tokens)
+        method_seconds.append(scaled_seconds)
+    return standard_seconds, method_seconds
 
 
 def seconds(rows: Sequence[ResultRow]) -> float | None:
     """Sum over batches of medians over repeats, as in `walltime_speedup`; None without rows."""
-    repeats = [_units(row) for row in rows]
-    numbers = range(len(repeats[0]) if repeats else 0)
-    return sum(statistics.median(repeat[i][0] for repeat in repeats) for i in numbers) or None
+    if not rows:
+        return None
+    runs = [_units(row) for row in rows]
+    total_seconds = 0.0
+    for unit_index in range(len(runs[0])):
+        total_seconds += statistics.median(run[unit_index].seconds for run in runs)
+    return total_seconds or None
 
 
 def speed(rows: Sequence[ResultRow]) -> float | None:
     """New tokens / `seconds`; None without rows."""
-    whole = seconds(rows)
-    return None if whole is None else statistics.median(row.num_new_tokens for row in rows) / whole
+    total_seconds = seconds(rows)
+    if total_seconds is None:
+        return None
+    return statistics.median(row.num_new_tokens for row in rows) / total_seconds
 
 
-def _units(row: ResultRow) -> list[tuple[float, int]]:
-    """Seconds and tokens of each batch, which ends with its last prompt. What a run takes besides is shared out."""
-    seconds, tokens, size = row.prompt_seconds, row.prompt_new_tokens, row.batch_size
-    batches = [
-        (max(seconds[i : i + size]), sum(tokens[i : i + size]))
-        for i in range(0, len(seconds), size)
-    ]
-    share = row.seconds / (sum(each for each, _ in batches) or 1.0)
-    return [(share * each, number) for each, number in batches]
+def _units(row: ResultRow) -> list[Unit]:
+    """Seconds and tokens of each batch, in order.
+
+    A batch ends with its last prompt. Time that belongs to no batch is shared out among them.
+    """
+    batches = []
+    for start in range(0, len(row.prompt_seconds), row.batch_size):
+        stop = start + row.batch_size
+        batch_seconds = max(row.prompt_seconds[start:stop])
+        batches.append(Unit(batch_seconds, sum(row.prompt_new_tokens[start:stop])))
+
+    total_seconds = sum(batch.seconds for batch in batches) or 1.0
+    scale = row.seconds / total_seconds
+    return [Unit(scale * batch.seconds, batch.num_tokens) for batch in batches]
 
 
 @dataclass(frozen=True)
@@ -181,7 +233,7 @@ class Comparison:
 
     Args:
         case: a row with the settings of the case.
-        rows: the repeats that finished and gave tokens, in order.
+        rows: the repeats that finished and generated tokens, in order.
         standard: standard decoding's repeats with the same prompts and settings.
         error: why the first failed repeat failed; None if none failed.
         interrupted: whether Ctrl-C ended the measurement early.
@@ -194,29 +246,61 @@ class Comparison:
     interrupted: bool = False
 
     def __repr__(self) -> str:
-        return f"Comparison({self.case.label}: {self.error or self.walltime_speedup}, {len(self.rows)} repeats)"
+        result = self.error or self.walltime_speedup
+        return f"Comparison({self.case.label}: {result}, {len(self.rows)} repeats)"
 
     @cached_property
     def timings(self) -> Timings | None:
         """Timings of the repeats that both have; None for standard decoding itself."""
         if self.case.method == STANDARD:
             return None
-        others = {row.repeat: row for row in self.standard}
-        return timings([(others[row.repeat], row) for row in self.rows if row.repeat in others])
+        standard_by_repeat = {row.repeat: row for row in self.standard}
+        pairs = []
+        for row in self.rows:
+            if row.repeat in standard_by_repeat:
+                pairs.append((standard_by_repeat[row.repeat], row))
+        return timings(pairs)
+
+    @property
+    def num_units(self) -> int:
+        """Prompts, or batches of prompts, that the timings distinguish."""
+        if self.timings is None:
+            return 0
+        standard_seconds, _ = self.timings
+        return len(standard_seconds[0])
+
+    @property
+    def num_pairs(self) -> int:
+        """Paired timings that the speedup is computed from: repeats x units."""
+        if self.timings is None:
+            return 0
+        standard_seconds, _ = self.timings
+        return len(standard_seconds) * self.num_units
 
     def speedup(self, level: float) -> Interval | None:
         """`walltime_speedup` with its confidence interval at another level, such as 0.99."""
-        return None if self.timings is None else ratio_interval(*self.timings, level=level)
+        if self.timings is None:
+            return None
+        standard_seconds, method_seconds = self.timings
+        return ratio_interval(standard_seconds, method_seconds, level=level)
 
     @cached_property
     def walltime_speedup(self) -> Interval | None:
-        """Seconds of standard decoding / seconds of this method for as many tokens, with a confidence interval."""
+        """Seconds of standard decoding / seconds of this method for equally many tokens, with a
+        confidence interval."""
         return self.speedup(LEVEL)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the method is faster than standard decoding on these prompts."""
+        return judge(self.walltime_speedup, self.num_pairs)
 
     @property
     def latency_reduction(self) -> float | None:
         """1 - 1 / walltime_speedup."""
-        return None if self.walltime_speedup is None else 1 - 1 / self.walltime_speedup.value
+        if self.walltime_speedup is None:
+            return None
+        return 1 - 1 / self.walltime_speedup.value
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -235,50 +319,55 @@ class Comparison:
 
     @property
     def cost_ratio(self) -> float | None:
-        """Seconds of one draft step / of one target call on one token, means of the run; None without draft steps."""
-        draft, target = self._draft_step_seconds, self._each("verify", self.standard)
-        return None if draft is None or not target else draft / target
+        """Seconds of one draft step / of one target call on one token, means of the run; None
+        without draft steps."""
+        draft_step_seconds = self._draft_step_seconds
+        target_seconds = _phase_seconds_per_call("verify", self.standard)
+        if draft_step_seconds is None or not target_seconds:
+            return None
+        return draft_step_seconds / target_seconds
 
     @property
     def predicted_speedup(self) -> float | None:
         """What theory expects from the acceptance rate and the mean costs of these runs.
 
-        None for adaptive windows, and where drafts are shorter than half the window on average (lookups that find
-        nothing): theory assumes whole windows.
+        None for adaptive windows, and if drafts are shorter than half the window on average, as for
+        lookups that find nothing: theory assumes full windows.
         """
-        alpha, window, step = (
-            self.acceptance_rate,
-            self.case.num_draft_tokens,
-            self._draft_step_seconds,
-        )
-        if alpha is None or step is None or not isinstance(window, int) or not self.standard:
+        alpha = self.acceptance_rate
+        num_draft_tokens = self.case.num_draft_tokens
+        draft_step_seconds = self._draft_step_seconds
+        if alpha is None or draft_step_seconds is None:
             return None
-        if 2 * (self.total("num_draft_steps") or 0) < window * (
-            self.total("num_target_calls") or 0
-        ):
+        if not isinstance(num_draft_tokens, int) or not self.standard:
             return None
-        lengths = [number for row in self.rows for number in row.prompt_new_tokens]
+
+        num_draft_steps = self.total("num_draft_steps") or 0
+        num_target_calls = self.total("num_target_calls") or 0
+        if 2 * num_draft_steps < num_draft_tokens * num_target_calls:
+            return None
+
+        text_lengths = []
+        for row in self.rows:
+            text_lengths += row.prompt_new_tokens
         return predicted_speedup(
             alpha,
-            window,
-            draft_step_seconds=step,
-            target_seconds=self._each("verify", self.standard),
-            verify_seconds=self._each("verify", self.rows),
-            round_overhead_seconds=self._each("accept", self.rows) + self._each("rest", self.rows),
-            step_overhead_seconds=self._each("accept", self.standard)
-            + self._each("rest", self.standard),
-            num_new_tokens=max(1, round(statistics.fmean(lengths))),
+            num_draft_tokens,
+            draft_step_seconds=draft_step_seconds,
+            target_seconds=_phase_seconds_per_call("verify", self.standard),
+            verify_seconds=_phase_seconds_per_call("verify", self.rows),
+            round_overhead_seconds=_overhead_seconds_per_call(self.rows),
+            step_overhead_seconds=_overhead_seconds_per_call(self.standard),
+            num_new_tokens=max(1, round(statistics.fmean(text_lengths))),
         )
 
     @property
     def phase_seconds(self) -> dict[str, float] | None:
-        """Mean seconds of each phase of a repeat; None where they are not known."""
-        known = [row.phase_seconds for row in self.rows if row.phase_seconds is not None]
-        return (
-            {phase: statistics.fmean(each[phase] for each in known) for phase in PHASES}
-            if known
-            else None
-        )
+        """Mean seconds of each phase of a repeat; None if they are not known."""
+        runs = [row.phase_seconds for row in self.rows if row.phase_seconds is not None]
+        if not runs:
+            return None
+        return {phase: statistics.fmean(run[phase] for run in runs) for phase in PHASES}
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -287,53 +376,54 @@ class Comparison:
 
     @property
     def same_tokens(self) -> bool | None:
-        """Whether every repeat gave standard decoding's tokens; None where they may differ."""
-        found = [row.same_tokens for row in self.rows if row.same_tokens is not None]
-        return all(found) if found else None
+        """Whether every repeat generated standard decoding's tokens; None if they may differ."""
+        checks = [row.same_tokens for row in self.rows if row.same_tokens is not None]
+        return all(checks) if checks else None
 
     def summary(self) -> dict[str, Any]:
-        """Settings, figures and both sides as plain values, for JSON and CSV; None for what is not known."""
-        speedup = self.walltime_speedup or Interval(math.nan, math.nan, math.nan)
-        ends = {
-            f"walltime_speedup{end}": each
-            for end, each in zip(("", "_low", "_high"), speedup, strict=True)
-        }
+        """Settings, figures and both sides as plain values, for JSON and CSV; None for what is not
+        known."""
+        settings = {name: getattr(self.case, name) for name in SETTINGS}
+        figures = {name: getattr(self, name) for name in FIGURES}
+        sides = {STANDARD: _side(self.standard), SPECULATIVE: None}
+        # For standard decoding itself this is its only side.
+        sides[self.case.method] = _side(self.rows)
         return {
-            **{name: getattr(self.case, name) for name in SETTINGS},
+            **settings,
             "repeats": len(self.rows),
-            **{name: getattr(self, name) for name in ("same_tokens", "error", "interrupted")},
-            **{name: each if math.isfinite(each) else None for name, each in ends.items()},
-            **{name: getattr(self, name) for name in FIGURES},
+            "same_tokens": self.same_tokens,
+            "error": self.error,
+            "interrupted": self.interrupted,
+            **_speedup_fields(self.walltime_speedup),
+            **figures,
             "num_changed": self.total("num_changed"),
-            STANDARD: None,
-            SPECULATIVE: None,
-            STANDARD: _side(self.standard),
-            self.case.method: _side(self.rows),
+            **sides,
         }
 
     def total(self, name: str) -> int | None:
-        """A count, summed over the repeats; None where it is not known."""
-        found = [value for row in self.rows if (value := getattr(row, name)) is not None]
-        return sum(found) if found else None
+        """A count, summed over the repeats; None if it is not known."""
+        counts = []
+        for row in self.rows:
+            count = getattr(row, name)
+            if count is not None:
+                counts.append(count)
+        return sum(counts) if counts else None
 
-    def _ratio(self, top: str, bottom: str) -> float | None:
-        above, below = self.total(top), self.total(bottom)
-        return None if above is None or not below else above / below
+    def _ratio(self, numerator_name: str, denominator_name: str) -> float | None:
+        """A ratio of two totals; None if one is not known or the denominator is 0."""
+        numerator = self.total(numerator_name)
+        denominator = self.total(denominator_name)
+        if numerator is None or not denominator:
+            return None
+        return numerator / denominator
 
     @property
     def _draft_step_seconds(self) -> float | None:
-        steps, phases = self.total("num_draft_steps"), self.phase_seconds
-        return len(self.rows) * phases["draft"] / steps if steps and phases else None
-
-    @staticmethod
-    def _each(phase: str, rows: Sequence[ResultRow]) -> float:
-        """Mean seconds of a phase for each call of the target."""
-        calls = sum(row.num_target_calls for row in rows)
-        return (
-            sum(row.phase_seconds[phase] for row in rows if row.phase_seconds) / calls
-            if calls
-            else 0.0
-        )
+        num_steps = self.total("num_draft_steps")
+        phase_seconds = self.phase_seconds
+        if not num_steps or not phase_seconds:
+            return None
+        return len(self.rows) * phase_seconds["draft"] / num_steps
 
 
 SETTINGS = (
@@ -347,50 +437,103 @@ SETTINGS = (
     "rule",
     "lossless",
 )
+"""Fields of a case in a summary."""
 FIGURES = (
-    *("latency_reduction", "predicted_speedup", "cost_ratio", "tokens_per_second"),
-    *("acceptance_rate", "draft_utilization", "block_efficiency"),
+    "latency_reduction",
+    "predicted_speedup",
+    "cost_ratio",
+    "tokens_per_second",
+    "acceptance_rate",
+    "draft_utilization",
+    "block_efficiency",
 )
+"""Properties of a comparison in a summary."""
+
+
+def _phase_seconds_per_call(phase: str, rows: Sequence[ResultRow]) -> float:
+    """Mean seconds of a phase for each call of the target."""
+    num_calls = sum(row.num_target_calls for row in rows)
+    if not num_calls:
+        return 0.0
+    return sum(row.phase_seconds[phase] for row in rows if row.phase_seconds) / num_calls
+
+
+def _overhead_seconds_per_call(rows: Sequence[ResultRow]) -> float:
+    """Mean seconds besides drafting and the target, for each call of the target."""
+    return _phase_seconds_per_call("accept", rows) + _phase_seconds_per_call("rest", rows)
+
+
+def _speedup_fields(speedup: Interval | None) -> dict[str, float | None]:
+    """A speedup and the ends of its interval as plain values; None for what is not finite."""
+    if speedup is None:
+        speedup = Interval(math.nan, math.nan, math.nan)
+    values = {
+        "walltime_speedup": speedup.value,
+        "walltime_speedup_low": speedup.low,
+        "walltime_speedup_high": speedup.high,
+    }
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def _side(rows: Sequence[ResultRow]) -> dict[str, Any] | None:
-    """The figures of the repeat whose seconds are the (lower) median, so that they belong together; `speed` of all."""
+    """The figures of one side of a comparison.
+
+    All are those of the repeat with the (lower) median of the seconds, so that they belong
+    together, except for the tokens per second, which are those of all repeats.
+    """
     if not rows:
         return None
-    row = sorted(rows, key=lambda row: row.seconds)[(len(rows) - 1) // 2]
-    phases = row.phase_seconds or dict.fromkeys(PHASES)
-    names = (
-        "seconds",
-        "time_to_first_token",
-        "num_new_tokens",
-        "num_target_calls",
-        "num_draft_calls",
-    )
+    sorted_rows = sorted(rows, key=lambda row: row.seconds)
+    median_row = sorted_rows[(len(rows) - 1) // 2]
+    phase_seconds = median_row.phase_seconds or dict.fromkeys(PHASES)
+
+    block_efficiency = None
+    if median_row.num_row_rounds:
+        block_efficiency = median_row.num_new_tokens / median_row.num_row_rounds
     return {
-        **{name: getattr(row, name) for name in (*names, "peak_memory_bytes")},
+        "seconds": median_row.seconds,
+        "time_to_first_token": median_row.time_to_first_token,
+        "num_new_tokens": median_row.num_new_tokens,
+        "num_target_calls": median_row.num_target_calls,
+        "num_draft_calls": median_row.num_draft_calls,
+        "peak_memory_bytes": median_row.peak_memory_bytes,
         "tokens_per_second": speed(rows),
-        **{f"{phase}_seconds": seconds for phase, seconds in phases.items()},
-        "block_efficiency": row.num_new_tokens / row.num_row_rounds if row.num_row_rounds else None,
-        "runs": {"seconds": [each.seconds for each in rows]},
+        **{f"{phase}_seconds": phase_seconds[phase] for phase in phase_seconds},
+        "block_efficiency": block_efficiency,
+        "runs": {"seconds": [row.seconds for row in rows]},
     }
 
 
 def comparisons(rows: Iterable[ResultRow]) -> list[Comparison]:
-    """The cases of all rows, in the order in which they first ran, each beside standard decoding of its place."""
-    grouped: dict[tuple[Any, ...], list[ResultRow]] = {}
+    """The cells of all rows, in the order in which they first ran, each beside standard decoding of
+    its place."""
+    rows_by_cell: dict[tuple[Any, ...], list[ResultRow]] = {}
     for row in rows:
-        grouped.setdefault(row.cell, []).append(row)
-    ordered = [sorted(group, key=lambda row: row.repeat) for group in grouped.values()]
-    good = [tuple(row for row in group if row.failure is None) for group in ordered]
-    standard = {
-        g[0].place: kept for g, kept in zip(ordered, good, strict=True) if g[0].method == STANDARD
-    }
-    return [
-        Comparison(
-            group[0],
-            kept,
-            standard.get(group[0].place, ()),
-            next((row.failure for row in group if row.failure), None),
+        rows_by_cell.setdefault(row.cell, []).append(row)
+
+    groups = []
+    standard_by_place: dict[tuple[Any, ...], tuple[ResultRow, ...]] = {}
+    for cell_rows in rows_by_cell.values():
+        sorted_rows = sorted(cell_rows, key=lambda row: row.repeat)
+        groups.append(sorted_rows)
+        case = sorted_rows[0]
+        if case.method == STANDARD:
+            standard_by_place[case.place] = _finished(sorted_rows)
+
+    cells = []
+    for sorted_rows in groups:
+        case = sorted_rows[0]
+        failures = [row.failure for row in sorted_rows if row.failure is not None]
+        cells.append(
+            Comparison(
+                case,
+                _finished(sorted_rows),
+                standard_by_place.get(case.place, ()),
+                failures[0] if failures else None,
+            )
         )
-        for group, kept in zip(ordered, good, strict=True)
-    ]
+    return cells
+
+
+def _finished(rows: Sequence[ResultRow]) -> tuple[ResultRow, ...]:
+    return tuple(row for row in rows if row.failure is None)

@@ -1,6 +1,7 @@
 """A whole benchmark: each pair of its config is loaded and its cases run in turn.
 
-Each finished row is on the disk before the next run. A run that was stopped resumes with what is missing.
+Each finished row is on the disk before the next run. A run that was stopped resumes with what is
+missing.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +42,21 @@ log = logging.getLogger(__name__)
 Prompts = Mapping[str, Sequence[Prompt]]
 """By domain."""
 BY_PAIR = ("pairs", "prompts", "failed_pairs")
-"""What the manifest says of each pair, once it is known."""
+"""Entries of the manifest about each pair, added when it is loaded."""
 
 
 @dataclass
 class BenchPair:
-    """A pair as it is measured.
+    """A pair in the form that is measured.
 
     Args:
         name: in the config.
         target: packed.
-        drafts: fused drafters by name; or why one of them cannot draft.
+        drafts: fused drafters by name, or the reason why a drafter cannot draft.
         prompts: those that are measured.
         eos: tokens that end a row.
-        baseline: the same models for Hugging Face's methods; None where they are not of transformers.
-        facts: what the manifest says of it.
+        baseline: the same models for Hugging Face's methods; None if they are not of transformers.
+        facts: what the manifest records of it.
     """
 
     name: str
@@ -73,52 +74,52 @@ class BenchPair:
         target: LanguageModel,
         drafts: Mapping[str, Drafter | str],
         prompts: Prompts,
-        **more: Any,
+        **fields: Any,
     ) -> BenchPair:
-        """The pair as it decodes, from models as they were loaded; `more` are other fields."""
-        loaded = {key: draft.eval() for key, draft in drafts.items() if isinstance(draft, Drafter)}
-        dtype = getattr(target.eval(), "dtype", None) or next(target.parameters()).dtype
-        facts = {
-            "target": type(getattr(target, "model", target)).__name__,
-            "target_parameters": target.num_parameters,
-            "backend": target.backend,
-            "dtype": str(dtype).removeprefix("torch."),
-            "target_sha256": weights_digest(target),
-            "draft_parameters": {key: _num_parameters(draft) for key, draft in loaded.items()},
-            "draft_sha256": {key: weights_digest(draft) for key, draft in loaded.items()},
-        }
-        ready: dict[str, Drafter | str] = dict(drafts)
-        for key, draft in loaded.items():
+        """The pair in the form that decodes, from models as they were loaded.
+
+        Args:
+            drafts: drafters by name, or the reason why a drafter could not be loaded.
+            fields: other fields of the pair.
+        """
+        target.eval()
+        loaded_drafts: dict[str, Drafter] = {}
+        for draft_name, draft in drafts.items():
+            if isinstance(draft, Drafter):
+                loaded_drafts[draft_name] = draft.eval()
+        # The facts describe the weights before they are packed.
+        facts = _facts(target, loaded_drafts)
+
+        fused_drafts: dict[str, Drafter | str] = dict(drafts)
+        for draft_name, draft in loaded_drafts.items():
             try:
-                ready[key] = draft.fused(target)
-            except FAILURES as error:  # the memory for it may be missing
-                ready[key] = one_line(error)
-        packed = target.packed()
-        baseline = None
-        if hasattr(model := getattr(packed, "model", None), "generate"):
-            models = {key: each.model for key, each in ready.items() if type(each) is ModelDrafter}
-            baseline = HuggingFace(
-                model, {key: each.model for key, each in models.items() if hasattr(each, "model")}
-            )
-        return cls(name, packed, ready, prompts, **{"baseline": baseline, "facts": facts, **more})
+                fused_drafts[draft_name] = draft.fused(target)
+            except FAILURES as error:
+                # The memory may be missing, for instance.
+                fused_drafts[draft_name] = one_line(error)
+
+        packed_target = target.packed()
+        values: dict[str, Any] = {
+            "baseline": _baseline(packed_target, fused_drafts),
+            "facts": facts,
+            **fields,
+        }
+        return cls(name, packed_target, fused_drafts, prompts, **values)
 
     def cases(self, config: BenchConfig) -> list[list[Case]]:
         """The cases of the matrix, in groups that are compared, standard decoding first in each.
 
-        Windows that a draft cannot fill are those that it can, and rules that would do the same are one.
+        Windows that a draft cannot fill are replaced by those that it can, and rules with the same
+        outcome are measured once.
         """
         groups = []
-        lossless = [rule for rule in config.rules if make_rule(rule).lossless]
-        numbers = [window for window in config.num_draft_tokens if isinstance(window, int)]
-        adaptive = ["auto"] if "auto" in config.num_draft_tokens else []
-        for domain, temperature, size in product(
+        for domain, temperature, batch_size in product(
             self.prompts, config.temperatures, config.batch_sizes
         ):
-            eos = () if config.ignore_eos else self.eos
             decoding = DecodingConfig(
                 temperature=temperature,
                 max_new_tokens=config.max_new_tokens,
-                eos=eos,
+                eos=() if config.ignore_eos else self.eos,
                 seed=config.seed,
             )
             standard = Case(
@@ -128,136 +129,206 @@ class BenchPair:
                 prompts=self.prompts[domain],
                 pair=self.name,
                 domain=domain,
-                batch_size=size,
+                batch_size=batch_size,
             )
-            group = [standard]
-            # Greedy, all lossless rules accept the same draft tokens.
-            rules = [rule for rule in config.rules if temperature > 0 or rule not in lossless[1:]]
-            for draft, drafter in self.drafts.items():
-                most = drafter.max_draft_tokens if isinstance(drafter, Drafter) else None
-                windows: list[int | str] = [*windows_of(most, numbers), *adaptive]
-                for rule, window in product(rules, windows):
-                    chosen = decoding.changed(rule=rule, num_draft_tokens=window)
-                    group.append(
-                        replace(
-                            standard,
-                            method=SPECULATIVE,
-                            config=chosen,
-                            drafter=drafter,
-                            draft=draft,
-                        )
-                    )
-            for method in config.baselines if self.baseline is not None else ():
-                theirs = replace(standard, method=method, baseline=self.baseline)
-                names = self.baseline.assistants if method == ASSISTED else [None]  # type: ignore[union-attr]
-                fixed = [None] if method == GENERATE else numbers or [DEFAULT_WINDOW]
-                for name, number in product(names, fixed):
-                    group.append(
-                        replace(
-                            theirs, config=decoding.changed(num_draft_tokens=number), draft=name
-                        )
-                    )
-            groups.append(group)
+            speculative_cases = self._speculative_cases(standard, config)
+            baseline_cases = self._baseline_cases(standard, config)
+            groups.append([standard, *speculative_cases, *baseline_cases])
         return groups
 
+    def _speculative_cases(self, standard: Case, config: BenchConfig) -> list[Case]:
+        """Each draft with each rule and window, in the settings of standard decoding."""
+        rules = _distinct_rules(config, greedy=standard.config.greedy)
+        adaptive_windows = ["auto"] if "auto" in config.num_draft_tokens else []
+        cases = []
+        for draft_name, drafter in self.drafts.items():
+            max_draft_tokens = drafter.max_draft_tokens if isinstance(drafter, Drafter) else None
+            fixed_windows = windows_of(max_draft_tokens, _fixed_windows(config))
+            for rule, window in product(rules, [*fixed_windows, *adaptive_windows]):
+                cases.append(
+                    replace(
+                        standard,
+                        method=SPECULATIVE,
+                        config=standard.config.changed(rule=rule, num_draft_tokens=window),
+                        drafter=drafter,
+                        draft=draft_name,
+                    )
+                )
+        return cases
 
-def check_pairs(config: BenchConfig) -> None:
-    """Raise ValueError or OSError for models, prompts and devices that are not there, before any model is loaded."""
-    find_device(config.device)
-    if config.prompts not in (OWN, SHIPPED):
-        read_prompts(Path(config.prompts).expanduser())
-    for entry in config.pairs.values():
-        if entry.ckpt is not None:
-            open(entry.ckpt, "rb").close()
-        elif entry.pair is not None:
-            get_pair(entry.pair)
-        else:
-            check_directory(entry.target)
+    def _baseline_cases(self, standard: Case, config: BenchConfig) -> list[Case]:
+        """Hugging Face's methods, each with its assistants and windows."""
+        if self.baseline is None:
+            return []
+        cases = []
+        for method in config.baselines:
+            draft_names: Sequence[str | None] = [None]
+            if method == ASSISTED:
+                draft_names = list(self.baseline.assistants)
+            windows: Sequence[int | None] = [None]
+            if method != GENERATE:
+                windows = _fixed_windows(config) or [DEFAULT_WINDOW]
+            for draft_name, window in product(draft_names, windows):
+                cases.append(
+                    replace(
+                        standard,
+                        method=method,
+                        baseline=self.baseline,
+                        config=standard.config.changed(num_draft_tokens=window),
+                        draft=draft_name,
+                    )
+                )
+        return cases
 
 
-def load_bench_pair(name: str, config: BenchConfig) -> BenchPair:
-    """A pair of the config; a draft that cannot draft for the target is kept as the reason.
-
-    Raises:
-        ValueError: the target cannot be loaded, or there are no such prompts.
-    """
-    entry = config.pairs[name]
-    alone = entry.source(next(iter(entry.drafts)), config.device)
-    alone = alone.changed(
-        draft=None, drafter="NGramDrafter", draft_dtype=None, draft_quantization=None
-    )
-    loaded = load_pair(
-        alone, pack=False
-    )  # packed later: transformers decodes with the same weights
-    target = loaded.target
-    drafts: dict[str, Drafter | str] = {}
-    for draft in entry.drafts:
-        try:
-            drafts[draft] = load_pair(
-                entry.source(draft, config.device), target=target, pack=False
-            ).drafter
-        except FAILURES as error:
-            drafts[draft] = one_line(error)
-    prompts = _prompts(target, loaded.prompts, config)
-    for prompt in chain(*prompts.values()):
-        check_prompt(prompt.tokens, target.vocab_size, f"prompt {prompt.id}")
-    eos = () if target.tokenizer is None else target.tokenizer.eos
-    ends = tuple(sorted(token for token in eos if token < target.vocab_size))
-    return BenchPair.of(name, target, drafts, prompts, eos=ends)
+def _facts(target: LanguageModel, drafts: Mapping[str, Drafter]) -> dict[str, Any]:
+    """What the manifest records of a pair."""
+    dtype = getattr(target, "dtype", None) or next(target.parameters()).dtype
+    return {
+        "target": type(getattr(target, "model", target)).__name__,
+        "target_parameters": target.num_parameters,
+        "backend": target.backend,
+        "dtype": str(dtype).removeprefix("torch."),
+        "target_sha256": weights_digest(target),
+        "draft_parameters": {name: _num_parameters(draft) for name, draft in drafts.items()},
+        "draft_sha256": {name: weights_digest(draft) for name, draft in drafts.items()},
+    }
 
 
 def _num_parameters(draft: Drafter) -> int | None:
-    """Those that belong to the draft; None where it has none."""
-    models = [part for part in draft.modules() if isinstance(part, LanguageModel)]
-    return (
-        max(
-            [
-                sum(each.numel() for each in draft.parameters()),
-                *(model.num_parameters for model in models),
-            ]
-        )
-        or None
+    """The number of parameters that belong to the draft; None if it has none."""
+    counts = [sum(parameter.numel() for parameter in draft.parameters())]
+    for module in draft.modules():
+        # A quantized model counts its parameters itself.
+        if isinstance(module, LanguageModel):
+            counts.append(module.num_parameters)
+    return max(counts) or None
+
+
+def _baseline(
+    packed_target: LanguageModel, drafts: Mapping[str, Drafter | str]
+) -> HuggingFace | None:
+    """The models of transformers in a pair; None if its target is none."""
+    model = getattr(packed_target, "model", None)
+    if not hasattr(model, "generate"):
+        return None
+    assistants = {}
+    for name, draft in drafts.items():
+        # Subclasses draft in their own ways, which an assistant would not follow.
+        if type(draft) is ModelDrafter and hasattr(draft.model, "model"):
+            assistants[name] = draft.model.model
+    return HuggingFace(model, assistants)
+
+
+def _fixed_windows(config: BenchConfig) -> list[int]:
+    return [window for window in config.num_draft_tokens if isinstance(window, int)]
+
+
+def _distinct_rules(config: BenchConfig, *, greedy: bool) -> list[Any]:
+    """The rules that differ in what they accept."""
+    if not greedy:
+        return list(config.rules)
+    # Greedy, all lossless rules accept the same draft tokens: the first one stands for all.
+    lossless_rules = [rule for rule in config.rules if make_rule(rule).lossless]
+    return [rule for rule in config.rules if rule not in lossless_rules[1:]]
+
+
+def check_pairs(config: BenchConfig) -> None:
+    """Check that models, prompts and devices exist, before any model is loaded.
+
+    Raises:
+        ValueError or OSError: one of them does not.
+    """
+    find_device(config.device)
+    if config.prompts not in (OWN, SHIPPED):
+        read_prompts(Path(config.prompts).expanduser())
+    for pair in config.pairs.values():
+        if pair.ckpt is not None:
+            # Opening it raises an error with the file's name.
+            open(pair.ckpt, "rb").close()
+        elif pair.pair is not None:
+            get_pair(pair.pair)
+        else:
+            check_directory(pair.target)
+
+
+def load_bench_pair(name: str, config: BenchConfig) -> BenchPair:
+    """Load a pair of the config. A draft that cannot draft for the target is kept as the reason.
+
+    Raises:
+        ValueError: the target cannot be loaded, or the prompts do not exist.
+    """
+    pair = config.pairs[name]
+    first_draft = next(iter(pair.drafts))
+    # Lookup needs no draft model, so this loads the target and nothing else.
+    target_source = pair.source(first_draft, config.device).changed(
+        draft=None, drafter="NGramDrafter", draft_dtype=None, draft_quantization=None
     )
+    # Packed later: transformers decodes with the same weights.
+    loaded = load_pair(target_source, pack=False)
+    target = loaded.target
+
+    drafts: dict[str, Drafter | str] = {}
+    for draft_name in pair.drafts:
+        draft_source = pair.source(draft_name, config.device)
+        try:
+            drafts[draft_name] = load_pair(draft_source, target=target, pack=False).drafter
+        except FAILURES as error:
+            drafts[draft_name] = one_line(error)
+
+    prompts = _prompts(target, loaded.prompts, config)
+    for domain_prompts in prompts.values():
+        for prompt in domain_prompts:
+            check_prompt(prompt.tokens, target.vocab_size, f"prompt {prompt.id}")
+
+    tokenizer_eos = () if target.tokenizer is None else target.tokenizer.eos
+    eos = sorted(token for token in tokenizer_eos if token < target.vocab_size)
+    return BenchPair.of(name, target, drafts, prompts, eos=tuple(eos))
 
 
-def _prompts(target: LanguageModel, own: Sequence[Sequence[int]], config: BenchConfig) -> Prompts:
-    tokenizer, source, domains = target.tokenizer, config.prompts, config.domains
-    if source == SHIPPED:
-        prompts = shipped_prompts([SEQUENCES] if tokenizer is None else domains)
-    elif source == OWN:
-        if not own:
+def _prompts(
+    target: LanguageModel, own_prompts: Sequence[Sequence[int]], config: BenchConfig
+) -> Prompts:
+    """The prompts of the config that the target can read, by domain."""
+    tokenizer = target.tokenizer
+    if config.prompts == SHIPPED:
+        prompts = shipped_prompts([SEQUENCES] if tokenizer is None else config.domains)
+    elif config.prompts == OWN:
+        if not own_prompts:
             raise ValueError(
                 f"prompts: {OWN} needs a pair with its own prompts: say {SHIPPED}, or name a file"
             )
         domain = SEQUENCES if tokenizer is None else OWN
-        prompts = [Prompt(f"{OWN}-{i}", domain, tuple(tokens)) for i, tokens in enumerate(own)]
+        prompts = []
+        for i, tokens in enumerate(own_prompts):
+            prompts.append(Prompt(f"{OWN}-{i}", domain, tuple(tokens)))
     else:
-        prompts = read_prompts(Path(source).expanduser())
-    found = by_domain(prompts, tokenizer, domains)
-    for domain, several in found.items():
-        if len(several) < config.num_prompts:
-            log.warning("%s: %d of %d prompts are there", domain, len(several), config.num_prompts)
-    return {domain: several[: config.num_prompts] for domain, several in found.items()}
+        prompts = read_prompts(Path(config.prompts).expanduser())
+
+    selected = {}
+    for domain, domain_prompts in by_domain(prompts, tokenizer, config.domains).items():
+        num_available = len(domain_prompts)
+        if num_available < config.num_prompts:
+            log.warning("%s: %d of %d prompts are there", domain, num_available, config.num_prompts)
+        selected[domain] = domain_prompts[: config.num_prompts]
+    return selected
 
 
 def open_results(
     directory: Path, config: BenchConfig, manifest: Mapping[str, Any]
 ) -> ResultsWriter:
-    """The results of a config, new or begun.
+    """The results of a config, new or resumed.
 
     Args:
-        manifest: what `manifest.manifest` says.
+        manifest: from `manifest.manifest`.
 
     Raises:
-        ValueError: the directory holds those of another config, machine or format.
+        ValueError: the directory has results of another config, machine or format.
     """
-    values = {
-        "name": config.name,
-        **manifest,
-        "config": config.to_dict(),
-        **{name: {} for name in BY_PAIR},
-    }
-    return ResultsWriter.open(directory, values)
+    entries = {"name": config.name, **manifest, "config": config.to_dict()}
+    for entry in BY_PAIR:
+        entries[entry] = {}
+    return ResultsWriter.open(directory, entries)
 
 
 def run(
@@ -269,13 +340,14 @@ def run(
     """Run what is missing of a benchmark.
 
     Args:
-        load: gives a pair by its name; one is held at a time.
-        say: told what is being done.
+        load: returns a pair by its name; one pair is held at a time.
+        say: called with a line of progress.
 
     Raises:
-        ValueError: the only pair cannot be loaded. One of several is left out, and the manifest keeps why.
-        OSError: nothing more can be written; what was finished stays.
-        KeyboardInterrupt: Ctrl-C; the same.
+        ValueError: the only pair cannot be loaded. One of several is left out, and the manifest
+            records the reason.
+        OSError: nothing more can be written; finished rows stay.
+        KeyboardInterrupt: Ctrl-C; finished rows stay.
     """
     for name in config.pairs:
         say(f"{name}: loading")
@@ -284,52 +356,79 @@ def run(
         except FAILURES as error:
             if len(config.pairs) == 1:
                 raise
-            results.update(failed_pairs={**results.manifest["failed_pairs"], name: one_line(error)})
+            failed_pairs = {**results.manifest["failed_pairs"], name: one_line(error)}
+            results.update(failed_pairs=failed_pairs)
             log.warning("failed: %s: %s", name, one_line(error))
             continue
-        _describe(pair, results)
-        groups = pair.cases(config)
-        missing = [
-            sum(len(missing_repeats(case, config.repeats, results.known)) for case in group)
-            for group in groups
-        ]
-        done, began = 0, time.monotonic()
-        for group, wanted in zip(groups, missing, strict=True):
-            options: dict[str, Any] = {
-                "repeats": config.repeats,
-                "warmup": config.warmup,
-                "known": results.known,
-            }
-            for row in measure(group, **options) if wanted else ():
-                results.append(row)
-                done += 1
-                left = (time.monotonic() - began) / done * (sum(missing) - done)
-                say(f"{name}: {done} of {sum(missing)} runs, {left:.0f} s left")
+        _record_pair(pair, results)
+        _run_pair(pair, config, results, say)
+        # Its memory is free before the next pair is loaded.
         del pair
 
 
-def _describe(pair: BenchPair, results: ResultsWriter) -> None:
-    """Say in the manifest what the pair is, or refuse one that is not what it was."""
-    name = pair.name
-    prompts = {
-        domain: {each.id: list(each.tokens) for each in s} for domain, s in pair.prompts.items()
-    }
-    manifest = {part: dict(results.manifest[part]) for part in BY_PAIR}
-    if name in manifest["pairs"]:
-        known = manifest["pairs"][name]
-        drafts = known["draft_sha256"]  # a draft that could not be loaded has none
-        changed = [fact for fact in ("dtype", "target_sha256") if known[fact] != pair.facts[fact]]
-        changed += [
-            draft
-            for draft, found in pair.facts["draft_sha256"].items()
-            if drafts.get(draft, found) != found
-        ]
-        if changed or manifest["prompts"][name] != prompts:
-            what = [*changed, "prompts"][0]
+def _run_pair(
+    pair: BenchPair, config: BenchConfig, results: ResultsWriter, say: Callable[[str], None]
+) -> None:
+    """Run what is missing of a pair."""
+    groups = pair.cases(config)
+    num_missing = []
+    for group in groups:
+        num_runs = [len(missing_repeats(case, config.repeats, results.known)) for case in group]
+        num_missing.append(sum(num_runs))
+
+    total_missing = sum(num_missing)
+    num_done = 0
+    started = time.monotonic()
+    for group, num_group_runs in zip(groups, num_missing, strict=True):
+        # A group that is complete is not warmed up either.
+        if not num_group_runs:
+            continue
+        rows = measure(group, repeats=config.repeats, warmup=config.warmup, known=results.known)
+        for row in rows:
+            results.append(row)
+            num_done += 1
+            seconds_per_run = (time.monotonic() - started) / num_done
+            seconds_left = seconds_per_run * (total_missing - num_done)
+            say(f"{pair.name}: {num_done} of {total_missing} runs, {seconds_left:.0f} s left")
+
+
+def _record_pair(pair: BenchPair, results: ResultsWriter) -> None:
+    """Record a pair in the manifest.
+
+    Raises:
+        ValueError: the results were measured with other weights or prompts of that name.
+    """
+    prompts: dict[str, dict[str, list[int]]] = {}
+    for domain, domain_prompts in pair.prompts.items():
+        prompts[domain] = {prompt.id: list(prompt.tokens) for prompt in domain_prompts}
+
+    manifest = {entry: dict(results.manifest[entry]) for entry in BY_PAIR}
+    if pair.name in manifest["pairs"]:
+        changes = _changed_facts(manifest["pairs"][pair.name], pair.facts)
+        if manifest["prompts"][pair.name] != prompts:
+            changes.append("prompts")
+        if changes:
             raise ValueError(
-                f"{results.directory} was measured with another {what} of {name}: give the config another name"
+                f"{results.directory} was measured with another {changes[0]} of {pair.name}: give "
+                "the config another name"
             )
-    manifest["pairs"].setdefault(name, pair.facts)
-    manifest["prompts"].setdefault(name, prompts)
-    manifest["failed_pairs"].pop(name, None)
+
+    manifest["pairs"].setdefault(pair.name, pair.facts)
+    manifest["prompts"].setdefault(pair.name, prompts)
+    # It may have failed in an earlier run.
+    manifest["failed_pairs"].pop(pair.name, None)
     results.update(**manifest)
+
+
+def _changed_facts(old_facts: Mapping[str, Any], new_facts: Mapping[str, Any]) -> list[str]:
+    """The names of the models that differ from those of earlier rows."""
+    changes = []
+    for name in ("dtype", "target_sha256"):
+        if old_facts[name] != new_facts[name]:
+            changes.append(name)
+    for draft_name, digest in new_facts["draft_sha256"].items():
+        # A draft that could not be loaded in the earlier run has no digest there.
+        old_digest = old_facts["draft_sha256"].get(draft_name, digest)
+        if old_digest != digest:
+            changes.append(draft_name)
+    return changes

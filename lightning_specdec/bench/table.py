@@ -6,6 +6,7 @@ import csv
 import html
 import io
 import textwrap
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,207 +14,299 @@ from lightning_specdec.bench.rows import SPECULATIVE, STANDARD, Comparison, seco
 from lightning_specdec.bench.statistics import Interval
 
 Column = tuple[str, Callable[[Comparison], str]]
+"""A heading, and the function that writes a comparison's cell."""
+
+_MARKDOWN_SPECIAL = "\\|`*_[]"
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+"""Text that begins with one of these is a formula to a spreadsheet."""
 
 
-def _figure(name: str, form: str = "{:.2f}") -> Column:
-    def cell(each: Comparison) -> str:
-        value = getattr(each, name)
-        return "-" if value is None else form.format(value)
+def _figure_column(name: str, number_format: str = "{:.2f}") -> Column:
+    """A column of a figure of the comparison, by the name of its property."""
 
-    return name, cell
+    def write_cell(comparison: Comparison) -> str:
+        value = getattr(comparison, name)
+        return "-" if value is None else number_format.format(value)
 
-
-def _setting(name: str, attribute: str = "") -> Column:
-    def cell(each: Comparison) -> str:
-        value = getattr(each.case, attribute or name)
-        return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-
-    return name, cell
+    return name, write_cell
 
 
-def method(each: Comparison) -> str:
+def _setting_column(heading: str, attribute: str | None = None) -> Column:
+    """A column of a setting of the case, by the name of its field (the heading when None)."""
+
+    def write_cell(comparison: Comparison) -> str:
+        value = getattr(comparison.case, attribute or heading)
+        if value is None:
+            return ""
+        if isinstance(value, float):
+            return f"{value:g}"
+        return str(value)
+
+    return heading, write_cell
+
+
+def method(comparison: Comparison) -> str:
     """The method and its drafter."""
-    case = each.case
-    return (
-        " ".join(
-            part for part in ("" if case.method == SPECULATIVE else case.method, case.draft) if part
-        )
-        or "-"
-    )
+    case = comparison.case
+    words = []
+    if case.method != SPECULATIVE:
+        words.append(case.method)
+    if case.draft:
+        words.append(case.draft)
+    return " ".join(words) or "-"
 
 
-_WHERE: tuple[Column, ...] = (
-    *map(_setting, ("pair", "domain", "temperature")),
-    _setting("batch", "batch_size"),
+def _seconds_cell(comparison: Comparison) -> str:
+    """Seconds with three significant digits."""
+    total_seconds = seconds(comparison.rows)
+    if total_seconds is None:
+        return "-"
+    rounded_seconds = float(f"{total_seconds:.3g}")
+    return f"{rounded_seconds:,g}"
+
+
+def _speedup_cell(comparison: Comparison) -> str:
+    if comparison.walltime_speedup is None:
+        return "-"
+    return interval(comparison.walltime_speedup)
+
+
+_METHOD_COLUMN: Column = ("method", method)
+_WINDOW_COLUMN = _setting_column("window", "num_draft_tokens")
+_SETTING_COLUMNS: tuple[Column, ...] = (
+    _setting_column("pair"),
+    _setting_column("domain"),
+    _setting_column("temperature"),
+    _setting_column("batch", "batch_size"),
 )
-_WHAT: tuple[Column, ...] = (
-    ("method", method),
-    _setting("window", "num_draft_tokens"),
-    _setting("rule"),
-)
-_FIGURES: tuple[Column, ...] = (
-    ("seconds", lambda each: f"{float(f'{seconds(each.rows):.3g}'):,g}" if each.rows else "-"),
-    _figure("tokens_per_second", "{:,.1f}"),
-    _figure("acceptance_rate"),
-    _figure("block_efficiency"),
-    _figure("cost_ratio"),
-    (
-        "walltime_speedup",
-        lambda each: "-" if each.walltime_speedup is None else interval(each.walltime_speedup),
-    ),
+_RULE_COLUMN = _setting_column("rule")
+_FIGURE_COLUMNS: tuple[Column, ...] = (
+    ("seconds", _seconds_cell),
+    _figure_column("tokens_per_second", "{:,.1f}"),
+    _figure_column("acceptance_rate"),
+    _figure_column("block_efficiency"),
+    _figure_column("cost_ratio"),
+    ("walltime_speedup", _speedup_cell),
 )
 
 
 def comparison_table(
-    found: Sequence[Comparison],
+    comparisons: Sequence[Comparison],
     form: str = "text",
     *,
     remark: Callable[[Comparison], str] | None = None,
 ) -> str:
-    """A line for each comparison; settings that are the same in all of them are left out.
+    """A line for each comparison; settings that are equal in all of them are left out.
 
     Args:
         form: "text", "markdown" or "csv".
-        remark: what stands at a line's end.
+        remark: returns the text at a line's end.
     """
     if form == "csv":
-        return _csv(found)
-    settings = [
-        column for column in (*_WHERE, _WHAT[2]) if len({column[1](each) for each in found}) > 1
-    ]
-    columns = [column for column in (*_WHERE, *_WHAT) if column in settings or column in _WHAT[:2]]
-    rows = []
-    for each in found:
-        failed = each.error is not None and not each.rows
-        cells = [cell(each) for _, cell in columns] + [
-            "" if failed else cell(each) for _, cell in _FIGURES
-        ]
-        rows.append(
-            [*cells, " ".join(filter(None, (_failure(each), remark(each) if remark else "")))]
-        )
-    return grid(
-        [*(head for head, _ in (*columns, *_FIGURES)), ""], rows, form, num_text=len(columns)
-    )
+        return _csv(comparisons)
+
+    columns = [column for column in _SETTING_COLUMNS if _varies(column, comparisons)]
+    columns += [_METHOD_COLUMN, _WINDOW_COLUMN]
+    if _varies(_RULE_COLUMN, comparisons):
+        columns.append(_RULE_COLUMN)
+
+    lines = []
+    for comparison in comparisons:
+        cells = [write_cell(comparison) for _, write_cell in columns]
+        if comparison.error is not None and not comparison.rows:
+            cells += [""] * len(_FIGURE_COLUMNS)
+        else:
+            cells += [write_cell(comparison) for _, write_cell in _FIGURE_COLUMNS]
+
+        remarks = [_warning(comparison)]
+        if remark is not None:
+            remarks.append(remark(comparison))
+        cells.append(" ".join(text for text in remarks if text))
+        lines.append(cells)
+
+    headings = [heading for heading, _ in (*columns, *_FIGURE_COLUMNS)]
+    # The remarks have no heading.
+    return grid([*headings, ""], lines, form, num_text=len(columns))
+
+
+def _varies(column: Column, comparisons: Sequence[Comparison]) -> bool:
+    """Whether the column's cells differ."""
+    _, write_cell = column
+    return len({write_cell(comparison) for comparison in comparisons}) > 1
 
 
 def grid(
     heads: Sequence[str], rows: Sequence[Sequence[str]], form: str = "text", *, num_text: int = 1
 ) -> str:
-    """Cells in columns: the first ones are text, then figures; what stands last may be any length."""
+    """Format cells in columns.
+
+    Args:
+        form: "text" or "markdown".
+        num_text: number of leading text columns, aligned left. Figures follow, aligned right. The
+            last column may be of any length.
+    """
     if form == "markdown":
-        marked = [
-            heads,
-            ["---"] * len(heads),
-            *([_in_markdown(cell) for cell in row] for row in rows),
-        ]
-        return "\n".join("| " + " | ".join(line) + " |" for line in marked)
-    broken = [
-        [head] if i < num_text else _broken(head, [row[i] for row in rows])
-        for i, head in enumerate(heads)
-    ]
-    height = max(map(len, broken))
-    lines, tops = [], zip(*([""] * (height - len(each)) + each for each in broken), strict=True)
-    rows = [*tops, *rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(heads) - 1)]
+        return _markdown(heads, rows)
+
+    heading_lines = _heading_lines(heads, rows, num_text)
+    lines = [*heading_lines, *rows]
+    num_aligned = len(heads) - 1
+    widths = [max(display_width(line[i]) for line in lines) for i in range(num_aligned)]
+
+    texts = []
+    for line in lines:
+        cells = []
+        for i, width in enumerate(widths):
+            padding = " " * (width - display_width(line[i]))
+            cells.append(line[i] + padding if i < num_text else padding + line[i])
+        cells.append(line[-1])
+        texts.append("  ".join(cells).rstrip())
+    return "\n".join(texts)
+
+
+def display_width(text: str) -> int:
+    """Columns that a text takes in a terminal: Chinese, Japanese and Korean characters take two.
+
+    `wcwidth` knows more cases (emoji sequences, say), but is not a dependency.
+    """
+    width = 0
+    for character in text:
+        if unicodedata.combining(character):
+            continue
+        is_wide = unicodedata.east_asian_width(character) in ("W", "F")
+        width += 2 if is_wide else 1
+    return width
+
+
+def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads)]
     for row in rows:
-        cells = [
-            cell.ljust(width) if i < num_text else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row[:-1], widths, strict=True))
-        ]
-        lines.append("  ".join([*cells, row[-1]]).rstrip())
-    return "\n".join(lines)
+        lines.append([_escape_markdown(cell) for cell in row])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _broken(head: str, cells: Sequence[str]) -> list[str]:
+def _heading_lines(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], num_text: int
+) -> list[list[str]]:
+    """The headings as lines of a table. Those of figures are wrapped, and end on the last line."""
+    wrapped_heads = []
+    for i, heading in enumerate(heads):
+        if i < num_text:
+            wrapped_heads.append([heading])
+        else:
+            wrapped_heads.append(_wrap_heading(heading, [row[i] for row in rows]))
+
+    num_lines = max(len(parts) for parts in wrapped_heads)
+    heading_columns = [[""] * (num_lines - len(parts)) + parts for parts in wrapped_heads]
+    return [[column[i] for column in heading_columns] for i in range(num_lines)]
+
+
+def _wrap_heading(heading: str, cells: Sequence[str]) -> list[str]:
     """A heading as lines no wider than its words and the cells below it."""
-    words = (
-        head if "." in head else head.replace("_", " ")
-    ).split()  # an import path stays as it is
-    return textwrap.wrap(" ".join(words), max(map(len, (".", *words, *cells)))) or [""]
+    # An import path keeps its underscores.
+    spelled_heading = heading if "." in heading else heading.replace("_", " ")
+    words = spelled_heading.split()
+    width = max(len(text) for text in (".", *words, *cells))
+    return textwrap.wrap(" ".join(words), width) or [""]
 
 
-def interval(found: Interval) -> str:
-    """A ratio with its interval, where that says something."""
-    return f"{found.value:.2f}" + (
-        "" if found.ends is None else " [{:.2f}, {:.2f}]".format(*found.ends)
-    )
+def interval(speedup: Interval) -> str:
+    """A ratio with its interval, if the interval says something."""
+    text = f"{speedup.value:.2f}"
+    if speedup.ends is not None:
+        low, high = speedup.ends
+        text += f" [{low:.2f}, {high:.2f}]"
+    return text
 
 
-def listing(each: Comparison) -> str:
-    """A comparison on its own: a line for each figure, standard decoding beside it."""
-    sides = (
-        [Comparison(each.standard[0], each.standard)]
-        if each.standard and each.case.method != STANDARD
-        else []
-    )
-    sides.append(each)
-    window = each.case.num_draft_tokens
-    heads = [
-        "",
-        *map(method, sides[:-1]),
-        method(each) + ("" if window is None else f", window {window}"),
-        "",
-    ]
-    rows = [
-        (name.replace("_", " "), *(cell(side) for side in sides), "") for name, cell in _FIGURES
-    ]
-    return "\n".join(filter(None, (grid(heads, rows), _failure(each))))
+def listing(comparison: Comparison) -> str:
+    """A single comparison: a line for each figure, with standard decoding beside it."""
+    headings = [""]
+    sides = []
+    if comparison.standard and comparison.case.method != STANDARD:
+        standard = Comparison(comparison.standard[0], comparison.standard)
+        sides.append(standard)
+        headings.append(method(standard))
+
+    sides.append(comparison)
+    heading = method(comparison)
+    if comparison.case.num_draft_tokens is not None:
+        heading += f", window {comparison.case.num_draft_tokens}"
+    # The last column of a grid is not aligned: it stays empty here.
+    headings += [heading, ""]
+
+    lines = []
+    for name, write_cell in _FIGURE_COLUMNS:
+        cells = [write_cell(side) for side in sides]
+        lines.append([name.replace("_", " "), *cells, ""])
+
+    text = grid(headings, lines)
+    warning = _warning(comparison)
+    return f"{text}\n{warning}" if warning else text
 
 
-def details(each: Comparison) -> str:
+def details(comparison: Comparison) -> str:
     """Where the time of a comparison goes, and what theory expects: a line each."""
     lines = []
-    if each.latency_reduction is not None:
-        predicted = (
-            ""
-            if each.predicted_speedup is None
-            else f", predicted speedup {each.predicted_speedup:.2f}"
-        )
-        lines.append(f"latency reduction {each.latency_reduction:.0%}{predicted}")
-    if each.phase_seconds is not None:
-        whole = sum(each.phase_seconds.values()) or 1.0
-        shares = ", ".join(
-            f"{phase} {seconds / whole:.0%}" for phase, seconds in each.phase_seconds.items()
-        )
-        lines.append(f"time by phase: {shares}")
+    if comparison.latency_reduction is not None:
+        line = f"latency reduction {comparison.latency_reduction:.0%}"
+        if comparison.predicted_speedup is not None:
+            line += f", predicted speedup {comparison.predicted_speedup:.2f}"
+        lines.append(line)
+
+    phase_seconds = comparison.phase_seconds
+    if phase_seconds is not None:
+        total_seconds = sum(phase_seconds.values()) or 1.0
+        shares = []
+        for phase, phase_time in phase_seconds.items():
+            shares.append(f"{phase} {phase_time / total_seconds:.0%}")
+        lines.append(f"time by phase: {', '.join(shares)}")
     return "\n".join(lines)
 
 
 def harmless(value: Any) -> Any:
-    """A value of a CSV file: text that a spreadsheet would take for a formula is quoted by an apostrophe."""
-    return (
-        f"'{value}"
-        if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
-        else value
-    )
+    """A value for a CSV file: an apostrophe precedes text that a spreadsheet reads as a formula."""
+    if isinstance(value, str) and value.startswith(_FORMULA_STARTS):
+        return f"'{value}"
+    return value
 
 
-def _csv(found: Sequence[Comparison]) -> str:
+def _csv(comparisons: Sequence[Comparison]) -> str:
+    records = []
+    for comparison in comparisons:
+        summary = comparison.summary()
+        # The figures of both sides are mappings, which have no place in a table.
+        records.append(
+            {name: value for name, value in summary.items() if not isinstance(value, Mapping)}
+        )
+
+    names: list[str] = []
+    if records:
+        names = [name for name in records[0] if name not in (STANDARD, SPECULATIVE)]
+
     file = io.StringIO()
-    lines = [
-        {k: v for k, v in each.summary().items() if not isinstance(v, Mapping)} for each in found
-    ]
-    names = [
-        name for name in (lines[0] if lines else ()) if name not in ("standard", "speculative")
-    ]
     writer = csv.DictWriter(file, names, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
-    for line in lines:
-        writer.writerow({name: harmless(value) for name, value in line.items()})
+    for record in records:
+        writer.writerow({name: harmless(value) for name, value in record.items()})
     return file.getvalue().rstrip("\n")
 
 
-def _failure(each: Comparison) -> str:
-    if each.error is not None:
-        after = f" after {len(each.rows)} runs" if each.rows else ""
-        return f"failed{after}: {each.error}"
-    if each.case.lossless is False:
+def _warning(comparison: Comparison) -> str:
+    """What a reader must know of a comparison before its figures; empty if nothing is wrong."""
+    if comparison.error is not None:
+        num_runs = len(comparison.rows)
+        progress = f" after {num_runs} runs" if num_runs else ""
+        return f"failed{progress}: {comparison.error}"
+    if comparison.case.lossless is False:
         return "lossy"
-    return "OTHER TOKENS than standard decoding" if each.same_tokens is False else ""
+    if comparison.same_tokens is False:
+        return "OTHER TOKENS than standard decoding"
+    return ""
 
 
-def _in_markdown(text: str) -> str:
-    plain = html.escape(" ".join(text.split()), quote=False)
-    for letter in "\\|`*_[]":
-        plain = plain.replace(letter, f"\\{letter}")
-    return plain
+def _escape_markdown(text: str) -> str:
+    escaped = html.escape(" ".join(text.split()), quote=False)
+    for character in _MARKDOWN_SPECIAL:
+        escaped = escaped.replace(character, f"\\{character}")
+    return escaped

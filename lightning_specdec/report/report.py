@@ -24,7 +24,38 @@ from lightning_specdec.report.figures import Chart, answer_chart, speedup_charts
 
 PAGE = "report.html"
 TOLERANCE = 0.10
-"""A prediction holds that is within this share of the measured speedup."""
+"""A prediction holds if it is within this share of the measured speedup."""
+
+_ADVICE_HEADINGS = (
+    "pair",
+    "domain",
+    "temperature",
+    "batch size",
+    "advice",
+    "walltime speedup",
+    "95% interval",
+    "acceptance rate",
+    "tokens / round",
+)
+_CELL_HEADINGS = (
+    "pair",
+    "domain",
+    "temperature",
+    "batch size",
+    "new tokens",
+    "method",
+    "draft",
+    "window",
+    "rule",
+    "walltime speedup",
+    "95% interval",
+    "predicted",
+    "acceptance rate",
+    "tokens / round",
+    "tokens/s",
+    "same tokens",
+    "remark",
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +66,7 @@ class Table:
     rows: Sequence[tuple[str, ...]]
 
     def markdown(self) -> str:
-        """As GitHub shows it."""
+        """The table in GitHub's Markdown."""
         return grid(self.heads, self.rows, "markdown") + "\n"
 
 
@@ -49,16 +80,19 @@ class Report:
 
     @classmethod
     def of(cls, results: Results) -> Report:
+        """The report of results."""
+        manifest = dict(results.manifest)
+        # Rows of a resumed run may come from several commits.
         commits = dict.fromkeys(str(row.commit) for row in results.rows)
-        manifest = results.manifest | ({"commit": ", then ".join(commits)} if commits else {})
+        if commits:
+            manifest["commit"] = ", then ".join(commits)
         return cls(str(manifest["name"]), manifest, comparisons(results.rows))
 
     @cached_property
     def dtypes(self) -> dict[str, str | None]:
-        """What each pair computes in."""
-        return {
-            name: facts.get("dtype") for name, facts in (self.manifest.get("pairs") or {}).items()
-        }
+        """The dtype that each pair computes in."""
+        pairs = self.manifest.get("pairs") or {}
+        return {name: facts.get("dtype") for name, facts in pairs.items()}
 
     @cached_property
     def advice(self) -> list[Advice]:
@@ -68,188 +102,212 @@ class Report:
     @property
     def lines(self) -> list[str]:
         """The answers as lines of text."""
-        found = []
-        for each in self.advice:
-            pair, domain, temperature, batch_size, max_new_tokens = each.place
-            setting = (
+        if not self.advice:
+            return ["nothing has been measured yet"]
+        lines = []
+        for advice in self.advice:
+            pair, domain, temperature, batch_size, max_new_tokens = advice.place
+            settings = (
                 f"temperature {temperature:g}, batch size {batch_size}, {max_new_tokens} new tokens"
             )
-            found.append(" ".join(f"{pair}, {domain} ({setting}): {each.sentence}".split()))
-        return found or ["nothing has been measured yet"]
+            line = f"{pair}, {domain} ({settings}): {advice.sentence}"
+            # A domain's name may hold line breaks.
+            lines.append(" ".join(line.split()))
+        return lines
 
     @property
     def predicted(self) -> str:
-        """How many predictions hold."""
-        known = [(each.predicted_speedup, each.walltime_speedup) for each in self.cells]
-        ratios = [
-            predicted / measured.value for predicted, measured in known if predicted and measured
-        ]
-        held = sum(abs(ratio - 1) <= TOLERANCE for ratio in ratios)
-        return f"{held} of {len(ratios)} predictions are within {TOLERANCE:.0%} of the measured speedup."
+        """How many predictions hold; empty if none was made."""
+        num_predictions = 0
+        num_held = 0
+        for cell in self.cells:
+            if not cell.predicted_speedup or not cell.walltime_speedup:
+                continue
+            num_predictions += 1
+            ratio = cell.predicted_speedup / cell.walltime_speedup.value
+            if abs(ratio - 1) <= TOLERANCE:
+                num_held += 1
+        if not num_predictions:
+            return ""
+        return (
+            f"{num_held} of {num_predictions} predictions are within {TOLERANCE:.0%} of the "
+            "measured speedup."
+        )
 
     @property
     def warnings(self) -> list[str]:
         """Failures, and tokens that are not standard decoding's."""
-        lines = [
-            f"failed: {name}: {error}"
-            for name, error in (self.manifest.get("failed_pairs") or {}).items()
-        ]
-        for error in dict.fromkeys(each.error for each in self.cells if each.error is not None):
-            places = [_named(each) for each in self.cells if each.error == error]
-            more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-            lines.append(f"failed: {places[0]}{more}: {error}")
-        for pair in dict.fromkeys(each.case.pair for each in self.cells):
-            known = [
-                each
-                for each in self.cells
-                if each.case.pair == pair and each.same_tokens is not None
-            ]
-            other = [
-                each for each in known if each.case.method != STANDARD and each.same_tokens is False
-            ]
-            if other and rounds(dtype := self.dtypes.get(pair)):
-                lines.append(
-                    f"{pair}: tokens differ from standard decoding's in {len(other)} of {len(known)} cells, as they "
-                    f"may where {dtype} rounds; `audit` tells such a tie from a bug"
-                )
-            elif other:
-                told = "gave other tokens than standard decoding: see what `audit` finds"
-                lines += [f"{_named(each)} {told}" for each in other]
+        failed_pairs = self.manifest.get("failed_pairs") or {}
+        lines = [f"failed: {name}: {error}" for name, error in failed_pairs.items()]
+        lines += self._failure_lines()
+        for pair in dict.fromkeys(cell.case.pair for cell in self.cells):
+            lines += self._token_lines(pair)
         return lines
 
+    def _failure_lines(self) -> list[str]:
+        """A line for each error, with the cells that failed with it."""
+        cells_by_error: dict[str, list[str]] = {}
+        for cell in self.cells:
+            if cell.error is not None:
+                cells_by_error.setdefault(cell.error, []).append(_cell_name(cell))
+
+        lines = []
+        for error, cell_names in cells_by_error.items():
+            num_others = len(cell_names) - 1
+            others = f" and {num_others} more" if num_others else ""
+            lines.append(f"failed: {cell_names[0]}{others}: {error}")
+        return lines
+
+    def _token_lines(self, pair: str) -> list[str]:
+        """Lines about tokens of a pair that are not standard decoding's."""
+        checked_cells = []
+        different_cells = []
+        for cell in self.cells:
+            if cell.case.pair != pair or cell.same_tokens is None:
+                continue
+            checked_cells.append(cell)
+            if cell.case.method != STANDARD and not cell.same_tokens:
+                different_cells.append(cell)
+        if not different_cells:
+            return []
+
+        dtype = self.dtypes.get(pair)
+        if rounds(dtype):
+            return [
+                f"{pair}: tokens differ from standard decoding's in {len(different_cells)} of "
+                f"{len(checked_cells)} cells, as they may where {dtype} rounds; `audit` tells such "
+                "a tie from a bug"
+            ]
+        reason = "gave other tokens than standard decoding: see what `audit` finds"
+        return [f"{_cell_name(cell)} {reason}" for cell in different_cells]
+
     def advice_table(self) -> Table:
-        """What pays, by domain."""
-        heads = [
-            "pair",
-            "domain",
-            "temperature",
-            "batch size",
-            "advice",
-            "walltime speedup",
-            "95% interval",
-        ]
+        """The answers as a table."""
         rows = []
-        for each in self.advice:
-            pair, domain, temperature, batch_size, _ = each.place
-            best = each.best
-            rates = (None, None) if best is None else (best.acceptance_rate, best.block_efficiency)
-            speedup = _interval(None if best is None else best.walltime_speedup)
-            place = (pair, domain, f"{temperature:g}", str(batch_size))
-            rows.append((*place, each.choice, *speedup, *map(_number, rates)))
-        return Table([*heads, "acceptance rate", "tokens / round"], rows)
+        for advice in self.advice:
+            pair, domain, temperature, batch_size, _ = advice.place
+            best = advice.best
+            rows.append(
+                (
+                    pair,
+                    domain,
+                    f"{temperature:g}",
+                    str(batch_size),
+                    advice.choice,
+                    *_speedup_cells(None if best is None else best.walltime_speedup),
+                    _number(None if best is None else best.acceptance_rate),
+                    _number(None if best is None else best.block_efficiency),
+                )
+            )
+        return Table(_ADVICE_HEADINGS, rows)
 
     def cells_table(self) -> Table:
         """Every cell with its figures; a cell that failed with its error."""
-        heads = [
-            "pair",
-            "domain",
-            "temperature",
-            "batch size",
-            "new tokens",
-            "method",
-            "draft",
-            "window",
-            "rule",
-        ]
-        heads += (
-            "walltime speedup",
-            "95% interval",
-            "predicted",
-            "acceptance rate",
-            "tokens / round",
-        )
-        heads += ("tokens/s", "same tokens", "remark")
-        rows = []
-        for each in self.cells:
-            case = each.case
-            settings = (case.method, case.draft, case.num_draft_tokens, case.rule)
-            figures = (each.predicted_speedup, each.acceptance_rate, each.block_efficiency)
-            same = {True: "yes", False: "no", None: "-"}[each.same_tokens]
-            lossy = "lossy" if case.lossless is False else ""
-            rows.append(
-                (
-                    case.pair,
-                    case.domain,
-                    f"{case.temperature:g}",
-                    str(case.batch_size),
-                    str(case.max_new_tokens),
-                )
-                + tuple("-" if value is None else str(value) for value in settings)
-                + (
-                    *_interval(each.walltime_speedup),
-                    *map(_number, figures),
-                    _number(each.tokens_per_second, 1),
-                )
-                + (same, f"failed: {each.error}" if each.error is not None else lossy)
-            )
-        return Table(heads, rows)
+        return Table(_CELL_HEADINGS, [_cell_row(cell) for cell in self.cells])
 
 
 def write(report: Report, directory: Path) -> Path:
     """Write the page, and its tables as Markdown and CSV; returns the page's path.
 
     Raises:
-        OSError: something cannot be written.
+        OSError: a file cannot be written.
     """
-    tables = {"advice": report.advice_table(), "cells": report.cells_table()}
-    content = {f"{name}.md": table.markdown() for name, table in tables.items()}
-    content |= {
+    advice_table = report.advice_table()
+    cells_table = report.cells_table()
+    texts = {
+        "advice.md": advice_table.markdown(),
+        "cells.md": cells_table.markdown(),
         "cells.csv": comparison_table(report.cells, "csv") + "\n",
-        PAGE: _page(report, tables),
+        PAGE: _page(report, {"advice": advice_table, "cells": cells_table}),
     }
-    for name, text in content.items():
+    for name, text in texts.items():
         with replaced(directory / name) as file:
             file.write(text.encode())
     return directory / PAGE
 
 
 def _page(report: Report, tables: Mapping[str, Table]) -> str:
-    """The page: it escapes whatever comes from the results, loads nothing and runs no script."""
+    """The HTML page. It escapes whatever comes from the results, loads nothing, runs no script."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_printable)
+    template_text = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    template = environment.from_string(template_text)
+
     answer = answer_chart(report.advice, report.cells)
-    return environment.from_string(
-        files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    ).render(
+    date = str(report.manifest.get("date", "?"))[:10]
+    # The prompts are many, and of no interest beside the figures.
+    manifest = {name: value for name, value in report.manifest.items() if name != "prompts"}
+    return template.render(
         report=report,
         tables=tables,
-        answers=[_image(answer)] if answer else [],
-        note=answer.note if answer else "",
-        speedups=[_image(each) for each in speedup_charts(report.cells)],
-        machine=f"{made_on(report.manifest)}, {str(report.manifest.get('date', '?'))[:10]}",
-        manifest=json.dumps(
-            {name: value for name, value in report.manifest.items() if name != "prompts"}, indent=1
-        ),
+        answers=[] if answer is None else [_image(answer)],
+        note="" if answer is None else answer.note,
+        speedups=[_image(chart) for chart in speedup_charts(report.cells)],
+        machine=f"{made_on(report.manifest)}, {date}",
+        manifest=json.dumps(manifest, indent=1),
     )
 
 
 def _image(chart: Chart) -> tuple[str, str]:
-    """A chart's title, and its drawing as the address of an image: its names and its text stay apart from the page."""
-    return chart.title, f"data:image/svg+xml;base64,{base64.b64encode(chart.svg()).decode()}"
+    """A chart's title and its drawing as a data URL: as an image, its text is not part of the
+    page."""
+    encoded = base64.b64encode(chart.svg()).decode()
+    return chart.title, f"data:image/svg+xml;base64,{encoded}"
 
 
 def _printable(value: object) -> object:
     """Text without control characters."""
     if not isinstance(value, str):
         return value
-    return type(value)(
-        "".join(letter for letter in value if letter.isprintable() or letter == "\n")
-    )
+    characters = [letter for letter in value if letter.isprintable() or letter == "\n"]
+    # Markup, a subclass of str, must not be escaped again.
+    return type(value)("".join(characters))
 
 
-def _number(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
+def _number(value: float | None, num_decimals: int = 2) -> str:
+    return "-" if value is None else f"{value:,.{num_decimals}f}"
 
 
-def _interval(found: Interval | None) -> tuple[str, str]:
-    if found is None:
+def _speedup_cells(speedup: Interval | None) -> tuple[str, str]:
+    """A ratio and its interval as two cells."""
+    if speedup is None:
         return "-", "-"
-    return f"{found.value:.2f}", "-" if found.ends is None else "{:.2f} to {:.2f}".format(
-        *found.ends
+    if speedup.ends is None:
+        return f"{speedup.value:.2f}", "-"
+    low, high = speedup.ends
+    return f"{speedup.value:.2f}", f"{low:.2f} to {high:.2f}"
+
+
+def _cell_row(cell: Comparison) -> tuple[str, ...]:
+    """A line of the table of all cells."""
+    case = cell.case
+    remark = ""
+    if cell.error is not None:
+        remark = f"failed: {cell.error}"
+    elif case.lossless is False:
+        remark = "lossy"
+    same_tokens = {True: "yes", False: "no", None: "-"}[cell.same_tokens]
+    choices = (case.method, case.draft, case.num_draft_tokens, case.rule)
+    return (
+        case.pair,
+        case.domain,
+        f"{case.temperature:g}",
+        str(case.batch_size),
+        str(case.max_new_tokens),
+        *("-" if choice is None else str(choice) for choice in choices),
+        *_speedup_cells(cell.walltime_speedup),
+        _number(cell.predicted_speedup),
+        _number(cell.acceptance_rate),
+        _number(cell.block_efficiency),
+        _number(cell.tokens_per_second, 1),
+        same_tokens,
+        remark,
     )
 
 
-def _named(each: Comparison) -> str:
+def _cell_name(cell: Comparison) -> str:
     """A cell in a sentence."""
-    case = each.case
-    words = [case.pair, case.label or case.method, case.domain, f"temperature {case.temperature:g}"]
-    return ", ".join([*words, f"batch size {case.batch_size}"])
+    case = cell.case
+    return (
+        f"{case.pair}, {case.label or case.method}, {case.domain}, "
+        f"temperature {case.temperature:g}, batch size {case.batch_size}"
+    )

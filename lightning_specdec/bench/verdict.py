@@ -1,0 +1,158 @@
+"""One rule for every claim about speed: only an interval that excludes 1 says faster or slower.
+
+`decode`, `sweep`, `bench` and `report` take their words from here, so that they never disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from lightning_specdec.bench.statistics import LEVEL, Interval
+
+if TYPE_CHECKING:
+    from lightning_specdec.bench.rows import Comparison
+
+Kind = Literal["faster", "slower", "too noisy", "too few"]
+
+MIN_PAIRS = 2
+"""Paired timings without which no spread is visible."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the evidence says about a method's speed.
+
+    Args:
+        kind: "faster" or "slower" if the interval excludes 1, "too noisy" if it contains 1, and
+            "too few" if there is no interval.
+        text: the verdict in a few words, with the speedup and its interval.
+    """
+
+    kind: Kind
+    text: str
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the method can be recommended or advised against."""
+        return self.kind in ("faster", "slower")
+
+
+def judge(speedup: Interval | None, num_pairs: int, *, level: float = LEVEL) -> Verdict:
+    """Judge a speedup by its interval.
+
+    Args:
+        speedup: seconds of standard decoding / seconds of the method; None if nothing was timed.
+        num_pairs: paired timings that the interval is computed from, such as repeats x prompts. To
+            generalize to other prompts, pass the number of prompts.
+        level: confidence level of the interval.
+    """
+    if speedup is None:
+        return Verdict("too few", "too few runs to tell")
+
+    ratio = f"{speedup.value:.2f}x"
+    has_interval = not math.isnan(speedup.low) and not math.isnan(speedup.high)
+    if num_pairs < MIN_PAIRS or not has_interval:
+        return Verdict("too few", f"too few runs to tell: {ratio}")
+    if speedup.low > 1:
+        return Verdict("faster", f"faster: {ratio} [{speedup.low:.2f}, {speedup.high:.2f}]")
+    if speedup.high < 1:
+        return Verdict("slower", f"slower: {ratio} [{speedup.low:.2f}, {speedup.high:.2f}]")
+
+    text = f"too noisy to tell: {ratio}"
+    if speedup.ends is not None:
+        percent = f"{100 * level:.4g}%"
+        text += f", {percent} interval {speedup.low:.2f} to {speedup.high:.2f}"
+    return Verdict("too noisy", text)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The comparison that the evidence favors, and those that may be as fast.
+
+    Args:
+        best: the comparison with the highest lower end of its interval; None if none can be chosen.
+        equals: other comparisons whose intervals reach that lower end, or that have no interval.
+    """
+
+    best: Comparison | None
+    equals: tuple[Comparison, ...] = ()
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether `best` is faster than standard decoding by more than noise."""
+        return self.best is not None and self.best.verdict.kind == "faster"
+
+    @property
+    def text(self) -> str:
+        """The choice as a sentence."""
+        if self.best is None:
+            return "nothing to choose from"
+        if not self.is_proven:
+            return f"nothing here is proven faster than standard decoding: {self.best.verdict.text}"
+        if not self.equals:
+            return f"best: {self.best.case.label}"
+        labels = ", ".join(row.case.label for row in (self.best, *self.equals))
+        return f"too noisy to choose between them: {labels}"
+
+    def remark(self, row: Comparison) -> str:
+        """The mark of a row of a table; empty unless the row is a proven best or may equal it."""
+        if not self.is_proven:
+            return ""
+        if row is self.best:
+            return "<- too noisy to choose between them" if self.equals else "<- best"
+        if any(row is equal for equal in self.equals):
+            return "<- may be as fast"
+        return ""
+
+
+def choose(rows: Sequence[Comparison]) -> Choice:
+    """Choose a comparison. Those with other tokens than standard decoding's do not count, unless
+    their tokens may differ."""
+    candidates = [
+        row for row in rows if row.walltime_speedup is not None and row.same_tokens is not False
+    ]
+    if not candidates:
+        return Choice(None)
+
+    best_row = ranked(candidates)[0]
+    return Choice(best_row, rows_within_noise(best_row, candidates))
+
+
+def rows_within_noise(best_row: Comparison, rows: Sequence[Comparison]) -> tuple[Comparison, ...]:
+    """The other rows that may be as fast: their intervals do not end below that of the best."""
+    best_speedup = best_row.walltime_speedup
+    equal_rows = []
+    for row in rows:
+        speedup = row.walltime_speedup
+        if row is best_row or speedup is None or best_speedup is None:
+            continue
+        # A comparison with NaN is false: without an interval, nothing is excluded.
+        is_slower = speedup.high < best_speedup.low
+        if not is_slower:
+            equal_rows.append(row)
+    return tuple(equal_rows)
+
+
+def best(rows: Sequence[Comparison]) -> Comparison | None:
+    """The comparison that the evidence favors, faster or not; see `Choice`."""
+    return choose(rows).best
+
+
+def ranked(rows: Sequence[Comparison]) -> list[Comparison]:
+    """Sort comparisons by the lower end of the speedup's interval, the highest first.
+
+    Comparisons without an interval come after those with one, by the speedup itself.
+    """
+
+    def sort_key(row: Comparison) -> tuple[float, float]:
+        speedup = row.walltime_speedup
+        if speedup is None:
+            return -1.0, 0.0
+        if not math.isfinite(speedup.low):
+            return 0.0, speedup.value
+        return speedup.low, speedup.value
+
+    return sorted(rows, key=sort_key, reverse=True)
