@@ -60,7 +60,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     from lightning_specdec import DecodingConfig, SpeculativeDecoder
     from lightning_specdec.bench.manifest import manifest
     from lightning_specdec.bench.rows import speed
-    from lightning_specdec.cli.decode import pieces
+    from lightning_specdec.cli.decode_text import pieces
 
     decoder = SpeculativeDecoder.from_pretrained(
         options.target, options.draft, drafter="NGramWithFallback", dtype=options.dtype

@@ -14,6 +14,7 @@ from cli_fixtures import QUICK, call, ckpt, shipped_run, succeed
 from report_rows import cells_of, faster, standard
 
 from lightning_specdec import SpeculativeDecoder
+from lightning_specdec.audit.agreement import compare_outputs
 from lightning_specdec.audit.identity import Divergence
 from lightning_specdec.checkpoints import checkpoint
 from lightning_specdec.cli import decode
@@ -58,10 +59,10 @@ def test_the_answer_comes_first_then_clean_outputs_then_the_fates_then_the_table
     printed, verbose = succeed(*options).out, succeed(*options, "-v").out
     document, quiet = succeed(*options, "--output", "json").json, succeed(*options, "-q").out
     assert quiet.count("\n") == 1 and quiet.endswith(", output identical\n")
-    unsure = "(?:too few repeats|the times vary too much) to tell"
-    told = rf"(?:\d+\.\d\dx faster|slower: \d\.\d\dx|no gain proven: \d\.\d\dx|{unsure}: \d\.\d\dx)"
-    speeds = r" \(([\d.,]+) -> ([\d.,]+) tokens/s(?:, 95% interval [\d.]+ to [\d.]+)?\), output identical"
-    first = re.fullmatch(told + speeds, printed.splitlines()[0])
+    decided = r"(?:faster|slower): \d+\.\d\dx \[[\d.]+, [\d.]+\]"
+    unsure = r"too (?:few runs|noisy) to tell: \d+\.\d\dx(?:, 95% interval [\d.]+ to [\d.]+)?"
+    speeds = r" \(([\d.,]+) -> ([\d.,]+) tokens/s\), output identical"
+    first = re.fullmatch(f"(?:{decided}|{unsure})" + speeds, printed.splitlines()[0])
     assert "\x1b" not in printed and first
     before, after = (float(each.replace(",", "")) for each in first.groups())
     (ratio,) = re.findall(r"\d+\.\d\d(?=x)", printed.splitlines()[0])
@@ -100,7 +101,7 @@ def test_on_a_terminal_lines_are_no_wider_and_rejected_tokens_are_shown(
     outcome = DecodeResult([row], 1.0, {}, 20, 20, rule="ExactMatch")
     monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((40, 24)))
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    plain, marked = decode.outputs(None, None, outcome, [None], colour=True).split("  marked\n")
+    plain, marked = decode.outputs(None, None, outcome, [None], color=True).split("  marked\n")
     seen = re.sub(r"\x1b\[[\d;]*m", "", marked).splitlines()[:-1]
     assert all(len(line) <= 40 for line in (*plain.splitlines(), *seen))
     assert " ".join(" ".join(seen).split()) == " ".join(f"{100 + i} 200 400" for i in range(20))
@@ -116,11 +117,11 @@ def test_where_the_methods_stopped_for_other_reasons_both_are_named() -> None:
 @pytest.mark.parametrize(
     ("speedups", "told"),
     [
-        ([[1.5, 1.6], [1.6, 1.5]], "1.55x faster ("),
-        ([[0.5, 0.6], [0.6, 0.5]], "slower: 0.55x ("),
-        ([[0.8, 1.6], [1.5, 0.9]], "no gain proven: 1.10x ("),
-        ([[0.2, 9.0], [9.0, 0.1]], "the times vary too much to tell: 0.26x ("),
-        ([[1.5]], "too few repeats to tell: 1.50x ("),
+        ([[1.5, 1.6], [1.6, 1.5]], "faster: 1.55x ["),
+        ([[0.5, 0.6], [0.6, 0.5]], "slower: 0.55x ["),
+        ([[0.8, 1.6], [1.5, 0.9]], "too noisy to tell: 1.10x, 95% interval "),
+        ([[0.2, 9.0], [9.0, 0.1]], "too noisy to tell: 0.26x ("),
+        ([[1.5]], "too few runs to tell: 1.50x ("),
     ],
 )
 def test_a_gain_is_claimed_only_where_its_interval_lies_above_one(
@@ -128,7 +129,7 @@ def test_a_gain_is_claimed_only_where_its_interval_lies_above_one(
 ) -> None:
     rows = [standard(len(each), repeat=i) for i, each in enumerate(speedups)]
     rows += [faster(each, repeat=i) for i, each in enumerate(speedups)]
-    assert decode.saved(cells_of(rows)[1]).startswith(told)
+    assert decode.describe_speed(cells_of(rows)[1]).startswith(told)
 
 
 @pytest.mark.parametrize(
@@ -211,20 +212,22 @@ def test_where_outputs_differ_a_near_tie_is_told_from_a_fault(
     def told(*tokens: int, rule: str = "ExactMatch", **config: Any) -> str:
         other = result([1, 2, 3], [*tokens], rule=rule)
         decoder = SpeculativeDecoder.from_checkpoint(ckpt)
-        return decode.agreement(decoder, result([1, 2, 3], [5, 6]), other, DecodingConfig(**config))
+        standard = result([1, 2, 3], [5, 6])
+        return compare_outputs(decoder, standard, other, DecodingConfig(**config)).text
 
     assert told(5, 6) == "output identical"
     fault = "NOT a near-tie in float32: `lightning_specdec audit` looks closer"
     assert told(5, 7) == f"output differs in 1 of 2 prompts, first at token 2 of prompt 1 ({fault})"
     tie = Divergence(1, 1, (6, 7), 0.0, 0.0, 0.1, "tie")
     monkeypatch.setattr(
-        "lightning_specdec.audit.identity.find_divergence", lambda *given, **options: tie
+        "lightning_specdec.audit.agreement.find_divergence", lambda *given, **options: tie
     )
     assert told(5, 7).endswith("first at token 2 of prompt 1 (near-tie in float32)")
     one, other = result([5, 6]), result([5, 7], rule="ExactMatch")
-    assert decode.agreement(
-        SpeculativeDecoder.from_checkpoint(ckpt), one, other, DecodingConfig()
-    ) == ("output differs at token 2 (near-tie in float32)")
+    decoder = SpeculativeDecoder.from_checkpoint(ckpt)
+    found = compare_outputs(decoder, one, other, DecodingConfig())
+    assert found.kind == "near-tie"
+    assert found.text == "output differs at token 2 (near-tie in float32)"
     assert "two draws" in told(5, 7, rule="RejectionSampling", temperature=1.0)
 
 

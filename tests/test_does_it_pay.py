@@ -1,4 +1,4 @@
-"""The guide "Does it pay?": its figures are those of the records, the commands in its text are understood."""
+"""The guide "Does it pay?": its figures are those of the records, and its commands are understood."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lightning_specdec.cli.main import make_parser
 
 ROOT = Path(__file__).parent.parent
 GUIDE = (ROOT / "docs" / "does_it_pay.md").read_text(encoding="utf-8")
+RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 RECORD = json.loads((ROOT / "docs" / "results" / "transformers.json").read_text())["rows"]
 COMMANDS = re.findall(
     r"^lightning_specdec (.+)$|`((?:sweep|bench|report|audit|pairs) .+?)`",
@@ -25,7 +26,7 @@ COMMANDS = re.findall(
 
 def table(name: str) -> list[list[str]]:
     """The rows of a recorded table, its heading first."""
-    lines = GUIDE.split(f"<!-- recorded: {name} -->\n")[1].split("\n\n")[0].splitlines()
+    lines = RESULTS.split(f"<!-- recorded: {name} -->\n")[1].split("\n\n")[0].splitlines()
     return [
         [cell.strip() for cell in line.strip("|").split("|")] for line in (lines[0], *lines[2:])
     ]
