@@ -1,12 +1,14 @@
-"""Drafters that do not draw from what they report or with what they are given, and loops that mix up their numbers.
+"""Drafters that do not draw from what they report, or with the numbers that they receive, and loops
+that mix up their numbers.
 
-An audit must find them out as it does the rules of `audit_mutants`.
+An audit must find them as it does the rules of `audit_mutants`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,6 +21,13 @@ from lightning_specdec.decoding.verification import Verification
 from lightning_specdec.drafters import Draft, DraftRequest, DraftState, ModelDrafter
 from lightning_specdec.rules import RejectionSampling, Sampling
 
+# The correct functions, which the mistakes below replace and call.
+_outcome = Verification.outcome
+_judge = RejectionSampling.judge
+_commit = Row.commit
+_round_noise = Batch.round_noise
+_rewind = Batch.rewind
+
 
 class HotterThanReported(ModelDrafter):
     """Reports its probabilities at another temperature than it draws at."""
@@ -28,8 +37,8 @@ class HotterThanReported(ModelDrafter):
     ) -> Draft:
         draft = super().propose(state, replace(request, wants_logits=True), windows, sampling)
         assert draft.logits is not None
-        told = replace(sampling, temperature=0.7 * sampling.temperature)
-        return replace(draft, probs=told.probs(draft.logits))
+        reported_sampling = replace(sampling, temperature=0.7 * sampling.temperature)
+        return replace(draft, probs=reported_sampling.probs(draft.logits))
 
 
 class ArgmaxReportedSoft(ModelDrafter):
@@ -44,7 +53,7 @@ class ArgmaxReportedSoft(ModelDrafter):
 
 
 class ReportsTheFirstAgain(ModelDrafter):
-    """Reports the first guess's distribution for all of them."""
+    """Reports the first draft token's distribution for all of them."""
 
     def propose(
         self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
@@ -55,7 +64,7 @@ class ReportsTheFirstAgain(ModelDrafter):
 
 
 class OneNumberForAll(ModelDrafter):
-    """Draws all guesses of a round with the first one's number."""
+    """Draws all draft tokens of a round with the number of the first."""
 
     def propose(
         self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
@@ -65,14 +74,14 @@ class OneNumberForAll(ModelDrafter):
         return super().propose(state, request, windows, sampling)
 
 
-class NumbersOfItsOwn(ModelDrafter):
-    """Draws guesses from what it reports, with random numbers that nobody gave it."""
+class PrivateNumbers(ModelDrafter):
+    """Draws from what it reports, but with random numbers that were not passed to it."""
 
-    own = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
 
     def numbers(self, uniform: Tensor) -> Tensor:
-        """What it draws with in the place of those that it was given."""
-        return torch.rand(uniform.shape, generator=self.own)
+        """The numbers to draw with instead of those that were passed."""
+        return torch.rand(uniform.shape, generator=self.generator)
 
     def propose(
         self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
@@ -82,113 +91,119 @@ class NumbersOfItsOwn(ModelDrafter):
         return super().propose(state, request, windows, sampling)
 
 
-class SeedOfItsOwn(NumbersOfItsOwn):
+class PrivateSeed(PrivateNumbers):
     """Draws with the same numbers in every round."""
 
     def numbers(self, uniform: Tensor) -> Tensor:
         return torch.rand(uniform.shape, generator=torch.Generator().manual_seed(0))
 
 
-class CountsItsCalls(NumbersOfItsOwn):
-    """Draws with numbers that move by how often it was asked."""
+class CountsItsCalls(PrivateNumbers):
+    """Draws with numbers that move with each call."""
 
-    calls = 0
+    num_calls = 0
 
     def numbers(self, uniform: Tensor) -> Tensor:
-        self.calls += 1
-        return (uniform + 0.1 * self.calls) % 1
+        self.num_calls += 1
+        return (uniform + 0.1 * self.num_calls) % 1
 
 
 NO_FUNCTIONS: dict[str, type[ModelDrafter]] = {
-    "random numbers of its own": NumbersOfItsOwn,
-    "a seed of its own": SeedOfItsOwn,
+    "private random numbers": PrivateNumbers,
+    "a private seed": PrivateSeed,
     "a hidden state": CountsItsCalls,
 }
+"""Drafters that are not functions of the numbers that they receive."""
 DRAFTERS: dict[str, type[ModelDrafter]] = {
     "draft probabilities at another temperature": HotterThanReported,
     "argmax proposed with soft probabilities": ArgmaxReportedSoft,
 }
 MORE_DRAFTERS: dict[str, type[ModelDrafter]] = {
     "first distribution reported for all": ReportsTheFirstAgain,
-    "one number for all guesses": OneNumberForAll,
+    "one number for all draft tokens": OneNumberForAll,
 }
+"""Others, for fewer seeds."""
 
 
-def _logits_of_the_place_before(
-    self: Verification, rows: Any, draft: Draft, logits: Tensor, *rest: Any
+def _logits_of_previous_position(
+    self: Verification, rows: Any, draft: Draft, logits: Tensor, *arguments: Any
 ) -> Tensor:
-    return _OUTCOME(self, rows, draft, torch.cat((logits[:, :1], logits[:, :-1]), dim=1), *rest)
+    shifted_logits = torch.cat((logits[:, :1], logits[:, :-1]), dim=1)
+    return _outcome(self, rows, draft, shifted_logits, *arguments)
 
 
 def _logits_of_another_row(
-    self: Verification, rows: Any, draft: Draft, logits: Tensor, *rest: Any
+    self: Verification, rows: Any, draft: Draft, logits: Tensor, *arguments: Any
 ) -> Tensor:
-    return _OUTCOME(self, rows, draft, logits.roll(1, dims=0), *rest)
+    return _outcome(self, rows, draft, logits.roll(1, dims=0), *arguments)
 
 
-def _lengths_forgotten(self: RejectionSampling, draft: Draft, *rest: Any) -> Any:
-    return _JUDGE(self, replace(draft, lengths=None), *rest)
+def _noise_of_first_position(self: Batch, num_positions: int, upload: Any = None) -> Tensor | None:
+    noise = _round_noise(self, num_positions, upload)
+    return None if noise is None else noise[:, :1].expand_as(noise)
 
 
-def _eos_not_seen(self: Row, *arguments: Any, **rest: Any) -> list[int]:
-    eos, self.eos = self.eos, frozenset()
+def _keep_rejected_tokens(self: Batch, upload: Any = None) -> list[list[int]]:
+    """Commit the target's state up to the length of the text, rejected draft tokens included."""
+    state = self.target_state
+    if min(state.consumed) <= 0:
+        return _rewind(self)
+    lengths = []
+    last_tokens = []
+    for row, num_consumed in zip(self.rows, state.consumed, strict=True):
+        lengths.append(min(num_consumed, len(row.text) - 1))
+        last_tokens.append(row.text[-1:])
+    state.commit(lengths)
+    return last_tokens
+
+
+LOOPS: dict[str, Callable[[], Any]] = {
+    "logits of the previous position": partial(
+        mock.patch.object, Verification, "outcome", _logits_of_previous_position
+    ),
+    "logits of another row": partial(
+        mock.patch.object, Verification, "outcome", _logits_of_another_row
+    ),
+    "one round's numbers for all its positions": partial(
+        mock.patch.object, Batch, "round_noise", _noise_of_first_position
+    ),
+    "the target's state does not roll back": partial(
+        mock.patch.object, Batch, "rewind", _keep_rejected_tokens
+    ),
+}
+"""Context managers, each of which breaks the loop."""
+
+
+def _commit_without_eos(self: Row, *arguments: Any, **options: Any) -> list[int]:
+    """No EOS ends a row."""
+    eos = self.eos
+    self.eos = frozenset()
     try:
-        return _COMMIT(self, *arguments, **rest)
+        return _commit(self, *arguments, **options)
     finally:
         self.eos = eos
 
 
-def _eos_not_seen_at_the_end(
-    self: Row, drafted: list[int], num_accepted: int, *rest: Any, **more: Any
+def _commit_without_eos_at_the_end(
+    self: Row, drafted: list[int], num_accepted: int, *arguments: Any, **options: Any
 ) -> Any:
     """A correction or bonus token that is EOS does not end its row."""
     if any(token in self.eos for token in drafted[:num_accepted]):
-        return _COMMIT(self, drafted, num_accepted, *rest, **more)
-    return _eos_not_seen(self, drafted, num_accepted, *rest, **more)
+        return _commit(self, drafted, num_accepted, *arguments, **options)
+    return _commit_without_eos(self, drafted, num_accepted, *arguments, **options)
 
 
-def _noise_of_the_place_before(
-    self: Batch, num_positions: int, upload: Any = None
-) -> Tensor | None:
-    noise = _NOISE(self, num_positions, upload)
-    return None if noise is None else noise[:, :1].expand_as(noise)
+def _judge_without_lengths(self: RejectionSampling, draft: Draft, *arguments: Any) -> Any:
+    return _judge(self, replace(draft, lengths=None), *arguments)
 
 
-def _forgets_to_go_back(self: Batch, upload: Any = None) -> list[list[int]]:
-    """The target is told that its state is as long as the text, guesses that were rejected included."""
-    state, texts = self.target_state, [row.text for row in self.rows]
-    starts = [
-        min(length, len(text) - 1) for length, text in zip(state.consumed, texts, strict=True)
-    ]
-    if min(state.consumed) > 0:
-        state.commit(starts)
-        return [text[-1:] for text in texts]
-    return _REWIND(self)
-
-
-_OUTCOME, _JUDGE, _COMMIT = Verification.outcome, RejectionSampling.judge, Row.commit
-_NOISE, _REWIND = Batch.round_noise, Batch.rewind
-LOOPS: dict[str, Callable[[], Any]] = {
-    "logits of the place before": lambda: mock.patch.object(
-        Verification, "outcome", _logits_of_the_place_before
-    ),
-    "logits of another row": lambda: mock.patch.object(
-        Verification, "outcome", _logits_of_another_row
-    ),
-    "one round's numbers for all its places": lambda: mock.patch.object(
-        Batch, "round_noise", _noise_of_the_place_before
-    ),
-    "the target's state does not go back": lambda: mock.patch.object(
-        Batch, "rewind", _forgets_to_go_back
-    ),
-}
 ENDS: dict[str, Callable[[], Any]] = {
-    "EOS is not seen": lambda: mock.patch.object(Row, "commit", _eos_not_seen),
-    "EOS is not seen where it ends a round": lambda: mock.patch.object(
-        Row, "commit", _eos_not_seen_at_the_end
+    "EOS is not seen": partial(mock.patch.object, Row, "commit", _commit_without_eos),
+    "EOS is not seen if it ends a round": partial(
+        mock.patch.object, Row, "commit", _commit_without_eos_at_the_end
     ),
-    "lengths of unequal drafts are forgotten": lambda: mock.patch.object(
-        RejectionSampling, "judge", _lengths_forgotten
+    "lengths of unequal drafts are forgotten": partial(
+        mock.patch.object, RejectionSampling, "judge", _judge_without_lengths
     ),
 }
-"""What an audit of `RejectionSampling` must find out at its default settings."""
+"""What an audit of `RejectionSampling` must find at its default settings."""

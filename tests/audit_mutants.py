@@ -1,6 +1,6 @@
-"""Biased rules, each with the mistake that its name says: what an audit must find out.
+"""Biased rules, each with the mistake that its name says: an audit must find them all.
 
-Every mistake is one that has been made somewhere, or that a slip of one line would make.
+Each mistake has been made somewhere, or is what a slip of one line would make.
 """
 
 from __future__ import annotations
@@ -20,140 +20,168 @@ from lightning_specdec.rules import (
     draw,
 )
 
+MIN_MASS = 1e-30
+"""A residual with less mass is replaced by the target's probabilities."""
+
+
+def prob_of(tokens: Tensor, probs: Tensor) -> Tensor:
+    """The probability `[B, K]` of each token `[B, K]` under probabilities `[B, K, V]`."""
+    return probs.gather(-1, tokens[..., None])[..., 0]
+
+
+def positive_part(difference: Tensor, fallback: Tensor) -> Tensor:
+    """Positive differences of probabilities, or the fallback where none has mass."""
+    weights = difference.clamp(min=0)
+    return torch.where(weights.sum(-1, keepdim=True) > MIN_MASS, weights, fallback)
+
 
 class Mutant(RejectionSampling):
-    """Rejection sampling taken apart, so that each mistake replaces one piece."""
+    """Rejection sampling in pieces, so that each mistake replaces one.
 
-    def keeps(self, noise: Tensor, target: Tensor, guessing: Tensor, tokens: Tensor) -> Tensor:
-        """Which of the K guesses are kept."""
-        of = (tokens[..., None],)
-        draft_prob, target_prob = guessing.gather(-1, *of), target[:, :-1].gather(-1, *of)
-        return noise[:, :-1, Purpose.ACCEPT] * draft_prob[..., 0] < target_prob[..., 0]
+    `target_probs` is `[B, K + 1, V]`, `draft_probs` is `[B, K, V]`.
+    """
 
-    def residual(self, target: Tensor, guessing: Tensor) -> Tensor:
-        """What a correction is drawn from, at K positions."""
-        left = (target[:, :-1] - guessing).clamp(min=0)
-        return torch.where(left.sum(-1, keepdim=True) > 1e-30, left, target[:, :-1])
+    def keeps(
+        self, noise: Tensor, target_probs: Tensor, draft_probs: Tensor, tokens: Tensor
+    ) -> Tensor:
+        """Which of the K draft tokens are kept."""
+        draft_prob = prob_of(tokens, draft_probs)
+        target_prob = prob_of(tokens, target_probs[:, :-1])
+        return noise[:, :-1, Purpose.ACCEPT] * draft_prob < target_prob
 
-    def bonus(self, target: Tensor, guessing: Tensor) -> Tensor:
-        """What the bonus is drawn from."""
-        return target[:, -1]
+    def residual(self, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+        """The weights that corrections are drawn from, at K positions."""
+        return positive_part(target_probs[:, :-1] - draft_probs, fallback=target_probs[:, :-1])
 
-    def drawn(self, weights: Tensor, noise: Tensor) -> Tensor:
+    def bonus(self, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+        """The weights that the bonus token is drawn from."""
+        return target_probs[:, -1]
+
+    def draw_endings(self, weights: Tensor, noise: Tensor) -> Tensor:
         """The K + 1 tokens that may end the round."""
         return draw(weights, noise[..., Purpose.CORRECT])
 
-    def target_probs(self, logits: Tensor, sampling: Sampling) -> Tensor:
-        """The probabilities that draft tokens are kept by."""
+    def accepting_probs(self, logits: Tensor, sampling: Sampling) -> Tensor:
+        """The target's probabilities for keeping draft tokens."""
         return sampling.probs(logits)
 
     def correcting_probs(self, logits: Tensor, sampling: Sampling) -> Tensor:
-        """What corrections are made of."""
+        """The target's probabilities for corrections and the bonus token."""
         return sampling.probs(logits)
 
     def judge(
         self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
     ) -> Verdict:
-        target, correcting = (
-            self.target_probs(target_logits, sampling),
-            self.correcting_probs(target_logits, sampling),
-        )
-        guessing = draft.probs
-        if guessing is None:
-            guessing = torch.zeros_like(target[:, :-1]).scatter_(-1, draft.tokens[..., None], 1.0)
+        accepting_probs = self.accepting_probs(target_logits, sampling)
+        correcting_probs = self.correcting_probs(target_logits, sampling)
+        draft_probs = draft.probs
+        if draft_probs is None:
+            # Drafted without a draw: one-hot.
+            draft_probs = torch.zeros_like(accepting_probs[:, :-1])
+            draft_probs.scatter_(-1, draft.tokens[..., None], 1.0)
         if noise is None:
-            noise = target.new_zeros(*target.shape[:2], len(Purpose))
-        kept = self.keeps(noise, target, guessing, draft.tokens)
+            noise = accepting_probs.new_zeros(*accepting_probs.shape[:2], len(Purpose))
+
+        kept = self.keeps(noise, accepting_probs, draft_probs, draft.tokens)
         if draft.lengths is not None:
             kept &= torch.arange(kept.shape[1]) < draft.lengths[:, None]
-        weights = torch.cat(
-            (self.residual(correcting, guessing), self.bonus(correcting, guessing)[:, None]), dim=1
-        )
-        return Verdict(kept, self.drawn(weights, noise))
+        residual = self.residual(correcting_probs, draft_probs)
+        bonus = self.bonus(correcting_probs, draft_probs)
+        weights = torch.cat((residual, bonus[:, None]), dim=1)
+        return Verdict(kept, self.draw_endings(weights, noise))
 
 
 class ResidualNotSubtracted(Mutant):
-    def residual(self, target: Tensor, guessing: Tensor) -> Tensor:
-        return target[:, :-1]
+    def residual(self, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+        return target_probs[:, :-1]
 
 
 class ResidualTheOtherWay(Mutant):
-    def residual(self, target: Tensor, guessing: Tensor) -> Tensor:
-        left = (guessing - target[:, :-1]).clamp(min=0)
-        return torch.where(left.sum(-1, keepdim=True) > 1e-30, left, target[:, :-1])
+    def residual(self, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+        return positive_part(draft_probs - target_probs[:, :-1], fallback=target_probs[:, :-1])
 
 
 class ResidualNotRenormalized(Mutant):
-    """Compares the uniform number with cumulative sums that end below 1; what is left goes to the last token."""
+    """Compares the uniform number with cumulative sums that end below 1; the last token gets the
+    missing mass."""
 
-    def drawn(self, weights: Tensor, noise: Tensor) -> Tensor:
+    def draw_endings(self, weights: Tensor, noise: Tensor) -> Tensor:
         numbers = noise[..., Purpose.CORRECT, None].contiguous()
-        found = torch.searchsorted(weights.cumsum(-1), numbers, right=True).squeeze(-1)
-        return found.clamp(max=weights.shape[-1] - 1)
+        tokens = torch.searchsorted(weights.cumsum(-1), numbers, right=True).squeeze(-1)
+        return tokens.clamp(max=weights.shape[-1] - 1)
 
 
 class CorrectionFromDraft(Mutant):
-    def residual(self, target: Tensor, guessing: Tensor) -> Tensor:
-        return guessing
+    def residual(self, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+        return draft_probs
 
 
 class CorrectionOfTheNextPosition(Mutant):
-    def residual(self, target: Tensor, guessing: Tensor) -> Tensor:
-        left = (target[:, 1:] - guessing).clamp(min=0)
-        return torch.where(left.sum(-1, keepdim=True) > 1e-30, left, target[:, 1:])
+    def residual(self, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+        return positive_part(target_probs[:, 1:] - draft_probs, fallback=target_probs[:, 1:])
 
 
 class BonusFromDraft(Mutant):
-    def bonus(self, target: Tensor, guessing: Tensor) -> Tensor:
-        return guessing[:, -1]
+    def bonus(self, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+        return draft_probs[:, -1]
 
 
-class BonusOfTheLastGuess(Mutant):
-    def bonus(self, target: Tensor, guessing: Tensor) -> Tensor:
-        return target[:, -2]
+class BonusOfTheLastDraftToken(Mutant):
+    def bonus(self, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+        return target_probs[:, -2]
 
 
 class AcceptanceShifted(Mutant):
-    """Tests each guess against the target's probabilities of the position behind it."""
+    """Tests each draft token against the target's probabilities of the next position."""
 
-    def keeps(self, noise: Tensor, target: Tensor, guessing: Tensor, tokens: Tensor) -> Tensor:
-        return super().keeps(
-            noise, torch.cat((target[:, 1:], target[:, -1:]), dim=1), guessing, tokens
-        )
+    def keeps(
+        self, noise: Tensor, target_probs: Tensor, draft_probs: Tensor, tokens: Tensor
+    ) -> Tensor:
+        shifted_probs = torch.cat((target_probs[:, 1:], target_probs[:, -1:]), dim=1)
+        return super().keeps(noise, shifted_probs, draft_probs, tokens)
 
 
 class LastNeverTested(Mutant):
-    def keeps(self, noise: Tensor, target: Tensor, guessing: Tensor, tokens: Tensor) -> Tensor:
-        kept = super().keeps(noise, target, guessing, tokens)
+    def keeps(
+        self, noise: Tensor, target_probs: Tensor, draft_probs: Tensor, tokens: Tensor
+    ) -> Tensor:
+        kept = super().keeps(noise, target_probs, draft_probs, tokens)
         kept[:, -1] = True
         return kept
 
 
 class FirstAlwaysKept(Mutant):
-    def keeps(self, noise: Tensor, target: Tensor, guessing: Tensor, tokens: Tensor) -> Tensor:
-        kept = super().keeps(noise, target, guessing, tokens)
+    def keeps(
+        self, noise: Tensor, target_probs: Tensor, draft_probs: Tensor, tokens: Tensor
+    ) -> Tensor:
+        kept = super().keeps(noise, target_probs, draft_probs, tokens)
         kept[:, 0] = True
         return kept
 
 
 class RatioSwapped(Mutant):
-    def keeps(self, noise: Tensor, target: Tensor, guessing: Tensor, tokens: Tensor) -> Tensor:
-        of = (tokens[..., None],)
-        draft_prob, target_prob = guessing.gather(-1, *of), target[:, :-1].gather(-1, *of)
-        return noise[:, :-1, Purpose.ACCEPT] * target_prob[..., 0] < draft_prob[..., 0]
+    def keeps(
+        self, noise: Tensor, target_probs: Tensor, draft_probs: Tensor, tokens: Tensor
+    ) -> Tensor:
+        draft_prob = prob_of(tokens, draft_probs)
+        target_prob = prob_of(tokens, target_probs[:, :-1])
+        return noise[:, :-1, Purpose.ACCEPT] * target_prob < draft_prob
 
 
-class KeptWhereTargetIsSurer(Mutant):
-    """Keeps no guess that the draft likes more than the target does."""
+class KeptIfTargetIsSurer(Mutant):
+    """Keeps no draft token that the draft prefers more than the target does."""
 
-    def keeps(self, noise: Tensor, target: Tensor, guessing: Tensor, tokens: Tensor) -> Tensor:
-        of = (tokens[..., None],)
-        return (guessing.gather(-1, *of) <= target[:, :-1].gather(-1, *of))[..., 0]
+    def keeps(
+        self, noise: Tensor, target_probs: Tensor, draft_probs: Tensor, tokens: Tensor
+    ) -> Tensor:
+        return prob_of(tokens, draft_probs) <= prob_of(tokens, target_probs[:, :-1])
 
 
 class KeepsAHundredThousandthMore(Mutant):
-    def keeps(self, noise: Tensor, target: Tensor, guessing: Tensor, tokens: Tensor) -> Tensor:
-        return super().keeps(noise, target + 1e-5, guessing, tokens)
+    def keeps(
+        self, noise: Tensor, target_probs: Tensor, draft_probs: Tensor, tokens: Tensor
+    ) -> Tensor:
+        return super().keeps(noise, target_probs + 1e-5, draft_probs, tokens)
 
 
 class TemperatureIgnoredOnCorrection(Mutant):
@@ -162,47 +190,50 @@ class TemperatureIgnoredOnCorrection(Mutant):
 
 
 class TemperatureIgnoredOnAcceptance(Mutant):
-    def target_probs(self, logits: Tensor, sampling: Sampling) -> Tensor:
+    def accepting_probs(self, logits: Tensor, sampling: Sampling) -> Tensor:
         return SOFTMAX.probs(logits)
 
 
 class AcceptsByTheDraftsNumber(Mutant):
-    """Keeps by the number that the guess was drawn with."""
+    """Keeps by the number that the draft token was drawn with."""
 
-    def keeps(self, noise: Tensor, target: Tensor, guessing: Tensor, tokens: Tensor) -> Tensor:
-        read = noise.clone()
-        read[..., Purpose.ACCEPT] = noise[..., Purpose.DRAFT]
-        return super().keeps(read, target, guessing, tokens)
+    def keeps(
+        self, noise: Tensor, target_probs: Tensor, draft_probs: Tensor, tokens: Tensor
+    ) -> Tensor:
+        wrong_noise = noise.clone()
+        wrong_noise[..., Purpose.ACCEPT] = noise[..., Purpose.DRAFT]
+        return super().keeps(wrong_noise, target_probs, draft_probs, tokens)
 
 
 class CorrectsByTheAcceptingNumber(Mutant):
-    """Draws the correction with the number that rejected the guess."""
+    """Draws the correction with the number that rejected the draft token."""
 
-    def drawn(self, weights: Tensor, noise: Tensor) -> Tensor:
+    def draw_endings(self, weights: Tensor, noise: Tensor) -> Tensor:
         return draw(weights, noise[..., Purpose.ACCEPT])
 
 
 class KeepsTheSecondBest(ExactMatch):
-    """Keeps a guess too where it is the target's second choice."""
+    """Also keeps a draft token that is the target's second choice."""
 
     def judge(
         self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
     ) -> Verdict:
         verdict = super().judge(draft, target_logits, sampling, noise)
-        second = sampling.probs(target_logits[:, :-1]).topk(2).indices[..., 1]
-        return Verdict(verdict.kept | (draft.tokens == second), verdict.endings)
+        second_choices = sampling.probs(target_logits[:, :-1]).topk(2).indices[..., 1]
+        return Verdict(verdict.kept | (draft.tokens == second_choices), verdict.endings)
 
 
 class DecidesAtRandom(RejectionSampling):
-    """Decides and corrects as it should, with random numbers that nobody gave it."""
+    """Decides and corrects correctly, but with random numbers that were not passed to it."""
 
-    own = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
 
     def judge(
         self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
     ) -> Verdict:
-        other = None if noise is None else torch.rand(noise.shape, generator=self.own)
-        return super().judge(draft, target_logits, sampling, other)
+        if noise is not None:
+            noise = torch.rand(noise.shape, generator=self.generator)
+        return super().judge(draft, target_logits, sampling, noise)
 
 
 RULES: dict[str, AcceptanceRule] = {
@@ -221,8 +252,8 @@ RULES: dict[str, AcceptanceRule] = {
 MORE_RULES: dict[str, AcceptanceRule] = {
     "residual the other way": ResidualTheOtherWay(),
     "correction of the next position": CorrectionOfTheNextPosition(),
-    "bonus token of the last guess": BonusOfTheLastGuess(),
-    "kept only where the target is surer": KeptWhereTargetIsSurer(),
+    "bonus token of the last draft token": BonusOfTheLastDraftToken(),
+    "kept only if the target is surer": KeptIfTargetIsSurer(),
     "temperature ignored on acceptance": TemperatureIgnoredOnAcceptance(),
     "keeps a hundred-thousandth more": KeepsAHundredThousandthMore(),
     "corrects by the accepting number": CorrectsByTheAcceptingNumber(),

@@ -20,73 +20,93 @@ MANIFEST = {
     "prompts": {},
     "date": "2020-01-01",
 }
-"""As little as a manifest can say."""
+"""The smallest manifest."""
 
 
 def row(method: str = "speculative", **values: Any) -> ResultRow:
-    """A row without its figures."""
-    whole: dict[str, Any] = {
+    """A row without figures."""
+    settings: dict[str, Any] = {
         "pair": "pair",
         "method": method,
         "domain": "code",
         "temperature": 0.0,
         "batch_size": 1,
+        "repeat": 0,
+        "seed": 0,
+        "max_new_tokens": NUM_NEW_TOKENS,
     }
-    whole |= {"repeat": 0, "seed": 0, "max_new_tokens": NUM_NEW_TOKENS}
     if method == "speculative":
-        whole |= {"draft": "ngram", "num_draft_tokens": 4, "rule": "ExactMatch", "lossless": True}
-    return ResultRow(**whole | values)
+        settings["draft"] = "ngram"
+        settings["num_draft_tokens"] = 4
+        settings["rule"] = "ExactMatch"
+        settings["lossless"] = True
+    return ResultRow(**{**settings, **values})
 
 
-def timed(seconds: Sequence[float], method: str = "speculative", **values: Any) -> ResultRow:
-    """A row of prompts that took so long; a round of speculation accepts 3 of 4 draft tokens."""
-    tokens = values.pop("tokens", [NUM_NEW_TOKENS] * len(seconds))
-    whole, number = sum(seconds), sum(tokens)
+def timed(
+    prompt_seconds: Sequence[float],
+    method: str = "speculative",
+    *,
+    tokens: Sequence[int] | None = None,
+    **values: Any,
+) -> ResultRow:
+    """A row of prompts with these seconds; a round of speculation accepts 3 of 4 draft tokens.
+
+    Args:
+        tokens: number of new tokens of each prompt.
+    """
+    if tokens is None:
+        tokens = [NUM_NEW_TOKENS] * len(prompt_seconds)
+    total_seconds = sum(prompt_seconds)
+    num_new_tokens = sum(tokens)
     figures: dict[str, Any] = {
-        "seconds": whole,
-        "num_new_tokens": number,
-        "prompt_seconds": list(seconds),
-    }
-    figures |= {
+        "seconds": total_seconds,
+        "num_new_tokens": num_new_tokens,
+        "prompt_seconds": list(prompt_seconds),
         "prompt_new_tokens": list(tokens),
-        "num_target_calls": number,
-        "num_row_rounds": number,
-    }
-    figures |= {
-        "phase_seconds": {"draft": 0.0, "verify": whole, "accept": 0.0, "rest": 0.0},
         "same_tokens": True,
     }
     if method == "speculative":
-        rounds = number // 4
-        figures |= {
-            "num_target_calls": rounds,
-            "num_row_rounds": rounds,
-            "num_draft_steps": 4 * rounds,
-        }
-        figures |= {"num_proposed": 4 * rounds, "num_tested": round(3.42 * rounds)}
-        figures["num_accepted"] = 3 * rounds
-        figures["phase_seconds"] = {
-            "draft": whole / 4,
-            "verify": whole * 3 / 4,
-            "accept": 0.0,
-            "rest": 0.0,
-        }
-    return row(method, **figures | values)
+        num_rounds = num_new_tokens // 4
+        figures["num_target_calls"] = num_rounds
+        figures["num_row_rounds"] = num_rounds
+        figures["num_draft_steps"] = 4 * num_rounds
+        figures["num_proposed"] = 4 * num_rounds
+        figures["num_tested"] = round(3.42 * num_rounds)
+        figures["num_accepted"] = 3 * num_rounds
+        draft_seconds = total_seconds / 4
+        verify_seconds = total_seconds * 3 / 4
+    else:
+        figures["num_target_calls"] = num_new_tokens
+        figures["num_row_rounds"] = num_new_tokens
+        draft_seconds = 0.0
+        verify_seconds = total_seconds
+    figures["phase_seconds"] = {
+        "draft": draft_seconds,
+        "verify": verify_seconds,
+        "accept": 0.0,
+        "rest": 0.0,
+    }
+    return row(method, **{**figures, **values})
 
 
 def faster(speedups: Sequence[float], method: str = "speculative", **values: Any) -> ResultRow:
-    """A row of prompts that are so many times as fast as `standard`'s, which take a second each."""
-    return timed([1 / each for each in speedups], method, **values)
+    """A row of prompts with these speedups over `standard`'s, which take a second each."""
+    return timed([1 / speedup for speedup in speedups], method, **values)
 
 
-def standard(prompts: int = 8, **values: Any) -> ResultRow:
+def standard(num_prompts: int = 8, **values: Any) -> ResultRow:
     """A row of standard decoding."""
-    return timed([1.0] * prompts, "standard", **values)
+    return timed([1.0] * num_prompts, "standard", **values)
 
 
 def cells_of(rows: Sequence[ResultRow]) -> list[Comparison]:
-    """The cells of rows, as they come back from a file."""
-    return comparisons(ResultRow.from_dict(json.loads(json.dumps(each.to_dict()))) for each in rows)
+    """The cells of rows that were written to a file and read again."""
+    read_rows = []
+    for row in rows:
+        values = json.loads(json.dumps(row.to_dict()))
+        read_rows.append(ResultRow.from_dict(values))
+    return comparisons(read_rows)
 
 
 def report_of(rows: Sequence[ResultRow], **manifest: Any) -> Report:
@@ -100,7 +120,6 @@ def write_results(
     """A results directory."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "manifest.json").write_text(json.dumps(manifest))
-    (directory / "rows.jsonl").write_text(
-        "".join(f"{json.dumps(each.to_dict())}\n" for each in rows)
-    )
+    lines = [json.dumps(row.to_dict()) + "\n" for row in rows]
+    (directory / "rows.jsonl").write_text("".join(lines))
     return directory

@@ -1,4 +1,5 @@
-"""Prompts by domain: what ships, what is read, what a target takes of it, and what is refused in one line."""
+"""Prompts by domain: those that ship, those of files, those that a target can read, and refusals in
+one line."""
 
 from __future__ import annotations
 
@@ -13,75 +14,89 @@ from lightning_specdec.data.prompts import Prompt, by_domain, read_prompts, ship
 from lightning_specdec.text.prompts import INSTRUCTION, MAX_ARTICLE_TOKENS
 from lightning_specdec.text.tokenizer import ByteTokenizer, TextTokenizer
 
-ROOT = Path(__file__).parent.parent
 BYTES = ByteTokenizer()
 
 
-def lines(path: Path, *rows: Any) -> Path:
-    """A file of JSON lines; what is a string already stays as it is."""
-    path.write_text(
-        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
-    )
+def write_lines(path: Path, *records: Any) -> Path:
+    """Write a file of JSON lines; strings are written unchanged."""
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    path.write_text("".join(f"{line}\n" for line in lines))
     return path
 
 
 def test_articles_are_cut_to_512_tokens_and_the_instruction_stays() -> None:
     tokenizer = TextTokenizer(byte_level())
-    long = Prompt(
-        "x", "summarization", text="the cat sat on the café 🙂 " * 200, instruction=INSTRUCTION
-    )
-    text = tokenizer.decode(long.encoded(tokenizer).tokens)
-    kept = text.removesuffix(INSTRUCTION)
-    assert text.endswith(INSTRUCTION) and long.text is not None and long.text.startswith(kept)
-    assert MAX_ARTICLE_TOKENS - 4 <= len(tokenizer.encode_plain(kept)) <= MAX_ARTICLE_TOKENS
-    short = Prompt("x", "summarization", text="Short.", instruction=INSTRUCTION).encoded(tokenizer)
-    assert tokenizer.decode(short.tokens) == "Short." + INSTRUCTION
+    article = "the cat sat on the café 🙂 " * 200
+    prompt = Prompt("x", "summarization", text=article, instruction=INSTRUCTION)
+    text = tokenizer.decode(prompt.encoded(tokenizer).tokens)
+    assert text.endswith(INSTRUCTION)
+
+    cut_article = text.removesuffix(INSTRUCTION)
+    assert article.startswith(cut_article)
+    num_tokens = len(tokenizer.encode_plain(cut_article))
+    assert MAX_ARTICLE_TOKENS - 4 <= num_tokens <= MAX_ARTICLE_TOKENS
 
 
-def test_each_target_takes_the_domains_that_it_can_read(tmp_path: Path) -> None:
-    rows = [
+def test_a_short_article_is_not_cut() -> None:
+    tokenizer = TextTokenizer(byte_level())
+    prompt = Prompt("x", "summarization", text="Short.", instruction=INSTRUCTION)
+    assert tokenizer.decode(prompt.encoded(tokenizer).tokens) == "Short." + INSTRUCTION
+
+
+@pytest.fixture
+def mixed_prompts(tmp_path: Path) -> list[Prompt]:
+    """Domain a is of text, b of tokens."""
+    records = [
         {"domain": "a", "prompt": "x"},
         {"domain": "b", "tokens": [1, 2]},
         {"domain": "a", "prompt": "y"},
     ]
-    prompts = read_prompts(lines(tmp_path / "mixed.jsonl", *rows))
-    assert {
-        domain: [each.tokens for each in several]
-        for domain, several in by_domain(prompts, BYTES).items()
-    } == {"a": [(120,), (121,)]}
+    return list(read_prompts(write_lines(tmp_path / "mixed.jsonl", *records)))
+
+
+def test_each_target_receives_the_domains_that_it_can_read(mixed_prompts: list[Prompt]) -> None:
+    (text_domain,) = by_domain(mixed_prompts, BYTES).items()
+    domain, prompts = text_domain
+    assert domain == "a"
+    assert [prompt.tokens for prompt in prompts] == [(120,), (121,)]
+
     integers = {"b": [Prompt("mixed-2", "b", (1, 2))]}
-    assert by_domain(prompts, None) == integers
-    assert by_domain(prompts, BYTES, ["b"]) == integers, "whoever names them knows whose they are"
-    refused: list[tuple[list[Prompt], Any, list[str] | None, str]] = [
-        (prompts[:1], None, None, "cannot read the prompts of a"),
-        (prompts, BYTES, ["a", "b"], "cannot read the prompts of b"),
-        (prompts, BYTES, ["odes"], "'odes' is no domain"),
-        ([prompts[0], prompts[0]], BYTES, None, "a different one"),
-    ]
-    for chosen, tokenizer, domains, told in refused:
-        with pytest.raises(ValueError, match=told):
-            by_domain(chosen, tokenizer, domains)
+    assert by_domain(mixed_prompts, None) == integers
+    assert by_domain(mixed_prompts, BYTES, ["b"]) == integers, (
+        "whoever names a domain knows whose tokens it has"
+    )
+
+
+def test_domains_that_a_target_cannot_read_are_refused(mixed_prompts: list[Prompt]) -> None:
+    text_prompt = mixed_prompts[0]
+    with pytest.raises(ValueError, match="cannot read the prompts of a"):
+        by_domain([text_prompt], None)
+    with pytest.raises(ValueError, match="cannot read the prompts of b"):
+        by_domain(mixed_prompts, BYTES, ["a", "b"])
+    with pytest.raises(ValueError, match="a different one"):
+        by_domain([text_prompt, text_prompt], BYTES)
+
+
+def test_unknown_domains_are_refused(mixed_prompts: list[Prompt]) -> None:
+    with pytest.raises(ValueError, match="'odes' is no domain"):
+        by_domain(mixed_prompts, BYTES, ["odes"])
     with pytest.raises(ValueError, match="'odes' is no domain of the prompts that ship"):
         shipped_prompts(["odes"])
 
 
 def test_files_of_every_kind_are_read(tmp_path: Path) -> None:
-    questions = lines(
-        tmp_path / "question.jsonl",
-        {"question_id": 161, "category": "rag", "turns": ["Look up.", "So?"]},
-    )
-    null = {"id": None, "domain": None, "tokens": None, "article": None, "prompt": "Hello \ud800"}
-    mine = lines(
-        tmp_path / "mine.jsonl",
-        null,
-        "",
-        {"id": "x", "domain": "news", "article": "A."},
-        {"tokens": [1]},
-    )
-    plain = tmp_path / "plain.txt"
-    plain.write_text("one\n\ntwo\n")
-    found = [prompt for path in (questions, mine, plain) for prompt in read_prompts(path)]
-    assert [(prompt.id, prompt.domain, prompt.text) for prompt in found] == [
+    question = {"question_id": 161, "category": "rag", "turns": ["Look up.", "So?"]}
+    questions_path = write_lines(tmp_path / "question.jsonl", question)
+    nulls = {"id": None, "domain": None, "tokens": None, "article": None, "prompt": "Hello \ud800"}
+    article = {"id": "x", "domain": "news", "article": "A."}
+    mixed_path = write_lines(tmp_path / "mine.jsonl", nulls, "", article, {"tokens": [1]})
+    text_path = tmp_path / "plain.txt"
+    text_path.write_text("one\n\ntwo\n")
+
+    prompts: list[Prompt] = []
+    for path in (questions_path, mixed_path, text_path):
+        prompts += read_prompts(path)
+    assert [(prompt.id, prompt.domain, prompt.text) for prompt in prompts] == [
         ("question-161", "rag", "Look up."),
         ("mine-1", "mine", "Hello ?"),
         ("x", "news", "A."),
@@ -91,7 +106,7 @@ def test_files_of_every_kind_are_read(tmp_path: Path) -> None:
     ]
 
 
-BAD: dict[str, tuple[str | None, str]] = {
+BAD_FILES: dict[str, tuple[str | None, str]] = {
     "gone": (None, "there is no prompts file"),
     "empty": ("\n", "holds no prompt"),
     "a bad line": ('{"prompt": "x"}\n{no', "line 2: this is not JSON"),
@@ -99,14 +114,15 @@ BAD: dict[str, tuple[str | None, str]] = {
     "bad tokens": ('{"tokens": [1, -2]}', '"tokens" must be'),
     "an id of two lines": ('{"id": "a\\nb", "prompt": "x"}', '"id" must be a name'),
 }
+"""Content and error message."""
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", BAD_FILES)
 def test_a_file_that_holds_no_prompts_is_one_line(name: str, tmp_path: Path) -> None:
-    content, told = BAD[name]
+    content, message = BAD_FILES[name]
     path = tmp_path / "in.jsonl"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(ValueError, match=told) as raised:
+    with pytest.raises(ValueError, match=message) as raised:
         read_prompts(path)
     assert "\n" not in str(raised.value)

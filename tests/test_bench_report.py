@@ -1,4 +1,5 @@
-"""Laws of a benchmark's report: every figure has its data, what failed is shown, nothing of the results runs."""
+"""Laws of a benchmark's report: every figure has its data, failures are shown, nothing in the
+results runs."""
 
 import base64
 import html
@@ -19,15 +20,14 @@ EVIL = "</script><script>alert(1)</script><b onclick=x>$\\frac{_%|`=\n"
 
 
 def some_rows() -> list[ResultRow]:
-    """Two domains, windows 2 and 4 and auto, two temperatures, two batch sizes, and a cell that failed."""
-    rows = [standard(domain=domain) for domain in ("code", EVIL)]
-    rows += [
-        faster([1.5, 1.6] * 4, domain=d, num_draft_tokens=w) for d in ("code", EVIL) for w in (2, 4)
-    ]
+    """Two domains, windows 2 and 4 and auto, two temperatures, two batch sizes, and a failed
+    cell."""
+    rows = [standard(domain="code"), standard(domain=EVIL)]
+    for domain in ("code", EVIL):
+        for window in (2, 4):
+            rows.append(faster([1.5, 1.6] * 4, domain=domain, num_draft_tokens=window))
     rows.append(faster([1.5] * 8, num_draft_tokens="auto"))
-    rows += [
-        each for t in (0.5,) for each in (standard(temperature=t), faster([0.9] * 8, temperature=t))
-    ]
+    rows += [standard(temperature=0.5), faster([0.9] * 8, temperature=0.5)]
     rows += [standard(batch_size=2), faster([0.9] * 8, batch_size=2)]
     rows.append(row(num_draft_tokens=8, error=f"RuntimeError: {EVIL}"))
     return rows
@@ -40,13 +40,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def said(results: Path) -> Outcome:
-    """What the verb says when it writes the report."""
+def outcome(results: Path) -> Outcome:
+    """The output of the verb, which writes the report."""
     return succeed("report", str(results))
 
 
 @pytest.fixture(scope="module")
-def page(said: Outcome, results: Path) -> str:
+def page(outcome: Outcome, results: Path) -> str:
     return (results / "report" / "report.html").read_text(encoding="utf-8")
 
 
@@ -55,107 +55,143 @@ def axes_of(chart: Chart) -> Axes:
 
 
 def legend(chart: Chart) -> list[str]:
-    return axes_of(chart).get_legend_handles_labels()[1]
+    _, labels = axes_of(chart).get_legend_handles_labels()
+    return labels
 
 
-def test_speedups_are_bars_with_their_intervals_and_predictions_by_window() -> None:
-    report = report_of(some_rows())
-    charts = speedup_charts(report.cells)
-    assert [each.title.replace(EVIL, "EVIL") for each in charts] == [
+def test_each_pair_setting_and_domain_has_a_chart_of_speedups() -> None:
+    charts = speedup_charts(report_of(some_rows()).cells)
+    assert [chart.title.replace(EVIL, "EVIL") for chart in charts] == [
         "pair: code, temperature 0, batch size 1",
         "pair: EVIL, temperature 0, batch size 1",
         "pair: code, temperature 0.5, batch size 1",
         "pair: code, temperature 0, batch size 2",
     ]
-    axes = axes_of(charts[0])
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["2", "4", "8", "auto"]
     assert legend(charts[0]) == ["predicted", "ngram"]
+
+
+def test_speedups_are_bars_with_their_intervals_and_predictions_by_window() -> None:
+    report = report_of(some_rows())
+    axes = axes_of(speedup_charts(report.cells)[0])
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["2", "4", "8", "auto"]
+    assert [text.get_text() for text in axes.texts] == ["failed"]
+
+    # The second bar, of window 4.
     cell = next(
-        each
-        for each in report.cells
-        if (each.case.num_draft_tokens, each.case.domain) == (4, "code")
+        cell
+        for cell in report.cells
+        if cell.case.num_draft_tokens == 4 and cell.case.domain == "code"
     )
     assert cell.walltime_speedup is not None
     bar: Any = axes.patches[1]
     assert bar.get_height() == pytest.approx(cell.walltime_speedup.value)
-    line: Any = axes.collections[1]
-    ends = np.asarray(line.get_segments()[0])[:, 1].tolist()
-    assert ends == pytest.approx([cell.walltime_speedup.low, cell.walltime_speedup.high])
-    assert [text.get_text() for text in axes.texts] == ["failed"]
-    points = [np.asarray(each.get_ydata()).tolist() for each in axes.lines]
-    assert [cell.predicted_speedup] in points and [1.0, 1.0] in points, "and standard decoding"
+    error_bar: Any = axes.collections[1]
+    error_bar_ends = np.asarray(error_bar.get_segments()[0])[:, 1].tolist()
+    interval = [cell.walltime_speedup.low, cell.walltime_speedup.high]
+    assert error_bar_ends == pytest.approx(interval)
+
+    points = [np.asarray(line.get_ydata()).tolist() for line in axes.lines]
+    assert [cell.predicted_speedup] in points
+    assert [1.0, 1.0] in points, "the line of standard decoding"
 
 
-def test_the_first_chart_has_each_places_best_choice_and_transformers_own_methods() -> None:
-    rows = [standard(), faster([1.5, 1.6] * 4), faster([1.2, 1.3] * 4, num_draft_tokens=2)]
-    rows += [
+def answer_rows() -> list[ResultRow]:
+    """A place that pays, with a method of transformers, and one that does not."""
+    return [
+        standard(),
+        faster([1.5, 1.6] * 4),
+        faster([1.2, 1.3] * 4, num_draft_tokens=2),
         faster([1.1, 1.2] * 4, "generate"),
         standard(batch_size=2),
         faster([0.8] * 8, batch_size=2),
     ]
-    report = report_of(rows)
+
+
+def test_the_first_chart_has_each_places_best_choice_and_transformers_own_methods() -> None:
+    report = report_of(answer_rows())
     chart = answer_chart(report.advice, report.cells)
-    assert chart is not None and answer_chart([], report.cells) is None
-    assert [text.get_text().partition("x ")[0] for text in axes_of(chart).texts] == [
-        *("pair: code, batch size 1", "ngram with window 4: 1.55", "transformers' generate: 1.15"),
-        *("pair: code, batch size 2", "off (best: ngram with window 4): 0.80"),
+    assert chart is not None
+    axes = axes_of(chart)
+    assert [text.get_text().partition("x ")[0] for text in axes.texts] == [
+        "pair: code, batch size 1",
+        "ngram with window 4: 1.55",
+        "transformers' generate: 1.15",
+        "pair: code, batch size 2",
+        "off (best: ngram with window 4): 0.80",
     ]
-    widths = [bar.get_width() for bar in axes_of(chart).patches]  # type: ignore[attr-defined]
-    assert widths == pytest.approx([1.55, 1.15, 0.8], abs=0.006)
-    segments = [each.get_segments()[0] for each in axes_of(chart).collections]  # type: ignore[attr-defined]
-    ends = [segment[:, 0].tolist() for segment in segments]
-    speedup = report.advice[0].best and report.advice[0].best.walltime_speedup
-    assert speedup and ends[0] == [1.0, 1.0] and ends[1] == pytest.approx(list(speedup.ends or ()))
-    assert "transformers" in chart.title and "transformers" in chart.note
-    alone = answer_chart(
-        report.advice, [each for each in report.cells if each.case.method != "generate"]
-    )
-    assert alone is not None and "transformers" not in alone.title + alone.note
+    bars: list[Any] = list(axes.patches)
+    assert [bar.get_width() for bar in bars] == pytest.approx([1.55, 1.15, 0.8], abs=0.006)
+
+    lines: list[Any] = list(axes.collections)
+    line_ends = [line.get_segments()[0][:, 0].tolist() for line in lines]
+    best = report.advice[0].best
+    assert best is not None
+    assert best.walltime_speedup is not None
+    assert best.walltime_speedup.ends is not None
+    assert line_ends[0] == [1.0, 1.0], "the line of standard decoding"
+    assert line_ends[1] == pytest.approx(list(best.walltime_speedup.ends))
+    assert "transformers" in chart.title
+    assert "transformers" in chart.note
+
+
+def test_the_first_chart_mentions_transformers_only_if_it_was_measured() -> None:
+    report = report_of(answer_rows())
+    cells = [cell for cell in report.cells if cell.case.method != "generate"]
+    chart = answer_chart(report.advice, cells)
+    assert chart is not None
+    assert "transformers" not in chart.title + chart.note
+    assert answer_chart([], report.cells) is None
 
 
 def test_nothing_of_the_results_can_run_or_load(page: str) -> None:
-    assert "<script" not in page and "<b onclick" not in page and "default-src 'none'" in page
+    assert "<script" not in page
+    assert "<b onclick" not in page
+    assert "default-src 'none'" in page
     assert html.escape("</script><script>alert(1)</script>") in page
-    assert "Gray" not in page and re.search(
-        r"prefers-color-scheme: dark\) {\n.*\nimg { filter: invert", page
-    )
+    assert "Gray" not in page
+    assert re.search(r"prefers-color-scheme: dark\) {\n.*\nimg { filter: invert", page)
+
     images = re.findall(r'(?:src|href)="([^"]*)"', page)
     assert len(images) == 5
     for image in images:
         kind, content = image.split(",")
-        assert kind == "data:image/svg+xml;base64" and b"<script" not in base64.b64decode(content)
+        assert kind == "data:image/svg+xml;base64"
+        assert b"<script" not in base64.b64decode(content)
 
 
 @pytest.mark.parametrize(
-    "rows", [[], [row(error="no memory")], [standard()]], ids=["empty", "failed", "standard"]
+    ("rows", "has_image"),
+    [([], False), ([row(error="no memory")], True), ([standard()], False)],
+    ids=["empty", "failed", "standard"],
 )
-def test_results_without_figures_still_give_a_page(rows: list[ResultRow], tmp_path: Path) -> None:
+def test_results_without_figures_still_give_a_page(
+    rows: list[ResultRow], has_image: bool, tmp_path: Path
+) -> None:
     directory = write_results(tmp_path / "r", rows)
-    told = succeed("report", str(directory), "--output", str(tmp_path / "out")).out
+    output = succeed("report", str(directory), "--output", str(tmp_path / "out")).out
     page = (tmp_path / "out" / "report.html").read_text()
-    assert ("<img" in page) == ("no memory" in page) == bool(rows and rows[0].error)
-    assert (
-        ("nothing has been measured yet" in page)
-        == (not rows)
-        == ("nothing has been measured yet" in told)
-    )
+    assert ("<img" in page) == has_image
+    assert ("no memory" in page) == has_image
+    assert ("nothing has been measured yet" in page) == (not rows)
+    assert ("nothing has been measured yet" in output) == (not rows)
 
 
-def test_the_verb_says_the_answer_and_where_the_page_is(said: Outcome, results: Path) -> None:
-    lines = said.out.splitlines()
+def test_the_verb_says_the_answer_and_where_the_page_is(outcome: Outcome, results: Path) -> None:
+    lines = outcome.out.splitlines()
     assert lines[0].startswith(
         "pair, code (temperature 0, batch size 1, 48 new tokens): use ngram with window 2: "
     )
-    assert lines[-1] == f"report: {results / 'report' / 'report.html'}" and len(lines) == 5
-    assert said.err.startswith("warning: failed: pair, ngram 8 ExactMatch, code")
+    assert lines[-1] == f"report: {results / 'report' / 'report.html'}"
+    assert len(lines) == 5
+    assert outcome.err.startswith("warning: failed: pair, ngram 8 ExactMatch, code")
 
 
 def test_bad_input_of_the_verb_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    other = write_results(tmp_path / "other", [], {**MANIFEST, "format": 1})
+    other_version = write_results(tmp_path / "other", [], {**MANIFEST, "format": 1})
     blocked = write_results(tmp_path / "blocked", [])
     (blocked / "report").write_text("a file where the directory should be")
     refused("report", "nowhere", told="holds no results")
-    refused("report", str(other), told="another version wrote it; measure again")
+    refused("report", str(other_version), told="another version wrote it; measure again")
     refused("report", str(blocked), told="blocked/report")
     refused("report", str(blocked), "--ouput", "x", told="did you mean --output")

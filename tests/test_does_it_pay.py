@@ -1,4 +1,4 @@
-"""The guide "Does it pay?": its figures are those of the records, and its commands are understood."""
+"""The guide "Does it pay?": its figures are those of the records, and its commands are valid."""
 
 from __future__ import annotations
 
@@ -17,59 +17,60 @@ ROOT = Path(__file__).parent.parent
 GUIDE = (ROOT / "docs" / "does_it_pay.md").read_text(encoding="utf-8")
 RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 RECORD = json.loads((ROOT / "docs" / "results" / "transformers.json").read_text())["rows"]
-COMMANDS = re.findall(
-    r"^lightning_specdec (.+)$|`((?:sweep|bench|report|audit|pairs) .+?)`",
-    GUIDE,
-    flags=re.MULTILINE,
-)
+BLOCK_COMMANDS = re.findall(r"^lightning_specdec (.+)$", GUIDE, flags=re.MULTILINE)
+INLINE_COMMANDS = re.findall(r"`((?:sweep|bench|report|audit|pairs) .+?)`", GUIDE)
 
 
 def table(name: str) -> list[list[str]]:
     """The rows of a recorded table, its heading first."""
-    lines = RESULTS.split(f"<!-- recorded: {name} -->\n")[1].split("\n\n")[0].splitlines()
-    return [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in (lines[0], *lines[2:])
-    ]
+    _, text = RESULTS.split(f"<!-- recorded: {name} -->\n")
+    heading_line, _, *lines = text.split("\n\n")[0].splitlines()
+    rows = []
+    for line in (heading_line, *lines):
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
 
 
 def recorded(checkpoint: str, draft: str, *, batch_size: int = 1) -> dict[str, Any]:
-    """Greedy decoding with a window of 4."""
-    wanted = {
+    """The record of greedy decoding with a window of 4."""
+    settings = {
         "checkpoint": checkpoint,
         "draft": draft,
         "batch_size": batch_size,
         "num_draft_tokens": 4,
+        "temperature": 0,
     }
-    (row,) = (row for row in RECORD if row["temperature"] == 0 and wanted.items() <= row.items())
-    return row
+    (record,) = [record for record in RECORD if settings.items() <= record.items()]
+    return record
 
 
 def test_what_a_larger_draft_brings_is_what_was_recorded() -> None:
-    for layers, *shown in table("size")[1:]:
-        row = recorded("text", f"exit {layers}")
-        assert shown == [
-            f"{row[name]:.2f}" for name in ("acceptance_rate", "cost_ratio", "walltime_speedup")
-        ]
+    for num_layers, *cells in table("size")[1:]:
+        record = recorded("text", f"exit {num_layers}")
+        figures = ("acceptance_rate", "cost_ratio", "walltime_speedup")
+        assert cells == [f"{record[figure]:.2f}" for figure in figures]
 
 
 def test_what_batches_take_away_is_what_was_recorded() -> None:
-    for checkpoint, draft, *shown in table("batches")[1:]:
-        rows = [recorded(checkpoint, draft, batch_size=size) for size in (1, 4, 16)]
-        assert shown == [f"{row['walltime_speedup']:.2f}" for row in rows]
+    for checkpoint, draft, *cells in table("batches")[1:]:
+        records = [recorded(checkpoint, draft, batch_size=size) for size in (1, 4, 16)]
+        assert cells == [f"{record['walltime_speedup']:.2f}" for record in records]
 
 
 @pytest.mark.parametrize("row", table("lengths")[1:], ids=lambda row: row[0])
 def test_short_outputs_yield_as_few_tokens_a_round_as_shown(row: list[str]) -> None:
-    decoder = SpeculativeDecoder.from_checkpoint(ROOT / "checkpoints" / row[0].split(",")[0])
-    for length, shown in list(zip(table("lengths")[0], row, strict=True))[1:5]:
-        run = decoder.decode(decoder.prompts, max_new_tokens=int(length), num_draft_tokens=4)
-        assert run.block_efficiency == pytest.approx(
-            float(shown), abs=0.05
-        )  # another processor may round otherwise
+    checkpoint = row[0].split(",")[0]
+    decoder = SpeculativeDecoder.from_checkpoint(ROOT / "checkpoints" / checkpoint)
+    headings = table("lengths")[0]
+    for length, block_efficiency in zip(headings[1:5], row[1:5], strict=True):
+        result = decoder.decode(decoder.prompts, max_new_tokens=int(length), num_draft_tokens=4)
+        # Another processor may round differently.
+        assert result.block_efficiency == pytest.approx(float(block_efficiency), abs=0.05)
 
 
 def test_every_command_of_the_guide_has_its_verb_and_options() -> None:
-    calls = [shlex.split(told or named, comments=True) for told, named in COMMANDS]
-    assert len(calls) > 5
-    for verb, *words in calls:
+    commands = BLOCK_COMMANDS + INLINE_COMMANDS
+    assert len(commands) > 5
+    for command in commands:
+        verb, *words = shlex.split(command, comments=True)
         make_parser(verb).read(words)

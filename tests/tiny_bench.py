@@ -1,4 +1,4 @@
-"""A benchmark of a tiny pair, for the tests: three tokens a prompt, a few hundredths of a second in all."""
+"""A benchmark of a tiny pair: three tokens a prompt, a few hundredths of a second in all."""
 
 from __future__ import annotations
 
@@ -20,48 +20,51 @@ from lightning_specdec.models import LanguageModel
 
 PROMPTS = {
     "sequences": [
-        Prompt(f"p{i}", "sequences", tuple(text)) for i, text in enumerate(cases.PROMPTS[:2])
+        Prompt(f"p{i}", "sequences", tuple(tokens)) for i, tokens in enumerate(cases.PROMPTS[:2])
     ]
 }
+DRAFTS: dict[str, Any] = {"model": {}, "ngram": {"drafter": "NGramDrafter"}}
 
 
-def config(drafts: Mapping[str, Any] | None = None, **more: Any) -> BenchConfig:
-    """A config of one group: standard decoding, a draft model, and lookup."""
-    drafts = drafts or {"model": {}, "ngram": {"drafter": "NGramDrafter"}}
+def config(drafts: Mapping[str, Any] = DRAFTS, **changes: Any) -> BenchConfig:
+    """A config of one group: standard decoding, a draft model, and prompt lookup."""
     values: dict[str, Any] = {
         "name": "tiny",
         "pairs": {"tiny": {"ckpt": "tiny.ckpt", "drafts": drafts}},
-    }
-    values |= {
         "num_draft_tokens": [2],
         "max_new_tokens": 3,
         "repeats": 2,
         "warmup": 0,
         "threads": 1,
     }
-    return BenchConfig.from_dict(values | more)
+    return BenchConfig.from_dict({**values, **changes})
 
 
 def pair(
     target: LanguageModel | None = None,
     drafts: Mapping[str, Drafter | str] | None = None,
-    **more: Any,
+    prompts: Mapping[str, Any] = PROMPTS,
 ) -> BenchPair:
-    """The pair that the config speaks of."""
-    target = target or cases.MODELS["rnn"]()
-    drafts = drafts or {"model": ModelDrafter(cases.near(target)), "ngram": NGramDrafter()}
-    return BenchPair.of("tiny", target, drafts, **{"prompts": PROMPTS, **more})
+    """The pair of the config."""
+    if target is None:
+        target = cases.MODELS["rnn"]()
+    if drafts is None:
+        drafts = {"model": ModelDrafter(cases.near(target)), "ngram": NGramDrafter()}
+    return BenchPair.of("tiny", target, drafts, prompts)
 
 
 @functools.cache
-def made() -> dict[str, Any]:
-    """What the manifest says of this machine."""
+def machine() -> dict[str, Any]:
+    """The manifest's entries about this machine."""
     return manifest(options={}, device=torch.device("cpu"))
 
 
-def measured(directory: Path, chosen: BenchConfig, given: BenchPair | None = None) -> Results:
+def measured(
+    directory: Path, bench_config: BenchConfig, bench_pair: BenchPair | None = None
+) -> Results:
     """Run what is missing."""
-    given = given or pair()
-    with open_results(directory, chosen, made()) as results:
-        run(chosen, results, lambda name: given)
+    if bench_pair is None:
+        bench_pair = pair()
+    with open_results(directory, bench_config, machine()) as results:
+        run(bench_config, results, lambda name: bench_pair)
     return results

@@ -214,7 +214,7 @@ class Auditor:
         self.decode = cache(self.decode)  # type: ignore[method-assign]
         self.uncertain_contexts = cache(self.uncertain_contexts)  # type: ignore[method-assign]
         self._divergences = cache(self._divergences)  # type: ignore[method-assign]
-        self._places_that_show_bias = cache(self._places_that_show_bias)  # type: ignore[method-assign]
+        self._contexts_that_show_bias = cache(self._contexts_that_show_bias)  # type: ignore[method-assign]
 
     def cells(self) -> Iterator[AuditCase]:
         """The cases, without rules that need logits for drafts that have none."""
@@ -380,10 +380,10 @@ class Auditor:
         # Raises an error for rows that end elsewhere.
         self.decode(cell.draft, rule, sampling, self.stops(sampling))
 
-        places, control_error = self._places_that_show_bias(cell.draft, cell.sampling)
-        if not places:
+        contexts, control_error = self._contexts_that_show_bias(cell.draft, cell.sampling)
+        if not contexts:
             return Finding(cell, "round", "idle", enough_power=False)
-        laws = [self._law(cell.draft, rule, cell.sampling, place) for place in places]
+        laws = [self._law(cell.draft, rule, cell.sampling, context) for context in contexts]
         worst_law = max(laws, key=lambda law: law.error / law.tolerance)
         verdict = "exact" if all(law.is_the_targets for law in laws) else "biased"
         figures = {
@@ -395,7 +395,7 @@ class Auditor:
         }
         return Finding(cell, "round", verdict, control_error is not None, figures)
 
-    def _places_that_show_bias(
+    def _contexts_that_show_bias(
         self, draft: str, sampling_name: str
     ) -> tuple[list[list[int]], float | None]:
         """Contexts at which a biased round has the largest errors.
@@ -494,7 +494,7 @@ def _has_bug(divergences: Sequence[Divergence]) -> bool:
 
 def perplexity(result: DecodeResult) -> float:
     """exp(-mean log probability of the new tokens under the target)."""
-    logprobs = []
+    logprobs: list[float] = []
     for row in result.rows:
         logprobs += row.logprobs or ()
     return math.exp(-math.fsum(logprobs) / len(logprobs))

@@ -52,7 +52,7 @@ MIN_REACHED_PROB = 64 / STEPS
 NOT_REACHED = -1
 """Stands for the correction of a row whose round has ended before."""
 
-Place = tuple[int, int]
+RowPosition = tuple[int, int]
 """A row and a position in its round."""
 
 
@@ -258,15 +258,17 @@ class Decisions:
             None if draft.logits is None else draft.logits[..., self.used_tokens],
         )
 
-    def search(self, places: Sequence[Place], purpose: Purpose) -> dict[Place, dict[int, float]]:
-        """What is decided at each place, with its share of the uniform numbers of that purpose.
+    def search(
+        self, row_positions: Sequence[RowPosition], purpose: Purpose
+    ) -> dict[RowPosition, dict[int, float]]:
+        """What is decided at each position, with its share of the uniform numbers of that purpose.
 
         For `ACCEPT`: 1 if the token there is kept. For `CORRECT`: the token that follows if it is
         rejected, or `NOT_REACHED`. All numbers that must not matter are random.
         """
-        if not places:
+        if not row_positions:
             return {}
-        all_rows, all_positions = torch.tensor(places).unbind(1)
+        all_rows, all_positions = torch.tensor(row_positions).unbind(1)
 
         def decide(functions: Tensor, uniform: Tensor) -> Tensor:
             rows = all_rows[functions]
@@ -274,8 +276,8 @@ class Decisions:
             noise = self._noise(positions, purpose, uniform)
             return self._decide(rows, positions, purpose, noise)
 
-        shares = find_shares(decide, len(places), name=type(self.rule).__name__)
-        return dict(zip(places, shares, strict=True))
+        shares = find_shares(decide, len(row_positions), name=type(self.rule).__name__)
+        return dict(zip(row_positions, shares, strict=True))
 
     def _noise(self, positions: Tensor, purpose: Purpose, uniform: Tensor) -> Tensor:
         """Noise `[N, K1, 3]` with which a round reaches the position, and decides there with the
@@ -317,30 +319,30 @@ def _largest_error(paths: dict[int, Path], decisions: Decisions) -> float:
         paths: the drafts, by their rows.
     """
     # A round ends at a draft token that is rejected, or after the last one.
-    draft_places: list[Place] = []
-    end_places: list[Place] = []
+    draft_positions: list[RowPosition] = []
+    end_positions: list[RowPosition] = []
     for row, path in paths.items():
         for position in range(len(path.tokens)):
-            draft_places.append((row, position))
-            end_places.append((row, position))
-        end_places.append((row, len(path.tokens)))
-    keep_shares = decisions.search(draft_places, Purpose.ACCEPT)
-    correction_shares = decisions.search(end_places, Purpose.CORRECT)
+            draft_positions.append((row, position))
+            end_positions.append((row, position))
+        end_positions.append((row, len(path.tokens)))
+    keep_shares = decisions.search(draft_positions, Purpose.ACCEPT)
+    correction_shares = decisions.search(end_positions, Purpose.CORRECT)
 
     # P(s, t): the probability that a round commits the prefix s and then the token t.
     committed_probs: dict[Prefix, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    place_of_prefix: dict[Prefix, Place] = {}
+    position_of_prefix: dict[Prefix, RowPosition] = {}
     for row, path in paths.items():
         reached_prob = path.prob
         for position in range(len(path.tokens) + 1):
-            place = (row, position)
+            row_position = (row, position)
             prefix = path.tokens[:position]
-            place_of_prefix.setdefault(prefix, place)
+            position_of_prefix.setdefault(prefix, row_position)
 
-            keep_prob = keep_shares.get(place, {}).get(1, 0.0)
+            keep_prob = keep_shares.get(row_position, {}).get(1, 0.0)
             if keep_prob < 1:
                 rejected_prob = reached_prob * (1 - keep_prob)
-                for token, share in correction_shares[place].items():
+                for token, share in correction_shares[row_position].items():
                     if token != NOT_REACHED:
                         committed_probs[prefix][token] += rejected_prob * share
 
@@ -356,7 +358,7 @@ def _largest_error(paths: dict[int, Path], decisions: Decisions) -> float:
             [probs_by_token.get(token, 0.0) for token in used_tokens], dtype=torch.float64
         )
         # P(s, anything) * target_prob(t | s)
-        target_probs = decisions.target_probs[place_of_prefix[prefix]]
+        target_probs = decisions.target_probs[position_of_prefix[prefix]]
         prefix_prob = round_probs.sum() / target_probs.sum().cpu()
         expected_probs = target_probs.cpu() * prefix_prob
         largest_error = max(largest_error, difference(round_probs, expected_probs))
@@ -453,7 +455,7 @@ def find_shares(
         brackets = brackets.select(~is_narrow).split(evaluate, pieces)
         brackets = brackets.select(brackets.low_values != brackets.high_values)
 
-    return [_shares(ends) for ends in value_ends]
+    return [_shares(function_ends) for function_ends in value_ends]
 
 
 def _shares(value_ends: Sequence[tuple[int, int]]) -> dict[int, float]:

@@ -196,7 +196,7 @@ def _draw_margin(
         cumulative = reading_probs.double().cumsum(-1)
         interval_ends.append(cumulative / reading_probs.double().sum(-1))
 
-    movements = [difference(ends, other) for ends, other in combinations(interval_ends, 2)]
+    movements = [difference(*pair) for pair in combinations(interval_ends, 2)]
     moved = max(movements) + 4 * torch.finfo(torch.float32).eps
 
     margin = 1.0

@@ -160,11 +160,11 @@ class Stage:
 
     def _reject(self, draft: Draft, logits: Tensor, *arguments: Any) -> Verdict:
         """Reject all draft tokens and let the same token follow in every row."""
-        kept = torch.zeros_like(draft.tokens, dtype=torch.bool)
-        endings = torch.full(logits.shape[:2], self._first_token, device=kept.device)
+        none_kept = torch.zeros_like(draft.tokens, dtype=torch.bool)
+        endings = torch.full(logits.shape[:2], self._first_token, device=none_kept.device)
         # A lossy rule also reports which tokens it changed: none.
-        changed = None if self.rule.lossless else kept
-        return Verdict(kept, endings, changed)
+        changed = None if self.rule.lossless else none_kept
+        return Verdict(none_kept, endings, changed)
 
 
 def _drafted_tokens(draft: Draft) -> list[list[int]]:

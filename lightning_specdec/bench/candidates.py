@@ -64,8 +64,8 @@ def candidates(
     drafters: dict[str | None, Drafter] = {}
     is_named = any(drafter is decoder.drafter for drafter in decoder.drafts.values())
     if drafts is not None or is_named:
-        for name in drafts or decoder.drafts:
-            drafters[name] = decoder.drafts[name]
+        for draft_name in drafts or decoder.drafts:
+            drafters[draft_name] = decoder.drafts[draft_name]
     else:
         drafters[None] = decoder.drafter
 
@@ -87,7 +87,7 @@ def _check_names(decoder: SpeculativeDecoder, names: Sequence[str]) -> None:
     for name in names:
         if name in decoder.drafts:
             continue
-        known = ", ".join(decoder.drafts)
-        if not known:
-            known = f"one {DRAFTERS.name_of(type(decoder.drafter))}, which has no name"
-        raise ValueError(f"there is no draft {name!r} to choose: there is {known}")
+        draft_names = ", ".join(decoder.drafts)
+        if not draft_names:
+            draft_names = f"one {DRAFTERS.name_of(type(decoder.drafter))}, which has no name"
+        raise ValueError(f"there is no draft {name!r} to choose: there is {draft_names}")

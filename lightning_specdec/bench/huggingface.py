@@ -52,27 +52,13 @@ class HuggingFace:
         Raises:
             ValueError and whatever transformers raises: it cannot decode with these settings.
         """
-        from transformers import GenerationConfig
-
         model = self.target
         eos = list(config.eos or ())
-        options = _sampling_options(config)
-        generation_configs = [(model, GenerationConfig())]
-        if method == ASSISTED:
-            assistant = self.assistants[str(draft)]
-            options["assistant_model"] = assistant
-            assistant_config = GenerationConfig(
-                num_assistant_tokens=config.num_draft_tokens,
-                num_assistant_tokens_schedule="constant",
-            )
-            generation_configs.append((assistant, assistant_config))
-        if method == PROMPT_LOOKUP:
-            options["prompt_lookup_num_tokens"] = config.num_draft_tokens
-
+        options = {**_sampling_options(config), **self._drafting_options(method, config, draft)}
         input_ids, attention_mask = _left_padded(prompts, model.device)
         cuda_devices = [model.device] if model.device.type == "cuda" else []
         with (
-            _prepared(generation_configs),
+            _prepared(model, options.get("assistant_model"), config),
             torch.random.fork_rng(devices=cuda_devices),
             torch.inference_mode(),
         ):
@@ -98,6 +84,16 @@ class HuggingFace:
             new_tokens = output_row[prompt_width:]
             rows.append(_row_result(index, prompt, new_tokens, eos, streamer.token_seconds))
         return DecodeResult(rows, seconds, {}, streamer.num_calls, peak_memory_bytes(model.device))
+
+    def _drafting_options(
+        self, method: str, config: DecodingConfig, draft: str | None
+    ) -> dict[str, Any]:
+        """Options that choose the method."""
+        if method == ASSISTED:
+            return {"assistant_model": self.assistants[str(draft)]}
+        if method == PROMPT_LOOKUP:
+            return {"prompt_lookup_num_tokens": config.num_draft_tokens}
+        return {}
 
 
 def _sampling_options(config: DecodingConfig) -> dict[str, Any]:
@@ -169,8 +165,18 @@ def _row_result(
 
 
 @contextmanager
-def _prepared(generation_configs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """Use these generation configs and transformers' own attention, and restore both afterwards."""
+def _prepared(target: Any, assistant: Any | None, config: DecodingConfig) -> Iterator[None]:
+    """Use plain generation configs and transformers' own attention, and restore both afterwards."""
+    from transformers import GenerationConfig
+
+    generation_configs = [(target, GenerationConfig())]
+    if assistant is not None:
+        constant_schedule = GenerationConfig(
+            num_assistant_tokens=config.num_draft_tokens,
+            num_assistant_tokens_schedule="constant",
+        )
+        generation_configs.append((assistant, constant_schedule))
+
     originals = []
     for model, _ in generation_configs:
         originals.append((model, model.generation_config, model.config._attn_implementation))

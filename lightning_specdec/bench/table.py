@@ -206,7 +206,7 @@ def _wrap_heading(heading: str, cells: Sequence[str]) -> list[str]:
     # An import path keeps its underscores.
     spelled_heading = heading if "." in heading else heading.replace("_", " ")
     words = spelled_heading.split()
-    width = max(len(text) for text in (".", *words, *cells))
+    width = max(display_width(text) for text in (".", *words, *cells))
     return textwrap.wrap(" ".join(words), width) or [""]
 
 

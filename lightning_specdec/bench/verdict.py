@@ -69,7 +69,7 @@ def judge(speedup: Interval | None, num_pairs: int, *, level: float = LEVEL) -> 
 
 
 @dataclass(frozen=True)
-class Choice:
+class BestChoice:
     """The comparison that the evidence favors, and those that may be as fast.
 
     Args:
@@ -108,17 +108,17 @@ class Choice:
         return ""
 
 
-def choose(rows: Sequence[Comparison]) -> Choice:
+def choose(rows: Sequence[Comparison]) -> BestChoice:
     """Choose a comparison. Those with other tokens than standard decoding's do not count, unless
     their tokens may differ."""
     candidates = [
         row for row in rows if row.walltime_speedup is not None and row.same_tokens is not False
     ]
     if not candidates:
-        return Choice(None)
+        return BestChoice(None)
 
     best_row = ranked(candidates)[0]
-    return Choice(best_row, rows_within_noise(best_row, candidates))
+    return BestChoice(best_row, rows_within_noise(best_row, candidates))
 
 
 def rows_within_noise(best_row: Comparison, rows: Sequence[Comparison]) -> tuple[Comparison, ...]:
@@ -137,7 +137,7 @@ def rows_within_noise(best_row: Comparison, rows: Sequence[Comparison]) -> tuple
 
 
 def best(rows: Sequence[Comparison]) -> Comparison | None:
-    """The comparison that the evidence favors, faster or not; see `Choice`."""
+    """The comparison that the evidence favors, faster or not; see `BestChoice`."""
     return choose(rows).best
 
 

@@ -100,15 +100,15 @@ def advise(comparisons: Sequence[Comparison], dtypes: Mapping[str, str | None]) 
         comparisons_by_place.setdefault(comparison.case.place, []).append(comparison)
 
     advice = []
-    for place, place_comparisons in comparisons_by_place.items():
-        pair = place[0]
-        allows_rounding = rounds(dtypes.get(pair))
+    for place_comparisons in comparisons_by_place.values():
+        case = place_comparisons[0].case
+        allows_rounding = rounds(dtypes.get(case.pair))
         usable = [
             comparison
             for comparison in place_comparisons
             if _is_usable(comparison, allows_rounding=allows_rounding)
         ]
-        advice.append(_advise_place(place, usable))
+        advice.append(_advise(case.place, usable))
     return advice
 
 
@@ -119,7 +119,7 @@ def _is_usable(comparison: Comparison, *, allows_rounding: bool) -> bool:
     return allows_rounding or comparison.same_tokens is not False
 
 
-def _advise_place(place: Place, comparisons: Sequence[Comparison]) -> Advice:
+def _advise(place: Place, comparisons: Sequence[Comparison]) -> Advice:
     """The answer for one place, from its usable cases."""
     candidates = []
     baselines = []

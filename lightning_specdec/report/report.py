@@ -153,9 +153,10 @@ class Report:
 
         lines = []
         for error, cell_names in cells_by_error.items():
-            num_others = len(cell_names) - 1
-            others = f" and {num_others} more" if num_others else ""
-            lines.append(f"failed: {cell_names[0]}{others}: {error}")
+            subject = cell_names[0]
+            if len(cell_names) > 1:
+                subject += f" and {len(cell_names) - 1} more"
+            lines.append(f"failed: {subject}: {error}")
         return lines
 
     def _token_lines(self, pair: str) -> list[str]:
