@@ -1,4 +1,4 @@
-"""A vocabulary's bytes are what its tokenizer decodes; two vocabularies are equal when every token is."""
+"""A vocabulary has the bytes that its tokenizer decodes, and is equal to one of the same tokens."""
 
 from __future__ import annotations
 
@@ -11,16 +11,26 @@ import text_cases
 import tiny_tokenizers
 import torch
 from tokenizers import decoders
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.drafters import DraftVocabulary
+from lightning_specdec.text.tokenizer import TextTokenizer
 from lightning_specdec.text.vocabulary import Vocabulary
 
 SMOLLM2 = Path(__file__).parent.parent / "checkpoints" / "smollm2"
 
 
+ALL_TOKENIZERS = {
+    **text_cases.TOKENIZERS,
+    **tiny_tokenizers.KINDS,
+    **tiny_tokenizers.WITHOUT_BYTES,
+}
+
+
 def tokenizer(kind: str) -> Any:
     if kind != "smollm2":
-        return {**text_cases.TOKENIZERS, **tiny_tokenizers.KINDS}[kind]()
+        return ALL_TOKENIZERS[kind]()
     if not (SMOLLM2 / "tokenizer.json").exists():
         pytest.skip("checkpoints/smollm2 is absent: `make smollm2` writes it")
     from transformers import AutoTokenizer
@@ -33,8 +43,10 @@ KINDS = [*{**text_cases.TOKENIZERS, **tiny_tokenizers.KINDS}, "smollm2"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_joined_bytes_are_what_the_tokenizer_decodes(kind: str) -> None:
-    """For random tokens. Ill-formed bytes become as many marks as in Python under ByteLevel alone, so only there they
-    are compared."""
+    """For random tokens.
+
+    Invalid bytes are compared for ByteLevel only, which marks them as Python.
+    """
     own, generator, num_compared = tokenizer(kind), random.Random(0), 0
     vocabulary = Vocabulary.of(own)
     exact = "byte_level" in kind or kind == "smollm2"
@@ -47,7 +59,7 @@ def test_joined_bytes_are_what_the_tokenizer_decodes(kind: str) -> None:
     assert num_compared >= 30
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *tiny_tokenizers.WITHOUT_BYTES])
 def test_special_tokens_have_no_bytes_and_are_known_by_role_and_by_text(kind: str) -> None:
     own = tokenizer(kind)
     vocabulary = Vocabulary.of(own)
@@ -81,7 +93,7 @@ def test_equality_is_by_content_and_the_difference_names_the_first_token_that_di
 @pytest.mark.parametrize(
     ("decoder", "told"),
     [
-        (decoders.WordPiece(), "WordPiece"),
+        (decoders.CTC(), "CTC"),
         (decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()]), "ByteLevel"),
         (None, "no decoder"),
     ],
@@ -91,6 +103,42 @@ def test_an_unknown_way_to_decode_is_refused_by_name(decoder: Any, told: str) ->
     own.backend_tokenizer.decoder = decoder
     with pytest.raises(ValueError, match=f"decodes by {told}.*use a fast tokenizer of bytes"):
         Vocabulary.of(own)
+
+
+@pytest.mark.parametrize("kind", tiny_tokenizers.WITHOUT_BYTES)
+def test_a_stream_shows_what_a_tokenizer_without_byte_tokens_decodes(kind: str) -> None:
+    """Its first and last tokens are decoded differently from those between them."""
+    generator = random.Random(0)
+    text_tokenizer = TextTokenizer(tokenizer(kind))
+    for _ in range(2000):
+        num_tokens = generator.randint(0, 6)
+        tokens = [generator.randrange(len(text_tokenizer.vocabulary)) for _ in range(num_tokens)]
+        stream = text_tokenizer.stream()
+        pieces = [stream.push([token]) for token in tokens]
+        assert "".join(pieces) + stream.finish() == text_tokenizer.decode(tokens)
+    text = "the cat sat on the mat"
+    assert text_tokenizer.decode(text_tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("kind", tiny_tokenizers.WITHOUT_BYTES)
+def test_a_model_with_a_tokenizer_without_byte_tokens_decodes_tokens_and_text(kind: str) -> None:
+    own = tokenizer(kind)
+    config = LlamaConfig(
+        vocab_size=len(own),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    decoder = SpeculativeDecoder(model, "NGramDrafter", tokenizer=own)
+    prompt = own.encode("the cat sat")
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
+    row = decoder.decode([prompt], max_new_tokens=12).rows[0]
+    assert row.tokens == expected[0, len(prompt) :].tolist()
+    assert row.text == own.decode(row.tokens, skip_special_tokens=True)
+    assert decoder.decode("the cat sat", max_new_tokens=12).rows[0].tokens == row.tokens
 
 
 def test_logits_go_to_the_target_and_back() -> None:

@@ -17,6 +17,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
+SPACE_MARK = "\u2581"
 ENGLISH = [
     "the cat sat on the mat and the dog sat on the log",
     "a guess is kept when the target would have said the same",
@@ -69,7 +70,7 @@ def sentencepiece(
     pad_token: str = "<pad>",
     **options: Any,
 ) -> PreTrainedTokenizerFast:
-    """BPE over SentencePiece's spaces with a token for each byte, as Llama 2's, or without a `prefix` as Gemma's."""
+    """BPE over SentencePiece's spaces with byte tokens: Llama 2's, or Gemma's without `prefix`."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     spaces: list[Any] = [normalizers.Replace(" ", "\u2581")]
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -99,6 +100,50 @@ def sentencepiece(
     )
 
 
+def unigram() -> PreTrainedTokenizerFast:
+    """Unigram over words that begin with a mark, without byte tokens, as in XGLM and T5."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=120,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        unk_token="<unk>",
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([*ENGLISH, *PROSE], trainer)
+    wrapped = wrap(tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    wrapped.add_tokens([f"{SPACE_MARK}{SPACE_MARK}two{SPACE_MARK}words"])
+    return wrapped
+
+
+def wordpiece() -> PreTrainedTokenizerFast:
+    """WordPiece, as in BERT and the causal models made from it."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=120, special_tokens=["[UNK]", "[CLS]", "[SEP]"], show_progress=False
+    )
+    tokenizer.train_from_iterator([*ENGLISH, *PROSE], trainer)
+    return wrap(tokenizer, unk_token="[UNK]", bos_token="[CLS]", eos_token="[SEP]")
+
+
+def end_of_word_bpe() -> PreTrainedTokenizerFast:
+    """BPE that marks the ends of words, as in the first GPT."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.BPEDecoder()
+    trainer = trainers.BpeTrainer(
+        vocab_size=120,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        end_of_word_suffix="</w>",
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([*ENGLISH, *PROSE], trainer)
+    return wrap(tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
 def wrap(tokenizer: Tokenizer, **options: Any) -> PreTrainedTokenizerFast:
     """As transformers gives it."""
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
@@ -114,3 +159,5 @@ KINDS = {
     "nested_byte_level": nested_byte_level,
     "sentencepiece": sentencepiece,
 }
+WITHOUT_BYTES = {"unigram": unigram, "wordpiece": wordpiece, "end_of_word_bpe": end_of_word_bpe}
+"""Tokenizers whose vocabularies do not have a token for every byte."""
