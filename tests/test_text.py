@@ -1,17 +1,19 @@
-"""Laws of text: what goes in comes out, whatever the cuts; chats are the model's template, and what was said stays."""
+"""Laws of text: encoding and decoding are exact, in pieces too, and chats follow the template."""
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import text_cases
 import torch
 from cli_fixtures import call, here, succeed
-from transformers import GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from lightning_specdec import RNN, ModelDrafter, SpeculativeDecoder
 from lightning_specdec.text.tokenizer import ByteTokenizer, TextTokenizer, Tokenizer
@@ -49,7 +51,7 @@ def check_stream(tokenizer: Tokenizer, tokens: list[int], generator: random.Rand
 
 @of_every_kind
 def test_the_pieces_of_a_text_add_up_to_the_whole_decode(kind: str) -> None:
-    """Of random tokens, and of tokens of single bytes, whose characters are complete, cut short or never begun."""
+    """Random tokens, and tokens of single bytes with complete, cut and missing characters."""
     generator, tokenizer = random.Random(1), shared(kind)
     pieces, names = tokenizer.vocabulary.token_bytes, text_cases.tokenizer(kind).get_vocab()
     if kind == "byte_level":
@@ -197,7 +199,7 @@ def test_a_damaged_tokenizer_is_refused_in_one_line(
         content
     )
     with pytest.raises(
-        ValueError, match="holds no tokenizer" if content is None else "cannot be read"
+        ValueError, match="has no tokenizer" if content is None else "cannot be read"
     ) as error:
         TextTokenizer.load(saved)
     assert (
@@ -207,15 +209,36 @@ def test_a_damaged_tokenizer_is_refused_in_one_line(
     )
 
 
-ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}"
+ENDLESS = (
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}"
+    "{% endfor %}{% endfor %}"
+)
+SHARED_RANGE = (
+    "{% set r = range(99999) %}"
+    "{% for i in r %}{% for j in r %}{% for k in r %}{% endfor %}{% endfor %}{% endfor %}"
+)
+EXPONENTIAL_CALLS = (
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}"
+)
+DOUBLING = (
+    "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = TWICE %}{% endfor %}"
+)
+TWICE = ["ns.x + ns.x", "ns.x ~ ns.x", "[ns.x, ns.x]|join", "ns.x.replace('x', 'xx')", "ns.x * 2"]
 
 
 @pytest.mark.parametrize(
     ("template", "told"),
     [
         ("{{ raise_exception('no system\n role') }}", "no system role"),
-        ("{% if %}", "does not take this chat"),
+        ("{% if %}", "does not accept this chat"),
         (ENDLESS + "{% endfor %}", "does not end"),
+        (SHARED_RANGE, "does not end"),
+        ("{% for i in range(10**12) %}{% endfor %}", "Range too big"),
+        (EXPONENTIAL_CALLS, "does not end"),
+        ("{{ 'x' * 10**10 }}", "texts or lists larger than"),
+        ("{{ 10**10 * [1] }}", "texts or lists larger than"),
+        ("{% for i in range(99999) %}" + "x" * 999 + "{% endfor %}", "texts larger than"),
+        *((DOUBLING.replace("TWICE", twice), "larger than") for twice in TWICE),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{{ 9 ** 9 ** 9 ** 9 }}", "powers"),
     ],
@@ -229,3 +252,115 @@ def test_a_template_that_does_not_take_a_chat_says_why_in_one_line_at_once(
     with pytest.raises(ValueError, match=told) as error:
         TextTokenizer(tokenizer).encode_chat(HELLO)
     assert "\n" not in str(error.value) and time.perf_counter() - started < 5
+
+
+RENDERED = {
+    "powers": "{{ 2 ** 3 }}",
+    "keyword arguments": "{% set x = {'a': 1} %}{{ dict(**x) }} {{ namespace(**x).a }}",
+    "loop variables": "{% for m in messages %}{{ loop.index }}{{ loop.last }}{% endfor %}",
+    "loop lengths": "{% for m in messages %}{{ loop.length }}{{ loop.nextitem }}{% endfor %}",
+    "empty loops": "{% for t in [] %}x{% else %}no tools{% endfor %}",
+    "undefined loops": "{% for u in unknown %}x{% endfor %}",
+    "filters": "{{ messages|map(attribute='content')|join(', ') }}",
+    "json": "{{ messages[0]|tojson(indent=1) }}",
+    "special tokens": "{{ bos_token ~ eos_token }}",
+    "other variables": "{{ add_generation_prompt }}{{ documents is none }}",
+    "loop controls": "{% for i in [1, 2] %}{{ i }}{% if i %}{% break %}{% endif %}{% endfor %}",
+    "recursion": (
+        "{% for i in [[1, [2]], 3] recursive %}{{ loop(i) if i is iterable else i }}{% endfor %}"
+    ),
+    "generation": "{% generation %}{{ messages[0].content }}{% endgeneration %}",
+    "blocks": "{% set x | upper %}a{% filter trim %} b {% endfilter %}{% endset %}{{ x }}",
+    "whitespace": "  {% if true %}\n x\n  {% endif %}\n",
+    "time": "{{ strftime_now('%Y') }}",
+}
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_a_template_renders_as_in_transformers(name: str) -> None:
+    tokenizer = text_cases.byte_level()
+    tokenizer.chat_template = RENDERED[name]
+    messages = [*HELLO, {"role": "assistant", "content": "it's\n", "tool_calls": None}]
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert TextTokenizer(tokenizer).render_chat(messages) == expected
+
+
+def test_variables_reach_the_chat_template() -> None:
+    tokenizer = text_cases.byte_level()
+    tokenizer.chat_template = "{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}"
+    arguments = {"enable_thinking": True}
+    text = TextTokenizer(tokenizer).render_chat(HELLO, chat_template_kwargs=arguments)
+    assert text == "the oak<think>"
+    tokens = TextTokenizer(tokenizer).encode_chat(HELLO, chat_template_kwargs=arguments)
+    assert tokens == TextTokenizer(tokenizer).encode_rendered("the oak<think>")
+    assert TextTokenizer(tokenizer).render_chat(HELLO) == "the oak"
+
+
+def test_of_several_chat_templates_the_default_one_is_used_or_the_one_for_tools() -> None:
+    tokenizer = text_cases.byte_level()
+    tokenizer.chat_template = {"default": text_cases.CHATML, "tool_use": "{{ tools|length }} tools"}
+    several = TextTokenizer(tokenizer)
+    assert several.has_chat_template
+    assert several.encode_chat(HELLO) == shared("byte_level").encode_chat(HELLO)
+    assert several.render_chat(HELLO, chat_template_kwargs={"tools": [{}, {}]}) == "2 tools"
+
+    tokenizer.chat_template = {"tool_use": text_cases.CHATML}
+    with pytest.raises(ValueError, match="multiple chat templates with no default"):
+        several.encode_chat(HELLO)
+
+
+@of_every_kind
+def test_half_a_surrogate_is_replaced_wherever_text_is_encoded(kind: str) -> None:
+    tokenizer = shared(kind)
+    broken = "the \ud83d oak"
+    assert tokenizer.encode(broken) == tokenizer.encode("the ? oak")
+    assert tokenizer.encode_plain(broken) == tokenizer.encode_plain("the ? oak")
+    chats = [[{"role": "user", "content": text}] for text in (broken, "the ? oak")]
+    assert tokenizer.encode_chat(chats[0]) == tokenizer.encode_chat(chats[1])
+
+
+EOS_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "a list in config.json": ({"eos_token_id": [2, 5]}, None),
+    "one in config.json": ({"eos_token_id": 5}, None),
+    "none at all": ({"eos_token_id": None}, None),
+    "in generation_config.json": ({"eos_token_id": 7}, {"eos_token_id": [5, 6]}),
+    "not in generation_config.json": ({"eos_token_id": 5}, {"do_sample": True}),
+}
+
+
+@pytest.mark.parametrize("name", EOS_CONFIGS)
+def test_an_answer_ends_at_the_eos_tokens_that_transformers_uses(saved: Path, name: str) -> None:
+    config, generation_config = EOS_CONFIGS[name]
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaConfig(vocab_size=500, intermediate_size=8, **sizes, **config).save_pretrained(saved)
+    if generation_config is not None:
+        (saved / "generation_config.json").write_text(json.dumps(generation_config))
+    model_config = AutoConfig.from_pretrained(saved)
+    model = AutoModelForCausalLM.from_config(model_config)
+    if generation_config is not None:
+        model.generation_config = GenerationConfig.from_pretrained(saved)
+    expected = TextTokenizer(
+        text_cases.tokenizer("sentencepiece"), generation_config=model.generation_config
+    )
+    assert TextTokenizer.load(saved).eos == expected.eos
+    tokenizer_eos = {text_cases.tokenizer("sentencepiece").eos_token_id}
+    eos_lists = {
+        "a list in config.json": {2, 5},
+        "one in config.json": {5},
+        "in generation_config.json": {5, 6},
+    }
+    assert expected.eos == tokenizer_eos | eos_lists.get(name, set())
+
+
+def test_eos_tokens_of_a_nested_text_config_count(saved: Path) -> None:
+    """As in models of text and pictures, whose text_config has them."""
+    text_config = {"model_type": "gemma3_text", "vocab_size": 500, "eos_token_id": [4, 6]}
+    config = {"model_type": "gemma3", "text_config": text_config}
+    (saved / "config.json").write_text(json.dumps(config))
+    outer = GenerationConfig.from_model_config(AutoConfig.from_pretrained(saved)).eos_token_id
+    assert TextTokenizer.load(saved).eos == {2, *([outer] if isinstance(outer, int) else outer)}
+
+
+def test_a_tokenizer_of_a_model_that_transformers_does_not_know_is_loaded(saved: Path) -> None:
+    (saved / "config.json").write_text('{"model_type": "a_model_of_tomorrow", "eos_token_id": 5}')
+    assert TextTokenizer.load(saved).eos == {2}
