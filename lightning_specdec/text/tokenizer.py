@@ -151,6 +151,11 @@ class Tokenizer(ABC):
         return False
 
     @property
+    def chat_fingerprint(self) -> str:
+        """A string that changes whenever the text of some chat may change."""
+        return ""
+
+    @property
     def start(self) -> int | None:
         """The BOS token if every prompt begins with it, else None."""
         return None
@@ -284,6 +289,10 @@ class TextTokenizer(Tokenizer):
     @property
     def has_chat_template(self) -> bool:
         return bool(self.tokenizer.chat_template)
+
+    @property
+    def chat_fingerprint(self) -> str:
+        return repr((self.tokenizer.chat_template, self.tokenizer.special_tokens_map))
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer(valid_text(text), verbose=False)["input_ids"])
