@@ -34,7 +34,7 @@ def shared(kind: str) -> TextTokenizer:
 
 
 def cut(tokens: list[int], generator: random.Random) -> Iterator[list[int]]:
-    """The tokens in chunks of random sizes, empty ones among them."""
+    """The tokens in chunks of random sizes, some of them empty."""
     start = 0
     while start < len(tokens):
         size = generator.choice([0, 1, 1, 2, 3, 9])
@@ -43,37 +43,48 @@ def cut(tokens: list[int], generator: random.Random) -> Iterator[list[int]]:
 
 
 def check_stream(tokenizer: Tokenizer, tokens: list[int], generator: random.Random) -> None:
-    """Chunks of any size give the whole text."""
+    """Check that chunks of any size give the whole text."""
     stream = tokenizer.stream()
-    pieces = [*(stream.push(chunk) for chunk in cut(tokens, generator)), stream.finish()]
+    pieces = [stream.push(chunk) for chunk in cut(tokens, generator)]
+    pieces.append(stream.finish())
     assert "".join(pieces) == tokenizer.decode(tokens), tokens
+
+
+def single_byte_tokens(kind: str) -> dict[int, int]:
+    """The token of each byte."""
+    if kind != "byte_level":
+        ids = text_cases.tokenizer(kind).get_vocab()
+        return {byte: ids[f"<0x{byte:02X}>"] for byte in range(256)}
+    tokens = {}
+    for token, piece in enumerate(shared(kind).vocabulary.token_bytes):
+        if piece is not None and len(piece) == 1:
+            tokens[piece[0]] = token
+    return tokens
 
 
 @of_every_kind
 def test_the_pieces_of_a_text_add_up_to_the_whole_decode(kind: str) -> None:
     """Random tokens, and tokens of single bytes with complete, cut and missing characters."""
-    generator, tokenizer = random.Random(1), shared(kind)
-    pieces, names = tokenizer.vocabulary.token_bytes, text_cases.tokenizer(kind).get_vocab()
-    if kind == "byte_level":
-        single = {
-            piece[0]: token
-            for token, piece in enumerate(pieces)
-            if piece is not None and len(piece) == 1
-        }
-    else:
-        single = {byte: names[f"<0x{byte:02X}>"] for byte in range(256)}
-    assert len(single) == 256
+    generator = random.Random(1)
+    tokenizer = shared(kind)
+    num_ids = len(tokenizer.vocabulary)
+    byte_tokens = single_byte_tokens(kind)
+    assert len(byte_tokens) == 256
     for _ in range(600):
-        whole = [
-            generator.randrange(len(pieces) + 3) for _ in range(generator.randint(0, 12))
-        ]  # some are no token
-        raw = "".join(generator.choice("aé日🌩 ") for _ in range(generator.randint(1, 5))).encode()
-        broken = [single[byte] for byte in raw if generator.random() < 0.9]
+        # Some of these ids are outside the vocabulary.
+        num_tokens = generator.randint(0, 12)
+        random_tokens = [generator.randrange(num_ids + 3) for _ in range(num_tokens)]
+        check_stream(tokenizer, random_tokens, generator)
+
+        characters = generator.choices("aé日🌩 ", k=generator.randint(1, 5))
+        broken_tokens = []
+        for byte in "".join(characters).encode():
+            if generator.random() < 0.9:
+                broken_tokens.append(byte_tokens[byte])
         for _ in range(generator.choice([0, 0, 1, 2])):
-            other = generator.choice([single[0xE2], generator.randrange(len(pieces))])
-            broken.insert(generator.randint(0, len(broken)), other)
-        for tokens in (whole, broken):
-            check_stream(tokenizer, tokens, generator)
+            inserted = generator.choice([byte_tokens[0xE2], generator.randrange(num_ids)])
+            broken_tokens.insert(generator.randint(0, len(broken_tokens)), inserted)
+        check_stream(tokenizer, broken_tokens, generator)
 
 
 # Tokenizers with byte tokens change some control characters.
@@ -85,25 +96,31 @@ READ_BACK = [(kind, text) for kind in ("bytes", "byte_level") for text in TEXTS]
 @pytest.mark.parametrize(("kind", "text"), READ_BACK)
 def test_any_text_comes_back_and_streams_without_half_a_character(kind: str, text: str) -> None:
     tokenizer: Tokenizer = ByteTokenizer() if kind == "bytes" else shared(kind)
-    tokens, stream, shown = tokenizer.encode(text), tokenizer.stream(), ""
+    tokens = tokenizer.encode(text)
+    stream = tokenizer.stream()
+    shown = ""
     for token in tokens:
         shown += stream.push([token])
-        assert text.startswith(shown), "what is shown is what stands there"
+        assert text.startswith(shown)
     assert shown + stream.finish() == tokenizer.decode(tokens) == text
 
 
 @of_every_kind
 def test_what_is_held_is_shown_later_and_what_is_dropped_never(kind: str) -> None:
-    generator, tokenizer = random.Random(3), shared(kind)
-    for text in text_cases.TEXT:
-        text = text.strip()
-        tokens, num_bytes = tokenizer.encode(text), len(text.encode())
+    generator = random.Random(3)
+    tokenizer = shared(kind)
+    for sample in text_cases.TEXT:
+        text = sample.strip()
+        tokens = tokenizer.encode(text)
+        num_bytes = len(text.encode())
         for drop in (0, 1, 2, 5, num_bytes, num_bytes + 9):
-            stream, shown = tokenizer.stream(), ""
+            stream = tokenizer.stream()
+            shown = ""
             for chunk in cut(tokens, generator):
                 shown += stream.push(chunk, hold=max(drop, generator.randint(0, 6)))
             shown += stream.finish(drop=drop)
-            assert shown == text.encode()[: max(num_bytes - drop, 0)].decode(errors="replace")
+            num_shown = max(num_bytes - drop, 0)
+            assert shown == text.encode()[:num_shown].decode(errors="replace")
 
 
 def test_bytes_are_tokens_and_nothing_is_special() -> None:
@@ -123,7 +140,8 @@ def test_bytes_are_tokens_and_nothing_is_special() -> None:
 def text_ckpt(tmp_path: Path, here: object) -> str:
     """A tiny untrained pair whose tokens are bytes."""
     torch.manual_seed(0)
-    target, draft = (RNN(256, embedding_size=8, hidden_size=size) for size in (16, 8))
+    target = RNN(256, embedding_size=8, hidden_size=16)
+    draft = RNN(256, embedding_size=8, hidden_size=8)
     decoder = SpeculativeDecoder(target, ModelDrafter(draft), prompts=[list("def café(".encode())])
     decoder.read_text(ByteTokenizer())
     decoder.save(tmp_path / "text.ckpt")
@@ -134,18 +152,17 @@ def test_a_checkpoint_of_text_takes_and_gives_text(text_ckpt: str, tmp_path: Pat
     decoder = SpeculativeDecoder.from_checkpoint(text_ckpt)
     assert isinstance(decoder.tokenizer, ByteTokenizer)
     whole = decoder.decode_standard("def main(", max_new_tokens=30, temperature=1.0)
-    place, stop = next(
-        (i, chr(token)) for i, token in enumerate(whole.tokens[0]) if 32 < token < 127
-    )
+    printable = [token for token in whole.tokens[0] if 32 < token < 127]
+    stop_index = whole.tokens[0].index(printable[0])
+    stop = chr(printable[0])
     row = decoder.decode("def main(", max_new_tokens=30, stop=stop, temperature=1.0).rows[0]
     assert row.prompt == list(b"def main(")
-    assert row.stop_reason == "stop" and row.tokens == whole.tokens[0][: place + 1]
+    assert row.stop_reason == "stop" and row.tokens == whole.tokens[0][: stop_index + 1]
     assert row.text == bytes(row.tokens[:-1]).decode("utf-8", "replace")
     options = ["--max_new_tokens", "6", "--repeats", "0"]
     shown = succeed("decode", "--ckpt", text_ckpt, "--prompt", "def main(", *options).out
-    assert (
-        "def main(" in shown and "def café(" in succeed("decode", "--ckpt", text_ckpt, *options).out
-    )
+    assert "def main(" in shown
+    assert "def café(" in succeed("decode", "--ckpt", text_ckpt, *options).out
     exported = str(tmp_path / "exported.ckpt")
     succeed("export", "--ckpt", text_ckpt, "--output", exported)
     assert "bytes" in succeed("info", "--ckpt", exported).out
@@ -160,10 +177,8 @@ def test_a_chat_has_the_tokens_that_the_template_gives(kind: str) -> None:
         {"role": "assistant", "content": " fell"},
         {"role": "user", "content": "é 🌩\n"},
     ]
-    expected = tokenizer.tokenizer.apply_chat_template(messages, add_generation_prompt=True)[
-        "input_ids"
-    ]
-    assert tokenizer.encode_chat(messages) == expected
+    expected = tokenizer.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    assert tokenizer.encode_chat(messages) == expected["input_ids"]
     assert tokenizer.render_chat(messages).endswith("<s>user\né 🌩\n</s>\n<s>assistant\n")
 
 
@@ -176,12 +191,12 @@ def saved(tmp_path: Path) -> Path:
 
 def test_a_directory_gives_the_tokenizer_with_all_that_ends_an_answer(saved: Path) -> None:
     GenerationConfig(eos_token_id=[2, 5]).save_pretrained(saved)
-    loaded, own = TextTokenizer.load(saved), shared("sentencepiece")
+    loaded = TextTokenizer.load(saved)
+    original = shared("sentencepiece")
     assert loaded.eos == {2, 5} and loaded.has_chat_template
-    assert loaded.encode(text_cases.TEXT[2]) == own.encode(text_cases.TEXT[2])
-    assert (
-        loaded.encode_chat(HELLO) == own.encode_chat(HELLO) and loaded.vocabulary == own.vocabulary
-    )
+    assert loaded.encode(text_cases.TEXT[2]) == original.encode(text_cases.TEXT[2])
+    assert loaded.encode_chat(HELLO) == original.encode_chat(HELLO)
+    assert loaded.vocabulary == original.vocabulary
 
 
 @pytest.mark.parametrize(
@@ -195,18 +210,16 @@ def test_a_directory_gives_the_tokenizer_with_all_that_ends_an_answer(saved: Pat
 def test_a_damaged_tokenizer_is_refused_in_one_line(
     saved: Path, file: str, content: str | None
 ) -> None:
-    (saved / file).unlink(missing_ok=True) if content is None else (saved / file).write_text(
-        content
-    )
-    with pytest.raises(
-        ValueError, match="has no tokenizer" if content is None else "cannot be read"
-    ) as error:
+    if content is None:
+        (saved / file).unlink()
+        expected = "has no tokenizer"
+    else:
+        (saved / file).write_text(content)
+        expected = "cannot be read"
+    with pytest.raises(ValueError, match=expected) as error:
         TextTokenizer.load(saved)
-    assert (
-        str(saved) in str(error.value)
-        and "\n" not in str(error.value)
-        and len(str(error.value)) < 400
-    )
+    message = str(error.value)
+    assert str(saved) in message and "\n" not in message and len(message) < 400
 
 
 ENDLESS = (
@@ -227,7 +240,7 @@ TWICE = ["ns.x + ns.x", "ns.x ~ ns.x", "[ns.x, ns.x]|join", "ns.x.replace('x', '
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "message"),
     [
         ("{{ raise_exception('no system\n role') }}", "no system role"),
         ("{% if %}", "does not accept this chat"),
@@ -244,12 +257,12 @@ TWICE = ["ns.x + ns.x", "ns.x ~ ns.x", "[ns.x, ns.x]|join", "ns.x.replace('x', '
     ],
 )
 def test_a_template_that_does_not_take_a_chat_says_why_in_one_line_at_once(
-    template: str, told: str
+    template: str, message: str
 ) -> None:
     tokenizer = text_cases.byte_level()
     tokenizer.chat_template = template
     started = time.perf_counter()
-    with pytest.raises(ValueError, match=told) as error:
+    with pytest.raises(ValueError, match=message) as error:
         TextTokenizer(tokenizer).encode_chat(HELLO)
     assert "\n" not in str(error.value) and time.perf_counter() - started < 5
 
