@@ -1,4 +1,4 @@
-"""Laws of conversations: nothing is read twice, and the answers are those to the whole text read from scratch."""
+"""Laws of conversations: nothing is read twice, and answers are those to the whole text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def converse(target: str, drafter: str, **options: Any) -> Conversation:
 def talk(
     conversation: Conversation, *, cancel_at: int | None = None, num_turns: int = len(TURNS)
 ) -> list[Row]:
-    """Five turns, or fewer; with `cancel_at` each answer is stopped after so many rounds."""
+    """Rows of `num_turns` turns.
+
+    With `cancel_at`, each answer is stopped after that many rounds.
+    """
     text: list[int] = []
     rows = []
     for turn in TURNS[:num_turns]:
@@ -38,7 +41,8 @@ def talk(
         for num_rounds in range(NEW):
             if row.live and num_rounds == cancel_at:
                 conversation.session.cancel(row)
-            answer += [token for _, tokens in conversation.session.step() for token in tokens]
+            for _, tokens in conversation.session.step():
+                answer += tokens
         assert answer == row.text[row.prompt_length :] and not row.live
         text = row.text
         rows.append(row)
@@ -46,8 +50,9 @@ def talk(
 
 
 def count_reads(conversation: Conversation) -> list[int]:
-    """Tokens that the target reads in each of its calls from now on."""
-    state, reads = conversation.session._batch.target_state, []
+    """A list that receives the number of tokens of each later call of the target."""
+    state = conversation.session._batch.target_state
+    reads: list[int] = []
     advance: Callable[..., None] = state.advance
 
     def counting(num_tokens: int, valid_lengths: Any = None) -> None:
@@ -79,13 +84,15 @@ def from_scratch(target: str, prompt: tuple[int, ...]) -> list[int]:
 def test_every_answer_is_that_to_the_whole_text_read_from_scratch(
     target: str, drafter: str, cancel_at: int | None, window: int
 ) -> None:
-    """An answer is stopped between two rounds, where the windows of the rounds before are over and done with."""
-    for row in talk(
-        converse(target, drafter, num_draft_tokens=window, eos=cases.EOS), cancel_at=cancel_at
-    ):
-        prompt, answer = row.text[: row.prompt_length], row.text[row.prompt_length :]
-        whole = from_scratch(target, tuple(prompt))
-        assert answer == (whole[: len(answer)] if row.stop_reason == "cancelled" else whole)
+    """Also for answers that are stopped between two rounds."""
+    conversation = converse(target, drafter, num_draft_tokens=window, eos=cases.EOS)
+    for row in talk(conversation, cancel_at=cancel_at):
+        prompt = row.text[: row.prompt_length]
+        answer = row.text[row.prompt_length :]
+        expected = from_scratch(target, tuple(prompt))
+        if row.stop_reason == "cancelled":
+            expected = expected[: len(answer)]
+        assert answer == expected
 
 
 @pytest.mark.parametrize(
@@ -118,31 +125,32 @@ def test_a_turn_reads_its_own_tokens_alone(target: str, drafter: str) -> None:
             (*pair, "RejectionSampling")
             for pair in cases.pairs(["ragged", "hotter", "cross", "heads"], ["transformer"])
         ),
-        *(each for each in cases.triples(["near", "ngram"], ["rnn"]) if each[2] != "ExactMatch"),
+        *(case for case in cases.triples(["near", "ngram"], ["rnn"]) if case[2] != "ExactMatch"),
         ("llama", "early_exit", "RejectionSampling"),
     ],
 )
 def test_reading_all_again_changes_no_answer_at_any_temperature(
     target: str, drafter: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Noise goes on where the last turn ended, however much room there was, and whether the states were kept."""
+    """Noise continues where the last turn ended, whether or not the states were kept."""
     options: dict[str, Any] = {"rule": rule, "temperature": 1.1, "seed": 3, "eos": cases.EOS}
-    kept = [row.text for row in talk(converse(target, drafter, **options))]
+    expected = [row.text for row in talk(converse(target, drafter, **options))]
     monkeypatch.setattr(module, "FIRST_LENGTH", 13)
     grown = converse(target, drafter, **options)
-    assert [row.text for row in talk(grown)] == kept
+    assert [row.text for row in talk(grown)] == expected
     assert grown.session.max_length > 13
-    last = talk(converse(target, drafter, **options), num_turns=3)[-1]
+
+    third_row = talk(converse(target, drafter, **options), num_turns=3)[-1]
     session = Session(
         cases.target(target), cases.drafter(drafter, target), max_length=99, **options
     )
-    row = session.resume(last, [*last.text, *TURNS[3]], max_new_tokens=NEW)
+    row = session.resume(third_row, [*third_row.text, *TURNS[3]], max_new_tokens=NEW)
     run(session)
-    assert row.text == kept[3]
+    assert row.text == expected[3]
 
 
 def test_a_row_is_resumed_once_and_the_newest_goes_back_as_far_as_it_likes() -> None:
-    """Or two rows would draw from the same noise."""
+    """Otherwise two rows would draw from the same noise."""
     session = Session(
         cases.target("rnn"), cases.drafter("near", "rnn"), max_length=40, sampling=Sampling(1.0)
     )
@@ -152,16 +160,15 @@ def test_a_row_is_resumed_once_and_the_newest_goes_back_as_far_as_it_likes() -> 
     run(session)
     with pytest.raises(ValueError, match="exceed max_length=40"):
         session.resume(first, [*first.text, 3], max_new_tokens=50)
-    second = session.resume(
-        first, [*first.text, 3], max_new_tokens=4
-    )  # a prompt that was refused has drawn nothing
+    # The refused prompt has drawn nothing.
+    second = session.resume(first, [*first.text, 3], max_new_tokens=4)
     with pytest.raises(ValueError, match="resumed before: resume the newest turn instead"):
         session.resume(first, [1, 2, 3], max_new_tokens=5)
     run(session)
     third = session.resume(second, [1, 2, 3], max_new_tokens=5)
     run(session)
     assert third.num_new == 5
-    assert (second.num_drawn, third.num_drawn) == (5, 9), "every turn draws behind the one before"
+    assert (second.num_drawn, third.num_drawn) == (5, 9), "a turn draws after the previous turn"
 
 
 @pytest.mark.parametrize(
@@ -173,23 +180,27 @@ def test_a_row_is_resumed_once_and_the_newest_goes_back_as_far_as_it_likes() -> 
 def test_a_prompt_that_rewrites_the_text_is_answered_from_scratch(
     target: str, drafter: str
 ) -> None:
-    """Also where the answer before was stopped, as far back as the draft's own last commit."""
-    generator, model = random.Random(4), cases.target(target)
-    conversation, text = converse(target, drafter, num_draft_tokens=4), [3, 1, 4, 1]
+    """Also after an answer that was stopped, as far back as the draft's last commit."""
+    generator = random.Random(4)
+    model = cases.target(target)
+    conversation = converse(target, drafter, num_draft_tokens=4)
+    text = [3, 1, 4, 1]
     for _ in range(12):
-        kept = generator.choice([0, len(text) // 2, len(text) - 2, len(text) - 1, len(text)])
-        prompt = [
-            *text[:kept],
-            *[generator.randrange(cases.VOCAB) for _ in range(generator.randint(1, 4))],
-        ][-40:]
-        row, num_rounds = conversation.begin(prompt), generator.choice([1, 2, NEW])
+        length = len(text)
+        num_kept = generator.choice([0, length // 2, length - 2, length - 1, length])
+        num_added = generator.randint(1, 4)
+        added_tokens = [generator.randrange(cases.VOCAB) for _ in range(num_added)]
+        prompt = [*text[:num_kept], *added_tokens][-40:]
+
+        row = conversation.begin(prompt)
+        num_rounds = generator.choice([1, 2, NEW])
         for _ in range(num_rounds):
             conversation.session.step()
         conversation.session.cancel(row)
-        whole = autoregressive_decode(model, prompt, max_new_tokens=NEW).tokens[0]
-        assert row.text[row.prompt_length :] == whole[: row.num_new] and (
-            row.num_new == NEW or num_rounds < NEW
-        )
+        if num_rounds == NEW:
+            assert row.num_new == NEW
+        expected = autoregressive_decode(model, prompt, max_new_tokens=NEW).tokens[0]
+        assert row.text[row.prompt_length :] == expected[: row.num_new]
         text = row.text
 
 
@@ -200,37 +211,37 @@ def test_no_turn_draws_from_the_noise_of_another() -> None:
         for parameter in model.parameters():
             parameter.zero_()
     config = DecodingConfig(max_new_tokens=NEW, temperature=1.0)
-    answers = [
-        row.text[row.prompt_length :] for row in talk(Conversation(model, cases.Repeater(), config))
-    ]
-    alone = autoregressive_decode(
+    answered_tokens: list[int] = []
+    for row in talk(Conversation(model, cases.Repeater(), config)):
+        answered_tokens += row.text[row.prompt_length :]
+    one_answer = autoregressive_decode(
         model, [[1]], max_new_tokens=NEW * len(TURNS), sampling=Sampling(1.0)
-    ).tokens[0]
-    assert [token for answer in answers for token in answer] == alone
+    )
+    assert answered_tokens == one_answer.tokens[0]
 
 
 @pytest.mark.parametrize(("target", "drafter"), cases.ONE_EACH)
 def test_rows_are_resumed_while_others_go_on(target: str, drafter: str) -> None:
-    generator, model, guesser = (
-        random.Random(8),
-        cases.target(target),
-        cases.drafter(drafter, target),
-    )
-    session, done = Session(model, guesser, max_length=400, eos=cases.EOS), list[Row]()
+    generator = random.Random(8)
+    model = cases.target(target)
+    session = Session(model, cases.drafter(drafter, target), max_length=400, eos=cases.EOS)
     rows = [session.add(prompt, max_new_tokens=5) for prompt in cases.PROMPTS]
+    finished_rows: list[Row] = []
     for _ in range(30):
         session.step()
-        for i, row in enumerate(rows):
-            if not row.live and generator.random() < 0.7:
-                done.append(row)
-                prompt = [
-                    *row.text,
-                    generator.randrange(cases.VOCAB),
-                    generator.randrange(cases.VOCAB),
-                ]
-                rows[i] = session.resume(row, prompt, max_new_tokens=generator.randint(1, 8))
-    assert len(done) > 20
-    for row in done:
-        prompt, wanted = row.text[: row.prompt_length], row.max_length - row.prompt_length
-        expected = autoregressive_decode(model, prompt, max_new_tokens=wanted, eos=cases.EOS)
+        for index, row in enumerate(rows):
+            if row.live or generator.random() >= 0.7:
+                continue
+            finished_rows.append(row)
+            turn = [generator.randrange(cases.VOCAB) for _ in range(2)]
+            num_new_tokens = generator.randint(1, 8)
+            rows[index] = session.resume(row, [*row.text, *turn], max_new_tokens=num_new_tokens)
+
+    assert len(finished_rows) > 20
+    for row in finished_rows:
+        prompt = row.text[: row.prompt_length]
+        num_new_tokens = row.max_length - row.prompt_length
+        expected = autoregressive_decode(
+            model, prompt, max_new_tokens=num_new_tokens, eos=cases.EOS
+        )
         assert row.text[row.prompt_length :] == expected.tokens[0]

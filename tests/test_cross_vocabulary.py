@@ -1,4 +1,4 @@
-"""A draft with another vocabulary: its guesses are lossless, and what it reads is the text in its own tokens."""
+"""A draft with another vocabulary is lossless, and reads the text in its own tokens."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ from lightning_specdec.text.vocabulary import Vocabulary
 
 
 class Watched(CrossVocabulary):
-    """Looks at each round whether the draft has read the text as a fresh run would, none of it twice or not at all."""
+    """Checks in each round that the draft has read each token of the text once."""
 
-    num_watched, largest = 0, 0
+    num_watched = 0
+    largest_capacity = 0
 
     def propose(
         self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
     ) -> Draft:
         draft = super().propose(state, replace(request, wants_logits=True), windows, sampling)
         assert isinstance(state, CrossDraftState) and draft.logits is not None
-        for i, (row, text) in enumerate(zip(state.rows, request.texts, strict=True)):
-            tokens = row.behind(row.first)
-            fresh = self.to_target(self.model(torch.tensor([tokens])).logits[:, -1], request)[0]
-            said = fresh.isfinite()
-            assert_close(draft.logits[i, 0][said], fresh[said])
+        for index, (row, text) in enumerate(zip(state.rows, request.texts, strict=True)):
+            tokens = torch.tensor([row.behind(row.first)])
+            fresh_logits = self.to_target(self.model(tokens).logits[:, -1], request)[0]
+            is_shared = fresh_logits.isfinite()
+            assert_close(draft.logits[index, 0][is_shared], fresh_logits[is_shared])
             assert row.text.num_covered == len(text)
             self.num_watched += 1
-        self.largest = max(self.largest, state.capacity)
+        self.largest_capacity = max(self.largest_capacity, state.capacity)
         return draft
 
 
@@ -55,29 +56,31 @@ def renamed(model: LanguageModel) -> Renamed:
 
 @functools.cache
 def strangers() -> tuple[LanguageModel, Vocabulary, LanguageModel, Any]:
-    """Random networks over two real tokenizers: bytes trained on one text, SentencePiece on another."""
+    """Random networks over two real tokenizers: byte-level BPE and SentencePiece."""
     pytest.importorskip("transformers")
     import tiny_tokenizers
 
-    own, other = tiny_tokenizers.byte_level(), tiny_tokenizers.sentencepiece()
-    target, draft = Vocabulary.of(own), Vocabulary.of(other)
-    models = [
-        cases.make(kind, seed, vocab_size=len(each) + 3, sharpness=2.5)
-        for kind, seed, each in ((cases.RNN, 3, target), (cases.TinyTransformer, 4, draft))
-    ]
-    models[0].vocabulary, models[1].vocabulary = target, draft
-    return models[0], target, models[1], functools.partial(other.encode, add_special_tokens=False)
+    target_names = Vocabulary.of(tiny_tokenizers.byte_level())
+    target = cases.make(cases.RNN, 3, vocab_size=len(target_names) + 3, sharpness=2.5)
+    target.vocabulary = target_names
+
+    draft_tokenizer = tiny_tokenizers.sentencepiece()
+    draft_names = Vocabulary.of(draft_tokenizer)
+    draft = cases.make(cases.TinyTransformer, 4, vocab_size=len(draft_names) + 3, sharpness=2.5)
+    draft.vocabulary = draft_names
+    encode = functools.partial(draft_tokenizer.encode, add_special_tokens=False)
+    return target, target_names, draft, encode
 
 
 def stranger() -> tuple[LanguageModel, Watched]:
-    """A target, and a drafter for it that has not watched anything yet."""
+    """A target, and a new drafter for it."""
     target, names, draft, encode = strangers()
     assert draft.vocabulary is not None
     return target, Watched(draft, names, encode=encode, start=draft.vocabulary.special["bos"])
 
 
 WORDS = [[290, 302, 270], [262], [0, 273, 280, 300], [310, 5, 5, 130, 40]]
-"""Prompts of the byte-level tokenizer: one with BOS, one that ends in stray bytes."""
+"""Prompts of the byte-level tokenizer: one has BOS, one ends with parts of characters."""
 
 
 @pytest.mark.parametrize(
@@ -95,10 +98,11 @@ def test_two_real_tokenizers_decode_as_the_target_alone(
     )
     assert result.tokens == autoregressive_decode(target, WORDS, **options).tokens
     assert drafter.num_watched > 20
-    new = {token for row in result.tokens for token in row}
-    shared, whole = drafter.translation.pairs, drafter.translation.whole
-    assert new - set(shared), "the target said nothing that the draft does not have"
-    assert new & set(whole) and new - set(whole)
+    new_tokens = set().union(*result.tokens)
+    shared = set(drafter.translation.pairs)
+    whole = set(drafter.translation.whole)
+    assert new_tokens - shared, "the target generates tokens that the draft does not have"
+    assert new_tokens & whole and new_tokens - whole
 
 
 @pytest.mark.parametrize("target", cases.MODELS)
@@ -128,12 +132,11 @@ def test_what_the_draft_has_read_equals_a_fresh_run(target: str) -> None:
 def test_the_target_under_other_names_accepts_everything(
     target: str, rule: type[Any], sampling: Sampling
 ) -> None:
-    """Its numbers are other ones, and it would rather say pairs: nothing of that is left in its guesses."""
+    """Its tokens have other ids, and it prefers pairs, but its draft tokens are the target's."""
     model = cases.target(target)
-    pieces = [piece for piece in letters(cases.VOCAB).token_bytes[::-1] if piece]
-    drafter = CrossVocabulary(
-        Renamed(model, vocabulary(*pieces[:4], *PAIRS, *pieces[4:])), letters(cases.VOCAB)
-    )
+    pieces = [piece for piece in reversed(letters(cases.VOCAB).token_bytes) if piece]
+    names = vocabulary(*pieces[:4], *PAIRS, *pieces[4:])
+    drafter = CrossVocabulary(Renamed(model, names), letters(cases.VOCAB))
     result = speculative_decode(
         model,
         drafter,
@@ -150,60 +153,77 @@ def test_the_target_under_other_names_accepts_everything(
 def small_pair() -> tuple[LanguageModel, CrossVocabulary]:
     """A target of a, b and c; the draft has b, a pair, and a."""
     model = cases.MODELS["rnn"](3, vocab_size=exact.VOCAB, sharpness=1.5)
-    draft = Renamed(
-        cases.MODELS["rnn"](4, vocab_size=exact.VOCAB, sharpness=1.5), vocabulary(b"b", b"ab", b"a")
-    )
+    draft_model = cases.MODELS["rnn"](4, vocab_size=exact.VOCAB, sharpness=1.5)
+    draft = Renamed(draft_model, vocabulary(b"b", b"ab", b"a"))
     return model, CrossVocabulary(draft, letters(exact.VOCAB))
 
 
 def round_of(drafter: CrossVocabulary, uniform: Tensor, sampling: Sampling) -> Draft:
-    """The guesses after one prompt in every row, drawn with these numbers."""
-    prompts = [[2, 0, 1]] * len(uniform)
-    request = DraftRequest(
-        prompts, torch.tensor([[0, 1]] * len(uniform)), uniform, vocab_size=exact.VOCAB
-    )
-    state = drafter.init_state(len(uniform), 8)
+    """Draft tokens after the same prompt in every row, drawn with these uniform numbers."""
+    num_rows = len(uniform)
+    prompts = [[2, 0, 1]] * num_rows
+    last_two_tokens = torch.tensor([[0, 1]] * num_rows)
+    request = DraftRequest(prompts, last_two_tokens, uniform, vocab_size=exact.VOCAB)
+    state = drafter.init_state(num_rows, 8)
     with torch.inference_mode():
-        return drafter.propose(state, request, [exact.WINDOW] * len(uniform), sampling)
+        return drafter.propose(state, request, [exact.WINDOW] * num_rows, sampling)
 
 
 @pytest.mark.parametrize("sampling", ["t1", "cold", "top_k", "top_p"])
 def test_a_round_through_the_intersection_has_exactly_the_targets_distribution(
     sampling: str,
 ) -> None:
-    """Summed over all guesses and outcomes; where each guess's interval ends is asked of the drafter's own code."""
-    (model, drafter), own, num_rows = small_pair(), exact.SAMPLINGS[sampling], len(exact.DRAFTS)
-    tokens, numbers = torch.tensor(exact.DRAFTS), torch.zeros(num_rows, exact.WINDOW)
-    chances = torch.ones(num_rows, dtype=torch.float64)
-    for i in range(exact.WINDOW):
+    """Sum over all drafts and outcomes.
 
-        def token_of(uniform: Tensor, i: int = i) -> Tensor:
-            drawn = torch.cat((numbers[:, :i], uniform[:, None], numbers[:, i + 1 :]), dim=1)
-            return round_of(drafter, drawn, own).tokens[:, i]
+    The drafter's own code decides which numbers draw a token.
+    """
+    model, drafter = small_pair()
+    settings = exact.SAMPLINGS[sampling]
+    num_rows = len(exact.DRAFTS)
+    tokens = torch.tensor(exact.DRAFTS)
+    uniform_numbers = torch.zeros(num_rows, exact.WINDOW)
+    draft_chances = torch.ones(num_rows, dtype=torch.float64)
+    for position in range(exact.WINDOW):
 
-        ends = exact.token_ends(token_of, num_rows)
-        sizes = exact.sizes(ends).gather(1, tokens[:, i : i + 1])[:, 0]
-        numbers[:, i] = (
-            (ends.gather(1, tokens[:, i : i + 1])[:, 0] - sizes / 2).clamp(max=1 - 1e-6).float()
-        )
-        chances *= sizes
-    possible = chances > 0
-    draft = round_of(drafter, numbers, own)
-    assert draft.probs is not None and draft.tokens[possible].tolist() == tokens[possible].tolist()
-    assert 1 < int(possible.sum()) <= 4, "the draft has no c"
+        def token_of(uniform: Tensor, position: int = position) -> Tensor:
+            drawn = uniform_numbers.clone()
+            drawn[:, position] = uniform
+            return round_of(drafter, drawn, settings).tokens[:, position]
+
+        # Each token is drawn by an interval of numbers. Use its middle, and multiply its size.
+        interval_ends = exact.token_ends(token_of, num_rows)
+        token_index = tokens[:, position : position + 1]
+        sizes = exact.sizes(interval_ends).gather(1, token_index)[:, 0]
+        middles = interval_ends.gather(1, token_index)[:, 0] - sizes / 2
+        uniform_numbers[:, position] = middles.clamp(max=1 - 1e-6).float()
+        draft_chances *= sizes
+
+    is_possible = draft_chances > 0
+    draft = round_of(drafter, uniform_numbers, settings)
+    assert draft.probs is not None
+    assert draft.tokens[is_possible].tolist() == tokens[is_possible].tolist()
+    assert 1 < int(is_possible.sum()) <= 4, "the draft does not have the letter c"
     with torch.no_grad():
-        texts = torch.tensor([[2, 0, 1, *guess] for guess in exact.DRAFTS])
+        texts = torch.tensor([[2, 0, 1, *draft_tokens] for draft_tokens in exact.DRAFTS])
         logits = model(texts).logits[:, 2:]
-    # Reported probabilities as logits, which a softmax leaves as they are.
+
+    # A softmax does not change the logarithms of probabilities.
     reported = exact.Proposal(Sampling(1.0), Sampling(1.0))
     measured = exact.Measured(
-        RejectionSampling(), logits, draft.probs.log(), own, reported, exact.WINDOW
+        RejectionSampling(), logits, draft.probs.log(), settings, reported, exact.WINDOW
     )
-    law = measured.law(chances)
+    law = measured.law(draft_chances)
     assert sum(law.values()) == pytest.approx(1, abs=exact.TOLERANCE)
-    table = {draft[:i]: logits[n, i] for n, draft in enumerate(exact.DRAFTS) for i in range(3)}
-    probs = {prefix: own.probs(each).double() for prefix, each in table.items()}
-    assert exact.error_of(law, probs, exact.block_probs(table, own)) < exact.TOLERANCE
+
+    prefix_logits = {}
+    for row, draft_tokens in enumerate(exact.DRAFTS):
+        for length in range(3):
+            prefix_logits[draft_tokens[:length]] = logits[row, length]
+    target_probs = {}
+    for prefix, row_logits in prefix_logits.items():
+        target_probs[prefix] = settings.probs(row_logits).double()
+    block_probs = exact.block_probs(prefix_logits, settings)
+    assert exact.error_of(law, target_probs, block_probs) < exact.TOLERANCE
 
 
 LACKING = [token for token in range(cases.VOCAB) if (ord("a") + token) % 4 == 0]
@@ -234,15 +254,15 @@ def test_logits_processors_may_choose_what_the_draft_lacks(
         "sampling": Sampling(temperature, processors=[processor]),
     }
     expected = autoregressive_decode(target, cases.PROMPTS, **options).tokens
-    assert {token for row in expected for token in row} & set(LACKING)
+    assert set().union(*expected) & set(LACKING)
     for rule in (ExactMatch(), RejectionSampling()):
         result = speculative_decode(target, drafter, cases.PROMPTS, rule=rule, **options)
         if rule.ignores_windows or not temperature:
             assert result.tokens == expected
         if processor is forced:
-            assert result.acceptance_rate == 1, "the draft has been told what the target was told"
+            assert result.acceptance_rate == 1, "draft and target have the same processors"
         elif processor is allowed:
-            assert {token for row in result.tokens for token in row} <= set(LACKING)
+            assert set().union(*result.tokens) <= set(LACKING)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "t1"])
@@ -253,13 +273,11 @@ def test_a_draft_of_a_short_context_goes_on_with_the_end_of_the_text(sampling: S
     prompts = [[1, 2, 3] * 7, [7], [4, 9]]
     options: dict[str, Any] = {"max_new_tokens": 40, "num_draft_tokens": 6, "sampling": sampling}
     batch = speculative_decode(target, drafter, prompts, **options)
-    assert (
-        batch.tokens
-        == autoregressive_decode(target, prompts, max_new_tokens=40, sampling=sampling).tokens
-    )
+    expected = autoregressive_decode(target, prompts, max_new_tokens=40, sampling=sampling)
+    assert batch.tokens == expected.tokens
     alone = speculative_decode(target, drafter, prompts[0], **options)
     assert alone.rows[0].rounds == batch.rows[0].rounds
-    assert drafter.largest == 16, "the buffers are no larger than the context"
+    assert drafter.largest_capacity == 16, "the buffers are no larger than the context"
 
 
 @pytest.mark.parametrize("kind", ["rnn", "transformer"])
@@ -272,7 +290,8 @@ def test_a_row_that_goes_on_with_another_turn_is_read_on_from_where_the_texts_pa
     row = session.add(cases.PROMPTS[1], max_new_tokens=9)
     run(session)
     for num_dropped, turn in [(0, [5, 1, 2]), (3, [6]), (0, [8, 9, 3]), (30, [7])]:
-        prompt = [*row.text[: max(1, len(row.text) - num_dropped)], *turn]
+        num_kept = max(1, len(row.text) - num_dropped)
+        prompt = [*row.text[:num_kept], *turn]
         row = session.resume(row, prompt, max_new_tokens=9)
         run(session)
         expected = autoregressive_decode(target, prompt, max_new_tokens=9, eos=cases.EOS).tokens[0]
@@ -283,37 +302,32 @@ def test_a_row_that_goes_on_with_another_turn_is_read_on_from_where_the_texts_pa
 def test_its_fused_form_shares_what_is_not_the_models() -> None:
     class Locked:
         def __init__(self) -> None:
-            self.lock = threading.Lock()  # cannot be copied
+            # A lock cannot be copied.
+            self.lock = threading.Lock()
 
         def __call__(self, prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             return scores
 
-    model, faster = renamed(cases.MODELS["rnn"](3)), renamed(cases.MODELS["rnn"](3))
-    drafter = CrossVocabulary(
-        model, letters(cases.VOCAB), sampling=Sampling(1.0, processors=[Locked()])
-    )
+    model = renamed(cases.MODELS["rnn"](3))
+    faster = renamed(cases.MODELS["rnn"](3))
+    sampling = Sampling(1.0, processors=[Locked()])
+    drafter = CrossVocabulary(model, letters(cases.VOCAB), sampling=sampling)
     assert drafter.fused() is drafter, "its model has no other form"
     model.fused = lambda: faster  # type: ignore[method-assign]
     fused = drafter.fused()
     assert fused.model is faster and fused._sources is not drafter._sources
-    assert (
-        fused.sampling is drafter.sampling and fused.target_vocabulary is drafter.target_vocabulary
-    )
+    assert fused.sampling is drafter.sampling
+    assert fused.target_vocabulary is drafter.target_vocabulary
 
 
 def test_what_it_has_read_counts_once_however_often_the_target_answers() -> None:
     target = cases.target("rnn")
-    drafter, texts = (
-        CrossVocabulary(renamed(cases.related(target)), letters(cases.VOCAB)),
-        [[1, 2, 3]],
-    )
+    drafter = CrossVocabulary(renamed(cases.related(target)), letters(cases.VOCAB))
+    texts = [[1, 2, 3]]
     state = drafter.init_state(1, 30)
-    drafter.propose(
-        state,
-        DraftRequest(texts, torch.tensor([[2, 3]]), None, vocab_size=cases.VOCAB),
-        [4],
-        Sampling(),
-    )
-    for num_accepted in (3, 0):  # another drafter drafts for the second answer
+    request = DraftRequest(texts, torch.tensor([[2, 3]]), None, vocab_size=cases.VOCAB)
+    drafter.propose(state, request, [4], Sampling())
+    # Another drafter drafts for the second answer.
+    for num_accepted in (3, 0):
         drafter.observe(state, target(torch.tensor(texts)), [num_accepted])
     assert state.rows[0].num_kept == 3

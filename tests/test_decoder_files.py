@@ -154,7 +154,7 @@ def test_another_draft_keeps_everything_else(tmp_path: Path) -> None:
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "checkpoints" / "smollm2_eagle.safetensors"
-TEXTS = ROOT / "benchmarks" / "smollm2_text"
+TEXTS = ROOT / "lightning_specdec" / "data" / "smollm2_text"
 
 
 def test_it_is_small_whole_and_told_of() -> None:

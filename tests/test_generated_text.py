@@ -1,4 +1,4 @@
-"""Laws of generated text as training data: rows as they were written, no prompt in two splits, faults named."""
+"""Laws of generated text as training data: rows are as written, and no prompt is in two splits."""
 
 from __future__ import annotations
 
@@ -12,46 +12,47 @@ from generated import PROMPTS, contents, corpus, generate, prompt_file, target
 
 from lightning_specdec.data import GeneratedText, PromptFiles, TokenData
 from lightning_specdec.data.base import SPLITS
-from lightning_specdec.data.corpus import open_corpus, read_manifest, write_manifest
+from lightning_specdec.data.corpus import (
+    open_corpus,
+    read_manifest,
+    shipped_corpora,
+    write_manifest,
+)
 
 __all__ = ["corpus", "target"]
 SMALL: dict[str, Any] = {"num_val": 2, "num_test": 2, "batch_size": 4}
 VOCABULARY = 320
-SHIPPED = sorted(
-    (Path(__file__).parent.parent / "benchmarks" / "smollm2_text").glob("*/manifest.json")
-)
 
 
 def stored(*corpora: Path) -> list[tuple[list[int], int]]:
     """Every row of some directories, with its prompt's length."""
-    shards = [shard for corpus in corpora for shard in open_corpus(corpus)[1]]
-    return [
-        (shard.row(number).tolist(), length)
-        for shard in shards
-        for number, length in enumerate(shard.prompt_lengths.tolist())
-    ]
+    rows = []
+    for directory in corpora:
+        _, shards = open_corpus(directory)
+        for shard in shards:
+            for number, prompt_length in enumerate(shard.prompt_lengths.tolist()):
+                rows.append((shard.row(number).tolist(), prompt_length))
+    return rows
 
 
-def dealt(data: TokenData) -> dict[str, list[tuple[list[int], int]]]:
-    """Every row of every split, with its prompt's length, through the loaders."""
+def loaded(data: TokenData) -> dict[str, list[tuple[list[int], int]]]:
+    """Every row of every split, with its prompt's length, as the loaders return them."""
     loaders = {
         "train": data.train_dataloader(),
         "val": data.val_dataloader(),
         "test": data.test_dataloader(),
     }
-    return {
-        split: [
-            (row[:length], prompt_length)
-            for batch in loader
-            for row, length, prompt_length in zip(
+    rows: dict[str, list[tuple[list[int], int]]] = {split: [] for split in loaders}
+    for split, loader in loaders.items():
+        for batch in loader:
+            for tokens, length, prompt_length in zip(
                 batch.tokens.tolist(),
                 batch.lengths.tolist(),
                 batch.prompt_lengths.tolist(),
                 strict=True,
-            )
-        ]
-        for split, loader in loaders.items()
-    }
+            ):
+                rows[split].append((tokens[:length], prompt_length))
+    return rows
 
 
 def test_the_splits_have_every_row_once_and_share_no_prompt(
@@ -64,29 +65,34 @@ def test_the_splits_have_every_row_once_and_share_no_prompt(
         temperatures=[2.0],
     )
     data = GeneratedText([str(corpus), str(again)], VOCABULARY, **SMALL)
-    splits = dealt(data)
-    everything = [row for rows in splits.values() for row in rows]
-    assert (
-        sorted(everything) == sorted(stored(corpus, again))
-        and len(everything) == 3 * len(PROMPTS) - 2
-    )
-    prompts = {
-        split: {tuple(row[:length]) for row, length in rows} for split, rows in splits.items()
-    }
+    splits = loaded(data)
+    all_rows = [*splits["train"], *splits["val"], *splits["test"]]
+    assert sorted(all_rows) == sorted(stored(corpus, again))
+    assert len(all_rows) == 3 * len(PROMPTS) - 2
+
+    prompts = {}
+    for split, rows in splits.items():
+        prompts[split] = {tuple(tokens[:prompt_length]) for tokens, prompt_length in rows}
     assert [len(prompts[split]) for split in SPLITS] == [len(PROMPTS) - 4, 2, 2]
     assert len(set().union(*prompts.values())) == len(PROMPTS), "no prompt is in two splits"
-    assert len(splits["val"]) > 2, "a case that tells something: several rows of a prompt"
+    assert len(splits["val"]) > 2, "a prompt has several rows"
 
 
 def test_rows_are_cut_to_max_length_and_prompts_without_room_left_out(corpus: Path) -> None:
-    whole = stored(corpus)
-    length = sorted(length for _, length in whole)[len(whole) // 2]
-    data = GeneratedText(
-        str(corpus), VOCABULARY, max_length=length, num_val=1, num_test=1, batch_size=4
-    )
-    kept = [row for rows in dealt(data).values() for row in rows]
-    assert sorted(kept) == sorted((row[:length], size) for row, size in whole if size < length)
-    assert data.max_length == length and len(whole) > len(kept)
+    stored_rows = stored(corpus)
+    prompt_lengths = sorted(prompt_length for _, prompt_length in stored_rows)
+    max_length = prompt_lengths[len(prompt_lengths) // 2]
+    expected = []
+    for tokens, prompt_length in stored_rows:
+        if prompt_length < max_length:
+            expected.append((tokens[:max_length], prompt_length))
+    assert len(expected) < len(stored_rows)
+
+    sizes = {"num_val": 1, "num_test": 1, "batch_size": 4}
+    data = GeneratedText(str(corpus), VOCABULARY, max_length=max_length, **sizes)
+    splits = loaded(data)
+    assert sorted([*splits["train"], *splits["val"], *splits["test"]]) == sorted(expected)
+    assert data.max_length == max_length
 
 
 def changed(**values: Any) -> Callable[[Path], object]:
@@ -120,23 +126,22 @@ def test_a_faulty_corpus_is_refused_by_one_line_that_names_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(corpus, tmp_path / "text")
-    spoil, arguments, told = FAULTS[name]
+    spoil, arguments, message = FAULTS[name]
     spoil(tmp_path / "text")
     before = contents(tmp_path / "text")
-    with pytest.raises((ValueError, FileNotFoundError), match=told) as caught:
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
         GeneratedText("text", **{"vocab_size": VOCABULARY, **arguments}).setup("fit")
     assert "\n" not in str(caught.value) and contents(tmp_path / "text") == before
 
 
 def test_the_text_that_ships_is_whole_and_of_one_target() -> None:
-    found = [open_corpus(path.parent) for path in SHIPPED]
-    assert len({manifest["target"]["sha256"] for manifest, _ in found}) == 1
-    for manifest, shards in found:
-        assert sum(map(len, shards)) == manifest["num_prompts"] * len(
-            manifest["arguments"]["temperatures"]
-        )
-    data = GeneratedText(
-        [str(path.parent) for path in SHIPPED], vocab_size=49152, max_length=512, num_val=48
-    )
+    corpora = [open_corpus(Path(path)) for path in shipped_corpora()]
+    assert len(corpora) == 5
+    assert len({manifest["target"]["sha256"] for manifest, _ in corpora}) == 1
+    for manifest, shards in corpora:
+        num_temperatures = len(manifest["arguments"]["temperatures"])
+        num_rows = sum(len(shard) for shard in shards)
+        assert num_rows == manifest["num_prompts"] * num_temperatures
+    data = GeneratedText(shipped_corpora(), vocab_size=49152, max_length=512, num_val=48)
     data.setup("fit")
     assert len(next(iter(data.train_dataloader()))[0])

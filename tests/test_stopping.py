@@ -1,4 +1,4 @@
-"""Laws of stop strings: found wherever they begin and end, and the same speculatively as token by token."""
+"""Laws of stop strings: they are found wherever they begin, in speculative decoding too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import Sampling
 
 PIECES = [b"ab", b"a", b"b", b" c", "é".encode(), b"\xc3", b"\xa9", b"\xa9b", b"cab a", None, b""]
-"""What the tokens of `cases` stand for here: overlapping pieces, halves of a character, nothing at all."""
+"""Bytes of the tokens of `cases`: overlapping pieces, parts of characters, and nothing."""
 STRINGS = {
     "within_a_token": ["b a"],
     "over_tokens": ["ba"],
@@ -32,16 +32,17 @@ STRINGS = {
 
 
 def oracle(tokens: list[int], strings: list[str]) -> tuple[int, int] | None:
-    """Byte after byte: the tokens kept, and the bytes cut from their end."""
+    """Search byte by byte: the number of tokens to keep, and of bytes to cut from their end."""
+    needles = [string.encode() for string in strings]
     text = b""
-    for i, token in enumerate(tokens):
+    for num_tokens, token in enumerate(tokens, 1):
         piece = PIECES[token] or b""
-        for place in range(len(piece)):
-            text += piece[place : place + 1]
-            if complete := [
-                string.encode() for string in strings if text.endswith(string.encode())
-            ]:
-                return i + 1, max(map(len, complete)) + len(piece) - place - 1
+        for num_read in range(1, len(piece) + 1):
+            seen = text + piece[:num_read]
+            match_lengths = [len(needle) for needle in needles if seen.endswith(needle)]
+            if match_lengths:
+                return num_tokens, max(match_lengths) + len(piece) - num_read
+        text += piece
     return None
 
 
@@ -49,30 +50,37 @@ def oracle(tokens: list[int], strings: list[str]) -> tuple[int, int] | None:
 def test_a_search_in_pieces_of_any_size_finds_what_a_search_byte_after_byte_finds(
     strings: list[str],
 ) -> None:
-    generator, stops = random.Random(1), StopStrings(strings, PIECES)
+    generator = random.Random(1)
+    stops = StopStrings(strings, PIECES)
     for _ in range(400):
+        # The largest id is outside the vocabulary, and adds nothing.
         tokens = [generator.randrange(len(PIECES) + 1) for _ in range(generator.randint(0, 20))]
-        tokens = [min(token, 50) for token in tokens]  # one of them is no token
         expected = oracle([token for token in tokens if token < len(PIECES)], strings)
-        search, read, found = StopSearch(stops), 0, None
-        while found is None and read < len(tokens):
-            chunk = tokens[read : read + generator.randint(0, 5)]
-            kept = search.push(chunk)
-            found, read = (None if kept is None else read + kept), read + len(chunk)
+
+        search = StopSearch(stops)
+        num_read = 0
+        num_kept = None
+        while num_kept is None and num_read < len(tokens):
+            chunk = tokens[num_read : num_read + generator.randint(0, 5)]
+            num_kept_of_chunk = search.push(chunk)
+            if num_kept_of_chunk is not None:
+                num_kept = num_read + num_kept_of_chunk
+            num_read += len(chunk)
+
         if expected is None:
-            assert found is None and search.num_cut == 0
+            assert num_kept is None and search.num_cut == 0
         else:
-            assert found is not None
-            known = sum(token < len(PIECES) for token in tokens[:found])
-            assert (known, search.num_cut) == expected
+            assert num_kept is not None
+            num_known = sum(token < len(PIECES) for token in tokens[:num_kept])
+            assert (num_known, search.num_cut) == expected
             assert search.num_cut == search.num_held
 
 
 def spelling(model: LanguageModel, pieces: Sequence[bytes | None]) -> LanguageModel:
-    """The model, its tokens having this text."""
-    other = copy(model)
-    other.vocabulary = SimpleNamespace(token_bytes=pieces)  # type: ignore[assignment]
-    return other
+    """A copy of the model whose tokens have these bytes."""
+    renamed = copy(model)
+    renamed.vocabulary = SimpleNamespace(token_bytes=pieces)  # type: ignore[assignment]
+    return renamed
 
 
 def options(name: str, sampling: Sampling) -> dict[str, Any]:
@@ -81,7 +89,7 @@ def options(name: str, sampling: Sampling) -> dict[str, Any]:
 
 @functools.cache
 def standard(target: str, name: str, sampling: Sampling) -> DecodeResult:
-    """Standard decoding up to strings of that name: the oracle of all drafters and windows."""
+    """Standard decoding up to the strings of that name, which all drafters must equal."""
     return autoregressive_decode(
         spelling(cases.target(target), PIECES), cases.PROMPTS, **options(name, sampling)
     )
@@ -113,15 +121,26 @@ def speculate(
 def test_speculative_output_equals_standard_output_with_stop_strings(
     target: str, drafter: str, name: str, sampling: Sampling
 ) -> None:
-    """Every string meets every window: odd ones at one temperature, even ones at the other."""
+    """Every string is tried with every window, odd and even ones at different temperatures."""
     expected = standard(target, name, sampling)
-    first = 1 + ([*STRINGS].index(name) + sampling.greedy) % 2
-    for window in (2, 7) if target == "llama" else range(first, 9, 2):
+    expected_reasons = [row.stop_reason for row in expected.rows]
+    windows: Sequence[int] = (2, 7)
+    if target != "llama":
+        is_even = ([*STRINGS].index(name) + sampling.greedy) % 2
+        windows = range(1 + is_even, 9, 2)
+    for window in windows:
         result = speculate(target, drafter, name, window, sampling)
         assert result.tokens == expected.tokens
-        assert [row.stop_reason for row in result.rows] == [
-            row.stop_reason for row in expected.rows
-        ]
+        assert [row.stop_reason for row in result.rows] == expected_reasons
+
+
+def test_a_stop_string_that_no_text_can_contain_is_refused_in_one_line() -> None:
+    with pytest.raises(ValueError, match="a stop string is empty"):
+        StopStrings(["a", ""], PIECES)
+    with pytest.raises(ValueError, match=r"'\\ud83d' has half a surrogate") as caught:
+        StopStrings(["a", "\ud83d"], PIECES)
+    assert "\n" not in str(caught.value)
+    str(caught.value).encode()
 
 
 def test_the_prompt_does_not_count() -> None:
@@ -129,7 +148,8 @@ def test_the_prompt_does_not_count() -> None:
     (first,) = autoregressive_decode(target, [[0, 1, 2]], max_new_tokens=1).tokens[0]
     strings = ["aba"]  # the prompt's own text, and begun at its end
     pieces = [b"z"] * cases.VOCAB
-    pieces[:3], pieces[first] = [b"a", b"b", b"ab"], b"a"
+    pieces[:3] = [b"a", b"b", b"ab"]
+    pieces[first] = b"a"
     result = autoregressive_decode(
         spelling(target, pieces), [[0, 1, 2]], max_new_tokens=1, stop=strings
     )

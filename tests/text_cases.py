@@ -1,4 +1,4 @@
-"""Tiny tokenizers of every kind with a chat template, for the laws of text."""
+"""Tiny tokenizers of every kind with a chat template, for the tests of text."""
 
 from __future__ import annotations
 
@@ -17,30 +17,40 @@ TEXT = [
 ]
 SAMPLES = [*TEXT, "", " ", "   ", "unseen: ŵŷ 👩‍👩‍👧 ∮", "a", " a", "\n", "x\ufffdy"]
 CHATML = (
-    "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
+    "{% for message in messages %}"
+    "<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
 SPECIAL = ["<unk>", "<s>", "</s>"]
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """As GPT-2, Llama 3, Qwen and SmolLM2: pieces of bytes. The pad token ends an answer, as in many models."""
-    names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
-    special = [*SPECIAL, "<｜über｜>"]
-    own = tiny_tokenizers.byte_level(
-        TEXT, vocab_size=400, special=special, **names, chat_template=CHATML
+    """Byte-level BPE as in GPT-2, Llama 3, Qwen and SmolLM2.
+
+    As in many models, the pad token is EOS.
+    """
+    tokenizer = tiny_tokenizers.byte_level(
+        TEXT,
+        vocab_size=400,
+        special=[*SPECIAL, "<｜über｜>"],
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="</s>",
+        chat_template=CHATML,
     )
-    own.add_tokens(["ein Wort mit Leerzeichen", "⚡⚡"])
-    return own
+    tokenizer.add_tokens(["ein Wort mit Leerzeichen", "⚡⚡"])
+    return tokenizer
 
 
 def sentencepiece(*, prefix: bool = True) -> PreTrainedTokenizerFast:
-    """As Llama 2, Mistral, Phi-3 and TinyLlama; without a prefix as Gemma."""
-    own = tiny_tokenizers.sentencepiece(
+    """SentencePiece as in Llama 2, Mistral, Phi-3 and TinyLlama, or Gemma without a prefix."""
+    tokenizer = tiny_tokenizers.sentencepiece(
         TEXT, prefix=prefix, special=SPECIAL, pad_token="</s>", chat_template=CHATML
     )
-    own.backend_tokenizer.post_processor = tiny_tokenizers.begin_with("<s>", 1)
-    return own
+    tokenizer.backend_tokenizer.post_processor = tiny_tokenizers.begin_with("<s>", 1)
+    return tokenizer
 
 
 TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
@@ -52,5 +62,5 @@ TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
 
 @functools.cache
 def tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of that kind; read it, do not write to it."""
+    """The tokenizer of that kind. Tests share it, so they must not change it."""
     return TOKENIZERS[kind]()

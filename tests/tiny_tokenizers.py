@@ -17,6 +17,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
+SPACE_MARK = "\u2581"
 ENGLISH = [
     "the cat sat on the mat and the dog sat on the log",
     "a guess is kept when the target would have said the same",
@@ -36,7 +37,7 @@ def byte_level(
     special: Sequence[str] = ("<s>", "</s>"),
     **options: Any,
 ) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, as GPT-2's; the special tokens come first."""
+    """Byte-level BPE as in GPT-2. The special tokens come first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -51,7 +52,7 @@ def byte_level(
 
 
 def nested_byte_level() -> PreTrainedTokenizerFast:
-    """The same with its steps inside sequences, as in Llama 3."""
+    """Byte-level BPE with its steps in sequences, as in Llama 3."""
     tokenizer = byte_level().backend_tokenizer
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -69,26 +70,29 @@ def sentencepiece(
     pad_token: str = "<pad>",
     **options: Any,
 ) -> PreTrainedTokenizerFast:
-    """BPE over SentencePiece's spaces with a token for each byte, as Llama 2's, or without a `prefix` as Gemma's."""
+    """BPE over SentencePiece's spaces with byte tokens: Llama 2's, or Gemma's without `prefix`."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    spaces: list[Any] = [normalizers.Replace(" ", "\u2581")]
-    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.normalizer = normalizers.Sequence(
-        [*[normalizers.Prepend("\u2581")] * prefix, *spaces]
-    )
+    normalizer: list[Any] = [normalizers.Replace(" ", SPACE_MARK)]
+    decoder = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix:
+        normalizer.insert(0, normalizers.Prepend(SPACE_MARK))
+        decoder.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(normalizer)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-    tokenizer.decoder = decoders.Sequence([*steps, *[decoders.Strip(" ", 1, 0)] * prefix])
-    names = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer.decoder = decoders.Sequence(decoder)
+
+    byte_names = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=names,
+        special_tokens=[*special, *byte_names],
         limit_alphabet=30,
         show_progress=False,
         max_token_length=8,
     )
     tokenizer.train_from_iterator(lines, trainer)
-    # The bytes were special in training alone.
-    rebuilt = Tokenizer.from_str(json.dumps(json.loads(tokenizer.to_str()) | {"added_tokens": []}))
+    # The byte tokens were special for the trainer only.
+    description = {**json.loads(tokenizer.to_str()), "added_tokens": []}
+    rebuilt = Tokenizer.from_str(json.dumps(description))
     return wrap(
         rebuilt,
         unk_token="<unk>",
@@ -99,13 +103,57 @@ def sentencepiece(
     )
 
 
+def unigram() -> PreTrainedTokenizerFast:
+    """Unigram over words that begin with a mark, without byte tokens, as in XGLM and T5."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=120,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        unk_token="<unk>",
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([*ENGLISH, *PROSE], trainer)
+    wrapped = wrap(tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    wrapped.add_tokens([f"{SPACE_MARK}{SPACE_MARK}two{SPACE_MARK}words"])
+    return wrapped
+
+
+def wordpiece() -> PreTrainedTokenizerFast:
+    """WordPiece, as in BERT and the causal models made from it."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=120, special_tokens=["[UNK]", "[CLS]", "[SEP]"], show_progress=False
+    )
+    tokenizer.train_from_iterator([*ENGLISH, *PROSE], trainer)
+    return wrap(tokenizer, unk_token="[UNK]", bos_token="[CLS]", eos_token="[SEP]")
+
+
+def end_of_word_bpe() -> PreTrainedTokenizerFast:
+    """BPE that marks the ends of words, as in the first GPT."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.BPEDecoder()
+    trainer = trainers.BpeTrainer(
+        vocab_size=120,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        end_of_word_suffix="</w>",
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([*ENGLISH, *PROSE], trainer)
+    return wrap(tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
 def wrap(tokenizer: Tokenizer, **options: Any) -> PreTrainedTokenizerFast:
-    """As transformers gives it."""
+    """The tokenizer as transformers loads it."""
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
 def begin_with(text: str, token: int) -> Any:
-    """What puts that token before every prompt."""
+    """A post-processor that puts a token before every prompt."""
     return processors.TemplateProcessing(single=f"{text} $A", special_tokens=[(text, token)])
 
 
@@ -114,3 +162,5 @@ KINDS = {
     "nested_byte_level": nested_byte_level,
     "sentencepiece": sentencepiece,
 }
+WITHOUT_BYTES = {"unigram": unigram, "wordpiece": wordpiece, "end_of_word_bpe": end_of_word_bpe}
+"""Tokenizers whose vocabularies do not have a token for every byte."""

@@ -1,6 +1,6 @@
-"""Vocabularies of letters for the tiny models, and a draft that speaks another one than its target.
+"""Vocabularies of letters for the tiny models, and a draft with another vocabulary than its target.
 
-The draft's tokens are the target's in another order; some are missing, some are pairs of letters.
+The draft's tokens are the target's in another order. Some are missing, some are pairs of letters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.text.vocabulary import Vocabulary
 
 PAIRS = (b"ab", b"ca", b"bd")
-"""The draft's tokens that the target does not have."""
+"""Tokens of the draft that the target does not have."""
 
 
 def letters(vocab_size: int) -> Vocabulary:
@@ -25,33 +25,32 @@ def letters(vocab_size: int) -> Vocabulary:
 
 
 def other_letters(vocab_size: int) -> Vocabulary:
-    """The letters from the last to the first but for every fourth, with pairs between them."""
-    own = [
-        piece
-        for piece in letters(vocab_size).token_bytes[::-1]
-        if piece is not None and piece[0] % 4
-    ]
-    return Vocabulary((own[0], PAIRS[0], *own[1:], *PAIRS[1:]))
+    """The letters in reverse order without every fourth one, with pairs between them."""
+    pieces = []
+    for piece in reversed(letters(vocab_size).token_bytes):
+        if piece is not None and piece[0] % 4 != 0:
+            pieces.append(piece)
+    return Vocabulary((pieces[0], PAIRS[0], *pieces[1:], *PAIRS[1:]))
 
 
 class Renamed(LanguageModel):
-    """A model over other tokens: each is read and scored as the token of the inner model that its first letter is.
+    """A model with other tokens, each of which is the inner model's token of its first letter.
 
-    Pairs of letters are scored highest of all, so that a guesser that did not leave them out would say nothing else.
+    Pairs of letters have the highest scores, so that a drafter that did not exclude them would
+    propose only pairs.
     """
 
     def __init__(self, model: LanguageModel, vocabulary: Vocabulary) -> None:
         super().__init__()
         self.tokens: Tensor
-        self.model, self.vocab_size = model, len(vocabulary)
+        self.model = model
+        self.vocab_size = len(vocabulary)
         self.vocabulary: Vocabulary = vocabulary
         pieces = [piece or b"a" for piece in vocabulary.token_bytes]
-        self.register_buffer(
-            "tokens", torch.tensor([piece[0] - ord("a") for piece in pieces]), persistent=False
-        )
-        self.register_buffer(
-            "bonus", torch.tensor([30.0 * (len(piece) > 1) for piece in pieces]), persistent=False
-        )
+        inner_tokens = [piece[0] - ord("a") for piece in pieces]
+        bonuses = [30.0 if len(piece) > 1 else 0.0 for piece in pieces]
+        self.register_buffer("tokens", torch.tensor(inner_tokens), persistent=False)
+        self.register_buffer("bonus", torch.tensor(bonuses), persistent=False)
 
     def init_state(self, batch_size: int, max_length: int) -> DecodeState:
         return self.model.init_state(batch_size, max_length)
@@ -67,19 +66,25 @@ class Renamed(LanguageModel):
 
 
 def cross(model: LanguageModel, **options: Any) -> CrossVocabulary:
-    """A drafter with that model for targets of as many tokens, under other names."""
+    """A drafter with that model under other tokens, for targets with the same number of tokens."""
     draft = Renamed(model, other_letters(model.vocab_size))
     encode = partial(encode_letters, draft.vocabulary)
     return CrossVocabulary(draft, letters(model.vocab_size), encode=encode, **options)
 
 
 def encode_letters(vocabulary: Vocabulary, text: str) -> list[int]:
-    """As a tokenizer would: pairs first; what it does not know is left out."""
-    pieces, tokens = vocabulary.token_bytes, []
-    while text:
-        first = next(
-            (piece for piece in (text[:2].encode(), text[:1].encode()) if piece in pieces), b""
-        )
-        tokens += [pieces.index(first)] if first else []
-        text = text[max(1, len(first)) :]
+    """Encode as a tokenizer would: pairs first. Unknown letters are left out."""
+    pieces = vocabulary.token_bytes
+    tokens = []
+    position = 0
+    while position < len(text):
+        pair = text[position : position + 2].encode()
+        letter = text[position].encode()
+        if pair in pieces and len(pair) == 2:
+            tokens.append(pieces.index(pair))
+            position += 2
+            continue
+        if letter in pieces:
+            tokens.append(pieces.index(letter))
+        position += 1
     return tokens

@@ -1,6 +1,6 @@
 """Data to train on and prompts to continue, as Lightning data modules.
 
-A name is imported when it is first asked for: the prompts are read without Lightning.
+A name is imported when it is first used, so that prompts can be read without importing Lightning.
 """
 
 from importlib import import_module
@@ -21,23 +21,26 @@ if TYPE_CHECKING:
     from lightning_specdec.data.sequences import SequenceFile as SequenceFile
     from lightning_specdec.data.text import TextFiles as TextFiles
 
-_FILES = {
-    "base": ("IGNORED", "Batch", "EpochSampler", "TokenData"),
-    "generated_text": ("GeneratedText",),
-    "prompt_sources": ("OpeningTurns", "PromptFiles", "PromptSource"),
-    "sequences": (
-        "ArithmeticProgressions",
-        "QuadraticProgressions",
-        "SequenceData",
-        "SequenceFile",
-    ),
-    "text": ("TextFiles",),
+MODULE_OF_NAME = {
+    "IGNORED": "base",
+    "Batch": "base",
+    "EpochSampler": "base",
+    "TokenData": "base",
+    "GeneratedText": "generated_text",
+    "OpeningTurns": "prompt_sources",
+    "PromptFiles": "prompt_sources",
+    "PromptSource": "prompt_sources",
+    "ArithmeticProgressions": "sequences",
+    "QuadraticProgressions": "sequences",
+    "SequenceData": "sequences",
+    "SequenceFile": "sequences",
+    "TextFiles": "text",
 }
-_HOMES = {name: file for file, names in _FILES.items() for name in names}
-__all__ = [*_HOMES]
+__all__ = [*MODULE_OF_NAME]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in MODULE_OF_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    module = import_module(f"{__name__}.{MODULE_OF_NAME[name]}")
+    return getattr(module, name)

@@ -28,43 +28,48 @@ if TYPE_CHECKING:
     from jaxtyping import Int
 
 IGNORED = -100
-"""The label that cross-entropy leaves out."""
+"""The label that cross-entropy ignores."""
 
 SPLITS = ("train", "val", "test")
 
 PlainValues = dict[str, Any]
 """Constructor arguments by name: numbers, strings, lists of them."""
 
+MISSING = object()
+"""Stands for an attribute that does not exist."""
+
 Row = tuple[int, Any]
-"""A sequence's number within its split, and its tokens."""
+"""A sequence's index in its split, and its tokens."""
 
 
 class NumberedRows(Dataset[Row]):
-    """The rows of a split, each read when it is asked for.
+    """The rows of a split, each read at its first use.
 
     Args:
-        places: of each row, where it is found.
-        read: what reads it from there.
+        locations: where each row is: a sequence of anything that `read` accepts.
+        read: reads the row at a location.
     """
 
-    def __init__(self, places: Any, read: Callable[[Any], Any]) -> None:
-        self.places, self.read = places, read
+    def __init__(self, locations: Any, read: Callable[[Any], Any]) -> None:
+        self.locations = locations
+        self.read = read
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.locations)
 
-    def __getitem__(self, number: Any) -> Any:
-        return number, self.read(self.places[number])
+    def __getitem__(self, index: Any) -> Any:
+        return index, self.read(self.locations[index])
 
 
 class Batch(NamedTuple):
     """Some sequences as one right-padded tensor.
 
     Args:
-        tokens: `[B, T]`, zeros behind a row's end.
+        tokens: `[B, T]`, zeros after a row's end.
         lengths: `[B]`, number of real tokens of each row.
-        prompt_lengths: `[B]`, number of tokens that are given when the row is continued by decoding.
-        indices: `[B]`, each row's number within its split; -1 where the data do not say.
+        prompt_lengths: `[B]`, number of tokens that are the prompt when the row is continued by
+            decoding.
+        indices: `[B]`, index of each row in its split; -1 if it is unknown.
     """
 
     tokens: Tensor
@@ -74,60 +79,66 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, batch: Any) -> Batch:
-        """A batch of any data module: a tensor of tokens, or a mapping or object with `tokens` and maybe `lengths`.
+        """Read a batch of any data module.
 
-        Where there are no `prompt_lengths`, the first half of each row is its prompt.
+        Args:
+            batch: a tensor of tokens, or a mapping or object with `tokens` and optionally the other
+                fields. Without `prompt_lengths`, the first half of each row is its prompt.
 
         Raises:
             ValueError: it is none of these.
         """
         if isinstance(batch, Batch):
             return batch
-        values = (
-            batch
-            if isinstance(batch, Mapping)
-            else {name: getattr(batch, name, None) for name in cls._fields}
-        )
-        tokens = batch if isinstance(batch, Tensor) else values.get("tokens")
-        lengths, prompt_lengths, indices = map(values.get, cls._fields[1:])
+
+        if isinstance(batch, Tensor):
+            values: Mapping[str, Any] = {"tokens": batch}
+        elif isinstance(batch, Mapping):
+            values = batch
+        else:
+            values = {name: getattr(batch, name, None) for name in cls._fields}
+
+        tokens = values.get("tokens")
         if not isinstance(tokens, Tensor) or tokens.dim() != 2:
             raise ValueError(
-                "a batch must be a [B, T] tensor of tokens or hold one as `tokens`: change the data module"
+                "a batch must be a [B, T] tensor of tokens or have one as `tokens`: change the "
+                "data module"
             )
+        lengths = values.get("lengths")
         if lengths is None:
             lengths = tokens.new_full((len(tokens),), tokens.shape[1])
+        prompt_lengths = values.get("prompt_lengths")
         if prompt_lengths is None:
             prompt_lengths = (lengths // 2).clamp(min=1)
-        return cls(
-            tokens,
-            lengths,
-            prompt_lengths,
-            torch.full_like(lengths, -1) if indices is None else indices,
-        )
+        indices = values.get("indices")
+        if indices is None:
+            indices = torch.full_like(lengths, -1)
+        return cls(tokens, lengths, prompt_lengths, indices)
 
     def next_tokens(self) -> Int[Tensor, "B N"]:
-        """The label of every position but the last: the token after it, `IGNORED` where that is padding."""
+        """The label of every position but the last: the next token, or `IGNORED` for padding."""
         labels = self.tokens[:, 1:]
         positions = torch.arange(1, self.tokens.shape[1], device=labels.device)
         return labels.masked_fill(positions >= self.lengths[:, None], IGNORED)
 
     def prompts(self) -> list[list[int]]:
-        """The first tokens of every row, on the host."""
-        lengths = self.prompt_lengths.tolist()
-        return [row[:length] for row, length in zip(self.tokens.tolist(), lengths, strict=True)]
+        """The prompt of every row, on the host."""
+        rows = zip(self.tokens.tolist(), self.prompt_lengths.tolist(), strict=True)
+        return [tokens[:prompt_length] for tokens, prompt_length in rows]
 
 
 class EpochSampler(Sampler[int]):
-    """A new order each epoch, which depends on the seed and the epoch's number alone, so that a run can resume.
+    """A new order each epoch. It depends on the seed and the epoch only, so that a run can resume.
 
     Args:
-        num_sequences: how many there are.
-        seed: of the orders.
-        num_drawn: how many of them an epoch has at most; all when None.
+        num_sequences: number of sequences.
+        seed: seed of the orders.
+        num_drawn: upper limit of the number of sequences in an epoch; no limit if None.
     """
 
     def __init__(self, num_sequences: int, seed: int, num_drawn: int | None = None) -> None:
-        self.num_sequences, self.seed = num_sequences, seed
+        self.num_sequences = num_sequences
+        self.seed = seed
         self.num_drawn = min(num_drawn or num_sequences, num_sequences)
         self.epoch = 0
 
@@ -139,40 +150,42 @@ class EpochSampler(Sampler[int]):
         return self.num_drawn
 
     def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(self.num_sequences, generator=self.generator())[
-            : self.num_drawn
-        ].tolist()
+        order = torch.randperm(self.num_sequences, generator=self.generator())
+        yield from order[: self.num_drawn].tolist()
 
     def generator(self) -> torch.Generator:
-        """This epoch's random numbers, from the first one."""
+        """A new generator of this epoch's random numbers."""
         return torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
 
 
 class ResumableLoader(DataLoader[Any]):
-    """A `DataLoader` that continues in the middle of an epoch once Lightning has restored its state.
+    """A `DataLoader` that continues an epoch after Lightning has restored its state.
 
     Args:
-        trainer: the Trainer that learns from the batches.
-        options: those of `DataLoader`.
+        trainer: the Trainer that uses the batches.
+        options: arguments of `DataLoader`.
     """
 
     def __init__(self, *args: Any, trainer: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.trainer, self._first = trainer, 0
+        self.trainer = trainer
+        self._num_done = 0
 
     def state_dict(self) -> dict[str, int]:
-        """How many batches of the epoch in progress the Trainer has made a step of."""
-        return {
-            "num_batches": int(self.trainer.fit_loop.epoch_loop.batch_progress.current.processed)
-        }
+        """The number of batches in the current epoch that the Trainer has processed."""
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        return {"num_batches": int(progress.current.processed)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        done = int(state["num_batches"])
-        self._first = done if done < len(self) else 0  # else the epoch was over
+        self._num_done = int(state["num_batches"])
+        if self._num_done >= len(self):
+            # The epoch was over, so the next one starts at its first batch.
+            self._num_done = 0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        first, self._first = self._first, 0
-        return islice(super().__iter__(), first, None)
+        num_skipped = self._num_done
+        self._num_done = 0
+        return islice(super().__iter__(), num_skipped, None)
 
 
 class TokenData(LightningDataModule, ABC):
@@ -180,16 +193,17 @@ class TokenData(LightningDataModule, ABC):
 
     Args:
         vocab_size: tokens are integers from 0 to `vocab_size` - 1.
-        num_train: sequences of an epoch; all there are when None.
-        num_val: sequences that choose the best checkpoint.
-        num_test: sequences kept for the end; their first tokens are the prompts.
+        num_train: number of sequences in an epoch; all if None.
+        num_val: number of sequences that choose the best checkpoint.
+        num_test: number of sequences for the final test. Their first tokens are the prompts.
         batch_size: sequences for each step of the optimizer.
-        seed: of the order of the batches, and of whatever else the data draw.
-        prompt_length: how many tokens of a test sequence are its prompt (at least one is left to decode).
+        seed: seed of the order of the batches, and of all that the data draws.
+        prompt_length: number of tokens of a test sequence that are its prompt; at least one is left
+            to decode.
 
     Attributes:
-        tokenizer: what turns text into these tokens: "bytes", or the directory or hub id of a tokenizer; None where
-            the tokens are no text.
+        tokenizer: the tokenizer of the tokens: "bytes", or a directory or Hub id; None if they are
+            not text.
     """
 
     tokenizer: str | None = None
@@ -217,68 +231,64 @@ class TokenData(LightningDataModule, ABC):
     @property
     @abstractmethod
     def max_length(self) -> int:
-        """Tokens of the longest sequence."""
+        """Number of tokens of the longest sequence."""
 
     @abstractmethod
     def rows(self, split: str) -> NumberedRows:
         """The rows of a split, one of `SPLITS`.
 
         Raises:
-            FileNotFoundError, ValueError: the data cannot be had, in one line.
+            FileNotFoundError, ValueError: the data cannot be read, in one line.
         """
 
     def collate(self, rows: Sequence[Row]) -> Batch:
         """One batch of rows, right-padded with zeros."""
-        texts = [torch.from_numpy(np.array(tokens, np.int64)) for _, tokens in rows]
-        lengths, indices = (
-            torch.tensor([len(text) for text in texts]),
-            torch.tensor([index for index, _ in rows]),
-        )
+        indices = torch.tensor([index for index, _ in rows])
+        sequences = [torch.from_numpy(np.array(tokens, np.int64)) for _, tokens in rows]
+        lengths = torch.tensor([len(sequence) for sequence in sequences])
         prompt_lengths = (lengths - 1).clamp(max=self.prompt_length)
-        return Batch(pad_sequence(texts, batch_first=True), lengths, prompt_lengths, indices)
+        tokens = pad_sequence(sequences, batch_first=True)
+        return Batch(tokens, lengths, prompt_lengths, indices)
 
     def train_sampler(self) -> EpochSampler:
-        """The order of each epoch: what it yields is looked up in the rows of the training split."""
+        """The order of each epoch, as indices into the rows of the training split."""
         return EpochSampler(len(self.rows("train")), self.seed)
 
     def bytes_per_token(self, *splits: str) -> float | None:
-        """How many bytes of text a token of these splits stands for, on average; None where the tokens are no text."""
+        """Bytes of text / number of tokens in these splits; None if the tokens are not text."""
         return None
 
     def arguments(self) -> PlainValues:
-        """The constructor's arguments, for the record of how a checkpoint was made."""
+        """The constructor's arguments, for the record of a checkpoint's training."""
         return plain_arguments(self)
 
     def prompts(self) -> list[list[int]]:
-        """The first tokens of the test sequences."""
+        """The prompts of the test sequences."""
         return self.first_rows("test").prompts()
 
     def first_rows(self, split: str, number: int | None = None) -> Batch:
-        """The first rows of a split, all when `number` is None."""
+        """The first `number` rows of a split; all if None."""
         rows = self.rows(split)
-        return self.collate(
-            [rows[i] for i in range(len(rows) if number is None else min(number, len(rows)))]
-        )
+        num_rows = len(rows) if number is None else min(number, len(rows))
+        return self.collate([rows[index] for index in range(num_rows)])
 
     def setup(self, stage: str) -> None:
-        """Make the splits, so that whatever is wrong with them is reported before anything starts."""
+        """Read the splits, so that their faults are reported before training starts."""
         for split in SPLITS:
             self.rows(split)
 
     def train_dataloader(self) -> DataLoader[Row]:
-        rows, trainer = self.rows("train"), self.trainer
         sampler: Sampler[int] = self.train_sampler()
-        if (
-            trainer is not None and trainer.world_size > 1
-        ):  # Lightning would wrap it with another shuffle
-            places = trainer.distributed_sampler_kwargs or {}
-            sampler = DistributedSamplerWrapper(sampler, shuffle=False, drop_last=True, **places)
+        if self.trainer is not None and self.trainer.world_size > 1:
+            # Lightning would shuffle a sampler again that it distributes itself.
+            ranks = self.trainer.distributed_sampler_kwargs or {}
+            sampler = DistributedSamplerWrapper(sampler, shuffle=False, drop_last=True, **ranks)
         return ResumableLoader(
-            rows,
+            self.rows("train"),
             batch_size=self.batch_size,
             sampler=sampler,
             collate_fn=self.collate,
-            trainer=trainer,
+            trainer=self.trainer,
         )
 
     def val_dataloader(self) -> DataLoader[Row]:
@@ -291,35 +301,47 @@ class TokenData(LightningDataModule, ABC):
         return DataLoader(self.rows(split), batch_size=self.batch_size, collate_fn=self.collate)
 
     def split(self, num_sequences: int, source: str) -> tuple[Tensor, Tensor, Tensor]:
-        """The numbers of the sequences of each split, in the order of `SPLITS`: a shuffle by the seed, cut in three.
+        """Shuffle sequences by the seed, and cut them into splits.
 
         Args:
-            source: of the sequences, for the error when there are too few.
+            num_sequences: number of sequences.
+            source: where they are from, for the error if there are too few.
+
+        Returns:
+            The indices of the sequences in train, val and test.
 
         Raises:
             ValueError: there are fewer sequences than the splits need.
         """
-        held_out = self.num_val + self.num_test
-        needed = held_out + (1 if self.num_train is None else self.num_train)
-        if num_sequences < needed:
+        num_held_out = self.num_val + self.num_test
+        min_train = 1 if self.num_train is None else self.num_train
+        num_needed = num_held_out + min_train
+        if num_sequences < num_needed:
             raise ValueError(
-                f"{source}: {num_sequences} distinct sequences, and the splits need {needed} ({self.num_val} val + "
-                f"{self.num_test} test + train): lower num_train, num_val or num_test, or give more data"
+                f"{source}: {num_sequences} distinct sequences, and the splits need {num_needed} "
+                f"({self.num_val} val + {self.num_test} test + train): lower num_train, num_val or "
+                "num_test, or give more data"
             )
+
         order = torch.randperm(num_sequences, generator=torch.Generator().manual_seed(self.seed))
-        stop = None if self.num_train is None else needed
-        return order[held_out:stop], order[self.num_test : held_out], order[: self.num_test]
+        test = order[: self.num_test]
+        val = order[self.num_test : num_held_out]
+        train = order[num_held_out:]
+        if self.num_train is not None:
+            train = train[: self.num_train]
+        return train, val, test
 
 
-def plain_arguments(made: object) -> PlainValues:
-    """The arguments of an object's constructors that it keeps under their names, if they are plain values."""
+def plain_arguments(instance: object) -> PlainValues:
+    """The constructor arguments that an object keeps as attributes, if they are plain values."""
     values: PlainValues = {}
-    for kind in type(made).__mro__:
-        if not kind.__module__.startswith("lightning.") and "__init__" in vars(kind):
-            for name in inspect.signature(kind.__init__).parameters:  # type: ignore[misc]
-                value = getattr(made, name, inspect)
-                if isinstance(value, int | float | str | list | None):
-                    values.setdefault(name, value)
+    for cls in type(instance).__mro__:
+        if cls.__module__.startswith("lightning.") or "__init__" not in vars(cls):
+            continue
+        for name in inspect.signature(cls.__init__).parameters:  # type: ignore[misc]
+            value = getattr(instance, name, MISSING)
+            if isinstance(value, int | float | str | list | None):
+                values.setdefault(name, value)
     return values
 
 

@@ -1,4 +1,7 @@
-"""A directory of generated text: shards of rows, and a manifest that describes them."""
+"""A directory of generated text: shards of rows, and a manifest that describes them.
+
+Shapes: N rows.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,40 @@ from safetensors.numpy import load_file, save
 from lightning_specdec.config.files import replaced
 
 MANIFEST = "manifest.json"
+
+SHIPPED_TEXT = Path(__file__).parent / "smollm2_text"
+"""Text of SmolLM2-135M-Instruct that ships with this package: one directory for each run."""
+
 FORMAT = 1
-"""Counted up when the files change, so that a corpus of another version is not misread."""
-_SAME = ("vocab_size", "target", "tokenizer", "arguments", "data", "num_prompts", "prompts_sha256")
-"""What two runs into one directory must have in common."""
-_TYPES: dict[str, type] = {"vocab_size": int, "target": dict, "tokenizer": dict, "num_shards": int}
+"""Version of the files. It is increased when they change, so that no version reads another one."""
+
+COMMON_FIELDS = (
+    "vocab_size",
+    "target",
+    "tokenizer",
+    "arguments",
+    "data",
+    "num_prompts",
+    "prompts_sha256",
+)
+"""Fields of the manifest that must be equal for two runs into one directory."""
+
+FIELD_TYPES: dict[str, type] = {
+    "vocab_size": int,
+    "target": dict,
+    "tokenizer": dict,
+    "num_shards": int,
+}
 
 
 class GeneratedRow(NamedTuple):
-    """A prompt and what the target made of it.
+    """A prompt and the target's answer.
 
     Args:
-        prompt: its tokens.
-        tokens: the new ones, with the EOS token that ended them.
-        prompt_number: rows of one prompt at several temperatures share it.
-        temperature: what the new tokens were drawn at.
+        prompt: tokens of the prompt.
+        tokens: tokens of the answer, with the EOS token that ended it.
+        prompt_number: number of the prompt. Rows of one prompt at several temperatures share it.
+        temperature: the temperature of the answer.
     """
 
     prompt: Sequence[int]
@@ -45,60 +67,62 @@ def shard_path(directory: Path, number: int) -> Path:
 def write_shard(
     directory: Path, number: int, rows: Sequence[GeneratedRow], vocab_size: int
 ) -> None:
-    """Write the rows of a shard; its file is there whole or not at all."""
-    path, texts = shard_path(directory, number), [[*row.prompt, *row.tokens] for row in rows]
+    """Write the rows of a shard. Its file appears only when it is complete."""
+    texts = [[*row.prompt, *row.tokens] for row in rows]
+    text_lengths = [len(text) for text in texts]
+    token_dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
     arrays = {
-        "tokens": np.concatenate(texts).astype(np.uint16 if vocab_size <= 2**16 else np.uint32),
-        "starts": np.cumsum([0, *map(len, texts)], dtype=np.int64),
+        "tokens": np.concatenate(texts).astype(token_dtype),
+        "starts": np.cumsum([0, *text_lengths], dtype=np.int64),
         "prompt_lengths": np.array([len(row.prompt) for row in rows], np.int64),
         "prompt_numbers": np.array([row.prompt_number for row in rows], np.int64),
         "temperatures": np.array([row.temperature for row in rows], np.float32),
     }
-    with replaced(path) as file:
+    with replaced(shard_path(directory, number)) as file:
         file.write(save(arrays))
 
 
 class Shard:
-    """A shard as it was written.
+    """A shard that was written by `write_shard`.
 
     Args:
-        path: its file.
-        vocab_size: what its tokens are below.
+        path: the shard's file.
+        vocab_size: upper limit of its tokens.
 
     Attributes:
-        starts: `[N + 1]`, where each row begins among the tokens, and where the last one ends.
+        starts: `[N + 1]`, the position of each row's first token, and the number of tokens.
         prompt_lengths, prompt_numbers, temperatures: `[N]`, see `GeneratedRow`.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is torn, or holds something else.
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, or is not a shard.
     """
 
     def __init__(self, path: Path, vocab_size: int) -> None:
         if not path.is_file():
             raise FileNotFoundError(
-                f"{path} is missing: run `lightning_specdec generate` again, which writes it"
+                f"{path} is missing: run `lightning_specdec generate` again to write it"
             )
         try:
             arrays = load_file(path)
-            self.starts, self._tokens = arrays["starts"], arrays["tokens"]
-            self.prompt_lengths, self.prompt_numbers = (
-                arrays["prompt_lengths"],
-                arrays["prompt_numbers"],
-            )
+            self.starts = arrays["starts"]
+            self._tokens = arrays["tokens"]
+            self.prompt_lengths = arrays["prompt_lengths"]
+            self.prompt_numbers = arrays["prompt_numbers"]
             self.temperatures = arrays["temperatures"]
-            sizes = np.diff(self.starts)
-            if (
-                self.starts[0]
-                or self.starts[-1] != len(self._tokens)
-                or (sizes <= self.prompt_lengths).any()
-            ):
-                raise ValueError("its rows do not fit its tokens")
-            if (self.prompt_lengths < 1).any() or self._tokens.max(initial=0) >= vocab_size:
-                raise ValueError("it holds rows that cannot have been generated")
+            self._check(vocab_size)
         except (ValueError, LookupError, OSError, SafetensorError) as error:
-            remedy = "delete it and run `lightning_specdec generate` again, which writes it anew"
+            remedy = "delete it and run `lightning_specdec generate` again to write it"
             raise ValueError(f"the shard {path} is damaged ({error}): {remedy}") from error
+
+    def _check(self, vocab_size: int) -> None:
+        """Raise ValueError if the arrays do not fit each other."""
+        text_lengths = np.diff(self.starts)
+        has_all_tokens = self.starts[0] == 0 and self.starts[-1] == len(self._tokens)
+        if not has_all_tokens or (text_lengths <= self.prompt_lengths).any():
+            raise ValueError("its rows do not fit its tokens")
+        if (self.prompt_lengths < 1).any() or self._tokens.max(initial=0) >= vocab_size:
+            raise ValueError("it holds rows that cannot have been generated")
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)
@@ -109,10 +133,10 @@ class Shard:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """What a directory says of its shards.
+    """Read the description of a directory's shards.
 
     Raises:
-        FileNotFoundError, ValueError: it holds no generated text, or that of another version.
+        FileNotFoundError, ValueError: there is no generated text, or it is of another version.
     """
     path = directory / MANIFEST
     if not path.is_file():
@@ -121,14 +145,16 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        whole = values["format"] == FORMAT and all(
-            isinstance(values[name], kind) for name, kind in _TYPES.items()
+        has_all_fields = all(
+            isinstance(values[name], field_type) for name, field_type in FIELD_TYPES.items()
         )
+        is_valid = values["format"] == FORMAT and has_all_fields
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        whole = False
-    if not whole:
+        is_valid = False
+    if not is_valid:
         raise ValueError(
-            f"{path} is not a manifest of format {FORMAT}: generate the text again with this version"
+            f"{path} is not a manifest of format {FORMAT}: generate the text again with this "
+            "version"
         )
     return dict(values)
 
@@ -138,13 +164,20 @@ def write_manifest(directory: Path, values: Mapping[str, Any]) -> None:
         file.write((json.dumps(values, indent=1) + "\n").encode())
 
 
-def check_same(directory: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise ValueError, which names the differences, unless a run may continue what another one has begun."""
-    wanted = json.loads(json.dumps(wanted))
-    if others := [name for name in _SAME if found.get(name) != wanted[name]]:
+def check_same(directory: Path, existing: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Raise ValueError, which names the differences, if a run cannot continue an existing one.
+
+    Args:
+        directory: the directory of the run, for the error.
+        existing: the manifest that is there.
+        new: the manifest that the run would write.
+    """
+    new_values = json.loads(json.dumps(new))
+    differences = [name for name in COMMON_FIELDS if existing.get(name) != new_values[name]]
+    if differences:
         raise ValueError(
-            f"{directory} holds another run's text (of another {', '.join(others)}): give the same, or another "
-            "model.output"
+            f"{directory} holds another run's text (of another {', '.join(differences)}): give the "
+            "same, or another model.output"
         )
 
 
@@ -152,13 +185,16 @@ def open_corpus(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
     """The manifest and all shards of a directory.
 
     Raises:
-        FileNotFoundError, ValueError: one of them is missing or torn.
+        FileNotFoundError, ValueError: one of them is missing or damaged.
     """
     manifest = read_manifest(directory)
-    return manifest, [
-        Shard(shard_path(directory, number), manifest["vocab_size"])
-        for number in range(manifest["num_shards"])
-    ]
+    paths = [shard_path(directory, number) for number in range(manifest["num_shards"])]
+    return manifest, [Shard(path, manifest["vocab_size"]) for path in paths]
+
+
+def shipped_corpora() -> list[str]:
+    """The directories of generated text that ship with this package."""
+    return sorted(str(path.parent) for path in SHIPPED_TEXT.glob(f"*/{MANIFEST}"))
 
 
 def tokens_sha256(texts: Sequence[Sequence[int]]) -> str:

@@ -1,10 +1,10 @@
-"""What `lightning_specdec generate` wrote, as rows to learn from: prompts and the target's answers."""
+"""Text that `lightning_specdec generate` wrote: prompts and the target's answers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,52 +21,61 @@ from lightning_specdec.data.base import (
 from lightning_specdec.data.corpus import Shard, open_corpus
 from lightning_specdec.text.tokenizer import named_tokenizer
 
-IN_A_POOL = 32
-"""Batches whose rows are sorted among each other: enough to be alike, few enough to keep the order random."""
+BATCHES_PER_POOL = 32
+"""Batches whose rows are sorted together. More give less padding, fewer a more random order."""
 
-Place = tuple[Shard, int]
-"""A row's shard and its number there."""
+
+class RowLocation(NamedTuple):
+    """A row's shard and its number there."""
+
+    shard: Shard
+    number: int
 
 
 class LikeLengths(EpochSampler):
-    """An `EpochSampler` whose batches hold rows of similar lengths, so that little is padded.
+    """An `EpochSampler` whose batches have rows of similar lengths, to need little padding.
 
     Args:
-        lengths: of the rows.
+        lengths: number of tokens of each row.
         batch_size: rows of a batch.
-        seed: of the order, together with the epoch's number.
+        seed: seed of the order, together with the epoch's number.
     """
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int) -> None:
         super().__init__(len(lengths), seed)
-        self.lengths, self.batch_size = torch.tensor(lengths), batch_size
+        self.lengths = torch.tensor(lengths)
+        self.batch_size = batch_size
 
     def __iter__(self) -> Iterator[int]:
         generator = self.generator()
         order = torch.randperm(self.num_sequences, generator=generator)
-        pools = [
-            pool[self.lengths[pool].argsort(stable=True)]
-            for pool in order.split(IN_A_POOL * self.batch_size)
-        ]
-        batches = torch.cat(pools).split(self.batch_size)
-        last = len(batches) - 1
-        # The last batch may be smaller, and stays the last.
-        for number in [*torch.randperm(last, generator=generator).tolist(), last]:
-            yield from batches[number].tolist()
+        sorted_pools = []
+        for pool in order.split(BATCHES_PER_POOL * self.batch_size):
+            by_length = self.lengths[pool].argsort(stable=True)
+            sorted_pools.append(pool[by_length])
+
+        batches = torch.cat(sorted_pools).split(self.batch_size)
+        # The last batch may be smaller, so it stays the last.
+        num_full = len(batches) - 1
+        for index in torch.randperm(num_full, generator=generator).tolist():
+            yield from batches[index].tolist()
+        yield from batches[num_full].tolist()
 
 
 class GeneratedText(TokenData):
     """Rows of one or several directories of generated text, split by their prompts.
 
-    All rows of a prompt (at several temperatures, of several runs) are in one split. Numbers are numbers of prompts.
-    Within a split the rows of one temperature follow each other, so the first rows are of different prompts.
+    All rows of a prompt (at several temperatures, of several runs) are in one split. Sizes of
+    splits are numbers of prompts. In a split the rows of one temperature follow each other, so the
+    first rows have different prompts.
 
     Args:
         paths: directories that `lightning_specdec generate` wrote, all of one tokenizer.
-        vocab_size: tokens of the models; what the directories' target has.
-        max_length: tokens of a row at most: the rest is cut off. Rows whose prompt fills that are left out.
-        tokenizer: where the directories' tokenizer is now; as their manifests say when None.
-        options: those of `TokenData`.
+        vocab_size: number of tokens of the models, equal to that of the directories' target.
+        max_length: longer rows are cut to this number of tokens. Rows with such a long prompt are
+            left out.
+        tokenizer: directory or Hub id of the tokenizer; the one of the manifests if None.
+        options: arguments of `TokenData`.
     """
 
     def __init__(
@@ -78,87 +87,109 @@ class GeneratedText(TokenData):
         tokenizer: str | None = None,
         **options: Any,
     ) -> None:
-        self.longest = require_int("max_length", max_length, 2)
-        super().__init__(
-            vocab_size, prompt_length=max_length - 1, **options
-        )  # as many as the row's own prompt has
+        self.max_row_length = require_int("max_length", max_length, 2)
+        # Every row has its own prompt length, which no limit cuts.
+        super().__init__(vocab_size, prompt_length=max_length - 1, **options)
         self.paths = [paths] if isinstance(paths, str) else list(paths)
         self.tokenizer = tokenizer
-        self._places: dict[str, list[Place]] = {}
+        self._locations: dict[str, list[RowLocation]] = {}
 
     @property
     def max_length(self) -> int:
-        return max(self._length(place) for places in self._split().values() for place in places)
+        return max(
+            max(self._length(location) for location in locations)
+            for locations in self._split().values()
+        )
 
     def rows(self, split: str) -> NumberedRows:
-        return NumberedRows(
-            self._split()[split],
-            lambda place: (
-                place[0].row(place[1])[: self.longest],
-                int(place[0].prompt_lengths[place[1]]),
-            ),
-        )
+        return NumberedRows(self._split()[split], self._read)
 
     def train_sampler(self) -> EpochSampler:
-        num_rows = self.batch_size * (
-            self.trainer.world_size if self.trainer else 1
-        )  # of all processes in a step
-        return LikeLengths(
-            [self._length(place) for place in self._split()["train"]], num_rows, self.seed
-        )
+        num_processes = self.trainer.world_size if self.trainer else 1
+        rows_per_step = self.batch_size * num_processes
+        lengths = [self._length(location) for location in self._split()["train"]]
+        return LikeLengths(lengths, rows_per_step, self.seed)
 
-    def _length(self, place: Place) -> int:
-        shard, number = place
-        return min(self.longest, int(shard.starts[number + 1] - shard.starts[number]))
+    def _read(self, location: RowLocation) -> tuple[Any, int]:
+        """The tokens of a row, and the length of its prompt."""
+        tokens = location.shard.row(location.number)[: self.max_row_length]
+        return tokens, int(location.shard.prompt_lengths[location.number])
 
-    def _split(self) -> dict[str, list[Place]]:
-        """The rows of each split, read on the first call.
+    def _length(self, location: RowLocation) -> int:
+        starts = location.shard.starts
+        length = int(starts[location.number + 1] - starts[location.number])
+        return min(self.max_row_length, length)
+
+    def _split(self) -> dict[str, list[RowLocation]]:
+        """The rows of each split, read at the first call.
 
         Raises:
-            ValueError: a directory is of another tokenizer or vocabulary, or there are too few prompts.
+            ValueError: a directory has another tokenizer or vocabulary, or there are too few
+                prompts.
         """
-        if self._places:
-            return self._places
-        prompts: dict[bytes, list[Place]] = {}
-        given = self.tokenizer
-        fingerprints = set() if given is None else {named_tokenizer(given).fingerprint}
+        if self._locations:
+            return self._locations
+
+        rows_by_prompt: dict[bytes, list[RowLocation]] = {}
+        for shard in self._open_shards():
+            for number, prompt_length in enumerate(shard.prompt_lengths.tolist()):
+                if prompt_length < self.max_row_length:
+                    prompt = shard.row(number)[:prompt_length].tobytes()
+                    rows_by_prompt.setdefault(prompt, []).append(RowLocation(shard, number))
+
+        rows_of_prompts = list(rows_by_prompt.values())
+        source = f"{', '.join(self.paths)}, prompts"
+        prompt_indices = self.split(len(rows_of_prompts), source)
+        for split, indices in zip(SPLITS, prompt_indices, strict=True):
+            locations: list[RowLocation] = []
+            for index in indices.tolist():
+                locations += rows_of_prompts[index]
+            # The sort is stable, so rows of one temperature stay in the order of their prompts.
+            locations.sort(key=_temperature)
+            self._locations[split] = locations
+        return self._locations
+
+    def _open_shards(self) -> list[Shard]:
+        """The shards of all directories, checked to be of one tokenizer.
+
+        Sets `tokenizer` if it is unknown.
+        """
+        given_tokenizer = self.tokenizer
+        fingerprints = set()
+        if given_tokenizer is not None:
+            fingerprints.add(named_tokenizer(given_tokenizer).fingerprint)
+
+        all_shards: list[Shard] = []
         for path in self.paths:
             manifest, shards = open_corpus(Path(path).expanduser())
             name = str(manifest["tokenizer"].get("name"))
-            self.tokenizer = given or name
+            self.tokenizer = given_tokenizer or name
             fingerprints.add(manifest["tokenizer"].get("fingerprint"))
             if len(fingerprints) > 1 or manifest["vocab_size"] != self.vocab_size:
                 raise ValueError(
-                    f"{path} is text of the tokenizer {name} with {manifest['vocab_size']} tokens: give directories of "
-                    f"{given or 'one tokenizer'}, and its data.vocab_size (it is {self.vocab_size})"
+                    f"{path} is text of the tokenizer {name} with {manifest['vocab_size']} tokens: "
+                    f"give directories of {given_tokenizer or 'one tokenizer'}, and its "
+                    f"data.vocab_size (it is {self.vocab_size})"
                 )
-            for shard in shards:
-                for number, length in enumerate(shard.prompt_lengths.tolist()):
-                    if length < self.longest:
-                        prompts.setdefault(shard.row(number)[:length].tobytes(), []).append(
-                            (shard, number)
-                        )
-        rows_of = list(prompts.values())
-        split = self.split(len(rows_of), f"{', '.join(self.paths)}, prompts")
-        for name, numbers in zip(SPLITS, split, strict=True):
-            places = [place for number in numbers.tolist() for place in rows_of[number]]
-            # Stable, so that rows of one temperature stay in the order of their prompts.
-            places.sort(key=lambda place: float(place[0].temperatures[place[1]]))
-            self._places[name] = places
-        return self._places
+            all_shards += shards
+        return all_shards
 
     def collate(self, rows: Sequence[Row]) -> Batch:
         batch = super().collate([(index, tokens) for index, (tokens, _) in rows])
-        return batch._replace(prompt_lengths=torch.tensor([length for _, (_, length) in rows]))
+        prompt_lengths = [prompt_length for _, (_, prompt_length) in rows]
+        return batch._replace(prompt_lengths=torch.tensor(prompt_lengths))
 
     def prompts(self) -> list[list[int]]:
         """The distinct prompts of the test rows."""
-        return [
-            list(prompt) for prompt in dict.fromkeys(tuple(prompt) for prompt in super().prompts())
-        ]
+        distinct_prompts = dict.fromkeys(tuple(prompt) for prompt in super().prompts())
+        return [list(prompt) for prompt in distinct_prompts]
 
     def arguments(self) -> PlainValues:
-        given = {
-            name: value for name, value in super().arguments().items() if name != "prompt_length"
-        }
-        return {**given, "max_length": self.longest}
+        values = super().arguments()
+        values.pop("prompt_length", None)
+        values["max_length"] = self.max_row_length
+        return values
+
+
+def _temperature(location: RowLocation) -> float:
+    return float(location.shard.temperatures[location.number])

@@ -1,4 +1,7 @@
-"""Windows of the text of files: whole files are held out, and tokens are kept in memory-mapped files."""
+"""Windows of the text of files.
+
+Whole texts are held out, and tokens are kept in memory-mapped files.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,8 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +19,23 @@ import numpy as np
 from lightning_specdec.config.checks import require_int, require_number
 from lightning_specdec.config.files import cache_home, replaced
 from lightning_specdec.data.base import SPLITS, EpochSampler, NumberedRows, TokenData
-from lightning_specdec.text.tokenizer import Tokenizer, named_tokenizer
+from lightning_specdec.text.rows import (
+    Row,
+    decode_utf8,
+    missing_field,
+    read_conversation,
+    read_json_rows,
+)
+from lightning_specdec.text.tokenizer import (
+    Message,
+    TextTokenizer,
+    Tokenizer,
+    named_tokenizer,
+    valid_text,
+)
 
-SKIPPED = frozenset({"__pycache__"})
-NO_SOURCES = SKIPPED | {
+SKIPPED_DIRECTORIES = frozenset({"__pycache__"})
+SKIPPED_LIBRARY_DIRECTORIES = SKIPPED_DIRECTORIES | {
     "dist-packages",
     "encodings",
     "idle_test",
@@ -29,156 +44,262 @@ NO_SOURCES = SKIPPED | {
     "test",
     "tests",
 }
-"""Directories of an installed Python that hold its tests, generated tables, or other packages."""
+"""Directories of an installed Python with its tests, generated tables, or other packages."""
+
+TEXT_FIELDS = ("text", "content")
+"""Fields of a JSON row that data sets for pretraining keep their text in."""
 
 
-class TextFile(NamedTuple):
-    """One file of valid text.
+class NamedFile(NamedTuple):
+    """A file, and its name below the directory or pattern that it was found by."""
+
+    name: str
+    path: Path
+
+
+class TrainingText(NamedTuple):
+    """One text to train on: a file, or a row of a JSON file.
 
     Args:
-        key: pseudo-random, of its path below the directory that was asked for; decides its split.
-        path: where it is.
-        num_bytes: its size.
-        digest: SHA-256 of its bytes.
+        key: pseudo-random, from the text's name; decides its split.
+        path: the file.
+        num_bytes: size of the text.
+        digest: SHA-256 of the text.
+        content: text or conversation of a row; None for a whole file.
     """
 
     key: str
     path: Path
     num_bytes: int
     digest: str
+    content: str | list[Message] | None = None
+
+    def encode(self, tokenizer: Tokenizer) -> list[int]:
+        """The text's tokens. A conversation is written by the tokenizer's chat template.
+
+        Raises:
+            ValueError: the tokenizer has no chat template, or it does not accept the conversation.
+        """
+        content = self.content
+        if content is None:
+            content = decode_utf8(self.path.read_bytes(), self.path)
+        if isinstance(content, str):
+            return tokenizer.encode_plain(content)
+
+        if not isinstance(tokenizer, TextTokenizer) or not tokenizer.has_chat_template:
+            raise ValueError(
+                f"{self.path} has conversations, which need a chat template: train for a target "
+                'that was tuned for chats, or give rows with a "text"'
+            )
+        whole_chat = {"add_generation_prompt": False}
+        rendered = tokenizer.render_chat(content, chat_template_kwargs=whole_chat)
+        return tokenizer.encode_rendered(rendered)
 
 
-def find_texts(paths: Sequence[str] | None) -> list[TextFile]:
-    """The distinct text files of a source, by path.
+def find_files(paths: Sequence[str] | None) -> list[NamedFile]:
+    """The files of a source, each once.
 
     Args:
-        paths: files, directories (all files below them but hidden ones) and patterns such as `src/**/*.py`; the
-            running Python's own standard library without its tests when None.
+        paths: files, directories (all files below them except hidden ones) and patterns such as
+            `src/**/*.py`; the running Python's standard library without its tests if None.
 
     Raises:
         FileNotFoundError: a path does not exist, or a pattern matches no file.
-        ValueError: a file is not UTF-8.
     """
-    # A file may be named twice, by itself and by its directory, and a content may have several names.
-    named = {path.resolve(): (name, path) for name, path in _listed(paths)}.values()
-    distinct: dict[str, TextFile] = {}
-    for name, path in sorted(named):
-        content = path.read_bytes()
-        try:
-            content.decode()
-        except UnicodeDecodeError:
-            raise ValueError(
-                f"{path} is not text in UTF-8: save it as UTF-8, or leave it out"
-            ) from None
-        key, digest = (
-            hashlib.sha256(os.fsencode(name)).hexdigest(),
-            hashlib.sha256(content).hexdigest(),
-        )
-        if content:
-            distinct.setdefault(digest, TextFile(key, path, len(content), digest))
-    return list(distinct.values())
+    if paths is None:
+        patterns: Sequence[str] = [f"{sysconfig.get_path('stdlib')}/**/*.py"]
+        skipped = SKIPPED_LIBRARY_DIRECTORIES
+    else:
+        patterns = paths
+        skipped = SKIPPED_DIRECTORIES
+
+    # A file may be listed twice, by its path and by its directory.
+    files: dict[Path, NamedFile] = {}
+    for pattern in patterns:
+        for file in _match_files(pattern, skipped):
+            files[file.path.resolve()] = file
+    return sorted(files.values())
 
 
-def _listed(paths: Sequence[str] | None) -> Iterator[tuple[str, Path]]:
-    """Names and paths of all files that `paths` mean, without hidden ones in directories."""
-    skipped = NO_SOURCES if paths is None else SKIPPED
-    for given in [f"{sysconfig.get_path('stdlib')}/**/*.py"] if paths is None else paths:
-        parts = Path(given).expanduser().parts
-        plain = list(takewhile(lambda part: not glob.has_magic(part), parts))
-        root, pattern = Path(*plain), "/".join(parts[len(plain) :])
-        if root.is_file():
-            found = [(root.name, root)]
+def find_texts(paths: Sequence[str] | None) -> list[TrainingText]:
+    """The distinct texts of a source: files, and the rows of JSON files.
+
+    Args:
+        paths: as for `find_files`.
+
+    Raises:
+        FileNotFoundError: a path does not exist, or a pattern matches no file.
+        ValueError: a file is not in UTF-8, or a row of a JSON file has no text.
+    """
+    distinct_texts: dict[str, TrainingText] = {}
+    for file in find_files(paths):
+        text = decode_utf8(file.path.read_bytes(), file.path)
+        rows = read_json_rows(text, file.path)
+        if rows is None:
+            texts = [_whole_file(file, text)]
         else:
-            below = [
-                (path.relative_to(root), path)
-                for path in root.glob(pattern or "**/*")
-                if path.is_file()
-            ]
-            found = [
-                (name.as_posix(), path)
-                for name, path in below
-                if not any(
-                    part in skipped or part.startswith((".", "_sysconfigdata"))
-                    for part in name.parts
-                )
-            ]  # the build's own settings differ between machines
-        if not found:
-            raise FileNotFoundError(f"{given} does not exist or has no files: check this path")
-        yield from found
+            texts = [_text_of_row(row, file) for row in rows]
+        for training_text in texts:
+            if training_text.num_bytes > 0:
+                distinct_texts.setdefault(training_text.digest, training_text)
+    return list(distinct_texts.values())
+
+
+def _match_files(pattern: str, skipped: frozenset[str]) -> list[NamedFile]:
+    """The files of one path or pattern, without hidden ones and those in skipped directories."""
+    parts = Path(pattern).expanduser().parts
+    num_plain = 0
+    while num_plain < len(parts) and not glob.has_magic(parts[num_plain]):
+        num_plain += 1
+    root = Path(*parts[:num_plain])
+    if root.is_file():
+        return [NamedFile(root.name, root)]
+
+    files = []
+    for path in root.glob("/".join(parts[num_plain:]) or "**/*"):
+        name = path.relative_to(root)
+        if path.is_file() and not any(_is_skipped(part, skipped) for part in name.parts):
+            files.append(NamedFile(name.as_posix(), path))
+    if not files:
+        raise FileNotFoundError(f"{pattern} does not exist or has no files: check this path")
+    return files
+
+
+def _is_skipped(part: str, skipped: frozenset[str]) -> bool:
+    """Whether a part of a path is hidden, or leads to files that are no text to learn from."""
+    # _sysconfigdata has the settings of Python's build, which differ between machines.
+    return part in skipped or part.startswith((".", "_sysconfigdata"))
+
+
+def _whole_file(file: NamedFile, text: str) -> TrainingText:
+    encoded = text.encode()
+    key = hashlib.sha256(os.fsencode(file.name)).hexdigest()
+    digest = hashlib.sha256(encoded).hexdigest()
+    return TrainingText(key, file.path, len(encoded), digest)
+
+
+def _text_of_row(row: Row, file: NamedFile) -> TrainingText:
+    """The text or the conversation of a JSON row."""
+    content = _content_of_row(row)
+    if isinstance(content, str):
+        num_bytes = len(content.encode())
+        digest = hashlib.sha256(content.encode()).hexdigest()
+    else:
+        # What the chat template adds is not counted.
+        num_bytes = sum(len((message["content"] or "").encode()) for message in content)
+        digest = hashlib.sha256(repr(content).encode()).hexdigest()
+    key = hashlib.sha256(os.fsencode(f"{file.name}#{row.number}")).hexdigest()
+    return TrainingText(key, file.path, num_bytes, digest, content)
+
+
+def _content_of_row(row: Row) -> str | list[Message]:
+    if isinstance(row.value, str):
+        return valid_text(row.value)
+    if not isinstance(row.value, dict):
+        raise ValueError(f"{row.where}: this is not a JSON object: write one on each line")
+
+    for field in TEXT_FIELDS:
+        if isinstance(row.value.get(field), str):
+            return valid_text(row.value[field])
+    messages = read_conversation(row.value, row.where)
+    if messages:
+        return messages
+    known_fields = "text, content, messages or conversations to be trained on"
+    raise missing_field(row.value, known_fields, row.where)
 
 
 def hold_out(
-    files: Sequence[TextFile], share: float
-) -> tuple[list[TextFile], list[TextFile], list[TextFile]]:
-    """Files for training, validation and test; a file is in one split only.
+    texts: Sequence[TrainingText], share: float
+) -> tuple[list[TrainingText], list[TrainingText], list[TrainingText]]:
+    """Texts for training, validation and test. A text is in one split only.
 
     Args:
-        share: of the bytes, for validation and for test each, at most.
+        texts: all texts.
+        share: upper limit of the share of bytes for validation, and of that for test.
 
     Raises:
-        ValueError: a split has no file.
+        ValueError: a split has no text.
     """
-    room = share * sum(file.num_bytes for file in files)
-    train: list[TextFile] = []
-    held: tuple[list[TextFile], list[TextFile]] = [], []
-    sizes = [0, 0]
-    for file in sorted(files, key=lambda file: (file.key, file.digest)):
-        smaller = sizes.index(min(sizes))
-        fits = sizes[smaller] + file.num_bytes <= room
-        (held[smaller] if fits else train).append(file)
-        sizes[smaller] += file.num_bytes * fits
-    if not (train and all(held)):
+    max_bytes = share * sum(text.num_bytes for text in texts)
+    train: list[TrainingText] = []
+    held_out: tuple[list[TrainingText], list[TrainingText]] = ([], [])
+    held_out_bytes = [0, 0]
+    for text in sorted(texts, key=lambda text: (text.key, text.digest)):
+        smaller = held_out_bytes.index(min(held_out_bytes))
+        if held_out_bytes[smaller] + text.num_bytes <= max_bytes:
+            held_out[smaller].append(text)
+            held_out_bytes[smaller] += text.num_bytes
+        else:
+            train.append(text)
+
+    val, test = held_out
+    if not train or not val or not test:
         raise ValueError(
-            f"no whole file of the {len(files)} fits each of training, validation and test: give more and smaller "
-            "ones (`split -n l/20 FILE` cuts one into 20), or raise held_out"
+            f"no whole file of the {len(texts)} fits each of training, validation and test: give "
+            "more and smaller ones (`split -n l/20 FILE` cuts one into 20), or raise held_out"
         )
-    return train, *held
+    return train, val, test
 
 
 class TokenStore:
-    """The text of some files, as tokens in a memory-mapped file that is made once.
+    """The tokens of some texts, in a memory-mapped file that is written once.
 
     Args:
-        files: in the order in which they are read.
-        tokenizer: what makes tokens of them.
+        texts: in the order in which they are read.
+        tokenizer: what encodes them.
         home: the directory that keeps the tokens.
 
     Attributes:
-        tokens: all of them, memory-mapped.
-        num_bytes: of the files.
+        tokens: all tokens, memory-mapped.
+        num_bytes: size of the texts.
     """
 
-    def __init__(self, files: Sequence[TextFile], tokenizer: Tokenizer, home: Path) -> None:
-        self.num_bytes = sum(file.num_bytes for file in files)
+    def __init__(self, texts: Sequence[TrainingText], tokenizer: Tokenizer, home: Path) -> None:
+        self.num_bytes = sum(text.num_bytes for text in texts)
         dtype = np.min_scalar_type(len(tokenizer.vocabulary) - 1)
-        key = repr((tokenizer.fingerprint, dtype.name, [file.digest for file in files]))
-        path = home / f"tokens-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
+        path = home / f"tokens-{self._key(texts, tokenizer, dtype)}.npy"
         try:
             self.tokens: np.ndarray = np.load(path, mmap_mode="r")
-        except (FileNotFoundError, ValueError, EOFError):  # not made yet, or damaged
-            texts = (tokenizer.encode_plain(file.path.read_bytes().decode()) for file in files)
-            with replaced(path) as opened:
-                np.save(opened, np.concatenate([np.array(text, dtype) for text in texts]))
+        except (FileNotFoundError, ValueError, EOFError):
+            # The file has not been written yet, or is damaged.
+            arrays = [np.array(text.encode(tokenizer), dtype) for text in texts]
+            with replaced(path) as file:
+                np.save(file, np.concatenate(arrays))
             self.tokens = np.load(path, mmap_mode="r")
+
+    @staticmethod
+    def _key(texts: Sequence[TrainingText], tokenizer: Tokenizer, dtype: np.dtype) -> str:
+        """A hash of all that the tokens depend on."""
+        digests = [text.digest for text in texts]
+        values: tuple[Any, ...] = (tokenizer.fingerprint, dtype.name, digests)
+        if any(isinstance(text.content, list) for text in texts):
+            values = (*values, tokenizer.chat_fingerprint)
+        return hashlib.sha256(repr(values).encode()).hexdigest()[:24]
 
 
 class TextFiles(TokenData):
-    """Windows of the text of files; by default of the sources of Python's standard library, which every machine has.
+    """Windows of the text of files, by default of Python's own standard library.
 
-    Windows lie side by side. Each epoch draws `num_train` of those for training; validation and test have the same
-    windows each time, from files that training never sees.
+    Windows lie side by side. Each epoch draws `num_train` of the training windows. Validation and
+    test have the same windows each time, from texts that training never sees.
+
+    Rows of .jsonl files, and of .json files that are lists of objects, are separate texts: "text"
+    or "content", or "messages" or "conversations", which the tokenizer's chat template writes.
 
     Args:
-        paths: files, directories (all files below them but hidden ones) and patterns such as `src/**/*.py`; the
-            running Python's own standard library when None, without its tests and its tables of characters.
-        tokenizer: "bytes" (each byte a token), or the directory or hub id of a tokenizer of transformers.
-        vocab_size: tokens of the models; at least the tokenizer's.
+        paths: files, directories (all files below them except hidden ones) and patterns such as
+            `src/**/*.py`; the running Python's standard library if None, without its tests and its
+            tables of characters.
+        tokenizer: "bytes" (each byte is a token), or the directory or Hub id of a transformers
+            tokenizer.
+        vocab_size: number of tokens of the models, at least the tokenizer's.
         length: tokens of a window.
-        prompt_length: how many tokens of a test window are its prompt.
-        held_out: share of the bytes that is held out for validation, and the same again for test; whole files.
-        cache_dir: where the tokens are kept once they are made, `~/.cache/lightning_specdec` when None. What lies there
-            can be deleted at any time.
-        options: those of `TokenData`, counted in windows; fewer where the text has no more.
+        prompt_length: number of tokens of a test window that are its prompt.
+        held_out: share of the bytes to hold out for validation, and again for test, in whole texts.
+        cache_dir: the directory that keeps the tokens; `~/.cache/lightning_specdec` if None. Its
+            files can be deleted at any time.
+        options: arguments of `TokenData`, with numbers of windows. Splits have fewer if the text
+            has no more.
     """
 
     tokenizer: str
@@ -208,39 +329,47 @@ class TextFiles(TokenData):
 
     @cached_property
     def texts(self) -> dict[str, TokenStore]:
-        """Each split's tokens, read or made on the first access."""
+        """The tokens of each split, read or written at the first access."""
         tokenizer = named_tokenizer(self.tokenizer)
         num_tokens = len(tokenizer.vocabulary)
         if num_tokens > self.vocab_size:
             raise ValueError(
-                f"the tokenizer {self.tokenizer} has {num_tokens} tokens, more than vocab_size {self.vocab_size}: "
-                f"set vocab_size to {num_tokens} or more"
+                f"the tokenizer {self.tokenizer} has {num_tokens} tokens, more than vocab_size "
+                f"{self.vocab_size}: set vocab_size to {num_tokens} or more"
             )
-        files = find_texts(self.paths)
-        home = cache_home() if self.cache_dir is None else Path(self.cache_dir).expanduser()
-        splits = zip(SPLITS, hold_out(files, self.held_out), strict=True)
-        texts = {split: TokenStore(each, tokenizer, home) for split, each in splits}
-        sizes = {split: len(text.tokens) for split, text in texts.items()}
+        home = cache_home()
+        if self.cache_dir is not None:
+            home = Path(self.cache_dir).expanduser()
+
+        stores = {}
+        split_texts = hold_out(find_texts(self.paths), self.held_out)
+        for split, texts in zip(SPLITS, split_texts, strict=True):
+            stores[split] = TokenStore(texts, tokenizer, home)
+
+        sizes = {split: len(store.tokens) for split, store in stores.items()}
         if min(sizes.values()) < self.length:
             raise ValueError(
-                f"train, val and test need a window of {self.length} tokens each, and they have {sizes}: give more "
-                "text, lower length, or raise held_out"
+                f"train, val and test need a window of {self.length} tokens each, and they have "
+                f"{sizes}: give more text, lower length, or raise held_out"
             )
-        return texts
+        return stores
 
     def rows(self, split: str) -> NumberedRows:
-        text, length = self.texts[split].tokens, self.length
-        num_windows = len(text) // length
-        if split == "train":
-            starts = range(0, num_windows * length, length)
-        else:
-            num_windows = min(getattr(self, f"num_{split}"), num_windows)
-            starts = range(0, num_windows * (len(text) // num_windows), len(text) // num_windows)
-        return NumberedRows(starts, lambda start: text[start : start + length])
+        tokens = self.texts[split].tokens
+        num_windows = len(tokens) // self.length
+        distance = self.length
+        if split != "train":
+            # Fewer windows are spread over the whole text.
+            max_windows = self.num_val if split == "val" else self.num_test
+            num_windows = min(max_windows, num_windows)
+            distance = len(tokens) // num_windows
+        starts = range(0, num_windows * distance, distance)
+        return NumberedRows(starts, lambda start: tokens[start : start + self.length])
 
     def train_sampler(self) -> EpochSampler:
         return EpochSampler(len(self.rows("train")), self.seed, self.num_train)
 
     def bytes_per_token(self, *splits: str) -> float:
-        texts = [self.texts[split] for split in splits]
-        return sum(text.num_bytes for text in texts) / sum(len(text.tokens) for text in texts)
+        num_bytes = sum(self.texts[split].num_bytes for split in splits)
+        num_tokens = sum(len(self.texts[split].tokens) for split in splits)
+        return num_bytes / num_tokens

@@ -1,18 +1,37 @@
-"""One prompt, and the one function that reads files of them."""
+"""Prompts, and how they are read from files."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_specdec.text.tokenizer import Message, Tokenizer
+from lightning_specdec.text.rows import (
+    CONVERSATION_FIELDS,
+    JSON_LINES_SUFFIXES,
+    Row,
+    missing_field,
+    parse_turns,
+    read_conversation,
+    read_json_lines,
+    read_json_rows,
+    read_lines,
+    read_utf8,
+)
+from lightning_specdec.text.tokenizer import Message, Tokenizer, valid_text
+
+JSON_SUFFIXES = (*JSON_LINES_SUFFIXES, ".json")
 
 MAX_ARTICLE_TOKENS = 512
+
 INSTRUCTION = "\n\nSummarize the text above in a few sentences.\n"
-"""What follows every article."""
+"""The text after every article."""
+
+PROMPT_FIELDS = "a prompt, turns, messages, conversations, an article or tokens"
+"""What a row may have, for the error message about a row that has none of them."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +39,13 @@ class Prompt:
     """One prompt.
 
     Args:
-        id: unique in its set, and the same wherever the prompt is used.
-        domain: what it is about.
-        tokens: as a model reads it; empty for text that has not been encoded.
-        text: as it is worded; None where it never was text.
-        instruction: what follows the text, which is an article then and cut to `MAX_ARTICLE_TOKENS`.
+        id: unique in its set of prompts, and always the same for the same prompt.
+        domain: what kind of prompt it is.
+        tokens: the tokens that a model reads; empty for text that has not been encoded.
+        text: the prompt's text, of a conversation the last user turn; None if the prompt was never
+            text.
+        instruction: text after `text`, which is an article then and is cut to `MAX_ARTICLE_TOKENS`.
+        messages: turns of a conversation that ends with a user turn; empty for a single text.
     """
 
     id: str
@@ -32,111 +53,238 @@ class Prompt:
     tokens: tuple[int, ...] = ()
     text: str | None = None
     instruction: str = ""
+    messages: tuple[Message, ...] = ()
 
     def encoded(
-        self, tokenizer: Tokenizer, *, raw: bool = False, system: str | None = None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        raw: bool = False,
+        system: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """The prompt with this tokenizer's tokens, as a user's turn if it has a chat template.
+        """The prompt with a tokenizer's tokens: as a user turn if there is a chat template.
 
         Args:
-            raw: leave the chat template out.
-            system: content of a system turn before it; the template's own when None.
+            tokenizer: the target's tokenizer.
+            raw: do not use the chat template.
+            system: content of a system turn at the start, if the prompt has none; the template's
+                default if None.
+            chat_template_kwargs: variables of the chat template, such as `{"enable_thinking":
+                False}`.
+
+        Raises:
+            ValueError: the prompt is a conversation, and there is no chat template for it.
         """
         if self.text is None:
             return self
-        text = self.text
-        if self.instruction:
-            article = tokenizer.encode_plain(text)
-            if len(article) > MAX_ARTICLE_TOKENS:  # the cut may go through a character
-                text = tokenizer.decode(article[:MAX_ARTICLE_TOKENS]).rstrip("\ufffd")
-            text += self.instruction
+
         if raw or not tokenizer.has_chat_template:
-            return replace(self, tokens=tuple(tokenizer.encode(text)))
-        messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        return replace(
-            self,
-            tokens=tuple(tokenizer.encode_chat([*messages, {"role": "user", "content": text}])),
-        )
+            if len(self.messages) > 1:
+                raise ValueError(
+                    f"{self.id} is a conversation of {len(self.messages)} turns, which needs a "
+                    "chat template: use a model tuned for chats, or give its text as a prompt"
+                )
+            return replace(self, tokens=tuple(tokenizer.encode(self._full_text(tokenizer))))
+
+        messages = list(self.messages)
+        if not messages:
+            messages = [{"role": "user", "content": self._full_text(tokenizer)}]
+        if system is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
+        tokens = tokenizer.encode_chat(messages, chat_template_kwargs=chat_template_kwargs)
+        return replace(self, tokens=tuple(tokens))
+
+    def _full_text(self, tokenizer: Tokenizer) -> str:
+        """The text with its instruction, after an article that is not too long."""
+        text = self.text or ""
+        if not self.instruction:
+            return text
+        article_tokens = tokenizer.encode_plain(text)
+        if len(article_tokens) > MAX_ARTICLE_TOKENS:
+            # The cut may go through a character, which leaves a replacement character.
+            text = tokenizer.decode(article_tokens[:MAX_ARTICLE_TOKENS]).rstrip("\ufffd")
+        return text + self.instruction
 
 
 def read_prompts(path: Path, *, as_typed: bool = False) -> list[Prompt]:
-    """The prompts of a file: of `.txt` each line's text, of other files each line's JSON object or string.
+    """The prompts of a file: each line of a .txt file, or each row of a JSON file.
 
-    An object has a "prompt", `turns` of which the first is taken, an "article" to be summarized, or "tokens", a list of
-    integers. Ids and domains that are missing come from the file's name.
+    A row is a string or an object. An object has a "prompt"; "turns", of which the first is used;
+    "messages" or "conversations", which are used up to the last user turn; an "article" to
+    summarize; or "tokens", a list of integers. Missing ids and domains are made from the file's
+    name.
 
     Args:
-        as_typed: take an object's "prompt" and any other line as it is, `-` as stdin; ids are the places, for errors.
+        path: the file; a .json file may contain one list of rows, other files have one row per
+            line.
+        as_typed: the file of a command line. Lines of .txt files and of stdin (`-`) may be objects
+            too, lines of other files may be text, prompts may be empty, and ids are the places in
+            the file, for error messages.
 
     Raises:
-        ValueError: there is no such file, it has no prompt, or a line is none.
+        ValueError: there is no such file, it has no prompt, or a row is not a prompt.
     """
-    is_stdin = as_typed and str(path) == "-"
+    if as_typed:
+        return _read_typed_prompts(path)
+
+    text = _read_text(path)
+    if path.suffix == ".txt":
+        rows = read_lines(text, path)
+    else:
+        rows = read_json_rows(text, path) or read_json_lines(text, path)
+    if not rows:
+        raise ValueError(f"{path} holds no prompt: give one JSON object on each line")
+    return [_parse_row(row, path.stem) for row in rows]
+
+
+def _read_text(path: Path) -> str:
     try:
-        text = sys.stdin.read() if is_stdin else path.read_text(encoding="utf-8")
+        text = read_utf8(path)
     except FileNotFoundError:
         raise ValueError(f"there is no prompts file {path}: check the path") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text: give one prompt on each line") from error
-    found = []
-    for number, line in enumerate(
-        text.removeprefix("\ufeff").split("\n"), 1
-    ):  # JSON may hold other line ends
-        where = f"{'stdin' if is_stdin else path}, line {number}"
-        if line.strip() and as_typed:
-            found.append(Prompt(where, "", text=_typed(line)))
-        elif line.strip():
-            try:
-                value = line.rstrip("\r") if path.suffix == ".txt" else json.loads(line)
-            except (ValueError, RecursionError):
-                raise ValueError(
-                    f"{where}: this is not JSON: write one object on each line"
-                ) from None
-            found.append(_read_row(value, where, path.stem, number))
-    if not found and not as_typed:
-        raise ValueError(f"{path} holds no prompt: give one JSON object on each line")
-    return found
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _typed(line: str) -> str:
-    """The "prompt" of a JSON object, empty for null; any other line itself."""
+def _read_typed_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a file or of stdin, as a person types them. See `read_prompts`."""
+    if str(path) == "-":
+        rows = read_lines(sys.stdin.read().removeprefix("\ufeff"), "stdin")
+        is_json = False
+    else:
+        text = _read_text(path)
+        is_json = path.suffix in JSON_SUFFIXES
+        # Lines of a .jsonl file are read one by one, since some may be plain text.
+        json_rows = read_json_rows(text, path) if path.suffix == ".json" else None
+        rows = json_rows or read_lines(text, path)
+    return [_parse_typed_row(row, is_json=is_json) for row in rows]
+
+
+def _parse_typed_row(row: Row, *, is_json: bool) -> Prompt:
+    value = row.value
+    if isinstance(value, str):
+        value = _parse_typed_line(row, is_json=is_json)
+
+    if isinstance(value, str):
+        return Prompt(row.where, "", text=value)
+    has_conversation = any(value.get(field) is not None for field in CONVERSATION_FIELDS)
+    if value.get("prompt", "") is None and not has_conversation:
+        return Prompt(row.where, "", text="")
+    if isinstance(value.get("prompt"), str | int | float):
+        return Prompt(row.where, "", text=str(value["prompt"]))
+
+    prompt = _parse_row(row._replace(value=value), "")
+    if prompt.tokens:
+        raise ValueError(f'{row.where}: give tokens as the text of a prompt: {{"prompt": "1 2 3"}}')
+    return replace(prompt, id=row.where, domain="")
+
+
+def _parse_typed_line(row: Row, *, is_json: bool) -> str | dict[str, Any]:
+    """The object or the text that a line stands for.
+
+    Args:
+        row: the line.
+        is_json: whether the file's name says that it has JSON. Otherwise only an object with a
+            prompt is one.
+    """
+    line = row.value
     try:
-        value = json.loads(line)["prompt"]
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
-        value = line
-    return "" if value is None else str(value)
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        if is_json and line.lstrip().startswith(("{", "[", '"')):
+            raise ValueError(
+                f"{row.where}: {line[:40]!r} is not JSON: write one object on each line"
+            ) from None
+        return str(line)
+
+    if isinstance(value, dict):
+        has_prompt = "prompt" in value or any(field in value for field in CONVERSATION_FIELDS)
+        if has_prompt or is_json:
+            return value
+    if isinstance(value, str) and is_json:
+        return value
+    if isinstance(value, list) and is_json and not all(type(item) is int for item in value):
+        raise ValueError(f"{row.where}: this is not a JSON object: write one on each line")
+    # Numbers and lists of numbers are tokens, which are typed as text.
+    return str(line)
 
 
-def _read_row(row: Any, where: str, stem: str, number: int) -> Prompt:
-    """The prompt of a JSON object or string; `where` is its file and line, for errors."""
-    if not isinstance(row, dict | str):
-        raise ValueError(f"{where}: this is not a JSON object: write one on each line")
-    row = (
-        {"prompt": row}
-        if isinstance(row, str)
-        else {key: value for key, value in row.items() if value is not None}
-    )
-    domain = row.get("domain", row.get("category", stem))
-    name = row.get("id", f"{stem}-{row.get('question_id', number)}")
-    for key, value in (("domain", domain), ("id", name)):
-        if not isinstance(value, str) or not value.isprintable() or not value.strip():
-            raise ValueError(f'{where}: "{key}" must be a name, got {value!r}')
-    tokens, turns = row.get("tokens", []), row.get("turns")
-    if not isinstance(tokens, list) or not all(
-        type(token) is int and token >= 0 for token in tokens
-    ):
-        raise ValueError(f'{where}: "tokens" must be a list of integers from 0')
-    text, instruction = row.get("prompt"), ""
-    if text is None and "article" in row:
-        text, instruction = row["article"], INSTRUCTION
-    elif text is None and isinstance(turns, list) and turns:
-        text = turns[0]
-    elif text is None and tokens:
-        return Prompt(name, domain, tuple(tokens))
+def _parse_row(row: Row, stem: str) -> Prompt:
+    """The prompt of a JSON object or string.
+
+    Args:
+        row: the row.
+        stem: the name of its file, from which a missing id and domain are made.
+
+    Raises:
+        ValueError: it is not a prompt.
+    """
+    if isinstance(row.value, str):
+        return _parse_row(row._replace(value={"prompt": row.value}), stem)
+    if not isinstance(row.value, dict):
+        raise ValueError(f"{row.where}: this is not a JSON object: write one on each line")
+    fields = {field: value for field, value in row.value.items() if value is not None}
+
+    default_id = f"{stem}-{fields.get('question_id', row.number)}"
+    name = _check_name(fields.get("id", default_id), f'{row.where}: "id"')
+    domain = fields.get("domain", fields.get("category", stem))
+    if stem:
+        domain = _check_name(domain, f'{row.where}: "domain"')
+    tokens = _check_tokens(fields.get("tokens", []), row.where)
+
+    messages = _read_messages(fields, row.where)
+    if messages:
+        return Prompt(name, domain, text=messages[-1]["content"], messages=tuple(messages))
+    text = _single_text(fields)
+    if text is None and tokens:
+        return Prompt(name, domain, tokens)
     if not isinstance(text, str) or not text.strip():
-        listed = ", ".join(row)[:80] or "nothing"
-        raise ValueError(
-            f"{where}: a row needs a prompt, turns, an article or tokens, this one has {listed}"
-        )
-    text = text.encode("utf-8", "replace").decode("utf-8")  # what JSON can spell and UTF-8 cannot
-    return Prompt(name, domain, text=text, instruction=instruction)
+        raise missing_field(fields, PROMPT_FIELDS, row.where)
+
+    is_article = "prompt" not in fields and "article" in fields
+    instruction = INSTRUCTION if is_article else ""
+    return Prompt(name, domain, text=valid_text(text), instruction=instruction)
+
+
+def _single_text(fields: Mapping[str, Any]) -> Any:
+    """The text of a row that is not a conversation; None if it has none."""
+    if "prompt" in fields:
+        return fields["prompt"]
+    if "article" in fields:
+        return fields["article"]
+    turns = fields.get("turns")
+    return turns[0] if isinstance(turns, list) and turns else None
+
+
+def _read_messages(fields: Mapping[str, Any], where: str) -> list[Message]:
+    """The turns of a conversation up to its last user turn; empty for a row of another kind."""
+    if isinstance(fields.get("prompt"), list):
+        messages = parse_turns(fields["prompt"], f'{where}: "prompt"')
+    elif _single_text(fields) is None:
+        messages = read_conversation(fields, where)
+    else:
+        messages = []
+    if not messages:
+        return []
+
+    while messages and messages[-1]["role"] != "user":
+        messages.pop()
+    if not messages or not (messages[-1]["content"] or "").strip():
+        raise ValueError(f"{where}: the conversation has no user turn with text")
+    return messages
+
+
+def _check_name(name: Any, what: str) -> str:
+    """A name as text. Many data sets number their rows."""
+    if type(name) is int:
+        return str(name)
+    if not isinstance(name, str) or not name.isprintable() or not name.strip():
+        raise ValueError(f"{what} must be a name, got {name!r}")
+    return name
+
+
+def _check_tokens(tokens: Any, where: str) -> tuple[int, ...]:
+    is_list = isinstance(tokens, list)
+    if not is_list or not all(type(token) is int and token >= 0 for token in tokens):
+        raise ValueError(f'{where}: "tokens" must be a list of integers from 0')
+    return tuple(tokens)

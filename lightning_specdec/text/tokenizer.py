@@ -1,87 +1,118 @@
-"""Tokenizers: text and chats to tokens, tokens to text also while they arrive, what ends an answer."""
+"""Tokenizers: text and chats to tokens, and tokens to text, all at once or as a stream."""
 
 from __future__ import annotations
 
 import codecs
 import hashlib
 import os
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_specdec.config.hub import find
 from lightning_specdec.config.terminal import one_line
 from lightning_specdec.text.vocabulary import Vocabulary
 
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
 Message = Mapping[str, str]
 """One turn of a chat: its "role" ("system", "user" or "assistant") and its "content"."""
-MOST_TEMPLATE_LINES = 1_000_000
-"""Lines of a chat template's code that run before it is taken for one that never ends."""
-_NO_TEMPLATE = "the tokenizer has no chat template: take a model that was tuned for chats"
-_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-"""What a directory with a tokenizer holds at least one of."""
-_NOT_A_CHARACTER = "\ufffd".encode()
+
+NO_CHAT_TEMPLATE = "the tokenizer has no chat template: use a model that was tuned for chats"
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+"""A directory with a tokenizer contains at least one of these files."""
+
+REPLACEMENT_BYTES = "\ufffd".encode()
+"""What is shown for a byte that is part of no character."""
 
 
 class TextStream:
     """One text that grows by tokens.
 
-    Bytes are held back until they can no longer change. All pieces together are exactly what decoding all tokens at
-    once gives, and each piece costs as much as its own tokens.
+    Bytes are held back until they can no longer change. All pieces joined are exactly the text of
+    all tokens decoded at once, and a piece costs time in proportion to its own tokens.
 
     Args:
-        vocabulary: the tokens' bytes, and how they are joined.
+        vocabulary: bytes of the tokens, and how they are joined.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._run = bytearray()  # the byte tokens since the last other token
-        self._ready = bytearray()  # what came before them and is not shown yet
+        self._is_empty = True
         self._num_to_strip = vocabulary.num_stripped
+        # Byte tokens since the last other token. They become U+FFFD together if they are not valid
+        # UTF-8.
+        self._byte_run = bytearray()
+        # Bytes before `_byte_run` that are not shown yet.
+        self._pending = bytearray()
 
     def push(self, tokens: Sequence[int], *, hold: int = 0) -> str:
-        """The text that these tokens settle.
+        """Add tokens and return the text that can be shown.
 
         Args:
-            tokens: what follows those pushed before; numbers without a token show nothing.
-            hold: so many bytes at the end are not shown yet, as they may be the beginning of a stop string.
+            tokens: the tokens that follow those pushed before. Ids outside the vocabulary show
+                nothing.
+            hold: number of bytes at the end to hold back, since they may be the beginning of a stop
+                string.
         """
         for token in tokens:
-            piece = self._vocabulary.join([token])
+            piece = self._piece(token)
             if token in self._vocabulary.byte_tokens:
-                self._run += piece
+                self._byte_run += piece
             elif piece:
-                self._end_run()
-                self._ready += piece
-        return self._show(len(self._ready) - max(hold - len(self._run), 0))
+                self._end_byte_run()
+                self._pending += piece
+
+        # The last spaces may be removed by `finish`.
+        num_held = max(hold, self._vocabulary.num_stripped_at_end)
+        return self._show(len(self._pending) - max(num_held - len(self._byte_run), 0))
 
     def finish(self, *, drop: int = 0) -> str:
-        """The rest of the text, without its last `drop` bytes; nothing is pushed after it."""
-        self._end_run()
-        return self._show(len(self._ready) - drop, final=True)
+        """Return the rest of the text without its last `drop` bytes.
 
-    def _end_run(self) -> None:
-        """Settle what the byte tokens stand for."""
-        if self._run:
-            try:
-                self._run.decode()
-                self._ready += self._run
-            except UnicodeDecodeError:
-                self._ready += _NOT_A_CHARACTER * len(self._run)
-            self._run.clear()
+        Nothing may be pushed afterwards.
+        """
+        self._end_byte_run()
+        num_shown = len(self._pending) - drop
+        if drop == 0:
+            for _ in range(self._vocabulary.num_stripped_at_end):
+                if self._pending.endswith(b" ", 0, num_shown):
+                    num_shown -= 1
+        return self._show(num_shown, final=True)
+
+    def _piece(self, token: int) -> bytes:
+        """The bytes that a token adds."""
+        piece = self._vocabulary.join([token])
+        if self._is_empty and piece:
+            piece = self._vocabulary.first_token_bytes.get(token, piece)
+            self._is_empty = False
+        return piece
+
+    def _end_byte_run(self) -> None:
+        """Decide what the byte tokens stand for, now that no other one follows."""
+        if not self._byte_run:
+            return
+        try:
+            self._byte_run.decode()
+            self._pending += self._byte_run
+        except UnicodeDecodeError:
+            self._pending += REPLACEMENT_BYTES * len(self._byte_run)
+        self._byte_run.clear()
 
     def _show(self, num_bytes: int, *, final: bool = False) -> str:
+        """Take bytes from the start of the pending ones, and return the complete characters."""
         num_bytes = max(num_bytes, 0)
-        text = self._decoder.decode(bytes(self._ready[:num_bytes]), final)
-        del self._ready[:num_bytes]
-        while self._num_to_strip and text.startswith(" "):
-            self._num_to_strip, text = self._num_to_strip - 1, text[1:]
+        text = self._decoder.decode(bytes(self._pending[:num_bytes]), final)
+        del self._pending[:num_bytes]
+
+        while self._num_to_strip > 0 and text.startswith(" "):
+            text = text[1:]
+            self._num_to_strip -= 1
         if text:
             self._num_to_strip = 0
         return text
@@ -91,8 +122,10 @@ class Tokenizer(ABC):
     """Text for one model.
 
     Attributes:
-        eos: tokens that end an answer when the model writes them; in a prompt they mean nothing.
-        name: what `named_tokenizer` finds it by again; None where it has no name.
+        eos: tokens that end an answer when the model generates them. In a prompt they have no
+            effect.
+        name: the name by which `named_tokenizer` finds this tokenizer again; None if it has no
+            name.
     """
 
     eos: frozenset[int] = frozenset()
@@ -104,13 +137,13 @@ class Tokenizer(ABC):
         """The bytes of every token.
 
         Raises:
-            ValueError: they are not known for this kind of tokenizer.
+            ValueError: they are unknown for this kind of tokenizer.
         """
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Changes whenever the tokens of some text may."""
+        """A string that changes whenever the tokens of some text may change."""
 
     @property
     def has_chat_template(self) -> bool:
@@ -118,45 +151,63 @@ class Tokenizer(ABC):
         return False
 
     @property
+    def chat_fingerprint(self) -> str:
+        """A string that changes whenever the text of some chat may change."""
+        return ""
+
+    @property
     def start(self) -> int | None:
-        """BOS, where every prompt begins with it."""
+        """The BOS token if every prompt begins with it, else None."""
         return None
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt, with the special ones that the model expects: BOS where the tokenizer adds it."""
+        """The tokens of a prompt, with the special tokens that the tokenizer adds, such as BOS."""
 
     @abstractmethod
     def encode_plain(self, text: str) -> list[int]:
-        """The tokens of text in which nothing is special, whatever it spells; none are added."""
+        """The tokens of plain text: special tokens are neither added nor recognized in the text."""
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """The tokens of a chat up to where the model's answer begins.
 
+        Args:
+            messages: turns of the chat.
+            chat_template_kwargs: variables of the chat template, such as `{"enable_thinking":
+                False}`.
+
         Raises:
-            ValueError: there is no chat template, or it does not take these messages.
+            ValueError: there is no chat template, or it does not accept these messages.
         """
-        raise ValueError(_NO_TEMPLATE)
+        raise ValueError(NO_CHAT_TEMPLATE)
 
     @abstractmethod
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens, exactly: nothing is tidied up, and bytes that are no character become U+FFFD."""
+        """The exact text of tokens. Bytes that are part of no character become U+FFFD."""
 
     def stream(self) -> TextStream:
-        """An empty text whose pieces add up to what `decode` gives."""
+        """An empty text. Its pieces joined are what `decode` returns."""
         return TextStream(self.vocabulary)
 
 
 class ByteTokenizer(Tokenizer):
-    """Each byte of a text's UTF-8 is a token: no file, no training, nothing special, and small models."""
+    """Each byte of a text's UTF-8 is a token.
+
+    Needs no file and no training, and has no special tokens.
+    """
 
     name = "bytes"
     vocabulary = Vocabulary(tuple(bytes([byte]) for byte in range(256)))
     fingerprint = "bytes"
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of a text; a lone surrogate, which has none, is written as "?"."""
-        return list(text.encode("utf-8", "replace"))
+        """The bytes of a text. A lone surrogate, which has no bytes, is replaced by "?"."""
+        return list(valid_text(text).encode())
 
     encode_plain = encode
 
@@ -168,16 +219,15 @@ class TextTokenizer(Tokenizer):
     """A tokenizer of transformers.
 
     Args:
-        tokenizer: a loaded tokenizer of transformers.
-        generation_config: the model's, whose EOS tokens count too: chat models often end their turns with another
-            token than the tokenizer's EOS.
+        tokenizer: a loaded transformers tokenizer.
+        generation_config: generation config of the model. Its EOS tokens are used too: many chat
+            models end their turns with another token than the tokenizer's EOS.
     """
 
     def __init__(self, tokenizer: Any, *, generation_config: Any = None) -> None:
         self.tokenizer = tokenizer
-        self.eos = _numbers(tokenizer.eos_token_id) | _numbers(
-            getattr(generation_config, "eos_token_id", None)
-        )
+        model_eos = getattr(generation_config, "eos_token_id", None)
+        self.eos = _token_set(tokenizer.eos_token_id) | _token_set(model_eos)
 
     @classmethod
     def load(
@@ -187,37 +237,36 @@ class TextTokenizer(Tokenizer):
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> TextTokenizer:
-        """The tokenizer of a directory that `save_pretrained` wrote, or of a model on the hub.
+        """Load the tokenizer of a directory that `save_pretrained` wrote, or of a model on the Hub.
 
         Args:
-            revision: branch, tag or commit on the hub.
+            source: a directory, or a Hub id.
+            revision: branch, tag or commit on the Hub.
             trust_remote_code: whether the model's own Python code may run.
 
         Raises:
             ValueError: there is no tokenizer, or it cannot be read.
         """
-        name, path = os.fspath(source), find(source, revision=revision, code=trust_remote_code)
+        name = os.fspath(source)
+        path = find(source, revision=revision, code=trust_remote_code)
         if not cls.is_in(path):
             raise ValueError(
-                f"{name} holds no tokenizer: `tokenizer.save_pretrained` writes one there"
+                f"{name} has no tokenizer: write one there with `tokenizer.save_pretrained`"
             )
-        from transformers import (
-            AutoTokenizer,
-            GenerationConfig,
-        )  # seconds, so only where there is something to read
 
-        generation_config = None
+        # Importing transformers takes seconds, so it waits until there is something to read.
+        from transformers import AutoTokenizer
+
         try:
             tokenizer = AutoTokenizer.from_pretrained(
                 path, local_files_only=True, trust_remote_code=trust_remote_code
             )
-            if (path / "generation_config.json").is_file():
-                generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+            generation_config = _load_generation_config(path, trust_remote_code)
         except (
             Exception
-        ) as error:  # transformers and tokenizers raise many kinds, `Exception` itself among them
+        ) as error:  # transformers and tokenizers raise many kinds, also `Exception` itself
             raise ValueError(
-                f"the tokenizer of {name} cannot be read: {_sentence(error)}"
+                f"the tokenizer of {name} cannot be read: {_first_sentence(error)}"
             ) from error
         loaded = cls(tokenizer, generation_config=generation_config)
         loaded.name = name
@@ -225,8 +274,8 @@ class TextTokenizer(Tokenizer):
 
     @staticmethod
     def is_in(path: Path) -> bool:
-        """Whether a directory holds a tokenizer."""
-        return any((path / file).is_file() for file in _FILES)
+        """Whether a directory contains a tokenizer."""
+        return any((path / file).is_file() for file in TOKENIZER_FILES)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -241,55 +290,67 @@ class TextTokenizer(Tokenizer):
     def has_chat_template(self) -> bool:
         return bool(self.tokenizer.chat_template)
 
+    @property
+    def chat_fingerprint(self) -> str:
+        return repr((self.tokenizer.chat_template, self.tokenizer.special_tokens_map))
+
     def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, verbose=False)["input_ids"])
+        return list(self.tokenizer(valid_text(text), verbose=False)["input_ids"])
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        return self.encode_rendered(self.render_chat(messages))
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        text = self.render_chat(messages, chat_template_kwargs=chat_template_kwargs)
+        return self.encode_rendered(text)
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
-        """The text of a chat up to where the model's answer begins; special tokens are spelt out in it.
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a chat up to where the model's answer begins; special tokens are spelled out.
+
+        Args:
+            messages: turns of the chat.
+            chat_template_kwargs: variables of the chat template, such as `{"enable_thinking":
+                False}`.
 
         Raises:
-            ValueError: as for `encode_chat`; or the template does not end.
+            ValueError: as for `encode_chat`; or the template exceeds a limit on time or memory.
         """
         if not self.has_chat_template:
-            raise ValueError(_NO_TEMPLATE)
-        from jinja2 import Environment, TemplateError
+            raise ValueError(NO_CHAT_TEMPLATE)
+        from lightning_specdec.text.chat_template import render_chat_template
 
+        variables = {**self.tokenizer.special_tokens_map, **(chat_template_kwargs or {})}
         try:
-            words = Environment().lex(str(self.tokenizer.chat_template))
-            if any(kind == "operator" and word == "**" for _, kind, word in words):
-                raise TemplateError("it computes powers, which may never end")
-            with _bounded_work(TemplateError("it does not end")):
-                options = {"add_generation_prompt": True, "tokenize": False}
-                return str(
-                    self.tokenizer.apply_chat_template([dict(each) for each in messages], **options)
-                )
-        except (
-            TemplateError,
-            ArithmeticError,
-            LookupError,
-            MemoryError,
-            RecursionError,
-            TypeError,
-        ) as error:
+            # A tokenizer may have several templates by name, such as "default" and "tool_use".
+            template = self.tokenizer.get_chat_template(tools=variables.get("tools"))
+            return render_chat_template(template, messages, variables)
+        except Exception as error:  # a template is a program, which may raise anything
             raise ValueError(
-                f"the model's chat template does not take this chat: {_sentence(error)}"
+                f"the model's chat template does not accept this chat: {_first_sentence(error)}"
             ) from error
 
     def encode_rendered(self, text: str) -> list[int]:
-        """The tokens of text that spells its special tokens out itself; none are added."""
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        """The tokens of text that spells out its special tokens. None are added."""
+        options = {"add_special_tokens": False, "verbose": False}
+        return list(self.tokenizer(valid_text(text), **options)["input_ids"])
 
     def encode_plain(self, text: str) -> list[int]:
         options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-        return list(self.tokenizer(text, **options)["input_ids"])
+        return list(self.tokenizer(valid_text(text), **options)["input_ids"])
 
     @property
     def start(self) -> int | None:
-        tokens = self.encode("")
-        return tokens[0] if tokens and tokens[0] == self.tokenizer.bos_token_id else None
+        first_tokens = self.encode("")[:1]
+        if first_tokens == [self.tokenizer.bos_token_id]:
+            return first_tokens[0]
+        return None
 
     def decode(self, tokens: Iterable[int]) -> str:
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
@@ -297,41 +358,51 @@ class TextTokenizer(Tokenizer):
 
 
 def named_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of this name: "bytes", or the directory or hub id of one of transformers.
+    """Load a tokenizer by name: "bytes", or the directory or Hub id of a transformers tokenizer.
 
     Raises:
         ValueError: there is none, or it cannot be read.
     """
-    return ByteTokenizer() if name == ByteTokenizer.name else TextTokenizer.load(name)
+    if name == ByteTokenizer.name:
+        return ByteTokenizer()
+    return TextTokenizer.load(name)
 
 
-@contextmanager
-def _bounded_work(error: Exception) -> Iterator[None]:
-    """Raise an error once a jinja template has run more than `MOST_TEMPLATE_LINES` lines of code."""
-    left = MOST_TEMPLATE_LINES
+def valid_text(text: str) -> str:
+    """The text with each lone surrogate, which JSON can spell and UTF-8 cannot, replaced by "?"."""
+    return text.encode("utf-8", "replace").decode()
 
-    def count(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal left
-        if frame.f_code.co_filename != "<template>":
-            return None
-        left -= 1
-        if left < 0:
-            raise error
-        return count
 
-    before = sys.gettrace()
-    sys.settrace(count)
+def _load_generation_config(path: Path, trust_remote_code: bool) -> GenerationConfig | None:
+    """The generation config that transformers would give to the model of a directory.
+
+    Without a generation_config.json, transformers makes one from config.json, which may have EOS
+    tokens too.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    if (path / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(path, local_files_only=True)
+    if not (path / "config.json").is_file():
+        return None
     try:
-        yield
-    finally:
-        sys.settrace(before)
+        config = AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except ValueError:
+        # transformers does not know this type of model, so only its tokenizer is of use.
+        return None
+    return GenerationConfig.from_model_config(config)
 
 
-def _sentence(error: Exception) -> str:
-    """An error's first sentence."""
+def _first_sentence(error: Exception) -> str:
     return one_line(error).split(". ")[0][:200]
 
 
-def _numbers(tokens: int | Sequence[int] | None) -> frozenset[int]:
+def _token_set(tokens: int | Sequence[int] | None) -> frozenset[int]:
     """One token, several or none as a set."""
-    return frozenset(() if tokens is None else (tokens,) if isinstance(tokens, int) else tokens)
+    if tokens is None:
+        return frozenset()
+    if isinstance(tokens, int):
+        return frozenset({tokens})
+    return frozenset(tokens)

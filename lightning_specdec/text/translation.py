@@ -1,32 +1,40 @@
-"""A text of one vocabulary in the tokens of another: shared tokens as they are, other tokens for the rest."""
+"""A text of one vocabulary in the tokens of another: shared tokens, and other tokens by bytes."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from lightning_specdec.text.vocabulary import Vocabulary
 
-LONGEST_LOOSE = 24
-"""Bytes that wait for a character to be completed; more than any token that begins with the end of another."""
+MAX_WAITING_BYTES = 24
+"""Upper limit of the bytes that wait for the end of a character.
+
+Longer than any token that cuts one.
+"""
 
 
 class Translation:
-    """The map from a first vocabulary to a second: by bytes, special tokens by text, or else by role.
+    """The map from a source vocabulary to a goal vocabulary, by the bytes of tokens.
+
+    Special tokens are mapped by their text, or else by their role.
 
     Args:
-        first: the vocabulary that texts come in.
-        second: the vocabulary to read them in.
-        encode: the second's tokenizer for plain text, adding no special tokens; where it is None, each text
-            is spelt from its left by the longest tokens that fit.
-        start: a token that every text of the second begins with.
+        first: the source vocabulary.
+        second: the goal vocabulary.
+        encode: encodes plain text with the goal's tokenizer, without special tokens. If None, each
+            text is encoded from left to right by the longest tokens that fit.
+        start: a token that every text of the goal begins with.
 
     Attributes:
-        pairs: the second's token for each of the first's that may be drafted, one to one. Of several tokens with the
-            same bytes the last one counts: single bytes come before words in SentencePiece's vocabularies.
-        whole: what is read token by token: those that both have and that cut no character.
+        pairs: the goal's token for each source token that may be drafted, one to one. Of several
+            tokens with the same bytes the last one is used: in SentencePiece's vocabularies single
+            bytes come before words.
+        whole: the goal's token for each source token that is read as it is: shared ones that cut no
+            character.
         special: the special tokens of `pairs`.
-        filler: stands for a text that has no token in the second.
+        filler: stands for a text that has no token of the goal.
     """
 
     def __init__(
@@ -37,43 +45,48 @@ class Translation:
         encode: Callable[[str], Sequence[int]] | None = None,
         start: int | None = None,
     ) -> None:
-        self.first, self.second, self.start, self._encode = first, second, start, encode
+        self.first = first
+        self.second = second
+        self.start = start
+        self._encode = encode
         self._by_bytes = {piece: token for token, piece in enumerate(second.token_bytes) if piece}
-        self._longest = max(map(len, self._by_bytes), default=0)
-        self.special = _same_special(first, second)
-        shared = [
-            (t, piece)
-            for t, piece in enumerate(first.token_bytes)
-            if piece and piece in self._by_bytes
-        ]
-        last = {piece: token for token, piece in shared}
-        self.pairs = {token: self._by_bytes[piece] for piece, token in last.items()} | self.special
-        characters = (
-            (token, piece)
-            for token, piece in shared
-            if piece.decode(errors="ignore").encode() == piece
-        )
-        self.whole = {token: self._by_bytes[piece] for token, piece in characters}
-        self.filler = next(
-            (second.special[role] for role in ("bos", "eos") if role in second.special), 0
-        )
+        self._longest_piece = max((len(piece) for piece in self._by_bytes), default=0)
+        self.special = _pair_special_tokens(first, second)
+
+        self.whole: dict[int, int] = {}
+        last_token_of: dict[bytes, int] = {}
+        for token, piece in enumerate(first.token_bytes):
+            if not piece or piece not in self._by_bytes:
+                continue
+            last_token_of[piece] = token
+            if _is_whole_text(piece):
+                self.whole[token] = self._by_bytes[piece]
+
+        self.pairs = {token: self._by_bytes[piece] for piece, token in last_token_of.items()}
+        self.pairs.update(self.special)
+
+        self.filler = second.special.get("bos", second.special.get("eos", 0))
 
     def __deepcopy__(self, memo: object) -> Translation:
-        return self  # the texts of all rows share it
+        """The texts of all rows share one translation."""
+        return self
 
     @property
     def share(self) -> float:
-        """Tokens that both have / tokens of the smaller vocabulary."""
+        """Number of shared tokens / tokens of the smaller vocabulary."""
         return len(self.pairs) / max(1, min(len(self.first), len(self.second)))
 
     def encode_prompt(self, text: str) -> list[int]:
-        """As the second's own tokenizer reads it, with whatever that does to spaces and capitals."""
-        encoded = () if self._encode is None else self._encode(text)
-        return [token for token in encoded if token < len(self.second)] or self.spell(text.encode())
+        """Tokens as the goal's own tokenizer reads a text, which may change spaces and capitals."""
+        tokens: list[int] = []
+        if self._encode is not None:
+            tokens = [token for token in self._encode(text) if token < len(self.second)]
+        return tokens or self.spell(text.encode())
 
     def encode_piece(self, text: str) -> list[int]:
-        """Tokens of exactly these bytes: the tokenizer's, if it adds and drops nothing, else the longest that fit."""
-        # SentencePiece puts a space before everything that it reads; one that is there anyway may be that space.
+        """Tokens of exactly these bytes: the tokenizer's, or else the longest that fit."""
+        # SentencePiece puts a space before every text, which may be the space that the text begins
+        # with.
         for candidate in (text, text.removeprefix(" ")):
             tokens = self.encode_prompt(candidate)
             if self.second.join(tokens) == text.encode():
@@ -81,114 +94,192 @@ class Translation:
         return self.spell(text.encode())
 
     def spell(self, data: bytes) -> list[int]:
-        """From the left, each time the longest token that fits; bytes that the second does not have are left out."""
-        tokens, place = [], 0
-        while place < len(data):
-            ends = range(min(len(data), place + self._longest), place, -1)
-            end = next((end for end in ends if data[place:end] in self._by_bytes), 0)
-            if end:
-                tokens.append(self._by_bytes[data[place:end]])
-            place = end or place + 1
+        """From left to right the longest tokens that fit.
+
+        Bytes that the goal does not have are left out.
+        """
+        tokens = []
+        position = 0
+        while position < len(data):
+            length = self._longest_match(data, position)
+            if length > 0:
+                tokens.append(self._by_bytes[data[position : position + length]])
+            position += max(length, 1)
         return tokens
+
+    def _longest_match(self, data: bytes, position: int) -> int:
+        """Length of the longest token at a position; 0 if there is none."""
+        for length in range(min(self._longest_piece, len(data) - position), 0, -1):
+            if data[position : position + length] in self._by_bytes:
+                return length
+        return 0
+
+
+class _Step(NamedTuple):
+    """The translated text after the prompt, or after a token that followed it."""
+
+    num_tokens: int
+    waiting_bytes: bytes
 
 
 class TranslatedText:
-    """A text that grows in the first vocabulary, and its tokens in the second.
+    """A text that grows in the source vocabulary, and its tokens in the goal vocabulary.
 
-    The prompt is encoded as a whole, as a language model is used to. What is generated afterwards comes a few tokens at
-    a time, mostly the model's own draft tokens, so it is read token by token, which never changes what was read before.
-    A token that the second does not have is encoded anew by its bytes; one that cuts a character waits for its other
-    part. The tokens follow from the text and its prompt's end alone, not from what was read and taken back.
+    The prompt is encoded as a whole, as language models expect. What is generated afterwards
+    arrives a few tokens at a time and consists mostly of the model's own draft tokens, so it is
+    read token by token, which never changes earlier tokens. A token that the goal does not have is
+    encoded by its bytes. A token that cuts a character waits for the other part. The tokens depend
+    on the text and on the end of its prompt only, not on what was read and rolled back.
 
     Attributes:
-        tokens: of the second, that will stay.
-        num_covered: tokens of the first that were read.
+        tokens: tokens of the goal that will not change.
+        num_covered: number of source tokens that have been read.
     """
 
     def __init__(self, translation: Translation) -> None:
         self.translation = translation
         self.tokens: list[int] = []
         self.num_covered = 0
-        self._loose = b""
-        # At the prompt's end, and behind each token that followed: tokens of the second, and the bytes that wait.
-        self._steps: list[tuple[int, bytes]] = []
+        self._waiting_bytes = b""
+        # The state at the prompt's end and after each token that followed, to roll back to.
+        self._steps: list[_Step] = []
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Read more of the text; the first call takes the prompt, or the first after going back into it."""
-        translation, in_prompt, start = self.translation, not self._steps, self.translation.start
-        if not self.tokens and start is not None and translation.special.get(tokens[0]) != start:
-            self.tokens.append(start)
-        pieces = translation.first.token_bytes
-        for token in tokens:
-            piece = pieces[token] if token < len(pieces) else None
-            if piece is None:
-                self._settle(in_prompt, final=True)
-                self.tokens += [translation.special[token]] if token in translation.special else []
-            elif token in translation.whole and not self._loose and not in_prompt:
-                self.tokens.append(translation.whole[token])
-            else:
-                self._loose += piece
-                if not in_prompt:
-                    self._settle(in_prompt)
-            self.num_covered += 1
-            if not in_prompt:
-                self._steps.append((len(self.tokens), self._loose))
-        if in_prompt:
-            self._settle(in_prompt)
-            self.tokens = self.tokens or [translation.filler]
-            self._steps.append((len(self.tokens), self._loose))
+        """Read more of the text.
+
+        The first call reads the prompt, and so does the first after `begin_prompt`.
+        """
+        if self._steps:
+            for token in tokens:
+                self._read_generated(token)
+                self._steps.append(_Step(len(self.tokens), self._waiting_bytes))
+        else:
+            self._read_prompt(tokens)
+            self._steps.append(_Step(len(self.tokens), self._waiting_bytes))
+        self.num_covered += len(tokens)
 
     def go_back(self, num_covered: int) -> None:
-        """Forget what lies behind the first's first `num_covered` tokens.
+        """Roll back to the first `num_covered` source tokens.
 
-        A prompt is encoded as a whole, so from within it the text goes back to its start, and another prompt follows.
+        A prompt is encoded as a whole. To roll back into it is to start again, and another prompt
+        follows.
         """
-        num_behind = self.num_covered - num_covered
-        if num_behind >= len(self._steps):
+        num_removed = self.num_covered - num_covered
+        if num_removed >= len(self._steps):
             self.begin_prompt()
-        elif num_behind > 0:
-            del self._steps[-num_behind:]
-            num_tokens, self._loose = self._steps[-1]
+        elif num_removed > 0:
+            del self._steps[-num_removed:]
+            step = self._steps[-1]
+            del self.tokens[step.num_tokens :]
+            self._waiting_bytes = step.waiting_bytes
             self.num_covered = num_covered
-            del self.tokens[num_tokens:]
 
     def begin_prompt(self) -> None:
-        """Another prompt follows."""
-        self.num_covered, self._loose = 0, b""
+        """Start again. Another prompt follows."""
+        self.num_covered = 0
+        self._waiting_bytes = b""
         self.tokens.clear()
         self._steps.clear()
 
     def waiting(self) -> list[int]:
-        """Tokens for the bytes of a character that is not complete, until it is."""
-        return self.translation.spell(self._loose)
+        """Tokens for the bytes of a character that is not complete yet."""
+        return self.translation.spell(self._waiting_bytes)
 
-    def _settle(self, in_prompt: bool, *, final: bool = False) -> None:
-        """Encode the bytes that wait; a character's first part goes on waiting unless nothing follows."""
-        data, self._loose = self._loose, b""
+    def _read_prompt(self, tokens: Sequence[int]) -> None:
+        translation = self.translation
+        start = translation.start
+        if start is not None and translation.special.get(tokens[0]) != start:
+            self.tokens.append(start)
+
+        for token in tokens:
+            piece = self._piece(token)
+            if piece is not None:
+                self._waiting_bytes += piece
+                continue
+            self._encode_prompt_bytes(is_complete=True)
+            if token in translation.special:
+                self.tokens.append(translation.special[token])
+
+        self._encode_prompt_bytes(is_complete=False)
+        if not self.tokens:
+            self.tokens.append(translation.filler)
+
+    def _read_generated(self, token: int) -> None:
+        translation = self.translation
+        piece = self._piece(token)
+        if piece is None:
+            self._encode_generated_bytes(is_complete=True)
+            if token in translation.special:
+                self.tokens.append(translation.special[token])
+        elif token in translation.whole and not self._waiting_bytes:
+            self.tokens.append(translation.whole[token])
+        else:
+            self._waiting_bytes += piece
+            self._encode_generated_bytes(is_complete=False)
+
+    def _piece(self, token: int) -> bytes | None:
+        """The bytes of a source token; None for special tokens and unknown ids."""
+        token_bytes = self.translation.first.token_bytes
+        return token_bytes[token] if token < len(token_bytes) else None
+
+    def _encode_prompt_bytes(self, *, is_complete: bool) -> None:
+        """Encode the waiting bytes of a prompt, invalid ones as U+FFFD.
+
+        Args:
+            is_complete: whether nothing follows that could complete the last character. Otherwise
+                it keeps waiting.
+        """
+        data = self._waiting_bytes
+        text, num_read = codecs.utf_8_decode(data, "replace", is_complete)
+        if text:
+            self.tokens += self.translation.encode_prompt(text)
+        self._waiting_bytes = data[num_read:]
+
+    def _encode_generated_bytes(self, *, is_complete: bool) -> None:
+        """Encode the waiting bytes after a prompt, exactly.
+
+        Args:
+            is_complete: whether nothing follows that could complete the last character. Otherwise
+                all bytes keep waiting, up to a limit.
+        """
+        data = self._waiting_bytes
         try:
-            text, num_read = codecs.utf_8_decode(data, "replace" if in_prompt else "strict", final)
-        except UnicodeDecodeError:  # it will never be text
+            text, num_read = codecs.utf_8_decode(data, "strict", is_complete)
+        except UnicodeDecodeError:
+            # These bytes will never be text.
             self.tokens += self.translation.spell(data)
+            self._waiting_bytes = b""
             return
-        if not in_prompt and num_read < len(data) <= LONGEST_LOOSE:
-            self._loose = data
+
+        if num_read < len(data) <= MAX_WAITING_BYTES:
             return
-        encode = self.translation.encode_prompt if in_prompt else self.translation.encode_piece
-        self.tokens += encode(text) if text else []
-        self._loose = data[num_read:]
+        if text:
+            self.tokens += self.translation.encode_piece(text)
+        self._waiting_bytes = data[num_read:]
 
 
-def _same_special(first: Vocabulary, second: Vocabulary) -> dict[int, int]:
-    """Special tokens of the same text, then those left of the same role; one to one."""
-    others = {text: token for token, text in second.special_texts.items()}
-    same = {token: others[text] for token, text in first.special_texts.items() if text in others}
+def _is_whole_text(piece: bytes) -> bool:
+    """Whether bytes are valid UTF-8, so that they cut no character."""
+    try:
+        piece.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _pair_special_tokens(first: Vocabulary, second: Vocabulary) -> dict[int, int]:
+    """Special tokens of the same text, then the remaining ones of the same role, one to one."""
+    second_by_text = {text: token for token, text in second.special_texts.items()}
+    pairs = {
+        token: second_by_text[text]
+        for token, text in first.special_texts.items()
+        if text in second_by_text
+    }
     for role in ("eos", "bos", "pad", "unk"):
-        token, other = first.special.get(role), second.special.get(role)
-        if (
-            token is not None
-            and other is not None
-            and token not in same
-            and other not in same.values()
-        ):
-            same[token] = other
-    return same
+        first_token = first.special.get(role)
+        second_token = second.special.get(role)
+        if first_token is None or second_token is None:
+            continue
+        if first_token not in pairs and second_token not in pairs.values():
+            pairs[first_token] = second_token
+    return pairs

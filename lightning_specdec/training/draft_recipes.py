@@ -14,9 +14,8 @@ import torch
 
 from lightning_specdec.config.checks import require_number
 from lightning_specdec.config.memory import available_bytes
-from lightning_specdec.config.pairs import shipped_directory
 from lightning_specdec.data import Batch
-from lightning_specdec.data.corpus import MANIFEST, read_manifest
+from lightning_specdec.data.corpus import MANIFEST, read_manifest, shipped_corpora
 from lightning_specdec.drafters import EarlyExitDrafter, ModelDrafter, MultiTokenDrafter
 from lightning_specdec.drafters.early_exit import ExitHead
 from lightning_specdec.drafters.heads import rows_of
@@ -393,12 +392,7 @@ def _data(target: str, text: Sequence[str], vocabulary: int, longest: int) -> di
     """The data module's class and arguments: generated text, or files to cut into windows."""
     paths = list(text)
     if paths == [SHIPPED]:
-        home = shipped_directory().parents[1] / "benchmarks" / "smollm2_text"
-        paths = sorted(str(each.parent) for each in home.glob(f"*/{MANIFEST}"))
-        if not paths:
-            raise FileNotFoundError(
-                f"{home}: the shipped text is part of the source tree: give your own with --text"
-            )
+        paths = shipped_corpora()
     generated = [path for path in paths if (Path(path).expanduser() / MANIFEST).is_file()]
     if generated and len(generated) < len(paths):
         other = next(path for path in paths if path not in generated)

@@ -1,4 +1,4 @@
-"""Prompts by domain: those that ship, and those of files, as a target reads them."""
+"""Prompts by domain: the prompts that ship and those of files, as a target reads them."""
 
 from __future__ import annotations
 
@@ -15,59 +15,76 @@ TEXTS = ("code", "conversation", "summarization")
 
 
 def shipped_prompts(domains: Sequence[str] | None = None) -> list[Prompt]:
-    """The prompts that ship, not encoded: of these domains, or of `TEXTS`.
+    """The prompts that ship, not encoded.
+
+    Args:
+        domains: domains to return; `TEXTS` if None.
 
     Raises:
         ValueError: there is no such domain.
     """
     check_domains(domains or (), (*TEXTS, SEQUENCES), "the prompts that ship")
     home = Path(__file__).parent / "sets"
-    return [
-        prompt for domain in domains or TEXTS for prompt in read_prompts(home / f"{domain}.jsonl")
-    ]
+    prompts = []
+    for domain in domains or TEXTS:
+        prompts += read_prompts(home / f"{domain}.jsonl")
+    return prompts
 
 
 def by_domain(
     prompts: Sequence[Prompt], tokenizer: Tokenizer | None, domains: Sequence[str] | None = None
 ) -> dict[str, list[Prompt]]:
-    """Prompts by domain as a target reads them: texts as its tokens, or, where it has no tokenizer, the integers.
+    """Prompts by domain as a target reads them.
 
-    Integers alone may be the tokens of any target; beside texts they are for one without a tokenizer.
+    Text is encoded. A target without a tokenizer reads prompts of integers.
+
+    A set of integers alone may be the tokens of any target. Next to text, they are for a target
+    without a tokenizer.
 
     Args:
         prompts: text or tokens.
-        tokenizer: of the target.
-        domains: those wanted, in their order; all when None.
+        tokenizer: the target's tokenizer.
+        domains: domains to return, in this order; all if None.
 
     Raises:
-        ValueError: a domain has no prompts, an id is there twice, or the target reads none.
+        ValueError: a domain has no prompts, two prompts have the same id, or the target reads none
+            of them.
     """
-    check_domains(
-        domains or (), list(dict.fromkeys(prompt.domain for prompt in prompts)), "the prompts"
-    )
-    wanted = [prompt for prompt in prompts if not domains or prompt.domain in domains]
-    if len({prompt.id for prompt in wanted}) < len(wanted):
+    all_domains = list(dict.fromkeys(prompt.domain for prompt in prompts))
+    check_domains(domains or (), all_domains, "the prompts")
+    if domains:
+        prompts = [prompt for prompt in prompts if prompt.domain in domains]
+    if len({prompt.id for prompt in prompts}) < len(prompts):
         raise ValueError("two prompts have the same id: give each a different one")
-    texts = (
-        []
-        if tokenizer is None
-        else [each.encoded(tokenizer) for each in wanted if each.text is not None]
-    )
-    read = texts or [prompt for prompt in wanted if prompt.text is None]
-    found = {
-        name: [each for each in read if each.domain == name]
-        for name in domains or [each.domain for each in read]
-    }
-    if not found or not all(found.values()):
-        domain = next((name for name, several in found.items() if not several), wanted[0].domain)
+
+    prompts_by_domain: dict[str, list[Prompt]] = {domain: [] for domain in domains or ()}
+    for prompt in _readable(prompts, tokenizer):
+        prompts_by_domain.setdefault(prompt.domain, []).append(prompt)
+
+    unreadable = [domain for domain, readable in prompts_by_domain.items() if not readable]
+    if not prompts_by_domain:
+        unreadable = [prompts[0].domain]
+    if unreadable:
         raise ValueError(
-            f"this target cannot read the prompts of {domain}: text needs a tokenizer, {SEQUENCES} none"
+            f"this target cannot read the prompts of {unreadable[0]}: text needs a tokenizer, "
+            f"{SEQUENCES} none"
         )
-    return found
+    return prompts_by_domain
 
 
-def check_domains(wanted: Sequence[str], there: Sequence[str], where: str) -> None:
-    """Raise ValueError for a domain without prompts."""
-    for domain in wanted:
-        if domain not in there:
-            raise ValueError(f"{domain!r} is no domain of {where}: choose from {', '.join(there)}")
+def check_domains(domains: Sequence[str], available: Sequence[str], source: str) -> None:
+    """Raise ValueError if a domain has no prompts."""
+    for domain in domains:
+        if domain not in available:
+            raise ValueError(
+                f"{domain!r} is no domain of {source}: choose from {', '.join(available)}"
+            )
+
+
+def _readable(prompts: Sequence[Prompt], tokenizer: Tokenizer | None) -> list[Prompt]:
+    """The prompts that a target can read: encoded texts, or else prompts of integers."""
+    if tokenizer is not None:
+        texts = [prompt.encoded(tokenizer) for prompt in prompts if prompt.text is not None]
+        if texts:
+            return texts
+    return [prompt for prompt in prompts if prompt.text is None]

@@ -1,0 +1,186 @@
+"""Chat templates, rendered in transformers' sandbox with limits on time and size.
+
+A chat template is a program that comes with a model. Jinja's sandbox keeps it from reaching the
+machine, but a template can still run forever or fill the memory. The limits here end such a
+template with an error.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import Template, TemplateRuntimeError, nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+MAX_SECONDS = 1.0
+"""Processor time that a template may use for one chat. Real templates need milliseconds."""
+MAX_SIZE = 10_000_000
+"""Characters of a text, or elements of a list, that one step of a template may create."""
+MAX_INTEGER_BITS = 1024
+"""Size of the integers that a template may compute."""
+
+_deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
+"""When the template that is being rendered must be done, by the thread's processor time."""
+
+
+def render_chat_template(
+    template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+) -> str:
+    """The text of a chat, up to where the model's answer begins.
+
+    Args:
+        template: source of the template.
+        messages: turns of the chat.
+        variables: further variables of the template, such as special tokens. They override the ones
+            set here.
+
+    Raises:
+        Exception: of any kind that a template can raise; `TemplateRuntimeError` if it exceeds a
+            limit.
+    """
+    # As in transformers: many templates would write "None" for a key that is present without a
+    # value.
+    present_values = [
+        {key: value for key, value in message.items() if value is not None} for message in messages
+    ]
+    all_variables = {
+        "messages": present_values,
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": True,
+        **variables,
+    }
+    reset_token = _deadline.set(time.thread_time() + MAX_SECONDS)
+    try:
+        return _compile(template).render(all_variables)
+    finally:
+        _deadline.reset(reset_token)
+
+
+@lru_cache(maxsize=16)
+def _compile(template: str) -> Template:
+    # transformers has no public access to the filters and functions that it offers to templates.
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    source: Any = _compile_jinja_template("").environment
+    environment = LimitedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[type(extension) for extension in source.extensions.values()],
+    )
+    environment.globals.update(source.globals)
+    environment.filters.update(source.filters)
+    environment.filters["check_each"] = _check_each
+    environment.filters["check_size"] = _check_size
+    return environment.from_string(template)
+
+
+class LimitedEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, with limits on the time and the memory that a template uses.
+
+    Every iteration of a loop and every call compares the time with the deadline, and every step
+    that can make a text or a list longer checks its size. Between two checks a template can do only
+    a bounded amount of work.
+    """
+
+    intercepted_binops = frozenset({"+", "*", "**"})
+
+    def _generate(
+        self,
+        source: nodes.Template,
+        name: str | None,
+        filename: str | None,
+        defer_init: bool = False,
+    ) -> str:
+        """Jinja's hook between parsing a template and generating its code."""
+        return super()._generate(_AddChecks().visit(source), name, filename, defer_init)
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Called by the sandbox for each call in a template, of macros too."""
+        _check_time()
+        return _check_size(super().call(context, function, *args, **kwargs))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Called by the sandbox for each operator of `intercepted_binops`."""
+        if isinstance(left, int) and isinstance(right, int):
+            _check_integers(operator, left, right)
+        elif operator == "*":
+            _check_repetition(left, right)
+        return _check_size(super().call_binop(context, operator, left, right))
+
+    @staticmethod
+    def concat(pieces: Iterable[str]) -> str:
+        """Join a template's output, a macro's or a block's."""
+        size = 0
+        checked_pieces = []
+        for piece in pieces:
+            size += len(piece)
+            _refuse_above(size, MAX_SIZE, "texts")
+            checked_pieces.append(piece)
+        return "".join(checked_pieces)
+
+
+class _AddChecks(NodeTransformer):
+    """Add the checks as filters to the parts of a template for which the sandbox has no hook."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
+        self.generic_visit(node)
+        node.iter = _filtered(node.iter, "check_each")
+        return node
+
+    def _visit_sized(self, node: nodes.Expr) -> nodes.Filter:
+        self.generic_visit(node)
+        return _filtered(node, "check_size")
+
+    visit_Concat = _visit_sized  # noqa: N815
+    visit_Filter = _visit_sized  # noqa: N815
+
+
+def _filtered(node: nodes.Expr, filter_name: str) -> nodes.Filter:
+    return nodes.Filter(node, filter_name, [], [], None, None, lineno=node.lineno)
+
+
+def _check_time() -> None:
+    if time.thread_time() > _deadline.get():
+        raise TemplateRuntimeError(f"it does not end within {MAX_SECONDS:g} s")
+
+
+def _check_each(items: Iterable[Any]) -> Iterator[Any]:
+    """Iterate over the items of a loop."""
+    for item in items:
+        _check_time()
+        yield item
+
+
+def _check_size(value: Any) -> Any:
+    """Return a value that is not too large."""
+    if isinstance(value, str | list | tuple | dict):
+        _refuse_above(len(value), MAX_SIZE, "texts or lists")
+    return value
+
+
+def _check_integers(operator: str, left: int, right: int) -> None:
+    """Refuse a product or power of integers before it is computed, since it could take forever."""
+    if operator == "**":
+        num_bits = left.bit_length() * max(right, 0)
+    else:
+        num_bits = left.bit_length() + right.bit_length()
+    _refuse_above(num_bits, MAX_INTEGER_BITS, "powers or products, in bits,")
+
+
+def _check_repetition(left: Any, right: Any) -> None:
+    """Refuse the repetition of a text or list before it is created."""
+    for repeated, count in ((left, right), (right, left)):
+        if isinstance(repeated, str | list | tuple) and isinstance(count, int):
+            _refuse_above(len(repeated) * max(count, 0), MAX_SIZE, "texts or lists")
+
+
+def _refuse_above(size: int, limit: int, values: str) -> None:
+    if size > limit:
+        raise TemplateRuntimeError(f"it creates {values} larger than {limit}")
