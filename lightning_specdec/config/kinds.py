@@ -31,6 +31,7 @@ class Kinds:
         room: the package's folder that is scanned.
         base: name of the abstract base class.
         renamed: former names, by what they are called now.
+        aliases: other names of a class, which mean the same everywhere.
         internal: classes that nobody builds by name.
     """
 
@@ -38,6 +39,7 @@ class Kinds:
     room: str
     base: str
     renamed: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     internal: tuple[str, ...] = ()
 
     @cached_property
@@ -67,17 +69,15 @@ class Kinds:
         return iter(sorted(self._found))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._found
+        return name in self._found or name in self.aliases
 
     def summary(self, name: str) -> str:
         """The first line of a kind's docstring."""
-        return self._found[name][1]
+        return self._found[self.aliases.get(name, name)][1]
 
     def check(self, name: str) -> None:
         """Raise ValueError unless this is a known kind, or looks like an import path."""
-        if name in self._found or (
-            "." in name and all(part.isidentifier() for part in name.split("."))
-        ):
+        if name in self or ("." in name and all(part.isidentifier() for part in name.split("."))):
             return
         if name in self.renamed:
             raise ValueError(
@@ -96,6 +96,7 @@ class Kinds:
             ValueError: there is none, or it cannot be imported, or may not.
         """
         self.check(name)
+        name = self.aliases.get(name, name)
         if name in self._found:
             return getattr(import_module(self._found[name][0]), name)
         if not trusted:
@@ -136,7 +137,16 @@ def search_here() -> None:
         sys.path.append("")
 
 
-DRAFTERS = Kinds("drafter", "drafters", "Drafter", {"LookupFirstDrafter": "NGramWithFallback"})
+_ALIASES = {"MultiTokenDrafter": "MedusaDrafter"}
+"""Other names of classes, in files and as users type them."""
+
+DRAFTERS = Kinds(
+    "drafter",
+    "drafters",
+    "Drafter",
+    renamed={"LookupFirstDrafter": "NGramWithFallback"},
+    aliases=_ALIASES,
+)
 RULES = Kinds("rule", "rules", "AcceptanceRule")
 MODELS = Kinds("model", "models", "LanguageModel", internal=("FusedRNN", "OpenVINOLM"))
 
@@ -172,7 +182,7 @@ class Choice:
         if isinstance(value, Mapping) and not value.keys() - {"class_path", "init_args"}:
             name, settings = value.get("class_path"), value.get("init_args") or {}
             if name and isinstance(name, str) and isinstance(settings, Mapping):
-                return cls(name, dict(settings))
+                return cls(_ALIASES.get(name, name), dict(settings))
         raise ValueError(
             f"{where} must be a name, or {{class_path: NAME, init_args: {{...}}}}, got {value!r}"
         )
