@@ -35,7 +35,7 @@ class Watched(CrossVocabulary):
         draft = super().propose(state, replace(request, wants_logits=True), windows, sampling)
         assert isinstance(state, CrossDraftState) and draft.logits is not None
         for i, (row, text) in enumerate(zip(state.rows, request.texts, strict=True)):
-            tokens = row.behind(row.first)
+            tokens = row.tokens_from(row.first)
             fresh = self.to_target(self.model(torch.tensor([tokens])).logits[:, -1], request)[0]
             said = fresh.isfinite()
             assert_close(draft.logits[i, 0][said], fresh[said])
@@ -316,4 +316,4 @@ def test_what_it_has_read_counts_once_however_often_the_target_answers() -> None
     )
     for num_accepted in (3, 0):  # another drafter drafts for the second answer
         drafter.observe(state, target(torch.tensor(texts)), [num_accepted])
-    assert state.rows[0].num_kept == 3
+    assert state.rows[0].num_draft_read == 3

@@ -320,8 +320,8 @@ class EagleDrafter(FeatureDrafter):
         The last entry is read in any case, because its output is needed.
 
         Returns:
-            The embeddings and the hidden states of these entries, how many each row has of them, and
-            how many entries each row has in total.
+            The embeddings and the hidden states of these entries, each row's number of them, and
+            each row's number of entries in total.
         """
         texts = request.texts
         ends = [
