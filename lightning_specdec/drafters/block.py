@@ -299,12 +299,15 @@ class BlockDrafter(FeatureDrafter):
     def _read_features(self, state: FeatureState, request: DraftRequest) -> None:
         """Store keys and values of the final text's features that have not been read yet."""
         cache = state.entry_cache
-        ends = [
-            min(len(text) - 1, num_known)
-            for text, num_known in zip(request.texts, state.num_known, strict=True)
-        ]
-        starts = [min(end, num_read) for end, num_read in zip(ends, cache.consumed, strict=True)]
-        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        starts: list[int] = []
+        lengths: list[int] = []
+        for text, num_known, num_read in zip(
+            request.texts, state.num_known, cache.consumed, strict=True
+        ):
+            end = min(len(text) - 1, num_known)
+            start = min(end, num_read)
+            starts.append(start)
+            lengths.append(end - start)
         cache.truncate(starts)
 
         # As wide as the most tokens that a round adds, so shapes do not depend on acceptance.

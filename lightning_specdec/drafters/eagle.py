@@ -66,11 +66,12 @@ class FeatureState(DraftState):
         self.num_scored = num_scored
         # The target has read all of the text and the draft tokens, which gives the text's length.
         num_draft_tokens = num_scored - 1
-        text_lengths = [num_read - num_draft_tokens for num_read in self.context.state.consumed]
-        starts = [
-            min(num_known, length - 1)
-            for num_known, length in zip(self.num_known, text_lengths, strict=True)
-        ]
+        starts: list[int] = []
+        text_lengths: list[int] = []
+        for num_known, num_read in zip(self.num_known, self.context.state.consumed, strict=True):
+            text_length = num_read - num_draft_tokens
+            text_lengths.append(text_length)
+            starts.append(min(num_known, text_length - 1))
 
         # Stored as keys of one head; there are no values.
         keys = hidden[:, None]
@@ -323,21 +324,20 @@ class EagleDrafter(FeatureDrafter):
             The embeddings and the hidden states of these entries, each row's number of them, and
             each row's number of entries in total.
         """
-        texts = request.texts
-        ends = [
-            min(len(text) - 1, num_known)
-            for text, num_known in zip(texts, state.num_known, strict=True)
-        ]
-        starts = [
-            min(max(end - 1, 0), num_read)
-            for end, num_read in zip(ends, state.entry_cache.consumed, strict=True)
-        ]
+        starts: list[int] = []
+        ends: list[int] = []
+        unread: list[Sequence[int]] = []
+        for text, num_known, num_read in zip(
+            request.texts, state.num_known, state.entry_cache.consumed, strict=True
+        ):
+            end = min(len(text) - 1, num_known)
+            start = min(max(end - 1, 0), num_read)
+            starts.append(start)
+            ends.append(end)
+            # Entry j has the embedding of token j + 1.
+            unread.append(text[start + 1 : end + 1])
         state.entry_cache.truncate(starts)
 
-        # Entry j has the embedding of token j + 1.
-        unread = [
-            text[start + 1 : end + 1] for text, start, end in zip(texts, starts, ends, strict=True)
-        ]
         lengths = [len(tokens) for tokens in unread]
         # As wide as the most tokens that a round adds, so shapes do not depend on acceptance.
         tokens, _ = pad(unread, request.tail.device, state.num_scored)
