@@ -127,9 +127,9 @@ def test_each_entry_is_read_once_and_no_round_drafts_more_than_a_block(window: i
     state: Any = session._batch.draft_state
     while row.live:
         known, calls = len(row.text) - 1, session.num_draft_calls
-        assert state.known == [known]
+        assert state.num_known == [known]
         session.step()
-        assert session.num_draft_calls == calls or state.read.consumed == [known]
+        assert session.num_draft_calls == calls or state.entry_cache.consumed == [known]
     assert (
         row.text[len(TEXT) :]
         == autoregressive_decode(model, TEXT, max_new_tokens=20).rows[0].tokens

@@ -203,7 +203,7 @@ def test_a_draft_computes_as_its_target_unless_told() -> None:
 @pytest.mark.parametrize(
     ("names", "kind", "window"),
     [
-        ({"target": "target", "draft": "draft.safetensors"}, "MultiTokenDrafter", 2),
+        ({"target": "target", "draft": "draft.safetensors"}, "MedusaDrafter", 2),
         (
             {"target": "target", "draft": "draft.safetensors", "drafter": "NGramWithFallback"},
             "NGramWithFallback",
@@ -215,7 +215,7 @@ def test_a_draft_computes_as_its_target_unless_told() -> None:
             None,
         ),
         ({"ckpt": "pair.safetensors", "drafter": "NGramWithFallback"}, "NGramWithFallback", 2),
-        ({"ckpt": "pair.safetensors", "drafter": "MultiTokenDrafter"}, "MultiTokenDrafter", 2),
+        ({"ckpt": "pair.safetensors", "drafter": "MultiTokenDrafter"}, "MedusaDrafter", 2),
         ({"ckpt": "pair.safetensors", "drafter": "NGramDrafter"}, "NGramDrafter", None),
     ],
 )

@@ -36,7 +36,7 @@ class Watched(CrossVocabulary):
         draft = super().propose(state, replace(request, wants_logits=True), windows, sampling)
         assert isinstance(state, CrossDraftState) and draft.logits is not None
         for index, (row, text) in enumerate(zip(state.rows, request.texts, strict=True)):
-            tokens = torch.tensor([row.behind(row.first)])
+            tokens = torch.tensor([row.tokens_from(row.first)])
             fresh_logits = self.to_target(self.model(tokens).logits[:, -1], request)[0]
             is_shared = fresh_logits.isfinite()
             assert_close(draft.logits[index, 0][is_shared], fresh_logits[is_shared])

@@ -182,9 +182,9 @@ def test_each_entry_is_read_once_and_guesses_are_forgotten(window: int) -> None:
     assert session.num_draft_calls == 0
     state: Any = session._batch.draft_state
     while row.live:
-        assert state.known == [len(row.text) - 1]
+        assert state.num_known == [len(row.text) - 1]
         session.step()
-        assert state.read.consumed[0] <= len(row.text) - 1
+        assert state.entry_cache.consumed[0] <= len(row.text) - 1
     assert (
         row.text[len(TEXT) :]
         == autoregressive_decode(model, TEXT, max_new_tokens=20).rows[0].tokens

@@ -518,7 +518,7 @@ def test_training_goes_on_from_an_imported_head(tmp_path: Path) -> None:
     )
     assert training.drafter.arguments() == read_head(tmp_path / "out", target)[0].arguments()
     check_that_it_learns(training, 12)
-    with pytest.raises(ValueError, match="this trains a MultiTokenDrafter"):
+    with pytest.raises(ValueError, match="this trains a MedusaDrafter"):
         MultiTokenTraining(target, draft=str(tmp_path / "out"), num_heads=2)
 
 

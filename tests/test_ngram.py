@@ -26,7 +26,7 @@ def propose(
 
 def num_entries(state: NGramState) -> int:
     """N-grams that are remembered, of all rows."""
-    return sum(len(row.places) for row in state.rows)
+    return sum(len(row.continuations) for row in state.rows)
 
 
 def guesses(draft: Draft) -> list[list[int]]:

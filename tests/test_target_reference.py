@@ -134,7 +134,7 @@ def test_decode_finds_the_target_or_is_given_it_anew(tmp_path: Path) -> None:
     ]
     shown = succeed("info", "run/version_0/best.ckpt").out
     assert (
-        "target (sha256 " in shown and "not in this file" in shown and "MultiTokenDrafter(" in shown
+        "target (sha256 " in shown and "not in this file" in shown and "MedusaDrafter(" in shown
     )
 
 

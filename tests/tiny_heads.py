@@ -13,7 +13,7 @@ from families import placed, tiny
 from torch import Tensor, nn
 
 from lightning_specdec.decoding import autoregressive_decode
-from lightning_specdec.drafters import MultiTokenDrafter
+from lightning_specdec.drafters import MedusaDrafter
 from lightning_specdec.models import DecodeState, KVState, LanguageModel, ModelOutput
 from lightning_specdec.models.base import select
 from lightning_specdec.models.huggingface import HuggingFaceLM
@@ -48,10 +48,8 @@ def family(name: str) -> HuggingFaceLM:
     return HuggingFaceLM(tiny(name, vocab_size=VOCAB))
 
 
-def small(**arguments: Any) -> MultiTokenDrafter:
-    return placed(
-        MultiTokenDrafter(**{"num_heads": 2, "hidden_size": 4, "vocab_size": 7, **arguments})
-    )
+def small(**arguments: Any) -> MedusaDrafter:
+    return placed(MedusaDrafter(**{"num_heads": 2, "hidden_size": 4, "vocab_size": 7, **arguments}))
 
 
 @functools.cache
@@ -83,7 +81,7 @@ def heads(
     num_heads: int = 3,
     reduced: bool = False,
     num_steps: int = 8,
-) -> MultiTokenDrafter:
+) -> MedusaDrafter:
     """Heads fitted by a few steps where they take the target; read them, do not write to them.
 
     The global seed stays as it was.
@@ -95,13 +93,11 @@ def heads(
 
 
 @functools.cache
-def _heads(
-    target: LanguageModel, num_heads: int, reduced: bool, num_steps: int
-) -> MultiTokenDrafter:
+def _heads(target: LanguageModel, num_heads: int, reduced: bool, num_steps: int) -> MedusaDrafter:
     assert target.hidden_size is not None
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        drafter = MultiTokenDrafter(
+        drafter = MedusaDrafter(
             num_heads,
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
@@ -176,10 +172,10 @@ class Chain(LanguageModel):
         )
 
 
-def perfect(target: Chain, num_heads: int) -> MultiTokenDrafter:
+def perfect(target: Chain, num_heads: int) -> MedusaDrafter:
     """Heads that are always right about that target."""
     size = target.vocab_size
-    drafter = MultiTokenDrafter(num_heads, hidden_size=size, vocab_size=size)
+    drafter = MedusaDrafter(num_heads, hidden_size=size, vocab_size=size)
     with torch.no_grad():
         for i, head in enumerate(drafter.heads):
             head[-1].weight.copy_(Chain.CERTAIN * target.steps(i + 2))  # type: ignore[index]

@@ -42,12 +42,14 @@ class Kinds:
         noun: what messages call one of them.
         room: the subpackage that is scanned.
         base: name of the abstract base class.
+        aliases: other names of classes, which files and users may use.
         internal: classes that nobody builds by name.
     """
 
     noun: str
     room: str
     base: str
+    aliases: Mapping[str, str] = field(default_factory=dict)
     internal: tuple[str, ...] = ()
 
     @cached_property
@@ -85,15 +87,15 @@ class Kinds:
         return iter(sorted(self._kinds))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._kinds
+        return name in self._kinds or name in self.aliases
 
     def summary(self, name: str) -> str:
         """The first line of a kind's docstring."""
-        return self._kinds[name].summary
+        return self._kinds[self.aliases.get(name, name)].summary
 
     def check(self, name: str) -> None:
         """Raise ValueError unless this is a known kind or looks like an import path."""
-        if name in self._kinds:
+        if name in self:
             return
         parts = name.split(".")
         if len(parts) > 1 and all(part.isidentifier() for part in parts):
@@ -112,6 +114,7 @@ class Kinds:
             ValueError: there is no such class, it cannot be imported, or it may not be.
         """
         self.check(name)
+        name = self.aliases.get(name, name)
         if name in self._kinds:
             return getattr(import_module(self._kinds[name].module), name)
 
@@ -158,7 +161,10 @@ def search_here() -> None:
         sys.path.append("")
 
 
-DRAFTERS = Kinds("drafter", "drafters", "Drafter")
+_ALIASES = {"MultiTokenDrafter": "MedusaDrafter"}
+"""Other names of classes."""
+
+DRAFTERS = Kinds("drafter", "drafters", "Drafter", aliases=_ALIASES)
 RULES = Kinds("rule", "rules", "AcceptanceRule")
 MODELS = Kinds("model", "models", "LanguageModel", internal=("FusedRNN", "OpenVINOLM"))
 
@@ -195,12 +201,12 @@ class Choice:
         if isinstance(value, Choice):
             return value
         if isinstance(value, str) and value:
-            return cls(value)
+            return cls(_ALIASES.get(value, value))
         if isinstance(value, Mapping) and not value.keys() - {"class_path", "init_args"}:
             name = value.get("class_path")
             settings = value.get("init_args") or {}
             if name and isinstance(name, str) and isinstance(settings, Mapping):
-                return cls(name, dict(settings))
+                return cls(_ALIASES.get(name, name), dict(settings))
 
         # An empty name is reported in the form of a specification.
         reported = {"class_path": value} if isinstance(value, str) else value

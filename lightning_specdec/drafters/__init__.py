@@ -7,11 +7,12 @@ from lightning_specdec.drafters.base import TargetContext as TargetContext
 from lightning_specdec.drafters.base import last_two as last_two
 from lightning_specdec.drafters.block import BlockDrafter as BlockDrafter
 from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary as CrossVocabulary
+from lightning_specdec.drafters.draft_vocabulary import DraftVocabulary as DraftVocabulary
 from lightning_specdec.drafters.eagle import EagleDrafter as EagleDrafter
 from lightning_specdec.drafters.early_exit import EarlyExitDrafter as EarlyExitDrafter
-from lightning_specdec.drafters.heads import DraftVocabulary as DraftVocabulary
+from lightning_specdec.drafters.medusa import MedusaDrafter as MedusaDrafter
+from lightning_specdec.drafters.medusa import MultiTokenDrafter as MultiTokenDrafter
 from lightning_specdec.drafters.model import ModelDrafter as ModelDrafter
-from lightning_specdec.drafters.multi_token import MultiTokenDrafter as MultiTokenDrafter
 from lightning_specdec.drafters.ngram import NGramDrafter as NGramDrafter
 from lightning_specdec.drafters.ngram_with_fallback import NGramWithFallback as NGramWithFallback
 from lightning_specdec.drafters.staged import StagedDrafter as StagedDrafter

@@ -1,10 +1,12 @@
-"""A block of masked places over the target's hidden states as the draft: one pass gives all of a round's logits.
+"""Block drafting: one pass over a block of positions yields the logits of all of a round's tokens.
 
-Place 0 has the text's last token, the anchor, and scores the token after it; the others are masked, and place i scores
-the token that many places further on. All see the target's features ahead of the anchor, and each other.
+Position 0 of a block has the text's last token, the anchor, and scores the token after it. The
+other positions are masked; position i scores the token i positions further on. All positions attend
+to the target's features before the anchor, and to each other.
 
-Shapes: B rows, T tokens, N places, D width of the target's hidden states, H query heads, G key heads, E size of a head,
-R rank of the Markov head, W tokens of the draft.
+Shapes: B rows, T tokens, K draft tokens, N positions of a block, A blocks, D hidden size of the
+target, H query heads, G key and value heads, E head size, R rank of the Markov head, W tokens of
+the draft.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from lightning_specdec.drafters.model import Drawn, make_draft, nothing, shorten
 from lightning_specdec.rules import Draft, Sampling
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Bool, Float, Int
 
     KeysValues = tuple[Float[Tensor, "B G T E"], Float[Tensor, "B G T E"]]
     Attend = Callable[
@@ -54,36 +56,45 @@ class BlockSettings(FeatureSettings):
         super().__post_init__()
         if self.attention_window is not None and self.attention_window < self.block_size:
             raise ValueError(
-                f"attention_window must be at least block_size, {self.block_size}, got {self.attention_window}"
+                f"attention_window must be at least block_size, {self.block_size}, got "
+                f"{self.attention_window}"
             )
 
 
 class BlockLayer(nn.Module):
-    """A decoder layer whose keys and values come from its own places and from the target's features.
+    """A decoder layer that attends to the block's own positions and to the target's features.
 
-    Norms are RMSNorm, those of queries and keys head by head, positions rotary, the inner network SwiGLU, as in Qwen3.
+    As in Qwen3, norms are RMSNorm, queries and keys are normalized head by head, positions are
+    rotary and the inner network is SwiGLU.
     """
 
-    def __init__(self, own: BlockSettings, head_size: int) -> None:
+    def __init__(self, settings: BlockSettings, head_size: int) -> None:
         super().__init__()
-        size, self.head_size, self.rotary_base = own.hidden_size, head_size, own.rotary_base
-        self.input_norm = nn.RMSNorm(size, eps=own.norm_eps)
-        self.query = nn.Linear(size, own.num_heads * head_size, bias=False)
-        self.key_value = nn.Linear(size, 2 * own.num_key_heads * head_size, bias=False)
-        self.query_norm = nn.RMSNorm(head_size, eps=own.norm_eps)
-        self.key_norm = nn.RMSNorm(head_size, eps=own.norm_eps)
-        self.attention_output = nn.Linear(own.num_heads * head_size, size, bias=False)
-        self.inner_norm = nn.RMSNorm(size, eps=own.norm_eps)
-        self.gate_up = nn.Linear(size, 2 * own.intermediate_size, bias=False)
-        self.down = nn.Linear(own.intermediate_size, size, bias=False)
+        hidden_size = settings.hidden_size
+        query_size = settings.num_heads * head_size
+        key_size = settings.num_key_heads * head_size
+        inner_size = settings.intermediate_size
+        self.head_size = head_size
+        self.rotary_base = settings.rotary_base
+        self.input_norm = nn.RMSNorm(hidden_size, eps=settings.norm_eps)
+        self.query = nn.Linear(hidden_size, query_size, bias=False)
+        self.key_value = nn.Linear(hidden_size, 2 * key_size, bias=False)
+        self.query_norm = nn.RMSNorm(head_size, eps=settings.norm_eps)
+        self.key_norm = nn.RMSNorm(head_size, eps=settings.norm_eps)
+        self.attention_output = nn.Linear(query_size, hidden_size, bias=False)
+        self.inner_norm = nn.RMSNorm(hidden_size, eps=settings.norm_eps)
+        self.gate_up = nn.Linear(hidden_size, 2 * inner_size, bias=False)
+        self.down = nn.Linear(inner_size, hidden_size, bias=False)
 
     def keys_values(
         self, normed: Float[Tensor, "B T D"], positions: Int[Tensor, "#B T"]
     ) -> KeysValues:
-        """What the places look at for T tokens or places."""
-        heads = self.key_value(normed).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        """Keys and values of T tokens or positions, from their normalized features or inputs."""
+        heads = self._split_heads(self.key_value(normed))
         keys, values = heads.chunk(2, dim=1)
-        return rotate(self.key_norm(keys), positions, self.rotary_base).to(values.dtype), values
+        keys = rotate(self.key_norm(keys), positions, self.rotary_base)
+        # Under autocast, the norm may return another dtype.
+        return keys.to(values.dtype), values
 
     def forward(
         self,
@@ -91,20 +102,27 @@ class BlockLayer(nn.Module):
         positions: Int[Tensor, "#B N"],
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> Float[Tensor, "B N D"]:
-        """The output at N places, given attention over their keys and values and over the features'."""
+        """The layer's output at N positions.
+
+        Args:
+            attend: attention over the keys and values of these positions and of the features.
+        """
         normed = self.input_norm(hidden)
-        heads = self.query(normed).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        queries = self._split_heads(self.query(normed))
         keys, values = self.keys_values(normed, positions)
-        queries = rotate(self.query_norm(heads), positions, self.rotary_base).to(values.dtype)
-        hidden = hidden + self.attention_output(
-            attend(queries, keys, values).transpose(1, 2).flatten(2)
-        )
+        queries = rotate(self.query_norm(queries), positions, self.rotary_base).to(values.dtype)
+        attended = attend(queries, keys, values).transpose(1, 2).flatten(2)
+        hidden = hidden + self.attention_output(attended)
+
         gate, up = self.gate_up(self.inner_norm(hidden)).chunk(2, dim=-1)
         return hidden + self.down(nn.functional.silu(gate) * up)
 
+    def _split_heads(self, projected: Float[Tensor, "B T _"]) -> Float[Tensor, "B _ T E"]:
+        return projected.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+
 
 class BlockNetwork(FeatureNetwork):
-    """Decoder layers over a block of places, with a Markov head and a confidence head.
+    """Decoder layers over a block of positions, with a Markov head and a confidence head.
 
     Args:
         settings: sizes.
@@ -113,72 +131,93 @@ class BlockNetwork(FeatureNetwork):
 
     def __init__(self, settings: BlockSettings, num_tokens: int) -> None:
         super().__init__(settings)
-        size, rank = settings.hidden_size, settings.markov_rank
-        self.mask = nn.Parameter(0.02 * torch.randn(size))
-        # Small, as the mask: where the target's embeddings are its output head too, the anchor would score itself.
+        hidden_size = settings.hidden_size
+        rank = settings.markov_rank
+        self.mask = nn.Parameter(0.02 * torch.randn(hidden_size))
+        # The anchor's embedding starts as small as the mask. If the target ties its embeddings to
+        # its output head, a larger one would make position 0 predict the anchor itself.
         self.anchor_scale = nn.Parameter(torch.full((1,), 0.1))
         self.context_norm = self._norm()
         self.layers = nn.ModuleList(
             BlockLayer(settings, self.head_size) for _ in range(settings.num_layers)
         )
         self.output_norm = self._norm()
-        self.output = nn.Linear(size, num_tokens, bias=False)
-        self.markov_input = nn.Embedding(num_tokens, rank) if rank else None
-        self.markov_output = nn.Linear(rank, num_tokens, bias=False) if rank else None
-        self.confidence = nn.Linear(size + rank, 1)
+        self.output = nn.Linear(hidden_size, num_tokens, bias=False)
+
+        # The Markov head is an embedding of the previous token and its projection to logits.
+        self.markov_input: nn.Embedding | None = None
+        self.markov_output: nn.Linear | None = None
+        if rank:
+            self.markov_input = nn.Embedding(num_tokens, rank)
+            self.markov_output = nn.Linear(rank, num_tokens, bias=False)
+        self.confidence = nn.Linear(hidden_size + rank, 1)
+
         if self.markov_output is not None:
+            # Without training, the head changes nothing.
             nn.init.zeros_(self.markov_output.weight)
 
     def context(
         self, features: Float[Tensor, "B T D"], positions: Int[Tensor, "#B T"]
     ) -> list[KeysValues]:
-        """What each layer's places see of the target's features."""
+        """Each layer's keys and values of the target's features."""
         normed = self.context_norm(features)
-        return [layer.keys_values(normed, positions) for layer in self.layers]  # type: ignore[operator]
+        layers: Any = self.layers
+        return [layer.keys_values(normed, positions) for layer in layers]
 
     def forward(
         self, anchors: Float[Tensor, "B A D"], positions: Int[Tensor, "#B N"], attend: Attend
     ) -> Float[Tensor, "B N D"]:
-        """What the output head reads at the N places of A blocks.
+        """The output head's input at the N positions of A blocks.
 
         Args:
             anchors: embedding of each block's first token.
-            positions: of all places, block by block.
-            attend: attention of the numbered layer over these places and over the features.
+            positions: of all blocks, one block after the other.
+            attend: attention of a layer, given by number, over these positions and the features.
         """
-        masks = self.mask.to(self.dtype).expand(
-            *anchors.shape[:2], self.settings.block_size - 1, -1
-        )
-        hidden = torch.cat(
-            ((self.anchor_scale * anchors.to(self.dtype))[:, :, None], masks), dim=2
-        ).flatten(1, 2)
-        for number, layer in enumerate(self.layers):
-            hidden = layer(hidden, positions, partial(attend, number))
+        batch_size, num_blocks, _ = anchors.shape
+        num_masked = self.settings.block_size - 1
+        masked_inputs = self.mask.to(self.dtype).expand(batch_size, num_blocks, num_masked, -1)
+        anchor_inputs = self.anchor_scale * anchors.to(self.dtype)
+        block_inputs = torch.cat((anchor_inputs[:, :, None], masked_inputs), dim=2)
+
+        hidden = block_inputs.flatten(1, 2)
+        for layer_index, layer in enumerate(self.layers):
+            hidden = layer(hidden, positions, partial(attend, layer_index))
         return self.output_norm(hidden)
 
     def before(self, tokens: Int[Tensor, "*B"]) -> Float[Tensor, "*B R"]:
-        """What the Markov head knows of the token before a place; zero for tokens below 0."""
+        """The Markov head's embedding of the token before a position; zero for tokens below 0."""
         if self.markov_input is None:
             return self.mask.new_zeros(*tokens.shape, 0)
-        return self.markov_input(tokens.clamp(min=0)) * (tokens >= 0)[..., None]
+        is_token = tokens >= 0
+        embedded = self.markov_input(tokens.clamp(min=0))
+        return embedded * is_token[..., None]
 
     def bias(self, before: Float[Tensor, "*B R"]) -> Float[Tensor, "*B W"] | float:
-        """What that token adds to a place's logits."""
-        return 0.0 if self.markov_output is None else self.markov_output(before)
+        """The Markov head's bias: what the token before a position adds to its logits."""
+        if self.markov_output is None:
+            return 0.0
+        return self.markov_output(before)
 
     def confidence_logit(
         self, hidden: Float[Tensor, "*B D"], before: Float[Tensor, "*B R"]
     ) -> Float[Tensor, "*B"]:
-        """The logit of the probability that a place's token is kept if all before it are, whichever it is."""
-        return self.confidence(torch.cat((hidden, before), dim=-1))[..., 0]
+        """The confidence head: the logit of the probability that a position's token is accepted.
+
+        The probability is conditional on all tokens before it being accepted.
+        """
+        inputs = torch.cat((hidden, before), dim=-1)
+        return self.confidence(inputs)[..., 0]
 
 
 class BlockDrafter(FeatureDrafter):
     """Drafts a block of tokens in one pass over the target's hidden states.
 
-    Chen et al. 2026, "DFlash", with the Markov head and the confidence head of DSpark: the token before a place adds a
-    bias of low rank to its logits, so tokens are drawn one by one and their distributions are exact; and a place that
-    is hardly ever kept ends the window. All places are computed whatever the window, which changes no distribution.
+    Chen et al. 2026, "DFlash", with the Markov head and the confidence head of DSpark. In the
+    Markov head, the token before a position adds a low-rank bias to its logits, so tokens are drawn
+    one by one and their distributions are exact. The confidence head ends the window before a
+    position that is rarely accepted. All positions are computed whatever the window, which changes
+    no distribution.
     """
 
     Settings, Network = BlockSettings, BlockNetwork
@@ -192,73 +231,117 @@ class BlockDrafter(FeatureDrafter):
     def init_state(
         self, batch_size: int, max_length: int, context: TargetContext | None = None
     ) -> FeatureState:
+        # The block's keys and values are stored after the text's.
         return super().init_state(batch_size, max_length + self.settings.block_size, context)
 
     def before(self, tokens: Int[Tensor, "*B"]) -> Float[Tensor, "*B R"]:
-        """See `BlockNetwork.before`; of the target's tokens."""
-        own = self.draft_vocabulary
-        return self.network.before(tokens if own is None else own.to_draft(tokens, -1))
+        """`BlockNetwork.before` for token IDs of the target."""
+        if self.draft_vocabulary is not None:
+            tokens = self.draft_vocabulary.to_draft(tokens, missing=-1)
+        return self.network.before(tokens)
 
     def propose(
         self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
     ) -> Draft:
-        most = self.max_draft_tokens
-        wanted = [min(window, most) for window in state.wanted(request, windows)]
-        num_draft_tokens = max(wanted)
-        if not num_draft_tokens:
+        windows = [min(window, self.max_draft_tokens) for window in state.wanted(request, windows)]
+        num_draft_tokens = max(windows)
+        if num_draft_tokens == 0:
             return nothing(request)
-        self._read(state, request)
-        hidden = self._places(state, request)[:, :num_draft_tokens]
 
-        def call(
-            drawn: Drawn, hidden: Float[Tensor, "B K D"], token: Int[Tensor, "B"]
-        ) -> Float[Tensor, "B K"]:
-            logits, chances = self.network.output(hidden), []
-            for i in range(num_draft_tokens):
-                before = self.before(token)
-                chances.append(self.network.confidence_logit(hidden[:, i], before).sigmoid())
-                token = drawn.draw(logits[:, i] + self.network.bias(before))
-            return torch.stack(chances, dim=1)
+        self._read_features(state, request)
+        hidden = self._block_hidden(state, request)[:, :num_draft_tokens]
+        anchors = request.tail[:, 1].contiguous()
 
-        vocabulary, anchors = self.draft_vocabulary, request.tail[:, 1].contiguous()
-        outputs = self.run(request, wanted, sampling, call, hidden, anchors, vocabulary=vocabulary)
-        draft = make_draft(outputs, wanted, request, num_calls=1)
-        if outputs[3] is None or not self.settings.min_confidence:
-            return draft
-        # The first place always is worth it. A window ends by hidden states and the tokens before its end.
-        chances = outputs[3].float().cumprod(1)[:, 1:]
-        return shortened(draft, 1 + (chances >= self.settings.min_confidence).sum(1))
-
-    def _read(self, state: FeatureState, request: DraftRequest) -> None:
-        """Keep the keys and values of the features of the settled text that have not been read."""
-        read = state.read
-        ends = [
-            min(len(text) - 1, known)
-            for text, known in zip(request.texts, state.known, strict=True)
-        ]
-        starts = [min(end, length) for end, length in zip(ends, read.consumed, strict=True)]
-        read.truncate(starts)
-        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
-        # As many as any round settles, so that shapes do not depend on acceptance.
-        width = max(state.num_scored, *lengths)
-        slots = read.slots(width)
-        context = self.network.context(
-            self.network.joined(state.hidden(starts, width, lengths)), slots.positions
+        outputs = self.run(
+            request,
+            windows,
+            sampling,
+            self._draw_tokens,
+            hidden,
+            anchors,
+            vocabulary=self.draft_vocabulary,
         )
-        for number, (keys, values) in enumerate(context):
-            read.storage.update(number, slots, keys, values)
-        read.advance(width, lengths)
+        draft = make_draft(outputs, windows, request, num_calls=1)
+        confidences = outputs[3]
+        if confidences is None or not self.settings.min_confidence:
+            return draft
 
-    def _places(self, state: FeatureState, request: DraftRequest) -> Float[Tensor, "B N D"]:
-        """The network's output at the places behind the settled text, whose keys and values are written over later."""
-        storage, slots = state.kept.storage, state.kept.slots(self.settings.block_size)
-        keys, positions = torch.arange(slots.span, device=request.tail.device), slots.positions
-        seen = keys <= positions[:, -1:, None]
-        if self.settings.attention_window is not None:
-            seen = seen & (keys > positions[..., None] - self.settings.attention_window)
-        seen = seen.expand(-1, self.settings.block_size, -1)
+        # The first token costs no further pass, so it is always proposed. The others are, while the
+        # probability that all tokens up to them are accepted is high enough. It depends on hidden
+        # states and earlier tokens only, so ending the window there does not bias the output.
+        joint_confidences = confidences.float().cumprod(1)[:, 1:]
+        num_confident = (joint_confidences >= self.settings.min_confidence).sum(1)
+        return shortened(draft, 1 + num_confident)
 
-        def attend(number: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            return attention(queries, *storage.update(number, slots, keys, values), seen)
+    def _draw_tokens(
+        self, drawn: Drawn, hidden: Float[Tensor, "B K D"], anchors: Int[Tensor, "B"]
+    ) -> Float[Tensor, "B K"]:
+        """Draw K tokens of each row, one after the other.
 
-        return self.network(state.context.model.embeddings(request.tail[:, 1:]), positions, attend)
+        Args:
+            hidden: the network's output at the block's first K positions.
+
+        Returns:
+            The confidence head's probability for each token.
+        """
+        block_logits = self.network.output(hidden)
+        previous_tokens = anchors
+        confidences = []
+        for i in range(hidden.shape[1]):
+            markov_embedding = self.before(previous_tokens)
+            confidence_logit = self.network.confidence_logit(hidden[:, i], markov_embedding)
+            confidences.append(confidence_logit.sigmoid())
+
+            logits = block_logits[:, i] + self.network.bias(markov_embedding)
+            previous_tokens = drawn.draw(logits)
+        return torch.stack(confidences, dim=1)
+
+    def _read_features(self, state: FeatureState, request: DraftRequest) -> None:
+        """Store keys and values of the final text's features that have not been read yet."""
+        cache = state.entry_cache
+        starts: list[int] = []
+        lengths: list[int] = []
+        for text, num_known, num_read in zip(
+            request.texts, state.num_known, cache.consumed, strict=True
+        ):
+            end = min(len(text) - 1, num_known)
+            start = min(end, num_read)
+            starts.append(start)
+            lengths.append(end - start)
+        cache.truncate(starts)
+
+        # As wide as the most tokens that a round adds, so shapes do not depend on acceptance.
+        width = max(state.num_scored, *lengths)
+        slots = cache.slots(width)
+        features = self.network.joined(state.hidden(starts, width, lengths))
+        context = self.network.context(features, slots.positions)
+        for layer_index, (keys, values) in enumerate(context):
+            cache.storage.update(layer_index, slots, keys, values)
+        cache.advance(width, lengths)
+
+    def _block_hidden(self, state: FeatureState, request: DraftRequest) -> Float[Tensor, "B N D"]:
+        """The network's output at the positions of each row's block.
+
+        The block's keys and values are stored after those of the final text, without counting them
+        as consumed. Later calls overwrite them.
+        """
+        cache = state.entry_cache
+        slots = cache.slots(self.settings.block_size)
+        mask = self._block_mask(slots.positions, slots.span)
+
+        def attend(layer_index: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            keys, values = cache.storage.update(layer_index, slots, keys, values)
+            return attention(queries, keys, values, mask)
+
+        anchors = state.context.model.embeddings(request.tail[:, 1:])
+        return self.network(anchors, slots.positions, attend)
+
+    def _block_mask(self, positions: Int[Tensor, "B N"], num_slots: int) -> Bool[Tensor, "B N S"]:
+        """True where a position of the block attends to a slot: the text and the whole block."""
+        slot_positions = torch.arange(num_slots, device=positions.device)
+        last_position = positions[:, -1:, None]
+        mask = slot_positions <= last_position
+        window = self.settings.attention_window
+        if window is not None:
+            mask = mask & (slot_positions > positions[..., None] - window)
+        return mask.expand(-1, self.settings.block_size, -1)

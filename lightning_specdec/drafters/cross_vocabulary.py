@@ -1,4 +1,7 @@
-"""A draft model with another vocabulary than the target: it drafts the tokens that both vocabularies have."""
+"""A draft model with another vocabulary: it drafts the tokens that both vocabularies have.
+
+Shapes: B rows, V tokens of the target, W tokens of the draft.
+"""
 
 from __future__ import annotations
 
@@ -23,60 +26,105 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
-class _Row:
-    """One row's text in the draft's tokens, and how far the draft's state agrees with it.
+@dataclass(frozen=True)
+class CrossVocabularySettings(Settings):
+    min_share: float = setting(
+        0.1, "minimum share of common tokens, of the smaller vocabulary", minimum=0, maximum=1
+    )
 
-    Places are counted from the text's beginning, in the draft's tokens.
+
+class _RowText:
+    """The text of one row in the draft's tokens, and how far the draft model has read it.
+
+    Positions are counted in the draft's tokens, from the beginning of the text.
     """
 
     def __init__(self, text: TranslatedText) -> None:
         self.text = text
-        self.waiting: list[int] = []
-        """Tokens behind the text's own that the state has read, and that the next tokens may change."""
-        self.num_kept = 0
-        """Draft tokens of the last round that the state has read, less those that were rejected."""
-        self.num_right = 0
-        """Leading tokens that the state, if it has read so many, has read as they are now."""
+        self.pending: list[int] = []
+        """Tokens after the final ones, which the next tokens of the target may change."""
+        self.num_draft_read = 0
+        """Draft tokens of the last round that the model has read and that were not rejected."""
+        self.num_agreed = 0
+        """Leading tokens of the text that the model has read as they are now, or not at all."""
         self.first = 0
-        """Where the part begins that the draft looks at: further on, where a text outgrows the draft's context."""
+        """Position of the first token that the model reads. It is above 0 once the text has
+        outgrown the model's context."""
 
     @property
     def length(self) -> int:
         """Tokens of the text so far."""
-        return len(self.text.tokens) + len(self.waiting)
+        return len(self.text.tokens) + len(self.pending)
 
     def extend(self, text: Sequence[int]) -> None:
-        """Take in the target's text as it is now."""
-        known, new = len(self.text.tokens), text[self.text.num_covered :]
-        pairs = self.text.translation.pairs
-        read = [*self.waiting, *(pairs.get(token, -1) for token in new[: self.num_kept])]
-        if new:
-            self.text.extend(new)
-        self.waiting = self.text.waiting()
-        now = [*self.text.tokens[known:], *self.waiting]
-        same = (
-            i for i, (before, after) in enumerate(zip(read, now, strict=False)) if before != after
-        )
-        self.num_right = known + next(same, min(len(read), len(now)))
-        self.num_kept = 0
+        """Translate the new tokens of the target's text.
 
-    def behind(self, place: int) -> list[int]:
-        """The tokens from that place on."""
-        num_settled = len(self.text.tokens)
-        return [*self.text.tokens[place:], *self.waiting[max(0, place - num_settled) :]]
+        Args:
+            text: the whole text, in the target's tokens.
+        """
+        num_final = len(self.text.tokens)
+        new_tokens = text[self.text.num_covered :]
+
+        # What the model has read after the final tokens: the pending ones, and draft tokens.
+        pairs = self.text.translation.pairs
+        accepted_draft = [pairs.get(token, -1) for token in new_tokens[: self.num_draft_read]]
+        tokens_read = self.pending + accepted_draft
+
+        if new_tokens:
+            self.text.extend(new_tokens)
+        self.pending = self.text.waiting()
+
+        # What the text now has in that place.
+        tokens_now = self.text.tokens[num_final:] + self.pending
+        self.num_agreed = num_final + _num_equal(tokens_read, tokens_now)
+        self.num_draft_read = 0
+
+    def go_back(self, length: int) -> None:
+        """Forget the target's tokens after the first `length` ones."""
+        self.text.go_back(length)
+        # The model may have read other tokens in place of these.
+        self.pending = []
+        self.num_draft_read = 0
+
+    def resume(self) -> None:
+        """Prepare for a new prompt that begins with the text."""
+        tokens_read = [*self.text.tokens, *self.pending]
+        self.text.begin_prompt()
+        # The prompt is encoded as a whole, which may yield the same tokens again.
+        self.pending = tokens_read[len(self.text.tokens) :]
+        self.num_draft_read = 0
+        self.first = 0
+
+    def tokens_from(self, position: int) -> list[int]:
+        """The tokens from that position on."""
+        num_final = len(self.text.tokens)
+        first_pending = max(0, position - num_final)
+        return [*self.text.tokens[position:], *self.pending[first_pending:]]
+
+
+def _num_equal(tokens: Sequence[int], other_tokens: Sequence[int]) -> int:
+    """The number of leading tokens that are equal."""
+    num_equal = 0
+    for token, other_token in zip(tokens, other_tokens, strict=False):
+        if token != other_token:
+            break
+        num_equal += 1
+    return num_equal
 
 
 class CrossDraftState(DraftState):
-    """The state of the draft's model, and every row's text in its tokens."""
+    """The state of the draft model, and every row's text in its tokens."""
 
     def __init__(
         self, model: LanguageModel, translation: Translation, batch_size: int, capacity: int
     ) -> None:
-        super().__init__(batch_size, lambda: _Row(TranslatedText(translation)))
-        self.model, self.capacity = model, capacity
+        super().__init__(batch_size, lambda: _RowText(TranslatedText(translation)))
+        self.model = model
+        self.capacity = capacity
         self.model_state = model.init_state(batch_size, capacity)
         self.awaits_result = False
-        """Whether it has drafted since the target's last output: another drafter may have drafted instead."""
+        """Whether the target's output for the last draft is pending. If it is not, the output that
+        arrives is for another drafter's draft."""
 
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
@@ -87,85 +135,96 @@ class CrossDraftState(DraftState):
         self.model_state.clear(rows)
 
     def go_back(self, row: int, length: int) -> None:
-        own = self.rows[row]
-        own.text.go_back(length)
-        own.waiting, own.num_kept = [], 0  # the state may have read others in their place
-        if len(own.text.tokens) <= own.first:
+        row_text = self.rows[row]
+        row_text.go_back(length)
+        if len(row_text.text.tokens) <= row_text.first:
             self.clear([row])
 
     def resume(self, row: int, length: int) -> None:
-        own = self.rows[row]
-        if own.first:  # what the draft has read begins further on
+        row_text = self.rows[row]
+        if row_text.first > 0:
+            # The model has not read the beginning of the text.
             self.model_state.clear([row])
-        read = [*own.text.tokens, *own.waiting]
-        own.text.begin_prompt()
-        own.waiting, own.num_kept, own.first = (
-            read[len(own.text.tokens) :],
-            0,
-            0,
-        )  # the prompt may read alike
+        row_text.resume()
 
     def make_room(self, num_draft_tokens: int) -> None:
-        """Let every row's text and draft tokens fit, at the price of reading again what does not.
+        """Ensure that every row's text and draft tokens fit into the model's state.
 
-        A text may have any number of tokens in another vocabulary, so the size of buffers can only be estimated. Where
-        the model's own context is too short, a row begins anew with its last half; that depends on the row alone.
+        A text may have any number of tokens in another vocabulary, so the size of buffers is only
+        an estimate, and a new state has to read the text again. If the model's own context is too
+        short, the row starts over with the last half of a context. That depends on this row only.
         """
-        limit = self.model.max_positions
-        if limit is not None:
-            outgrown = [
-                i for i, row in enumerate(self.rows) if row.length - row.first > limit - limit // 4
-            ]
-            for i in outgrown:
-                self.rows[i].first = self.rows[i].length - limit // 2
-            if outgrown:
-                self.model_state.clear(outgrown)
-        needed = max(row.length - row.first for row in self.rows) + num_draft_tokens
+        max_positions = self.model.max_positions
+        if max_positions is not None:
+            self._shorten_rows(max_positions)
+
+        longest_row = max(row_text.length - row_text.first for row_text in self.rows)
+        needed = longest_row + num_draft_tokens
         if needed > self.capacity:
-            self.capacity = 2 * needed if limit is None else min(2 * needed, limit)
+            self.capacity = 2 * needed
+            if max_positions is not None:
+                self.capacity = min(self.capacity, max_positions)
             self.model_state = self.model.init_state(len(self.rows), self.capacity)
 
+    def _shorten_rows(self, max_positions: int) -> None:
+        """Start over with the end of the text in rows that fill three quarters of the context."""
+        max_length = max_positions - max_positions // 4
+        outgrown_rows = []
+        for row, row_text in enumerate(self.rows):
+            if row_text.length - row_text.first > max_length:
+                row_text.first = row_text.length - max_positions // 2
+                outgrown_rows.append(row)
+        if outgrown_rows:
+            self.model_state.clear(outgrown_rows)
+
     def unread(self) -> list[list[int]]:
-        """Go back to where the state agrees with the text, and give what it has not read: two tokens at the least,
-        where there are two, so that shapes seldom change. A state that cannot go back so far reads the text again."""
-        state, starts, settled = self.model_state, [], []
-        for i, row in enumerate(self.rows):
-            start = max(
-                row.first, min(row.num_right, row.first + state.consumed[i], row.length - 2)
-            )
-            if start - row.first < state.committed[i]:
-                state.clear([i])
-                start = row.first
-            starts.append(start - row.first)
-            settled.append(max(0, min(start, len(row.text.tokens) - 2) - row.first))
+        """Truncate the state to where it agrees with the text, and return each row's unread tokens.
+
+        These are at least two tokens, if the text has two, so shapes seldom change. A row whose
+        state cannot go back that far is read again from its first token.
+        """
+        state = self.model_state
+        starts = []
+        final_lengths = []
+        for row, row_text in enumerate(self.rows):
+            first = row_text.first
+            num_read = first + state.consumed[row]
+            start = max(first, min(row_text.num_agreed, num_read, row_text.length - 2))
+            if start - first < state.committed[row]:
+                state.clear([row])
+                start = first
+            starts.append(start - first)
+
+            # The next round may go back to two tokens before the end of the final text.
+            final_length = min(start, len(row_text.text.tokens) - 2) - first
+            final_lengths.append(max(0, final_length))
+
         state.truncate(starts)
-        state.commit([max(pair) for pair in zip(settled, state.committed, strict=True)])
-        return [row.behind(row.first + start) for row, start in zip(self.rows, starts, strict=True)]
-
-
-@dataclass(frozen=True)
-class CrossVocabularySettings(Settings):
-    min_share: float = setting(
-        0.1, "minimum share of common tokens, of the smaller vocabulary", minimum=0, maximum=1
-    )
+        state.commit([max(lengths) for lengths in zip(final_lengths, state.committed, strict=True)])
+        return [
+            row_text.tokens_from(row_text.first + start)
+            for row_text, start in zip(self.rows, starts, strict=True)
+        ]
 
 
 class CrossVocabulary(DrawingDrafter):
     """Drafts with a language model of another vocabulary, by the tokens that both have.
 
-    Logits of other tokens are dropped before sampling, so every lossless rule stays lossless (Timor et al. 2025,
-    token-level intersection). The draft reads the text in its own tokens. `for_target` fills in the arguments.
+    Logits of other tokens are dropped before sampling, so every lossless rule stays lossless (Timor
+    et al. 2025, token-level intersection). The draft reads the text in its own tokens. `for_target`
+    fills in the arguments.
 
     Args:
         model: the draft model, with its `vocabulary`.
         target_vocabulary: the bytes of the target's tokens.
-        encode: turns plain text into the draft's tokens, without special tokens; when None, text is split greedily into
-            the longest tokens that fit.
+        encode: converts plain text into the draft's tokens, without special tokens. If None, text
+            is split greedily into the longest tokens that fit.
         start: token that the draft's texts begin with (BOS), if it was trained with one.
-        sampling: how to draw draft tokens; as the session does when None.
+        sampling: how to draw draft tokens; like the session if None.
 
     Raises:
-        ValueError: the draft's `vocabulary` is None, or shares less than `min_share` with the target's.
+        ValueError: the draft's `vocabulary` is None, or shares less than `min_share` with the
+            target's.
     """
 
     Settings = CrossVocabularySettings
@@ -183,47 +242,62 @@ class CrossVocabulary(DrawingDrafter):
         **settings: Any,
     ) -> None:
         super().__init__(sampling=sampling, **settings)
-        own = model.vocabulary
-        if own is None:
+        if model.vocabulary is None:
             raise ValueError(
-                "the draft's tokens are not known: load it with its tokenizer, or set its `vocabulary`"
+                "the draft's tokens are not known: load it with its tokenizer, or set its "
+                "`vocabulary`"
             )
-        self.model, self.target_vocabulary = model, target_vocabulary
-        # A tokenizer may have tokens that the model has no rows for.
-        special = {name: token for name, token in own.special.items() if token < model.vocab_size}
-        readable = Vocabulary(own.token_bytes[: model.vocab_size], special)
-        self.translation = Translation(target_vocabulary, readable, encode=encode, start=start)
-        num_shared, least = len(self.translation.pairs), self.settings.min_share
-        if not num_shared or self.translation.share < least:
+        self.model = model
+        self.target_vocabulary = target_vocabulary
+
+        draft_vocabulary = _scored_tokens(model.vocabulary, model.vocab_size)
+        self.translation = Translation(
+            target_vocabulary, draft_vocabulary, encode=encode, start=start
+        )
+        num_shared = len(self.translation.pairs)
+        if num_shared == 0 or self.translation.share < self.settings.min_share:
             raise ValueError(
-                f"the draft and the target have {num_shared} tokens in common, {self.translation.share:.1%} of the "
-                f"smaller vocabulary (min_share is {least:.1%}): use a draft whose tokens are more like the target's"
+                f"the draft and the target have {num_shared} tokens in common, "
+                f"{self.translation.share:.1%} of the smaller vocabulary (min_share is "
+                f"{self.settings.min_share:.1%}): use a draft whose tokens are more like the "
+                "target's"
             )
-        targets, drafts = (
-            torch.tensor(tokens)
-            for tokens in zip(*sorted(self.translation.pairs.items()), strict=True)
-        )
-        # Column W of the draft's padded logits is -inf: what the target has alone. A logits processor may choose that
-        # all the same, and what only pads the target's output: the filler is read for it until the text is settled.
-        sources = torch.full((len(target_vocabulary),), model.vocab_size).index_copy(
-            0, targets, drafts
-        )
-        read_as = torch.full((len(target_vocabulary) + 1,), self.translation.filler).index_copy(
-            0, targets, drafts
-        )
-        for name, table in (("_sources", sources), ("_read_as", read_as)):
-            self.register_buffer(name, table.to(model.device), persistent=False)
         self._sources: Tensor
         self._read_as: Tensor
+        self._register_tables()
+
+    def _register_tables(self) -> None:
+        """Create the tables that map logits to the target's tokens and tokens to the draft's."""
+        shared_tokens = sorted(self.translation.pairs.items())
+        target_tokens = torch.tensor([target_token for target_token, _ in shared_tokens])
+        draft_tokens = torch.tensor([draft_token for _, draft_token in shared_tokens])
+        num_target_tokens = len(self.target_vocabulary)
+
+        # For each target token, its column in the draft's logits. `to_target` appends column W,
+        # which is -inf, for the tokens that the draft lacks.
+        sources = torch.full((num_target_tokens,), self.model.vocab_size)
+        sources = sources.index_copy(0, target_tokens, draft_tokens)
+        self.register_buffer("_sources", sources.to(self.model.device), persistent=False)
+
+        # For each target token, the token that the draft reads. A logits processor may force a
+        # token that the draft lacks, or one that only pads the target's output (the last entry).
+        # The draft reads the filler for it until the text is final.
+        read_as = torch.full((num_target_tokens + 1,), self.translation.filler)
+        read_as = read_as.index_copy(0, target_tokens, draft_tokens)
+        self.register_buffer("_read_as", read_as.to(self.model.device), persistent=False)
 
     @classmethod
     def for_target(cls, target: LanguageModel, draft: Any = None, **settings: Any) -> Drafter:
-        """As `Drafter.for_target`; a `ModelDrafter` if the vocabularies are equal or one is unknown."""
+        """As `Drafter.for_target`; a `ModelDrafter` if the vocabularies are equal or unknown."""
         if not isinstance(draft, LanguageModel):
-            return super().for_target(target, draft, **settings)  # says what is wrong
-        own, tokenizer = draft.vocabulary, getattr(draft, "tokenizer", None)
-        if own is None or target.vocabulary is None or own == target.vocabulary:
+            # Raises the error for a missing or unsuitable draft.
+            return super().for_target(target, draft, **settings)
+
+        is_unknown = draft.vocabulary is None or target.vocabulary is None
+        if is_unknown or draft.vocabulary == target.vocabulary:
             return ModelDrafter.for_target(target, draft, sampling=settings.get("sampling"))
+
+        tokenizer = getattr(draft, "tokenizer", None)
         if tokenizer is None:
             raise ValueError(
                 "the draft's vocabulary is not the target's: load the draft with its tokenizer"
@@ -238,78 +312,102 @@ class CrossVocabulary(DrawingDrafter):
 
     @property
     def max_positions(self) -> None:
-        """None: if a text outgrows the draft's context, the draft continues with the end of the text."""
+        """None: if a text outgrows the draft's context, the draft continues with its end."""
 
     def check_target(self, target: LanguageModel) -> None:
         if target.vocabulary is None:
-            if target.vocab_size != len(self.target_vocabulary):
-                made_for = len(self.target_vocabulary)
+            num_tokens = len(self.target_vocabulary)
+            if target.vocab_size != num_tokens:
                 raise ValueError(
-                    f"it was made for a target of {made_for} tokens, this one has {target.vocab_size}"
+                    f"it was made for a target of {num_tokens} tokens, this one has "
+                    f"{target.vocab_size}"
                 )
-        elif difference := self.target_vocabulary.difference(target.vocabulary):
+            return
+        difference = self.target_vocabulary.difference(target.vocabulary)
+        if difference:
             raise ValueError(
-                f"it was made for another target's vocabulary ({difference}): make it with this one's"
+                f"it was made for another target's vocabulary ({difference}): make it with this "
+                "one's"
             )
 
     def arguments(self) -> dict[str, Any]:
         raise ValueError(
-            "a checkpoint keeps no tokenizer, which a CrossVocabulary needs: save the two models apart"
+            "a checkpoint keeps no tokenizer, which a CrossVocabulary needs: save the two models "
+            "separately"
         )
 
     def fused(self, target: LanguageModel | None = None) -> CrossVocabulary:
-        model = self.model.fused()
-        if model is self.model:
+        fused_model = self.model.fused()
+        if fused_model is self.model:
             return self
-        shared = {
-            id(part): part for part in (self.translation, self.target_vocabulary, self.sampling)
+        # Copy this module, but replace the model and share what is large and never changes.
+        copies: dict[int, Any] = {
+            id(self.translation): self.translation,
+            id(self.target_vocabulary): self.target_vocabulary,
+            id(self.sampling): self.sampling,
+            id(self.model): fused_model,
         }
-        return deepcopy(self, {**shared, id(self.model): model})
+        return deepcopy(self, copies)
 
     def init_state(
         self, batch_size: int, max_length: int, context: TargetContext | None = None
     ) -> CrossDraftState:
-        # The draft's tokens are shorter as a rule, so there are more of them.
-        capacity, limit = max_length + max_length // 2, self.model.max_positions
-        capacity = capacity if limit is None else min(capacity, limit)
+        # A smaller vocabulary usually has shorter tokens, so a text has more of them.
+        capacity = max_length + max_length // 2
+        if self.model.max_positions is not None:
+            capacity = min(capacity, self.model.max_positions)
         return CrossDraftState(self.model, self.translation, batch_size, capacity)
 
     def to_target(
         self, logits: Float[Tensor, "B W"], request: DraftRequest
     ) -> Float[Tensor, "B V"]:
-        """Logits over the target's V tokens from those over the draft's W; -inf for tokens that the draft lacks."""
-        padded = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)
-        return fit(padded.index_select(1, self._sources), request.vocab_size)
+        """Convert logits over the draft's tokens to logits over the target's.
+
+        Tokens that the draft lacks get -inf.
+        """
+        padded_logits = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)
+        target_logits = padded_logits.index_select(1, self._sources)
+        return fit(target_logits, request.vocab_size)
 
     def propose(
         self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
     ) -> Draft:
-        limit, num_draft_tokens = self.model.max_positions, max(windows)
-        if limit is not None:
-            num_draft_tokens = min(num_draft_tokens, max(1, limit // 4))
-        for row, text in zip(state.rows, request.texts, strict=True):
-            row.extend(text)
+        num_draft_tokens = max(windows)
+        if self.model.max_positions is not None:
+            # At most a quarter of the context, which `make_room` leaves free.
+            num_draft_tokens = min(num_draft_tokens, max(1, self.model.max_positions // 4))
+        windows = [min(window, num_draft_tokens) for window in windows]
+
+        for row_text, text in zip(state.rows, request.texts, strict=True):
+            row_text.extend(text)
         state.make_room(num_draft_tokens)
         tokens, valid_lengths = pad(state.unread(), request.tail.device)
-        wanted = [min(window, num_draft_tokens) for window in windows]
 
-        def call(drawn: Drawn) -> None:
+        def draw_tokens(drawn: Drawn) -> None:
             def choose(logits: Float[Tensor, "B W"], i: int) -> Int[Tensor, "B"]:
-                token = drawn.draw(self.to_target(logits, request))
-                return self._read_as.index_select(0, token.clamp(max=len(self._read_as) - 1))
+                target_tokens = drawn.draw(self.to_target(logits, request))
+                padding_index = len(self._read_as) - 1
+                return self._read_as.index_select(0, target_tokens.clamp(max=padding_index))
 
             self.model.rollout(
                 tokens, state.model_state, num_draft_tokens, choose, valid_lengths=valid_lengths
             )
 
-        outputs = self.run(request, wanted, sampling, call)
-        for row in state.rows:
-            row.num_kept = num_draft_tokens - 1
+        outputs = self.run(request, windows, sampling, draw_tokens)
+        for row_text in state.rows:
+            # The model does not read the last token that it drafts.
+            row_text.num_draft_read = num_draft_tokens - 1
         state.awaits_result = True
-        return make_draft(outputs, wanted, request)
+        return make_draft(outputs, windows, request)
 
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
-        for row, count in zip(state.rows, num_accepted, strict=True):
-            if state.awaits_result:
-                row.num_kept = min(row.num_kept, count)
+        if state.awaits_result:
+            for row_text, count in zip(state.rows, num_accepted, strict=True):
+                row_text.num_draft_read = min(row_text.num_draft_read, count)
         state.awaits_result = False
+
+
+def _scored_tokens(vocabulary: Vocabulary, vocab_size: int) -> Vocabulary:
+    """The tokens that the model scores. A tokenizer may have more of them."""
+    special = {name: token for name, token in vocabulary.special.items() if token < vocab_size}
+    return Vocabulary(vocabulary.token_bytes[:vocab_size], special)

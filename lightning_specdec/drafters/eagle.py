@@ -1,6 +1,7 @@
-"""An autoregressive head on the target's hidden states as the draft, with its own keys and values.
+"""EAGLE: an autoregressive head on the target's hidden states, with its own keys and values.
 
-Shapes: B rows, T tokens, S slots, D width of the target's hidden states, V vocabulary.
+Shapes: B rows, T tokens or entries, S slots, D hidden size of the target, F feature layers,
+V vocabulary, W tokens of the draft. `eagle_network` defines entries.
 """
 
 from __future__ import annotations
@@ -33,82 +34,108 @@ if TYPE_CHECKING:
 
 
 HIDDEN = -1
-"""Where the target's hidden states lie, beside the keys and values of the network's layers."""
+"""The layer of `FeatureState.feature_cache` that holds the target's hidden states."""
 
 
 class FeatureState(DraftState):
-    """The target's features of each row's settled text, and the keys and values of the entries that were read.
+    """The target's hidden states of each row's final text, and the network's keys and values.
 
-    An entry has a token's features; that of an autoregressive head joins them with the token after it. Features lie in
-    a static buffer by their positions, those of draft tokens too: the ones behind a rejection are written over before
-    they are known.
+    The hidden states are in a static buffer, indexed by position, including those of draft tokens.
+    Those after a rejection are overwritten before `num_known` includes them.
     """
 
     def __init__(self, batch_size: int, max_length: int, context: TargetContext) -> None:
-        self.context, self.kept = (
-            context,
-            KVState(batch_size, max_length, device=context.model.device),
-        )
-        self.read: Any = self.kept
-        """The entries' keys and values: beside the features, or of a network that runs elsewhere."""
-        self.known = [0] * batch_size
-        """Tokens of each row whose features are known: once the target has read the text, all of it but the last."""
+        self.context = context
+        self.feature_cache = KVState(batch_size, max_length, device=context.model.device)
+        self.entry_cache: Any = self.feature_cache
+        """Keys and values of the entries that the network has read. They are further layers of the
+        feature cache, unless the network runs in another backend."""
+        self.num_known = [0] * batch_size
+        """Tokens of each row whose hidden states are known: all but the last one, once the target
+        has read the text."""
         self.num_scored = 1
-        """Places that the target scored in its last call."""
+        """Positions that the target scored in its last call."""
 
     def learn(
         self, hidden: Float[Tensor, "B T FD"], num_scored: int, num_accepted: Sequence[int]
     ) -> None:
-        """Keep the target's states at the tokens of its last call: unread text, its last token, then draft tokens."""
+        """Store the target's hidden states at the tokens of its last call.
+
+        These tokens are the unread text, which ends with its last token, and the draft tokens.
+        """
         self.num_scored = num_scored
-        # The target has read all of the text and the draft tokens, so its lengths tell how long the text was.
-        texts = [length - num_scored + 1 for length in self.context.state.consumed]
-        starts = [min(known, length - 1) for known, length in zip(self.known, texts, strict=True)]
-        slots = self.kept.slots(hidden.shape[1], starts)
-        self.kept.storage.update(HIDDEN, slots, hidden[:, None], hidden[:, None, :, :0])
-        self.known = [length + count for length, count in zip(texts, num_accepted, strict=True)]
+        # The target has read all of the text and the draft tokens, which gives the text's length.
+        num_draft_tokens = num_scored - 1
+        starts: list[int] = []
+        text_lengths: list[int] = []
+        for num_known, num_read in zip(self.num_known, self.context.state.consumed, strict=True):
+            text_length = num_read - num_draft_tokens
+            text_lengths.append(text_length)
+            starts.append(min(num_known, text_length - 1))
+
+        # Stored as keys of one head; there are no values.
+        keys = hidden[:, None]
+        values = keys[..., :0]
+        slots = self.feature_cache.slots(hidden.shape[1], starts)
+        self.feature_cache.storage.update(HIDDEN, slots, keys, values)
+        self.num_known = [
+            length + count for length, count in zip(text_lengths, num_accepted, strict=True)
+        ]
 
     def wanted(self, request: DraftRequest, windows: Sequence[int]) -> list[int]:
-        """The windows; 0 for rows whose text the target has not read."""
-        rows = zip(windows, self.known, request.texts, strict=True)
-        return [window if known >= len(text) - 1 > 0 else 0 for window, known, text in rows]
+        """The windows, but 0 for rows whose text the target has not read."""
+        num_draft_tokens = []
+        for window, num_known, text in zip(windows, self.num_known, request.texts, strict=True):
+            num_features = len(text) - 1
+            has_features = num_known >= num_features > 0
+            num_draft_tokens.append(window if has_features else 0)
+        return num_draft_tokens
 
     def hidden(
         self, starts: Sequence[int], num_tokens: int, lengths: Sequence[int]
     ) -> Float[Tensor, "B T FD"]:
-        """The target's states at so many tokens of each row, `lengths` of which are wanted, zeros behind those: the
-        states of rejected tokens may be NaN."""
-        places = self.kept.slots(num_tokens, starts).positions.clamp(max=self.kept.num_slots - 1)
-        found, device = select(self.kept.storage.layers[HIDDEN][0][:, 0], places), self.kept.device
-        padding = (
-            torch.arange(num_tokens, device=device) >= torch.tensor(lengths, device=device)[:, None]
-        )
-        return found.masked_fill(padding[..., None], 0)
+        """The target's hidden states at `num_tokens` tokens of each row.
+
+        Args:
+            starts: each row's first token.
+            lengths: how many of these tokens are wanted. The rest is zero, because the hidden
+                states of rejected tokens may be NaN.
+        """
+        device = self.feature_cache.device
+        last_slot = self.feature_cache.num_slots - 1
+        positions = self.feature_cache.slots(num_tokens, starts).positions.clamp(max=last_slot)
+        keys, _ = self.feature_cache.storage.layers[HIDDEN]
+        hidden = select(keys[:, 0], positions)
+
+        offsets = torch.arange(num_tokens, device=device)
+        is_padding = offsets >= torch.tensor(lengths, device=device)[:, None]
+        return hidden.masked_fill(is_padding[..., None], 0)
 
     def select(self, rows: Sequence[int]) -> None:
-        for state in {id(each): each for each in (self.kept, self.read)}.values():
-            state.select(rows)
-        self.known = [0 if row < 0 else self.known[row] for row in rows]
+        self.feature_cache.select(rows)
+        if self.entry_cache is not self.feature_cache:
+            self.entry_cache.select(rows)
+        self.num_known = [0 if row < 0 else self.num_known[row] for row in rows]
 
     def clear(self, rows: Sequence[int]) -> None:
-        self.kept.clear(rows)
-        self.read.clear(rows)
+        self.feature_cache.clear(rows)
+        self.entry_cache.clear(rows)
         for row in rows:
-            self.known[row] = 0
+            self.num_known[row] = 0
 
     def go_back(self, row: int, length: int) -> None:
-        self.known[row] = min(self.known[row], length)
-        lengths = list(self.read.consumed)
-        lengths[row] = min(
-            lengths[row], max(0, length - 1)
-        )  # the last entry joins the token behind that length
-        self.read.truncate(lengths)
+        self.num_known[row] = min(self.num_known[row], length)
+        # The last entry within the text combines its last two tokens.
+        num_entries = max(0, length - 1)
+        entry_lengths = list(self.entry_cache.consumed)
+        entry_lengths[row] = min(entry_lengths[row], num_entries)
+        self.entry_cache.truncate(entry_lengths)
 
 
 class FeatureDrafter(TrainedDrafter, ABC):
     """A network with keys and values over the target's hidden states.
 
-    A row's first round has no draft: the target has not read anything yet.
+    It drafts nothing in a row's first round, because the target has not read anything yet.
     """
 
     Network: ClassVar[type[Any]]
@@ -124,12 +151,14 @@ class FeatureDrafter(TrainedDrafter, ABC):
 
     def check_target(self, target: LanguageModel) -> None:
         super().check_target(target)
-        last, num_layers = max(self.settings.feature_layers), target.num_layers
-        assert num_layers is not None
-        if last >= num_layers:
+        assert target.num_layers is not None
+        highest_layer = max(self.settings.feature_layers)
+        if highest_layer >= target.num_layers:
             raise ValueError(
-                f"the draft reads layer {last}, the target has the layers 0 to {num_layers - 1}"
+                f"the draft reads layer {highest_layer}, the target has the layers 0 to "
+                f"{target.num_layers - 1}"
             )
+        # Raises ValueError if the target has no embeddings that can be read.
         target.embeddings(torch.zeros(1, 1, dtype=torch.long, device=target.device))
 
     def features(self, target: LanguageModel) -> Sequence[int]:
@@ -139,20 +168,21 @@ class FeatureDrafter(TrainedDrafter, ABC):
         self, batch_size: int, max_length: int, context: TargetContext | None = None
     ) -> FeatureState:
         assert context is not None, (
-            "this draft reads its target's hidden states, so a session must say which that is"
+            "this draft reads the target's hidden states, so the session must pass the target"
         )
         return FeatureState(batch_size, max_length, context)
 
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
         hidden = [output.features[layer] for layer in self.settings.feature_layers]
-        state.learn(torch.cat(hidden, dim=-1), output.logits.shape[1], num_accepted)
+        num_scored = output.logits.shape[1]
+        state.learn(torch.cat(hidden, dim=-1), num_scored, num_accepted)
 
 
 class EagleDrafter(FeatureDrafter):
-    """Drafts with one trained decoder layer over the target's hidden states and the tokens drawn from them.
+    """Drafts with one decoder layer over the target's hidden states and the tokens drawn from them.
 
-    Li et al. 2024, "EAGLE"; Li et al. 2025, "EAGLE-3": features of several layers, its own output as the next feature,
-    a reduced vocabulary; here one path of tokens instead of a tree.
+    Li et al. 2024, "EAGLE"; Li et al. 2025, "EAGLE-3": features of several layers, the network's
+    own output as the next feature, a reduced vocabulary. Drafts one path of tokens, not a tree.
     """
 
     Settings, Network = EagleSettings, EagleNetwork
@@ -165,119 +195,192 @@ class EagleDrafter(FeatureDrafter):
         from lightning_specdec.drafters.eagle_openvino import EagleInOpenVINO
 
         assert target is not None
-        other, own = copy(self), self.draft_vocabulary
-        tokens = None if own is None else own.tokens
-        other.in_openvino = EagleInOpenVINO(self.network, tokens, target.embedding_table)
-        return other
+        vocabulary = self.draft_vocabulary
+        draft_tokens = None if vocabulary is None else vocabulary.tokens
+        drafter = copy(self)
+        drafter.in_openvino = EagleInOpenVINO(self.network, draft_tokens, target.embedding_table)
+        return drafter
 
     def init_state(
         self, batch_size: int, max_length: int, context: TargetContext | None = None
     ) -> FeatureState:
         state = super().init_state(batch_size, max_length, context)
         if self.in_openvino is not None:
-            state.read = self.in_openvino.init_state(batch_size, max_length)
+            state.entry_cache = self.in_openvino.init_state(batch_size, max_length)
         return state
 
     def propose(
         self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
     ) -> Draft:
-        wanted = state.wanted(request, windows)
-        num_draft_tokens = max(wanted)
-        if not num_draft_tokens:
+        windows = state.wanted(request, windows)
+        num_draft_tokens = max(windows)
+        if num_draft_tokens == 0:
             return nothing(request)
-        least, own = self.settings.min_confidence, self.sampling or sampling
-        embedded, hidden, lengths, entries = self._unread(state, request)
-        if (
-            self.in_openvino is not None
-            and own.greedy
-            and not own.processors
-            and not request.wants_logits
-        ):
-            rolled = self.in_openvino.roll(state.read, embedded, hidden, lengths, num_draft_tokens)
-            if rolled is not None:
-                draft = make_draft((rolled[0], None, None), wanted, request)
-                state.read.truncate(entries)
-                return shortened(draft, (rolled[1].cumprod(1) >= least).sum(1)) if least else draft
-        feature, logits = self._advance(state.read, embedded, hidden, lengths)
 
-        def call(
+        embedded, hidden, lengths, num_entries = self._unread(state, request)
+        draft_sampling = self.sampling or sampling
+        is_plain_greedy = (
+            draft_sampling.greedy and not draft_sampling.processors and not request.wants_logits
+        )
+        if self.in_openvino is not None and is_plain_greedy:
+            # One call that drafts all tokens, if OpenVINO has one for this number of tokens.
+            rolled = self.in_openvino.roll(
+                state.entry_cache, embedded, hidden, lengths, num_draft_tokens
+            )
+            if rolled is not None:
+                tokens, token_probs = rolled
+                state.entry_cache.truncate(num_entries)
+                draft = make_draft((tokens, None, None), windows, request)
+                if not self.settings.min_confidence:
+                    return draft
+                return self._ended_by_confidence(draft, token_probs.cumprod(1))
+
+        feature, logits = self._advance(state.entry_cache, embedded, hidden, lengths)
+
+        def draw_tokens(
             drawn: Drawn, feature: Float[Tensor, "B 1 D"], logits: Float[Tensor, "B W"]
         ) -> Tensor | None:
-            chances: list[Tensor] = []
-            for i in range(num_draft_tokens):
-                if least:  # what a window ends by is the text, not the token drawn at its end
-                    before = (
-                        chances[-1] if chances else torch.tensor(wanted, device=logits.device) > 0
-                    )
-                    chances.append(logits.float().softmax(-1).amax(-1) * before)
-                token = drawn.draw(logits)
-                if i + 1 == num_draft_tokens or (
-                    least and token.device.type == "cpu" and chances[-1].max() < least
-                ):
-                    break
-                embedded = state.context.model.embeddings(token[:, None])
-                feature, logits = self._advance(state.read, embedded, feature, None)
-            return torch.stack(chances, dim=1) if chances else None
+            return self._draw_tokens(drawn, state, windows, feature, logits)
 
         outputs = self.run(
-            request, wanted, sampling, call, feature, logits, vocabulary=self.draft_vocabulary
+            request,
+            windows,
+            sampling,
+            draw_tokens,
+            feature,
+            logits,
+            vocabulary=self.draft_vocabulary,
         )
-        state.read.truncate(entries)
-        draft = make_draft(outputs, wanted, request)
-        return draft if outputs[3] is None else shortened(draft, (outputs[3] >= least).sum(1))
+        # Entries of draft tokens are read again once the target's hidden states are known.
+        state.entry_cache.truncate(num_entries)
+
+        draft = make_draft(outputs, windows, request)
+        confidences = outputs[3]
+        if confidences is None:
+            return draft
+        return self._ended_by_confidence(draft, confidences)
+
+    def _draw_tokens(
+        self,
+        drawn: Drawn,
+        state: FeatureState,
+        windows: Sequence[int],
+        feature: Float[Tensor, "B 1 D"],
+        logits: Float[Tensor, "B W"],
+    ) -> Float[Tensor, "B K"] | None:
+        """Draw up to `max(windows)` tokens, one after the other.
+
+        Args:
+            feature: the network's output at the last entry of the text.
+            logits: the logits of the first draft token.
+
+        Returns:
+            For each token, the estimated probability that it and all tokens before it are accepted;
+            None without `min_confidence`.
+        """
+        min_confidence = self.settings.min_confidence
+        num_draft_tokens = max(windows)
+        confidences: list[Tensor] = []
+        for i in range(num_draft_tokens):
+            if min_confidence:
+                # The largest probability depends on the text and earlier tokens only. The token
+                # drawn from these logits must not decide whether it is proposed.
+                if confidences:
+                    previous_confidence = confidences[-1]
+                else:
+                    # Rows that want no draft tokens must not keep the others from ending early.
+                    previous_confidence = torch.tensor(windows, device=logits.device) > 0
+                largest_prob = logits.float().softmax(-1).amax(-1)
+                confidences.append(largest_prob * previous_confidence)
+
+            tokens = drawn.draw(logits)
+            if i + 1 == num_draft_tokens:
+                break
+            # On other devices, reading the confidences would take longer than further passes.
+            can_end_early = min_confidence > 0 and tokens.device.type == "cpu"
+            if can_end_early and confidences[-1].max() < min_confidence:
+                break
+
+            embedded = state.context.model.embeddings(tokens[:, None])
+            feature, logits = self._advance(state.entry_cache, embedded, feature, None)
+
+        if not confidences:
+            return None
+        return torch.stack(confidences, dim=1)
+
+    def _ended_by_confidence(self, draft: Draft, confidences: Float[Tensor, "B K"]) -> Draft:
+        """The draft up to the last token whose confidence is at least `min_confidence`."""
+        lengths = (confidences >= self.settings.min_confidence).sum(1)
+        return shortened(draft, lengths)
 
     def _unread(
         self, state: FeatureState, request: DraftRequest
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T FD"], list[int], list[int]]:
-        """The entries of the settled text that have not been read, the last one in any case, as `_advance` takes them;
-        and how many entries each row has."""
-        texts = request.texts
-        ends = [min(len(text) - 1, known) for text, known in zip(texts, state.known, strict=True)]
-        starts = [
-            min(max(end - 1, 0), length)
-            for end, length in zip(ends, state.read.consumed, strict=True)
-        ]
-        state.read.truncate(starts)
-        unread = [
-            text[start + 1 : end + 1] for text, start, end in zip(texts, starts, ends, strict=True)
-        ]
-        lengths = [len(each) for each in unread]
-        # As many as any round settles, so that shapes do not depend on acceptance.
+        """The entries of the text that the network has not read, as `_advance` takes them.
+
+        The last entry is read in any case, because its output is needed.
+
+        Returns:
+            The embeddings and the hidden states of these entries, each row's number of them, and
+            each row's number of entries in total.
+        """
+        starts: list[int] = []
+        ends: list[int] = []
+        unread: list[Sequence[int]] = []
+        for text, num_known, num_read in zip(
+            request.texts, state.num_known, state.entry_cache.consumed, strict=True
+        ):
+            end = min(len(text) - 1, num_known)
+            start = min(max(end - 1, 0), num_read)
+            starts.append(start)
+            ends.append(end)
+            # Entry j has the embedding of token j + 1.
+            unread.append(text[start + 1 : end + 1])
+        state.entry_cache.truncate(starts)
+
+        lengths = [len(tokens) for tokens in unread]
+        # As wide as the most tokens that a round adds, so shapes do not depend on acceptance.
         tokens, _ = pad(unread, request.tail.device, state.num_scored)
         embedded = state.context.model.embeddings(tokens)
-        return embedded, state.hidden(starts, tokens.shape[1], lengths), lengths, ends
+        hidden = state.hidden(starts, tokens.shape[1], lengths)
+        return embedded, hidden, lengths, ends
 
     def _advance(
         self,
-        read: Any,
+        entry_cache: Any,
         embedded: Float[Tensor, "B T D"],
         features: Float[Tensor, "B T _"],
         lengths: Sequence[int] | None,
     ) -> tuple[Float[Tensor, "B 1 D"], Float[Tensor, "B W"]]:
-        """Read the next T entries of every row: the next feature and the logits behind them.
+        """Read the next T entries of every row.
 
         Args:
-            features: the target's hidden states `[B, T, F * D]`, or the network's own features `[B, T, D]`.
-            lengths: how many entries of each row are real; None where the features are the network's own.
+            features: the target's hidden states `[B, T, F * D]`, or the network's own features
+                `[B, T, D]`.
+            lengths: how many entries of each row are real; None if the features are the network's
+                own.
+
+        Returns:
+            The next feature, and the logits of the token after the last entry.
         """
         if self.in_openvino is not None:
-            return self.in_openvino.advance(read, embedded, features, lengths)
+            return self.in_openvino.advance(entry_cache, embedded, features, lengths)
         if lengths is not None:
             features = self.network.joined(features)
-        slots = read.slots(embedded.shape[1])
+        num_entries = embedded.shape[1]
+        slots = entry_cache.slots(num_entries)
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            seen = read.storage.mask(slots, self.network.attention_window)
-            keys, values = read.storage.update(0, slots, keys, values)
-            return attention(queries, keys, values, seen)
+            mask = entry_cache.storage.mask(slots, self.network.attention_window)
+            keys, values = entry_cache.storage.update(0, slots, keys, values)
+            return attention(queries, keys, values, mask)
 
         hidden = self.network.layer(embedded, features, slots.positions, attend)
-        read.advance(embedded.shape[1], lengths)
+        entry_cache.advance(num_entries, lengths)
+
         if lengths is None:
-            last = hidden[:, -1:]
+            last_hidden = hidden[:, -1:]
         else:
-            last = select(
-                hidden,
-                torch.tensor([[max(length - 1, 0)] for length in lengths], device=hidden.device),
-            )
-        return self.network.fed_back(last), self.network.logits(last[:, 0])
+            last_positions = [[max(length - 1, 0)] for length in lengths]
+            last_hidden = select(hidden, torch.tensor(last_positions, device=hidden.device))
+        return self.network.fed_back(last_hidden), self.network.logits(last_hidden[:, 0])

@@ -1,10 +1,11 @@
-"""What drafters over a target's hidden states compute, and the network of an autoregressive head: one decoder layer.
+"""The network of an EAGLE head, and the parts that all networks over a target's features share.
 
-Entry j joins the target's hidden states at token j with the embedding of token j + 1, and its output scores token
-j + 2. Where the target has not been yet, the network's output at entry j - 1 stands for its hidden states at token j.
+Entry j combines the target's hidden states at token j with the embedding of token j + 1, and its
+output scores token j + 2. For draft tokens, the target's hidden states do not exist yet: there the
+network's output at entry j - 1 replaces the feature of entry j.
 
-Shapes: B rows, T entries, S keys, D width of the target's hidden states, F how many of them are joined, H query heads,
-G key heads, E size of a head, W tokens of the draft.
+Shapes: B rows, T entries, S keys, D hidden size of the target, F feature layers, H query heads,
+G key and value heads, E head size, W tokens of the draft.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class FeatureSettings(Settings):
     )
     draft_vocabulary: int | tuple[int, ...] | None = setting(
         None,
-        "tokens that the draft scores, ascending, or how many to choose before training; default: all",
+        "tokens that the draft scores, ascending, or how many to choose before training; "
+        "default: all",
     )
     feature_norms: bool = setting(True, "normalize each layer's hidden states before joining them")
     min_confidence: float = setting(
@@ -59,15 +61,16 @@ class FeatureSettings(Settings):
         super().__post_init__()
         if not self.feature_layers:
             raise ValueError("feature_layers must be one layer at least")
-        divided = (
-            self.hidden_size % (2 * self.num_heads)
-            if self.head_size is None
-            else self.head_size % 2
-        )
-        if divided or self.num_heads % self.num_key_heads:
+
+        # Rotary positions need heads of an even size.
+        if self.head_size is None:
+            has_even_heads = self.hidden_size % (2 * self.num_heads) == 0
+        else:
+            has_even_heads = self.head_size % 2 == 0
+        if not has_even_heads or self.num_heads % self.num_key_heads != 0:
             raise ValueError(
-                f"{self.num_heads} heads of {self.num_key_heads} keys do not divide a hidden size of "
-                f"{self.hidden_size} into even parts: choose other numbers of heads"
+                f"{self.num_heads} heads of {self.num_key_heads} keys do not divide a hidden size "
+                f"of {self.hidden_size} into even parts: choose other numbers of heads"
             )
 
 
@@ -80,65 +83,78 @@ class EagleSettings(FeatureSettings):
 
 
 class FeatureNetwork(nn.Module):
-    """Joins the hidden states of several layers of a target.
+    """Joins the hidden states of several layers of a target into one feature for each token.
 
     Args:
-        settings: sizes; the size of a head E is D / H by default.
+        settings: sizes. The head size E is D / H by default.
     """
 
     output_norm: Any
 
     def __init__(self, settings: Any) -> None:
         super().__init__()
-        self.settings, self.attention_window = settings, settings.attention_window
-        self.num_heads, self.num_key_heads = settings.num_heads, settings.num_key_heads
+        self.settings = settings
+        self.attention_window = settings.attention_window
+        self.num_heads = settings.num_heads
+        self.num_key_heads = settings.num_key_heads
         self.head_size = settings.head_size or settings.hidden_size // settings.num_heads
-        # Layers differ a hundredfold in how large their states are, and so do the first token's from all others'.
-        normed = settings.feature_layers if settings.feature_norms else ()
-        self.layer_norms = nn.ModuleList(self._norm() for _ in normed)
-        self.join = nn.Linear(
-            len(settings.feature_layers) * settings.hidden_size, settings.hidden_size, bias=False
-        )
+
+        # The scales of hidden states differ a hundredfold between layers, and between the first
+        # token and all others.
+        self.layer_norms = nn.ModuleList()
+        if settings.feature_norms:
+            self.layer_norms.extend(self._norm() for _ in settings.feature_layers)
+        num_features = len(settings.feature_layers)
+        self.join = nn.Linear(num_features * settings.hidden_size, settings.hidden_size, bias=False)
 
     def _norm(self) -> Any:
         return nn.RMSNorm(self.settings.hidden_size, eps=self.settings.norm_eps)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in."""
+        """The dtype that the network computes in."""
         return self.output_norm.weight.dtype
 
     def features(self, hidden: Sequence[Float[Tensor, "B T D"]]) -> Float[Tensor, "B T D"]:
-        """One feature for each token from the hidden states of F layers."""
-        states = [each.to(self.dtype) for each in hidden]
+        """One feature for each token, from the hidden states of F layers.
+
+        EAGLE-3, section 3.1: the features of low, middle and high layers are concatenated, and a
+        linear layer reduces them to the feature g.
+        """
+        states = [layer_hidden.to(self.dtype) for layer_hidden in hidden]
         if self.settings.feature_norms:
-            states = [norm(each) for norm, each in zip(self.layer_norms, states, strict=True)]
-        return self.join(torch.cat(states, dim=-1)).to(
-            self.dtype
-        )  # autocast may have left it in another type
+            states = [norm(state) for norm, state in zip(self.layer_norms, states, strict=True)]
+        features = self.join(torch.cat(states, dim=-1))
+        # Under autocast, the linear layer may return another dtype.
+        return features.to(self.dtype)
 
     def joined(self, hidden: Float[Tensor, "B T FD"]) -> Float[Tensor, "B T D"]:
-        """As `features`, from hidden states that lie side by side."""
+        """Like `features`, from hidden states that are concatenated already."""
         return self.features(hidden.split(self.settings.hidden_size, dim=-1))
 
 
 class EagleNetwork(FeatureNetwork):
     """Joins features, runs one decoder layer, scores tokens (Li et al. 2025, "EAGLE-3", figure 5).
 
-    The layer's attention reads embedding and feature side by side; its residual stream is the feature's. Norms are
-    RMSNorm, positions rotary (Su et al. 2021), the inner network SwiGLU, as in Llama.
+    The layer's attention reads embedding and feature side by side; its residual stream is the
+    feature's. As in Llama, norms are RMSNorm, positions are rotary (Su et al. 2021) and the inner
+    network is SwiGLU.
 
     Args:
-        settings: sizes; the size of a head E is D / H by default.
+        settings: sizes. The head size E is D / H by default.
         num_tokens: W.
     """
 
     def __init__(self, settings: EagleSettings, num_tokens: int) -> None:
         super().__init__(settings)
-        hidden_size, inner_size = settings.hidden_size, settings.intermediate_size
-        width = (self.num_heads + 2 * self.num_key_heads) * self.head_size
-        self.token_norm, self.feature_norm = self._norm(), self._norm()
-        self.query_key_value = nn.Linear(2 * hidden_size, width, bias=False)
+        hidden_size = settings.hidden_size
+        inner_size = settings.intermediate_size
+        num_projected_heads = self.num_heads + 2 * self.num_key_heads
+        self.token_norm = self._norm()
+        self.feature_norm = self._norm()
+        self.query_key_value = nn.Linear(
+            2 * hidden_size, num_projected_heads * self.head_size, bias=False
+        )
         self.attention_output = nn.Linear(self.num_heads * self.head_size, hidden_size, bias=False)
         self.inner_norm = self._norm()
         self.gate_up = nn.Linear(hidden_size, 2 * inner_size, bias=False)
@@ -153,35 +169,46 @@ class EagleNetwork(FeatureNetwork):
         positions: Int[Tensor, "#B T"],
         attend: Attend,
     ) -> Float[Tensor, "B T D"]:
-        """The decoder layer's output for T entries; through `fed_back`, the feature of the entries after them.
+        """The decoder layer's output for T entries. `fed_back` turns it into the next features.
 
         Args:
-            embedded: of each entry's token.
-            positions: of the entries.
-            attend: attention over these entries' keys and values and over what came before.
+            embedded: embedding of each entry's token.
+            positions: positions of the entries.
+            attend: attention over these entries' keys and values and those before them.
         """
-        normed = self.feature_norm(features)
-        both = torch.cat((self.token_norm(embedded.to(self.dtype)), normed), dim=-1)
-        heads = self.query_key_value(both).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-        turned, values = heads.split(
+        # EAGLE-3, section 3.1: the embedding e and the feature g are concatenated.
+        normed_embedded = self.token_norm(embedded.to(self.dtype))
+        normed_features = self.feature_norm(features)
+        attention_input = torch.cat((normed_embedded, normed_features), dim=-1)
+
+        projected = self.query_key_value(attention_input)
+        heads = projected.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        # Queries and keys are rotated in one call.
+        queries_keys, values = heads.split(
             (self.num_heads + self.num_key_heads, self.num_key_heads), dim=1
         )
-        turned = rotate(turned, positions, self.settings.rotary_base)
-        queries, keys = turned.split((self.num_heads, self.num_key_heads), dim=1)
-        residual = normed if self.settings.norm_before_residual else features
-        hidden = residual + self.attention_output(
-            attend(queries, keys, values).transpose(1, 2).flatten(2)
-        )
+        queries_keys = rotate(queries_keys, positions, self.settings.rotary_base)
+        queries, keys = queries_keys.split((self.num_heads, self.num_key_heads), dim=1)
+        attended = attend(queries, keys, values).transpose(1, 2).flatten(2)
+
+        residual = normed_features if self.settings.norm_before_residual else features
+        hidden = residual + self.attention_output(attended)
+
         gate, up = self.gate_up(self.inner_norm(hidden)).chunk(2, dim=-1)
         return hidden + self.down(nn.functional.silu(gate) * up)
 
     def logits(self, hidden: Float[Tensor, "*B D"]) -> Float[Tensor, "*B W"]:
-        """Scores of the next token from the layer's output."""
+        """Scores of the next token, from the layer's output."""
         return self.output(self.output_norm(hidden))
 
     def fed_back(self, hidden: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-        """The next entry's feature where the target has not been: the layer's output, normalized in EAGLE-3.1."""
-        return self.output_norm(hidden) if self.settings.norm_output else hidden
+        """The feature of the next entry, where the target's hidden states do not exist yet.
+
+        EAGLE-3, section 3.1: the layer's output replaces g. EAGLE-3.1 normalizes it.
+        """
+        if self.settings.norm_output:
+            return self.output_norm(hidden)
+        return hidden
 
 
 def attention(
@@ -190,23 +217,40 @@ def attention(
     values: Float[Tensor, "B G S E"],
     seen: Bool[Tensor, "#B T S"],
 ) -> Float[Tensor, "B H T E"]:
-    """Scaled dot-product attention; `seen` is True where a query looks, and H / G query heads share a key head."""
-    batch, heads, num_tokens, size = queries.shape
-    groups = heads // keys.shape[1]
-    # The heads that share keys lie behind each other along the query axis, so that no key is copied.
-    stacked = queries.reshape(batch, keys.shape[1], groups * num_tokens, size)
-    mask = seen[:, None].repeat(1, 1, groups, 1)
-    output = nn.functional.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask)
-    return output.reshape(batch, heads, num_tokens, size)
+    """Scaled dot-product attention where groups of H / G query heads share a key head.
+
+    Args:
+        seen: True where a query attends to a key.
+    """
+    batch_size, num_heads, num_queries, head_size = queries.shape
+    num_key_heads = keys.shape[1]
+    group_size = num_heads // num_key_heads
+
+    # The queries of a group are stacked along the query axis, so keys need not be copied.
+    grouped_queries = queries.reshape(
+        batch_size, num_key_heads, group_size * num_queries, head_size
+    )
+    mask = seen[:, None].repeat(1, 1, group_size, 1)
+    output = nn.functional.scaled_dot_product_attention(
+        grouped_queries, keys, values, attn_mask=mask
+    )
+    return output.reshape(batch_size, num_heads, num_queries, head_size)
 
 
 def rotate(
     vectors: Float[Tensor, "B H T E"], positions: Int[Tensor, "#B T"], base: float
 ) -> Float[Tensor, "B H T E"]:
-    """Rotary position embedding: pairs of coordinates turn by angles that grow with the position."""
-    half = vectors.shape[-1] // 2
-    exponents = torch.arange(half, device=vectors.device, dtype=torch.float32) / half
-    angles = positions[:, None, :, None] * base**-exponents
-    cos, sin = angles.cos().to(vectors.dtype), angles.sin().to(vectors.dtype)
-    first, second = vectors.split(half, dim=-1)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    """Rotary position embedding (Su et al. 2021, "RoFormer").
+
+    As in Llama, coordinates i and i + E / 2 form a pair. It is rotated by the angle
+    position * base^(-2i / E).
+    """
+    num_pairs = vectors.shape[-1] // 2
+    exponents = torch.arange(num_pairs, device=vectors.device, dtype=torch.float32) / num_pairs
+    frequencies = base**-exponents
+    angles = positions[:, None, :, None] * frequencies
+    cos = angles.cos().to(vectors.dtype)
+    sin = angles.sin().to(vectors.dtype)
+
+    x, y = vectors.split(num_pairs, dim=-1)
+    return torch.cat((x * cos - y * sin, x * sin + y * cos), dim=-1)

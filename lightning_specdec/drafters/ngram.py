@@ -1,4 +1,4 @@
-"""Prompt lookup: propose the tokens that followed the last occurrence of the text's current suffix."""
+"""Prompt lookup: propose the tokens that followed the last occurrence of the current suffix."""
 
 from __future__ import annotations
 
@@ -34,47 +34,75 @@ class NGramSettings(Settings):
             )
 
 
-class _Index:
-    """The place behind the latest occurrence of each n-gram of one row's text, except of those that end it.
+class _NGramIndex:
+    """The n-grams of one row's text, and where each last occurred.
 
-    An n-gram's key is one integer, its last token first: integers are no work for the garbage collector.
+    An n-gram's key is one integer, with its last token in the highest bits. Tuples as keys would
+    keep the garbage collector busy.
     """
 
     def __init__(self, settings: NGramSettings) -> None:
         self.settings = settings
-        self.places: dict[int, int] = {}
-        self.end = 1
-        """The n-grams that end before this place of the text are in the table."""
+        self.continuations: dict[int, int] = {}
+        """For each n-gram, the position after its last occurrence. The n-grams at the end of the
+        text are not included, because nothing follows them yet."""
+        self.next_end = 1
+        """All n-grams that end before this position are included."""
 
     def propose(self, text: Sequence[int], num_settled: int, window: int) -> Sequence[int]:
-        """Take in the text's new tokens, and copy up to `window` from behind the match; none where there is none."""
-        assert self.end <= len(text), "the text became shorter: its row was not cleared"
-        for end in range(self.end, num_settled):
+        """Index the text's new tokens, and copy up to `window` tokens from after the match.
+
+        Args:
+            num_settled: final tokens of the text; n-grams that end later are not indexed.
+
+        Returns:
+            The draft tokens; none if no suffix of the text has occurred before.
+        """
+        assert self.next_end <= len(text), "the text became shorter: its row was not cleared"
+        for end in range(self.next_end, num_settled):
             for _, key in self._ngrams(text, end):
-                self.places[key] = end
-        self.end = max(self.end, num_settled)
-        matched = behind = 0
-        for length, key in self._ngrams(text, len(text)):
-            if (found := self.places.get(key)) is None:  # then all longer ones are missing too
-                break
-            matched, behind = length, found
-        if not matched:
+                self.continuations[key] = end
+        self.next_end = max(self.next_end, num_settled)
+
+        match_length, continuation = self._longest_match(text)
+        if match_length == 0:
             return ()
-        if matched < self.settings.max_ngram:
-            window = min(window, self.settings.tokens_per_match * matched)
-        tokens = list(text[behind : behind + window])
-        # A match that reaches the suffix: the text repeats itself with this period, and so does the draft.
+
+        # Short matches are often wrong, so they propose fewer tokens.
+        if match_length < self.settings.max_ngram:
+            window = min(window, self.settings.tokens_per_match * match_length)
+        tokens = list(text[continuation : continuation + window])
+
+        # If the text ends within the window, the match overlaps the suffix: the text repeats
+        # itself with this period, and so does the draft.
         while len(tokens) < window:
-            tokens += tokens[: window - len(tokens)]
+            num_missing = window - len(tokens)
+            tokens += tokens[:num_missing]
         return tokens
 
+    def _longest_match(self, text: Sequence[int]) -> tuple[int, int]:
+        """Length of the longest suffix that has occurred before, and the position after it there.
+
+        Both are 0 without a match.
+        """
+        match_length = 0
+        continuation = 0
+        for length, key in self._ngrams(text, len(text)):
+            position = self.continuations.get(key)
+            if position is None:
+                # All longer suffixes end with this one, so they have not occurred either.
+                break
+            match_length = length
+            continuation = position
+        return match_length, continuation
+
     def _ngrams(self, text: Sequence[int], end: int) -> Iterator[tuple[int, int]]:
-        """Lengths and keys of the n-grams that end there, shorter ones first."""
-        shortest, longest = self.settings.min_ngram, self.settings.max_ngram
+        """Lengths and keys of the n-grams that end before position `end`, shortest first."""
+        start = max(end - self.settings.max_ngram, 0)
         key = 0
-        for length, token in enumerate(reversed(text[max(end - longest, 0) : end]), 1):
+        for length, token in enumerate(reversed(text[start:end]), 1):
             key = key << 32 | token + 1
-            if length >= shortest:
+            if length >= self.settings.min_ngram:
                 yield length, key
 
 
@@ -82,14 +110,17 @@ class NGramState(DraftState):
     """An index for each row."""
 
     def go_back(self, row: int, length: int) -> None:
-        if self.rows[row].end > length + 1:  # a table does not forget one by one
+        # An index cannot forget single n-grams, so the row is indexed again. This is not necessary
+        # if all indexed n-grams end within `length`: only the tokens after them change.
+        if self.rows[row].next_end > length + 1:
             self.clear([row])
 
 
 class NGramDrafter(Drafter):
-    """Copies the tokens after the latest occurrence of the text's longest known suffix (Saxena 2023); needs no model.
+    """Copies the tokens that followed the last occurrence of the text's longest known suffix.
 
-    It searches prompt and output. Short matches are wrong most of the time, so they propose few tokens.
+    Saxena 2023, "Prompt lookup decoding". Needs no model. It searches prompt and output. Short
+    matches are wrong most of the time, so they propose few tokens.
 
     Raises:
         ValueError: a setting is wrong, or `min_ngram` exceeds `max_ngram`.
@@ -104,20 +135,20 @@ class NGramDrafter(Drafter):
     def init_state(
         self, batch_size: int, max_length: int, context: TargetContext | None = None
     ) -> NGramState:
-        return NGramState(batch_size, lambda: _Index(self.settings))
+        return NGramState(batch_size, lambda: _NGramIndex(self.settings))
 
     def look_up(
         self, state: DraftState, request: DraftRequest, windows: Sequence[int]
     ) -> list[Sequence[int]]:
-        """Each row's draft tokens as lists on the host, at most `windows[b]`; empty without a match."""
-        # A row that wants no draft may be a vacant one: its text is nobody's.
-        settled = request.settled or [len(text) for text in request.texts]
-        return [
-            index.propose(text, known, window) if window else ()
-            for index, text, known, window in zip(
-                state.rows, request.texts, settled, windows, strict=True
-            )
-        ]
+        """Each row's draft tokens on the host: at most `windows[b]`, none without a match."""
+        final_lengths = request.settled or [len(text) for text in request.texts]
+        draft_tokens: list[Sequence[int]] = []
+        for index, text, final_length, window in zip(
+            state.rows, request.texts, final_lengths, windows, strict=True
+        ):
+            # A row that wants no draft may be vacant, and its text must not be indexed.
+            draft_tokens.append(index.propose(text, final_length, window) if window else ())
+        return draft_tokens
 
     def propose(
         self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
@@ -126,11 +157,12 @@ class NGramDrafter(Drafter):
 
 
 def certain(found: Sequence[Sequence[int]], device: torch.device) -> Draft:
-    """The draft of tokens that are known on the host."""
-    if len(set(map(len, found))) == 1:
-        return Draft(
-            torch.tensor(found, dtype=torch.long, device=device).view(len(found), len(found[0]))
-        )
-    # Tokens and lengths go to the device in one piece.
+    """The deterministic draft of these rows of tokens on the host."""
+    lengths = [len(row) for row in found]
+    if min(lengths) == max(lengths):
+        tokens = torch.tensor(found, dtype=torch.long, device=device)
+        return Draft(tokens.view(len(found), lengths[0]))
+
+    # Tokens and lengths go to the device in one copy.
     packed, _ = pad([[len(row), *row] for row in found], device)
     return Draft(packed[:, 1:], packed[:, 0])

@@ -1,11 +1,13 @@
-"""Drafts in stages: a smaller drafter drafts for a larger one, and the result goes to the target.
+"""Staged drafting: a smaller drafter drafts for a larger one, whose tokens go to the target.
 
-The larger stage reads the smaller one's draft tokens in one call and keeps those that it would have drawn itself, plus
-one of its own, until the window is full (`ExactMatch`, with the window's own uniform numbers). So the draft and its
-distributions are those of the larger stage alone, and every lossless rule stays lossless. (Spector & Re 2023, "Staged
-speculative decoding"; Chen et al. 2023, "Cascade speculative drafting".)
+The larger stage reads the smaller one's draft tokens in one call and keeps those that it would have
+drawn itself, plus one of its own, until the window is full (`ExactMatch`, with the window's own
+uniform numbers). So the draft and its distributions are those of the larger stage alone, and every
+lossless rule stays lossless (Spector & Re 2023, "Staged speculative decoding"; Chen et al. 2023,
+"Cascade speculative drafting").
 
-Shapes: B rows, K window, N places that one call scores, V vocabulary.
+Shapes: B rows, K draft tokens, N positions that one call scores, V vocabulary, W tokens that the
+larger stage scores.
 """
 
 from __future__ import annotations
@@ -37,19 +39,28 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
+@dataclass(frozen=True)
+class StagedSettings(Settings):
+    stage_windows: int = setting(4, "draft tokens that a stage proposes to the next one", minimum=1)
+
+
 class StagedState(JointState):
     """The states of the larger stage and of the smaller drafter.
 
-    Within a round the smaller drafter sees texts that end in the larger one's tokens; once the target has judged them,
-    both go back to what it kept.
+    Within a round, the smaller drafter sees texts that end in the larger stage's draft tokens. Once
+    the target has verified these, both states go back to the accepted ones.
     """
 
     def __init__(self, larger: DraftState, smaller: DraftState) -> None:
         super().__init__(larger, smaller)
-        self.larger, self.smaller = larger, smaller
+        self.larger = larger
+        self.smaller = smaller
 
     def begin(self, request: DraftRequest) -> DecodeState:
-        """The larger stage's state, gone back to the texts: the last token at least is not read yet."""
+        """Truncate to the texts, and return the state that the larger stage reads with.
+
+        At least the last token of each text is unread.
+        """
         self.settle()
         self.drafted_at = [len(text) for text in request.texts]
         if isinstance(self.larger, ExitState):
@@ -63,12 +74,16 @@ class StagedState(JointState):
         super().select(rows)
 
 
-class _Window:
-    """The larger stage's draft of one round: texts grow until every row has as many tokens as it wants."""
+class _StageDraft:
+    """The larger stage's draft of one round, which grows until every row has enough tokens."""
 
     def __init__(self, request: DraftRequest, windows: Sequence[int], sampling: Sampling) -> None:
-        self.request, self.windows, self.sampling = request, windows, sampling
+        self.request = request
+        self.windows = windows
+        self.sampling = sampling
         self.texts = [list(text) for text in request.texts]
+        """Each row's text, followed by its draft tokens so far."""
+        # What the tokens were drawn from: for each row, one tensor for each call.
         self.probs: list[list[Tensor]] = [[] for _ in windows]
         self.logits: list[list[Tensor]] = [[] for _ in windows]
 
@@ -76,81 +91,109 @@ class _Window:
     def tokens(self) -> list[list[int]]:
         """The draft tokens of each row so far."""
         return [
-            text[len(known) :] for text, known in zip(self.texts, self.request.texts, strict=True)
+            text[len(request_text) :]
+            for text, request_text in zip(self.texts, self.request.texts, strict=True)
         ]
 
     @property
-    def left(self) -> list[int]:
-        """How many tokens each row still wants."""
+    def num_missing(self) -> list[int]:
+        """How many more tokens each row wants."""
         return [window - len(row) for window, row in zip(self.windows, self.tokens, strict=True)]
 
-    def uniform(self, num_places: int) -> Float[Tensor, "B N"] | None:
-        """The uniform numbers of each row's next tokens; any behind the window's end."""
-        numbers = self.request.uniform
-        if numbers is None:
-            return None
-        done = torch.tensor([[len(row)] for row in self.tokens], device=numbers.device)
-        places = done + torch.arange(num_places, device=numbers.device)
-        return numbers.gather(1, places.clamp(max=numbers.shape[1] - 1))
+    def uniform(self, num_positions: int) -> Float[Tensor, "B N"] | None:
+        """The uniform numbers of each row's next tokens.
 
-    def extend(self, logits: Float[Tensor, "B N W"], drafted: Sequence[Sequence[int]]) -> list[int]:
-        """Draw the larger stage's own tokens from its logits behind each of the smaller's, and append them to each row
-        that wants more, up to and with the first that differs; returns how many agree."""
-        left = self.left
+        Positions after the window repeat its last number; the tokens drawn there are not used.
+        """
+        uniform = self.request.uniform
+        if uniform is None:
+            return None
+        num_drafted = torch.tensor([[len(row)] for row in self.tokens], device=uniform.device)
+        positions = num_drafted + torch.arange(num_positions, device=uniform.device)
+        last_position = uniform.shape[1] - 1
+        return uniform.gather(1, positions.clamp(max=last_position))
+
+    def extend(
+        self, logits: Float[Tensor, "B N W"], smaller_tokens: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """Draw the larger stage's tokens, and append them up to the first that differs.
+
+        The token that differs is included. Rows that want no more tokens are unchanged.
+
+        Args:
+            logits: the larger stage's logits, before each of the smaller stage's draft tokens and
+                after the last one.
+            smaller_tokens: the smaller stage's draft tokens of each row.
+
+        Returns:
+            How many of these tokens agree with the larger stage's.
+        """
+        num_missing = self.num_missing
         logits = fit(logits, self.request.vocab_size)
         if self.sampling.processors:
-            texts = [
-                text if wanted else None for text, wanted in zip(self.texts, left, strict=True)
+            unfinished_texts = [
+                text if count else None for text, count in zip(self.texts, num_missing, strict=True)
             ]
-            logits = self.sampling.process(logits, texts, drafted, stop_at_impossible=True)
-        tokens, probs = self.sampling.sample_with_probs(logits, self.uniform(logits.shape[1]))
-        drawn = tokens.clamp(
-            max=logits.shape[-1] - 1
-        ).tolist()  # a row of NaN draws no token, and something is read
+            logits = self.sampling.process(
+                logits, unfinished_texts, smaller_tokens, stop_at_impossible=True
+            )
+        num_positions = logits.shape[1]
+        tokens, probs = self.sampling.sample_with_probs(logits, self.uniform(num_positions))
+        # Logits that are NaN yield a token outside the vocabulary, which no model can read.
+        larger_tokens = tokens.clamp(max=logits.shape[-1] - 1).tolist()
+
         num_agreed = []
-        for row, (own, smaller) in enumerate(zip(drawn, drafted, strict=True)):
-            agreed = next((i for i, token in enumerate(smaller) if token != own[i]), len(smaller))
-            num_agreed.append(agreed)
-            if left[row]:
-                self.texts[row] += own[: agreed + 1]
+        for row, (larger_row, smaller_row) in enumerate(
+            zip(larger_tokens, smaller_tokens, strict=True)
+        ):
+            num_equal = 0
+            while num_equal < len(smaller_row) and larger_row[num_equal] == smaller_row[num_equal]:
+                num_equal += 1
+            num_agreed.append(num_equal)
+
+            if num_missing[row]:
+                num_drawn = num_equal + 1
+                self.texts[row] += larger_row[:num_drawn]
                 if probs is not None:
-                    self.probs[row].append(probs[row, : agreed + 1])
+                    self.probs[row].append(probs[row, :num_drawn])
                 if self.request.wants_logits:
-                    self.logits[row].append(logits[row, : agreed + 1])
+                    self.logits[row].append(logits[row, :num_drawn])
         return num_agreed
 
-    def draft(self, num_calls: int) -> Draft:
+    def finish(self, num_calls: int) -> Draft:
         """All rows' tokens, and what they were drawn from."""
-        tokens, lengths = pad(self.tokens, self.request.tail.device)
-        counts = None if lengths is None else torch.tensor(lengths, device=tokens.device)
-        return Draft(tokens, counts, _joined(self.probs), _joined(self.logits), num_calls)
+        tokens, row_lengths = pad(self.tokens, self.request.tail.device)
+        lengths = None
+        if row_lengths is not None:
+            lengths = torch.tensor(row_lengths, device=tokens.device)
+        return Draft(tokens, lengths, _joined(self.probs), _joined(self.logits), num_calls)
 
 
-def _joined(pieces: list[list[Tensor]]) -> Float[Tensor, "B K V"] | None:
-    """Each row's pieces one behind the other, with zeros behind the shorter rows; None where there are none."""
-    some = next((row[0] for row in pieces if row), None)
-    if some is None:
+def _joined(parts_by_row: list[list[Tensor]]) -> Float[Tensor, "B K V"] | None:
+    """Concatenate each row's parts, and pad shorter rows with zeros; None if no row has parts."""
+    example = next((parts[0] for parts in parts_by_row if parts), None)
+    if example is None:
         return None
-    return pad_sequence([torch.cat([some[:0], *row]) for row in pieces], batch_first=True)
-
-
-@dataclass(frozen=True)
-class StagedSettings(Settings):
-    stage_windows: int = setting(4, "draft tokens that a stage proposes to the next one", minimum=1)
+    # A row may have no parts, and torch.cat needs at least one.
+    empty = example[:0]
+    rows = [torch.cat([empty, *parts]) for parts in parts_by_row]
+    return pad_sequence(rows, batch_first=True)
 
 
 class StagedDrafter(Drafter):
-    """Drafts with a model that is itself helped by a smaller drafter, with the tokens that it would draft alone.
+    """Drafts with a model that is itself helped by a smaller drafter.
 
-    `Draft.num_calls` counts the last stage's passes.
+    The tokens are those that the model would draft alone. `Draft.num_calls` counts the last stage's
+    passes.
 
     Args:
-        stages: two drafters or more, smallest first. The first may be of any kind that does not work inside its target,
-            those between are `ModelDrafter`, and the last is a `ModelDrafter` or an `EarlyExitDrafter`.
+        stages: two drafters or more, smallest first. The first may be of any kind that does not
+            work inside its target, those between are `ModelDrafter`, and the last is a
+            `ModelDrafter` or an `EarlyExitDrafter`.
         stage_windows: see `StagedSettings`.
 
     Raises:
-        ValueError: stages cannot stand where they do.
+        ValueError: a stage does not fit its position.
     """
 
     Settings = StagedSettings
@@ -159,117 +202,167 @@ class StagedDrafter(Drafter):
 
     def __init__(self, stages: Sequence[Drafter], *, stage_windows: int = 4) -> None:
         super().__init__(stage_windows=stage_windows)
-        given: list[Any] = [*stages] or [None]
-        *first, last = given
-        behind = isinstance(last, ModelDrafter | EarlyExitDrafter) and all(
-            isinstance(stage, ModelDrafter) for stage in first[1:]
-        )
-        if not first or not behind or not isinstance(first[0], Drafter) or first[0].inside_target:
-            names = ", ".join(type(stage).__name__ for stage in stages)
-            raise ValueError(
-                "stages must be two drafters or more: one that works outside its target, then ModelDrafters, of which "
-                f"the last may be an EarlyExitDrafter instead, got {names or 'none'}"
-            )
-        sizes = [stage.model.num_parameters for stage in stages if isinstance(stage, ModelDrafter)]
-        if sizes != sorted(sizes):
-            raise ValueError(f"give the stages smallest first, got models of {sizes} parameters")
-        self.stages, self.window = [*stages], stage_windows
-        self.smaller = (
-            first[0] if len(first) == 1 else StagedDrafter(first, stage_windows=stage_windows)
-        )
-        self.larger: Any = last
-        self.inside_target = last.inside_target
+        _check_stages(stages)
+        *smaller_stages, larger = stages
+        self.stages = [*stages]
+        self.window = stage_windows
+        if len(smaller_stages) == 1:
+            self.smaller = smaller_stages[0]
+        else:
+            self.smaller = StagedDrafter(smaller_stages, stage_windows=stage_windows)
+        self.larger: Any = larger
+        self.inside_target = larger.inside_target
 
     @property
     def max_positions(self) -> int | None:
-        return min(
-            (limit for stage in self.stages if (limit := stage.max_positions) is not None),
-            default=None,
-        )
+        limits = [stage.max_positions for stage in self.stages]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def check_target(self, target: LanguageModel) -> None:
         for stage in self.stages:
             stage.check_target(target)
 
     def needs_noise(self, sampling: Sampling) -> bool:
-        return self.larger.needs_noise(sampling) or self.smaller.needs_noise(
-            self.larger.sampling or sampling
-        )
+        larger_sampling = self.larger.sampling or sampling
+        return self.larger.needs_noise(sampling) or self.smaller.needs_noise(larger_sampling)
 
     def fused(self, target: LanguageModel | None = None) -> StagedDrafter:
-        return StagedDrafter(
-            [stage.fused(target) for stage in self.stages], stage_windows=self.window
-        )
+        fused_stages = [stage.fused(target) for stage in self.stages]
+        return StagedDrafter(fused_stages, stage_windows=self.window)
 
     def arguments(self) -> dict[str, Any]:
         for stage in self.stages:
-            stage.arguments()  # one that a checkpoint cannot keep says so
+            # Raises ValueError if a checkpoint cannot store the stage.
+            stage.arguments()
         return {"stages": self.stages, "stage_windows": self.window}
 
     def init_state(
         self, batch_size: int, max_length: int, context: TargetContext | None = None
     ) -> StagedState:
-        max_length += self.window  # whole windows are read, also where a row wants fewer
-        larger, smaller = (
-            each.init_state(batch_size, max_length, context) for each in (self.larger, self.smaller)
-        )
+        # The stages read whole windows, also where a row wants fewer tokens.
+        max_length += self.window
+        larger = self.larger.init_state(batch_size, max_length, context)
+        smaller = self.smaller.init_state(batch_size, max_length, context)
         return StagedState(larger, smaller)
 
     def propose(
         self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
     ) -> Draft:
-        reading, made = (
-            state.begin(request),
-            _Window(request, windows, self.larger.sampling or sampling),
-        )
-        model = state.larger.model if isinstance(reading, LowerState) else self.larger.model
+        larger_state = state.begin(request)
+        stage_draft = _StageDraft(request, windows, self.larger.sampling or sampling)
+        if isinstance(larger_state, LowerState):
+            model = state.larger.model
+        else:
+            model = self.larger.model
+
         num_calls = 0
-        while max(made.left) > 0:
-            self._advance(state, model, reading, made)
+        while max(stage_draft.num_missing) > 0:
+            self._stage_round(state, model, larger_state, stage_draft)
             num_calls += 1
-        draft = made.draft(num_calls)
-        if isinstance(reading, LowerState):
-            draft.exit_states = reading.exit_states(self.larger.exit_layer)
+
+        draft = stage_draft.finish(num_calls)
+        if isinstance(larger_state, LowerState):
+            draft.exit_states = larger_state.exit_states(self.larger.exit_layer)
         return draft
 
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
         state.settle(num_accepted)
 
-    def _advance(
-        self, state: StagedState, model: LanguageModel, reading: DecodeState, made: _Window
+    def _stage_round(
+        self,
+        state: StagedState,
+        model: LanguageModel,
+        larger_state: DecodeState,
+        stage_draft: _StageDraft,
     ) -> None:
-        """One round between the two: draft, score, keep what agrees and one token more.
+        """One round between the two stages: draft, verify, keep what agrees and one token more.
 
-        Rows with full windows read their last token again, so what the smaller drafter observes is true of them too.
+        Rows that want no more tokens read their last token again, so that what the smaller drafter
+        observes is true for them, too.
         """
-        request, device = made.request, made.request.tail.device
-        windows = [min(self.window, max(left - 1, 0)) for left in made.left]
-        draft = nothing(request)
-        if max(windows):
-            inner = DraftRequest(
-                made.texts,
-                last_two(made.texts, device),
-                made.uniform(max(windows)),
-                vocab_size=request.vocab_size or model.vocab_size,
-                settled=request.settled or [len(text) for text in request.texts],
-            )
-            draft = self.smaller.propose(state.smaller, inner, windows, made.sampling)
-        unread = [text[read:] for text, read in zip(made.texts, reading.consumed, strict=True)]
-        tokens, valid_lengths, places = with_draft_tokens(*pad(unread, device), draft.tokens)
-        tokens = tokens.clamp(
-            max=model.vocab_size - 1
-        )  # the target may have tokens that only pad its output
-        output = model(tokens, reading, valid_lengths=valid_lengths, logits_for=places)
-        lengths = torch.tensor(windows, device=device) if draft.lengths is None else draft.lengths
-        read = torch.cat((lengths[:, None], draft.tokens), dim=1).tolist()
-        drafted = [
-            row[: min(window, length)] for (length, *row), window in zip(read, windows, strict=True)
+        device = stage_draft.request.tail.device
+
+        # The larger stage adds one token of its own, so the smaller one drafts one less.
+        windows = [min(self.window, max(count - 1, 0)) for count in stage_draft.num_missing]
+        draft = self._smaller_draft(state, stage_draft, model, windows)
+
+        unread = [
+            text[num_read:]
+            for text, num_read in zip(stage_draft.texts, larger_state.consumed, strict=True)
         ]
-        num_agreed = made.extend(output.logits, drafted)
+        tokens, valid_lengths, positions = with_draft_tokens(*pad(unread, device), draft.tokens)
+        # The target may have tokens that only pad its output.
+        tokens = tokens.clamp(max=model.vocab_size - 1)
+        output = model(tokens, larger_state, valid_lengths=valid_lengths, logits_for=positions)
+
+        num_agreed = stage_draft.extend(output.logits, _tokens_of(draft, windows))
         self.smaller.observe(state.smaller, output, num_agreed)
-        reading.truncate(
+
+        # The last token was drawn from the larger stage's logits and is unread.
+        larger_state.truncate(
             [
-                min(read, len(text) - 1)
-                for read, text in zip(reading.consumed, made.texts, strict=True)
+                min(num_read, len(text) - 1)
+                for num_read, text in zip(larger_state.consumed, stage_draft.texts, strict=True)
             ]
         )
+
+    def _smaller_draft(
+        self,
+        state: StagedState,
+        stage_draft: _StageDraft,
+        model: LanguageModel,
+        windows: Sequence[int],
+    ) -> Draft:
+        """The smaller drafter's tokens after the larger stage's tokens so far."""
+        request = stage_draft.request
+        num_draft_tokens = max(windows)
+        if num_draft_tokens == 0:
+            return nothing(request)
+        smaller_request = DraftRequest(
+            stage_draft.texts,
+            last_two(stage_draft.texts, request.tail.device),
+            stage_draft.uniform(num_draft_tokens),
+            vocab_size=request.vocab_size or model.vocab_size,
+            settled=request.settled or [len(text) for text in request.texts],
+        )
+        return self.smaller.propose(state.smaller, smaller_request, windows, stage_draft.sampling)
+
+
+def _check_stages(stages: Sequence[Drafter]) -> None:
+    """Raise ValueError unless each stage can be where it is, and the smallest is first."""
+    if not _are_in_order(stages):
+        names = ", ".join(type(stage).__name__ for stage in stages)
+        raise ValueError(
+            "stages must be two drafters or more: one that works outside its target, then "
+            "ModelDrafters, of which the last may be an EarlyExitDrafter instead, "
+            f"got {names or 'none'}"
+        )
+    sizes = [stage.model.num_parameters for stage in stages if isinstance(stage, ModelDrafter)]
+    if sizes != sorted(sizes):
+        raise ValueError(f"give the stages smallest first, got models of {sizes} parameters")
+
+
+def _are_in_order(stages: Sequence[Drafter]) -> bool:
+    """Whether each stage is of a kind that can be where it is."""
+    if len(stages) < 2:
+        return False
+    smallest, *middle_stages, larger = stages
+    return (
+        isinstance(smallest, Drafter)
+        and not smallest.inside_target
+        and all(isinstance(stage, ModelDrafter) for stage in middle_stages)
+        and isinstance(larger, ModelDrafter | EarlyExitDrafter)
+    )
+
+
+def _tokens_of(draft: Draft, windows: Sequence[int]) -> list[list[int]]:
+    """Each row's draft tokens on the host, at most `windows[b]`."""
+    lengths = draft.lengths
+    if lengths is None:
+        lengths = torch.tensor(windows, device=draft.tokens.device)
+    # Lengths and tokens are read in one copy.
+    lengths_and_tokens = torch.cat((lengths[:, None], draft.tokens), dim=1).tolist()
+    return [
+        tokens[: min(window, length)]
+        for (length, *tokens), window in zip(lengths_and_tokens, windows, strict=True)
+    ]

@@ -18,4 +18,4 @@ from lightning_specdec.rules.sampling import draw as draw
 from lightning_specdec.rules.sampling import noise_table as noise_table
 
 RULES: dict[str, type[AcceptanceRule]] = {name: _KINDS.load(name) for name in _KINDS}
-"""`config.kinds.RULES`, with the classes."""
+"""The acceptance rules by name: `config.kinds.RULES` with the classes loaded."""

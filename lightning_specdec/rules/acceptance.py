@@ -1,7 +1,7 @@
 """Acceptance rules: which draft tokens are accepted, and which token follows them.
 
-Shapes: B rows, K draft tokens, V vocabulary. Position i of the target's K + 1 scores the i-th draft token, and the
-last one the bonus token.
+Shapes: B rows, K draft tokens, K1 = K + 1 scored positions, V vocabulary. Position i of the
+target's logits scores draft token i, and the last position scores the bonus token.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 
-_NO_MASS = 1e-30
-"""A residual up to this much is rounding; one so small that float32 rounds its products up could not be drawn from."""
+MIN_RESIDUAL_MASS = 1e-30
+"""A residual with less mass is a rounding error, and too small to draw from in float32."""
 
 
 @dataclass
@@ -32,12 +32,14 @@ class Draft:
     """The draft tokens of a round, right-padded.
 
     Args:
-        tokens: draft tokens. Padding must be valid tokens too, since the target reads it.
-        lengths: number of draft tokens in each row, before its padding; all K when None.
-        probs: exactly the distribution that each token was drawn from; None if the tokens are certain (one-hot).
+        tokens: draft tokens. Padding must consist of valid tokens, because the target reads it.
+        lengths: number of draft tokens in each row, without padding; None if every row has K.
+        probs: the exact distribution that each token was drawn from; None if the tokens are
+            deterministic, i.e. the distribution is one-hot.
         logits: the draft's logits, for rules with `needs_draft_logits`; None if there are none.
         num_calls: forward passes of the drafter's networks in this round.
-        exit_states: output of the target's lower layers for these tokens, if an early exit has computed it.
+        exit_states: outputs of the target's lower layers for these tokens, if an early exit
+            computed them.
     """
 
     tokens: Int[Tensor, "B K"]
@@ -50,13 +52,15 @@ class Draft:
 
 @dataclass
 class Verdict:
-    """What a rule decides at every position of a round.
+    """A rule's decision at every position of a round.
 
     Args:
-        kept: whether a draft token is accepted, provided that all before it are. False after a row's last one.
-        endings: the token that follows if i draft tokens are accepted: the correction of the rejected token, or the
-            bonus token after the last one. K1 = K + 1.
-        changed: for lossy rules, whether the target drew another token than the draft's; None for lossless rules.
+        kept: whether a draft token is accepted, provided that all tokens before it are accepted.
+            False for padding.
+        endings: the token that follows if exactly i draft tokens are accepted: the correction of
+            the rejected token, or the bonus token after the last draft token.
+        changed: for lossy rules, whether the target drew a token other than the draft's; None for
+            lossless rules.
     """
 
     kept: Bool[Tensor, "B K"]
@@ -71,18 +75,21 @@ class Verdict:
     @property
     def next_tokens(self) -> Int[Tensor, "B"]:
         """The token after the accepted ones: the correction, or the bonus token."""
-        return self.endings.gather(1, self.num_accepted[:, None]).squeeze(1)
+        num_accepted = self.num_accepted
+        return self.endings.gather(1, num_accepted[:, None]).squeeze(1)
 
 
 class AcceptanceRule(ABC):
-    """Decides which draft tokens are accepted. A subclass sets `lossless` and implements `judge`.
+    """Decides which draft tokens are accepted. Subclasses set `lossless` and implement `judge`.
 
     Attributes:
-        Settings: settings class; the constructor takes its fields, by position or name, and keeps them in `settings`.
+        Settings: settings class. The constructor accepts its fields by position or by name and
+            stores them in `settings`.
         lossless: whether the output has exactly the target's distribution.
-        needs_draft_logits: whether the draft must have `logits`; a drafter without them is refused.
+        needs_draft_logits: whether the draft must have `logits`. Drafters without them are refused.
         draft_purpose: the column of `noise` that the drafter draws its tokens with.
-        ignores_windows: whether the output is the same for every number of draft tokens, at every temperature.
+        ignores_windows: whether the output is the same for every number of draft tokens, at every
+            temperature.
     """
 
     Settings: ClassVar[type[BaseSettings]] = NoSettings
@@ -102,24 +109,26 @@ class AcceptanceRule(ABC):
         sampling: Sampling,
         noise: Float[Tensor, "B K1 3"] | None,
     ) -> Verdict:
-        """Decide on one round.
+        """Decide which draft tokens of one round are accepted.
 
         Args:
-            target_logits: logits of the K1 = K + 1 positions: before each draft token and after the last one.
+            target_logits: logits of the K1 = K + 1 positions: before each draft token and after
+                the last one.
             sampling: how tokens are drawn from the target's logits.
-            noise: uniform numbers in [0, 1) by position and `Purpose`; None if nothing is drawn at random.
+            noise: uniform numbers in [0, 1), indexed by position and `Purpose`; None if nothing is
+                drawn at random.
         """
 
     def keeps_tokens(self, *, greedy: bool) -> bool:
-        """Whether the output equals standard decoding's token for token, and not only in distribution."""
+        """Whether the output equals standard decoding's token for token."""
         return self.lossless and (greedy or self.ignores_windows)
 
 
 class ExactMatch(AcceptanceRule):
-    """Draw the target's token at every position, accept draft tokens while they are equal. Lossless.
+    """Accept draft tokens while they equal the tokens drawn from the target. Lossless.
 
-    The output equals that of standard decoding token for token, at every temperature. The drafter draws with the
-    target's random numbers, so that similar distributions mostly give the same token.
+    The output equals that of standard decoding token for token, at every temperature. The drafter
+    draws with the target's random numbers, so similar distributions usually yield the same token.
     """
 
     lossless = True
@@ -129,15 +138,17 @@ class ExactMatch(AcceptanceRule):
     def judge(
         self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
     ) -> Verdict:
-        own = sampling.sample(target_logits, column(noise, Purpose.CORRECT))
-        return Verdict(within(draft.tokens == own[:, :-1], draft.lengths), own)
+        target_tokens = sampling.sample(target_logits, column(noise, Purpose.CORRECT))
+        matches = draft.tokens == target_tokens[:, :-1]
+        return Verdict(within(matches, draft.lengths), target_tokens)
 
 
 class RejectionSampling(AcceptanceRule):
-    """Accept a draft token with probability min(1, target_prob / draft_prob), else draw from the residual. Lossless.
+    """Accept with probability min(1, target_prob / draft_prob). Lossless.
 
-    The residual is max(0, target_probs - draft_probs), normalized (Leviathan et al. 2023, algorithm 1; Chen et al.
-    2023, theorem 1). The output has the target's distribution, and at temperature 0 its tokens.
+    After a rejection, the next token is drawn from the residual max(0, target_probs - draft_probs),
+    normalized (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023, Theorem 1). The output has the
+    target's distribution, and at temperature 0 its tokens.
     """
 
     lossless = True
@@ -148,41 +159,69 @@ class RejectionSampling(AcceptanceRule):
         target_probs = sampling.probs(target_logits)
         draft_probs = draft.probs
         if draft_probs is None:
-            draft_probs = torch.zeros_like(target_probs[:, :-1]).scatter_(
-                -1, draft.tokens[..., None], 1.0
-            )
-        if noise is None:  # both sides are certain, and any number decides alike
-            noise = target_probs.new_zeros(*target_probs.shape[:2], len(Purpose))
-        kept = noise[:, :-1, Purpose.ACCEPT].double() * _prob_of(
-            draft.tokens, draft_probs
-        ) < _prob_of(draft.tokens, target_probs[:, :-1])
+            # Deterministic draft tokens: the draft's distribution is one-hot.
+            draft_probs = torch.zeros_like(target_probs[:, :-1])
+            draft_probs.scatter_(-1, draft.tokens[..., None], 1.0)
+
+        if noise is None:
+            # Both distributions are one-hot, so every uniform number leads to the same decision.
+            batch_size, num_positions, _ = target_probs.shape
+            noise = target_probs.new_zeros(batch_size, num_positions, len(Purpose))
+
+        # Accept x if u < target_prob(x) / draft_prob(x) (Leviathan et al. 2023, Algorithm 1).
+        # Multiplied out, this needs no division by a draft probability that may be 0.
+        accept_noise = noise[:, :-1, Purpose.ACCEPT].double()
+        draft_token_probs = _token_probs(draft_probs, draft.tokens)
+        target_token_probs = _token_probs(target_probs[:, :-1], draft.tokens)
+        accepted = accept_noise * draft_token_probs < target_token_probs
+
         if draft.lengths is not None:
-            drafted = within(torch.ones_like(kept), draft.lengths)
-            kept, draft_probs = kept & drafted, draft_probs * drafted[..., None]
-        # Behind the last draft token the draft left nothing out: the bonus comes from the target itself.
-        residual = (target_probs - torch.nn.functional.pad(draft_probs, (0, 0, 0, 1))).clamp_(min=0)
-        # Equal distributions leave no mass, and rounding alone can reject there: then the target itself is drawn.
-        residual = torch.where(residual.sum(-1, keepdim=True) > _NO_MASS, residual, target_probs)
-        return Verdict(kept, draw(residual, noise[..., Purpose.CORRECT]))
+            # After a row's last draft token, the next token comes from the target itself.
+            is_drafted = within(torch.ones_like(accepted), draft.lengths)
+            accepted = accepted & is_drafted
+            draft_probs = draft_probs * is_drafted[..., None]
+
+        endings = self._draw_endings(target_probs, draft_probs, noise[..., Purpose.CORRECT])
+        return Verdict(accepted, endings)
+
+    @staticmethod
+    def _draw_endings(
+        target_probs: Float[Tensor, "B K1 V"],
+        draft_probs: Float[Tensor, "B K V"],
+        noise: Float[Tensor, "B K1"],
+    ) -> Int[Tensor, "B K1"]:
+        """The correction at each draft token, and the bonus token."""
+        # There is no draft token at the bonus position, so its residual is the target itself.
+        padded_draft_probs = torch.nn.functional.pad(draft_probs, (0, 0, 0, 1))
+
+        # norm(max(0, target_probs - draft_probs)); `draw` needs no normalization.
+        residual = (target_probs - padded_draft_probs).clamp_(min=0)
+
+        # Equal distributions leave no residual. A rejection there is a rounding error, and the
+        # correction is drawn from the target. NaN in padding of `draft_probs` also ends here.
+        has_mass = residual.sum(-1, keepdim=True) > MIN_RESIDUAL_MASS
+        residual = torch.where(has_mass, residual, target_probs)
+        return draw(residual, noise)
 
 
 class _LossyRule(AcceptanceRule):
-    """A rule with a lossy criterion; it also counts the kept tokens that the target would not have drawn."""
+    """A lossy criterion. Also reports where the target drew a token other than the draft's."""
 
     lossless = False
 
     @abstractmethod
-    def agrees(
+    def accepts(
         self, draft: Draft, target_logits: Float[Tensor, "B K V"], sampling: Sampling
     ) -> Bool[Tensor, "B K"]:
-        """Whether the target finds each draft token good enough."""
+        """Whether each draft token meets the criterion."""
 
     def judge(
         self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
     ) -> Verdict:
-        own = sampling.sample(target_logits, column(noise, Purpose.CORRECT))
-        kept = within(self.agrees(draft, target_logits[:, :-1], sampling), draft.lengths)
-        return Verdict(kept, own, changed=draft.tokens != own[:, :-1])
+        target_tokens = sampling.sample(target_logits, column(noise, Purpose.CORRECT))
+        accepted = self.accepts(draft, target_logits[:, :-1], sampling)
+        changed = draft.tokens != target_tokens[:, :-1]
+        return Verdict(within(accepted, draft.lengths), target_tokens, changed)
 
 
 @dataclass(frozen=True)
@@ -193,23 +232,25 @@ class EpsilonSettings(BaseSettings):
 
 
 class EpsilonThreshold(_LossyRule):
-    """Accept a draft token if |draft_prob - target_prob| < epsilon, both at temperature 1 whatever the sampling. Lossy.
+    """Accept a draft token if |draft_prob - target_prob| < epsilon. Lossy.
 
-    It accepts tokens that both models find unlikely, and rejects tokens that the target finds much likelier than the
-    draft does. The drafter must give logits.
+    Both probabilities are softmax at temperature 1, regardless of the sampling. This accepts tokens
+    that both models consider unlikely, and rejects tokens that the target considers much likelier
+    than the draft does. The drafter must return logits.
     """
 
     Settings = EpsilonSettings
     settings: EpsilonSettings
     needs_draft_logits = True
 
-    def agrees(
+    def accepts(
         self, draft: Draft, target_logits: Float[Tensor, "B K V"], sampling: Sampling
     ) -> Bool[Tensor, "B K"]:
         assert draft.logits is not None, "the session refuses drafters without logits"
-        target_prob = _prob_of(draft.tokens, SOFTMAX.probs(target_logits))
-        draft_prob = _prob_of(draft.tokens, SOFTMAX.probs(draft.logits))
-        return (draft_prob - target_prob).abs() < self.settings.epsilon
+        target_token_probs = _token_probs(SOFTMAX.probs(target_logits), draft.tokens)
+        draft_token_probs = _token_probs(SOFTMAX.probs(draft.logits), draft.tokens)
+        difference = (draft_token_probs - target_token_probs).abs()
+        return difference < self.settings.epsilon
 
 
 @dataclass(frozen=True)
@@ -223,42 +264,50 @@ class TypicalSettings(BaseSettings):
 class TypicalAcceptance(_LossyRule):
     """Accept a draft token if target_prob > min(epsilon, delta * exp(-entropy)). Lossy.
 
-    The entropy is that of the target's distribution, in nats, under the session's sampling, or at temperature 1 if the
-    temperature is 0 (Cai et al. 2024, "Medusa", section 2.3.2).
+    The entropy, in nats, is that of the target's distribution under the session's sampling, or at
+    temperature 1 if the temperature is 0 (Cai et al. 2024, "Medusa", section 2.3.2).
     """
 
     Settings = TypicalSettings
     settings: TypicalSettings
 
-    def agrees(
+    def accepts(
         self, draft: Draft, target_logits: Float[Tensor, "B K V"], sampling: Sampling
     ) -> Bool[Tensor, "B K"]:
-        target_probs = (SOFTMAX if sampling.greedy else sampling).probs(target_logits)
+        if sampling.greedy:
+            # A one-hot distribution has entropy 0, so the criterion would be an exact match.
+            sampling = SOFTMAX
+        target_probs = sampling.probs(target_logits)
+
+        # Medusa, section 2.3.2: p(x) > min(epsilon, delta * exp(-H(p))).
         entropy = torch.special.entr(target_probs).sum(-1)
-        threshold = (self.settings.delta * (-entropy).exp()).clamp(max=self.settings.epsilon)
-        return _prob_of(draft.tokens, target_probs) > threshold
+        entropy_threshold = self.settings.delta * (-entropy).exp()
+        threshold = entropy_threshold.clamp(max=self.settings.epsilon)
+        return _token_probs(target_probs, draft.tokens) > threshold
 
 
 def make_rule(rule: str | Choice | AcceptanceRule | None) -> AcceptanceRule:
-    """The rule of that name or choice; `ExactMatch` for None.
+    """Return the rule with this name or choice; `ExactMatch` for None.
 
     Raises:
         ValueError: there is no such rule, or its settings are wrong.
     """
     if isinstance(rule, AcceptanceRule):
         return rule
-    choice = Choice("ExactMatch") if rule is None else Choice.read(rule, "rule")
+    if rule is None:
+        return ExactMatch()
+    choice = Choice.read(rule, "rule")
     return RULES.load(choice.name)(**choice.settings)
 
 
 def within(kept: Bool[Tensor, "B K"], lengths: Int[Tensor, "B"] | None) -> Bool[Tensor, "B K"]:
-    """`kept`, false behind each row's draft tokens."""
-    return (
-        kept
-        if lengths is None
-        else kept & (torch.arange(kept.shape[1], device=kept.device) < lengths[:, None])
-    )
+    """`kept`, but False for padding after each row's draft tokens."""
+    if lengths is None:
+        return kept
+    positions = torch.arange(kept.shape[1], device=kept.device)
+    return kept & (positions < lengths[:, None])
 
 
-def _prob_of(tokens: Int[Tensor, "B K"], probs: Float[Tensor, "B K V"]) -> Float[Tensor, "B K"]:
+def _token_probs(probs: Float[Tensor, "B K V"], tokens: Int[Tensor, "B K"]) -> Float[Tensor, "B K"]:
+    """The probability of each token."""
     return probs.gather(-1, tokens[..., None]).squeeze(-1)

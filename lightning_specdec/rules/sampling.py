@@ -1,4 +1,4 @@
-"""The only place where logits become probabilities and tokens; randomness is a table of uniform numbers."""
+"""The only place where logits become probabilities and tokens. Randomness is a table of numbers."""
 
 from __future__ import annotations
 
@@ -18,63 +18,71 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
-"""Called with a prefix `[1, T]` and its float32 scores `[1, V]`; returns the scores `[1, V]` to draw from.
+"""Called with a prefix `[1, T]` and its float32 scores `[1, V]`; returns new scores `[1, V]`.
 
-It must be a function of these two alone, for any prefix: it is also called for draft tokens that are rejected, for
-other rows, and for the draft's scores, so one that remembers its calls breaks losslessness. Those of transformers that
-keep no state qualify.
+It must be a pure function of these two arguments, for any prefix. It is also called for draft
+tokens that are later rejected, for other rows, and for the draft's scores, so a processor that
+remembers its calls breaks losslessness. Processors of transformers that keep no state qualify.
 """
 
 
 @dataclass(frozen=True)
 class RepetitionPenalty:
-    """Divides positive scores of the prefix's tokens by `penalty`, multiplies negative ones (Keskar et al. 2019)."""
+    """Divides positive scores of the prefix's tokens by `penalty`, and multiplies negative ones.
+
+    Keskar et al. 2019, "CTRL", section 4.1.
+    """
 
     penalty: float
 
     def __call__(
         self, prefix: Int[Tensor, "1 T"], scores: Float[Tensor, "1 V"]
     ) -> Float[Tensor, "1 V"]:
-        found = scores.gather(1, prefix)
-        return scores.scatter(
-            1, prefix, torch.where(found < 0, found * self.penalty, found / self.penalty)
+        prefix_scores = scores.gather(1, prefix)
+        penalized_scores = torch.where(
+            prefix_scores < 0, prefix_scores * self.penalty, prefix_scores / self.penalty
         )
+        return scores.scatter(1, prefix, penalized_scores)
 
 
 @dataclass(frozen=True)
 class Sampling(SamplingSettings):
     """Turns logits into probabilities and tokens, for target and draft alike.
 
-    The steps are: repetition penalty, processors, temperature, top_k, top_p, min_p. Probabilities are float32 whatever
-    the models compute in, and tokens are drawn from exactly these.
+    The steps are: repetition penalty, processors, temperature, top_k, top_p, min_p. Probabilities
+    are float32 whatever the models compute in, and tokens are drawn from exactly these.
     """
 
     processors: Sequence[Any] | tuple[Any, ...] = field(default=(), hash=False)
-    """Functions of a prefix `[1, T]` and its scores `[1, V]` that return new scores; see `LogitsProcessor`."""
+    """Functions of a prefix `[1, T]` and its scores `[1, V]` that return new scores.
+
+    See `LogitsProcessor`.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for each in self.processors:
-            if not callable(each):
+        for processor in self.processors:
+            if not callable(processor):
                 raise ValueError(
-                    f"processors must be callables (prefix, scores) -> scores, got {each!r}"
+                    f"processors must be callables (prefix, scores) -> scores, got {processor!r}"
                 )
-        given = tuple(each for each in self.processors if not isinstance(each, RepetitionPenalty))
-        own = (
-            () if self.repetition_penalty is None else (RepetitionPenalty(self.repetition_penalty),)
-        )
-        object.__setattr__(self, "processors", own + given)
+
+        # `repetition_penalty` is the first processor. A copy made from the fields of another
+        # Sampling already has one in its processors, which must not be applied twice.
+        processors: list[Any] = []
+        if self.repetition_penalty is not None:
+            processors.append(RepetitionPenalty(self.repetition_penalty))
+        processors += [
+            processor for processor in self.processors
+            if not isinstance(processor, RepetitionPenalty)
+        ]  # fmt: skip
+        object.__setattr__(self, "processors", tuple(processors))
 
     @classmethod
     def of(cls, config: SamplingSettings) -> Sampling:
         """The sampling of a `DecodingConfig` or other `SamplingSettings`, with its processors."""
-        return cls(
-            **{
-                each.name: getattr(config, each.name)
-                for each in fields(cls)
-                if hasattr(config, each.name)
-            }
-        )
+        names = [setting.name for setting in fields(cls)]
+        return cls(**{name: getattr(config, name) for name in names if hasattr(config, name)})
 
     def process(
         self,
@@ -84,65 +92,89 @@ class Sampling(SamplingSettings):
         *,
         stop_at_impossible: bool = False,
     ) -> Float[Tensor, "B N V"]:
-        """Apply the processors. Returns float32 logits, or `logits` itself if there are no processors.
+        """Apply the processors. Returns float32 logits, or `logits` itself without processors.
 
-        Position i of a row follows its text and its first i draft tokens; positions after these are not changed.
+        Position i of a row follows its text and its first i draft tokens. Positions after a row's
+        last draft token are unchanged.
 
         Args:
             texts: each row's tokens so far; None skips a row.
             draft_tokens: each row's draft tokens, at most N - 1.
-            stop_at_impossible: whether to skip the positions after a draft token whose score is -inf.
+            stop_at_impossible: whether to skip the positions after a draft token whose score is
+                -inf.
 
         Raises:
-            ValueError: a processor returns something else than scores `[1, V]`.
+            ValueError: a processor does not return scores `[1, V]`.
         """
         if not self.processors:
             return logits
+        if not draft_tokens:
+            draft_tokens = [()] * len(texts)
+
         processed = logits.float().clone()
-        for row, (text, drafted) in enumerate(
-            zip(texts, draft_tokens or [()] * len(texts), strict=True)
-        ):
+        for row, (text, row_draft) in enumerate(zip(texts, draft_tokens, strict=True)):
             if text is None:
                 continue
-            whole = torch.tensor([[*text, *drafted]], device=logits.device)
-            for i in range(len(drafted) + 1):
-                scores = processed[row, i : i + 1].clone()
-                for processor in self.processors:
-                    scores = processor(whole[:, : len(text) + i], scores)
-                    if not isinstance(scores, Tensor) or scores.shape != processed[row, :1].shape:
-                        raise ValueError(
-                            f"the logits processor {processor} must return scores [1, V]"
-                        )
+            tokens = torch.tensor([[*text, *row_draft]], device=logits.device)
+            for i in range(len(row_draft) + 1):
+                prefix = tokens[:, : len(text) + i]
+                scores = self._process_position(prefix, processed[row, i : i + 1].clone())
                 processed[row, i : i + 1] = scores
-                if stop_at_impossible and i < len(drafted) and scores[0, drafted[i]] == -torch.inf:
+
+                has_next = i < len(row_draft)
+                if stop_at_impossible and has_next and scores[0, row_draft[i]] == -torch.inf:
                     break
         return processed
 
+    def _process_position(
+        self, prefix: Int[Tensor, "1 T"], scores: Float[Tensor, "1 V"]
+    ) -> Float[Tensor, "1 V"]:
+        """Apply all processors to the scores after one prefix."""
+        expected_shape = scores.shape
+        for processor in self.processors:
+            scores = processor(prefix, scores)
+            if not isinstance(scores, Tensor) or scores.shape != expected_shape:
+                raise ValueError(f"the logits processor {processor} must return scores [1, V]")
+        return scores
+
     def probs(self, logits: Float[Tensor, "*B V"]) -> Float[Tensor, "*B V"]:
-        """The distribution that tokens are drawn from, in float32; one-hot at temperature 0. Without processors."""
+        """The distribution that tokens are drawn from, in float32; one-hot at temperature 0.
+
+        Does not apply the processors, see `process`.
+        """
         logits = logits.float()
         if self.greedy:
             return torch.zeros_like(logits).scatter_(-1, largest(logits)[..., None], 1.0)
-        probs = (logits if self.temperature == 1 else logits / self.temperature).softmax(-1)
+
+        if self.temperature != 1:
+            logits = logits / self.temperature
+        probs = logits.softmax(-1)
+
         if self.top_k is not None and self.top_k < probs.shape[-1]:
-            kept = torch.zeros_like(probs, dtype=torch.bool)
-            probs = _filtered(probs, kept.scatter_(-1, probs.topk(self.top_k).indices, True))
-        if self.top_p is not None and self.top_p < 1:  # Holtzman et al. 2020
-            probs = _filtered(probs, _nucleus(probs, self.top_p))
-        if self.min_p is not None and self.min_p > 0:  # Nguyen et al. 2024
-            probs = _filtered(probs, probs >= self.min_p * probs.amax(-1, keepdim=True))
+            probs = _renormalize(probs, _top_k(probs, self.top_k))
+        if self.top_p is not None and self.top_p < 1:
+            probs = _renormalize(probs, _nucleus(probs, self.top_p))
+        if self.min_p is not None and self.min_p > 0:
+            # Nguyen et al. 2024: the threshold is relative to the most likely token.
+            threshold = self.min_p * probs.amax(-1, keepdim=True)
+            probs = _renormalize(probs, probs >= threshold)
         return probs
 
     def sample(
         self, logits: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"] | None
     ) -> Int[Tensor, "*B"]:
-        """Draw a token from each distribution by a uniform number in [0, 1), which may be None at temperature 0."""
-        return self.sample_with_probs(logits, uniform)[0]
+        """Draw a token from each distribution.
+
+        Args:
+            uniform: numbers in [0, 1); may be None at temperature 0.
+        """
+        tokens, _ = self.sample_with_probs(logits, uniform)
+        return tokens
 
     def sample_with_probs(
         self, logits: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"] | None
     ) -> tuple[Int[Tensor, "*B"], Float[Tensor, "*B V"] | None]:
-        """As `sample`; also returns the distributions, or None at temperature 0, where tokens are certain."""
+        """Like `sample`, but also return the distributions, or None at temperature 0."""
         if self.greedy:
             return largest(logits), None
         assert uniform is not None, f"temperature {self.temperature} needs uniform numbers"
@@ -151,107 +183,159 @@ class Sampling(SamplingSettings):
 
     @staticmethod
     def log_probs(logits: Float[Tensor, "*B V"], tokens: Int[Tensor, "*B"]) -> Float[Tensor, "*B"]:
-        """Each token's natural log probability under the model itself: temperature 1, no filters."""
-        return logits.float().log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
-
-
-def _filtered(probs: Float[Tensor, "*B V"], kept: Tensor) -> Float[Tensor, "*B V"]:
-    """The distribution of the tokens that are kept."""
-    probs = probs * kept
-    return probs / probs.sum(-1, keepdim=True)
-
-
-_LIKELIEST = 512
-"""Tokens that a CPU ranks first to find those that top_p keeps: sorting a large vocabulary takes ten times as long."""
-
-
-def _nucleus(probs: Float[Tensor, "*B V"], top_p: float) -> Bool[Tensor, "*B V"]:
-    """The likeliest tokens, of equals the first, up to the one with which their sum reaches top_p."""
-    if probs.shape[-1] <= _LIKELIEST or probs.device.type != "cpu":
-        return _sorted_nucleus(probs, top_p)
-    rows = probs.reshape(-1, probs.shape[-1])
-    ordered = rows.topk(_LIKELIEST).values
-    count = (ordered.cumsum(-1) - ordered < top_p).sum(-1, keepdim=True)
-    least = ordered.gather(-1, (count - 1).clamp(min=0))
-    kept, equal = rows > least, rows == least
-    kept |= equal & (equal.cumsum(-1) <= count - kept.sum(-1, keepdim=True))
-    if (more := (count == _LIKELIEST).squeeze(-1)).any():
-        kept[more] = _sorted_nucleus(rows[more], top_p)
-    return kept.view(probs.shape)
-
-
-def _sorted_nucleus(probs: Float[Tensor, "*B V"], top_p: float) -> Bool[Tensor, "*B V"]:
-    """The same by sorting all tokens."""
-    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    return torch.zeros_like(probs, dtype=torch.bool).scatter_(
-        -1, order, ordered.cumsum(-1) - ordered < top_p
-    )
+        """The natural log probability of each token under the model: temperature 1, no filters."""
+        log_probs = logits.float().log_softmax(-1)
+        return log_probs.gather(-1, tokens[..., None]).squeeze(-1)
 
 
 SOFTMAX = Sampling(temperature=1.0)
-"""The model's own distribution, which some rules compare whatever the sampling."""
+"""The model's own distribution, which some rules compare regardless of the sampling."""
 
 
-_BLOCK, _LARGE = 256, 4096
-"""Tokens of a block, and of a vocabulary from which on blocks pay."""
+def _renormalize(
+    probs: Float[Tensor, "*B V"], is_allowed: Bool[Tensor, "*B V"]
+) -> Float[Tensor, "*B V"]:
+    """The distribution restricted to the allowed tokens."""
+    probs = probs * is_allowed
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def _top_k(probs: Float[Tensor, "*B V"], top_k: int) -> Bool[Tensor, "*B V"]:
+    """Mask of the k most likely tokens."""
+    is_allowed = torch.zeros_like(probs, dtype=torch.bool)
+    return is_allowed.scatter_(-1, probs.topk(top_k).indices, True)
+
+
+NUCLEUS_CANDIDATES = 512
+"""Tokens that a CPU ranks first to find the nucleus: sorting a large vocabulary takes ten times as
+long."""
+
+
+def _nucleus(probs: Float[Tensor, "*B V"], top_p: float) -> Bool[Tensor, "*B V"]:
+    """Mask of the smallest set of most likely tokens whose probability reaches top_p.
+
+    Holtzman et al. 2020, section 3.1. Among equally likely tokens, the lower numbers come first.
+    """
+    vocab_size = probs.shape[-1]
+    if vocab_size <= NUCLEUS_CANDIDATES or probs.device.type != "cpu":
+        return _nucleus_by_sorting(probs, top_p)
+
+    # A token is in the nucleus if the tokens ranked before it do not reach top_p yet.
+    rows = probs.reshape(-1, vocab_size)
+    ranked_probs = rows.topk(NUCLEUS_CANDIDATES).values
+    mass_before = ranked_probs.cumsum(-1) - ranked_probs
+    nucleus_size = (mass_before < top_p).sum(-1, keepdim=True)
+
+    # topk orders equal probabilities arbitrarily, so the mask is built from the lowest probability
+    # in the nucleus: all tokens above it, and as many of the equal ones as there is room for.
+    lowest_prob = ranked_probs.gather(-1, (nucleus_size - 1).clamp(min=0))
+    is_above = rows > lowest_prob
+    is_equal = rows == lowest_prob
+    num_equal = nucleus_size - is_above.sum(-1, keepdim=True)
+    is_in_nucleus = is_above | (is_equal & (is_equal.cumsum(-1) <= num_equal))
+
+    # Where all candidates are in the nucleus, more tokens may be.
+    needs_sorting = (nucleus_size == NUCLEUS_CANDIDATES).squeeze(-1)
+    if needs_sorting.any():
+        is_in_nucleus[needs_sorting] = _nucleus_by_sorting(rows[needs_sorting], top_p)
+    return is_in_nucleus.view(probs.shape)
+
+
+def _nucleus_by_sorting(probs: Float[Tensor, "*B V"], top_p: float) -> Bool[Tensor, "*B V"]:
+    """`_nucleus` by sorting the whole vocabulary."""
+    ranked_probs, token_by_rank = probs.sort(dim=-1, descending=True, stable=True)
+    mass_before = ranked_probs.cumsum(-1) - ranked_probs
+    is_in_nucleus = torch.zeros_like(probs, dtype=torch.bool)
+    return is_in_nucleus.scatter_(-1, token_by_rank, mass_before < top_p)
+
+
+LARGE_VOCABULARY = 4096
+"""Vocabulary size from which `largest` searches in blocks."""
+BLOCK_SIZE = 256
+"""Tokens in a block of that search."""
 
 
 def largest(logits: Float[Tensor, "*B V"]) -> Int[Tensor, "*B"]:
-    """As `argmax`, the first of equals; faster for large vocabularies on a CPU.
+    """Like `argmax`, the first of equal maxima, but faster for large vocabularies on a CPU.
 
-    numpy finds an index with vector instructions, and on one thread: torch's others would keep their cores busy for a
-    while. It has no bfloat16; there torch finds the maximum so, and only the winning block is searched.
+    numpy's argmax uses vector instructions and a single thread; torch's would keep the other
+    threads' cores busy for a while. numpy has no bfloat16, so there torch computes the maximum of
+    each block of tokens, and only the best block is searched.
     """
-    size = logits.shape[-1]
-    if size < _LARGE or logits.device.type != "cpu":
+    vocab_size = logits.shape[-1]
+    if vocab_size < LARGE_VOCABULARY or logits.device.type != "cpu":
         return logits.argmax(-1)
     if logits.dtype == torch.float32:
         return torch.as_tensor(logits.detach().numpy().argmax(-1))
-    whole = size - size % _BLOCK
-    values = logits[..., :whole].unflatten(-1, (-1, _BLOCK)).amax(-1)
-    if whole < size:
-        values = torch.cat((values, logits[..., whole:].amax(-1, keepdim=True)), dim=-1)
-    # The last block may be short: it is searched together with the end of the one before, which holds less.
-    first = (values.argmax(-1, keepdim=True) * _BLOCK).clamp(max=size - _BLOCK)
-    block = logits.gather(-1, first + torch.arange(_BLOCK, device=logits.device))
-    return first.squeeze(-1) + block.argmax(-1)
+
+    # The maximum of every full block, and of the shorter one after them.
+    remainder = vocab_size % BLOCK_SIZE
+    full_size = vocab_size - remainder
+    block_maxima = logits[..., :full_size].unflatten(-1, (-1, BLOCK_SIZE)).amax(-1)
+    if remainder:
+        remainder_maximum = logits[..., full_size:].amax(-1, keepdim=True)
+        block_maxima = torch.cat((block_maxima, remainder_maximum), dim=-1)
+
+    # A short last block is searched together with the end of the block before it. That one's
+    # maximum is lower, or it would have been chosen.
+    best_block = block_maxima.argmax(-1, keepdim=True)
+    block_start = (best_block * BLOCK_SIZE).clamp(max=vocab_size - BLOCK_SIZE)
+    token_offsets = torch.arange(BLOCK_SIZE, device=logits.device)
+    block_logits = logits.gather(-1, block_start + token_offsets)
+    return block_start.squeeze(-1) + block_logits.argmax(-1)
 
 
 def draw(weights: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"]) -> Int[Tensor, "*B"]:
-    """Inverse transform sampling: the first token whose cumulative weight exceeds `uniform` times the total.
+    """Draw tokens by inverse transform sampling.
 
-    Weights need no normalization, but a sum above 1e-30. A token of weight zero is never drawn: the comparison is
-    strict, and uniform < 1. Sums are float64: in float32 those of a large vocabulary leave out its unlikely tokens.
-    Weights that are NaN give V, which is no token.
+    Returns the first token whose cumulative weight exceeds `uniform` times the total. Weights need
+    not be normalized, but must sum to more than 1e-30. A token of weight zero is never drawn,
+    because the comparison is strict and uniform < 1. Sums are float64: in float32, those of a large
+    vocabulary would lose its unlikely tokens. Weights that contain NaN return V, which is not a
+    token.
     """
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(
-        cumulative, uniform[..., None] * cumulative[..., -1:], right=True
-    ).squeeze(-1)
+    cumulative_weights = weights.cumsum(-1, dtype=torch.float64)
+    total_weight = cumulative_weights[..., -1:]
+    thresholds = uniform[..., None] * total_weight
+    return torch.searchsorted(cumulative_weights, thresholds, right=True).squeeze(-1)
 
 
 class Purpose(IntEnum):
-    """What a random number is used for (DRAFT, ACCEPT or CORRECT): each purpose is a column of the noise."""
+    """What a random number is used for; each purpose is a column of the noise."""
 
     DRAFT = 0
+    """Drawing a draft token."""
     ACCEPT = 1
+    """Accepting or rejecting a draft token."""
     CORRECT = 2
+    """Drawing the target's token: a correction or the bonus token."""
 
 
 def column(noise: Float[Tensor, "*B 3"] | None, purpose: Purpose) -> Float[Tensor, "*B"] | None:
-    """The uniform numbers of one purpose; None where nothing is drawn at random."""
-    return None if noise is None else noise[..., purpose]
+    """The uniform numbers for one purpose; None if nothing is drawn at random."""
+    if noise is None:
+        return None
+    return noise[..., purpose]
+
+
+RANDOM_BITS = 53
+"""Random bits of a uniform number, as many as fit in a float64.
+
+With the 24 bits of a float32, tokens less likely than 2^-24 could not be drawn.
+"""
 
 
 def noise_table(seed: int, prompt_index: int, num_positions: int) -> Float[Tensor, "N 3"]:
-    """Uniform numbers in [0, 1) for one row: by position of the new token, then by `Purpose`.
+    """Uniform numbers in [0, 1) for one row, indexed by position of the new token and `Purpose`.
 
-    They depend on all 64 bits of seed and prompt index and on nothing else, so a row's tokens do not depend on its
-    batch. More positions extend a shorter table. With float32's 24 bits, tokens less likely than 2^-24 could not be
-    drawn; these have 53.
+    They depend on all 64 bits of seed and prompt index and on nothing else, so a row's tokens do
+    not depend on its batch. A longer table begins with the shorter one.
     """
-    # A hash of any length: torch's generators on a CPU tell only 2^32 seeds apart.
+    # A hash with extendable output, because torch's CPU generators distinguish only 2^32 seeds.
     key = struct.pack("<QQ", seed, prompt_index % 2**64)
-    drawn = bytearray(hashlib.shake_128(key).digest(8 * num_positions * len(Purpose)))
-    bits = torch.frombuffer(drawn, dtype=torch.long).view(num_positions, len(Purpose)) & 2**53 - 1
-    return bits.double() * 2**-53
+    num_bytes = 8 * num_positions * len(Purpose)
+    random_bytes = bytearray(hashlib.shake_128(key).digest(num_bytes))
+
+    integers = torch.frombuffer(random_bytes, dtype=torch.long).view(num_positions, len(Purpose))
+    low_bits = integers & (2**RANDOM_BITS - 1)
+    return low_bits.double() * 2**-RANDOM_BITS

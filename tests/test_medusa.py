@@ -15,7 +15,9 @@ from tiny_heads import OPEN, Chain, family, heads, perfect, small
 from torch import nn
 from torch.nn.functional import one_hot
 
+from lightning_specdec.checkpoints.networks import build, spec
 from lightning_specdec.config.decoding import DecodingConfig
+from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.decoding import Row, Session, autoregressive_decode, speculative_decode
 from lightning_specdec.decoding.session import Conversation
 from lightning_specdec.decoding.windows import Plan, Window
@@ -23,20 +25,20 @@ from lightning_specdec.drafters import (
     Draft,
     DraftRequest,
     DraftState,
-    MultiTokenDrafter,
+    MedusaDrafter,
     TargetContext,
 )
-from lightning_specdec.drafters.multi_token import MOST_STACKED
+from lightning_specdec.drafters.medusa import MAX_STACKED_TOKENS
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.packed import PackedLinear, quantize
 from lightning_specdec.rules import RejectionSampling, Sampling
 
 
-class Checked(MultiTokenDrafter):
+class Checked(MedusaDrafter):
     """Compares each draft with what the heads say of the target's hidden states read from scratch, and notes it."""
 
-    def __init__(self, drafter: MultiTokenDrafter, target: LanguageModel) -> None:
+    def __init__(self, drafter: MedusaDrafter, target: LanguageModel) -> None:
         super().__init__(**drafter.arguments())
         self.heads, self.target = drafter.heads, [target]  # in a list: no module of this one
         self.made: list[tuple[list[int], int]] = []
@@ -217,17 +219,17 @@ def test_what_is_remembered_moves_with_its_row() -> None:
     )
 
 
-@pytest.mark.parametrize("num_tokens", [5, MOST_STACKED + 3])
+@pytest.mark.parametrize("num_tokens", [5, MAX_STACKED_TOKENS + 3])
 def test_fused_heads_say_the_same_and_are_packed_where_they_are_large(num_tokens: int) -> None:
     drafter = small(
-        num_heads=3, hidden_size=24, vocab_size=MOST_STACKED + 9, draft_vocabulary=num_tokens
+        num_heads=3, hidden_size=24, vocab_size=MAX_STACKED_TOKENS + 9, draft_vocabulary=num_tokens
     )
     for parameter in drafter.parameters():
         nn.init.normal_(parameter, std=0.2)
     fused, hidden = drafter.fused(), torch.randn(2, 24)
     assert fused.arguments() == drafter.arguments()
     assert any(isinstance(part, PackedLinear) for part in fused.modules()) == (
-        num_tokens > MOST_STACKED
+        num_tokens > MAX_STACKED_TOKENS
     )
     with torch.no_grad():
         for number, made in enumerate(fused.first_logits(3, hidden)):
@@ -288,3 +290,12 @@ def test_a_target_of_another_kind_is_refused_by_name() -> None:
     closed.num_layers = None
     with pytest.raises(ValueError, match="Chain gives no hidden states"):
         small(hidden_size=11, vocab_size=11).check_target(closed)
+
+
+@pytest.mark.parametrize("name", ["MedusaDrafter", "MultiTokenDrafter"])
+def test_both_names_of_the_drafter_mean_the_same_in_choices_and_in_files(name: str) -> None:
+    sizes = {"num_heads": 2, "hidden_size": 4, "vocab_size": 7}
+    drafter = build({"class": name, "arguments": sizes}, (DRAFTERS,))
+    assert type(drafter) is MedusaDrafter is DRAFTERS.load(name)
+    assert spec(drafter)["class"] == "MedusaDrafter" == Choice.read(name, "drafter").name
+    assert name in DRAFTERS and DRAFTERS.summary(name).startswith("Drafts with trained heads")
