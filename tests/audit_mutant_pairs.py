@@ -117,13 +117,14 @@ MORE_DRAFTERS: dict[str, type[ModelDrafter]] = {
 def _logits_of_the_place_before(
     self: Verification, rows: Any, draft: Draft, logits: Tensor, *rest: Any
 ) -> Tensor:
-    return _OUTCOME(self, rows, draft, torch.cat((logits[:, :1], logits[:, :-1]), dim=1), *rest)
+    shifted_logits = torch.cat((logits[:, :1], logits[:, :-1]), dim=1)
+    return _VERDICT(self, rows, draft, shifted_logits, *rest)
 
 
 def _logits_of_another_row(
     self: Verification, rows: Any, draft: Draft, logits: Tensor, *rest: Any
 ) -> Tensor:
-    return _OUTCOME(self, rows, draft, logits.roll(1, dims=0), *rest)
+    return _VERDICT(self, rows, draft, logits.roll(1, dims=0), *rest)
 
 
 def _lengths_forgotten(self: RejectionSampling, draft: Draft, *rest: Any) -> Any:
@@ -147,14 +148,12 @@ def _eos_not_seen_at_the_end(
     return _eos_not_seen(self, drafted, num_accepted, *rest, **more)
 
 
-def _noise_of_the_place_before(
-    self: Batch, num_positions: int, upload: Any = None
-) -> Tensor | None:
-    noise = _NOISE(self, num_positions, upload)
+def _noise_of_the_place_before(self: Batch, num_positions: int) -> Tensor | None:
+    noise = _NOISE(self, num_positions)
     return None if noise is None else noise[:, :1].expand_as(noise)
 
 
-def _forgets_to_go_back(self: Batch, upload: Any = None) -> list[list[int]]:
+def _forgets_to_go_back(self: Batch) -> list[list[int]]:
     """The target is told that its state is as long as the text, guesses that were rejected included."""
     state, texts = self.target_state, [row.text for row in self.rows]
     starts = [
@@ -163,23 +162,26 @@ def _forgets_to_go_back(self: Batch, upload: Any = None) -> list[list[int]]:
     if min(state.consumed) > 0:
         state.commit(starts)
         return [text[-1:] for text in texts]
-    return _REWIND(self)
+    return _TRUNCATE(self)
 
 
-_OUTCOME, _JUDGE, _COMMIT = Verification.outcome, RejectionSampling.judge, Row.commit
-_NOISE, _REWIND = Batch.round_noise, Batch.rewind
+_VERDICT = Verification.judge
+_JUDGE = RejectionSampling.judge
+_COMMIT = Row.commit
+_NOISE = Batch.next_noise
+_TRUNCATE = Batch.truncate_target
 LOOPS: dict[str, Callable[[], Any]] = {
     "logits of the place before": lambda: mock.patch.object(
-        Verification, "outcome", _logits_of_the_place_before
+        Verification, "judge", _logits_of_the_place_before
     ),
     "logits of another row": lambda: mock.patch.object(
-        Verification, "outcome", _logits_of_another_row
+        Verification, "judge", _logits_of_another_row
     ),
     "one round's numbers for all its places": lambda: mock.patch.object(
-        Batch, "round_noise", _noise_of_the_place_before
+        Batch, "next_noise", _noise_of_the_place_before
     ),
     "the target's state does not go back": lambda: mock.patch.object(
-        Batch, "rewind", _forgets_to_go_back
+        Batch, "truncate_target", _forgets_to_go_back
     ),
 }
 ENDS: dict[str, Callable[[], Any]] = {

@@ -11,6 +11,7 @@ from copy import deepcopy
 from typing import Any, TypeVar
 
 import families
+import oracle
 import torch
 from families import tiny
 from tiny_block import fitted_block
@@ -333,11 +334,23 @@ def _on_cpu(name: str) -> LanguageModel:
 def standard(
     target_name: str, sampling: Sampling, max_new_tokens: int, eos: int | None = EOS
 ) -> DecodeResult:
-    """What standard decoding makes of `PROMPTS`: the oracle."""
+    """The result of standard decoding for `PROMPTS`, which equals that of the slow oracle."""
     model = target(target_name)
-    return autoregressive_decode(
+    result = autoregressive_decode(
         model, PROMPTS, max_new_tokens=max_new_tokens, sampling=sampling, eos=eos
     )
+    stop_tokens = () if eos is None else (eos,)
+    for index, prompt in enumerate(PROMPTS):
+        expected = oracle.decode(
+            model,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            eos=stop_tokens,
+            index=index,
+        )
+        assert result.tokens[index] == expected, f"standard decoding of prompt {index} is wrong"
+    return result
 
 
 def decode(target_name: str, drafter_name: str, **options: Any) -> DecodeResult:

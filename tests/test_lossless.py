@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import cases
+import oracle
 import pytest
 import torch
 from families import placed
 
 from lightning_specdec.checkpoints.checkpoint import load, save
 from lightning_specdec.config.kinds import DRAFTERS
-from lightning_specdec.decoding import speculative_decode
+from lightning_specdec.decoding import autoregressive_decode, speculative_decode
 from lightning_specdec.drafters import ModelDrafter
 from lightning_specdec.rules import Purpose, Sampling
 
@@ -46,6 +47,18 @@ def test_only_drafters_that_work_inside_a_target_are_particular_about_it() -> No
             ).inside_target
     assert {target for target, _ in cases.COMBINATIONS} == set(cases.MODELS)
     assert {name for _, name in cases.COMBINATIONS} == set(cases.DRAFTERS)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, *SAMPLINGS.values()], ids=["greedy", *SAMPLINGS])
+@pytest.mark.parametrize("target", cases.MODELS)
+def test_standard_decoding_equals_the_slow_oracle(target: str, sampling: Sampling) -> None:
+    """The oracle has no cache, no batch and no recorded calls; `cases.standard` compares them too."""
+    model = cases.target(target)
+    options: dict[str, Any] = {"max_new_tokens": 10, "sampling": sampling, "seed": 3}
+    result = autoregressive_decode(model, cases.PROMPTS, eos=cases.EOS, **options)
+    for index, prompt in enumerate(cases.PROMPTS):
+        expected = oracle.decode(model, prompt, eos=[cases.EOS], index=index, **options)
+        assert result.tokens[index] == expected
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_specdec.config.settings import Settings, setting
-from lightning_specdec.drafters.base import DraftRequest, DraftState, TargetContext
+from lightning_specdec.drafters.base import DraftRequest, DraftState, TargetContext, pipelined
 from lightning_specdec.drafters.heads import Block, rows_of
 from lightning_specdec.drafters.model import (
     Drawn,
@@ -134,7 +134,6 @@ class MultiTokenDrafter(TrainedDrafter):
 
     Settings = MultiTokenSettings
     settings: MultiTokenSettings
-    runs_ahead = True
 
     def __init__(self, *values: Any, sampling: Sampling | None = None, **settings: Any) -> None:
         super().__init__(*values, sampling=sampling, **settings)
@@ -223,10 +222,11 @@ class MultiTokenDrafter(TrainedDrafter):
         )
         return MultiTokenState(batch_size, context, self.features(context.model)[0])
 
+    @pipelined
     def propose(
         self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
     ) -> Draft:
-        most, device = self.max_draft_tokens, request.device
+        most, inputs = self.max_draft_tokens, request.calls.inputs
         known = (
             len(text) == length for text, length in zip(request.texts, state.lengths, strict=True)
         )
@@ -235,15 +235,15 @@ class MultiTokenDrafter(TrainedDrafter):
         ]
         if not max(wanted):
             return nothing(request)
-        if device is None or state.moved or (self.sampling or sampling).processors:
+        if inputs is None or state.moved or (self.sampling or sampling).processors:
             width, key, added = (
                 max(wanted),
                 None,
                 torch.tensor(state.num_added, device=request.tail.device),
             )
         else:
-            width = min(device.width, most)
-            key, added = ("heads", width), device.num_added
+            width = min(request.calls.num_draft_tokens, most)
+            key, added = ("heads", width), inputs.num_added
 
         def call(drawn: Drawn, scored: Float[Tensor, "B N D"], added: Int[Tensor, "B"]) -> None:
             hidden = select(scored, (added - 1).clamp(0, scored.shape[1] - 1)[:, None])[
@@ -258,5 +258,6 @@ class MultiTokenDrafter(TrainedDrafter):
         )
         return make_draft(outputs, wanted, request, num_calls=1)
 
+    @pipelined
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
         state.learn(output.scored(state.layer), num_accepted)
