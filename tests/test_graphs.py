@@ -334,8 +334,7 @@ def test_a_session_goes_on_after_ctrl_c_while_a_round_is_pipelined(
 
 @pytest.mark.parametrize("name", ["near", "early_exit", "heads"])
 def test_rows_whose_logits_are_not_finite_end_alone(name: str) -> None:
-    """A row that failed has no new token, and its slot takes part in the next calls all the "
-    "same."""
+    """A row that failed has no new token, and its slot still takes part in the next calls."""
     target = deepcopy(cases.target("llama"))
     assert target.embedding_table is not None
     target.embedding_table.data[7] = torch.nan

@@ -32,9 +32,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 COMMIT_EVERY = 64
-"""Target calls after which the state drops what it would need to be truncated, which never
-happens here.
-"""
+"""Target calls after which the state is committed, since it is never truncated here."""
 
 
 @torch.inference_mode()
@@ -49,8 +47,8 @@ def autoregressive_decode(
     """Decode token by token with the target only: the baseline of every comparison.
 
     It has every optimization of speculative decoding: one prefill for a ragged batch, states
-        without padding, a batch
-    that shrinks by powers of two as rows finish, recorded calls, and one read by the host per call.
+    without padding, a batch that shrinks by powers of two as rows finish, recorded calls, and one
+    read by the host per call.
 
     Args:
         target: the model to decode with.
@@ -118,6 +116,9 @@ class _StandardDecoding:
         ]
         self.batch_rows = self.rows
         """Rows that are still decoded, and ended ones that fill the batch up to a power of two."""
+        # The call must not refer to this batch: what is recorded outlives it.
+        self._draw_call = partial(_draw, self.sampling, target.vocab_size)
+        self._draw_key = "choose", self.sampling
         self.timer = PhaseTimer(self.device)
         self.num_calls = 0
 
@@ -128,33 +129,42 @@ class _StandardDecoding:
 
     def read_prompts(self) -> Float[Tensor, "B V"]:
         """Read all prompts in one call. Returns the logits after their last tokens."""
-        self.noise: Float[Tensor, "B S 3"] | None = None
-        if not self.sampling.greedy:
-            num_positions = self.config.max_new_tokens
-            tables = [noise_table(self.config.seed, row.index, num_positions) for row in self.rows]
-            self.noise = torch.stack(tables).to(self.device)
-
+        self.noise = self._make_noise()
         max_length = max(row.max_length for row in self.rows)
         self.state = self.target.init_state(len(self.rows), max_length)
         self.executor = make_executor(self.state, self.target.vocab_size, self.timer)
 
-        tokens, lengths = pad([row.text for row in self.rows], self.device)
+        texts = [row.text for row in self.rows]
+        tokens, lengths = pad(texts, self.device)
         last_positions: Tensor | slice = slice(-1, None)
         if lengths is not None:
-            last_positions = torch.tensor([[length - 1] for length in lengths], device=self.device)
-        output = self.target(tokens, self.state, valid_lengths=lengths, logits_for=last_positions)
-        # The state is never truncated: a recurrent one need not keep the states of the whole
-        # prompt.
+            columns = [[length - 1] for length in lengths]
+            last_positions = torch.tensor(columns, device=self.device)
+        output = self.target(
+            tokens,
+            self.state,
+            valid_lengths=lengths,
+            logits_for=last_positions,
+        )
+        # The state is never truncated, so a recurrent one need not keep the states of the prompt.
         self.state.commit(self.state.consumed)
         return output.logits[:, -1]
+
+    def _make_noise(self) -> Float[Tensor, "B S 3"] | None:
+        """Each row's uniform numbers; None if nothing is drawn at random."""
+        if self.sampling.greedy:
+            return None
+        seed = self.config.seed
+        num_positions = self.config.max_new_tokens
+        tables = [noise_table(seed, row.index, num_positions) for row in self.rows]
+        return torch.stack(tables).to(self.device)
 
     def read(self, tokens: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
         """Read one token of each row. Returns the logits after it."""
         return self.target(tokens[:, None], self.state).logits[:, -1]
 
     def read_early(self, next_tokens: Int[Tensor, "B"]) -> Float[Tensor, "B V"] | None:
-        """Launch the next call before the host reads the tokens, so that the device does not wait
-        for it.
+        """Launch the next call before the host reads the tokens, so that the device never waits.
 
         Returns:
             Its logits; None if calls are not recorded, or if no row continues.
@@ -173,8 +183,7 @@ class _StandardDecoding:
 
         Returns:
             The tokens for the next call, and what the host reads: V for a row whose token could
-                not be drawn, and
-            with log probabilities a second line.
+                not be drawn, and with log probabilities a second line.
         """
         processed = logits
         if self.sampling.processors:
@@ -184,11 +193,9 @@ class _StandardDecoding:
         if self.noise is not None:
             uniform = self.noise[:, self.num_calls, Purpose.CORRECT]
 
-        # The call must not refer to this batch: what is recorded outlives it.
-        call = partial(_draw, self.sampling, self.target.vocab_size)
         with one_thread(self.target.backend == "openvino"):
             next_tokens, reported = self.executor.run_into(
-                "chosen", ("choose", self.sampling), call, processed, uniform
+                "chosen", self._draw_key, self._draw_call, processed, uniform
             )
         assert next_tokens is not None
         assert reported is not None
@@ -257,9 +264,7 @@ def _draw(
     logits: Float[Tensor, "B V"],
     uniform: Float[Tensor, "B"] | None,
 ) -> Outputs:
-    """Next tokens that the target can read, and the same with `vocab_size` where none could be
-    drawn.
-    """
+    """The next tokens to read, and what to report: V where no token could be drawn."""
     next_tokens = sampling.sample(logits, uniform)
     reported = next_tokens
     if sampling.greedy:

@@ -26,9 +26,8 @@ EMPTY = -1
 class Batch:
     """Rows that come and go. The batch grows and shrinks to powers of two.
 
-    A row keeps its slot, which is its index in the batch, while the batch keeps its size. An
-    empty slot has a row that
-    has ended: it takes part in every call, and its tokens are dropped.
+    A row keeps its slot, which is its index in the batch, while the batch keeps its size. An empty
+    slot has a row that has ended: it takes part in every call, and its tokens are dropped.
 
     Args:
         target: the model whose output is wanted.
@@ -36,12 +35,13 @@ class Batch:
         timer: measures the phases of a round.
         batch_size: rows to allocate memory for at first.
         num_slots: most tokens of a row, draft tokens included.
-        seed: decides the noise, together with each row's index; None if nothing is drawn at random.
+        seed: decides the noise, together with each row's index; None if nothing is drawn at
+            random.
 
     Attributes:
         rows: the row of each slot.
-        noise: each row's uniform numbers, from its first new token on; None if nothing is drawn
-            at random.
+        noise: each row's uniform numbers, from its first new token on; None if nothing is drawn at
+            random.
         executor: runs the calls of the batch.
     """
 
@@ -134,9 +134,7 @@ class Batch:
         return [text[start:] for start, text in zip(starts, texts, strict=True)]
 
     def next_noise(self, num_positions: int) -> Float[Tensor, "B N 3"] | None:
-        """Each row's uniform numbers for the next N positions; None if nothing is drawn at
-        random.
-        """
+        """Each row's uniform numbers for N positions; None if nothing is drawn at random."""
         if self.noise is None:
             return None
         return self.executor.next_noise(self.noise, self.rows, num_positions)
@@ -153,9 +151,7 @@ class Batch:
             self._select(live_slots + ended_slots[:num_ended])
 
     def _select(self, sources: Sequence[int]) -> None:
-        """Change the batch: slot i gets the row of slot `sources[i]`, or an empty one where that
-        is `EMPTY`.
-        """
+        """Change the batch: slot i gets the row of slot `sources[i]`, or an empty one."""
         self.target_state.select(sources)
         self.draft_state.select(sources)
         if self.noise is not None:

@@ -1,6 +1,4 @@
-"""Measures what draft, target and loop cost on this machine: rounds of a real session, a few for
-each width.
-"""
+"""Measures what draft, target and loop cost on this machine, by rounds of a real session."""
 
 from __future__ import annotations
 
@@ -50,8 +48,7 @@ PhaseSeconds = dict[str, float]
 
 
 class _MeasuredWindow(Window, Plan):
-    """A window that the calibration sets, with full drafts, so that the target reads exactly that
-    many tokens.
+    """A window that the calibration sets, with padded drafts, so that calls have its width.
 
     Attributes:
         num_draft_tokens: of the next round.
@@ -106,14 +103,14 @@ def calibrate(
     seconds: float = 2.0,
     **changes: Any,
 ) -> Calibration:
-    """Measure the costs of this pair with settings like those that it will decode with: medians
-    over several passes.
+    """Measure the costs of this pair with its decoding settings: medians over several passes.
 
     Args:
-        drafter: as it will draft: fused or compiled. Of a drafter with a fallback, the fallback
-            is measured: it costs more.
+        drafter: as it will draft: fused or compiled. Of a drafter with a fallback, the fallback is
+            measured: it costs more.
         config: how to decode; `changes` replace fields of it.
-        context_length: tokens of text before the first call; fewer if a model's context is shorter.
+        context_length: tokens of text before the first call; fewer if a model's context is
+            shorter.
         windows: draft tokens of the rounds; no more are measured than the drafter makes.
         seconds: how long to measure, if `FEWEST_PASSES` fit.
     """
@@ -291,9 +288,7 @@ def load_or_measure(
     batch_size: int = 1,
     **changes: Any,
 ) -> Calibration:
-    """This machine's calibration, measured once for each pair and its settings and stored in the
-    cache directory.
-    """
+    """This machine's calibration for a pair and its settings, measured once and cached."""
     config = DecodingConfig.of(config, **changes)
     path = _cache_path(target, drafter, config, batch_size)
     try:
@@ -343,9 +338,7 @@ def _cache_path(
 
 
 def fingerprint(module: torch.nn.Module) -> str:
-    """Changes with everything that a network's speed depends on: its parts, their settings,
-    shapes and dtypes.
-    """
+    """A hash of all that a network's speed depends on: parts, settings, shapes and dtypes."""
     parts = []
     for part in module.modules():
         # Compiling leaves a forward pass in the instance; packed weights may be no parameters.

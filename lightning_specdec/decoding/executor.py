@@ -77,15 +77,11 @@ class Executor(DraftCalls, ABC):
     def run_into(
         self, name: str, key: Hashable, call: Callable[..., Outputs], *tensors: Tensor | None
     ) -> Outputs:
-        """As `run`; recorded calls write the first output, `[B]` tokens, to the buffer of that
-        name.
-        """
+        """As `run`; a recorded call writes its first output, `[B]` tokens, to a named buffer."""
 
     @abstractmethod
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros or of former values; recorded calls find it in the same place in
-        every session.
-        """
+        """A tensor of zeros or former values; recorded calls always find it in the same place."""
 
     @abstractmethod
     def begin_read(self, values: Tensor) -> Callable[[], list[Any]]:
@@ -158,9 +154,7 @@ class PlainExecutor(Executor):
 def gather_noise(
     noise: Float[Tensor, "B S 3"], starts: Int[Tensor, "B"], num_positions: int
 ) -> Float[Tensor, "B N 3"]:
-    """The uniform numbers of N positions from `starts` on; positions after the last one repeat
-    it.
-    """
+    """The uniform numbers of N positions from `starts` on; the last one is repeated."""
     offsets = torch.arange(num_positions, device=noise.device)[:, None]
     positions = starts[:, None, None] + offsets
     positions = positions.clamp(max=noise.shape[1] - 1)

@@ -21,8 +21,8 @@ class Counts:
             first rejection.
         num_accepted: draft tokens that the output holds.
         histogram: entry i is the number of row-rounds that accepted i draft tokens.
-        num_changed: under a lossy rule, accepted tokens where the target drew another token.
-            Above temperature 0 two equal models differ in this way too.
+        num_changed: under a lossy rule, accepted tokens where the target drew another token. Above
+            temperature 0 two equal models differ in this way too.
     """
 
     num_proposed: int = 0

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 Prompts = Sequence[Any] | Tensor | Mapping[str, Any]
-"""Tokens of one prompt or of several, a tensor `[T]` or `[B, T]`, or a tokenizer's output with
-its attention mask.
+"""Tokens of one prompt or of several, a tensor `[T]` or `[B, T]`, or a tokenizer's output with its
+attention mask.
 """
 
 log = logging.getLogger(__name__)

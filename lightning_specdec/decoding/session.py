@@ -49,10 +49,9 @@ class Session:
     """A batch of rows that are added, decoded and removed at any time, for example by a server.
 
     Each `step` is one round for all live rows. The drafter proposes up to `num_draft_tokens`
-    tokens for each row. The
-    target reads them in one call, together with all that it has not read yet: in a row's first
-        round the whole prompt
-    (predictive prefill). Each row gets its accepted draft tokens and one token of the target.
+    tokens for each row. The target reads them in one call, together with all that it has not read
+    yet: in a row's first round the whole prompt (predictive prefill). Each row gets its accepted
+    draft tokens and one token of the target.
 
     Args:
         target: the model whose output is wanted.
@@ -223,9 +222,7 @@ class Session:
     def _verify(
         self, unread: list[list[int]], last_two_tokens: Int[Tensor, "B 2"], draft: Draft
     ) -> ModelOutput:
-        """The target reads what it has not read of each text, and the draft tokens; it scores the
-        last K + 1 positions.
-        """
+        """The target reads its unread tokens and the draft, and scores the last K + 1 positions."""
         valid_lengths: list[int] | None = None
         positions: Tensor | slice
         if all(len(tokens) == 1 for tokens in unread):
@@ -362,9 +359,7 @@ class Session:
         self._added.pop(row, None)
 
     def result(self) -> DecodeResult:
-        """The result so far of all rows that were added and not released, in the order they were
-        added.
-        """
+        """The result so far of all rows that were added and not released, in their order."""
         return DecodeResult(
             rows=[row.result() for row in self._added],
             seconds=self.timer.elapsed(),
@@ -400,8 +395,7 @@ class Conversation:
         self.row: Row | None = None
 
     def begin(self, prompt: Sequence[int]) -> Row:
-        """Begin a turn with the whole text so far; call `session.step` until the row is no longer
-        live.
+        """Begin a turn with the whole text; call `session.step` until the row is not live.
 
         Raises:
             ValueError: the prompt leaves no room for an answer, or the last answer has not ended.
@@ -493,9 +487,7 @@ class TextPieces(Iterator[Any]):
         return next(self._pieces)
 
     def cancel(self) -> None:
-        """End all rows after the current round, from any thread; the text that they have is still
-        yielded.
-        """
+        """End all rows after the current round, from any thread; their text is still yielded."""
         for row in self.session.live:
             self.session.cancel(row)
 

@@ -1,6 +1,4 @@
-"""The end of a round: the verdict, packed for a single read by the host, and what each row gets
-of it.
-"""
+"""The end of a round: the verdict, packed for a single read, and what each row gets of it."""
 
 from __future__ import annotations
 
@@ -29,15 +27,14 @@ class Verification:
     The outcome of a round is one tensor `[B, columns]`, which the host reads once. Its columns
     are, for K draft tokens: whether each draft token is kept (K), the token that ends the round
     after each number of accepted ones (K + 1), the draft tokens (K); then, if there are any, the
-    row's number of draft tokens (1), which of them a lossy rule changed (K), and log
-    probabilities of the draft tokens (K) and of the ends (K + 1). For K = 0 it is the next token
-    only.
+    row's number of draft tokens (1), which of them a lossy rule changed (K), and log probabilities
+    of the draft tokens (K) and of the ends (K + 1). For K = 0 it is the next token only.
 
     Args:
         rule: decides which draft tokens are accepted.
         sampling: how the target's tokens are drawn.
-        vocab_size: the target's. It stands for a token that could not be drawn, since no token
-            has that number.
+        vocab_size: the target's. It stands for a token that could not be drawn, since no token has
+            that number.
         logprobs: whether to compute log probabilities.
     """
 
@@ -212,9 +209,7 @@ class Verification:
         return _RowVerdict(num_accepted, endings, drafted, changed, logprobs)
 
     def _end_before_failure(self, verdict: _RowVerdict) -> None:
-        """Leave out what follows logits that are not finite: they are marked by a token that does
-        not exist.
-        """
+        """Drop what follows logits that are not finite: a token that does not exist marks them."""
         num_accepted = verdict.num_accepted
         failed = self.vocab_size
         if failed not in verdict.endings[: num_accepted + 1]:
@@ -236,7 +231,8 @@ class _RowVerdict:
         num_accepted: accepted draft tokens.
         endings: the token that ends the round after each number of accepted draft tokens.
         drafted: the row's draft tokens.
-        changed: for each of them, whether the target drew another one; empty under a lossless rule.
+        changed: for each of them, whether the target drew another one; empty under a lossless
+            rule.
         logprobs: log probabilities of the accepted draft tokens and of the next one; None unless
             requested.
     """

@@ -64,9 +64,7 @@ class Calibration(Settings):
             raise ValueError("widths must rise from 1 and have seconds each: measure again")
 
     def round_seconds(self, num_draft_tokens: int) -> float:
-        """Seconds of a round without its draft, linear between the measured widths; 0 draft
-        tokens are a standard step.
-        """
+        """Seconds of a round without its draft, linear between the measured widths."""
         width = num_draft_tokens + 1
         index = next(i for i, measured in enumerate(self.widths) if measured >= width)
         upper_seconds = self.target_seconds[index] + self.loop_seconds[index]
@@ -125,9 +123,7 @@ class Window(ABC):
 
     @abstractmethod
     def plan(self, *, jointly: bool) -> Plan:
-        """The windows of a new session; `jointly` if they do not change the output, so that rows
-        may share them.
-        """
+        """The windows of a new session; `jointly` if its rows may share them."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
@@ -135,9 +131,7 @@ class Window(ABC):
 
 
 class FixedWindow(Window, Plan):
-    """The same number of draft tokens in every round, fewer at a row's end; 0 is standard
-    decoding.
-    """
+    """The same number of draft tokens in every round, fewer at a row's end."""
 
     def __init__(self, num_draft_tokens: int) -> None:
         self.largest = require_int("num_draft_tokens", num_draft_tokens, 0)
@@ -154,13 +148,12 @@ class FixedWindow(Window, Plan):
 
 
 class AdaptiveWindow(Window):
-    """Chooses the draft tokens per round with the most expected tokens per second; 0 if standard
-    decoding is faster.
+    """Chooses the window with the most expected tokens per second, 0 for standard decoding.
 
-    It estimates acceptance rates from the rounds so far. Under a rule whose output does not
-    depend on the window, the rows of a session share the estimate. Otherwise each row has its
-    own, so that its output does not depend on the batch. The same seed and calibration give the
-    same windows.
+    It estimates acceptance rates from the rounds so far. Under a rule whose output does not depend
+    on the window, the rows of a session share the estimate. Otherwise each row has its own, so
+    that its output does not depend on the batch. The same seed and calibration give the same
+    windows.
 
     Args:
         calibration: measured costs. The largest window is its last width - 1.
@@ -222,9 +215,9 @@ class Rate:
 class Controller:
     """The windows of one row, or of rows that share an estimate.
 
-    It takes the best window by acceptance rates for each position and measured costs (Leviathan
-    et al. 2023, equation 1). If none beats standard decoding, it tries one draft token from time
-    to time: so rarely that trials take `TRIAL_SHARE` of the time.
+    It takes the best window by acceptance rates for each position and measured costs (Leviathan et
+    al. 2023, equation 1). If none beats standard decoding, it tries one draft token from time to
+    time: so rarely that trials take `TRIAL_SHARE` of the time.
 
     Args:
         costs: measured costs.
@@ -299,9 +292,7 @@ class Controller:
         return best
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
-        """Learn from a round, of each row only up to its first rejection: the noise after it is
-        used again.
-        """
+        """Learn from a round, up to each row's first rejection: later noise is used again."""
         self.rounds_since_rejection += 1
         for outcome in outcomes:
             if outcome.window:

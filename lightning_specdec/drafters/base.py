@@ -28,16 +28,17 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class RoundInputs:
-    """Integers of each row that recorded calls read: columns of one device tensor that stays in
-    place.
+    """Integers of each row for recorded calls: columns of one tensor that stays in place.
 
     Attributes:
         last_two_tokens: the last two tokens of each text, as in `DraftRequest.tail`.
-        last_positions: position of each text's last token, which is the number of tokens before it.
+        last_positions: position of each text's last token, which is the number of tokens before
+            it.
         num_generated: new tokens of each row so far.
         num_added: new tokens of each row's last round, at least 1.
         num_draft_tokens: draft tokens requested of each row.
-        draft_limits: position from which on a row needs no draft token; 0 for rows that have ended.
+        draft_limits: position from which on a row needs no draft token; 0 for rows that have
+            ended.
     """
 
     NUM_COLUMNS = 7
@@ -53,8 +54,7 @@ class RoundInputs:
 
 
 class DraftCalls:
-    """How a drafter's calls of a round run: directly. A session on a GPU passes one that records
-    them.
+    """Runs a drafter's calls directly. A session on a GPU passes one that records them.
 
     Attributes:
         inputs: the round's integers on the device; None if calls are not recorded.
@@ -79,9 +79,7 @@ class DraftCalls:
     def draft_lengths(
         self, requested: Sequence[int], num_drafted: int, device: torch.device
     ) -> Int[Tensor, "B"] | None:
-        """`Draft.lengths` of a draft with `num_drafted` tokens for each row, `requested` of which
-        count.
-        """
+        """`Draft.lengths` if `requested` of the `num_drafted` tokens of each row count."""
         if min(requested) >= num_drafted:
             return None
         return torch.tensor(requested, device=device)
@@ -100,8 +98,8 @@ class DraftRequest:
         wants_logits: whether the rule needs `Draft.logits`.
         vocab_size: size V of the target's output, which `Draft.probs` and `Draft.logits` must
             have; None for the draft's own.
-        settled: number of committed tokens in each text; None for all. The others are draft
-            tokens of another drafter, which `go_back` may remove later.
+        settled: number of committed tokens in each text; None for all. The others are draft tokens
+            of another drafter, which `go_back` may remove later.
         calls: runs the drafter's calls, and records them if the session does.
     """
 
@@ -138,9 +136,7 @@ class TargetContext:
 
 
 class DraftState:
-    """What a drafter remembers of a batch: by default one value for each row in `rows`, made by
-    `new_row()`.
-    """
+    """What a drafter remembers of a batch: by default one value for each row in `rows`."""
 
     drafted_at: list[int] | None = None
     """Text lengths at the last `propose`, while its draft tokens wait for `observe`; None
@@ -220,13 +216,11 @@ class JointState(DraftState):
 
 
 def pipelined(method: Method) -> Method:
-    """Declare that `Drafter.propose` or `observe` permits a session to launch a round before it
-    reads the last one.
+    """Declare that a `propose` or `observe` permits rounds before the last one is read.
 
-    Such a `propose` runs nothing on the device but `DraftRequest.calls.run`, and such an
-    `observe` runs nothing there.
-    The declaration belongs to the method: a subclass that overrides it is not pipelined unless it
-        declares its own.
+    Such a `propose` runs nothing on the device but `DraftRequest.calls.run`, and such an `observe`
+    runs nothing there. The declaration belongs to the method: a subclass that overrides it is not
+    pipelined unless it declares its own.
     """
     method.pipelined = True  # type: ignore[attr-defined]
     return method
@@ -239,15 +233,16 @@ def is_pipelined(drafter: Drafter) -> bool:
 
 
 class Drafter(nn.Module, ABC):
-    """Proposes draft tokens cheaply. Derive from it for a drafter that is named by its import path.
+    """Proposes draft tokens cheaply. Derive from it for a drafter that is named by its import
+    path.
 
     A subclass declares its `Settings` and implements `propose`. It holds networks and settings
     only. What it remembers of a text is in a state that it gets as an argument, so one drafter
     serves any number of sessions.
 
     Attributes:
-        Settings: settings class; the constructor takes its fields, by position or name, and
-            stores them in `settings`.
+        Settings: settings class; the constructor takes its fields, by position or name, and stores
+            them in `settings`.
         gives_logits: whether `propose` can return logits, which some rules need.
         from_file: whether it is trained, so that it is loaded from a file and not made from
             settings.
@@ -325,8 +320,7 @@ class Drafter(nn.Module, ABC):
         """Raise ValueError if this drafter cannot draft for that target."""
 
     def features(self, target: LanguageModel) -> Sequence[int]:
-        """Numbers of the target's layers whose hidden states `observe` gets in "
-        "`output.features`."""
+        """Numbers of the layers of which `observe` gets hidden states in `output.features`."""
         return ()
 
     def init_state(
@@ -352,8 +346,7 @@ class Drafter(nn.Module, ABC):
 
     @pipelined
     def observe(self, state: DraftState, output: ModelOutput, num_accepted: Sequence[int]) -> None:  # noqa: B027
-        """Learn from a round: the target's output for its draft tokens, and how many of each row
-        were accepted.
+        """Learn from a round: the target's output, and how many draft tokens were accepted.
 
         Learn only from positions 0 to `num_accepted[b]` of `output.logits` `[B, K + 1, V]`. The
         random numbers of later positions are used again, so remembering tokens drawn with them

@@ -64,7 +64,5 @@ def with_draft_tokens(
 
 
 def verified_positions(num_draft_tokens: int) -> slice:
-    """Positions of a call without padding whose logits verify its draft tokens, the bonus token
-    included.
-    """
+    """Positions of a call without padding whose logits verify its draft and bonus tokens."""
     return slice(-num_draft_tokens - 1, None)

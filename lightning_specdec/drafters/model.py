@@ -19,9 +19,7 @@ from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
 
 NUM_LAST_TOKENS = 2
-"""Tokens at the end of each text that the draft model reads again in every round, of which it
-missed one or two.
-"""
+"""Tokens at the end of each text that are read in every round: the model missed one or two."""
 
 
 class ModelDraftState(DraftState):
@@ -83,8 +81,9 @@ class ModelDraftState(DraftState):
 
 
 class ModelDrafter(DrawingDrafter):
-    """Drafts with a smaller language model of the same vocabulary (Leviathan et al. 2023; Chen et
-    al. 2023).
+    """Drafts with a smaller language model (Leviathan et al. 2023; Chen et al. 2023).
+
+    Its vocabulary is the target's.
 
     In each round it reads the text's last two tokens again, of which it has missed one or two, so
     that shapes are fixed.

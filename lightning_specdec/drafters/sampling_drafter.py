@@ -1,5 +1,4 @@
-"""The base of drafters that sample their tokens, and of those that are trained on their target's
-hidden states.
+"""The base of drafters that sample their tokens, and of those trained on hidden states.
 
 Shapes: B rows, K draft tokens, D hidden size, V vocabulary of the target, W tokens that a draft
 scores.
@@ -90,9 +89,7 @@ class Drawn:
 
     @property
     def outputs(self) -> Outputs:
-        """Tokens, the distributions that they were drawn from (None if certain), and the logits
-        if requested.
-        """
+        """Tokens, their distributions (None if certain), and the logits if requested."""
         tokens = torch.stack(self.tokens, dim=1) if self.tokens else None
         probs = torch.stack(self.probs, dim=1) if self.probs else None
         logits = torch.stack(self.logits, dim=1) if self.logits else None
@@ -270,8 +267,9 @@ def make_draft(
 
 
 def shortened(draft: Draft, lengths: Int[Tensor, "B"]) -> Draft:
-    """Limit each row's draft to these lengths; lossless if they follow from text and earlier
-    tokens only.
+    """Limit each row's draft to these lengths.
+
+    It is lossless if they follow from the text and earlier tokens only.
     """
     if draft.lengths is not None:
         lengths = torch.minimum(lengths, draft.lengths)
@@ -349,9 +347,7 @@ class TrainedDrafter(DrawingDrafter, ABC):
             )
 
     def packed(self, network: str) -> Any:
-        """A copy whose network of that name is packed for this processor; itself if nothing can
-        be packed.
-        """
+        """A copy whose network of that name is packed for this processor; itself if none can be."""
         layers = getattr(self, network).modules()
         if not any(can_pack(layer) for layer in layers):
             return self
@@ -361,7 +357,5 @@ class TrainedDrafter(DrawingDrafter, ABC):
 
 
 def runs_in_openvino(target: LanguageModel | None, dtype: torch.dtype) -> bool:
-    """Whether networks of that type draft in OpenVINO for this target, since it runs there
-    itself.
-    """
+    """Whether networks of that type draft in OpenVINO, where this target runs."""
     return target is not None and target.backend == "openvino" and dtype in OPENVINO_DTYPES

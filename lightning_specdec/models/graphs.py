@@ -1,7 +1,7 @@
 """Recorded calls: the kernels of a call are captured as a CUDA graph, then launched together.
 
-A graph reads and writes fixed addresses. So its inputs and outputs are tensors that stay in
-place, and its next run overwrites its outputs.
+A graph reads and writes fixed addresses. So its inputs and outputs are tensors that stay in place,
+and its next run overwrites its outputs.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ as many, so that few are recorded.
 class GraphCache:
     """Recorded calls by key, and named buffers that outlive the sessions that use them.
 
-    A call must be a pure function of its tensors: no read by the host, and the same result when
-        it runs again. On a CPU nothing is captured. A recorded call then runs again over the same
-        tensors and copies its results to the same
-    outputs, so tests on a CPU go through the same steps.
+    A call must be a pure function of its tensors: no read by the host, and the same result when it
+    runs again. On a CPU nothing is captured. A recorded call then runs again over the same tensors
+    and copies its results to the same outputs, so tests on a CPU go through the same steps.
 
     The cache also remembers the calls of a round in their order, so that `repeat` can launch the
     same round again.
@@ -84,8 +83,8 @@ class GraphCache:
         """Begin a round.
 
         Args:
-            repeated: whether `repeat` has launched this round. Then its calls do not run again,
-                up to the first one that differs from the last round.
+            repeated: whether `repeat` has launched this round. Then its calls do not run again, up
+                to the first one that differs from the last round.
         """
         if repeated:
             self._round = list(self._last_round)
@@ -95,17 +94,15 @@ class GraphCache:
             self._repeated = None
 
     def mark(self, call: Callable[[str], None], name: str) -> None:
-        """Call a host function, `call(name)`, between recorded calls, and again when they are
-        repeated.
-        """
+        """Call `call(name)` on the host, and again whenever the round is repeated."""
         if not self._has_run((call, name)):
             call(name)
 
     def end(self) -> bool:
         """End a round.
 
-        Returns whether `repeat` can run it again: its calls are those of the round before, and
-        all their inputs stay in place.
+        Returns whether `repeat` can run it again: its calls are those of the round before, and all
+        their inputs stay in place.
         """
         previous_round = self._last_round
         self._last_round = self._round or []
@@ -127,9 +124,7 @@ class GraphCache:
                 call(name)
 
     def _has_run(self, item: Any) -> bool:
-        """Whether `repeat` has run this call or mark of the current round; otherwise add it to
-        the round.
-        """
+        """Whether `repeat` has run this item of the round; if not, add it to the round."""
         if self._round is None:
             return False
         if self._repeated is not None:
@@ -147,9 +142,7 @@ class GraphCache:
             self._fixed_addresses.add(tensor.untyped_storage().data_ptr())
 
     def _layout(self, tensor: Tensor | None) -> tuple[Any, ...]:
-        """What a recording depends on: the shape of an input, and its address if it stays in
-        place.
-        """
+        """What a recording depends on: an input's shape, and its address if it stays in place."""
         if tensor is None:
             return ("none",)
         if not tensor.numel() or tensor.untyped_storage().data_ptr() in self._fixed_addresses:

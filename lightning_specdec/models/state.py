@@ -1,5 +1,4 @@
-"""Decoding states: what a model keeps of the tokens that a batch of rows has consumed, and how it
-is truncated.
+"""Decoding states: what a model keeps of the tokens that a batch of rows has consumed.
 
 Lengths are held on the host and copied to the device when a kernel needs them, so truncating is
 always checked and costs the device nothing. Shapes: B rows, T tokens, S slots, D numbers of a
@@ -58,9 +57,7 @@ class DecodeState(ABC):
 
     @property
     def lengths(self) -> Int[Tensor, "B"]:
-        """Number of tokens that each row has consumed, on the device; copied there if `consumed`
-        has changed.
-        """
+        """`consumed` on the device; copied there if it has changed."""
         if self._device_lengths is not None:
             host_lengths, device_lengths = self._device_lengths
             if host_lengths is self.consumed:
@@ -70,8 +67,7 @@ class DecodeState(ABC):
         return device_lengths
 
     def truncate(self, lengths: Lengths, uploaded: Int[Tensor, "B"] | None = None) -> None:
-        """Shorten rows to these absolute lengths, each from `committed` to `consumed` of its row
-        (checked by assertion).
+        """Shorten rows to these absolute lengths, from `committed` to `consumed` of each row.
 
         Args:
             uploaded: the same lengths on the device, if they are there already.
@@ -212,9 +208,7 @@ class RecurrentState(DecodeState):
         raise AssertionError("the slot lies after everything that was consumed")
 
     def append(self, hidden: Float[Tensor, "B T D"], valid_lengths: Lengths | None = None) -> None:
-        """Store the hidden states after each of T more tokens, and count the valid ones as
-        consumed.
-        """
+        """Store the hidden states after each of T tokens, and count the valid ones as consumed."""
         num_tokens = hidden.shape[1]
         slots = self._slots
         if min(slots) == self._num_slots - 1:
@@ -334,8 +328,8 @@ class KVStorage:
         return like.new_zeros(batch_size, num_heads, self.num_slots, size)
 
     def mask(self, slots: Slots, window: int | None = None) -> Bool[Tensor, "B T S"]:
-        """True where a query attends: to its own position and those before, only the last
-        `window` of these if set.
+        """True where a query attends: to its own position and those before, only the last `window`
+        of these if set.
         """
         # Padding far after the end would attend to nothing, and the NaN of that would reach the
         # last slot.
@@ -356,12 +350,11 @@ def next_span(num_slots: int) -> int:
 
 
 class StoragePool:
-    """Storages that wait for their next state, so that what was recorded over them is used "
-    "again."""
+    """Idle storages, whose recorded calls serve their next state."""
 
     MOST_IDLE = 3
-    """Most slots of all idle storages together, in multiples of the largest: halves of a
-    shrinking batch need two.
+    """Most slots of all idle storages together, in multiples of the largest: halves of a shrinking
+    batch need two.
     """
 
     def __init__(self) -> None:
@@ -408,8 +401,8 @@ class KVState(DecodeState):
         batch_size: rows.
         max_length: most tokens that a row consumes. One slot more holds the padding that lies
             after them.
-        pool: where the buffers come from and return to, with what was recorded over them; None
-            for buffers of this state only.
+        pool: where the buffers come from and return to, with what was recorded over them; None for
+            buffers of this state only.
     """
 
     def __init__(
@@ -438,9 +431,7 @@ class KVState(DecodeState):
         return self.storage.graphs
 
     def slots(self, num_tokens: int, starts: Sequence[int] | None = None) -> Slots:
-        """The slots of `num_tokens` tokens of every row: of the next ones, or of those from
-        `starts` on.
-        """
+        """The slots of the next `num_tokens` tokens of every row, or of those from `starts` on."""
         lengths = self.consumed if starts is None else starts
         shortest = min(lengths)
         longest = max(lengths)
@@ -457,9 +448,7 @@ class KVState(DecodeState):
         return Slots(device_starts[:, None] + offsets, None, span)
 
     def recorded_span(self, num_tokens: int) -> int:
-        """Number of slots that a recorded call attends over if it reads this number of tokens of
-        every row.
-        """
+        """Number of slots that a recorded call attends over after it reads `num_tokens`."""
         return next_span(max(self.consumed) + num_tokens)
 
     def advance(self, num_tokens: int, valid_lengths: Lengths | None = None) -> None:
