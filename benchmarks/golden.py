@@ -23,7 +23,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "temperature 1": {"temperature": 1.0},
     "filtered": {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
 }
-WINDOWS = (1, 3, 8)
+WINDOWS = range(1, 9)
 MAX_NEW_TOKENS = 40
 
 
@@ -46,7 +46,7 @@ def cases(directory: Path) -> Iterator[tuple[str, Any]]:
     from lightning_specdec.rules import RULES
 
     for name in CHECKPOINTS:
-        for draft, decoder in decoders(directory / f"{name}.ckpt"):
+        for draft, decoder in decoders(directory / f"{name}.safetensors"):
             weights = hashlib.sha256()
             for key, value in sorted(
                 {**decoder.target.state_dict(), **decoder.drafter.state_dict()}.items()

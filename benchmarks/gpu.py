@@ -41,6 +41,7 @@ from lightning_specdec.drafters import (
     ModelDrafter,
     MultiTokenDrafter,
 )
+from lightning_specdec.drafters.base import is_pipelined
 from lightning_specdec.models.compiled import compile_layers
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.rules import Sampling
@@ -205,10 +206,9 @@ def rounds(quick: bool) -> list[dict[str, Any]]:
                 "outside_milliseconds": 1e3 * (seconds - phases["draft"] - phases["verify"]),
                 **_meetings(session),
             }
-            if type(drafter).runs_ahead:
-                drafter.runs_ahead = False  # type: ignore[misc]
-                row["milliseconds_a_round_not_ahead"] = 1e3 * _round_seconds(session)[0]
-                del drafter.runs_ahead
+            if is_pipelined(drafter):
+                with session._executor.not_pipelined():
+                    row["milliseconds_a_round_not_ahead"] = 1e3 * _round_seconds(session)[0]
             rows.append(row)
             _show(row)
     return rows

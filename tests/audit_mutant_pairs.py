@@ -22,11 +22,11 @@ from lightning_specdec.drafters import Draft, DraftRequest, DraftState, ModelDra
 from lightning_specdec.rules import RejectionSampling, Sampling
 
 # The correct functions, which the mistakes below replace and call.
-_outcome = Verification.outcome
+_judge_round = Verification.judge
 _judge = RejectionSampling.judge
 _commit = Row.commit
-_round_noise = Batch.round_noise
-_rewind = Batch.rewind
+_next_noise = Batch.next_noise
+_truncate_target = Batch.truncate_target
 
 
 class HotterThanReported(ModelDrafter):
@@ -129,25 +129,25 @@ def _logits_of_previous_position(
     self: Verification, rows: Any, draft: Draft, logits: Tensor, *arguments: Any
 ) -> Tensor:
     shifted_logits = torch.cat((logits[:, :1], logits[:, :-1]), dim=1)
-    return _outcome(self, rows, draft, shifted_logits, *arguments)
+    return _judge_round(self, rows, draft, shifted_logits, *arguments)
 
 
 def _logits_of_another_row(
     self: Verification, rows: Any, draft: Draft, logits: Tensor, *arguments: Any
 ) -> Tensor:
-    return _outcome(self, rows, draft, logits.roll(1, dims=0), *arguments)
+    return _judge_round(self, rows, draft, logits.roll(1, dims=0), *arguments)
 
 
-def _noise_of_first_position(self: Batch, num_positions: int, upload: Any = None) -> Tensor | None:
-    noise = _round_noise(self, num_positions, upload)
+def _noise_of_first_position(self: Batch, num_positions: int) -> Tensor | None:
+    noise = _next_noise(self, num_positions)
     return None if noise is None else noise[:, :1].expand_as(noise)
 
 
-def _keep_rejected_tokens(self: Batch, upload: Any = None) -> list[list[int]]:
+def _keep_rejected_tokens(self: Batch) -> list[list[int]]:
     """Commit the target's state up to the length of the text, rejected draft tokens included."""
     state = self.target_state
     if min(state.consumed) <= 0:
-        return _rewind(self)
+        return _truncate_target(self)
     lengths = []
     last_tokens = []
     for row, num_consumed in zip(self.rows, state.consumed, strict=True):
@@ -159,16 +159,16 @@ def _keep_rejected_tokens(self: Batch, upload: Any = None) -> list[list[int]]:
 
 LOOPS: dict[str, Callable[[], Any]] = {
     "logits of the previous position": partial(
-        mock.patch.object, Verification, "outcome", _logits_of_previous_position
+        mock.patch.object, Verification, "judge", _logits_of_previous_position
     ),
     "logits of another row": partial(
-        mock.patch.object, Verification, "outcome", _logits_of_another_row
+        mock.patch.object, Verification, "judge", _logits_of_another_row
     ),
     "one round's numbers for all its positions": partial(
-        mock.patch.object, Batch, "round_noise", _noise_of_first_position
+        mock.patch.object, Batch, "next_noise", _noise_of_first_position
     ),
     "the target's state does not roll back": partial(
-        mock.patch.object, Batch, "rewind", _keep_rejected_tokens
+        mock.patch.object, Batch, "truncate_target", _keep_rejected_tokens
     ),
 }
 """Context managers, each of which breaks the loop."""

@@ -1,4 +1,4 @@
-"""The one list of models, drafters and rules that the law tests go through: a new kind enters all laws by one line.
+"""The one list of models, drafters and rules of the law tests: one line adds a kind to all laws.
 
 Models are random and sharpened, so that their outputs wander instead of settling on one token.
 """
@@ -11,6 +11,7 @@ from copy import deepcopy
 from typing import Any, TypeVar
 
 import families
+import oracle
 import torch
 from families import tiny
 from tiny_block import fitted_block
@@ -43,7 +44,7 @@ VOCAB = 11
 PROMPTS = [[3], [1, 2, 3, 4, 5], [7, 7], [10, 9, 8, 7, 6, 5, 4]]
 """Ragged, one of a single token."""
 EOS = 5
-"""A token that the targets do produce, so that rows stop at different times, some inside a block."""
+"""A token that the targets produce, so that rows stop at different times, some inside a block."""
 
 
 def make(
@@ -54,7 +55,10 @@ def make(
     sharpness: float = 3.0,
     **sizes: int,
 ) -> Any:
-    """A random model whose matrices are `sharpness` times their default size; the global seed stays as it was."""
+    """A random model whose matrices are `sharpness` times their default size.
+
+    The global seed is left unchanged.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = kind(vocab_size, **sizes).eval()
@@ -66,13 +70,14 @@ def make(
 
 
 def near(model: Network, *, noise: float = 0.2, seed: int = 5) -> Network:
-    """A copy that is a little off: its guesses are right often, not always."""
-    generator, other = torch.Generator().manual_seed(seed), deepcopy(model)
+    """A copy with some noise in its weights: it is often right, not always."""
+    generator = torch.Generator().manual_seed(seed)
+    copied = deepcopy(model)
     with torch.no_grad():
-        for parameter in other.parameters():
+        for parameter in copied.parameters():
             drawn = torch.randn(parameter.shape, generator=generator).to(parameter.device)
             parameter.add_(drawn * noise * parameter.std())
-    return other
+    return copied
 
 
 class Wrapped(LanguageModel):
@@ -80,7 +85,9 @@ class Wrapped(LanguageModel):
 
     def __init__(self, model: LanguageModel, max_positions: int | None = None) -> None:
         super().__init__()
-        self.model, self.vocab_size, self.max_positions = model, model.vocab_size, max_positions
+        self.model = model
+        self.vocab_size = model.vocab_size
+        self.max_positions = max_positions
 
     def init_state(self, batch_size: int, max_length: int) -> DecodeState:
         return self.model.init_state(batch_size, max_length)
@@ -95,13 +102,14 @@ class Wrapped(LanguageModel):
 
 
 class ScriptedDrafter(Drafter):
-    """A drafter without networks; those below say what it guesses."""
+    """A drafter without networks; its subclasses decide what it drafts."""
 
 
 class AlwaysWrong(ScriptedDrafter):
-    """Knows what the target is about to choose, and guesses the token after it.
+    """Computes the target's next token, and drafts another one.
 
-    True at temperature 0, and at every temperature under rules whose drafter draws with the target's own numbers.
+    True at temperature 0, and at every temperature under rules whose drafter draws with the
+    target's own numbers.
     """
 
     def __init__(self, target: LanguageModel) -> None:
@@ -111,16 +119,20 @@ class AlwaysWrong(ScriptedDrafter):
     def propose(
         self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
     ) -> Draft:
-        logits = torch.cat(
-            [self.target(torch.tensor([text])).logits[:, -1] for text in request.texts]
-        )
-        right = sampling.sample(logits, None if request.uniform is None else request.uniform[:, 0])
-        guesses = ((right + 1) % self.target.vocab_size)[:, None].expand(-1, max(windows))
-        return Draft(guesses, None if min(windows) == max(windows) else torch.tensor(windows))
+        outputs = [self.target(torch.tensor([text])) for text in request.texts]
+        logits = torch.cat([output.logits[:, -1] for output in outputs])
+        uniform = None if request.uniform is None else request.uniform[:, 0]
+        right_tokens = sampling.sample(logits, uniform)
+        wrong_tokens = (right_tokens + 1) % self.target.vocab_size
+        tokens = wrong_tokens[:, None].expand(-1, max(windows))
+        lengths = None
+        if min(windows) < max(windows):
+            lengths = torch.tensor(windows)
+        return Draft(tokens, lengths)
 
 
 class Repeater(ScriptedDrafter):
-    """Guesses that the last token goes on: certain guesses, no probabilities, no logits."""
+    """Repeats the last token: certain drafts, no probabilities, no logits."""
 
     def propose(
         self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
@@ -129,32 +141,34 @@ class Repeater(ScriptedDrafter):
 
 
 class Ragged(ModelDrafter):
-    """Guesses fewer tokens than it may, none for some rows, and as many columns as its longest guess needs.
+    """Drafts fewer tokens than it may, none for some rows, and only as many columns as it needs.
 
-    How many depends on the length of the text alone. What lies behind a row's guesses is garbage.
+    The number depends only on the length of the text. The columns after a row's draft are garbage.
     """
 
     def propose(
         self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
     ) -> Draft:
         draft = super().propose(state, request, windows, sampling)
-        wanted = [
-            min(window, len(text) % 4) for window, text in zip(windows, request.texts, strict=True)
-        ]
-        width, lengths = max(wanted), torch.tensor(wanted)
-        garbage = torch.arange(width) >= lengths[:, None]
-        tokens = draft.tokens[:, :width].masked_fill(garbage, 1)
-        probs = (
-            None
-            if draft.probs is None
-            else draft.probs[:, :width].masked_fill(garbage[..., None], torch.nan)
-        )
-        logits = None if draft.logits is None else draft.logits[:, :width]
-        return Draft(tokens, lengths, probs, logits, num_calls=draft.num_calls)
+        lengths = []
+        for window, text in zip(windows, request.texts, strict=True):
+            lengths.append(min(window, len(text) % 4))
+        num_columns = max(lengths)
+        device_lengths = torch.tensor(lengths)
+        is_garbage = torch.arange(num_columns) >= device_lengths[:, None]
+
+        tokens = draft.tokens[:, :num_columns].masked_fill(is_garbage, 1)
+        probs = draft.probs
+        if probs is not None:
+            probs = probs[:, :num_columns].masked_fill(is_garbage[..., None], torch.nan)
+        logits = draft.logits
+        if logits is not None:
+            logits = logits[:, :num_columns]
+        return Draft(tokens, device_lengths, probs, logits, num_calls=draft.num_calls)
 
 
 LONG_MATCHES = NGramDrafter(min_ngram=2)
-"""Finds something in some rows, and nothing in others."""
+"""Finds a match in some rows, and none in others."""
 
 
 def _llama(seed: int, **sizes: Any) -> HuggingFaceLM:
@@ -248,8 +262,9 @@ VARIANTS = [
     for name in DRAFTERS
     if name.startswith("lookup_") or name.endswith(("_reduced", "_windowed"))
 ]
-"""Kinds that differ from another in what they can say or see, or in who is asked first, and not in how they meet a
-target: the laws go through them with one target."""
+"""Kinds that differ from another in what they can say or see, or in who is asked first, and not in
+how they meet a target: the laws go through them with one target.
+"""
 
 RULES: dict[str, type[AcceptanceRule]] = REGISTERED_RULES
 LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
@@ -257,11 +272,9 @@ LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
 
 def related(target: LanguageModel) -> LanguageModel:
     """A draft that is often right about that target."""
-    return (
-        near(MODELS["rnn"](1, vocab_size=target.vocab_size))
-        if not list(target.parameters())
-        else near(target)
-    )
+    if not list(target.parameters()):
+        return near(MODELS["rnn"](1, vocab_size=target.vocab_size))
+    return near(target)
 
 
 def small(target: LanguageModel) -> ModelDrafter:
@@ -270,17 +283,19 @@ def small(target: LanguageModel) -> ModelDrafter:
 
 
 def with_own_head(exit_layer: int, target: LanguageModel, *, reduced: bool = False) -> Drafter:
-    """An early exit with an output head of its own, a little off the target's where that has one.
+    """An early exit with a separate output head, near the target's if the target shares that.
 
     Args:
-        reduced: whether it can say some tokens alone, and has blocks.
+        reduced: whether it scores only some tokens, and has blocks.
     """
     tokens = some_tokens(target.vocab_size)
 
     def build(vocab_size: int) -> EarlyExitDrafter:
-        more: dict[str, Any] = {"num_blocks": 2, "draft_vocabulary": tokens} if reduced else {}
+        options: dict[str, Any] = {}
+        if reduced:
+            options = {"num_blocks": 2, "draft_vocabulary": tokens}
         return EarlyExitDrafter(
-            exit_layer, head_layers=[exit_layer], hidden_size=32, vocab_size=vocab_size, **more
+            exit_layer, head_layers=[exit_layer], hidden_size=32, vocab_size=vocab_size, **options
         )
 
     drafter: EarlyExitDrafter = make(build, 6, vocab_size=target.vocab_size)
@@ -289,9 +304,8 @@ def with_own_head(exit_layer: int, target: LanguageModel, *, reduced: bool = Fal
         weight = target.output_weight
         drafter.head.output.weight.data = weight[tokens] if reduced else weight
         for name, parameter in drafter.head.blocks.named_parameters():
-            parameter.data = 0.02 * torch.randn(
-                parameter.shape, generator=torch.Generator().manual_seed(len(name))
-            )
+            generator = torch.Generator().manual_seed(len(name))
+            parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator)
     return near(drafter)
 
 
@@ -303,19 +317,21 @@ def target(name: str) -> LanguageModel:
 
 @functools.cache
 def drafter(name: str, target_name: str) -> Drafter:
-    """A drafter for that target; what it remembers is in the sessions that use it."""
-    made = _made(name, target_name)
-    return made if families.DEVICE == "cpu" else families.placed(deepcopy(made))
+    """A drafter for that target; its states belong to the sessions that use it."""
+    made_drafter = _make_drafter(name, target_name)
+    if families.DEVICE == "cpu":
+        return made_drafter
+    return families.placed(deepcopy(made_drafter))
 
 
 @functools.cache
 def _example(name: str, target_name: str) -> Drafter:
-    """One that shows what such a drafter can do, not how well."""
+    """An untrained one, which shows what such a drafter supports."""
     with unfitted():
-        return _made(name, target_name)
+        return _make_drafter(name, target_name)
 
 
-def _made(name: str, target_name: str) -> Drafter:
+def _make_drafter(name: str, target_name: str) -> Drafter:
     if families.DEVICE == "cpu":
         return DRAFTERS[name](target(target_name))
     with families.on_cpu():
@@ -333,23 +349,35 @@ def _on_cpu(name: str) -> LanguageModel:
 def standard(
     target_name: str, sampling: Sampling, max_new_tokens: int, eos: int | None = EOS
 ) -> DecodeResult:
-    """What standard decoding makes of `PROMPTS`: the oracle."""
+    """The result of standard decoding for `PROMPTS`, which equals that of the slow oracle."""
     model = target(target_name)
-    return autoregressive_decode(
+    result = autoregressive_decode(
         model, PROMPTS, max_new_tokens=max_new_tokens, sampling=sampling, eos=eos
     )
+    stop_tokens = () if eos is None else (eos,)
+    for index, prompt in enumerate(PROMPTS):
+        expected = oracle.decode(
+            model,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            eos=stop_tokens,
+            index=index,
+        )
+        assert result.tokens[index] == expected, f"standard decoding of prompt {index} is wrong"
+    return result
 
 
 def decode(target_name: str, drafter_name: str, **options: Any) -> DecodeResult:
-    """What the two make of `PROMPTS`; a rule may be named."""
+    """The result of speculative decoding for `PROMPTS`."""
     return speculative_decode(
         target(target_name), drafter(drafter_name, target_name), PROMPTS, **options
     )
 
 
 def fits(drafter_name: str, target_name: str) -> bool:
-    """Whether that drafter takes that target; what OpenVINO runs is converted from a llama, and takes the same."""
-    name = "llama" if target_name == "openvino" else target_name
+    """Whether that drafter supports that target."""
+    name = _torch_name(target_name)
     try:
         _example(drafter_name, name).check_target(target(name))
     except ValueError:
@@ -357,27 +385,37 @@ def fits(drafter_name: str, target_name: str) -> bool:
     return True
 
 
-def _inside(drafter_name: str, target_name: str) -> bool:
-    return _example(
-        drafter_name, "llama" if target_name == "openvino" else target_name
-    ).inside_target
+def _torch_name(target_name: str) -> str:
+    """The OpenVINO target is converted from the llama, and supports the same drafters."""
+    return "llama" if target_name == "openvino" else target_name
+
+
+def _works_inside(drafter_name: str, target_name: str) -> bool:
+    return _example(drafter_name, _torch_name(target_name)).inside_target
 
 
 def pairs(
     drafters: Iterable[str] = DRAFTERS, targets: Iterable[str] = MODELS
 ) -> list[tuple[str, str]]:
-    """Targets and drafters: each of these drafters with all of these targets that it takes, or else with one other."""
-    found = []
+    """Pairs of a target and a drafter: each of these drafters with all of these targets that it
+    supports.
+
+    Variants of a drafter meet one target only. A drafter that supports none of the targets meets
+    another one.
+    """
+    found_pairs = []
     for name in drafters:
-        fitting = [target for target in targets if fits(name, target)][
-            : 1 if name in VARIANTS else None
-        ]
-        found += [(target, name) for target in fitting or [target_of(name)]]
-    return found
+        fitting = [target_name for target_name in targets if fits(name, target_name)]
+        if name in VARIANTS:
+            fitting = fitting[:1]
+        if not fitting:
+            fitting = [target_of(name)]
+        found_pairs += [(target_name, name) for target_name in fitting]
+    return found_pairs
 
 
 def target_of(drafter_name: str) -> str:
-    """A target that the drafter takes: the first of all, which is the quickest."""
+    """The first target that the drafter supports, which is the fastest."""
     return next(target for target in MODELS if fits(drafter_name, target))
 
 
@@ -386,7 +424,9 @@ COMBINATIONS = pairs()
 ONE_EACH = [(target_of(name), name) for name in DRAFTERS]
 """Every drafter with one target, for laws of what happens between rows and rounds."""
 BUT_LLAMA = [name for name in MODELS if name not in ("llama", "openvino")]
-"""For laws that llama meets with drafters alone that work inside it: for the others gemma3 stands for its kind."""
+"""For laws that llama meets with drafters alone that work inside it: for the others gemma3 stands
+for its kind.
+"""
 
 
 def applies(drafter_name: str, rule_name: str) -> bool:
@@ -408,12 +448,15 @@ def triples(drafters: Iterable[str], targets: Iterable[str]) -> list[tuple[str, 
 
 
 def few(values: Sequence[Any], target_name: str, drafter_name: str) -> Sequence[Any]:
-    """Of values for the targets with a KV cache other than gemma3, the one with the most kinds of layers: all for an
-    early exit, every third one for other drafters that work inside it, and the middle one for those that do not: to
-    them it is a model like gemma3."""
+    """Fewer values for targets with a KV cache other than gemma3, which has the most kinds of
+    layers.
+
+    All for an early exit, every third one for other drafters that work inside the target, and the
+    middle one for those that do not: for them it is a model like gemma3.
+    """
     if target_name not in ("transformer", "llama", "openvino") or drafter_name == "early_exit":
         return values
-    step = 3 if _inside(drafter_name, target_name) else len(values)
+    step = 3 if _works_inside(drafter_name, target_name) else len(values)
     return values[len(values) // 2 % step :: step]
 
 
@@ -422,13 +465,13 @@ SHARING = ("rnn", "fused", "gemma3")
 
 
 def shared(turns: Sequence[Any], target_name: str, drafter_name: str) -> Sequence[Any]:
-    """Of turns that such a drafter takes with each of `SHARING`, a third with each of them; but a ragged one, which
-    shows what padding touches, takes all with all."""
-    if (
-        target_name not in SHARING
-        or drafter_name in (*VARIANTS, "ragged")
-        or _inside(drafter_name, target_name)
-    ):
+    """A third of the turns for each target of `SHARING`, if the drafter works outside the target.
+
+    A ragged drafter, which shows what padding touches, takes all turns with all targets.
+    """
+    if target_name not in SHARING or drafter_name in (*VARIANTS, "ragged"):
+        return turns
+    if _works_inside(drafter_name, target_name):
         return turns
     start = (SHARING.index(target_name) + [*DRAFTERS].index(drafter_name)) % len(SHARING)
     return turns[start :: len(SHARING)] or [turns[start % len(turns)]]
@@ -437,8 +480,11 @@ def shared(turns: Sequence[Any], target_name: str, drafter_name: str) -> Sequenc
 def in_turn(
     values: Sequence[Any], others: Sequence[Any], target_name: str, drafter_name: str
 ) -> list[tuple[Any, Any]]:
-    """For two things that do not touch each other: this pair meets all values and all others, taking turns, and each
-    value meets each other with some pair, for a share of what all with all would cost."""
+    """Pairs of two settings that do not depend on each other, fewer than all with all.
+
+    This pair of target and drafter meets all values and all others. Each value meets each other
+    with some pair.
+    """
     start = sum(map(ord, target_name + drafter_name))
     num_turns = max(len(values), len(others))
     return [(values[i % len(values)], others[(start + i) % len(others)]) for i in range(num_turns)]

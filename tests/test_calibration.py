@@ -1,4 +1,7 @@
-"""A calibration is what it says: costs of real rounds, a file that is checked, measured once."""
+"""A calibration has the costs of real rounds.
+
+Its file is checked, and each pair is measured once.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +30,19 @@ COSTS = Calibration((1, 3, 5), (1.0, 2.0, 2.5), (0.1, 0.1, 0.2), 0.5, 0.25, 0.05
 
 
 class Clockwork(cases.Wrapped):
-    """A model whose calls take as long as is written down: the clock is a number that they add to."""
+    """A model whose calls take a fixed time: the clock is a number that they add to."""
 
     now = 0.0
 
     def __init__(self, model: LanguageModel, call: float, token: float) -> None:
         super().__init__(model)
-        self.call, self.token = call, token
+        self.call_seconds = call
+        self.token_seconds = token
 
     def forward(
         self, tokens: Tensor, state: DecodeState | None = None, **options: Any
     ) -> ModelOutput:
-        Clockwork.now += self.call + self.token * tokens.shape[1]
+        Clockwork.now += self.call_seconds + self.token_seconds * tokens.shape[1]
         return super().forward(tokens, state, **options)
 
 
@@ -50,27 +54,26 @@ def test_a_calibration_finds_the_costs_that_the_calls_have(
         "lightning_specdec.decoding.timing.time.perf_counter", lambda: Clockwork.now
     )
     target = Clockwork(cases.target("rnn"), 1.0, 0.1)
-    drafter = ModelDrafter(Clockwork(cases.MODELS["rnn"](8), 0.2, 0.01))
-    for each in (drafter, NGramWithFallback(NGramDrafter(), drafter)):
-        found = calibrate(target, each, batch_size=size, context_length=100)
-        assert found.target_seconds == pytest.approx(
-            [1.0 + 0.1 * (window + 1) for window in (0, *WINDOWS)]
-        )
-        assert found.loop_seconds == pytest.approx([0.0] * 6, abs=1e-9)
-        assert found.draft_seconds == pytest.approx(
-            0.01
-        ) and found.draft_step_seconds == pytest.approx(0.21)
-        assert found.target_token_seconds == pytest.approx(0.1)
+    model_drafter = ModelDrafter(Clockwork(cases.MODELS["rnn"](8), 0.2, 0.01))
+    target_seconds = [1.0 + 0.1 * (window + 1) for window in (0, *WINDOWS)]
+    for drafter in (model_drafter, NGramWithFallback(NGramDrafter(), model_drafter)):
+        calibration = calibrate(target, drafter, batch_size=size, context_length=100)
+        assert calibration.target_seconds == pytest.approx(target_seconds)
+        assert calibration.loop_seconds == pytest.approx([0.0] * 6, abs=1e-9)
+        assert calibration.draft_seconds == pytest.approx(0.01)
+        assert calibration.draft_step_seconds == pytest.approx(0.21)
+        assert calibration.target_token_seconds == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("with_lookup", [False, True])
-@pytest.mark.parametrize("made", [fitted_eagle, fitted_block])
-def test_windows_that_a_draft_would_end_early_are_measured_whole(
-    made: Any, with_lookup: bool
+@pytest.mark.parametrize("make_drafter", [fitted_eagle, fitted_block])
+def test_windows_that_a_draft_would_end_early_are_measured_in_full(
+    make_drafter: Any, with_lookup: bool
 ) -> None:
-    """What a draft token costs would not be seen otherwise, and `auto` would take the widest window."""
-    model, drafted = cases.target("llama"), Counter[tuple[int, int]]()
-    drafter: Any = made(model).at(1.0)
+    """Otherwise the cost of a token would be hidden, and `auto` would take the widest window."""
+    target = cases.target("llama")
+    drafter: Any = make_drafter(target).at(1.0)
+    drafted: Counter[tuple[int, int]] = Counter()
 
     class Counted(type(drafter)):  # type: ignore[misc]
         def propose(self, state: Any, request: Any, windows: Any, sampling: Sampling) -> Draft:
@@ -79,14 +82,11 @@ def test_windows_that_a_draft_would_end_early_are_measured_whole(
             return draft
 
     drafter.__class__ = Counted
-    calibrate(
-        model,
-        NGramWithFallback(NGramDrafter(), drafter) if with_lookup else drafter,
-        windows=(2, 4),
-        seconds=0,
-    )
-    # In a round of the prompt nothing is drafted.
-    assert {window: number for window, number in drafted if number} == {2: 2, 4: 4}
+    if with_lookup:
+        drafter = NGramWithFallback(NGramDrafter(), drafter)
+    calibrate(target, drafter, windows=(2, 4), seconds=0)
+    # The round that reads the prompt has no draft.
+    assert {window: num_drafted for window, num_drafted in drafted if num_drafted} == {2: 2, 4: 4}
 
 
 @pytest.mark.parametrize(
@@ -102,36 +102,47 @@ def test_windows_that_a_draft_would_end_early_are_measured_whole(
 def test_every_drafter_can_be_measured(
     target: str, drafter: str, rule: Any, windows: tuple[int, ...]
 ) -> None:
-    model, sampling = cases.drafter(drafter, target), Sampling(1.0 if rule else 0.0)
-    options: dict[str, Any] = {"context_length": 20, "windows": windows, "seconds": 0.0}
-    found = calibrate(cases.target(target), model, rule=rule, sampling=sampling, **options)
-    seconds = [found.round_seconds(i) for i in range(found.widths[-1])]
-    assert all(math.isfinite(each) and each > 0 for each in seconds)
-    assert found.widths[-1] <= max(windows) + 1
+    calibration = calibrate(
+        cases.target(target),
+        cases.drafter(drafter, target),
+        rule=rule,
+        sampling=Sampling(1.0 if rule else 0.0),
+        context_length=20,
+        windows=windows,
+        seconds=0.0,
+    )
+    largest_width = calibration.widths[-1]
+    assert largest_width <= max(windows) + 1
+    for window in range(largest_width):
+        seconds = calibration.round_seconds(window)
+        assert math.isfinite(seconds)
+        assert seconds > 0
 
 
 class OneToken(cases.Repeater):
     """Drafts token 0 once, whatever the window."""
 
-    most = 0
+    most_accepted = 0
 
     def propose(self, state: Any, request: Any, windows: Any, sampling: Sampling) -> Draft:
         return Draft(request.tail[:, :1] * 0)
 
     def observe(self, state: Any, output: ModelOutput, num_accepted: Any) -> None:
-        self.most = max(self.most, *num_accepted)
+        self.most_accepted = max(self.most_accepted, *num_accepted)
 
 
 def test_no_more_draft_tokens_are_accepted_than_were_drafted() -> None:
-    """The target always says 0, which drafts are filled up with."""
-    target, drafter = cases.MODELS["rnn"](), OneToken()
+    """The target always draws 0, with which drafts are padded."""
+    target = cases.MODELS["rnn"]()
+    drafter = OneToken()
     for parameter in target.parameters():
         parameter.data.zero_()
     calibrate(target, drafter, context_length=20, seconds=0.0)
-    assert drafter.most == 1
+    assert drafter.most_accepted == 1
 
 
 def broken(**changes: Any) -> str:
+    """The file of a calibration with wrong values."""
     return json.dumps({**COSTS.to_dict(), **changes})
 
 
@@ -144,7 +155,7 @@ def broken(**changes: Any) -> str:
         broken(draft_seconds=math.nan),
     ],
 )
-def test_a_file_that_is_no_calibration_is_measured_again(
+def test_a_pair_whose_file_is_invalid_is_measured_again(
     tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -164,21 +175,24 @@ def test_a_short_context_is_measured_with_shorter_windows(num_positions: int, wi
 
 def test_a_pair_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measured = []
+    batch_sizes = []
 
-    def count(*arguments: Any, **options: Any) -> Calibration:
-        measured.append(options["batch_size"])
+    def counting_calibrate(*arguments: Any, **options: Any) -> Calibration:
+        batch_sizes.append(options["batch_size"])
         return COSTS
 
-    monkeypatch.setattr(measuring, "calibrate", count)
-    model, drafter = cases.MODELS["rnn"](), ModelDrafter(cases.MODELS["rnn"](3))
-    load_or_measure(model, drafter)
+    monkeypatch.setattr(measuring, "calibrate", counting_calibrate)
+    target = cases.MODELS["rnn"]()
+    drafter = ModelDrafter(cases.MODELS["rnn"](3))
+    load_or_measure(target, drafter)
     load_or_measure(cases.MODELS["rnn"](7), drafter)  # weights of another value cost the same
-    assert measured == [1]
-    for options in ({"batch_size": 2}, {"temperature": 1.0}, {"rule": "RejectionSampling"}):
-        load_or_measure(model, drafter, **options)
+    assert batch_sizes == [1]
+
+    load_or_measure(target, drafter, batch_size=2)
+    load_or_measure(target, drafter, temperature=1.0)
+    load_or_measure(target, drafter, rule="RejectionSampling")
     load_or_measure(cases.MODELS["rnn"](hidden_size=32), drafter)
-    assert measured == [1, 2, 1, 1, 1]
+    assert batch_sizes == [1, 2, 1, 1, 1]
 
 
 def test_another_release_of_openvino_is_measured_again(
@@ -186,14 +200,14 @@ def test_another_release_of_openvino_is_measured_again(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(measuring, "calibrate", lambda *_, **__: COSTS)
-    model = cases.MODELS["rnn"]()
-    for backend, release, kept in (
+    target = cases.MODELS["rnn"]()
+    for backend, release, num_files in (
         ("torch", "1", 1),
         ("torch", "2", 1),
         ("openvino", "1", 2),
         ("openvino", "2", 3),
     ):
-        monkeypatch.setattr(type(model), "backend", backend)
-        monkeypatch.setattr("importlib.metadata.version", lambda name, own=release: own)
-        load_or_measure(model, NGramDrafter())
-        assert len([*tmp_path.rglob("*.json")]) == kept
+        monkeypatch.setattr(type(target), "backend", backend)
+        monkeypatch.setattr("importlib.metadata.version", lambda name, version=release: version)
+        load_or_measure(target, NGramDrafter())
+        assert len(list(tmp_path.rglob("*.json"))) == num_files

@@ -1,9 +1,10 @@
-"""Law 2, exactly: one round's tokens have the target's distribution, summed over all drafts and outcomes.
+"""Law 2, exactly: a round has the target's distribution, summed over all drafts and outcomes.
 
-Each token, and each decision to keep one, belongs to an interval of uniform numbers. Where the intervals end is asked
-of the rule's own code, by bisection over the 2^24 values that a uniform number can take; nothing is sampled.
+Each token, and each decision to accept one, belongs to an interval of uniform numbers. The ends of
+the intervals are found by calling the rule itself, by bisection over the 2^24 values that a
+uniform number can take; nothing is sampled.
 
-Shapes: N = V^K drafts (or other rows), K guesses, V vocabulary.
+Shapes: N = V^K drafts (or other rows), K draft tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from lightning_specdec.rules import (
     draw,
 )
 
-VOCAB, WINDOW, STEPS = 3, 2, 2**24
+VOCAB = 3
+WINDOW = 2
+STEPS = 2**24
 TOLERANCE = 1e-6
 DRAFTS = list(itertools.product(range(VOCAB), repeat=WINDOW))
 BLOCKS = list(itertools.product(range(VOCAB), repeat=WINDOW + 1))
@@ -47,7 +50,10 @@ SAMPLINGS = {
 
 @dataclass(frozen=True)
 class Proposal:
-    """How a drafter draws its guesses, and which distribution it reports: an honest one reports what it draws from."""
+    """How a drafter draws its tokens, and which distribution it reports.
+
+    An honest drafter reports the distribution that it draws from.
+    """
 
     drawn: Sampling
     reported: Sampling | None
@@ -64,17 +70,19 @@ HONEST = {
 def world(seed: int) -> dict[Prefix, Tensor]:
     """Random logits after every prefix."""
     generator = torch.Generator().manual_seed(seed)
-    prefixes = [
-        prefix for n in range(WINDOW + 1) for prefix in itertools.product(range(VOCAB), repeat=n)
-    ]
-    return {prefix: 1.5 * torch.randn(VOCAB, generator=generator) for prefix in prefixes}
+    table: dict[Prefix, Tensor] = {}
+    for length in range(WINDOW + 1):
+        for prefix in itertools.product(range(VOCAB), repeat=length):
+            table[prefix] = 1.5 * torch.randn(VOCAB, generator=generator)
+    return table
 
 
 def along(table: dict[Prefix, Tensor], num_positions: int) -> Tensor:
-    """`[N, num_positions, V]`: the logits that are met along every draft."""
-    return torch.stack(
-        [torch.stack([table[draft[:i]] for i in range(num_positions)]) for draft in DRAFTS]
-    )
+    """`[N, num_positions, V]`: the logits after each prefix of every draft."""
+    draft_logits = []
+    for draft in DRAFTS:
+        draft_logits.append(torch.stack([table[draft[:i]] for i in range(num_positions)]))
+    return torch.stack(draft_logits)
 
 
 def block_probs(table: dict[Prefix, Tensor], sampling: Sampling) -> dict[Prefix, float]:
@@ -89,15 +97,18 @@ def block_probs(table: dict[Prefix, Tensor], sampling: Sampling) -> dict[Prefix,
 
 
 def share(holds: Callable[[Tensor], Tensor], num_rows: int) -> Tensor:
-    """For each row the share of uniform numbers for which `holds`: all below a bound that bisection finds."""
-    low, high = torch.zeros(num_rows, dtype=torch.long), torch.full((num_rows,), STEPS)
+    """For each row the share of uniform numbers for which `holds`: all below a bound that
+    bisection finds.
+    """
+    low = torch.zeros(num_rows, dtype=torch.long)
+    high = torch.full((num_rows,), STEPS)
     for _ in range(25):
         middle = (low + high) // 2
-        true = holds((middle / STEPS).float().clamp(max=1 - 1 / STEPS)) & (low < high)
-        low, high = (
-            torch.where(true, (middle + 1).clamp(max=STEPS), low),
-            torch.where(true | (low == high), high, middle),
-        )
+        uniform = (middle / STEPS).float().clamp(max=1 - 1 / STEPS)
+        is_found = low == high
+        is_below_bound = holds(uniform) & ~is_found
+        low = torch.where(is_below_bound, (middle + 1).clamp(max=STEPS), low)
+        high = torch.where(is_below_bound | is_found, high, middle)
     assert bool((low == high).all())
     return low.double() / STEPS
 
@@ -117,7 +128,9 @@ def sizes(ends: Tensor) -> Tensor:
 
 
 class Measured:
-    """A rule's intervals for every draft: where keeping ends at each position, and where each next token's ends."""
+    """A rule's intervals for every draft: where keeping ends at each position, and where each next
+    token's ends.
+    """
 
     def __init__(
         self,
@@ -128,7 +141,10 @@ class Measured:
         proposal: Proposal,
         length: int,
     ) -> None:
-        self.rule, self.target_logits, self.sampling, self.length = rule, target, sampling, length
+        self.rule = rule
+        self.target_logits = target
+        self.sampling = sampling
+        self.length = length
         self.tokens = torch.tensor(DRAFTS)
         lengths = None if length == WINDOW else torch.full((len(DRAFTS),), length)
         probs = None if proposal.reported is None else proposal.reported.probs(draft)
@@ -141,7 +157,9 @@ class Measured:
             self.ends[:, i] = token_ends(partial(self.next_token, i), len(DRAFTS))
 
     def ask(self, position: int, purpose: Purpose, uniform: Tensor) -> Verdict:
-        """The verdict where everything before `position` is kept, and for CORRECT nothing at it if that is possible."""
+        """The verdict where everything before `position` is kept, and for CORRECT nothing at it if
+        that is possible.
+        """
         noise = torch.zeros(len(DRAFTS), WINDOW + 1, len(Purpose))
         noise[:, position, Purpose.ACCEPT] = 1 - 1 / STEPS
         noise[:, position, purpose] = uniform
@@ -154,17 +172,16 @@ class Measured:
         return self.ask(position, Purpose.CORRECT, uniform).next_tokens
 
     def law(self, guess_probs: Tensor) -> dict[Prefix, float]:
-        """The exact distribution of what a round settles, for drafts `[N]` of these probabilities."""
+        """The exact distribution of a round's tokens, for drafts `[N]` of these probabilities."""
         outcomes: dict[Prefix, float] = defaultdict(float)
         next_probs = [sizes(self.ends[:, i]) for i in range(self.length + 1)]
         for n, draft in enumerate(DRAFTS):
-            reached = float(guess_probs[n])
+            reached_prob = float(guess_probs[n])
             for i in range(self.length + 1):
+                end_probs = (1 - self.keep[n, i]) * next_probs[i][n]
                 for token in range(VOCAB):
-                    outcomes[(*draft[:i], token)] += reached * float(
-                        (1 - self.keep[n, i]) * next_probs[i][n, token]
-                    )
-                reached *= float(self.keep[n, i])
+                    outcomes[(*draft[:i], token)] += reached_prob * float(end_probs[token])
+                reached_prob *= float(self.keep[n, i])
         return outcomes
 
 
@@ -172,8 +189,8 @@ def guess_probs(drawn: Sampling, logits: Tensor) -> Tensor:
     """`[N]`: each draft's probability, measured on the code that draws guesses."""
     probs = torch.ones(len(DRAFTS), dtype=torch.float64)
     for i in range(WINDOW):
-        each = sizes(token_ends(partial(drawn.sample, logits[:, i]), len(DRAFTS)))
-        probs *= each.gather(1, torch.tensor(DRAFTS)[:, i : i + 1])[:, 0]
+        token_probs = sizes(token_ends(partial(drawn.sample, logits[:, i]), len(DRAFTS)))
+        probs *= token_probs.gather(1, torch.tensor(DRAFTS)[:, i : i + 1])[:, 0]
     return probs
 
 
@@ -185,18 +202,19 @@ def largest_error(
     seed: int = 1,
     length: int = WINDOW,
 ) -> float:
-    """How far the blocks that begin with a round's tokens, and go on as the target does, are from the target's."""
-    target, draft = world(seed), world(seed + 100)
+    """The largest error of a block's probability.
+
+    A block begins with the tokens of a round, and continues with the target's own tokens.
+    """
+    target = world(seed)
+    draft = world(seed + 100)
     measured = Measured(
         rule, along(target, WINDOW + 1), along(draft, WINDOW), sampling, proposal, length
     )
     law = measured.law(guess_probs(proposal.drawn, along(draft, WINDOW)))
     assert sum(law.values()) == pytest.approx(1, abs=TOLERANCE)
-    expected, probs = (
-        block_probs(target, sampling),
-        {p: sampling.probs(x).double() for p, x in target.items()},
-    )
-    return error_of(law, probs, expected)
+    probs = {prefix: sampling.probs(logits).double() for prefix, logits in target.items()}
+    return error_of(law, probs, block_probs(target, sampling))
 
 
 def error_of(
@@ -205,13 +223,13 @@ def error_of(
     """The same for a round's measured law and the target's distribution after every prefix."""
     largest = 0.0
     for block in BLOCKS:
-        total = 0.0
-        for n in range(1, WINDOW + 2):
-            rest = law.get(block[:n], 0.0)
-            for i in range(n, WINDOW + 1):
-                rest *= float(probs[block[:i]][block[i]])
-            total += rest
-        largest = max(largest, abs(total - expected[block]))
+        block_prob = 0.0
+        for round_length in range(1, WINDOW + 2):
+            prob = law.get(block[:round_length], 0.0)
+            for i in range(round_length, WINDOW + 1):
+                prob *= float(probs[block[:i]][block[i]])
+            block_prob += prob
+        largest = max(largest, abs(block_prob - expected[block]))
     return largest
 
 
@@ -223,83 +241,99 @@ def error_of(
 def test_a_round_of_rejection_sampling_has_exactly_the_targets_distribution(
     sampling: str, proposal: str, length: int
 ) -> None:
-    own = SAMPLINGS[sampling]
-    assert largest_error(RejectionSampling(), own, HONEST[proposal](own), length=length) < TOLERANCE
+    target_sampling = SAMPLINGS[sampling]
+    honest = HONEST[proposal](target_sampling)
+    error = largest_error(RejectionSampling(), target_sampling, honest, length=length)
+    assert error < TOLERANCE
 
 
-def test_rejection_sampling_keeps_as_much_as_any_lossless_rule_can() -> None:
-    target, draft, sampling = along(world(1), WINDOW + 1), along(world(101), WINDOW), Sampling(1.0)
-    measured = Measured(
-        RejectionSampling(), target, draft, sampling, Proposal(sampling, sampling), WINDOW
-    )
-    target_probs, draft_probs = target[:, 0].softmax(-1), draft[:, 0].softmax(-1)
-    kept = (guess_probs(sampling, draft) * measured.keep[:, 0]).sum()
-    assert float(kept) == pytest.approx(
-        float(torch.minimum(target_probs, draft_probs)[0].sum()), abs=TOLERANCE
-    )
-
-
-def test_the_measured_intervals_foretell_every_verdict() -> None:
-    """Were a decision to read another number than its own, measuring one number at a time would not show it."""
+def test_rejection_sampling_accepts_as_much_as_any_lossless_rule_can() -> None:
     sampling = Sampling(1.0)
-    target, draft = along(world(1), WINDOW + 1), along(world(101), WINDOW)
-    measured = Measured(
-        RejectionSampling(), target, draft, sampling, Proposal(sampling, sampling), WINDOW
-    )
-    generator, rows = torch.Generator().manual_seed(0), torch.arange(len(DRAFTS))
+    target = along(world(1), WINDOW + 1)
+    draft = along(world(101), WINDOW)
+    proposal = Proposal(sampling, sampling)
+    measured = Measured(RejectionSampling(), target, draft, sampling, proposal, WINDOW)
+    accepted_share = (guess_probs(sampling, draft) * measured.keep[:, 0]).sum()
+
+    target_probs = target[0, 0].softmax(-1)
+    draft_probs = draft[0, 0].softmax(-1)
+    overlap = torch.minimum(target_probs, draft_probs).sum()
+    assert float(accepted_share) == pytest.approx(float(overlap), abs=TOLERANCE)
+
+
+def test_the_measured_intervals_predict_every_verdict() -> None:
+    """Measuring one number at a time would not show a decision that reads another number than its
+    own.
+    """
+    sampling = Sampling(1.0)
+    target = along(world(1), WINDOW + 1)
+    draft = along(world(101), WINDOW)
+    proposal = Proposal(sampling, sampling)
+    measured = Measured(RejectionSampling(), target, draft, sampling, proposal, WINDOW)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.arange(len(DRAFTS))
     for _ in range(300):
         noise = torch.rand(len(DRAFTS), WINDOW + 1, len(Purpose), generator=generator)
         verdict = measured.rule.judge(measured.draft, target, sampling, noise)
-        accepted = (
-            (noise[:, :WINDOW, Purpose.ACCEPT] < measured.keep[:, :WINDOW]).long().cumprod(1).sum(1)
-        )
-        number = noise[rows, accepted, Purpose.CORRECT]
-        token = (number[:, None] >= measured.ends[rows, accepted]).sum(1)
-        assert (
-            verdict.num_accepted.tolist() == accepted.tolist()
-            and verdict.next_tokens.tolist() == token.tolist()
-        )
+
+        is_accepted = noise[:, :WINDOW, Purpose.ACCEPT] < measured.keep[:, :WINDOW]
+        num_accepted = is_accepted.long().cumprod(1).sum(1)
+        uniform = noise[rows, num_accepted, Purpose.CORRECT]
+        next_tokens = (uniform[:, None] >= measured.ends[rows, num_accepted]).sum(1)
+        assert verdict.num_accepted.tolist() == num_accepted.tolist()
+        assert verdict.next_tokens.tolist() == next_tokens.tolist()
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_round_of_exact_match_settles_the_targets_own_draws_whatever_was_guessed(
-    sampling: str,
+def exact_match_ends(logits: Tensor, sampling: Sampling) -> Tensor:
+    """`[1, V]`: the ends of the intervals of the target's own draws."""
+    no_draft = Draft(torch.zeros(1, 0, dtype=torch.long))
+
+    def token_of(uniform: Tensor) -> Tensor:
+        noise = uniform[:, None, None].expand(-1, 1, len(Purpose))
+        return ExactMatch().judge(no_draft, logits[None, None], sampling, noise).next_tokens
+
+    return token_ends(token_of, 1)
+
+
+@pytest.mark.parametrize("sampling_name", SAMPLINGS)
+def test_a_round_of_exact_match_commits_the_targets_own_draws_whatever_was_drafted(
+    sampling_name: str,
 ) -> None:
-    own, target = SAMPLINGS[sampling], world(1)
-    ends = {}
+    sampling = SAMPLINGS[sampling_name]
+    target = world(1)
+    token_probs: dict[Prefix, Tensor] = {}
+    starts: dict[Prefix, Tensor] = {}
     for prefix, logits in target.items():
-        nothing = Draft(torch.zeros(1, 0, dtype=torch.long))
+        ends = exact_match_ends(logits, sampling)
+        token_probs[prefix] = sizes(ends)[0]
+        starts[prefix] = ends[0] - token_probs[prefix]
+        expected = sampling.probs(logits).double()
+        assert token_probs[prefix].tolist() == pytest.approx(expected.tolist(), abs=TOLERANCE)
 
-        def token_of(uniform: Tensor, logits: Tensor = logits, nothing: Draft = nothing) -> Tensor:
-            noise = uniform[:, None, None].expand(-1, 1, len(Purpose))
-            return ExactMatch().judge(nothing, logits[None, None], own, noise).next_tokens
-
-        ends[prefix] = token_ends(token_of, 1)
-        expected = own.probs(logits).double()
-        assert sizes(ends[prefix])[0].tolist() == pytest.approx(expected.tolist(), abs=TOLERANCE)
-    starts = {prefix: (each - sizes(each))[0] for prefix, each in ends.items()}
-    logits, tokens = along(target, WINDOW + 1), torch.tensor(DRAFTS)
-    for (
-        block
-    ) in BLOCKS:  # the first number of every cell of the noise in which the target draws this block
-        if all(float(sizes(ends[block[:i]])[0, token]) > 0 for i, token in enumerate(block)):
-            numbers = torch.stack(
-                [starts[block[:i]][token] for i, token in enumerate(block)]
-            ).float()
-            noise = torch.rand(
-                len(DRAFTS), WINDOW + 1, len(Purpose), generator=torch.Generator().manual_seed(0)
-            )
-            noise[..., Purpose.CORRECT] = numbers
-            verdict = ExactMatch().judge(Draft(tokens), logits, own, noise)
-            for draft, kept, token in zip(
-                DRAFTS, verdict.num_accepted.tolist(), verdict.next_tokens.tolist(), strict=True
-            ):
-                alike = next((i for i in range(WINDOW) if draft[i] != block[i]), WINDOW)
-                assert (kept, *draft[:kept], token) == (alike, *block[: alike + 1])
+    for block in BLOCKS:
+        cells = [(block[:i], token) for i, token in enumerate(block)]
+        if any(float(token_probs[prefix][token]) == 0 for prefix, token in cells):
+            continue
+        # The first uniform numbers with which the target draws this block.
+        numbers = torch.stack([starts[prefix][token] for prefix, token in cells]).float()
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.rand(len(DRAFTS), WINDOW + 1, len(Purpose), generator=generator)
+        noise[..., Purpose.CORRECT] = numbers
+        verdict = ExactMatch().judge(
+            Draft(torch.tensor(DRAFTS)), along(target, WINDOW + 1), sampling, noise
+        )
+        num_accepted = verdict.num_accepted.tolist()
+        next_tokens = verdict.next_tokens.tolist()
+        for row, draft in enumerate(DRAFTS):
+            num_equal = 0
+            while num_equal < WINDOW and draft[num_equal] == block[num_equal]:
+                num_equal += 1
+            assert num_accepted[row] == num_equal
+            assert next_tokens[row] == block[num_equal]
 
 
 class NoResidual(RejectionSampling):
-    """Biased: corrects from the target itself, so that what the draft likes comes twice."""
+    """Biased: corrects from the target itself, so that tokens that the draft prefers come twice."""
 
     def judge(
         self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
@@ -309,7 +343,7 @@ class NoResidual(RejectionSampling):
 
 
 class BonusFromDraft(RejectionSampling):
-    """Biased: when everything was kept, the bonus comes from the draft's last distribution."""
+    """Biased: the bonus token comes from the draft's last distribution."""
 
     def judge(
         self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
@@ -329,6 +363,6 @@ BIASED = {
 
 
 @pytest.mark.parametrize("bias", BIASED)
-def test_a_biased_round_is_found_out(bias: str) -> None:
+def test_a_biased_round_is_detected(bias: str) -> None:
     rule, proposal = BIASED[bias]
     assert largest_error(rule, Sampling(1.0), proposal) > 1000 * TOLERANCE

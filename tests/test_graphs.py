@@ -1,10 +1,12 @@
-"""Calls that are recorded and replayed give what the same calls give unrecorded: on a GPU CUDA graphs, here the same
-tensors that stay."""
+"""Recorded calls compute what the same calls compute unrecorded.
+
+On a GPU they are CUDA graphs; here the calls run again over the same tensors, which stay in place.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -16,15 +18,16 @@ from lightning_specdec.decoding import (
     AdaptiveWindow,
     Calibration,
     Row,
+    RowResult,
     Session,
-    autoregressive,
     autoregressive_decode,
+    recorded,
     speculative_decode,
 )
-from lightning_specdec.decoding import session as session_module
-from lightning_specdec.decoding.batch import Upload
 from lightning_specdec.decoding.calibration import calibrate
+from lightning_specdec.decoding.recorded import RecordedExecutor
 from lightning_specdec.drafters import Drafter, EarlyExitDrafter, ModelDrafter
+from lightning_specdec.drafters.base import is_pipelined, pipelined
 from lightning_specdec.models.graphs import GraphCache, _Recording, begin_read
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.rules import Sampling
@@ -32,16 +35,17 @@ from lightning_specdec.rules import Sampling
 SAMPLINGS = {"greedy": Sampling(), "hot": Sampling(1.3, top_k=6), "top_p": Sampling(0.8, top_p=0.7)}
 
 
-def recorded(model: Any) -> HuggingFaceLM:
+def recorded_model(model: Any) -> HuggingFaceLM:
+    """A copy of the model that records its calls."""
     return deepcopy(model).record()
 
 
-def recording(drafter: Drafter) -> Drafter:
-    """The drafter with a model of its own that records."""
-    other = deepcopy(drafter)
-    if isinstance(other, ModelDrafter):
-        other.model = recorded(other.model)
-    return other
+def recorded_drafter(drafter: Drafter) -> Drafter:
+    """A copy of the drafter, with a model that records its calls."""
+    drafter = deepcopy(drafter)
+    if isinstance(drafter, ModelDrafter):
+        drafter.model = recorded_model(drafter.model)
+    return drafter
 
 
 NAMES = [
@@ -56,6 +60,10 @@ NAMES = [
 ]
 
 
+def decisions(rows: Sequence[RowResult]) -> list[Any]:
+    return [(row.tokens, row.rounds, row.counts) for row in rows]
+
+
 @pytest.mark.parametrize(
     ("name", "rule", "sampling"),
     [
@@ -65,22 +73,30 @@ NAMES = [
     ],
 )
 def test_recorded_rounds_decide_as_unrecorded_ones(name: str, rule: str, sampling: str) -> None:
-    target, drafter = cases.target("llama"), cases.drafter(name, "llama")
+    target = cases.target("llama")
+    drafter = cases.drafter(name, "llama")
     options: dict[str, Any] = {
         "max_new_tokens": 14,
         "sampling": SAMPLINGS[sampling],
         "seed": 3,
         "eos": cases.EOS,
     }
-    plain = speculative_decode(target, drafter, cases.PROMPTS, rule=cases.RULES[rule](), **options)
-    model, other = recorded(target), recording(drafter)
-    for _ in range(2):  # the second time all is replayed
-        again = speculative_decode(
-            model, other, cases.PROMPTS, rule=cases.RULES[rule](), logprobs=True, **options
+    expected = speculative_decode(
+        target, drafter, cases.PROMPTS, rule=cases.RULES[rule](), **options
+    )
+
+    model = recorded_model(target)
+    model_drafter = recorded_drafter(drafter)
+    for _ in range(2):  # the second time every call is replayed
+        result = speculative_decode(
+            model,
+            model_drafter,
+            cases.PROMPTS,
+            rule=cases.RULES[rule](),
+            logprobs=True,
+            **options,
         )
-        assert [(row.tokens, row.rounds, row.counts) for row in again.rows] == [
-            (row.tokens, row.rounds, row.counts) for row in plain.rows
-        ]
+        assert decisions(result.rows) == decisions(expected.rows)
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "hot"])
@@ -88,16 +104,22 @@ def test_recorded_rounds_decide_as_unrecorded_ones(name: str, rule: str, samplin
 def test_recordings_serve_every_token_and_every_later_session(
     name: str, sampling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a batch shrinks by halves, and where the next text is longer."""
-    model, recordings, plain = recorded(cases.target("llama")), list[Any](), _Recording.__init__
+    """Also if a batch shrinks by halves, and if the next text is longer."""
+    recordings: list[Any] = []
+    record = _Recording.__init__
 
-    def counted(self: Any, *arguments: Any) -> None:
+    def counting_record(self: Any, *arguments: Any) -> None:
         recordings.append(arguments)
-        plain(self, *arguments)
+        record(self, *arguments)
 
-    monkeypatch.setattr(_Recording, "__init__", counted)
-    drafter = None if name == "standard" else recording(cases.drafter(name, "llama"))
-    counts, prompts = [], [[1, 2, 3], [4, 5], [3], [2, 2, 9]]
+    monkeypatch.setattr(_Recording, "__init__", counting_record)
+    model = recorded_model(cases.target("llama"))
+    drafter = None
+    if name != "standard":
+        drafter = recorded_drafter(cases.drafter(name, "llama"))
+
+    counts = []
+    prompts = [[1, 2, 3], [4, 5], [3], [2, 2, 9]]
     for num_new in (30, 30, 20):
         recordings.clear()
         options: dict[str, Any] = {"max_new_tokens": num_new, "sampling": SAMPLINGS[sampling]}
@@ -106,74 +128,79 @@ def test_recordings_serve_every_token_and_every_later_session(
         else:
             speculative_decode(model, drafter, prompts, **options)
         counts.append(len(recordings))
-    assert 0 < counts[0] < 30 and counts[1] == 0 and counts[2] < 8, counts
+    assert 0 < counts[0] < 30
+    assert counts[1] == 0
+    assert counts[2] < 8
 
 
 @pytest.mark.parametrize("name", ["near", "early_exit", "heads"])
 def test_a_next_turn_goes_on_over_recorded_calls(name: str) -> None:
-    """The states lag behind a resumed text by several tokens, whose places no recorded call may take for the last."""
-    found = []
-    for model, drafter in (
-        (cases.target("llama"), cases.drafter(name, "llama")),
-        (recorded(cases.target("llama")), recording(cases.drafter(name, "llama"))),
-    ):
-        session = Session(model, drafter, max_length=60, num_draft_tokens=3)
-        row, rows = session.add([1, 2, 3], max_new_tokens=7), []
-        for more in ([4, 5, 6, 7], [], [9, 8]):
-            while session.live:
-                session.step()
-            rows.append(row)
-            row = session.resume(row, [*row.text, *more], max_new_tokens=7)
+    """The states lag behind a resumed text by several tokens, which no recorded call may take for
+    the last ones.
+    """
+    target = cases.target("llama")
+    drafter = cases.drafter(name, "llama")
+    plain_turns = _three_turns(Session(target, drafter, max_length=60, num_draft_tokens=3))
+    session = Session(
+        recorded_model(target), recorded_drafter(drafter), max_length=60, num_draft_tokens=3
+    )
+    assert _three_turns(session) == plain_turns
+
+
+def _three_turns(session: Session) -> list[Any]:
+    rows = [session.add([1, 2, 3], max_new_tokens=7)]
+    for new_tokens in ([4, 5, 6, 7], [], [9, 8]):
         while session.live:
             session.step()
-        found.append([(each.text, each.rounds) for each in (*rows, row)])
-    assert found[0] == found[1]
+        prompt = [*rows[-1].text, *new_tokens]
+        rows.append(session.resume(rows[-1], prompt, max_new_tokens=7))
+    while session.live:
+        session.step()
+    return [(row.text, row.rounds) for row in rows]
 
 
-class Watched(Session):
-    """Compares what the device makes of a round that the host has not read with what the host makes of it."""
+class WatchedSession(Session):
+    """Compares the inputs that the device computes for a round with those that the host would
+    upload.
+    """
 
-    num_ahead = 0
+    num_pipelined = 0
 
-    def _round(self, **options: Any) -> Any:
-        if self._ahead is not None:
-            self.num_ahead += 1
-            rows, graphs = self._batch.rows, self._batch.graphs
-            assert graphs is not None
-            windows = [min(self._ahead, row.remaining - 1) for row in rows]
-            wanted = (
-                Upload(graphs, torch.zeros(len(rows), Upload.WIDTH).long())
-                .fill(rows, windows)
-                .values.tolist()
-            )
-            made = graphs.buffer("round", (len(rows), Upload.WIDTH), torch.long).tolist()
-            assert all(
-                one == other for row, one, other in zip(rows, made, wanted, strict=True) if row.live
-            )
-        return super()._round(**options)
+    def _run_round(self) -> Any:
+        executor = self._executor
+        if executor.has_pipelined_round:
+            assert isinstance(executor, RecordedExecutor)
+            assert executor.inputs is not None
+            self.num_pipelined += 1
+            device_inputs = executor.inputs.values.tolist()
+            num_draft_tokens = executor._next_num_draft_tokens
+            assert num_draft_tokens is not None
+            for row, integers in zip(self._batch.rows, device_inputs, strict=True):
+                if row.live:
+                    window = min(num_draft_tokens, row.remaining - 1)
+                    assert integers == recorded._integers(row, window)
+        return super()._run_round()
 
 
 def _decode(session: Session, script: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Rows that are added, cancelled and resumed, each after so many rounds."""
+    """Decode rows that are added, cancelled and resumed, each after a number of rounds."""
     rows: list[Row] = []
-    for num_rounds, action, *given in script:
+    for num_rounds, action, argument in script:
         for _ in range(num_rounds):
             session.step()
         if action == "add":
-            rows.append(session.add(*given, max_new_tokens=30))
+            rows.append(session.add(argument, max_new_tokens=30))
         elif action == "cancel":
-            session.cancel(rows[given[0]])
+            session.cancel(rows[argument])
         else:
-            while rows[given[0]].live:
+            row = rows[argument]
+            while row.live:
                 session.step()
-            rows.append(
-                session.resume(rows[given[0]], [*rows[given[0]].text, 5], max_new_tokens=20)
-            )
+            rows.append(session.resume(row, [*row.text, 5], max_new_tokens=20))
     while session.live:
         session.step()
-    return [
-        (row.text, row.stop_reason, row.rounds) for row in rows if row.stop_reason != "cancelled"
-    ]
+    finished = [row for row in rows if row.stop_reason != "cancelled"]
+    return [(row.text, row.stop_reason, row.rounds) for row in finished]
 
 
 COMING_AND_GOING = [
@@ -189,122 +216,145 @@ COMING_AND_GOING = [
 
 @pytest.mark.parametrize(("sampling", "eos"), [("greedy", cases.EOS), ("hot", None)])
 @pytest.mark.parametrize("name", ["near", "early_exit", "heads", "lookup_exit"])
-def test_rounds_that_run_ahead_are_those_that_the_host_asks_for(
+def test_pipelined_rounds_are_those_that_the_host_asks_for(
     name: str, sampling: str, eos: Any
 ) -> None:
-    options = {
+    options: dict[str, Any] = {
         "max_length": 90,
         "num_draft_tokens": 3,
         "seed": 7,
         "eos": eos,
         "sampling": SAMPLINGS[sampling],
+        "rule": "RejectionSampling",
     }
-    options["rule"] = "RejectionSampling"
-    target, drafter = cases.target("llama"), cases.drafter(name, "llama")
-    plain = _decode(Session(target, drafter, **options), COMING_AND_GOING)
-    session = Watched(recorded(target), recording(drafter), **options)
-    assert _decode(session, COMING_AND_GOING) == plain
-    assert (session.num_ahead > 0) == drafter.runs_ahead
+    target = cases.target("llama")
+    drafter = cases.drafter(name, "llama")
+    expected = _decode(Session(target, drafter, **options), COMING_AND_GOING)
+    session = WatchedSession(recorded_model(target), recorded_drafter(drafter), **options)
+    assert _decode(session, COMING_AND_GOING) == expected
+    assert (session.num_pipelined > 0) == is_pipelined(drafter)
 
 
 @pytest.mark.parametrize("name", ["near", "early_exit", "heads"])
-def test_a_round_in_full_swing_uploads_nothing_and_reads_once(
+def test_a_pipelined_round_uploads_nothing_and_reads_once(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = Session(
-        recorded(cases.target("llama")), recording(cases.drafter(name, "llama")), max_length=90
+        recorded_model(cases.target("llama")),
+        recorded_drafter(cases.drafter(name, "llama")),
+        max_length=90,
     )
     for prompt in ([1, 2, 3], [4, 5]):
         session.add(prompt, max_new_tokens=64)
     for _ in range(5):
         session.step()
-    counted: Counter[str] = Counter()
-    for owner, what in ((Upload, "fill"), (torch.Tensor, "tolist"), (torch, "tensor")):
-        plain = getattr(owner, what)
-        monkeypatch.setattr(
-            owner, what, lambda *a, w=what, f=plain, **o: counted.update([w]) or f(*a, **o)
-        )
+
+    counts: Counter[str] = Counter()
+
+    def counting(function_name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            counts[function_name] += 1
+            return function(*arguments, **options)
+
+        return call
+
+    functions = ((RecordedExecutor, "_upload"), (torch.Tensor, "tolist"), (torch, "tensor"))
+    for owner, function_name in functions:
+        function = getattr(owner, function_name)
+        monkeypatch.setattr(owner, function_name, counting(function_name, function))
     for _ in range(4):
         assert len(session.step()) == 2
-    assert counted == {"tolist": 4}
+    assert counts == {"tolist": 4}
+
+
+INTERRUPTED = {
+    "begin": GraphCache,
+    "repeat": GraphCache,
+    "_write_next_inputs": RecordedExecutor,
+}
+"""Classes of the methods after which Ctrl-C is pressed; the others belong to a session's parts."""
 
 
 @pytest.mark.parametrize(
-    ("name", "place"),
+    ("name", "method"),
     [
-        *(
-            ("heads", place)
-            for place in ("begin", "go_on", "repeat", "read", "commit", "observe", "learn")
-        ),
-        *(("near", place) for place in ("go_on", "read", "observe")),
+        ("heads", "begin"),
+        ("heads", "_write_next_inputs"),
+        ("heads", "repeat"),
+        ("heads", "read"),
+        ("heads", "commit"),
+        ("heads", "observe"),
+        ("heads", "learn"),
+        ("near", "_write_next_inputs"),
+        ("near", "read"),
+        ("near", "observe"),
         ("early_exit", "read"),
     ],
 )
-def test_a_session_goes_on_after_ctrl_c_while_a_round_runs_ahead(
-    name: str, place: str, monkeypatch: pytest.MonkeyPatch
+def test_a_session_goes_on_after_ctrl_c_while_a_round_is_pipelined(
+    name: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, drafter = cases.target("llama"), cases.drafter(name, "llama")
+    target = cases.target("llama")
     options: dict[str, Any] = {"sampling": SAMPLINGS["hot"], "seed": 2}
-    wanted = speculative_decode(target, drafter, cases.PROMPTS, max_new_tokens=30, **options).tokens
-    calls, ours = Counter[str](), recording(drafter)
-    session = Session(recorded(target), ours, max_length=90, **options)
+    expected = speculative_decode(
+        target, cases.drafter(name, "llama"), cases.PROMPTS, max_new_tokens=30, **options
+    )
+    drafter = recorded_drafter(cases.drafter(name, "llama"))
+    session = Session(recorded_model(target), drafter, max_length=90, **options)
     rows = [session.add(prompt, max_new_tokens=30) for prompt in cases.PROMPTS]
+    num_calls = 0
 
-    def broken(call: Any) -> Any:
-        def calling(*args: Any, **options: Any) -> Any:
-            calls[place] += 1
-            made = call(*args, **options)
-            if calls[place] in (4, 6, 7):  # the first ones before anything runs ahead
+    def interrupting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            result = function(*arguments, **options)
+            if num_calls in (4, 6, 7):  # no round is pipelined before
                 raise KeyboardInterrupt
-            return made
+            return result
 
-        return calling
+        return call
 
-    if place == "read":
-        monkeypatch.setattr(session_module, "begin_read", lambda values: broken(begin_read(values)))
+    if method == "read":
+        monkeypatch.setattr(recorded, "begin_read", lambda values: interrupting(begin_read(values)))
     else:
-        owner = {
-            "begin": GraphCache,
-            "repeat": GraphCache,
-            "go_on": Upload,
-            "commit": session._verification,
-        }.get(place, ours if place == "observe" else session._plan)
-        monkeypatch.setattr(owner, place, broken(getattr(owner, place)))
-    failures = 0
+        parts = {"commit": session._verification, "observe": drafter, "learn": session._plan}
+        owner: Any = {**INTERRUPTED, **parts}[method]
+        monkeypatch.setattr(owner, method, interrupting(getattr(owner, method)))
+
+    num_interrupts = 0
     while session.live:
         try:
             session.step()
         except KeyboardInterrupt:
-            failures += 1
-    assert failures > 1
-    assert [row.result().tokens for row in rows] == wanted
+            num_interrupts += 1
+    assert num_interrupts > 1
+    assert [row.result().tokens for row in rows] == expected.tokens
 
 
 @pytest.mark.parametrize("name", ["near", "early_exit", "heads"])
-def test_rows_whose_logits_are_no_numbers_end_alone(name: str) -> None:
-    """A row that failed has no new token, and its place is read all the same."""
+def test_rows_whose_logits_are_not_finite_end_alone(name: str) -> None:
+    """A row that failed has no new token, and its slot still takes part in the next calls."""
     target = deepcopy(cases.target("llama"))
-    target.embedding_table.data[7] = torch.nan  # type: ignore[union-attr]
+    assert target.embedding_table is not None
+    target.embedding_table.data[7] = torch.nan
+    drafter = cases.drafter(name, "llama")
     prompts = [[1, 2, 3], [4, 5], [3, 3, 1], [2]]
-    plain, again = (
-        speculative_decode(model, drafter, prompts, max_new_tokens=40).rows
-        for model, drafter in (
-            (target, cases.drafter(name, "llama")),
-            (recorded(target), recording(cases.drafter(name, "llama"))),
-        )
-    )
-    assert [(row.tokens, row.stop_reason) for row in again] == [
-        (row.tokens, row.stop_reason) for row in plain
-    ]
-    assert {row.stop_reason for row in plain} == {"failed"} and max(
-        len(row.tokens) for row in plain
-    ) > 1
+
+    expected = speculative_decode(target, drafter, prompts, max_new_tokens=40).rows
+    rows = speculative_decode(
+        recorded_model(target), recorded_drafter(drafter), prompts, max_new_tokens=40
+    ).rows
+    for row, expected_row in zip(rows, expected, strict=True):
+        assert row.tokens == expected_row.tokens
+        assert row.stop_reason == expected_row.stop_reason == "failed"
+    assert max(len(row.tokens) for row in expected) > 1
 
 
-def test_a_drafter_with_its_own_methods_runs_ahead_only_if_it_says_so() -> None:
+def test_a_drafter_that_overrides_a_method_is_pipelined_only_if_the_override_is_declared() -> None:
     class Watching(EarlyExitDrafter):
         def observe(self, state: Any, output: Any, num_accepted: Any) -> None:
-            """Reads the output, which the next round's would have overwritten."""
+            """Reads the output, which the next round would have overwritten."""
 
     class Renamed(EarlyExitDrafter):
         pass
@@ -312,60 +362,76 @@ def test_a_drafter_with_its_own_methods_runs_ahead_only_if_it_says_so() -> None:
     class Mixed(Watching, Renamed):
         pass
 
-    class Daring(Mixed):
-        runs_ahead = True
+    class Declared(Mixed):
+        @pipelined
+        def observe(self, state: Any, output: Any, num_accepted: Any) -> None:
+            """Reads nothing."""
 
-    found = [each.runs_ahead for each in (EarlyExitDrafter, Renamed, Watching, Mixed, Daring)]
-    assert found == [True, True, False, False, True]
+    class Drafting(Declared):
+        def propose(self, *arguments: Any) -> Any:
+            return super().propose(*arguments)
+
+    assert is_pipelined(EarlyExitDrafter(1))
+    assert is_pipelined(Renamed(1))
+    assert not is_pipelined(Watching(1))
+    assert not is_pipelined(Mixed(1))
+    assert is_pipelined(Declared(1))
+    assert not is_pipelined(Drafting(1))
 
 
-def test_batches_of_any_size_run_ahead() -> None:
-    for size in (1, 2, 3, 5):
-        session = Watched(
-            recorded(cases.target("llama")), EarlyExitDrafter(1), max_length=40, batch_size=size
-        )
-        for i in range(size):
-            session.add([1, i], max_new_tokens=20)
-        for _ in range(8):
-            session.step()
-        assert session.num_ahead, size
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 5])
+def test_batches_of_any_size_are_pipelined(batch_size: int) -> None:
+    session = WatchedSession(
+        recorded_model(cases.target("llama")),
+        EarlyExitDrafter(1),
+        max_length=40,
+        batch_size=batch_size,
+    )
+    for i in range(batch_size):
+        session.add([1, i], max_new_tokens=20)
+    for _ in range(8):
+        session.step()
+    assert session.num_pipelined
 
 
 def test_recordings_outlive_no_drafter() -> None:
-    """Another drafter may lie where a former one lay."""
-    target = recorded(cases.target("llama"))
+    """Another drafter may have the memory address of a former one."""
+    target = cases.target("llama")
+    model = recorded_model(target)
     for exit_layer in (1, 2, 1, 2, 1, 2):
-        rounds = [
-            speculative_decode(model, EarlyExitDrafter(exit_layer), [1, 2, 3], max_new_tokens=14)
-            .rows[0]
-            .rounds
-            for model in (cases.target("llama"), target)
-        ]
-        assert rounds[0] == rounds[1]
+        drafter = EarlyExitDrafter(exit_layer)
+        expected = speculative_decode(target, drafter, [1, 2, 3], max_new_tokens=14)
+        drafter = EarlyExitDrafter(exit_layer)
+        result = speculative_decode(model, drafter, [1, 2, 3], max_new_tokens=14)
+        assert result.rows[0].rounds == expected.rows[0].rounds
 
 
-def test_adaptive_windows_run_ahead_where_rows_share_them() -> None:
+@pytest.mark.parametrize(("sampling", "shares_windows"), [("greedy", True), ("hot", False)])
+def test_adaptive_windows_are_pipelined_if_rows_share_them(
+    sampling: str, shares_windows: bool
+) -> None:
     costs = Calibration((1, 2, 5), (1.0, 1.05, 1.1), (0.1, 0.1, 0.1), 0.1, 0.1, 0.01)
-    options: dict[str, Any] = {"max_length": 90, "num_draft_tokens": AdaptiveWindow(costs)}
-    target, drafter = cases.target("llama"), cases.drafter("near", "llama")
-    plain = autoregressive_decode(target, cases.PROMPTS, max_new_tokens=40)
-    for sampling, ahead in (("greedy", True), ("hot", False)):
-        session = Watched(
-            recorded(target),
-            recording(drafter),
-            rule="RejectionSampling",
-            sampling=SAMPLINGS[sampling],
-            **options,
-        )
-        rows = [session.add(prompt, max_new_tokens=40) for prompt in cases.PROMPTS]
-        while session.live:
-            session.step()
-        assert (session.num_ahead > 0) == ahead
-        if ahead:
-            buffers: Any = session._batch.graphs._buffers  # type: ignore[union-attr]
-            widths = {shape[1] for what, shape, _ in buffers if what == "tokens"}
-            assert widths <= {2, 5}, "calls were recorded for a window that was not measured"
-            assert [row.result().tokens for row in rows] == [row.tokens for row in plain.rows]
+    target = cases.target("llama")
+    session = WatchedSession(
+        recorded_model(target),
+        recorded_drafter(cases.drafter("near", "llama")),
+        rule="RejectionSampling",
+        sampling=SAMPLINGS[sampling],
+        max_length=90,
+        num_draft_tokens=AdaptiveWindow(costs),
+    )
+    rows = [session.add(prompt, max_new_tokens=40) for prompt in cases.PROMPTS]
+    while session.live:
+        session.step()
+    assert (session.num_pipelined > 0) == shares_windows
+    if not shares_windows:
+        return
+
+    graphs: Any = session._batch.target_state.graphs
+    widths = {shape[1] for name, shape, _ in graphs._buffers if name == "tokens"}
+    assert widths <= {2, 5}, "calls were recorded for a window that was not measured"
+    expected = autoregressive_decode(target, cases.PROMPTS, max_new_tokens=40)
+    assert [row.result().tokens for row in rows] == expected.tokens
 
 
 @pytest.mark.parametrize("sampling", [*SAMPLINGS])
@@ -377,41 +443,52 @@ def test_standard_decoding_launches_the_next_call_before_it_reads_a_token(
         "max_new_tokens": 20,
         "sampling": SAMPLINGS[sampling],
         "eos": cases.EOS,
+        "logprobs": logprobs,
     }
-    target, model, events = cases.target("llama"), recorded(cases.target("llama")), list[str]()
-    plain = autoregressive_decode(target, cases.PROMPTS, logprobs=logprobs, **options)
+    target = cases.target("llama")
+    expected = autoregressive_decode(target, cases.PROMPTS, **options)
 
-    def said(what: str, call: Any) -> Any:
-        def calling(*args: Any, **options: Any) -> Any:
-            events.append(what)
-            return call(*args, **options)
+    events: list[str] = []
 
-        return calling
+    def reporting(event: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            events.append(event)
+            return function(*arguments, **options)
 
-    model.forward = said("call", model.forward)  # type: ignore[method-assign]
+        return call
+
+    model = recorded_model(target)
+    model.forward = reporting("call", model.forward)  # type: ignore[method-assign]
     monkeypatch.setattr(
-        autoregressive, "begin_read", lambda values: said("read", begin_read(values))
+        recorded, "begin_read", lambda values: reporting("read", begin_read(values))
     )
-    found = autoregressive_decode(model, cases.PROMPTS, logprobs=logprobs, **options)
-    for one, other in zip(found.rows, plain.rows, strict=True):
-        assert (one.tokens, one.stop_reason) == (other.tokens, other.stop_reason)
-        assert one.logprobs == (pytest.approx(other.logprobs, abs=1e-5) if logprobs else None)
+    result = autoregressive_decode(model, cases.PROMPTS, **options)
+    for row, expected_row in zip(result.rows, expected.rows, strict=True):
+        assert row.tokens == expected_row.tokens
+        assert row.stop_reason == expected_row.stop_reason
+        if logprobs:
+            assert row.logprobs == pytest.approx(expected_row.logprobs, abs=1e-5)
+        else:
+            assert row.logprobs is None
     assert events[:5] == ["call", "call", "read", "call", "read"]
 
 
-def test_a_calibration_measures_recorded_rounds_that_run_ahead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    widths, plain = list[int](), Upload.go_on
+def test_a_calibration_measures_pipelined_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+    write_next_inputs = RecordedExecutor._write_next_inputs
 
-    def go_on(self: Upload, outcome: torch.Tensor, width: int, vocab_size: int) -> None:
-        widths.append(width)
-        plain(self, outcome, width, vocab_size)
+    def reporting(self: RecordedExecutor, outcome: torch.Tensor) -> None:
+        launched.append(self.num_draft_tokens)
+        write_next_inputs(self, outcome)
 
-    monkeypatch.setattr(Upload, "go_on", go_on)
-    options: dict[str, Any] = {"context_length": 5, "windows": (1, 2), "seconds": 0.0}
-    found = calibrate(
-        recorded(cases.target("llama")), recording(cases.drafter("early_exit", "llama")), **options
+    monkeypatch.setattr(RecordedExecutor, "_write_next_inputs", reporting)
+    calibration = calibrate(
+        recorded_model(cases.target("llama")),
+        recorded_drafter(cases.drafter("early_exit", "llama")),
+        context_length=5,
+        windows=(1, 2),
+        seconds=0.0,
     )
-    assert widths[-12:] == [1] * 4 + [2] * 4 + [0] * 4
-    assert found.widths == (1, 2, 3) and min(found.target_seconds) > 0
+    assert launched[-12:] == [1] * 4 + [2] * 4 + [0] * 4
+    assert calibration.widths == (1, 2, 3)
+    assert min(calibration.target_seconds) > 0

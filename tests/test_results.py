@@ -24,33 +24,25 @@ from lightning_specdec.decoding.timing import PhaseTimer
 from lightning_specdec.rules import Sampling
 
 
-def new_row() -> Row:
-    return Row(0, [1, 2], max_new_tokens=10, eos=frozenset([9]), speculative=True)
-
-
 @pytest.mark.parametrize(
     ("drafted", "num_accepted", "next_token", "added", "counts"),
     [
-        ([3, 4, 5], 3, 6, [3, 4, 5, 6], (3, 3, 3)),  # everything kept, and the bonus
-        ([3, 4, 5], 1, 6, [3, 6], (3, 2, 1)),  # the second rejected and corrected
-        ([3, 4, 5], 0, 6, [6], (3, 1, 0)),  # the first rejected
-        ([], 0, 6, [6], (0, 0, 0)),  # nothing guessed
-        (
-            [3, 9, 5],
-            3,
-            6,
-            [3, 9],
-            (2, 2, 2),
-        ),  # stopped by a kept guess: what is behind it is not counted
-        (
-            [3, 4, 5],
-            1,
-            9,
-            [3, 9],
-            (2, 2, 1),
-        ),  # stopped by a correction: the rejected guess counts as tested
-        ([3, 4, 5], 3, 9, [3, 4, 5, 9], (3, 3, 3)),  # stopped by the bonus
-        ([3, 4, 9], 3, 6, [3, 4, 9], (3, 3, 3)),  # stopped by the last guess: there is no bonus
+        # All draft tokens accepted, and the bonus token.
+        ([3, 4, 5], 3, 6, [3, 4, 5, 6], (3, 3, 3)),
+        # The second one rejected and corrected.
+        ([3, 4, 5], 1, 6, [3, 6], (3, 2, 1)),
+        # The first one rejected.
+        ([3, 4, 5], 0, 6, [6], (3, 1, 0)),
+        # No draft.
+        ([], 0, 6, [6], (0, 0, 0)),
+        # Stopped by an accepted draft token: tokens after it are not counted.
+        ([3, 9, 5], 3, 6, [3, 9], (2, 2, 2)),
+        # Stopped by a correction: the rejected draft token counts as tested.
+        ([3, 4, 5], 1, 9, [3, 9], (2, 2, 1)),
+        # Stopped by the bonus token.
+        ([3, 4, 5], 3, 9, [3, 4, 5, 9], (3, 3, 3)),
+        # Stopped by the last draft token: there is no bonus token.
+        ([3, 4, 9], 3, 6, [3, 4, 9], (3, 3, 3)),
     ],
 )
 def test_a_round_counts_what_is_in_the_output(
@@ -60,14 +52,18 @@ def test_a_round_counts_what_is_in_the_output(
     added: list[int],
     counts: tuple[int, int, int],
 ) -> None:
-    row = new_row()
+    row = Row(0, [1, 2], max_new_tokens=10, eos=frozenset([9]), speculative=True)
     assert row.commit(drafted, num_accepted, next_token, seconds=0.0) == added
-    assert row.counts is not None
-    assert (row.counts.num_proposed, row.counts.num_tested, row.counts.num_accepted) == counts
-    assert row.counts.histogram == [0] * counts[2] + [1]
     assert row.stop_reason == ("eos" if 9 in added else "")
-    ending = None if len(added) == counts[2] else added[-1]
-    assert row.rounds == [Round(drafted[: counts[0]], counts[2], ending)]
+
+    proposed, tested, accepted = counts
+    assert row.counts is not None
+    assert row.counts.num_proposed == proposed
+    assert row.counts.num_tested == tested
+    assert row.counts.num_accepted == accepted
+    assert row.counts.histogram == [0] * accepted + [1]
+    ending = None if len(added) == accepted else added[-1]
+    assert row.rounds == [Round(drafted[:proposed], accepted, ending)]
 
 
 @pytest.mark.parametrize("rule", cases.RULES)
@@ -88,33 +84,36 @@ def test_a_result_can_be_counted_again_from_its_rounds(
     )
     total = Counts()
     for row in result.rows:
-        assert row.rounds is not None and row.counts is not None and row.logprobs is not None
+        assert row.rounds is not None
+        assert row.counts is not None
+        assert row.logprobs is not None
         tokens: list[int] = []
-        for each in row.rounds:
-            tokens += each.drafted[: each.num_accepted]
-            rejected = each.next_token is not None and each.num_accepted < len(each.drafted)
-            total.record(len(each.drafted), each.num_accepted + rejected, each.num_accepted)
-            if each.next_token is not None:
-                tokens.append(each.next_token)
+        for round_ in row.rounds:
+            num_drafted = len(round_.drafted)
+            num_tested = round_.num_accepted
+            tokens += round_.drafted[: round_.num_accepted]
+            if round_.next_token is not None:
+                tokens.append(round_.next_token)
+                num_tested = min(round_.num_accepted + 1, num_drafted)
+            total.record(num_drafted, num_tested, round_.num_accepted)
         assert tokens == row.tokens
         assert len(row.tokens) == len(row.token_seconds) == len(row.logprobs) <= 12
         assert row.token_seconds == sorted(row.token_seconds)
         assert len(row.rounds) == row.num_rounds == sum(row.counts.histogram)
-    counted = result.counts
-    assert counted is not None
-    total.num_changed = counted.num_changed
-    assert counted == total
+    counts = result.counts
+    assert counts is not None
+    total.num_changed = counts.num_changed
+    assert counts == total
+    num_rounds = sum(row.num_rounds for row in result.rows)
     assert result.num_new_tokens == sum(len(row.tokens) for row in result.rows)
-    assert result.block_efficiency == result.num_new_tokens / sum(
-        row.num_rounds for row in result.rows
-    )
+    assert result.block_efficiency == result.num_new_tokens / num_rounds
     assert result.acceptance_rate == total.num_accepted / total.num_tested
-    assert counted.draft_utilization == total.num_accepted / total.num_proposed
+    assert counts.draft_utilization == total.num_accepted / total.num_proposed
     assert result.num_target_calls == max(row.num_rounds for row in result.rows)
     assert result.tokens_per_second == result.num_new_tokens / result.seconds
 
 
-def test_what_was_not_done_has_no_rate() -> None:
+def test_counts_of_nothing_have_no_rate() -> None:
     result = autoregressive_decode(
         cases.target("rnn"), cases.PROMPTS, max_new_tokens=7, eos=cases.EOS
     )
@@ -127,29 +126,37 @@ def test_what_was_not_done_has_no_rate() -> None:
         "num_draft_tokens",
     ):
         assert getattr(result, name) is None
-    assert result.block_efficiency == 1.0 and result.lossless
+    assert result.block_efficiency == 1.0
+    assert result.lossless
     assert result.num_target_calls == max(len(row.tokens) for row in result.rows)
-    result = cases.decode("rnn", "near", max_new_tokens=1)
-    assert result.acceptance_rate is None and result.block_efficiency == 1.0
-    assert result.counts is not None and result.counts.draft_utilization is None
-    nothing = open_session(
-        cases.target("rnn"), cases.drafter("near", "rnn"), cases.PROMPTS, max_new_tokens=3
-    ).result()
-    assert nothing.tokens == [[]] * len(cases.PROMPTS) and nothing.block_efficiency is None
+
+    without_drafts = cases.decode("rnn", "near", max_new_tokens=1)
+    assert without_drafts.acceptance_rate is None
+    assert without_drafts.block_efficiency == 1.0
+    assert without_drafts.counts is not None
+    assert without_drafts.counts.draft_utilization is None
+
+    target = cases.target("rnn")
+    drafter = cases.drafter("near", "rnn")
+    session = open_session(target, drafter, cases.PROMPTS, max_new_tokens=3)
+    without_rounds = session.result()
+    assert without_rounds.tokens == [[]] * len(cases.PROMPTS)
+    assert without_rounds.block_efficiency is None
 
 
 def test_a_gpus_timer_adds_up_what_lies_between_its_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's events by another clock: no machine with a GPU is needed to see that every phase has its own."""
-    clock, synchronized = itertools.count(), list[torch.device]()
+    """CUDA's events with another clock, so that no GPU is needed."""
+    clock = itertools.count()
+    synchronized: list[torch.device] = []
 
     class Event:
         def __init__(self, *, enable_timing: bool) -> None:
-            self.at = next(clock) ** 2
+            self.time = next(clock) ** 2
 
         def record(self, stream: str) -> None: ...
 
-        def elapsed_time(self, later: Event) -> float:
-            return 1000.0 * (later.at - self.at)
+        def elapsed_time(self, end: Event) -> float:
+            return 1000.0 * (end.time - self.time)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", str)

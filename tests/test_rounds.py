@@ -1,7 +1,8 @@
-"""A round from outside: one read of the device, and what is left when somebody presses Ctrl-C in the middle of it."""
+"""A round from outside: one read of the device, and what is left after Ctrl-C in its middle."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cases
@@ -38,50 +39,52 @@ class Interrupted(cases.Wrapped):
 
 
 @pytest.mark.parametrize("speculative", [True, False])
-def test_ctrl_c_hands_over_what_is_settled(speculative: bool) -> None:
-    model, drafter = Interrupted(cases.target("rnn"), 3), cases.drafter("near", "rnn")
+def test_ctrl_c_hands_over_what_is_committed(speculative: bool) -> None:
+    model = Interrupted(cases.target("rnn"), 3)
+    drafter = cases.drafter("near", "rnn")
     with pytest.raises(DecodeInterrupted) as caught:
         if speculative:
             speculative_decode(model, drafter, cases.PROMPTS, max_new_tokens=30)
         else:
             autoregressive_decode(model, cases.PROMPTS, max_new_tokens=30)
-    result = caught.value.result
+
     expected = autoregressive_decode(cases.target("rnn"), cases.PROMPTS, max_new_tokens=30).tokens
-    for row, tokens in zip(result.rows, expected, strict=True):
+    for row, tokens in zip(caught.value.result.rows, expected, strict=True):
         assert row.stop_reason == "interrupted"
-        assert row.num_rounds == 2 and 2 <= len(row.tokens) < 30
+        assert row.num_rounds == 2
+        assert 2 <= len(row.tokens) < 30
         assert row.tokens == tokens[: len(row.tokens)]
 
 
 def test_a_session_goes_on_after_a_failed_call() -> None:
-    model, drafter = Interrupted(cases.target("rnn"), 3), cases.drafter("near", "rnn")
+    model = Interrupted(cases.target("rnn"), 3)
+    drafter = cases.drafter("near", "rnn")
     session = open_session(model, drafter, cases.PROMPTS, max_new_tokens=12, sampling=Sampling(1.0))
-    failures = 0
+    num_failures = 0
     while session.live:
         try:
             session.step()
         except KeyboardInterrupt:
-            failures += 1
-    assert failures == 1
-    assert session.result().tokens == cases.standard("rnn", Sampling(1.0), 12, None).tokens
+            num_failures += 1
+    assert num_failures == 1
+    expected = cases.standard("rnn", Sampling(1.0), 12, None)
+    assert session.result().tokens == expected.tokens
 
 
-class Reads(TorchDispatchMode):
-    """Counts what makes a host wait for its device."""
+class CountedReads(TorchDispatchMode):
+    """Lists the operations and methods that make a host wait for its device."""
 
-    METHODS = tuple(
-        [
-            "tolist",
-            "item",
-            "numpy",
-            "cpu",
-            "nonzero",
-            "__bool__",
-            "__int__",
-            "__float__",
-            "__index__",
-            "__array__",
-        ]
+    METHODS = (
+        "tolist",
+        "item",
+        "numpy",
+        "cpu",
+        "nonzero",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__array__",
     )
     OPERATIONS = (
         "_local_scalar_dense",
@@ -95,13 +98,14 @@ class Reads(TorchDispatchMode):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        self.seen: list[str] = []
+        self.reads: list[str] = []
         for name in self.METHODS:
-            monkeypatch.setattr(torch.Tensor, name, self.counted(name, getattr(torch.Tensor, name)))
+            method = getattr(torch.Tensor, name)
+            monkeypatch.setattr(torch.Tensor, name, self.counted(name, method))
 
-    def counted(self, name: str, method: Any) -> Any:
+    def counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
-            self.seen.append(name)
+            self.reads.append(name)
             with torch._C.DisableTorchFunction():  # which would call this again
                 return method(tensor, *arguments, **options)
 
@@ -111,7 +115,7 @@ class Reads(TorchDispatchMode):
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if operation._schema.name.removeprefix("aten::") in self.OPERATIONS:
-            self.seen.append(operation._schema.name)
+            self.reads.append(operation._schema.name)
         return operation(*args, **(kwargs or {}))
 
 
@@ -133,21 +137,24 @@ def test_the_host_reads_the_device_once_a_round(
         seed=1,
         logprobs=True,
     )
-    counts = []
-    with Reads(monkeypatch) as reads:
+    reads_by_round = []
+    with CountedReads(monkeypatch) as counted:
         for prompt in cases.PROMPTS:
             session.add(prompt, max_new_tokens=12)
             session.cancel(session.add(prompt, max_new_tokens=12))
         while session.live:
-            reads.seen.clear()
+            counted.reads.clear()
             session.step()
-            counts.append(list(reads.seen))
-    assert len(counts) > 2
-    assert all(count == ["tolist"] for count in counts), counts
+            reads_by_round.append(list(counted.reads))
+    assert len(reads_by_round) > 2
+    assert all(reads == ["tolist"] for reads in reads_by_round), reads_by_round
 
 
 def test_the_count_of_reads_sees_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Reads(monkeypatch) as reads:
+    with CountedReads(monkeypatch) as counted:
         values = torch.tensor([1.0, 0.0])
-        _ = values[values > 0], values.sum().item(), bool(values[0]), values.tolist()
-    assert len(reads.seen) >= 4
+        _ = values[values > 0]
+        _ = values.sum().item()
+        _ = bool(values[0])
+        _ = values.tolist()
+    assert len(counted.reads) >= 4

@@ -133,9 +133,7 @@ def test_decode_finds_the_target_or_is_given_it_anew(tmp_path: Path) -> None:
         both["speculative"]["tokens"]
     ]
     shown = succeed("info", "run/version_0/best.ckpt").out
-    assert (
-        "target (sha256 " in shown and "not in this file" in shown and "MedusaDrafter(" in shown
-    )
+    assert "target (sha256 " in shown and "not in this file" in shown and "MedusaDrafter(" in shown
 
 
 def test_another_target_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
-"""Law 2, empirically: thousands of whole decodes have the target's distribution, and biased rules are found out.
+"""Law 2, empirically: thousands of decodes have the target's distribution; biased rules are
+detected.
 
-Sequences of 3 tokens over 4 are counted and compared with their exact probabilities by the chi-square statistic.
-With 63 degrees of freedom an unbiased decoder exceeds 132 once in a million runs (Wilson-Hilferty approximation). The
-seeds are fixed, so the tests do not flicker: the odds are those that a change of seed would have met.
+Sequences of 3 tokens over 4 are counted and compared with their exact probabilities by the
+chi-square statistic. With 63 degrees of freedom an unbiased decoder exceeds 132 once in a million
+runs (Wilson-Hilferty approximation). The seeds are fixed, so the tests are not flaky: the odds are
+those of a change of seed.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ from lightning_specdec.drafters import Draft, Drafter, DraftRequest, DraftState,
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import AcceptanceRule, RejectionSampling, Sampling
 
-VOCAB, NUM_NEW, NUM_ROWS, BOUND = 4, 3, 2048, 132.0
+VOCAB = 4
+NUM_NEW = 3
+NUM_ROWS = 2048
+BOUND = 132.0
 PROMPT = [0, 2, 1]
 SEQUENCES = list(itertools.product(range(VOCAB), repeat=NUM_NEW))
 SAMPLING = Sampling(1.2)
@@ -48,28 +53,30 @@ def expected(name: str) -> list[float]:
     """Each sequence's exact count."""
     texts = torch.tensor([[*PROMPT, *sequence] for sequence in SEQUENCES])
     with torch.no_grad():
-        scores = (target(name)(texts[:, :-1]).logits.double() / SAMPLING.temperature).log_softmax(
-            -1
-        )
-    chosen = scores[:, len(PROMPT) - 1 :].gather(2, texts[:, len(PROMPT) :, None]).sum((1, 2))
-    assert float(chosen.exp().sum()) == pytest.approx(1)
-    return (NUM_ROWS * chosen.exp()).tolist()
+        logits = target(name)(texts[:, :-1]).logits.double()
+    logprobs = (logits / SAMPLING.temperature).log_softmax(-1)
+    new_logprobs = logprobs[:, len(PROMPT) - 1 :]
+    new_tokens = texts[:, len(PROMPT) :, None]
+    probs = new_logprobs.gather(2, new_tokens).sum((1, 2)).exp()
+    assert float(probs.sum()) == pytest.approx(1)
+    return (NUM_ROWS * probs).tolist()
 
 
 def chi_square(name: str, rows: Sequence[Sequence[int]]) -> float:
-    """The statistic of the sequences that were decoded."""
+    """The statistic of the decoded sequences."""
+    assert len(rows) == NUM_ROWS
     counts = Counter(map(tuple, rows))
-    assert len(rows) == NUM_ROWS and set(counts) <= set(SEQUENCES)
-    return sum(
-        (counts[s] - wanted) ** 2 / wanted
-        for s, wanted in zip(SEQUENCES, expected(name), strict=True)
-    )
+    assert set(counts) <= set(SEQUENCES)
+    statistic = 0.0
+    for sequence, expected_count in zip(SEQUENCES, expected(name), strict=True):
+        statistic += (counts[sequence] - expected_count) ** 2 / expected_count
+    return statistic
 
 
 def decode(
     name: str, drafter: Drafter, rule: AcceptanceRule, *, window: Any = 2, chunk: int = 128
 ) -> list[list[int]]:
-    """The rows in batches that a machine would have, numbered through."""
+    """The tokens of all rows, decoded in batches of `chunk`."""
     rows = []
     for first in range(0, NUM_ROWS, chunk):
         result = speculative_decode(
@@ -143,7 +150,7 @@ class Overconfident(ModelDrafter):
 @pytest.mark.parametrize(
     "bias", ["no residual", "bonus from the draft", "argmax reported as softmax"]
 )
-def test_biased_decodes_are_found_out(bias: str) -> None:
+def test_biased_decodes_are_detected(bias: str) -> None:
     draft = cases.MODELS["rnn"](8, vocab_size=VOCAB)
     rules = {"no residual": NoResidual, "bonus from the draft": BonusFromDraft}
     drafter = ModelDrafter(draft) if bias in rules else Overconfident(draft)

@@ -1,33 +1,38 @@
-"""Standard decoding, one target call for each token: the oracle of the tests and the baseline of every benchmark."""
+"""Standard decoding, one target call for each token: the baseline of every benchmark."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_specdec.config.decoding import DecodingConfig
+from lightning_specdec.decoding.recorded import make_executor
 from lightning_specdec.decoding.results import DecodeInterrupted, DecodeResult
 from lightning_specdec.decoding.rows import (
     Prompts,
     Row,
     check_batch,
     check_eos,
-    flag_undrawable,
+    mark_failed,
     power_of_two,
     stops_of,
 )
 from lightning_specdec.decoding.timing import PhaseTimer, peak_memory_bytes
-from lightning_specdec.drafters.layout import pad, with_draft_tokens
+from lightning_specdec.drafters.layout import pad
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.base import one_thread
-from lightning_specdec.models.graphs import begin_read
+from lightning_specdec.models.graphs import Outputs
 from lightning_specdec.rules import Purpose, Sampling, noise_table
 
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
 COMMIT_EVERY = 64
-"""Tokens after which the states forget the way back, which is never taken here."""
+"""Target calls after which the state is committed, since it is never truncated here."""
 
 
 @torch.inference_mode()
@@ -39,113 +44,232 @@ def autoregressive_decode(
     indices: Sequence[int] | None = None,
     **changes: Any,
 ) -> DecodeResult:
-    """Decode token by token with the target alone: the baseline of every comparison.
+    """Decode token by token with the target only: the baseline of every comparison.
 
-    It has every optimization of speculative decoding: one prefill for a ragged batch, states without padding, a batch
-    that shrinks by powers of two as rows finish, and one read by the host per call.
+    It has every optimization of speculative decoding: one prefill for a ragged batch, states
+    without padding, a batch that shrinks by powers of two as rows finish, recorded calls, and one
+    read by the host per call.
 
     Args:
         target: the model to decode with.
         prompts: tokens of one prompt or of several, as of `SpeculativeDecoder.decode`.
-        config: how to decode. `changes` are fields of `DecodingConfig` and win over it. Rule and window are not used.
-        indices: the prompts' numbers; 0, 1, ... when None. A row's random numbers depend on seed and number only.
+        config: how to decode. `changes` are fields of `DecodingConfig` and win over it. Rule and
+            window are not used.
+        indices: the prompts' numbers; 0, 1, ... when None. A row's random numbers depend on seed
+            and number only.
 
     Raises:
         ValueError: a setting or a prompt is wrong.
         DecodeInterrupted: on Ctrl-C; its `result` holds the tokens so far.
     """
     config = DecodingConfig.of(config, **changes)
-    sampling = Sampling.of(config)
-    device, num_new, eos = (
-        target.device,
-        config.max_new_tokens,
-        check_eos(config.eos, target.vocab_size),
-    )
-    stop = stops_of(config, target)
-    rows = [
-        Row(number, text, max_new_tokens=num_new, eos=eos, speculative=False, stop=stop)
-        for number, text in check_batch(prompts, target, config, indices=indices)
-    ]
-    timer, num_calls, live = PhaseTimer(device), 0, rows
-
-    def choose(
-        logits: Tensor, uniform: Tensor | None, place: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        with one_thread(target.backend == "openvino"):
-            chosen = sampling.sample(logits, uniform)
-        told = (
-            flag_undrawable(chosen, logits) if sampling.greedy else chosen
-        )  # a draw finds out by itself
-        chosen = chosen.clamp(max=target.vocab_size - 1)  # the row is still read: any token will do
-        return chosen if place is None else place.copy_(chosen), told
-
-    def result() -> DecodeResult:
-        answers = [row.result() for row in rows]
-        return DecodeResult(
-            answers, timer.elapsed(), timer.seconds(), num_calls, peak_memory_bytes(device)
-        )
-
+    texts = check_batch(prompts, target, config, indices=indices)
+    decoding = _StandardDecoding(target, texts, config)
+    timer = decoding.timer
     try:
-        noise: Tensor | None = None
-        if not sampling.greedy:
-            noise = torch.stack([noise_table(config.seed, row.index, num_new) for row in rows]).to(
-                device
-            )
-        state = target.init_state(len(rows), max(row.max_length for row in rows))
-        nothing = torch.empty(len(rows), 0, dtype=torch.long, device=device)
-        tokens, valid_lengths, last = with_draft_tokens(
-            *pad([row.text for row in rows], device), nothing
-        )
-        logits = target(tokens, state, valid_lengths=valid_lengths, logits_for=last).logits[:, -1]
-        state.commit(
-            state.consumed
-        )  # nothing goes back: a recurrent state need not carry the prompt along
+        logits = decoding.read_prompts()
         while True:
             timer.lap("verify")
-            processed = logits
-            if sampling.processors:
-                texts = [row.text if row.live else None for row in live]
-                processed = sampling.process(logits[:, None], texts)[:, 0]
-            uniform = None if noise is None else noise[:, num_calls, Purpose.CORRECT]
-            if (graphs := getattr(state, "graphs", None)) is None:
-                chosen, told = choose(processed, uniform)
-            else:
-                # To one place, so that the call that reads it is recorded once.
-                place = graphs.buffer("chosen", (len(live),), torch.long)
-                chosen, told = graphs.run(("choose", sampling), choose, processed, uniform, place)
-            if config.logprobs:  # float64 holds the tokens beside them exactly: the host reads once
-                told = torch.stack((told.double(), Sampling.log_probs(logits, chosen).double()))
-            read, ahead = told.tolist if graphs is None else begin_read(told), None
-            if graphs is not None and any(
-                row.live and row.remaining > 1 for row in live
-            ):  # before the host reads
-                timer.lap("accept")
-                ahead = target(chosen[:, None], state).logits[:, -1]
-                timer.lap("verify")
-            values, scores = read(), None
-            if config.logprobs:
-                values, scores = [int(token) for token in values[0]], values[1]
-            timer.lap("accept")
-            num_calls, seconds = num_calls + 1, timer.elapsed()
-            for i, row in enumerate(live):
-                if values[i] >= target.vocab_size:
-                    row.fail()
-                elif row.live:
-                    row.append(values[i : i + 1], seconds, scores and scores[i : i + 1])
-            kept = [i for i, row in enumerate(live) if row.live]
-            if not kept:
+            next_tokens, reported = decoding.draw(logits)
+            read_tokens = decoding.executor.begin_read(reported)
+            early_logits = decoding.read_early(next_tokens)
+            decoding.commit(read_tokens())
+            if not decoding.any_live:
                 break
-            if (size := power_of_two(len(kept))) < len(live):
-                kept += [i for i, row in enumerate(live) if not row.live][: size - len(kept)]
-                index = torch.tensor(kept, device=device)
-                state.select(kept)
-                live, chosen = [live[i] for i in kept], chosen[index]
-                noise, ahead = (None if each is None else each[index] for each in (noise, ahead))
-            if num_calls % COMMIT_EVERY == 0:
-                state.commit(state.consumed)
+            next_tokens, early_logits = decoding.shrink(next_tokens, early_logits)
             timer.lap("rest")
-            logits = target(chosen[:, None], state).logits[:, -1] if ahead is None else ahead
+            logits = decoding.read(next_tokens) if early_logits is None else early_logits
     except KeyboardInterrupt:
-        raise DecodeInterrupted(result()) from None
+        raise DecodeInterrupted(decoding.result()) from None
     timer.lap("rest")
-    return result()
+    return decoding.result()
+
+
+class _StandardDecoding:
+    """A batch that is decoded token by token.
+
+    Args:
+        target: the model to decode with.
+        texts: the prompts with their numbers.
+        config: how to decode.
+    """
+
+    def __init__(
+        self, target: LanguageModel, texts: Sequence[tuple[int, list[int]]], config: DecodingConfig
+    ) -> None:
+        self.target = target
+        self.config = config
+        self.sampling = Sampling.of(config)
+        self.device = target.device
+        eos = check_eos(config.eos, target.vocab_size)
+        stop = stops_of(config, target)
+        self.rows = [
+            Row(
+                index,
+                text,
+                max_new_tokens=config.max_new_tokens,
+                eos=eos,
+                speculative=False,
+                stop=stop,
+            )
+            for index, text in texts
+        ]
+        self.batch_rows = self.rows
+        """Rows that are still decoded, and ended ones that fill the batch up to a power of two."""
+        # The call must not refer to this batch: what is recorded outlives it.
+        self._draw_call = partial(_draw, self.sampling, target.vocab_size)
+        self._draw_key = "choose", self.sampling
+        self.timer = PhaseTimer(self.device)
+        self.num_calls = 0
+
+    @property
+    def any_live(self) -> bool:
+        """Whether a row has not ended."""
+        return any(row.live for row in self.batch_rows)
+
+    def read_prompts(self) -> Float[Tensor, "B V"]:
+        """Read all prompts in one call. Returns the logits after their last tokens."""
+        self.noise = self._make_noise()
+        max_length = max(row.max_length for row in self.rows)
+        self.state = self.target.init_state(len(self.rows), max_length)
+        self.executor = make_executor(self.state, self.target.vocab_size, self.timer)
+
+        texts = [row.text for row in self.rows]
+        tokens, lengths = pad(texts, self.device)
+        last_positions: Tensor | slice = slice(-1, None)
+        if lengths is not None:
+            columns = [[length - 1] for length in lengths]
+            last_positions = torch.tensor(columns, device=self.device)
+        output = self.target(
+            tokens,
+            self.state,
+            valid_lengths=lengths,
+            logits_for=last_positions,
+        )
+        # The state is never truncated, so a recurrent one need not keep the states of the prompt.
+        self.state.commit(self.state.consumed)
+        return output.logits[:, -1]
+
+    def _make_noise(self) -> Float[Tensor, "B S 3"] | None:
+        """Each row's uniform numbers; None if nothing is drawn at random."""
+        if self.sampling.greedy:
+            return None
+        seed = self.config.seed
+        num_positions = self.config.max_new_tokens
+        tables = [noise_table(seed, row.index, num_positions) for row in self.rows]
+        return torch.stack(tables).to(self.device)
+
+    def read(self, tokens: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
+        """Read one token of each row. Returns the logits after it."""
+        return self.target(tokens[:, None], self.state).logits[:, -1]
+
+    def read_early(self, next_tokens: Int[Tensor, "B"]) -> Float[Tensor, "B V"] | None:
+        """Launch the next call before the host reads the tokens, so that the device never waits.
+
+        Returns:
+            Its logits; None if calls are not recorded, or if no row continues.
+        """
+        if not self.executor.is_recorded:
+            return None
+        if not any(row.live and row.remaining > 1 for row in self.batch_rows):
+            return None
+        self.timer.lap("accept")
+        logits = self.read(next_tokens)
+        self.timer.lap("verify")
+        return logits
+
+    def draw(self, logits: Float[Tensor, "B V"]) -> tuple[Int[Tensor, "B"], Tensor]:
+        """Draw each row's next token.
+
+        Returns:
+            The tokens for the next call, and what the host reads: V for a row whose token could
+                not be drawn, and with log probabilities a second line.
+        """
+        processed = logits
+        if self.sampling.processors:
+            texts = [row.text if row.live else None for row in self.batch_rows]
+            processed = self.sampling.process(logits[:, None], texts)[:, 0]
+        uniform = None
+        if self.noise is not None:
+            uniform = self.noise[:, self.num_calls, Purpose.CORRECT]
+
+        with one_thread(self.target.backend == "openvino"):
+            next_tokens, reported = self.executor.run_into(
+                "chosen", self._draw_key, self._draw_call, processed, uniform
+            )
+        assert next_tokens is not None
+        assert reported is not None
+        if self.config.logprobs:
+            # float64 holds the tokens beside them exactly, so the host reads once.
+            logprobs = Sampling.log_probs(logits, next_tokens)
+            reported = torch.stack((reported.double(), logprobs.double()))
+        return next_tokens, reported
+
+    def commit(self, values: list[Any]) -> None:
+        """Add the tokens that the host has read to their rows."""
+        tokens: list[int] = values
+        logprobs: list[float] | None = None
+        if self.config.logprobs:
+            tokens = [int(token) for token in values[0]]
+            logprobs = values[1]
+        self.timer.lap("accept")
+
+        self.num_calls += 1
+        seconds = self.timer.elapsed()
+        for i, row in enumerate(self.batch_rows):
+            if tokens[i] >= self.target.vocab_size:
+                row.fail()
+            elif row.live:
+                row_logprobs = None if logprobs is None else logprobs[i : i + 1]
+                row.append(tokens[i : i + 1], seconds, row_logprobs)
+
+    def shrink(
+        self, next_tokens: Int[Tensor, "B"], early_logits: Float[Tensor, "B V"] | None
+    ) -> tuple[Int[Tensor, "_"], Float[Tensor, "_ V"] | None]:
+        """Drop ended rows if the live ones fit into a smaller power of two.
+
+        Returns the arguments of those that stay.
+        """
+        live_slots = [slot for slot, row in enumerate(self.batch_rows) if row.live]
+        size = power_of_two(len(live_slots))
+        if size < len(self.batch_rows):
+            ended_slots = [slot for slot, row in enumerate(self.batch_rows) if not row.live]
+            slots = live_slots + ended_slots[: size - len(live_slots)]
+            index = torch.tensor(slots, device=self.device)
+            self.state.select(slots)
+            self.batch_rows = [self.batch_rows[slot] for slot in slots]
+            next_tokens = next_tokens[index]
+            if self.noise is not None:
+                self.noise = self.noise[index]
+            if early_logits is not None:
+                early_logits = early_logits[index]
+        if self.num_calls % COMMIT_EVERY == 0:
+            self.state.commit(self.state.consumed)
+        return next_tokens, early_logits
+
+    def result(self) -> DecodeResult:
+        """The result so far."""
+        return DecodeResult(
+            rows=[row.result() for row in self.rows],
+            seconds=self.timer.elapsed(),
+            phase_seconds=self.timer.seconds(),
+            num_target_calls=self.num_calls,
+            peak_memory_bytes=peak_memory_bytes(self.device),
+        )
+
+
+def _draw(
+    sampling: Sampling,
+    vocab_size: int,
+    logits: Float[Tensor, "B V"],
+    uniform: Float[Tensor, "B"] | None,
+) -> Outputs:
+    """The next tokens to read, and what to report: V where no token could be drawn."""
+    next_tokens = sampling.sample(logits, uniform)
+    reported = next_tokens
+    if sampling.greedy:
+        # argmax picks a token even from NaN; sampling marks such a row itself.
+        reported = mark_failed(next_tokens, logits)
+    # A failed row stays in the batch until it is removed, so the target needs a valid token to
+    # read.
+    return next_tokens.clamp(max=vocab_size - 1), reported

@@ -1,4 +1,4 @@
-"""The rows of a session side by side: their places, what both models remember of them, and their noise."""
+"""The rows of a session side by side: their slots, the states of both models, and their noise."""
 
 from __future__ import annotations
 
@@ -8,228 +8,161 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_specdec.decoding.recorded import make_executor
 from lightning_specdec.decoding.rows import Row, power_of_two
+from lightning_specdec.decoding.timing import PhaseTimer
 from lightning_specdec.drafters import Drafter, TargetContext
-from lightning_specdec.drafters.base import tail_of
 from lightning_specdec.models import LanguageModel
-from lightning_specdec.models.graphs import GraphCache, Outputs
 from lightning_specdec.models.state import next_span
 from lightning_specdec.rules import Purpose, noise_table
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Float
+
+EMPTY = -1
+"""Source of a slot that `select` fills with an empty row."""
 
 
 class Batch:
-    """Rows that come and go; the batch grows and shrinks to powers of two.
+    """Rows that come and go. The batch grows and shrinks to powers of two.
+
+    A row keeps its slot, which is its index in the batch, while the batch keeps its size. An empty
+    slot has a row that has ended: it takes part in every call, and its tokens are dropped.
 
     Args:
-        batch_size: rows to make room for at once.
-        num_slots: tokens of a row at most, draft tokens included.
-        seed: keys the noise, together with each row's index; None where nothing is drawn at random.
+        target: the model whose output is wanted.
+        drafter: proposes draft tokens.
+        timer: measures the phases of a round.
+        batch_size: rows to allocate memory for at first.
+        num_slots: most tokens of a row, draft tokens included.
+        seed: decides the noise, together with each row's index; None if nothing is drawn at
+            random.
+
+    Attributes:
+        rows: the row of each slot.
+        noise: each row's uniform numbers, from its first new token on; None if nothing is drawn at
+            random.
+        executor: runs the calls of the batch.
     """
 
     def __init__(
         self,
         target: LanguageModel,
         drafter: Drafter,
+        timer: PhaseTimer,
         *,
         batch_size: int,
         num_slots: int,
         seed: int | None,
     ) -> None:
-        self.device, self.seed = target.device, seed or 0
-        self.rows = [_vacant() for _ in range(batch_size)]
+        self.device = target.device
+        self.rows = [_empty_row() for _ in range(batch_size)]
         self.target_state = target.init_state(batch_size, num_slots)
-        self.draft_state = drafter.init_state(
-            batch_size, num_slots, TargetContext(target, self.target_state)
-        )
+        context = TargetContext(target, self.target_state)
+        self.draft_state = drafter.init_state(batch_size, num_slots, context)
+        self.executor = make_executor(self.target_state, target.vocab_size, timer, drafter)
+
+        self.seed = seed
         self.noise: Float[Tensor, "B S 3"] | None = None
-        """Each row's uniform numbers, from its first new token on."""
         if seed is not None:
-            size = num_slots if self.graphs is None else next_span(num_slots)  # of few shapes
-            self.noise = self._steady(
-                "noise", (batch_size, size, len(Purpose)), torch.float64
-            ).zero_()
-        self._upload: Upload | None = None
+            # Recorded calls find noise of few shapes, so that few are recorded.
+            num_positions = next_span(num_slots) if self.executor.is_recorded else num_slots
+            shape = (batch_size, num_positions, len(Purpose))
+            self.noise = self.executor.buffer("noise", shape, torch.float64)
+            self.noise.zero_()
 
-    @property
-    def graphs(self) -> GraphCache | None:
-        """The target's recorded calls; None where it records none."""
-        return getattr(self.target_state, "graphs", None)
-
-    def _steady(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor on the device, the same one for each session where calls are recorded."""
-        if self.graphs is not None:
-            return self.graphs.buffer(name, shape, dtype)
-        return torch.zeros(shape, dtype=dtype, device=self.device)
-
-    def upload(self, windows: Sequence[int], *, ahead: bool) -> Upload | None:
-        """The round's numbers on the device, in one copy if they are not `ahead` there; None where calls are not
-        recorded."""
-        if self.graphs is None:
-            return None
-        if self._upload is None:
-            values = self._steady("round", (len(self.rows), Upload.WIDTH), torch.long)
-            self._upload = Upload(self.graphs, values)
-        return self._upload if ahead else self._upload.fill(self.rows, windows)
-
-    def enter(self, row: Row, place: int) -> None:
-        """Give a row its place, and its noise behind that of its earlier turns."""
-        self.rows[place] = row
+    def enter(self, row: Row, slot: int) -> None:
+        """Put a row into a free slot, with noise that continues that of its earlier turns."""
+        self.rows[slot] = row
         if self.noise is not None:
-            table = noise_table(self.seed, row.index, row.num_drawn + row.remaining)[
-                row.num_drawn :
-            ]
-            self.noise[place, : len(table)] = table.to(self.device)
+            assert self.seed is not None
+            table = noise_table(self.seed, row.index, row.num_drawn + row.remaining)
+            table = table[row.num_drawn :]
+            self.noise[slot, : len(table)] = table.to(self.device)
 
-    def make_place(self) -> int:
-        """An empty place for a row; the batch grows where there is none."""
-        place = next((i for i, row in enumerate(self.rows) if not row.live), None)
-        if place is None:
-            place = len(self.rows)
-            self._select([*range(place), *[-1] * (power_of_two(place + 1) - place)])
-        elif self.target_state.consumed[place]:
-            self.target_state.clear([place])
-            self.draft_state.clear([place])
-        return place
+    def free_slot(self) -> int:
+        """An empty slot for a row. The batch grows if there is none."""
+        for slot, row in enumerate(self.rows):
+            if not row.live:
+                if self.target_state.consumed[slot]:
+                    self.target_state.clear([slot])
+                    self.draft_state.clear([slot])
+                return slot
 
-    def go_back(self, row: Row, length: int) -> int | None:
-        """Forget all but so many tokens of a row, as another prompt continues from them.
+        slot = len(self.rows)
+        num_new_slots = power_of_two(slot + 1) - slot
+        self._select([*range(slot), *[EMPTY] * num_new_slots])
+        return slot
+
+    def resume(self, row: Row, length: int) -> int | None:
+        """Truncate an ended row to a length, from which another prompt continues.
 
         Returns:
-            Its place; None where that has gone to another row, or the target has committed more.
+            Its slot; None if another row is there now, or if the target cannot truncate so far.
         """
-        place = next((i for i, other in enumerate(self.rows) if other is row), None)
-        if (
-            place is None
-            or row.stop_reason == "failed"
-            or self.target_state.committed[place] > length
-        ):
+        slot = self._slot_of(row)
+        if slot is None or row.stop_reason == "failed":
+            return None
+        if self.target_state.committed[slot] > length:
             return None
         lengths = list(self.target_state.consumed)
-        lengths[place] = min(lengths[place], length)
+        lengths[slot] = min(lengths[slot], length)
         self.target_state.truncate(lengths)
-        self.draft_state.resume(place, length)
-        return place
+        self.draft_state.resume(slot, length)
+        return slot
 
-    def rewind(self, upload: Upload | None = None) -> list[list[int]]:
-        """Take the target back to what is committed; gives what it has not read of each text, its last token at
-        least."""
-        state, texts = self.target_state, [row.text for row in self.rows]
-        starts = [
-            min(length, len(text) - 1) for length, text in zip(state.consumed, texts, strict=True)
-        ]
-        caught_up = upload is not None and starts == [len(text) - 1 for text in texts]
-        state.truncate(starts, upload.starts if upload is not None and caught_up else None)
+    def _slot_of(self, row: Row) -> int | None:
+        for slot, row_there in enumerate(self.rows):
+            if row_there is row:
+                return slot
+        return None
+
+    def truncate_target(self) -> list[list[int]]:
+        """Truncate the target's state to the committed tokens.
+
+        Returns:
+            The tokens of each text that the target has not read, at least the last one.
+        """
+        state = self.target_state
+        texts = [row.text for row in self.rows]
+        last_positions = [len(text) - 1 for text in texts]
+        starts = list(map(min, state.consumed, last_positions))
+
+        uploaded = self.executor.last_positions if starts == last_positions else None
+        state.truncate(starts, uploaded)
         state.commit(starts)
         return [text[start:] for start, text in zip(starts, texts, strict=True)]
 
-    def round_noise(
-        self, num_positions: int, upload: Upload | None = None
-    ) -> Float[Tensor, "B N 3"] | None:
-        """Each row's uniform numbers for the next N positions; None where nothing is drawn at random."""
+    def next_noise(self, num_positions: int) -> Float[Tensor, "B N 3"] | None:
+        """Each row's uniform numbers for N positions; None if nothing is drawn at random."""
         if self.noise is None:
             return None
+        return self.executor.next_noise(self.noise, self.rows, num_positions)
 
-        def gather(noise: Tensor, num_new: Tensor) -> Outputs:
-            places = (
-                num_new[:, None, None] + torch.arange(num_positions, device=noise.device)[:, None]
-            )
-            return (
-                noise.gather(
-                    1, places.clamp(max=noise.shape[1] - 1).expand(-1, -1, noise.shape[2])
-                ),
-            )
+    def shrink(self) -> None:
+        """Drop ended rows if the live ones fit into a smaller power of two."""
+        if self.executor.has_pipelined_round:
+            return  # the device runs the next round of these rows already
+        live_slots = [slot for slot, row in enumerate(self.rows) if row.live]
+        size = power_of_two(len(live_slots))
+        if size < len(self.rows):
+            ended_slots = [slot for slot, row in enumerate(self.rows) if not row.live]
+            num_ended = size - len(live_slots)
+            self._select(live_slots + ended_slots[:num_ended])
 
-        if upload is not None:
-            return upload.graphs.run(("noise", num_positions), gather, self.noise, upload.num_new)[
-                0
-            ]
-        done = [row.num_new for row in self.rows]
-        if min(done) == max(done):
-            return self.noise[:, done[0] : done[0] + num_positions]
-        return gather(self.noise, torch.tensor(done, device=self.device))[0]
-
-    def shrink(self) -> bool:
-        """Leave finished rows behind once the live ones fit a smaller power of two; gives whether any is live."""
-        live = [i for i, row in enumerate(self.rows) if row.live]
-        if live and (size := power_of_two(len(live))) < len(self.rows):
-            idle = [i for i, row in enumerate(self.rows) if not row.live]
-            self._select(live + idle[: size - len(live)])
-        return bool(live)
-
-    def _select(self, sources: list[int]) -> None:
-        """Row i becomes the former row `sources[i]`, or a vacant one where that is -1."""
+    def _select(self, sources: Sequence[int]) -> None:
+        """Change the batch: slot i gets the row of slot `sources[i]`, or an empty one."""
         self.target_state.select(sources)
         self.draft_state.select(sources)
         if self.noise is not None:
-            taken = self.noise[torch.tensor(sources, device=self.device).clamp(min=0)]
-            self.noise = self._steady("noise", tuple(taken.shape), taken.dtype).copy_(taken)
-        self.rows, self._upload = [_vacant() if i < 0 else self.rows[i] for i in sources], None
+            source_slots = torch.tensor(sources, device=self.device).clamp(min=0)
+            noise = self.noise[source_slots]
+            buffer = self.executor.buffer("noise", tuple(noise.shape), noise.dtype)
+            self.noise = buffer.copy_(noise)
+        self.rows = [_empty_row() if source == EMPTY else self.rows[source] for source in sources]
+        self.executor.forget_batch()
 
 
-class Upload:
-    """What a round tells the device of each row, in one copy from pinned memory.
-
-    Args:
-        graphs: the target's recorded calls.
-        values: `[B, WIDTH]`, a tensor that stays where it is. Its last column is the most tokens of a text, less two.
-    """
-
-    WIDTH = 7
-
-    def __init__(self, graphs: GraphCache, values: Int[Tensor, "B 7"]) -> None:
-        self.graphs, self.values = graphs, values
-        self.tail, self.starts, self.num_new, self.num_added, self.windows, _ = (
-            values[:, :2],
-            *values[:, 2:].unbind(1),
-        )
-        self._host = torch.empty(
-            values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda"
-        )
-
-    def fill(self, rows: Sequence[Row], windows: Sequence[int]) -> Upload:
-        """Send the rows' present numbers. The round's only read waits for the copy too, so the memory is free again by
-        then."""
-        numbers = [
-            (
-                *tail_of(row.text),
-                len(row.text) - 1,
-                row.num_new,
-                row.num_added,
-                window,
-                (row.max_length - 2) * row.live,
-            )
-            for row, window in zip(rows, windows, strict=True)
-        ]
-        self._host.copy_(torch.tensor(numbers))
-        self.values.copy_(self._host, non_blocking=True)
-        return self
-
-    def go_on(self, outcome: Tensor, width: int, vocab_size: int) -> None:
-        """Make them the next round's, of at most `width` draft tokens, from an outcome of as many that the host has not
-        read; only those of rows that have ended or end by it are not what `fill` would send."""
-
-        def follow(values: Tensor, outcome: Tensor) -> Outputs:
-            kept, endings, drafted = (
-                outcome[:, : 3 * width + 1].long().split((width, width + 1, width), dim=1)
-            )
-            accepted = kept.cumprod(1).sum(1, keepdim=True)
-            tokens = torch.cat((endings, values[:, 1:2], drafted), dim=1)
-            # The last two of a text: what ends the round, and the accepted token or the text's last one before it.
-            places = accepted + torch.arange(width + 1, -1, -width - 1, device=values.device)
-            tail = tokens.gather(1, places).clamp(max=vocab_size - 1)
-            added, most = accepted + 1, values[:, 6:]
-            starts = values[:, 2:4] + added
-            windows = (most - starts[:, :1]).clamp(0, width)
-            return (torch.cat((tail, starts, added, windows, most), dim=1),)
-
-        made = self.graphs.run(("go on", width), follow, self.values, outcome)[0]
-        assert made is not None
-        self.values.copy_(made)
-
-
-def _vacant() -> Row:
-    """A row that wants nothing: it takes part in every call like a finished one, and its tokens go nowhere."""
+def _empty_row() -> Row:
+    """A row that has ended before it begins."""
     return Row(-1, [0, 0], max_new_tokens=0, eos=frozenset(), speculative=True)

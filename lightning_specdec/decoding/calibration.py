@@ -1,4 +1,4 @@
-"""Measures what draft, target and loop cost on this machine: rounds of a real session, a few for each width."""
+"""Measures what draft, target and loop cost on this machine, by rounds of a real session."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from itertools import accumulate
+from pathlib import Path
 from statistics import linear_regression, median
 from typing import Any
 
 import torch
 
 from lightning_specdec import __version__
-from lightning_specdec.config.decoding import DecodingConfig
+from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.config.files import cache_home, replaced
 from lightning_specdec.decoding.rows import Row
 from lightning_specdec.decoding.session import Session
@@ -28,54 +29,67 @@ from lightning_specdec.rules import make_rule
 
 log = logging.getLogger(__name__)
 warn_once = functools.cache(log.warning)
+
 WINDOWS = (1, 2, 4, 8, 16)
 """Draft tokens of the rounds that are measured; between them, costs are nearly linear."""
+
 FORMAT = 3
-"""Of the kept files: a change of what is measured raises it."""
-FEWEST_PASSES, MOST_PASSES = 4, 12
-"""Rounds of each window: as many as the time allows, between these."""
+"""Version of the stored files: a change of what is measured raises it."""
+
+FEWEST_PASSES = 4
+MOST_PASSES = 12
+"""Limits of the number of counted passes through all windows; within them the time decides."""
+
 PERIOD = 24
-"""Tokens after which the text that is measured on repeats itself, so that a lookup finds something."""
+"""Tokens after which the measured text repeats itself, so that a lookup finds something."""
+
+PhaseSeconds = dict[str, float]
+"""Seconds of a round by phase."""
 
 
-class _Measured(Window, Plan):
+class _MeasuredWindow(Window, Plan):
+    """A window that the calibration sets, with padded drafts, so that calls have its width.
+
+    Attributes:
+        num_draft_tokens: of the next round.
+    """
+
     def __init__(self, largest: int) -> None:
-        self.largest = self.now = largest
-        self.ahead: int | None = None
+        self.largest = largest
+        self.num_draft_tokens = largest
+        self.shared_window: int | None = None
 
     def plan(self, *, jointly: bool) -> Plan:
         return self
 
     def windows(self, rows: Sequence[Row]) -> list[int]:
-        return [self.now] * len(rows)
+        return [self.num_draft_tokens] * len(rows)
+
+    def adjust(self, draft: Draft, windows: Sequence[int]) -> Draft:
+        num_missing = max(windows) - draft.tokens.shape[1]
+        if num_missing == 0:
+            return draft
+        return _padded(draft, num_missing)
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": "measured"}
 
 
-class _FullSession(Session):
-    """Fills every draft up to its window, so that the target sees that width whatever was drafted."""
-
-    def _propose(self, *arguments: Any) -> Draft:
-        draft, windows = super()._propose(*arguments), arguments[1]
-        width, lengths = draft.tokens.shape[1], draft.lengths
-        missing = max(windows) - width
-        if not missing:
-            return draft
-        if lengths is None:
-            lengths = torch.full((len(windows),), width, device=draft.tokens.device)
-        pad = torch.nn.functional.pad
-        probs, logits = (
-            None if each is None else pad(each, (0, 0, 0, missing))
-            for each in (draft.probs, draft.logits)
-        )
-        return replace(
-            draft,
-            tokens=pad(draft.tokens, (0, missing)),
-            lengths=lengths,
-            probs=probs,
-            logits=logits,
-        )
+def _padded(draft: Draft, num_missing: int) -> Draft:
+    """The draft with padding after its tokens, which counts for no row."""
+    pad = torch.nn.functional.pad
+    batch_size, num_drafted = draft.tokens.shape
+    lengths = draft.lengths
+    if lengths is None:
+        lengths = torch.full((batch_size,), num_drafted, device=draft.tokens.device)
+    probs = draft.probs
+    if probs is not None:
+        probs = pad(probs, (0, 0, 0, num_missing))
+    logits = draft.logits
+    if logits is not None:
+        logits = pad(logits, (0, 0, 0, num_missing))
+    tokens = pad(draft.tokens, (0, num_missing))
+    return replace(draft, tokens=tokens, lengths=lengths, probs=probs, logits=logits)
 
 
 def calibrate(
@@ -89,84 +103,181 @@ def calibrate(
     seconds: float = 2.0,
     **changes: Any,
 ) -> Calibration:
-    """Measure the costs of this pair with settings like those that it will decode with: medians over several passes.
+    """Measure the costs of this pair with its decoding settings: medians over several passes.
 
     Args:
-        drafter: as it will draft: fused or compiled. Of one with a fallback, that is measured: it costs more.
+        drafter: as it will draft: fused or compiled. Of a drafter with a fallback, the fallback is
+            measured: it costs more.
         config: how to decode; `changes` replace fields of it.
-        context_length: tokens of text before the first call; fewer where a model holds fewer.
+        context_length: tokens of text before the first call; fewer if a model's context is
+            shorter.
         windows: draft tokens of the rounds; no more are measured than the drafter makes.
         seconds: how long to measure, if `FEWEST_PASSES` fit.
     """
-    measured = drafter.fallback if isinstance(drafter, NGramWithFallback) else drafter
-    if measured.free == "min_confidence":  # a window that ends early hides what its tokens cost
-        measured = measured.at(0.0)
-    most = measured.max_draft_tokens or max(windows)
-    windows = sorted({min(window, most) for window in windows})
-    limits = [limit for limit in (target.max_positions, drafter.max_positions) if limit is not None]
-    # Uncounted and counted rounds of a width: a call of another width than before costs more, and recorded rounds run
-    # ahead from the third on.
-    turns = (1, 1) if getattr(target.init_state(1, 2), "graphs", None) is None else (2, 4)
-    while True:
-        # The first round reads the prompt, a draft may do so in the next one. Those without a draft come last: the
-        # round behind them would read more.
-        script = [(windows[0], 1), *((window, turn) for window in (*windows, 0) for turn in turns)]
-        num_new = sum((window + 1) * turn for window, turn in script) + 1
-        if len(windows) == 1 or num_new + 2 <= min(limits, default=num_new + 2):
-            break
-        windows = windows[:-1]
-    length = max(2, min([context_length, *(limit - num_new for limit in limits)]))
+    measured_drafter = drafter
+    if isinstance(drafter, NGramWithFallback):
+        measured_drafter = drafter.fallback
+    if measured_drafter.free == "min_confidence":
+        # A draft that ends early would hide what its tokens cost.
+        measured_drafter = measured_drafter.at(0.0)
+
+    # The first rounds of a window are not counted: a call of another width than before costs more,
+    # and recorded rounds are pipelined from the third on.
+    is_recorded = target.init_state(1, 2).graphs is not None
+    warmup_rounds, counted_rounds = (2, 4) if is_recorded else (1, 1)
+    rounds_per_window = warmup_rounds + counted_rounds
+
+    max_length = _shortest_context(target, drafter)
+    max_draft_tokens = measured_drafter.max_draft_tokens or max(windows)
+    windows = sorted({min(window, max_draft_tokens) for window in windows})
+    windows = _windows_that_fit(windows, rounds_per_window, max_length)
+    num_new = _num_new_tokens(windows, rounds_per_window)
+    length = max(2, min(context_length, max_length - num_new))
     text = [i % PERIOD % target.vocab_size for i in range(length)]
+
     config = DecodingConfig.of(config, **changes).changed(eos=None, stop=(), max_new_tokens=num_new)
-    window = _Measured(windows[-1])
-    session = _FullSession(
+    measured_window = _MeasuredWindow(windows[-1])
+    session = Session(
         target,
-        measured,
+        measured_drafter,
         config,
         max_length=length + num_new,
         batch_size=batch_size,
-        num_draft_tokens=window,
+        num_draft_tokens=measured_window,
     )
-    passes: list[list[dict[str, float]]] = []
+
+    # The first pass only warms up.
+    passes: list[_Pass] = []
     while len(passes) <= FEWEST_PASSES or (
         len(passes) <= MOST_PASSES and session.timer.elapsed() < seconds
     ):
         rows = [session.add(text) for _ in range(batch_size)]
-        rounds, before = [], session.timer.seconds()
-        for window.now, turn in script:
-            for i in range(turn):
-                window.ahead = None if i + 1 == turn != turns[0] else window.now
-                session.step()
-            after = session.timer.seconds()
-            rounds.append({phase: (after[phase] - before[phase]) / turn for phase in PHASES})
-            before = after
-        passes.append(rounds)
+        passes.append(_measure(session, measured_window, windows, warmup_rounds, counted_rounds))
         for row in rows:
             session.cancel(row)
             session.release(row)
+    return _costs(passes[1:], windows, length, inside_target=measured_drafter.inside_target)
 
-    def medians(*phases: str) -> tuple[float, list[float]]:
-        """Of the round that reads the prompt, and by width; the first pass only warms up."""
-        alike = zip(*passes[1:], strict=True)
-        times = [median(sum(each[name] for name in phases) for each in rounds) for rounds in alike]
-        *drafted, plain = times[2::2]
-        return times[0], [plain, *drafted]
 
-    reading, drafts = (
-        ("verify", "draft") if measured.inside_target else ("verify",),
-        medians("draft")[1],
-    )
-    prompt, read = medians(*reading)
-    xs, ys = (windows, drafts[1:]) if len(windows) > 1 else ([0, *windows], [0.0, *drafts[1:]])
-    step, fixed = linear_regression(xs, ys)
+def _shortest_context(target: LanguageModel, drafter: Drafter) -> int:
+    """Most tokens of a text that both models can read."""
+    limits = [MAX_TOKENS]
+    for limit in (target.max_positions, drafter.max_positions):
+        if limit is not None:
+            limits.append(limit)
+    return min(limits)
+
+
+def _windows_that_fit(
+    windows: Sequence[int], rounds_per_window: int, max_length: int
+) -> Sequence[int]:
+    """The windows without the largest, so that a pass fits into the context; at least one."""
+    while len(windows) > 1 and _num_new_tokens(windows, rounds_per_window) + 2 > max_length:
+        windows = windows[:-1]
+    return windows
+
+
+def _num_new_tokens(windows: Sequence[int], rounds_per_window: int) -> int:
+    """Most tokens that a pass through these windows adds to a text."""
+    prompt_round = windows[0] + 1
+    window_rounds = sum((window + 1) * rounds_per_window for window in (*windows, 0))
+    return prompt_round + window_rounds + 1
+
+
+@dataclass
+class _Pass:
+    """Seconds of one pass through all windows.
+
+    Args:
+        prompt_round: the round that reads the prompt.
+        window_rounds: a round of each window; 0 is a round without a draft.
+    """
+
+    prompt_round: PhaseSeconds
+    window_rounds: dict[int, PhaseSeconds]
+
+
+def _measure(
+    session: Session,
+    measured_window: _MeasuredWindow,
+    windows: Sequence[int],
+    warmup_rounds: int,
+    counted_rounds: int,
+) -> _Pass:
+    """One pass: a round that reads the prompt, then rounds of each window.
+
+    A draft may read the prompt in the second round. The rounds without a draft come last: a round
+    after them would read more.
+    """
+    measured_window.num_draft_tokens = windows[0]
+    prompt_round = _average_round(session, measured_window, 1)
+    window_rounds = {}
+    for window in (*windows, 0):
+        measured_window.num_draft_tokens = window
+        measured_window.shared_window = window
+        for _ in range(warmup_rounds):
+            session.step()
+        window_rounds[window] = _average_round(session, measured_window, counted_rounds)
+    return _Pass(prompt_round, window_rounds)
+
+
+def _average_round(
+    session: Session, measured_window: _MeasuredWindow, num_rounds: int
+) -> PhaseSeconds:
+    """Run some rounds. Returns their average."""
+    start = session.timer.seconds()
+    for i in range(num_rounds):
+        if i == num_rounds - 1:
+            # Another window follows, so this round must not launch the next one.
+            measured_window.shared_window = None
+        session.step()
+    end = session.timer.seconds()
+    return {phase: (end[phase] - start[phase]) / num_rounds for phase in PHASES}
+
+
+def _costs(
+    passes: Sequence[_Pass], windows: Sequence[int], length: int, *, inside_target: bool
+) -> Calibration:
+    """The costs by medians over the passes.
+
+    Args:
+        windows: draft tokens of the measured rounds, ascending.
+        length: tokens of the prompt.
+        inside_target: whether the drafter reads the prompt in the target's call, and not in its
+            own.
+    """
+
+    def median_seconds(window: int, *phases: str) -> float:
+        return _median_seconds([one_pass.window_rounds[window] for one_pass in passes], phases)
+
+    draft_seconds = [median_seconds(window, "draft") for window in windows]
+    if len(windows) > 1:
+        step, fixed = linear_regression(windows, draft_seconds)
+    else:
+        step, fixed = linear_regression([0, *windows], [0.0, *draft_seconds])
+
+    # Two rounds of the same window, with and without the prompt, differ by the time to read it.
+    reading_phases = ("verify", "draft") if inside_target else ("verify",)
+    with_prompt = _median_seconds([one_pass.prompt_round for one_pass in passes], reading_phases)
+    without_prompt = median_seconds(windows[0], *reading_phases)
+    prompt_seconds = max(0.0, with_prompt - without_prompt)
+
+    measured = (0, *windows)
+    target_seconds = [median_seconds(window, "verify") for window in measured]
+    loop_seconds = [median_seconds(window, "accept", "rest") for window in measured]
     return Calibration(
-        widths=tuple(window + 1 for window in (0, *windows)),
-        target_seconds=tuple(accumulate(medians("verify")[1], max)),  # a wider call is not cheaper
-        loop_seconds=tuple(medians("accept", "rest")[1]),
+        widths=tuple(window + 1 for window in measured),
+        target_seconds=tuple(accumulate(target_seconds, max)),  # a wider call is not cheaper
+        loop_seconds=tuple(loop_seconds),
         draft_seconds=max(0.0, fixed),
         draft_step_seconds=max(0.0, step),
-        target_token_seconds=max(0.0, prompt - read[1]) / (length - 1),
+        target_token_seconds=prompt_seconds / (length - 1),
     )
+
+
+def _median_seconds(rounds: Sequence[PhaseSeconds], phases: Sequence[str]) -> float:
+    """The median of the time that rounds spend in these phases."""
+    return median(sum(seconds[phase] for phase in phases) for seconds in rounds)
 
 
 def load_or_measure(
@@ -177,14 +288,42 @@ def load_or_measure(
     batch_size: int = 1,
     **changes: Any,
 ) -> Calibration:
-    """This machine's calibration, measured once for each pair and its settings and kept in the cache directory."""
-    config, device = DecodingConfig.of(config, **changes), target.device
+    """This machine's calibration for a pair and its settings, measured once and cached."""
+    config = DecodingConfig.of(config, **changes)
+    path = _cache_path(target, drafter, config, batch_size)
+    try:
+        return Calibration.from_dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        log.info(
+            "measuring what %s and its target cost, once for this machine: seconds, minutes if "
+            "large",
+            type(drafter).__name__,
+        )
+
+    calibration = calibrate(target, drafter, config, batch_size=batch_size)
+    try:
+        with replaced(path) as file:
+            file.write(json.dumps(calibration.to_dict()).encode())
+    except OSError as error:
+        warn_once(
+            f"{path.parent} cannot be written ({error.strerror}): what calls cost is not remembered"
+        )
+    return calibration
+
+
+def _cache_path(
+    target: LanguageModel, drafter: Drafter, config: DecodingConfig, batch_size: int
+) -> Path:
+    """The file of a calibration, named by everything that its costs depend on."""
+    device = target.device
+    processor = torch.backends.cpu.get_cpu_capability()
+    if device.type == "cuda":
+        processor = torch.cuda.get_device_name(device)
+    openvino = None
+    if target.backend == "openvino":
+        openvino = metadata.version("openvino")
+
     settings = batch_size, type(make_rule(config.rule)), config.sampling
-    is_gpu = device.type == "cuda"
-    processor = (
-        torch.cuda.get_device_name(device) if is_gpu else torch.backends.cpu.get_cpu_capability()
-    )
-    openvino = metadata.version("openvino") if target.backend == "openvino" else None
     machine = (
         FORMAT,
         __version__,
@@ -194,40 +333,22 @@ def load_or_measure(
         processor,
     )
     key = repr((settings, machine, openvino, fingerprint(target), fingerprint(drafter)))
-    kept = cache_home() / f"calibration-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-    try:
-        return Calibration.from_dict(json.loads(kept.read_text()))
-    except (OSError, ValueError, TypeError):
-        name = type(drafter).__name__
-        log.info(
-            "measuring what %s and its target cost, once for this machine: seconds, minutes if large",
-            name,
-        )
-    found = calibrate(target, drafter, config, batch_size=batch_size)
-    try:
-        with replaced(kept) as file:
-            file.write(json.dumps(found.to_dict()).encode())
-    except OSError as error:
-        warn_once(
-            f"{kept.parent} cannot be written ({error.strerror}): what calls cost is not remembered"
-        )
-    return found
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return cache_home() / f"calibration-{digest[:24]}.json"
 
 
 def fingerprint(module: torch.nn.Module) -> str:
-    """Changes with whatever a network's speed depends on: its parts, their settings, shapes and dtypes of weights."""
-    parts = [
+    """A hash of all that a network's speed depends on: parts, settings, shapes and dtypes."""
+    parts = []
+    for part in module.modules():
         # Compiling leaves a forward pass in the instance; packed weights may be no parameters.
-        (
-            type(part),
-            "forward" in vars(part),
-            getattr(part, "settings", None),
-            getattr(part, "num_parameters", 0),
-        )
-        for part in module.modules()
-    ]
-    weights = [
-        (tuple(each.shape), each.dtype, type(each).__name__, type(each.data).__name__)
-        for each in (*module.parameters(), *module.buffers())
-    ]
+        is_compiled = "forward" in vars(part)
+        settings = getattr(part, "settings", None)
+        num_parameters = getattr(part, "num_parameters", 0)
+        parts.append((type(part), is_compiled, settings, num_parameters))
+
+    weights = []
+    for tensor in (*module.parameters(), *module.buffers()):
+        kinds = type(tensor).__name__, type(tensor.data).__name__
+        weights.append((tuple(tensor.shape), tensor.dtype, *kinds))
     return hashlib.sha256(repr((parts, weights)).encode()).hexdigest()

@@ -17,11 +17,12 @@ class Counts:
 
     Args:
         num_proposed: draft tokens that the drafter made.
-        num_tested: draft tokens that the rule decided on: in each round up to and including the first rejection.
+        num_tested: draft tokens that the rule decided on: in each round up to and including the
+            first rejection.
         num_accepted: draft tokens that the output holds.
         histogram: entry i is the number of row-rounds that accepted i draft tokens.
-        num_changed: under a lossy rule, accepted tokens where the target drew another token. Above temperature 0 two
-            equal models differ in this way too.
+        num_changed: under a lossy rule, accepted tokens where the target drew another token. Above
+            temperature 0 two equal models differ in this way too.
     """
 
     num_proposed: int = 0
@@ -39,11 +40,14 @@ class Counts:
         self.histogram += [0] * (accepted + 1 - len(self.histogram))
         self.histogram[accepted] += 1
 
-    def add(self, other: Counts) -> None:
-        """Add another row's counts to these."""
-        for name in ("num_proposed", "num_tested", "num_accepted", "num_changed"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.histogram = list(map(sum, zip_longest(self.histogram, other.histogram, fillvalue=0)))
+    def add(self, counts: Counts) -> None:
+        """Add the counts of another row."""
+        self.num_proposed += counts.num_proposed
+        self.num_tested += counts.num_tested
+        self.num_accepted += counts.num_accepted
+        self.num_changed += counts.num_changed
+        bins = zip_longest(self.histogram, counts.histogram, fillvalue=0)
+        self.histogram = [num_rounds + num_more for num_rounds, num_more in bins]
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -58,7 +62,9 @@ class Counts:
 
 @dataclass
 class Round:
-    """One round of one row: its draft tokens, how many were accepted, and the token after them (None after a stop)."""
+    """One round of one row: its draft tokens, how many were accepted, and the token after them
+    (None after a stop).
+    """
 
     drafted: list[int]
     num_accepted: int
@@ -73,15 +79,17 @@ class RowResult:
         index: the prompt's number, which with the seed decides its random numbers.
         prompt: the prompt's tokens.
         tokens: the new tokens, EOS included.
-        stop_reason: "eos", "stop" (a stop string), "length", "cancelled", "interrupted", or "failed" (the target's
-            logits were not finite).
+        stop_reason: "eos", "stop" (a stop string), "length", "cancelled", "interrupted", or
+            "failed" (the target's logits were not finite).
         num_rounds: target calls that this row took part in.
         token_seconds: seconds from the start of decoding until each new token was there.
         counts: counts of draft tokens; None for standard decoding.
         rounds: the rounds in order; None for standard decoding.
-        logprobs: each new token's log probability under the target at temperature 1; None unless requested.
+        logprobs: each new token's log probability under the target at temperature 1; None unless
+            requested.
         text: text of the new tokens up to a stop string; None without a tokenizer.
-        num_hidden: bytes at the end of the new tokens' text that `text` leaves out: a stop string and what follows.
+        num_hidden: bytes at the end of the new tokens' text that `text` leaves out: a stop string
+            and what follows.
     """
 
     index: int
@@ -108,7 +116,8 @@ class DecodeResult:
         num_target_calls: forward passes of the target.
         peak_memory_bytes: highest memory use so far, of the GPU or, on a CPU, of the process.
         lossless: whether the rule keeps exactly the target's distribution.
-        num_draft_calls: forward passes of the draft; None for standard decoding, like the fields below.
+        num_draft_calls: forward passes of the draft; None for standard decoding, like the fields
+            below.
         num_draft_tokens: most draft tokens per round.
         rule: class name of the acceptance rule.
         window: how the draft tokens per round were chosen, as plain values.
@@ -131,13 +140,15 @@ class DecodeResult:
         return [row.tokens for row in self.rows]
 
     def __repr__(self) -> str:
-        prompts = "1 prompt" if len(self.rows) == 1 else f"{len(self.rows)} prompts"
-        shown = (
-            f"{prompts}, {self.num_new_tokens} new tokens, {self.tokens_per_second:.1f} tokens/s"
-        )
+        num_prompts = len(self.rows)
+        parts = [
+            "1 prompt" if num_prompts == 1 else f"{num_prompts} prompts",
+            f"{self.num_new_tokens} new tokens",
+            f"{self.tokens_per_second:.1f} tokens/s",
+        ]
         if self.rule is not None and self.block_efficiency is not None:
-            shown += f", block efficiency {self.block_efficiency:.2f}"
-        return f"DecodeResult({shown})"
+            parts.append(f"block efficiency {self.block_efficiency:.2f}")
+        return f"DecodeResult({', '.join(parts)})"
 
     @property
     def texts(self) -> list[str | None]:
@@ -146,7 +157,10 @@ class DecodeResult:
 
     @property
     def text(self) -> str | None:
-        """The new text of a single prompt (None without a tokenizer). Raises ValueError if there are several."""
+        """The new text of a single prompt (None without a tokenizer).
+
+        Raises ValueError if there are several.
+        """
         if len(self.rows) != 1:
             raise ValueError(f"there are {len(self.rows)} prompts: take result.texts")
         return self.rows[0].text
@@ -175,23 +189,32 @@ class DecodeResult:
     @property
     def acceptance_rate(self) -> float | None:
         """num_accepted / num_tested, over all rows; None if nothing was tested."""
-        return self.counts.acceptance_rate if self.counts else None
+        counts = self.counts
+        return counts.acceptance_rate if counts else None
 
     @property
     def draft_utilization(self) -> float | None:
         """num_accepted / num_proposed, over all rows; None if nothing was proposed."""
-        return self.counts.draft_utilization if self.counts else None
+        counts = self.counts
+        return counts.draft_utilization if counts else None
 
     @property
     def block_efficiency(self) -> float | None:
-        """num_new_tokens / row-rounds, the correction or bonus token included; 1.0 for standard decoding."""
+        """num_new_tokens / row-rounds, the correction or bonus token included; 1.0 for standard
+        decoding.
+        """
         num_rounds = sum(row.num_rounds for row in self.rows)
         return self.num_new_tokens / num_rounds if num_rounds else None
 
     @property
     def num_changed(self) -> int | None:
-        """Accepted tokens where the target drew another one, see `Counts`; None under a lossless rule."""
-        return self.counts.num_changed if self.counts and not self.lossless else None
+        """Accepted tokens where the target drew another one, see `Counts`; None under a lossless
+        rule.
+        """
+        counts = self.counts
+        if counts is None or self.lossless:
+            return None
+        return counts.num_changed
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values, for JSON; without the rates."""
@@ -207,19 +230,25 @@ class DecodeInterrupted(KeyboardInterrupt):
 
 
 def merge_results(results: Sequence[DecodeResult]) -> DecodeResult:
-    """The outcome of several batches decoded one after the other with the same settings, as one."""
-    first = results[0]
-    phases = {
-        name: sum(result.phase_seconds[name] for result in results) for name in first.phase_seconds
-    }
+    """The results of several batches that were decoded one after the other with the same settings,
+    as one.
+    """
+    rows: list[RowResult] = []
+    phase_seconds = dict.fromkeys(results[0].phase_seconds, 0.0)
+    for result in results:
+        rows += result.rows
+        for phase, seconds in result.phase_seconds.items():
+            phase_seconds[phase] += seconds
+
+    num_draft_calls = None
+    if results[0].rule is not None:
+        num_draft_calls = sum(result.num_draft_calls or 0 for result in results)
     return replace(
-        first,
-        rows=[row for result in results for row in result.rows],
+        results[0],
+        rows=rows,
         seconds=sum(result.seconds for result in results),
-        phase_seconds=phases,
+        phase_seconds=phase_seconds,
         num_target_calls=sum(result.num_target_calls for result in results),
         peak_memory_bytes=max(result.peak_memory_bytes for result in results),
-        num_draft_calls=None
-        if first.rule is None
-        else sum(result.num_draft_calls or 0 for result in results),
+        num_draft_calls=num_draft_calls,
     )

@@ -1,4 +1,4 @@
-"""One prompt while it is decoded, and the checks of what is given to decode."""
+"""One prompt while it is decoded, and checks of the prompts and limits of a decoding call."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 Prompts = Sequence[Any] | Tensor | Mapping[str, Any]
-"""Tokens of one prompt or of several, a tensor `[T]` or `[B, T]`, or a tokenizer's output with its attention mask."""
+"""Tokens of one prompt or of several, a tensor `[T]` or `[B, T]`, or a tokenizer's output with its
+attention mask.
+"""
+
 log = logging.getLogger(__name__)
 
 
 class Row:
-    """A prompt and its new tokens while they are decoded; `text` has both, `stop_reason` is "" until it ends.
+    """A prompt and its new tokens while they are decoded.
 
     Args:
         index: the prompt's number, which with the seed decides its random numbers.
@@ -35,6 +38,13 @@ class Row:
         speculative: whether to count draft tokens.
         stop: strings that end the row; the token that completes one is kept.
         num_drawn: new tokens of earlier turns, whose random numbers are used up.
+
+    Attributes:
+        text: the prompt and all new tokens.
+        max_length: most tokens of the text.
+        stop_reason: why the row has ended; "" until then.
+        resumed: whether another row continues with its random numbers.
+        num_added: new tokens of the last round; 1 before the first.
     """
 
     def __init__(
@@ -48,18 +58,21 @@ class Row:
         stop: StopStrings | None = None,
         num_drawn: int = 0,
     ) -> None:
-        self.index, self.text, self.eos, self.num_drawn = index, list(prompt), eos, num_drawn
+        self.index = index
+        self.text = list(prompt)
         self.prompt_length = len(self.text)
         self.max_length = self.prompt_length + max_new_tokens
+        self.eos = eos
+        self.num_drawn = num_drawn
         self.resumed = False
-        """Whether another row continues with its noise."""
-        self._search = None if stop is None else StopSearch(stop)
+        self._stop_search = None if stop is None else StopSearch(stop)
         self.stop_reason = "" if max_new_tokens else "length"
+
+        # What the result reports.
         self.counts = Counts() if speculative else None
         self.rounds: list[Round] = []
         self.num_rounds = 0
         self.num_added = 1
-        """New tokens of the last round; 1 before the first."""
         self.token_seconds: list[float] = []
         self.logprobs: list[float] | None = None
 
@@ -80,30 +93,43 @@ class Row:
 
     @property
     def num_hidden(self) -> int:
-        """Bytes at the end of the new text that are not shown: a stop string, or a part that may become one."""
-        if self._search is None:
+        """Bytes at the end of the new text that are not shown: a stop string, or a part that may
+        become one.
+        """
+        if self._stop_search is None:
             return 0
-        return self._search.num_held if self.live else self._search.num_cut
+        if self.live:
+            return self._stop_search.num_held
+        return self._stop_search.num_cut
 
     def append(
         self, tokens: Sequence[int], seconds: float, logprobs: Sequence[float] | None = None
     ) -> list[int]:
-        """Add tokens up to and with the first stop; gives those that were added."""
+        """Add tokens up to and including the first that stops the row.
+
+        Returns those that were added.
+        """
         added = list(tokens)
         for i, token in enumerate(tokens):
             if token in self.eos:
                 del added[i + 1 :]
                 self.stop_reason = "eos"
                 break
-        if self._search is not None and (num_kept := self._search.push(added)) is not None:
-            del added[num_kept:]
-            self.stop_reason = "stop"
+        if self._stop_search is not None:
+            num_until_stop = self._stop_search.push(added)
+            if num_until_stop is not None:
+                del added[num_until_stop:]
+                self.stop_reason = "stop"
+
         self.text += added
         self.token_seconds += [seconds] * len(added)
         self.num_rounds += 1
         self.num_added = len(added)
         if logprobs is not None:
-            self.logprobs = (self.logprobs or []) + list(logprobs[: len(added)])
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs += logprobs[: len(added)]
+
         assert self.remaining >= 0, "a drafter exceeded its window"
         if self.live and self.remaining == 0:
             self.stop_reason = "length"
@@ -119,25 +145,41 @@ class Row:
         changed: Sequence[int] = (),
         logprobs: Sequence[float] | None = None,
     ) -> list[int]:
-        """Add a round's tokens and count what became of its draft tokens; gives the tokens that were added.
+        """Add a round's tokens and count its draft tokens.
 
-        Draft tokens behind a stop count neither as proposed nor as tested nor as accepted. Without a `next_token`
-        nothing could be drawn there, and the row ends.
+        Draft tokens after a stop count neither as proposed nor as tested nor as accepted.
+
+        Args:
+            drafted: the row's draft tokens.
+            num_accepted: how many of them the rule accepts.
+            next_token: the target's token after them; None if it could not be drawn, which ends
+                the row.
+            seconds: time since decoding began.
+            changed: for each draft token, whether the target drew another one.
+            logprobs: log probabilities of the accepted tokens and of the next one.
+
+        Returns:
+            The tokens that were added.
         """
         assert self.counts is not None
-        own = [] if next_token is None else [next_token]
-        added = self.append([*drafted[:num_accepted], *own], seconds, logprobs)
+        tokens = drafted[:num_accepted]
+        if next_token is not None:
+            tokens.append(next_token)
+        added = self.append(tokens, seconds, logprobs)
         if next_token is None:
             self.fail()
-        stopped_early = self.stop_reason in ("eos", "stop") and len(added) <= len(drafted)
-        proposed = len(added) if stopped_early else len(drafted)
-        accepted = min(num_accepted, len(added))
-        self.counts.record(
-            proposed, min(num_accepted + 1, proposed), accepted, sum(changed[:accepted])
-        )
-        self.rounds.append(
-            Round(drafted[:proposed], accepted, next_token if len(added) > num_accepted else None)
-        )
+
+        num_proposed = len(drafted)
+        if self.stop_reason in ("eos", "stop"):
+            num_proposed = min(num_proposed, len(added))
+        num_added_drafts = min(num_accepted, len(added))
+        num_tested = min(num_accepted + 1, num_proposed)
+        num_changed = sum(changed[:num_added_drafts])
+        self.counts.record(num_proposed, num_tested, num_added_drafts, num_changed)
+
+        if len(added) <= num_accepted:
+            next_token = None
+        self.rounds.append(Round(drafted[:num_proposed], num_added_drafts, next_token))
         return added
 
     def fail(self) -> None:
@@ -145,13 +187,14 @@ class Row:
         if self.live:
             self.stop_reason = "failed"
             log.warning(
-                "prompt %d ends after %d new tokens: the target's logits are not finite: try --dtype float32",
+                "prompt %d ends after %d new tokens: the target's logits are not finite: try "
+                "--dtype float32",
                 self.index,
                 self.num_new,
             )
 
     def result(self) -> RowResult:
-        """The row's outcome so far."""
+        """The row's result so far."""
         return RowResult(
             index=self.index,
             prompt=self.text[: self.prompt_length],
@@ -167,7 +210,7 @@ class Row:
 
 
 def stops_of(config: DecodingConfig, target: LanguageModel) -> StopStrings | None:
-    """What looks for the config's stop strings; None where there are none.
+    """The config's stop strings as bytes of the target's tokens; None if there are none.
 
     Raises:
         ValueError: the text of the target's tokens is not known.
@@ -182,21 +225,31 @@ def stops_of(config: DecodingConfig, target: LanguageModel) -> StopStrings | Non
 
 
 def as_prompts(prompts: Prompts) -> list[list[Any]]:
-    """A list of prompts from whatever `Prompts` are; padding that an attention mask marks is left out."""
+    """A list of prompts from any form of `Prompts`, without the padding that an attention mask
+    marks.
+    """
     mask: Any = None
     if isinstance(prompts, Mapping):
-        mask, prompts = prompts.get("attention_mask"), prompts["input_ids"]
+        mask = prompts.get("attention_mask")
+        prompts = prompts["input_ids"]
     values = [_plain(value) for value in _plain(prompts)]
     if not values:
         raise ValueError("there is no prompt: give at least one token")
-    rows: list[Any] = values if all(isinstance(value, Sequence) for value in values) else [values]
+
+    texts: list[Any] = [values]
+    if all(isinstance(value, Sequence) for value in values):
+        texts = values
     if mask is None:
-        return rows
-    both = zip(rows, as_prompts(mask), strict=True)
-    return [[token for token, real in zip(row, seen, strict=True) if real] for row, seen in both]
+        return texts
+    text_masks = as_prompts(mask)
+    return [
+        [token for token, is_real in zip(text, text_mask, strict=True) if is_real]
+        for text, text_mask in zip(texts, text_masks, strict=True)
+    ]
 
 
 def _plain(values: Any) -> Any:
+    """Tensors and arrays as lists."""
     return values.tolist() if hasattr(values, "tolist") else values
 
 
@@ -207,17 +260,19 @@ def check_prompt(prompt: Sequence[Any], vocab_size: int, name: str) -> None:
     for token in prompt:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
             raise ValueError(
-                f"{name} holds {token!r}: tokens of this model are integers from 0 to {vocab_size - 1}"
+                f"{name} holds {token!r}: tokens of this model are integers from 0 to "
+                f"{vocab_size - 1}"
             )
 
 
 def check_padding(rows: Sequence[Sequence[int]], pad: int | None) -> None:
-    """Raise ValueError where some rows begin or end with the pad token and others do not."""
+    """Raise ValueError if some rows begin or end with the pad token and others do not."""
     for end in (0, -1):
         padded = [bool(row) and row[end] == pad for row in rows]
         if any(padded) and not all(padded):
             raise ValueError(
-                f"prompt {padded.index(True)} seems padded with token {pad}: give the tokenizer's whole output, with "
+                f"prompt {padded.index(True)} seems padded with token {pad}: give the "
+                "tokenizer's whole output, with "
                 "its attention_mask"
             )
 
@@ -254,33 +309,37 @@ def check_context(
     target: LanguageModel,
     drafter: Drafter | None = None,
 ) -> None:
-    """Raise ValueError for a text that would outgrow what a model was made for."""
-    for owner, model in (("target", target), ("draft", drafter)):
-        limit = None if model is None else model.max_positions
+    """Raise ValueError for a text that exceeds the context of the target or of the draft."""
+    limits = {"target": target.max_positions}
+    if drafter is not None:
+        limits["draft"] = drafter.max_positions
+    for owner, limit in limits.items():
         if limit is not None and num_prompt_tokens + max_new_tokens > limit:
             raise ValueError(
-                f"a prompt of {num_prompt_tokens} tokens and {max_new_tokens} new ones do not fit the {owner}'s "
+                f"a prompt of {num_prompt_tokens} tokens and {max_new_tokens} new ones do not "
+                f"fit the {owner}'s "
                 f"context of {limit}: shorten the prompt or ask for fewer"
             )
 
 
-def flag_undrawable(tokens: Int[Tensor, "*B"], logits: Float[Tensor, "*B V"]) -> Int[Tensor, "*B"]:
-    """The largest logits' tokens; the vocabulary's size, which no token is, where that logit is not a finite number.
+def mark_failed(tokens: Int[Tensor, "*B"], logits: Float[Tensor, "*B V"]) -> Int[Tensor, "*B"]:
+    """The tokens of the largest logits; V, which is no token, if that logit is not finite.
 
-    The largest of numbers with a NaN among them is that NaN, so one logit tells.
+    The largest of numbers with a NaN among them is that NaN, so one logit is enough to look at.
     """
     largest = logits.gather(-1, tokens[..., None]).squeeze(-1)
     return torch.where(largest.abs() < torch.inf, tokens, logits.shape[-1])
 
 
-def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts have in common from the start on."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-        min(len(one), len(other)),
-    )
+def num_shared(text: Sequence[int], other_text: Sequence[int]) -> int:
+    """Length of the common prefix of two texts."""
+    pairs = zip(text, other_text, strict=False)
+    for i, (token, other_token) in enumerate(pairs):
+        if token != other_token:
+            return i
+    return min(len(text), len(other_text))
 
 
 def power_of_two(count: int) -> int:
-    """The smallest power of two that is at least `count`: batches grow and shrink to these alone."""
+    """The smallest power of two that is at least `count`: the only batch sizes."""
     return 1 << (count - 1).bit_length()

@@ -1,4 +1,4 @@
-"""How a round ends: the verdict, its single read by the host, and what each row gets of it."""
+"""The end of a round: the verdict, packed for a single read, and what each row gets of it."""
 
 from __future__ import annotations
 
@@ -8,104 +8,127 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_specdec.decoding.rows import Row, flag_undrawable
+from lightning_specdec.decoding.executor import Executor
+from lightning_specdec.decoding.rows import Row, mark_failed
 from lightning_specdec.decoding.windows import Outcome
-from lightning_specdec.models.graphs import GraphCache, Outputs
+from lightning_specdec.models.graphs import Outputs
 from lightning_specdec.rules import AcceptanceRule, Draft, Purpose, Sampling, Verdict, column
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 Events = list[tuple[Row, list[int]]]
-"""Each live row's newly committed tokens."""
+"""Each live row with its newly committed tokens."""
 
 
 class Verification:
-    """Judges a round, reads the outcome in one piece, and gives each row its part."""
+    """Judges the draft tokens of a round, and commits what the rule accepts.
+
+    The outcome of a round is one tensor `[B, columns]`, which the host reads once. Its columns
+    are, for K draft tokens: whether each draft token is kept (K), the token that ends the round
+    after each number of accepted ones (K + 1), the draft tokens (K); then, if there are any, the
+    row's number of draft tokens (1), which of them a lossy rule changed (K), and log probabilities
+    of the draft tokens (K) and of the ends (K + 1). For K = 0 it is the next token only.
+
+    Args:
+        rule: decides which draft tokens are accepted.
+        sampling: how the target's tokens are drawn.
+        vocab_size: the target's. It stands for a token that could not be drawn, since no token has
+            that number.
+        logprobs: whether to compute log probabilities.
+    """
 
     def __init__(
-        self, rule: AcceptanceRule, sampling: Sampling, vocab_size: int, *, logprobs: bool
+        self,
+        rule: AcceptanceRule,
+        sampling: Sampling,
+        vocab_size: int,
+        *,
+        logprobs: bool,
     ) -> None:
-        self.rule, self.sampling, self.vocab_size, self.logprobs = (
-            rule,
-            sampling,
-            vocab_size,
-            logprobs,
-        )
+        self.rule = rule
+        self.sampling = sampling
+        self.vocab_size = vocab_size
+        self.logprobs = logprobs
 
-    def outcome(
+    def judge(
         self,
         rows: Sequence[Row],
         draft: Draft,
         logits: Float[Tensor, "B K1 V"],
         noise: Float[Tensor, "B N 3"] | None,
-        graphs: GraphCache | None,
+        executor: Executor,
     ) -> Tensor:
-        """All that the host needs of the round, `[B, columns]` as `commit` reads them; judged in a recorded call where
-        there are any. With processors, which are asked from the host, the draft tokens are read beforehand."""
-        scored = logits
+        """Judge the draft by the target's logits. Returns the outcome, still on the device."""
         if self.sampling.processors:
-            drafted = draft.tokens.tolist()
-            if draft.lengths is not None:
-                drafted = [
-                    row[:length]
-                    for row, length in zip(drafted, draft.lengths.tolist(), strict=True)
-                ]
-            texts = [row.text if row.live else None for row in rows]
-            scored = self.sampling.process(
-                logits, texts, drafted, stop_at_impossible=self.rule.lossless
-            )
-        elif graphs is not None:
+            # Processors run on the host and read the draft tokens there, so this is not recorded.
+            processed = self._process(rows, draft, logits)
+            return self._outcome(draft, logits, processed, noise)
 
-            def judge(logits: Tensor, noise: Tensor | None, *parts: Any) -> Outputs:
-                return (self._packed(Draft(*parts), logits, logits, noise),)
+        def call(logits: Tensor, noise: Tensor | None, *draft_tensors: Any) -> Outputs:
+            return (self._outcome(Draft(*draft_tensors), logits, logits, noise),)
 
-            key = (
-                "judge",
-                type(self.rule),
-                tuple(sorted(vars(self.rule).items())),
-                self.sampling,
-                self.logprobs,
-            )
-            packed = graphs.run(
-                key, judge, logits, noise, draft.tokens, draft.lengths, draft.probs, draft.logits
-            )[0]
-            assert packed is not None
-            return packed
-        return self._packed(draft, logits, scored, noise)
+        # Equal rules of other sessions share what is recorded.
+        rule_attributes = tuple(sorted(vars(self.rule).items()))
+        key = "judge", type(self.rule), rule_attributes, self.sampling, self.logprobs
+        (outcome,) = executor.run(
+            key, call, logits, noise, draft.tokens, draft.lengths, draft.probs, draft.logits
+        )
+        assert outcome is not None
+        return outcome
 
-    def _packed(
+    def _process(
+        self, rows: Sequence[Row], draft: Draft, logits: Float[Tensor, "B K1 V"]
+    ) -> Float[Tensor, "B K1 V"]:
+        """The logits after the logits processors."""
+        drafted = draft.tokens.tolist()
+        if draft.lengths is not None:
+            lengths = draft.lengths.tolist()
+            drafted = [tokens[:length] for tokens, length in zip(drafted, lengths, strict=True)]
+        texts = [row.text if row.live else None for row in rows]
+        return self.sampling.process(logits, texts, drafted, stop_at_impossible=self.rule.lossless)
+
+    def _outcome(
         self,
         draft: Draft,
         logits: Float[Tensor, "B K1 V"],
-        scored: Float[Tensor, "B K1 V"],
+        processed: Float[Tensor, "B K1 V"],
         noise: Float[Tensor, "B N 3"] | None,
     ) -> Tensor:
         """The verdict on the processed logits, and all else that the host reads, side by side."""
-        width = draft.tokens.shape[1]
-        if noise is not None:  # of more positions, where fewer tokens were drafted than allowed
-            noise = noise[:, : width + 1]
-        if width:
-            verdict = self.rule.judge(draft, scored, self.sampling, noise)
-        else:  # the target's own token, which every rule would give
-            own = self.sampling.sample(scored, column(noise, Purpose.CORRECT))
-            verdict = Verdict(draft.tokens.bool(), own)
+        num_draft_tokens = draft.tokens.shape[1]
+        if noise is not None:
+            # A drafter may have drafted fewer tokens than there is noise for.
+            noise = noise[:, : num_draft_tokens + 1]
+        if num_draft_tokens:
+            verdict = self.rule.judge(draft, processed, self.sampling, noise)
+        else:
+            # Without a draft every rule draws the target's own token.
+            next_tokens = self.sampling.sample(processed, column(noise, Purpose.CORRECT))
+            verdict = Verdict(draft.tokens.bool(), next_tokens)
+
         endings = verdict.endings
-        if self.sampling.greedy:  # a draw finds out by itself
-            endings = flag_undrawable(endings, scored)
-        columns = [verdict.kept, endings, draft.tokens] if width else [endings]
+        if self.sampling.greedy:
+            # argmax picks a token even from NaN; sampling marks such a row itself.
+            endings = mark_failed(endings, processed)
+
+        columns = [endings]
+        if num_draft_tokens:
+            columns = [verdict.kept, endings, draft.tokens]
         if draft.lengths is not None:
             columns.append(draft.lengths[:, None])
         if verdict.changed is not None:
             columns.append(verdict.changed)
-        if self.logprobs:  # float64 holds the integers beside them exactly
-            known = verdict.endings.clamp(max=self.vocab_size - 1)
-            scores = (
-                Sampling.log_probs(logits[:, :-1], draft.tokens),
-                Sampling.log_probs(logits, known),
-            )
-            columns += [each.double() for each in scores]
-        return torch.cat(columns, dim=1) if len(columns) > 1 else endings
+        if self.logprobs:
+            # float64 holds the integers beside them exactly.
+            real_endings = verdict.endings.clamp(max=self.vocab_size - 1)
+            draft_scores = Sampling.log_probs(logits[:, :-1], draft.tokens)
+            ending_scores = Sampling.log_probs(logits, real_endings)
+            columns.append(draft_scores.double())
+            columns.append(ending_scores.double())
+        if len(columns) == 1:
+            return endings
+        return torch.cat(columns, dim=1)
 
     def commit(
         self,
@@ -115,46 +138,118 @@ class Verification:
         windows: Sequence[int],
         seconds: float,
     ) -> tuple[Events, list[Outcome], list[int]]:
-        """Give every live row what its verdict kept; `values` as `outcome` lays them out.
+        """Commit to every live row the tokens that its verdict accepts.
+
+        Args:
+            values: the outcome, read to the host.
+            draft: the draft of the round.
+            windows: draft tokens that each row requested.
+            seconds: time since decoding began.
 
         Returns:
-            The new tokens, what became of the draft tokens, and how many of each row's were accepted.
+            The new tokens, what became of the draft tokens, and how many of each row's were
+            accepted.
         """
-        width = draft.tokens.shape[1]
-        judged, num_scores = 3 * width + 1, (2 * width + 1) * self.logprobs
-        events, outcomes, counts = [], [], []
-        for row, window, numbers in zip(rows, windows, values, strict=True):
+        events: Events = []
+        outcomes = []
+        accepted_counts = []
+        num_draft_tokens = draft.tokens.shape[1]
+        has_lengths = draft.lengths is not None
+        for row, window, row_values in zip(rows, windows, values, strict=True):
             if not row.live:
-                counts.append(0)
+                accepted_counts.append(0)
                 continue
-            num_accepted, logprobs = [*numbers[:width], 0].index(0), None
-            counts.append(num_accepted)
-            if num_scores:
-                scores = numbers[-num_scores:]
-                logprobs = [*scores[:num_accepted], scores[width + num_accepted]]
-                numbers = list(map(int, numbers[:-num_scores]))
-            endings, drafted, changed = (
-                numbers[width : 2 * width + 1],
-                numbers[2 * width + 1 : judged],
-                numbers[judged:],
-            )
-            if draft.lengths is not None:
-                length, *changed = changed
-                drafted = drafted[:length]
-            ending: int | None = endings[num_accepted]
-            if self.vocab_size in endings[: num_accepted + 1]:
-                # Where the draw is certain, the positions of accepted tokens count too.
-                first = endings.index(self.vocab_size) if self.sampling.greedy else num_accepted
-                if endings[first] == self.vocab_size:
-                    drafted, num_accepted, ending = drafted[:first], first, None
+            verdict = self._unpack(row_values, num_draft_tokens, has_lengths=has_lengths)
+            accepted_counts.append(verdict.num_accepted)
+            self._end_before_failure(verdict)
+
             added = row.commit(
-                drafted, num_accepted, ending, seconds=seconds, changed=changed, logprobs=logprobs
+                verdict.drafted,
+                verdict.num_accepted,
+                verdict.next_token,
+                seconds=seconds,
+                changed=verdict.changed,
+                logprobs=verdict.logprobs,
             )
             events.append((row, added))
-            num_made = len(drafted)
-            if (
-                len(added) <= num_accepted
-            ):  # nothing is learnt of tokens behind a stop: a next turn has their noise
-                window = num_made = num_accepted = len(added)
-            outcomes.append(Outcome(row, window, num_made, num_accepted))
-        return events, outcomes, counts
+            if len(added) > verdict.num_accepted:
+                num_made = len(verdict.drafted)
+                outcomes.append(Outcome(row, window, num_made, verdict.num_accepted))
+            else:
+                # Nothing is learned from tokens after a stop: the next turn uses their random
+                # numbers.
+                outcomes.append(Outcome(row, len(added), len(added), len(added)))
+        return events, outcomes, accepted_counts
+
+    def _unpack(
+        self, values: list[Any], num_draft_tokens: int, *, has_lengths: bool
+    ) -> _RowVerdict:
+        """One row of the outcome, column by column."""
+        kept = values[:num_draft_tokens]
+        num_accepted = num_draft_tokens
+        if 0 in kept:
+            num_accepted = kept.index(0)
+
+        logprobs = None
+        if self.logprobs:
+            num_scores = 2 * num_draft_tokens + 1
+            scores = values[-num_scores:]
+            logprobs = scores[:num_accepted]
+            logprobs.append(scores[num_draft_tokens + num_accepted])
+            values = [int(value) for value in values[:-num_scores]]
+
+        endings_end = 2 * num_draft_tokens + 1
+        drafted_end = endings_end + num_draft_tokens
+        endings = values[num_draft_tokens:endings_end]
+        drafted = values[endings_end:drafted_end]
+        changed = values[drafted_end:]
+        if has_lengths:
+            drafted = drafted[: changed[0]]
+            changed = changed[1:]
+        return _RowVerdict(num_accepted, endings, drafted, changed, logprobs)
+
+    def _end_before_failure(self, verdict: _RowVerdict) -> None:
+        """Drop what follows logits that are not finite: a token that does not exist marks them."""
+        num_accepted = verdict.num_accepted
+        failed = self.vocab_size
+        if failed not in verdict.endings[: num_accepted + 1]:
+            return
+        if self.sampling.greedy:
+            # The target's tokens are certain, so those at the positions of accepted draft tokens
+            # count too.
+            num_accepted = verdict.endings.index(failed)
+        if verdict.endings[num_accepted] == failed:
+            verdict.drafted = verdict.drafted[:num_accepted]
+            verdict.num_accepted = num_accepted
+            verdict.next_token = None
+
+
+class _RowVerdict:
+    """The outcome of a round for one row, on the host.
+
+    Args:
+        num_accepted: accepted draft tokens.
+        endings: the token that ends the round after each number of accepted draft tokens.
+        drafted: the row's draft tokens.
+        changed: for each of them, whether the target drew another one; empty under a lossless
+            rule.
+        logprobs: log probabilities of the accepted draft tokens and of the next one; None unless
+            requested.
+    """
+
+    __slots__ = ("changed", "drafted", "endings", "logprobs", "next_token", "num_accepted")
+
+    def __init__(
+        self,
+        num_accepted: int,
+        endings: list[int],
+        drafted: list[int],
+        changed: list[int],
+        logprobs: list[float] | None,
+    ) -> None:
+        self.num_accepted = num_accepted
+        self.endings = endings
+        self.drafted = drafted
+        self.changed = changed
+        self.logprobs = logprobs
+        self.next_token: int | None = endings[num_accepted]

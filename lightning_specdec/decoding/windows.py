@@ -5,26 +5,31 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, pairwise
-from operator import add, mul
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.decoding.rows import Row
+from lightning_specdec.drafters import Draft
 
 DEFAULT_WINDOW = 3
-"""Draft tokens per round where nobody chooses."""
-PRIOR_RATE, PRIOR_WEIGHT = 0.8, 2.0
-"""Acceptance rate that is assumed before a draft token was tested, and the number of tests that this is worth."""
+"""Draft tokens per round if nobody chooses."""
+
+PRIOR_RATE = 0.8
+"""Acceptance rate that is assumed before a draft token was tested."""
+
+PRIOR_WEIGHT = 2.0
+"""Number of tests that the prior rate is worth."""
+
 NEIGHBOUR_WEIGHT = 6.0
-"""The number of tests that the rate of the position before is worth to a position."""
+"""Number of tests that the rate of the previous position is worth to a position."""
+
 MEMORY = 10.0
-"""Tests of a position that are remembered; older ones fade."""
+"""Number of tests of a position that are remembered; older ones fade."""
+
 TRIAL_SHARE = 0.004
-"""Share of the time that trials take where drafting does not pay."""
+"""Share of the time that trials take if drafting does not pay."""
 
 
 @dataclass(frozen=True)
@@ -52,18 +57,25 @@ class Calibration(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rising = list(self.widths) == sorted({1, *self.widths})
-        if not rising or not len(self.widths) == len(self.target_seconds) == len(self.loop_seconds):
+        ascends_from_1 = list(self.widths) == sorted({1, *self.widths})
+        num_widths = len(self.widths)
+        have_seconds = num_widths == len(self.target_seconds) == len(self.loop_seconds)
+        if not ascends_from_1 or not have_seconds:
             raise ValueError("widths must rise from 1 and have seconds each: measure again")
 
     def round_seconds(self, num_draft_tokens: int) -> float:
-        """A round (of 0 draft tokens: a standard step) without its draft, linear between the measured widths."""
-        width, seconds = num_draft_tokens + 1, map(add, self.target_seconds, self.loop_seconds)
-        points = list(zip(self.widths, seconds, strict=True))
-        (low, fast), (high, slow) = next(
-            each for each in pairwise(points[:1] + points) if width <= each[1][0]
-        )
-        return slow - (slow - fast) * (high - width) / max(high - low, 1)
+        """Seconds of a round without its draft, linear between the measured widths."""
+        width = num_draft_tokens + 1
+        index = next(i for i, measured in enumerate(self.widths) if measured >= width)
+        upper_seconds = self.target_seconds[index] + self.loop_seconds[index]
+        upper_width = self.widths[index]
+        if upper_width == width:
+            return upper_seconds
+
+        lower_seconds = self.target_seconds[index - 1] + self.loop_seconds[index - 1]
+        lower_width = self.widths[index - 1]
+        difference = upper_seconds - lower_seconds
+        return upper_seconds - difference * (upper_width - width) / (upper_width - lower_width)
 
 
 @dataclass
@@ -80,41 +92,50 @@ class Plan(ABC):
     """The windows of one session, round by round.
 
     Attributes:
-        ahead: of all rows in the next round, before the last one is learnt from; None where that is not known.
+        shared_window: the next round's window of all rows, if it is known before this round's
+            outcome; else None.
     """
 
-    ahead: int | None = None
+    shared_window: int | None = None
 
     @abstractmethod
     def windows(self, rows: Sequence[Row]) -> list[int]:
-        """The number of draft tokens that each row gets next; 0 for rows that are not live."""
+        """The number of draft tokens that each row requests next; 0 for rows that are not live."""
+
+    def adjust(self, draft: Draft, windows: Sequence[int]) -> Draft:
+        """Change a draft before the target reads it. Only calibration does."""
+        return draft
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:  # noqa: B027
-        """Take in a round, in which these rows were live."""
+        """Learn from a round, in which these rows were live."""
 
     def keep_to_measured(self) -> None:  # noqa: B027
-        """Choose measured windows alone from now on, since calls are recorded for each one."""
+        """Choose only measured windows from now on, since calls are recorded for each one."""
 
 
 class Window(ABC):
-    """How a session chooses the number of draft tokens per round. One object serves any number of sessions."""
+    """How a session chooses the number of draft tokens per round.
+
+    One object serves any number of sessions.
+    """
 
     largest: int
 
     @abstractmethod
     def plan(self, *, jointly: bool) -> Plan:
-        """The windows of a new session; `jointly` where they change no output, so that rows may share them."""
+        """The windows of a new session; `jointly` if its rows may share them."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for a record from which `window_from_dict` makes it again."""
+        """Plain values, for a record; `window_from_dict` is the inverse."""
 
 
 class FixedWindow(Window, Plan):
-    """The same number of draft tokens in every round, fewer at a row's end; 0 is standard decoding."""
+    """The same number of draft tokens in every round, fewer at a row's end."""
 
     def __init__(self, num_draft_tokens: int) -> None:
-        self.largest = self.ahead = require_int("num_draft_tokens", num_draft_tokens, 0)
+        self.largest = require_int("num_draft_tokens", num_draft_tokens, 0)
+        self.shared_window = self.largest
 
     def plan(self, *, jointly: bool) -> Plan:
         return self
@@ -127,44 +148,52 @@ class FixedWindow(Window, Plan):
 
 
 class AdaptiveWindow(Window):
-    """Chooses the draft tokens per round with the most expected tokens per second; 0 where standard decoding is faster.
+    """Chooses the window with the most expected tokens per second, 0 for standard decoding.
 
-    It estimates acceptance rates from the rounds so far. Under a rule whose output does not depend on the window, the
-    rows of a session share the estimate. Otherwise each row has its own, so that its output does not depend on the
-    batch. The same seed and calibration give the same windows.
+    It estimates acceptance rates from the rounds so far. Under a rule whose output does not depend
+    on the window, the rows of a session share the estimate. Otherwise each row has its own, so
+    that its output does not depend on the batch. The same seed and calibration give the same
+    windows.
 
     Args:
         calibration: measured costs. The largest window is its last width - 1.
     """
 
     def __init__(self, calibration: Calibration) -> None:
-        self.calibration, self.largest = calibration, calibration.widths[-1] - 1
+        self.calibration = calibration
+        self.largest = calibration.widths[-1] - 1
 
     def plan(self, *, jointly: bool) -> Plan:
-        return _AdaptivePlan(self.calibration, jointly=jointly)
+        if jointly:
+            return _SharedPlan(self.calibration)
+        return _RowPlan(self.calibration)
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": "AdaptiveWindow", "calibration": self.calibration.to_dict()}
 
 
 def as_window(num_draft_tokens: int | str | Window | None) -> Window:
-    """The window of a config: an integer is a fixed one, and "auto" needs a `SpeculativeDecoder`."""
+    """The window of a config: an integer is a fixed one; "auto" needs a `SpeculativeDecoder`."""
     if isinstance(num_draft_tokens, str):
         raise ValueError(
-            'num_draft_tokens "auto" needs measured costs: use SpeculativeDecoder, or an AdaptiveWindow'
+            'num_draft_tokens "auto" needs measured costs: use SpeculativeDecoder, '
+            "or an AdaptiveWindow"
         )
     if isinstance(num_draft_tokens, Window):
         return num_draft_tokens
-    return FixedWindow(DEFAULT_WINDOW if num_draft_tokens is None else num_draft_tokens)
+    if num_draft_tokens is None:
+        return FixedWindow(DEFAULT_WINDOW)
+    return FixedWindow(num_draft_tokens)
 
 
 def window_from_dict(values: dict[str, Any]) -> Window:
-    """The inverse of `Window.to_dict`, to decode again as a record says."""
-    if values.get("kind") == "FixedWindow":
+    """The inverse of `Window.to_dict`, to decode again as in a record."""
+    kind = values.get("kind")
+    if kind == "FixedWindow":
         return FixedWindow(values["num_draft_tokens"])
-    if values.get("kind") == "AdaptiveWindow":
+    if kind == "AdaptiveWindow":
         return AdaptiveWindow(Calibration.from_dict(values["calibration"]))
-    raise ValueError(f"a window is a FixedWindow or an AdaptiveWindow, got {values.get('kind')!r}")
+    raise ValueError(f"a window is a FixedWindow or an AdaptiveWindow, got {kind!r}")
 
 
 @dataclass
@@ -175,110 +204,157 @@ class Rate:
     trials: float = 0.0
 
     def count(self, hit: bool) -> None:
-        kept = min(1.0, (MEMORY - 1) / self.trials) if self.trials else 1.0
-        self.hits, self.trials = self.hits * kept + hit, self.trials * kept + 1
+        """Count one trial."""
+        fading = 1.0
+        if self.trials:
+            fading = min(1.0, (MEMORY - 1) / self.trials)
+        self.hits = self.hits * fading + hit
+        self.trials = self.trials * fading + 1
 
 
 class Controller:
     """The windows of one row, or of rows that share an estimate.
 
-    It takes the best window by acceptance rates for each position and measured costs (Leviathan et al. 2023, equation
-    1). Where none beats standard decoding, one draft token is tried when the rounds since the last rejection are so
-    many that the trial takes `TRIAL_SHARE` of their time.
+    It takes the best window by acceptance rates for each position and measured costs (Leviathan et
+    al. 2023, equation 1). If none beats standard decoding, it tries one draft token from time to
+    time: so rarely that trials take `TRIAL_SHARE` of the time.
+
+    Args:
+        costs: measured costs.
+        measured_only: whether to choose only windows that were measured.
 
     Attributes:
         window: of the next round.
     """
 
     def __init__(self, costs: Calibration, *, measured_only: bool = False) -> None:
-        self.costs, largest = costs, costs.widths[-1] - 1
-        self.choices = (
-            [width - 1 for width in costs.widths] if measured_only else range(largest + 1)
-        )
+        self.costs = costs
+        largest = costs.widths[-1] - 1
+        self.choices: Sequence[int] = range(largest + 1)
+        if measured_only:
+            self.choices = [width - 1 for width in costs.widths]
         self.round_seconds = [costs.round_seconds(window) for window in range(largest + 1)]
-        # The prior fades like other tests: a useless draft would be kept alive by it otherwise.
-        self.positions = [
-            Rate(PRIOR_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT),
-            *(Rate() for _ in range(1, largest)),
-        ]
+
+        # The prior fades like real tests: it would keep a useless draft alive otherwise.
+        self.positions = [Rate() for _ in range(max(1, largest))]
+        self.positions[0] = Rate(PRIOR_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT)
         self.offers = Rate(1.0, 1.0)
         """How often the drafter made a token: a lookup may find nothing."""
-        self.rounds_since_rejection = 0
-        plain = self.round_seconds[0]
-        trial_seconds = (
-            costs.draft_seconds + costs.draft_step_seconds + self.round_seconds[1] - plain
-        )
-        self.rounds_before_trial = trial_seconds / (TRIAL_SHARE * plain)
-        self.hopeless = self.best([1.0] * largest) == 0
-        self.window = self.next_window()
 
-    def best(self, rates: Sequence[float], offered: float = 1.0) -> int:
-        """The window with the most expected tokens per second; 0 where none beats standard decoding.
+        self.rounds_since_rejection = 0
+        standard_seconds = self.round_seconds[0]
+        draft_seconds = costs.draft_seconds + costs.draft_step_seconds
+        trial_seconds = draft_seconds + self.round_seconds[1] - standard_seconds
+        self.rounds_before_trial = trial_seconds / (TRIAL_SHARE * standard_seconds)
+        self.hopeless = self.best([1.0] * largest) == 0
+        self.window = self.choose_window()
+
+    def best(self, rates: Sequence[float], offer_rate: float = 1.0) -> int:
+        """The window with the most expected tokens per second; 0 if none beats standard decoding.
 
         Args:
-            rates: how likely each position is accepted, once those before are.
-            offered: how likely there is a draft at all.
+            rates: the probability that each position is accepted if those before it are.
+            offer_rate: the probability that there is a draft.
         """
-        plain = self.round_seconds[0]
-        speeds = [1 / plain]
-        for window, accepted in enumerate(accumulate(accumulate(rates, mul)), start=1):
-            draft = self.costs.draft_seconds + window * self.costs.draft_step_seconds
-            seconds = draft + plain + offered * (self.round_seconds[window] - plain)
-            speeds.append((1 + offered * accepted) / seconds)
+        standard_seconds = self.round_seconds[0]
+        speeds = [1 / standard_seconds]
+        accepted_so_far = 1.0
+        expected_accepted = 0.0
+        for window, rate in enumerate(rates, start=1):
+            accepted_so_far *= rate
+            expected_accepted += accepted_so_far
+            draft_seconds = self.costs.draft_seconds + window * self.costs.draft_step_seconds
+            extra_seconds = offer_rate * (self.round_seconds[window] - standard_seconds)
+            seconds = draft_seconds + standard_seconds + extra_seconds
+            speeds.append((1 + offer_rate * expected_accepted) / seconds)
         return max(self.choices, key=speeds.__getitem__)
 
-    def next_window(self) -> int:
-        """The best window by what was learnt; 1 or 0 where that is standard decoding."""
+    def choose_window(self) -> int:
+        """The best window by what was learned.
+
+        If that is standard decoding: 1 when a trial is due, else 0.
+        """
         if self.hopeless:
             return 0
-        rate, rates = 0.0, []
-        for i, each in enumerate(self.positions):
-            weight = NEIGHBOUR_WEIGHT if i else 0.0
-            rate = (each.hits + weight * rate) / (each.trials + weight)
-            rates.append(rate)
+
+        # A position with few tests of its own is estimated from the one before it.
+        rates: list[float] = []
+        for i, position in enumerate(self.positions):
+            if i == 0:
+                rates.append(position.hits / position.trials)
+                continue
+            hits = position.hits + NEIGHBOUR_WEIGHT * rates[-1]
+            rates.append(hits / (position.trials + NEIGHBOUR_WEIGHT))
+
         best = self.best(rates, self.offers.hits / self.offers.trials)
-        return best or int(self.rounds_since_rejection >= self.rounds_before_trial)
+        if best == 0 and self.rounds_since_rejection >= self.rounds_before_trial:
+            return 1
+        return best
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
-        """Take in a round: of each row up to the first rejection, since the noise behind it is used again."""
+        """Learn from a round, up to each row's first rejection: later noise is used again."""
         self.rounds_since_rejection += 1
-        for each in outcomes:
-            if each.window:
-                self.offers.count(each.num_made > 0)
-            for i in range(min(each.num_made, each.num_accepted + 1)):
-                self.positions[i].count(i < each.num_accepted)
-            if each.num_accepted < max(each.num_made, min(each.window, 1)):
+        for outcome in outcomes:
+            if outcome.window:
+                self.offers.count(outcome.num_made > 0)
+            num_tested = min(outcome.num_made, outcome.num_accepted + 1)
+            for i in range(num_tested):
+                self.positions[i].count(i < outcome.num_accepted)
+            # A draft that was requested and not made counts as one rejected token.
+            num_expected = max(outcome.num_made, min(outcome.window, 1))
+            if outcome.num_accepted < num_expected:
                 self.rounds_since_rejection = 0
-        self.window = self.next_window()
+        self.window = self.choose_window()
 
 
-class _AdaptivePlan(Plan):
-    def __init__(self, calibration: Calibration, *, jointly: bool) -> None:
-        self.new = partial(Controller, calibration)
-        self.shared = self.new() if jointly else None
-        self.own: WeakKeyDictionary[Row, Controller] = WeakKeyDictionary()
+class _SharedPlan(Plan):
+    """One controller for all rows."""
+
+    def __init__(self, calibration: Calibration) -> None:
+        self._calibration = calibration
+        self._controller = Controller(calibration)
 
     def keep_to_measured(self) -> None:
-        self.new = partial(self.new, measured_only=True)
-        self.shared = self.shared and self.new()
+        self._controller = Controller(self._calibration, measured_only=True)
 
     @property
-    def ahead(self) -> int | None:  # type: ignore[override]
-        return None if self.shared is None else self.shared.window
-
-    def _controller(self, row: Row) -> Controller:
-        if self.shared is None and row not in self.own:
-            self.own[row] = self.new()
-        return self.shared or self.own[row]
+    def shared_window(self) -> int | None:  # type: ignore[override]
+        return self._controller.window
 
     def windows(self, rows: Sequence[Row]) -> list[int]:
-        return [
-            min(self._controller(row).window, row.remaining - 1) if row.live else 0 for row in rows
-        ]
+        window = self._controller.window
+        return [min(window, row.remaining - 1) if row.live else 0 for row in rows]
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
-        if self.shared is not None:
-            self.shared.learn(outcomes)
-        else:
-            for each in outcomes:
-                self._controller(each.row).learn([each])
+        self._controller.learn(outcomes)
+
+
+class _RowPlan(Plan):
+    """A controller for each row, so that no row depends on its batch."""
+
+    def __init__(self, calibration: Calibration) -> None:
+        self._calibration = calibration
+        self._measured_only = False
+        self._controllers: WeakKeyDictionary[Row, Controller] = WeakKeyDictionary()
+
+    def keep_to_measured(self) -> None:
+        self._measured_only = True
+
+    def _controller(self, row: Row) -> Controller:
+        if row not in self._controllers:
+            controller = Controller(self._calibration, measured_only=self._measured_only)
+            self._controllers[row] = controller
+        return self._controllers[row]
+
+    def windows(self, rows: Sequence[Row]) -> list[int]:
+        windows = []
+        for row in rows:
+            window = 0
+            if row.live:
+                window = min(self._controller(row).window, row.remaining - 1)
+            windows.append(window)
+        return windows
+
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            self._controller(outcome.row).learn([outcome])

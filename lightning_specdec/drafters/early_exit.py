@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_specdec.config.settings import Settings, setting
-from lightning_specdec.drafters.base import DraftRequest, DraftState, TargetContext
+from lightning_specdec.drafters.base import DraftRequest, DraftState, TargetContext, pipelined
 from lightning_specdec.drafters.layout import pad
 from lightning_specdec.drafters.medusa import ResidualBlock
 from lightning_specdec.drafters.model import TrainedDrafter, make_draft
@@ -208,7 +208,6 @@ class EarlyExitDrafter(TrainedDrafter):
     settings: EarlyExitSettings
     from_file = False
     free = "exit_layer"
-    runs_ahead = True
 
     def __init__(self, *values: Any, sampling: Sampling | None = None, **settings: Any) -> None:
         super().__init__(*values, sampling=sampling, **settings)
@@ -249,6 +248,7 @@ class EarlyExitDrafter(TrainedDrafter):
         )
         return ExitState(ExitModel(context.model, self), context.state)
 
+    @pipelined
     def propose(
         self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
     ) -> Draft:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_specdec.config.settings import Settings, setting
-from lightning_specdec.drafters.base import DraftRequest, DraftState, TargetContext
+from lightning_specdec.drafters.base import DraftRequest, DraftState, TargetContext, pipelined
 from lightning_specdec.drafters.draft_vocabulary import rows_of
 from lightning_specdec.drafters.model import (
     Drawn,
@@ -169,7 +169,6 @@ class MedusaDrafter(TrainedDrafter):
 
     Settings = MedusaSettings
     settings: MedusaSettings
-    runs_ahead = True
 
     def __init__(self, *values: Any, sampling: Sampling | None = None, **settings: Any) -> None:
         super().__init__(*values, sampling=sampling, **settings)
@@ -271,6 +270,7 @@ class MedusaDrafter(TrainedDrafter):
         (last_layer,) = self.features(context.model)
         return MedusaState(batch_size, context, last_layer)
 
+    @pipelined
     def propose(
         self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
     ) -> Draft:
@@ -280,14 +280,14 @@ class MedusaDrafter(TrainedDrafter):
 
         # With recorded calls, all rounds draft the same number of tokens, and `num_added` is on the
         # device already.
-        device = request.device
+        inputs = request.calls.inputs
         processors = (self.sampling or sampling).processors
         num_heads = max(num_draft_tokens)
         num_added = None
         key = None
-        if device is not None and not state.moved and not processors:
-            num_heads = min(device.width, self.max_draft_tokens)
-            num_added = device.num_added
+        if inputs is not None and not state.moved and not processors:
+            num_heads = min(request.calls.num_draft_tokens, self.max_draft_tokens)
+            num_added = inputs.num_added
             key = ("heads", num_heads)
         if num_added is None:
             num_added = torch.tensor(state.num_added, device=request.tail.device)
@@ -324,6 +324,7 @@ class MedusaDrafter(TrainedDrafter):
             num_draft_tokens.append(min(window, self.max_draft_tokens) if has_hidden_state else 0)
         return num_draft_tokens
 
+    @pipelined
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
         state.learn(output.scored(state.layer), num_accepted)
 

@@ -1,4 +1,8 @@
-"""CUDA graphs: a call's kernels are recorded once, then launched together over tensors that stay in place."""
+"""Recorded calls: the kernels of a call are captured as a CUDA graph, then launched together.
+
+A graph reads and writes fixed addresses. So its inputs and outputs are tensors that stay in place,
+and its next run overwrites its outputs.
+"""
 
 from __future__ import annotations
 
@@ -10,164 +14,218 @@ import torch
 from torch import Tensor
 
 Outputs = tuple[Tensor | None, ...]
+Call = Callable[..., Outputs]
+
 MOST_TOKENS = 32
-"""Tokens of each row up to which a call is recorded; prompts are longer, and come in any length."""
+"""Largest number of tokens of each row in a recorded call.
+
+Prompts are longer and come in any length.
+"""
+
 SPAN_STEP = 256
-"""Recorded calls look at so many slots, or twice, four times as many: few of them serve a text of any length."""
+"""Recorded calls attend over this number of slots, or twice, four times, ...
+
+as many, so that few are recorded.
+"""
 
 
 class GraphCache:
     """Recorded calls by key, and named buffers that outlive the sessions that use them.
 
-    A call must be a pure function of its tensors: no read by the host, and the same result when it runs again. Its
-    outputs are overwritten by its next run. On a CPU the call runs anew, over the same tensors and into the same
-    outputs, which is how its laws are tested.
+    A call must be a pure function of its tensors: no read by the host, and the same result when it
+    runs again. On a CPU nothing is captured. A recorded call then runs again over the same tensors
+    and copies its results to the same outputs, so tests on a CPU go through the same steps.
+
+    The cache also remembers the calls of a round in their order, so that `repeat` can launch the
+    same round again.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._recordings: dict[Hashable, _Recording] = {}
         self._buffers: dict[Hashable, Tensor] = {}
-        self._addresses: set[int] = set()
-        self._noted: list[Any] | None = None
-        self._finished: list[Any] = []
-        self._place: int | None = None
-        """Of the next noted item that has run already; None where none has."""
+        self._fixed_addresses: set[int] = set()
+        # Calls and marks of the current round (None between rounds), and of the last one.
+        self._round: list[Any] | None = None
+        self._last_round: list[Any] = []
+        # Index in `_round` of the next item that `repeat` has run already; None if there is none.
+        self._repeated: int | None = None
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor that stays where it is, zero when it is made."""
+        """A tensor that stays in place: the same one for the same arguments, zero at first."""
         key = name, tuple(shape), dtype
         if key not in self._buffers:
-            self._buffers[key] = self._keep(torch.zeros(*shape, dtype=dtype, device=self.device))
+            buffer = torch.zeros(*shape, dtype=dtype, device=self.device)
+            self._fix(buffer)
+            self._buffers[key] = buffer
         return self._buffers[key]
 
-    def run(self, key: Hashable, call: Callable[..., Outputs], *inputs: Tensor | None) -> Outputs:
-        """The call's outputs for these inputs. Inputs that stay where they are get read there, others are copied."""
-        described = tuple(map(self._describe, inputs))
-        recording = self._recordings.get((key, described))
+    def run(self, key: Hashable, call: Call, *inputs: Tensor | None) -> Outputs:
+        """Run a call, which is recorded at its first run.
+
+        Inputs that stay in place are read there; others are copied. A call is recorded again if
+        their places or shapes differ.
+        """
+        layouts = tuple(self._layout(tensor) for tensor in inputs)
+        recording = self._recordings.get((key, layouts))
         if recording is None:
-            recording = self._recordings[key, described] = _Recording(
-                call, inputs, [d[0] == "kept" for d in described]
-            )
+            copied = [i for i, layout in enumerate(layouts) if layout[0] == "copied"]
+            recording = _Recording(call, inputs, copied)
+            self._recordings[key, layouts] = recording
             for tensor in (*recording.inputs, *recording.outputs):
                 if tensor is not None:
-                    self._keep(tensor)
-        return recording.outputs if self._has_run(recording) else recording.replay(inputs)
+                    self._fix(tensor)
+        if self._has_run(recording):
+            return recording.outputs
+        return recording.replay(inputs)
 
     def begin(self, *, repeated: bool) -> None:
-        """Note what runs from now on, for `repeat`. What `repeat` has run already does not run again, up to the first
-        call that differs."""
-        self._noted, self._place = ([*self._finished], 0) if repeated else ([], None)
+        """Begin a round.
+
+        Args:
+            repeated: whether `repeat` has launched this round. Then its calls do not run again, up
+                to the first one that differs from the last round.
+        """
+        if repeated:
+            self._round = list(self._last_round)
+            self._repeated = 0
+        else:
+            self._round = []
+            self._repeated = None
 
     def mark(self, call: Callable[[str], None], name: str) -> None:
-        """Call a function of the host between recorded calls, and again when they are repeated."""
+        """Call `call(name)` on the host, and again whenever the round is repeated."""
         if not self._has_run((call, name)):
             call(name)
 
-    def _has_run(self, item: Any) -> bool:
-        if self._noted is None:
-            return False
-        if self._place is not None:
-            if self._noted[self._place : self._place + 1] == [item]:
-                self._place += 1
-                return True
-            del self._noted[self._place :]
-            self._place = None
-        self._noted.append(item)
-        return False
-
     def end(self) -> bool:
-        """Note no more. Gives whether `repeat` may run the same again: it was so before, over inputs that stay."""
-        before, self._finished, self._noted, self._place = (
-            self._finished,
-            self._noted or [],
-            None,
-            None,
-        )
-        copied = any(isinstance(item, _Recording) and item.copied for item in self._finished)
-        return self._finished == before and not copied
+        """End a round.
+
+        Returns whether `repeat` can run it again: its calls are those of the round before, and all
+        their inputs stay in place.
+        """
+        previous_round = self._last_round
+        self._last_round = self._round or []
+        self._round = None
+        self._repeated = None
+
+        for item in self._last_round:
+            if isinstance(item, _Recording) and item.copied:
+                return False
+        return self._last_round == previous_round
 
     def repeat(self) -> None:
-        """Run what was noted between `begin` and `end` once more."""
-        for item in self._finished:
+        """Run the last round again, before the host knows its inputs."""
+        for item in self._last_round:
             if isinstance(item, _Recording):
                 item.replay(())
             else:
-                item[0](item[1])
+                call, name = item
+                call(name)
 
-    def _keep(self, tensor: Tensor) -> Tensor:
+    def _has_run(self, item: Any) -> bool:
+        """Whether `repeat` has run this item of the round; if not, add it to the round."""
+        if self._round is None:
+            return False
+        if self._repeated is not None:
+            if self._round[self._repeated : self._repeated + 1] == [item]:
+                self._repeated += 1
+                return True
+            # From here on the round differs from the repeated one.
+            del self._round[self._repeated :]
+            self._repeated = None
+        self._round.append(item)
+        return False
+
+    def _fix(self, tensor: Tensor) -> None:
         if tensor.numel():
-            self._addresses.add(tensor.untyped_storage().data_ptr())
-        return tensor
+            self._fixed_addresses.add(tensor.untyped_storage().data_ptr())
 
-    def _describe(self, tensor: Tensor | None) -> tuple[Any, ...]:
+    def _layout(self, tensor: Tensor | None) -> tuple[Any, ...]:
+        """What a recording depends on: an input's shape, and its address if it stays in place."""
         if tensor is None:
             return ("none",)
-        if not tensor.numel() or tensor.untyped_storage().data_ptr() in self._addresses:
-            return "kept", tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        if not tensor.numel() or tensor.untyped_storage().data_ptr() in self._fixed_addresses:
+            return "fixed", tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
         return "copied", tensor.shape, tensor.dtype
 
 
 class _Recording:
-    """One call over tensors that stay."""
+    """One call over tensors that stay in place.
 
-    def __init__(
-        self, call: Callable[..., Outputs], inputs: Sequence[Tensor | None], kept: Sequence[bool]
-    ) -> None:
-        self.inputs = [
-            tensor
-            if stays or tensor is None
-            else tensor.clone(memory_format=torch.contiguous_format)
-            for tensor, stays in zip(inputs, kept, strict=True)
-        ]
-        self.copied = [i for i, stays in enumerate(kept) if not stays and inputs[i] is not None]
-        self._call, self._graph = call, None
+    Args:
+        call: a function of the inputs.
+        inputs: tensors of its first run.
+        copied: which inputs do not stay in place, so that each run copies them.
+    """
+
+    def __init__(self, call: Call, inputs: Sequence[Tensor | None], copied: list[int]) -> None:
+        self.copied = copied
+        self.inputs = list(inputs)
+        for i in copied:
+            tensor = inputs[i]
+            assert tensor is not None
+            self.inputs[i] = tensor.clone(memory_format=torch.contiguous_format)
+
+        self._call = call
+        self._graph: torch.cuda.CUDAGraph | None = None
         device = next(tensor.device for tensor in inputs if tensor is not None)
-        if device.type != "cuda":
+        if device.type == "cuda":
+            self._capture(device)
+        else:
             self.outputs = call(*self.inputs)
-            return
-        stream = torch.cuda.Stream(
-            device
-        )  # libraries set themselves up in a first run, which cannot be recorded
+
+    def _capture(self, device: torch.device) -> None:
+        # Libraries initialize themselves in a first run, which cannot be captured.
+        stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            call(*self.inputs)
+            self._call(*self.inputs)
         torch.cuda.current_stream(device).wait_stream(stream)
-        self._graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
-        gc.disable()  # freeing another graph would end the recording with an error
+
+        self._graph = torch.cuda.CUDAGraph()
+        # Freeing another graph while this one is captured would end the capture with an error.
+        collects_garbage = gc.isenabled()
+        gc.disable()
         try:
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self.outputs = call(*self.inputs)
+                self.outputs = self._call(*self.inputs)
         finally:
-            if collects:
+            if collects_garbage:
                 gc.enable()
 
     def replay(self, inputs: Sequence[Tensor | None]) -> Outputs:
+        """Run again. `inputs` may be empty if none is copied."""
         for i in self.copied:
             self.inputs[i].copy_(inputs[i])  # type: ignore[union-attr,arg-type]
         if self._graph is not None:
             self._graph.replay()
-        else:
-            for stays, made in zip(self.outputs, self._call(*self.inputs), strict=True):
-                if stays is not None and made is not None:
-                    stays.copy_(made)
+            return self.outputs
+        results = self._call(*self.inputs)
+        for output, result in zip(self.outputs, results, strict=True):
+            if output is not None and result is not None:
+                output.copy_(result)
         return self.outputs
 
 
 def begin_read(values: Tensor) -> Callable[[], list[Any]]:
-    """Begin to copy values to the host; the result waits for them, and not for what is launched in the meantime."""
+    """Begin to copy values to the host.
+
+    Returns:
+        A function that returns them as a list. It waits for the copy, and not for work that is
+        launched after it.
+    """
     if values.device.type != "cuda":
         return values.clone().tolist
-    kept, copied = (
-        torch.empty(values.shape, dtype=values.dtype, pin_memory=True),
-        torch.cuda.Event(),
-    )
-    kept.copy_(values, non_blocking=True)
+
+    host_values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    copied = torch.cuda.Event()
+    host_values.copy_(values, non_blocking=True)
     copied.record(torch.cuda.current_stream(values.device))
 
     def read() -> list[Any]:
         copied.synchronize()
-        found: list[Any] = kept.tolist()
-        return found
+        values_read: list[Any] = host_values.tolist()
+        return values_read
 
     return read

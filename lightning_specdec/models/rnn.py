@@ -31,8 +31,9 @@ class RNNSettings(Settings):
 class RNN(LanguageModel):
     """Elman network: h_t = tanh(W x_t + U h_(t-1) + b), layer over layer, and a linear head.
 
-    The smallest model that shows all of speculative decoding (Elman 1990, "Finding structure in time"). Each layer is a
-    module, because the state needs every layer at every step and `nn.RNN` returns only the top one.
+    The smallest model that shows all of speculative decoding (Elman 1990, "Finding structure in
+    time"). Each layer is a module, because the state needs every layer at every step and `nn.RNN`
+    returns only the top one.
 
     Args:
         vocab_size: number of tokens.
@@ -48,27 +49,26 @@ class RNN(LanguageModel):
 
     def __init__(self, vocab_size: int, **settings: Any) -> None:
         super().__init__()
-        own = self.settings = RNNSettings(vocab_size, **settings)
-        self.vocab_size, self.hidden_size, self.num_layers = (
-            vocab_size,
-            own.hidden_size,
-            own.num_layers,
-        )
-        inputs = [own.embedding_size] + [own.hidden_size] * (own.num_layers - 1)
-        self.embedding = nn.Embedding(vocab_size, own.embedding_size)
-        self.layers = nn.ModuleList(
-            nn.RNN(width, own.hidden_size, batch_first=True) for width in inputs
-        )
-        self.output = nn.Linear(own.hidden_size, vocab_size)
+        self.settings = RNNSettings(vocab_size, **settings)
+        self.vocab_size = vocab_size
+        self.hidden_size = self.settings.hidden_size
+        self.num_layers = self.settings.num_layers
+
+        embedding_size = self.settings.embedding_size
+        self.embedding = nn.Embedding(vocab_size, embedding_size)
+        self.layers = nn.ModuleList()
+        for layer in range(self.num_layers):
+            input_size = embedding_size if layer == 0 else self.hidden_size
+            self.layers.append(nn.RNN(input_size, self.hidden_size, batch_first=True))
+        self.output = nn.Linear(self.hidden_size, vocab_size)
 
     def arguments(self) -> dict[str, Any]:
         return self.settings.to_dict()
 
     def init_state(self, batch_size: int, max_length: int) -> RecurrentState:
         weight = self.output_weight
-        return RecurrentState(
-            batch_size, self.num_layers * self.hidden_size, device=weight.device, dtype=weight.dtype
-        )
+        state_size = self.num_layers * self.hidden_size
+        return RecurrentState(batch_size, state_size, device=weight.device, dtype=weight.dtype)
 
     def forward(
         self,
@@ -80,26 +80,30 @@ class RNN(LanguageModel):
         features: Sequence[int] = (),
     ) -> ModelOutput:
         if state is None:
-            layers = self.run_layers(tokens, [None] * self.num_layers)
+            outputs = self.run_layers(tokens, [None] * self.num_layers)
         else:
-            assert isinstance(state, RecurrentState), (
-                f"{type(self).__name__} needs a RecurrentState, got {state}"
-            )
-            layers = self.run_layers(tokens, list(state.hidden().split(self.hidden_size, dim=-1)))
-            state.append(torch.cat(layers, dim=-1) if len(layers) > 1 else layers[0], valid_lengths)
-        top = select(layers[-1], logits_for)
-        return ModelOutput(
-            self.output_logits(top), {layer: layers[layer] for layer in features}, logits_for
-        )
+            recurrent_state = _recurrent(state, self)
+            hidden = recurrent_state.hidden().split(self.hidden_size, dim=-1)
+            outputs = self.run_layers(tokens, hidden)
+            joined = torch.cat(outputs, dim=-1) if len(outputs) > 1 else outputs[0]
+            recurrent_state.append(joined, valid_lengths)
+        logits = self.output_logits(select(outputs[-1], logits_for))
+        return ModelOutput(logits, {layer: outputs[layer] for layer in features}, logits_for)
 
     def run_layers(
         self, tokens: Int[Tensor, "B T"], hidden: Sequence[Tensor | None]
     ) -> list[Float[Tensor, "B T H"]]:
-        """Each layer's hidden states after each token. `hidden` is each layer's `[B, H]` before, or None for zeros."""
-        outputs, below = [], self.embedding(tokens)
-        for layer, before in zip(self.layers, hidden, strict=True):
-            below, _ = layer(below, None if before is None else before[None].contiguous())
-            outputs.append(below)
+        """Each layer's hidden states after each token.
+
+        Args:
+            hidden: each layer's `[B, H]` before the first token; None for zeros.
+        """
+        outputs = []
+        inputs = self.embedding(tokens)
+        for layer, layer_hidden in zip(self.layers, hidden, strict=True):
+            initial = None if layer_hidden is None else layer_hidden[None].contiguous()
+            inputs, _ = layer(inputs, initial)
+            outputs.append(inputs)
         return outputs
 
     def check_output_head(self) -> None:
@@ -116,58 +120,77 @@ class RNN(LanguageModel):
         return FusedRNN(self)
 
 
+def _recurrent(state: DecodeState, model: RNN) -> RecurrentState:
+    assert isinstance(state, RecurrentState), (
+        f"{type(model).__name__} needs a RecurrentState, got {state}"
+    )
+    return state
+
+
 class FusedRNN(RNN):
     """An `RNN` folded for decoding: the same function in about a third of the launches.
 
-    A network this small spends its time on launches, not on arithmetic. The embedding, the first layer's input
-    projection and both its biases depend on the token alone, so they fold into one table of V rows; each upper layer's
-    two products fold into one over the joined input and hidden state. A roll-out reads and writes the state once.
+    A network this small spends its time on launches, not on arithmetic. The embedding, the first
+    layer's input projection and both its biases depend only on the token, so they fold into one
+    table of V rows. Each upper layer's two products fold into one over the joined input and hidden
+    state. A rollout reads and writes the state once.
 
     Args:
-        model: the network to fold. Its modules are shared, but later changes or moves do not reach the folded weights.
+        model: the network to fold. Its modules are shared, but later changes or moves do not reach
+            the folded weights.
     """
 
     def __init__(self, model: RNN) -> None:
         nn.Module.__init__(self)
-        self.settings, self.vocab_size, self.vocabulary = (
-            model.settings,
-            model.vocab_size,
-            model.vocabulary,
-        )
-        self.hidden_size, self.num_layers = model.hidden_size, model.num_layers
-        self.embedding, self.layers, self.output = model.embedding, model.layers, model.output
-        # Plain attributes: a registered buffer is found through nn.Module.__getattr__, which costs as much as a launch.
+        self.settings = model.settings
+        self.vocab_size = model.vocab_size
+        self.vocabulary = model.vocabulary
+        self.hidden_size = model.hidden_size
+        self.num_layers = model.num_layers
+        self.embedding = model.embedding
+        self.layers = model.layers
+        self.output = model.output
         with torch.no_grad():
-            (from_input, from_hidden, *biases), *upper = [
-                list(layer.parameters()) for layer in model.layers
-            ]
-            self._table = model.embedding.weight @ from_input.T + biases[0] + biases[1]
-            self._weight = from_hidden.T.contiguous()
-            self._head_weight, self._head_bias = (
-                model.output.weight.T.contiguous(),
-                model.output.bias.clone(),
-            )
-            self._upper = [(torch.cat((w, u), dim=1).T.contiguous(), b + c) for w, u, b, c in upper]
+            self._fold()
+
+    def _fold(self) -> None:
+        # Plain attributes: a registered buffer is found through nn.Module.__getattr__, which costs
+        # as much as a launch.
+        layers: list[Any] = list(self.layers)
+        input_weight, hidden_weight, input_bias, hidden_bias = layers[0].parameters()
+        projected_embeddings = self.embedding.weight @ input_weight.T
+        self._table = projected_embeddings + input_bias + hidden_bias
+        self._weight = hidden_weight.T.contiguous()
+
+        self._upper_layers: list[tuple[Tensor, Tensor]] = []
+        for layer in layers[1:]:
+            input_weight, hidden_weight, input_bias, hidden_bias = layer.parameters()
+            joined_weight = torch.cat((input_weight, hidden_weight), dim=1).T.contiguous()
+            self._upper_layers.append((joined_weight, input_bias + hidden_bias))
+
+        self._head_weight = self.output.weight.T.contiguous()
+        self._head_bias = self.output.bias.clone()
 
     def fused(self) -> FusedRNN:
         return self
 
     def _step(self, inputs: Tensor, hidden: Sequence[Tensor]) -> list[Tensor]:
-        """Every layer's next hidden state, from the token's row of the table and the hidden states before."""
-        after = [torch.addmm(inputs, hidden[0], self._weight).tanh_()]
-        for (weight, bias), before in zip(self._upper, hidden[1:], strict=True):
-            after.append(torch.addmm(bias, torch.cat((after[-1], before), dim=1), weight).tanh_())
-        return after
+        """Every layer's next hidden state, from the token's row of the table and the last ones."""
+        next_hidden = [torch.addmm(inputs, hidden[0], self._weight).tanh_()]
+        for (weight, bias), layer_hidden in zip(self._upper_layers, hidden[1:], strict=True):
+            joined = torch.cat((next_hidden[-1], layer_hidden), dim=1)
+            next_hidden.append(torch.addmm(bias, joined, weight).tanh_())
+        return next_hidden
 
     def run_layers(self, tokens: Tensor, hidden: Sequence[Tensor | None]) -> list[Tensor]:
         inputs = self._table[tokens]
         zeros = inputs.new_zeros(tokens.shape[0], self.hidden_size)
-        before = [zeros if layer is None else layer for layer in hidden]
+        layer_hidden = [zeros if layer is None else layer for layer in hidden]
         steps = []
         for step_inputs in inputs.unbind(1):
-            before = self._step(step_inputs, before)
-            steps.append(before)
-        return [torch.stack(layer, dim=1) for layer in zip(*steps, strict=True)]
+            layer_hidden = self._step(step_inputs, layer_hidden)
+            steps.append(layer_hidden)
+        return [torch.stack(layer_steps, dim=1) for layer_steps in zip(*steps, strict=True)]
 
     def output_logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self._head_weight + self._head_bias
@@ -184,21 +207,23 @@ class FusedRNN(RNN):
         if valid_lengths is not None:
             super().rollout(tokens, state, num_tokens, choose, valid_lengths=valid_lengths)
             return
-        assert isinstance(state, RecurrentState), (
-            f"{type(self).__name__} needs a RecurrentState, got {state}"
-        )
-        layers: Sequence[Tensor] = state.hidden().split(self.hidden_size, dim=-1)
+
+        recurrent_state = _recurrent(state, self)
+        hidden = list(recurrent_state.hidden().split(self.hidden_size, dim=-1))
         steps: list[Tensor] = []
-
-        def read(token: Tensor) -> None:
-            nonlocal layers
-            layers = self._step(self._table.index_select(0, token), layers)
-            steps.append(torch.cat(layers, dim=1) if self.num_layers > 1 else layers[0])
-
         for token in tokens.unbind(1):
-            read(token)
+            hidden = self._step(self._table.index_select(0, token), hidden)
+            steps.append(self._joined(hidden))
+
         for i in range(num_tokens):
-            token = choose(torch.addmm(self._head_bias, layers[-1], self._head_weight), i)
-            if i < num_tokens - 1:
-                read(token)
-        state.append(torch.stack(steps, dim=1))
+            logits = torch.addmm(self._head_bias, hidden[-1], self._head_weight)
+            token = choose(logits, i)
+            is_last = i == num_tokens - 1
+            if not is_last:  # the state consumes all new tokens but the last one
+                hidden = self._step(self._table.index_select(0, token), hidden)
+                steps.append(self._joined(hidden))
+        recurrent_state.append(torch.stack(steps, dim=1))
+
+    def _joined(self, hidden: list[Tensor]) -> Tensor:
+        """The hidden states of all layers side by side."""
+        return torch.cat(hidden, dim=1) if self.num_layers > 1 else hidden[0]

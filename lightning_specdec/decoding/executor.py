@@ -1,0 +1,161 @@
+"""How the calls of a round run: directly, which is here, or as recorded calls (`recorded.py`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_specdec.decoding.rows import Row
+from lightning_specdec.decoding.timing import PhaseTimer
+from lightning_specdec.decoding.windows import Plan
+from lightning_specdec.drafters import Draft, DraftState
+from lightning_specdec.drafters.base import DraftCalls, last_two
+from lightning_specdec.models.graphs import Outputs
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+
+class Executor(DraftCalls, ABC):
+    """Runs the calls of a batch and reads their outcome.
+
+    A round of a session is `begin_round`, its calls with a `lap` after each phase, `read`, and
+    `finish_round`.
+
+    Args:
+        timer: measures the phases.
+        device: where the calls run.
+
+    Attributes:
+        is_recorded: whether calls are recorded.
+        has_pipelined_round: whether the device runs the next round already. The rows of the batch
+            must not move then.
+        last_positions: the position of each text's last token, if it is on the device already.
+    """
+
+    is_recorded = False
+    has_pipelined_round = False
+    last_positions: Int[Tensor, "B"] | None = None
+
+    def __init__(self, timer: PhaseTimer, device: torch.device) -> None:
+        self.timer = timer
+        self.device = device
+
+    @abstractmethod
+    def begin_round(
+        self, rows: Sequence[Row], plan: Plan, draft_state: DraftState
+    ) -> tuple[list[int], int]:
+        """Begin a round.
+
+        Returns:
+            The number of draft tokens that each row requests, and the number that is drafted for
+            every row.
+        """
+
+    @abstractmethod
+    def last_two_tokens(self, rows: Sequence[Row]) -> Int[Tensor, "B 2"]:
+        """The last two tokens of each text, as `last_two` returns them."""
+
+    @abstractmethod
+    def next_noise(
+        self, noise: Float[Tensor, "B S 3"], rows: Sequence[Row], num_positions: int
+    ) -> Float[Tensor, "B N 3"]:
+        """The uniform numbers of each row's next N tokens."""
+
+    @abstractmethod
+    def join(
+        self, unread: Int[Tensor, "B 1"], draft_tokens: Int[Tensor, "B K"]
+    ) -> Int[Tensor, "B K1"]:
+        """The last token of each text and its draft tokens side by side."""
+
+    @abstractmethod
+    def run_into(
+        self, name: str, key: Hashable, call: Callable[..., Outputs], *tensors: Tensor | None
+    ) -> Outputs:
+        """As `run`; a recorded call writes its first output, `[B]` tokens, to a named buffer."""
+
+    @abstractmethod
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of zeros or former values; recorded calls always find it in the same place."""
+
+    @abstractmethod
+    def begin_read(self, values: Tensor) -> Callable[[], list[Any]]:
+        """Begin to copy values to the host; the returned function waits for them."""
+
+    @abstractmethod
+    def read(self, outcome: Tensor, draft: Draft) -> list[Any]:
+        """Read the outcome of a round: the only time that the host waits for the device."""
+
+    def lap(self, phase: str) -> None:
+        """Count the time since the last lap to this phase."""
+        self.timer.lap(phase)
+
+    def finish_round(self) -> None:  # noqa: B027
+        """End a round that the drafter has observed."""
+
+    def not_pipelined(self) -> AbstractContextManager[None]:
+        """Within this context a round does not launch the next one."""
+        return nullcontext()
+
+    def forget_batch(self) -> None:  # noqa: B027
+        """The batch has another size now."""
+
+
+class PlainExecutor(Executor):
+    """Runs every call directly."""
+
+    def begin_round(
+        self, rows: Sequence[Row], plan: Plan, draft_state: DraftState
+    ) -> tuple[list[int], int]:
+        windows = plan.windows(rows)
+        return windows, max(windows)
+
+    def last_two_tokens(self, rows: Sequence[Row]) -> Int[Tensor, "B 2"]:
+        return last_two([row.text for row in rows], self.device)
+
+    def next_noise(
+        self, noise: Float[Tensor, "B S 3"], rows: Sequence[Row], num_positions: int
+    ) -> Float[Tensor, "B N 3"]:
+        num_generated = [row.num_new for row in rows]
+        start = min(num_generated)
+        if start == max(num_generated):
+            return noise[:, start : start + num_positions]
+        starts = torch.tensor(num_generated, device=self.device)
+        return gather_noise(noise, starts, num_positions)
+
+    def join(
+        self, unread: Int[Tensor, "B 1"], draft_tokens: Int[Tensor, "B K"]
+    ) -> Int[Tensor, "B K1"]:
+        if not draft_tokens.shape[1]:
+            return unread
+        return torch.cat((unread, draft_tokens), dim=1)
+
+    def run_into(
+        self, name: str, key: Hashable, call: Callable[..., Outputs], *tensors: Tensor | None
+    ) -> Outputs:
+        return call(*tensors)
+
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def begin_read(self, values: Tensor) -> Callable[[], list[Any]]:
+        return values.tolist
+
+    def read(self, outcome: Tensor, draft: Draft) -> list[Any]:
+        values: list[Any] = outcome.tolist()
+        return values
+
+
+def gather_noise(
+    noise: Float[Tensor, "B S 3"], starts: Int[Tensor, "B"], num_positions: int
+) -> Float[Tensor, "B N 3"]:
+    """The uniform numbers of N positions from `starts` on; the last one is repeated."""
+    offsets = torch.arange(num_positions, device=noise.device)[:, None]
+    positions = starts[:, None, None] + offsets
+    positions = positions.clamp(max=noise.shape[1] - 1)
+    return noise.gather(1, positions.expand(-1, -1, noise.shape[2]))
