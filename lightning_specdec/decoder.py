@@ -34,7 +34,7 @@ from lightning_specdec.decoding.rows import Prompts, as_prompts, check_padding
 from lightning_specdec.drafters import Drafter, EarlyExitDrafter, ModelDrafter, NGramDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.base import eval_copy
-from lightning_specdec.models.changes import ModelStamp, copied_weights
+from lightning_specdec.models.changes import ModelStamp, check_in_memory, copied_weights
 from lightning_specdec.models.weights import weights_checksum
 from lightning_specdec.rules import AcceptanceRule, Sampling
 from lightning_specdec.text.tokenizer import TextTokenizer, Tokenizer, named_tokenizer
@@ -74,7 +74,8 @@ class _ReadyPair(NamedTuple):
 
     @classmethod
     def of(cls, target: LanguageModel, drafter: Drafter) -> _ReadyPair:
-        _check_memory(target)
+        if target.backend == "torch":
+            check_in_memory(target)
         target_form = target.in_eval_mode().packed()
         drafter_form = eval_copy(drafter).fused(target_form)
 
@@ -745,12 +746,3 @@ def _as_drafter(drafter: AnyDrafter, target: LanguageModel) -> Drafter:
         return drafter
     choice = Choice.read(drafter, "drafter")
     return DRAFTERS.load(choice.name).for_target(target, **choice.settings)
-
-
-def _check_memory(model: LanguageModel) -> None:
-    """Raise ValueError if weights are not in memory, so that torch cannot compute with them."""
-    if model.backend == "torch" and any(weight.is_meta for weight in model.parameters()):
-        name = type(getattr(model, "model", model)).__name__
-        raise ValueError(
-            f"{name} has weights on the meta device or on disk: load it without disk offload"
-        )

@@ -19,7 +19,7 @@ import pytest
 import torch
 from families import tiny
 from torch import Tensor, nn
-from torch.nn.utils import parametrize, parametrizations
+from torch.nn.utils import parametrizations, parametrize
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import lightning_specdec
@@ -496,7 +496,7 @@ def test_every_write_to_a_weight_counts(
     pair = Decoders(model_of(tie_word_embeddings=is_tied))
     plain_tokens = pair.check()
     weight = pair.model.get_submodule(path).weight
-    if weight.dim() == 1 and write in (sparse, columns_swapped):
+    if weight.dim() == 1 and write in (sparse, swapped, columns_swapped):
         pytest.skip("for matrices")
     before = weight.detach().clone()
     write(weight)
@@ -698,11 +698,11 @@ def test_autocast_around_a_call_changes_nothing(family: str) -> None:
         assert through_generate(model) == expected
 
 
-@pytest.mark.parametrize("family", ["falcon", "gpt2", "llama"])
-def test_a_config_without_return_dict_decodes(family: str) -> None:
-    model = model_of(family)
-    expected = reference(model)
+def test_a_config_without_return_dict_decodes() -> None:
+    """In most families, transformers' own code fails then."""
+    model = model_of("falcon")
     model.config.return_dict = False
+    expected = reference(model)
     assert SpeculativeDecoder(model).decode(PROMPTS, max_new_tokens=NUM_NEW).tokens == expected
     assert through_generate(model) == expected
 

@@ -41,7 +41,7 @@ EOS = [1, 54, 107, 204, 300]
 
 @functools.cache
 def models() -> tuple[Any, Any, Any]:
-    """A target, a draft that is a little off, a tokenizer; what a test changes of them it takes back."""
+    """A target, a draft that is a little off, and a tokenizer. Tests restore what they change."""
     tokenizer = byte_level(chat_template=CHAT, pad_token="<s>")
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 256, "sharpness": 9.0}
     target, draft = tiny("llama", 1, **sizes), tiny("llama", 1, **sizes)
@@ -77,14 +77,14 @@ def alone(inputs: dict[str, Tensor], **options: Any) -> list[list[int]]:
 
 
 def joined(inputs: dict[str, Tensor], rows: list[list[int]], pad: int = 0) -> list[list[int]]:
-    """What a call returns: the prompts as they were given, the new tokens behind them, padding at the end."""
+    """What a call returns: the prompts as passed, the new tokens after them, then padding."""
     width = max(map(len, rows))
     pairs = zip(inputs["input_ids"].tolist(), rows, strict=True)
     return [[*prompt, *row, *[pad] * (width - len(row))] for prompt, row in pairs]
 
 
 class NotAfter(theirs.LogitsProcessor):
-    """A user's own: from the third new token on, a token is not said twice in a row. It counts columns."""
+    """A processor of a user that counts columns: after two new tokens, none repeats at once."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -304,7 +304,7 @@ def test_what_transformers_samples_by_default_needs_no_processor() -> None:
 
 
 def test_samples_have_the_distribution_of_the_target() -> None:
-    """2,000 draws of two tokens; chi-square with 15 degrees of freedom exceeds 50 once in 80,000 seeds."""
+    """2,000 draws of two tokens. Chi-square (15 degrees) exceeds 50 once in 80,000 seeds."""
     model, inputs = models()[0], padded(texts=TEXTS[1:2])
     options: dict[str, Any] = {
         "do_sample": True,
@@ -391,17 +391,18 @@ def test_what_cannot_be_honoured_is_refused_by_name(name: str) -> None:
             call(**inputs, **options)
 
 
-def test_what_transformers_does_not_hand_on_is_refused_by_name() -> None:
+def test_what_a_decoder_has_itself_is_refused_by_name() -> None:
     model, draft, tokenizer = models()
     inputs = padded(texts=TEXTS[:1])
+    # transformers passes neither of these to a function, which documents that they have no effect.
+    expected = model.generate(**inputs, max_new_tokens=3)
     hooks: list[Callable[..., Any]] = [lightning_specdec.generate, decoder().as_generate()]
     for hook in hooks:
-        with pytest.raises(ValueError, match="streamer"):
-            model.generate(
-                **inputs, custom_generate=hook, max_new_tokens=3, streamer=TextStreamer(tokenizer)
-            )
-        with pytest.raises(ValueError, match="assistant_model"):
-            model.generate(**inputs, custom_generate=hook, max_new_tokens=3, assistant_model=draft)
+        for option in ({"streamer": TextStreamer(tokenizer)}, {"assistant_model": draft}):
+            output = model.generate(**inputs, custom_generate=hook, max_new_tokens=3, **option)
+            assert torch.equal(output, expected)
+    for word in ("streamer", "assistant_model"):
+        assert word in (lightning_specdec.generate.__doc__ or "")
     with pytest.raises(ValueError, match="its own drafter"):
         decoder().generate(**inputs, assistant_model=draft)
     with pytest.raises(ValueError, match="its decoder's own target"):
@@ -457,13 +458,13 @@ def test_a_model_stays_as_it_is_and_its_weights_may_change() -> None:
     assert model.config._attn_implementation == attention and torch.equal(
         model.generate(text, **options), before
     )
-    kept = _decoders[model][2]
+    kept = _decoders[model].decoder
     model.generate(text, **hook)
-    assert _decoders[model][2] is kept
+    assert _decoders[model].decoder is kept
     assert type(kept.drafter) is NGramDrafter and kept.target.model is not model
     draft = tiny("qwen2", 4, vocab_size=80)
     assert torch.equal(model.generate(text, draft=draft, num_draft_tokens=5, **hook), before)
-    assert type(_decoders[model][2].drafter) is ModelDrafter
+    assert type(_decoders[model].decoder.drafter) is ModelDrafter
     with torch.no_grad():
         model.lm_head.weight.copy_(draft.lm_head.weight)
     after = model.generate(text, **options)

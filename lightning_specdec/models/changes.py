@@ -117,6 +117,15 @@ def compiled_part(model: nn.Module) -> str | None:
     return None
 
 
+def check_in_memory(model: nn.Module) -> None:
+    """Raise ValueError if a model's weights are not in memory, so that torch cannot compute."""
+    if any(weight.is_meta for weight in model.parameters()):
+        name = type(getattr(model, "model", model)).__name__
+        raise ValueError(
+            f"{name} has weights on the meta device or on disk: load it without offload"
+        )
+
+
 class ModelStamp:
     """All that decides what modules compute, to be compared with the same at a later time.
 

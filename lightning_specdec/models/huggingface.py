@@ -21,7 +21,12 @@ from lightning_specdec.models.base import (
     eval_copy,
     select,
 )
-from lightning_specdec.models.changes import UserCode, compiled_part, user_code
+from lightning_specdec.models.changes import (
+    UserCode,
+    check_in_memory,
+    compiled_part,
+    user_code,
+)
 from lightning_specdec.models.graphs import MOST_TOKENS, Outputs
 from lightning_specdec.models.model_config import FOREIGN, first_line, quiet, to_config, to_values
 from lightning_specdec.models.packed import PackedLinear, pack_linears
@@ -179,6 +184,7 @@ class HuggingFaceLM(LanguageModel):
                 raise ValueError(
                     "adapter_names of PEFT is not supported: set one adapter with set_adapter"
                 )
+        check_in_memory(self)
         if not self._same_in_pieces():
             raise ValueError(
                 f"{name} has {code[0]}, and its output depends on how many tokens or rows share a "

@@ -272,8 +272,7 @@ def _check_report(name: str, report: dict[str, Any]) -> None:
         keys = sorted(report[kind], key=str)
         if keys:
             raise ValueError(
-                f"the weights of {name} {problem} {keys[0]} ({len(keys)} in all): "
-                "download it again"
+                f"the weights of {name} {problem} {keys[0]} ({len(keys)} in all): download it again"
             )
     unexpected_keys = sorted(report["unexpected_keys"])
     if unexpected_keys:

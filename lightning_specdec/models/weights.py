@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+_SAMPLE_SIZE = 64
 _BLOCK_BYTES = 8192
 _FACTORS = np.random.default_rng(0).integers(2**62, size=_BLOCK_BYTES // 8, dtype=np.int64) * 2 + 1
 """An odd factor for each 64-bit word of a block, so that the order of the words counts."""
@@ -82,13 +83,26 @@ def _subclass_checksum(tensor: Tensor) -> int:
     return zlib.crc32(repr(weights_checksum(parts)).encode())
 
 
-def weights_stamp(*modules: nn.Module) -> tuple[list[tuple[int, torch.dtype]], list[int]]:
-    """A value that changes when a weight is replaced or written to: identities and checksums."""
+def weights_stamp(*modules: nn.Module) -> tuple[list[tuple[int, int | None, torch.dtype]], bytes]:
+    """A value that changes when weights do, read from a sample of each weight.
+
+    It holds each weight's identity, how often torch has written to it, and some of its values. A
+    write that torch does not count may change others only: `weights_checksum` misses none.
+    """
     weights: list[Tensor] = []
     for module in modules:
         weights.extend(module.parameters())
-    identities = [(id(weight), weight.dtype) for weight in weights]
-    return identities, weights_checksum(weights)
+
+    identities: list[tuple[int, int | None, torch.dtype]] = []
+    samples: list[Tensor] = []
+    for weight in weights:
+        num_writes = None if weight.is_inference() else weight._version
+        identities.append((id(weight), num_writes, weight.dtype))
+        if type(weight.data) is Tensor:
+            stride = max(1, weight.numel() // _SAMPLE_SIZE)
+            sample = weight.data.flatten()[::stride].contiguous()
+            samples.append(sample.view(torch.uint8).cpu())
+    return identities, torch.cat(samples).numpy().tobytes() if samples else b""
 
 
 def _tensors(module: nn.Module) -> Iterable[Tensor]:
