@@ -66,6 +66,11 @@ class PackedLinear(nn.Module):
         """The plain weight, computed at each access. Some models read a small layer's weight."""
         return self.weight_packed.to_dense()
 
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias, for modules that read a layer's parameters, as adapters of PEFT do."""
+        return self.bias_plain
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "weight_packed": self.weight}
 
