@@ -550,6 +550,32 @@ def test_weights_that_are_tied_later_count() -> None:
     assert pair.check() != plain_tokens
 
 
+def test_an_embedding_tied_to_a_packed_head_stays() -> None:
+    target = HuggingFaceLM(model_of(tie_word_embeddings=True)).pack()
+    decoder = SpeculativeDecoder(target)
+    decoder.decode(PROMPTS, max_new_tokens=3)
+    with torch.no_grad():
+        target.model.model.embed_tokens.weight.mul_(2)
+    with pytest.raises(ValueError, match="load the model with pack=False"):
+        decoder.decode(PROMPTS, max_new_tokens=3)
+
+
+def test_a_hook_counts_in_a_forward_pass_without_a_state() -> None:
+    """Training and distillation read whole texts, through the parts of the model."""
+    model = model_of()
+    target = HuggingFaceLM(model)
+    tokens = torch.tensor(PROMPTS[:1])
+    plain_logits = target(tokens).logits
+    handle = model.model.register_forward_hook(
+        lambda module, inputs, output: output.__class__(last_hidden_state=-output[0])
+    )
+    torch.testing.assert_close(target(tokens).logits, model(tokens).logits)
+    assert not torch.allclose(target(tokens).logits, plain_logits)
+    handle.remove()
+    torch.testing.assert_close(target(tokens).logits, plain_logits)
+    assert target.takes_apart
+
+
 def test_weights_that_are_quantized_later_count() -> None:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 

@@ -23,6 +23,10 @@ _HOOK_TABLES = {
     "_forward_hooks": "a forward hook",
     "_forward_pre_hooks": "a forward pre-hook",
 }
+_INTERNAL_HOOK_MODULES = (
+    "transformers.utils.output_capturing",
+    "lightning_specdec.models.huggingface",
+)
 _INTERNAL_NAMES = frozenset(vars(nn.Module()))
 """Attributes that every module has: its tables of weights, submodules and hooks, its mode."""
 _IRRELEVANT_NAMES = frozenset(
@@ -80,7 +84,7 @@ def _code_of(path: str, module: nn.Module) -> Iterator[UserCode]:
     attributes = vars(module)
     for table, kind in _HOOK_TABLES.items():
         for hook in attributes[table].values():
-            if not _is_recorder(hook):
+            if not _is_internal(hook):
                 yield UserCode(kind, path, hook)
 
     if parametrize.is_parametrized(module):
@@ -97,9 +101,12 @@ def _code_of(path: str, module: nn.Module) -> Iterator[UserCode]:
             yield UserCode(f"a replaced {name}", path, value)
 
 
-def _is_recorder(hook: Any) -> bool:
-    """Whether this is a hook of transformers, which records hidden states and changes nothing."""
-    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+def _is_internal(hook: Any) -> bool:
+    """Whether a hook is not a user's.
+
+    Those of transformers record hidden states. Ours exist during a call of their thread only.
+    """
+    return getattr(hook, "__module__", None) in _INTERNAL_HOOK_MODULES
 
 
 def compiled_part(model: nn.Module) -> str | None:
@@ -204,7 +211,7 @@ class ModelStamp:
     def _add_hooks(self, attributes: Mapping[str, Any]) -> None:
         for table in _HOOK_TABLES:
             for hook_id, hook in attributes[table].items():
-                if not _is_recorder(hook):
+                if not _is_internal(hook):
                     self._values.append(hook_id in attributes[f"{table}_with_kwargs"])
                     self._add_identity(hook)
 

@@ -108,6 +108,11 @@ class HuggingFaceLM(LanguageModel):
         self._parts: LayerStack | str | None = None
         self._pool: StoragePool | None = None
         self._user_code: list[UserCode] = []
+        """What `refresh` has checked last."""
+        self._code_of_parts: list[UserCode] = []
+        """What the model had when `_parts` was determined."""
+        self._tied_weight: tuple[Tensor, int] | None = None
+        """An embedding whose weight the output head holds packed, and the count of its writes."""
         self._is_private = False
         """Whether this is a copy made for decoding, whose modules no user changes."""
 
@@ -153,6 +158,7 @@ class HuggingFaceLM(LanguageModel):
         if self._is_private:
             return
         check_generation(self.model)
+        self._check_tied_weight()
 
         windows = self.windows
         num_tokens = self.vocab_size
@@ -167,6 +173,17 @@ class HuggingFaceLM(LanguageModel):
             if code:
                 self._check_user_code(code)
             self._user_code = code
+
+    def _check_tied_weight(self) -> None:
+        if self._tied_weight is None:
+            return
+        weight, num_writes = self._tied_weight
+        embedding: Any = self.model.get_input_embeddings()
+        if embedding.weight is not weight or weight._version != num_writes:
+            raise ValueError(
+                "the embedding changed after the output head that is tied to it was packed: load "
+                "the model with pack=False"
+            )
 
     def _check_user_code(self, code: Sequence[UserCode]) -> None:
         """Raise ValueError if a model with this code cannot be decoded exactly.
@@ -265,8 +282,17 @@ class HuggingFaceLM(LanguageModel):
 
     def pack(self) -> HuggingFaceLM:
         """Pack the linear layers' weights for a CPU, in place. For inference only; irreversible."""
-        if self.device.type == "cpu":
-            pack_linears(self.model)
+        if self.device.type != "cpu":
+            return self
+        table = self.embedding_table
+        head: Any = self.model.get_output_embeddings()
+        is_tied = table is not None and head.weight is table
+        pack_linears(self.model)
+
+        # The packed head is a copy of the embedding, which stays.
+        is_copied = isinstance(self.model.get_output_embeddings(), PackedLinear)
+        if table is not None and is_tied and is_copied and not table.is_inference():
+            self._tied_weight = (table, table._version)
         return self
 
     def record(self) -> HuggingFaceLM:
@@ -328,9 +354,9 @@ class HuggingFaceLM(LanguageModel):
         """
         if self._parts is None:
             try:
-                if not self._is_private:
-                    for code in user_code(self.model):
-                        raise ValueError(f"it has {code}")
+                self._code_of_parts = self._present_code()
+                if self._code_of_parts:
+                    raise ValueError(f"it has {self._code_of_parts[0]}")
                 if len(self.windows) > 1:
                     raise ValueError("its layers differ in their attention span")
                 self._parts = LayerStack(self.model)
@@ -342,6 +368,9 @@ class HuggingFaceLM(LanguageModel):
         if isinstance(self._parts, str):
             raise ValueError(self._parts)
         return self._parts
+
+    def _present_code(self) -> list[UserCode]:
+        return [] if self._is_private else user_code(self.model)
 
     @torch.no_grad()
     def _check_parts(self, stack: LayerStack) -> None:
@@ -449,6 +478,9 @@ class HuggingFaceLM(LanguageModel):
                 only the tokens that follow.
         """
         if state is None:
+            # A state comes from `init_state`, which has called `refresh`.
+            if self._parts is not None and self._present_code() != self._code_of_parts:
+                self._parts = None
             if not self.takes_apart:
                 return self._whole(tokens, None, logits_for, features)
             return self._by_parts(self.begin(tokens), 0, logits_for, features)
