@@ -18,6 +18,7 @@ import peft
 import pytest
 import torch
 from families import tiny
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -357,10 +358,12 @@ def test_an_adapter_counts_once_it_is_added() -> None:
     pair = Decoders(model_of())
     plain_tokens = pair.check()
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_alpha=64)
-    pair.model.add_adapter(config)
+    peft.inject_adapter_in_model(config, pair.model)
     randomize(pair.model, 1)
     assert pair.check() != plain_tokens
-    pair.model.disable_adapters()
+    for module in pair.model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.enable_adapters(False)
     assert pair.check() == plain_tokens
 
 
