@@ -568,5 +568,5 @@ def test_a_multimodal_model_decodes_a_text(model_type: str) -> None:
     assert torch.equal(SpeculativeDecoder(model).generate(ids, **options), expected)
     options["custom_generate"] = lightning_specdec.generate
     assert torch.equal(model.generate(ids, **options), expected)
-    with pytest.raises(ValueError, match="pixel_values"):
+    with pytest.raises(ValueError, match="pixel_values|mm_encoder_outputs"):
         model.generate(ids, pixel_values=torch.zeros(1, 3, 28, 28), **options)
