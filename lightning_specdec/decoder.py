@@ -1,4 +1,7 @@
-"""`SpeculativeDecoder`: a target and its drafter in one object that loads, trains, decodes and measures them."""
+"""`SpeculativeDecoder`: a target and its drafter in one object.
+
+It loads, trains, decodes and measures the pair.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -30,7 +33,9 @@ from lightning_specdec.decoding import (
 from lightning_specdec.decoding.rows import Prompts, as_prompts, check_padding
 from lightning_specdec.drafters import Drafter, EarlyExitDrafter, ModelDrafter, NGramDrafter
 from lightning_specdec.models import LanguageModel
-from lightning_specdec.models.base import weights_stamp
+from lightning_specdec.models.base import eval_copy
+from lightning_specdec.models.changes import ModelStamp, check_in_memory, copied_weights
+from lightning_specdec.models.weights import weights_checksum
 from lightning_specdec.rules import AcceptanceRule, Sampling
 from lightning_specdec.text.tokenizer import TextTokenizer, Tokenizer, named_tokenizer
 
@@ -47,38 +52,82 @@ TextPrompts = Prompts | str | Sequence[str]
 """Prompts as tokens or as text."""
 Config = DecodingConfig | None
 WindowChoice = int | str | Window
-"""Draft tokens per round; "auto" for as many as pay on this machine; or a `Window` that chooses."""
+"""Draft tokens per round: a number, "auto" for the fastest on this machine, or a `Window`."""
 AnyDrafter = Drafter | LanguageModel | torch.nn.Module | str | Mapping[str, Any] | None
 
 
-def _made(drafter: AnyDrafter, target: LanguageModel) -> Drafter:
-    """The drafter that a model or a kind's name means; ValueError where it cannot draft for that target."""
-    drafter = NGramDrafter() if drafter is None else wrapped(drafter)
-    if isinstance(drafter, LanguageModel):
-        drafter = ModelDrafter(drafter)
-    if isinstance(drafter, Drafter):
-        drafter.check_target(target)
-        return drafter
-    choice = Choice.read(drafter, "drafter")
-    return DRAFTERS.load(choice.name).for_target(target, **choice.settings)
+class _ReadyPair(NamedTuple):
+    """Target and drafter in the forms that decode, and what they were made from.
+
+    Args:
+        target_stamp: the target's modules at that time; `drafter_stamp` likewise.
+        copied: weights of the pair whose values the forms hold as copies.
+        checksum: of these weights.
+    """
+
+    target: LanguageModel
+    drafter: Drafter
+    target_stamp: ModelStamp
+    drafter_stamp: ModelStamp
+    copied: list[Tensor]
+    checksum: list[int]
+
+    @classmethod
+    def of(cls, target: LanguageModel, drafter: Drafter) -> _ReadyPair:
+        if target.backend == "torch":
+            check_in_memory(target)
+        target_form = target.in_eval_mode().packed()
+        drafter_form = eval_copy(drafter).fused(target_form)
+
+        copied = copied_weights(drafter, drafter_form)
+        # A converted target compares its weights itself.
+        if target.backend == "torch":
+            copied += copied_weights(target, target_form)
+        return cls(
+            target_form,
+            drafter_form,
+            _target_stamp(target),
+            ModelStamp(drafter),
+            copied,
+            weights_checksum(copied),
+        )
+
+    def is_current(self, target: LanguageModel, drafter: Drafter) -> bool:
+        """Whether nothing in the pair has changed since."""
+        return (
+            _target_stamp(target) == self.target_stamp
+            and ModelStamp(drafter) == self.drafter_stamp
+            and weights_checksum(self.copied) == self.checksum
+        )
+
+
+def _target_stamp(target: LanguageModel) -> ModelStamp:
+    # A converted target compares its weights itself, with a message of its own.
+    return ModelStamp(target, count_writes=target.backend == "torch")
 
 
 class SpeculativeDecoder:
-    """A target model with its drafter: loads, trains, decodes and measures the pair. Threads may share one.
+    """A target model with its drafter: loads, trains, decodes and measures the pair.
+
+    Threads may share a decoder. Each call decodes with the pair as it is at that time: a changed
+    weight, hook, adapter or setting counts from the next call on.
 
     Args:
-        target: the model whose output is wanted: a `LanguageModel`, or a causal language model of transformers.
-        drafter: proposes draft tokens. Give a `Drafter`, a draft model (it is wrapped in a `ModelDrafter`), or the
-            name or import path of a drafter class, with settings as `{"class_path": NAME, "init_args": {...}}`. None
-            selects prompt lookup (`NGramDrafter`).
+        target: the model whose output is wanted: a `LanguageModel`, or a causal language model of
+            transformers.
+        drafter: proposes draft tokens. Pass a `Drafter`, a draft model (it is wrapped in a
+            `ModelDrafter`), or the name or import path of a drafter class, with settings as
+            `{"class_path": NAME, "init_args": {...}}`. None selects prompt lookup (`NGramDrafter`).
         tokenizer: the target's tokenizer (ours or of transformers), if the target has none yet.
-        prompts: held-out prompts as tokens. `benchmark`, `sweep` and `audit` use them if they are given none.
+        prompts: held-out prompts as tokens. `benchmark`, `sweep` and `audit` use them by default.
         recipe: how the pair was trained, as plain values; saved with it.
-        num_draft_tokens: draft tokens per round if a call sets none. "auto" chooses as many as pay, see `window`.
+        num_draft_tokens: draft tokens per round if a call sets none. "auto" chooses the fastest
+            number, see `window`.
         drafts: all drafters of the target by name, if there are several; `save` writes them all.
 
     Raises:
-        ValueError: the drafter cannot draft for this target, or no drafter has that name or these settings.
+        ValueError: the drafter cannot draft for this target, or no drafter has that name or these
+            settings.
     """
 
     def __init__(
@@ -95,16 +144,19 @@ class SpeculativeDecoder:
         self.target: LanguageModel = wrapped(target)
         if tokenizer is not None:
             if not isinstance(tokenizer, Tokenizer):
-                own = getattr(target, "generation_config", None)
-                tokenizer = TextTokenizer(tokenizer, generation_config=own)
+                generation_config = getattr(target, "generation_config", None)
+                tokenizer = TextTokenizer(tokenizer, generation_config=generation_config)
             self.read_text(tokenizer)
-        self.drafter = _made(drafter, self.target)
+        self.drafter = _as_drafter(drafter, self.target)
         self.prompts = [list(prompt) for prompt in prompts]
-        self.recipe, self.drafts = recipe or {}, dict(drafts or {})
+        self.recipe = recipe or {}
+        self.drafts = dict(drafts or {})
         self.num_draft_tokens = num_draft_tokens
-        self._ready: tuple[object, LanguageModel, Drafter] | None = None
+        self._ready_pair: _ReadyPair | None = None
+        # Held for a round, or for a whole call of standard decoding: threads take turns.
         self._lock = threading.RLock()
-        """Held for a round, or a whole call of standard decoding: threads that share a decoder take turns."""
+
+    # Loading and saving
 
     @classmethod
     def load(
@@ -113,11 +165,14 @@ class SpeculativeDecoder:
         """Load the models that a `PairSource` names.
 
         Args:
-            num_draft_tokens: draft tokens per round; None takes the pair's or draft's own, else 3.
-            pack: whether to lay out pretrained weights for this CPU, which makes them faster and unfit for training.
+            num_draft_tokens: draft tokens per round. If None, the number that the pair or the draft
+                stores, or else 3.
+            pack: whether to lay out pretrained weights for this CPU, which makes them faster and
+                unfit for training.
 
         Raises:
-            FileNotFoundError, ValueError: a model cannot be loaded, exceeds the memory, or does not fit the other.
+            FileNotFoundError, ValueError: a model cannot be loaded, exceeds the memory, or does not
+                fit the other.
         """
         loaded = load_pair(source, pack=pack)
         if num_draft_tokens is None:
@@ -136,63 +191,84 @@ class SpeculativeDecoder:
         """Load the pair of a checkpoint (`.safetensors`) that `fit`, `export` or `save` wrote.
 
         Args:
-            options: arguments of `load`, and fields of `PairSource`: `device`, `dtype`, `draft` (the name of one of its
-                drafts), `drafter` (a name or import path), `target` (the directory of a target outside the file).
+            options: arguments of `load`, and fields of `PairSource`: `device`, `dtype`, `draft`
+                (the name of one of its drafts), `drafter` (a name or import path), `target` (the
+                directory of a target outside the file).
         """
-        return cls._named(ckpt=os.fspath(path), **options)
+        return cls._from_options(ckpt=os.fspath(path), **options)
 
     @classmethod
     def from_pretrained(cls, target: Any, draft: Any = None, **options: Any) -> SpeculativeDecoder:
-        """Load a pretrained model of transformers with a draft model, a draft file, or prompt lookup.
+        """Load a pretrained model of transformers with a draft model, a draft file or lookup.
 
         Args:
-            target: a directory, a name on the hub, or a loaded model (a `LanguageModel` or one of transformers).
-            draft: a draft model, named likewise; a draft file (`.safetensors`); or a `Drafter`. None: prompt lookup.
-            options: arguments of `load`, and fields of `PairSource`, such as `device`, `dtype` and `drafter`.
+            target: a directory, a name on the Hub, or a loaded model (a `LanguageModel` or one of
+                transformers).
+            draft: a draft model, named the same way; a draft file (`.safetensors`); or a `Drafter`.
+                None selects prompt lookup.
+            options: arguments of `load`, and fields of `PairSource`, such as `device`, `dtype` and
+                `drafter`.
         """
-        return cls._named(target=target, draft=draft, **options)
+        return cls._from_options(target=target, draft=draft, **options)
 
     @classmethod
     def from_pair(cls, name: str, draft: Any = None, **options: Any) -> SpeculativeDecoder:
-        """Load a pair of the registry (see `list_pairs`); `draft` and `options` replace its own draft and settings."""
-        return cls._named(pair=name, draft=draft, **options)
+        """Load a pair of the registry, see `list_pairs`.
+
+        Args:
+            draft: replaces the pair's draft.
+            options: replace the pair's settings; as of `from_pretrained`.
+        """
+        return cls._from_options(pair=name, draft=draft, **options)
 
     @classmethod
-    def _named(cls, **options: Any) -> SpeculativeDecoder:
-        own = {name: options.pop(name) for name in ("num_draft_tokens", "pack") if name in options}
+    def _from_options(cls, **options: Any) -> SpeculativeDecoder:
+        load_options: dict[str, Any] = {}
+        source_options: dict[str, Any] = {}
         for name, value in options.items():
-            if isinstance(value, torch.dtype | torch.device):
-                options[name] = str(value).removeprefix("torch.")
-        return cls.load(PairSource.from_dict(options), **own)
-
-    def __repr__(self) -> str:
-        target = f"{type(getattr(self.target, 'model', self.target)).__name__}"
-        target += f" of {self.target.num_parameters / 1e6:.1f}M parameters"
-        window = getattr(self.num_draft_tokens, "largest", self.num_draft_tokens)
-        return f"SpeculativeDecoder({target}, {type(self.drafter).__name__}, num_draft_tokens={window})"
+            if name in ("num_draft_tokens", "pack"):
+                load_options[name] = value
+            elif isinstance(value, torch.dtype | torch.device):
+                source_options[name] = str(value).removeprefix("torch.")
+            else:
+                source_options[name] = value
+        return cls.load(PairSource.from_dict(source_options), **load_options)
 
     def with_drafter(self, drafter: AnyDrafter) -> SpeculativeDecoder:
-        """A decoder of the same target and settings with another drafter, given as to the constructor."""
-        other = copy(self)
-        other.drafter, other._ready = _made(drafter, self.target), None
-        return other
+        """A decoder of the same target and settings with another drafter.
+
+        Args:
+            drafter: as for the constructor.
+        """
+        decoder = copy(self)
+        decoder._lock = self._lock  # both use the target
+        decoder.drafter = _as_drafter(drafter, self.target)
+        return decoder
 
     def with_exit(self, exit_layer: int) -> SpeculativeDecoder:
-        """A decoder that drafts with the target's first `exit_layer` layers; trained output heads for them are kept."""
-        own = self.drafter if isinstance(self.drafter, EarlyExitDrafter) else None
-        return self.with_drafter(
-            EarlyExitDrafter(exit_layer) if own is None else own.at(exit_layer)
-        )
+        """A decoder that drafts with the target's first `exit_layer` layers.
+
+        Trained output heads for exits are kept.
+        """
+        if isinstance(self.drafter, EarlyExitDrafter):
+            return self.with_drafter(self.drafter.at(exit_layer))
+        return self.with_drafter(EarlyExitDrafter(exit_layer))
 
     def save(self, path: str | os.PathLike[str], *, dtype: str | None = None) -> None:
-        """Write target and drafters as a checkpoint for decoding (`X.safetensors`); `dtype` as of `save_draft`."""
-        name = next(
-            (name for name, each in self.drafts.items() if each is self.drafter), checkpoint.MAIN
-        )
+        """Write target and drafters as a checkpoint for decoding (`X.safetensors`).
+
+        Args:
+            dtype: as of `save_draft`.
+        """
+        main_name = checkpoint.MAIN
+        for name, drafter in self.drafts.items():
+            if drafter is self.drafter:
+                main_name = name
+                break
         checkpoint.save(
             path,
             self.target,
-            {name: self.drafter, **self.drafts},
+            {main_name: self.drafter, **self.drafts},
             prompts=self.prompts,
             recipe=self.recipe,
             tokenizer=None if self.tokenizer is None else self.tokenizer.name,
@@ -200,18 +276,37 @@ class SpeculativeDecoder:
         )
 
     def save_draft(self, path: str | os.PathLike[str], *, dtype: str | None = None) -> None:
-        """Write the drafter alone as a draft file (`X.safetensors`), which is for this target only.
+        """Write only the drafter as a draft file (`X.safetensors`), for use with this target.
 
         Args:
-            dtype: store weights as "float16" or another floating-point type, or as "int8", for a smaller file. A
-                loaded draft still computes in its present dtype.
+            dtype: store weights as "float16" or another floating-point type, or as "int8", for a
+                smaller file. A loaded draft still computes in its present dtype.
 
         Raises:
-            ValueError: the drafter cannot be stored, a weight does not fit the dtype, or the path cannot be written.
+            ValueError: the drafter cannot be stored, a weight does not fit the dtype, or the path
+                cannot be written.
         """
-        checkpoint.save(
-            path, TargetReference.of(self.target), self.drafter, recipe=self.recipe, dtype=dtype
+        target = TargetReference.of(self.target)
+        checkpoint.save(path, target, self.drafter, recipe=self.recipe, dtype=dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles make their own lock and their own forms for decoding.
+        return {**self.__dict__, "_ready_pair": None, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.RLock()
+
+    def __repr__(self) -> str:
+        model = getattr(self.target, "model", self.target)
+        num_millions = self.target.num_parameters / 1e6
+        window = getattr(self.num_draft_tokens, "largest", self.num_draft_tokens)
+        return (
+            f"SpeculativeDecoder({type(model).__name__} of {num_millions:.1f}M parameters, "
+            f"{type(self.drafter).__name__}, num_draft_tokens={window})"
         )
+
+    # Text
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -219,93 +314,124 @@ class SpeculativeDecoder:
         return self.target.tokenizer
 
     def read_text(self, tokenizer: Tokenizer) -> None:
-        """Set the tokenizer that the target was trained with: prompts and output may be text from then on."""
-        self.target.tokenizer, self.target.vocabulary = tokenizer, tokenizer.vocabulary
+        """Set the tokenizer that the target was trained with, so that prompts may be text."""
+        self.target.tokenizer = tokenizer
+        self.target.vocabulary = tokenizer.vocabulary
 
     @property
     def eos(self) -> tuple[int, ...]:
         """End-of-sequence tokens of the tokenizer: they end a row if a call sets no `eos`."""
-        tokens = () if self.tokenizer is None else self.tokenizer.eos
-        return tuple(sorted(token for token in tokens if token < self.target.vocab_size))
+        if self.tokenizer is None:
+            return ()
+        return tuple(sorted(t for t in self.tokenizer.eos if t < self.target.vocab_size))
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text prompt as `decode` makes them, with the special tokens that the model expects."""
-        return self._tokenizer().encode(text)
+        """Tokens of a text prompt, with the special tokens that the model expects."""
+        return self._require_tokenizer().encode(text)
 
     def encode_chat(self, messages: str | Sequence[Message]) -> list[int]:
-        """Tokens of `[{"role": "user", "content": TEXT}, ...]`, or of one user message, by the target's chat template.
+        """Tokens of a conversation, by the target's chat template.
+
+        Args:
+            messages: `[{"role": "user", "content": TEXT}, ...]`, or the text of one user message.
 
         Raises:
             ValueError: the target has no tokenizer, or no chat template.
         """
-        turns: Sequence[Any] = (
-            [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        )
-        return self._tokenizer().encode_chat(turns)
+        turns: Sequence[Any] = messages  # type: ignore[assignment]
+        if isinstance(messages, str):
+            turns = [{"role": "user", "content": messages}]
+        return self._require_tokenizer().encode_chat(turns)
 
-    def _tokenizer(self) -> Tokenizer:
+    def _require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ValueError(
-                "the target has no tokenizer: give prompts as tokens, or load it with its tokenizer"
+                "the target has no tokenizer: pass prompts as tokens, or load it with its tokenizer"
             )
         return self.tokenizer
 
     def _tokens(self, prompts: TextPrompts | None) -> list[list[int]]:
-        """The prompts as tokens, text encoded; the pair's own when None."""
+        """The prompts as tokens; the pair's own prompts when None."""
         if prompts is None:
             return self.prompts
-        listed: Any = [prompts] if isinstance(prompts, str) else prompts
-        if (
-            isinstance(listed, list | tuple)
-            and listed
-            and all(isinstance(prompt, str) for prompt in listed)
-        ):
-            return [self.encode(prompt) for prompt in listed]
-        rows = as_prompts(listed)
-        if self.target.vocabulary is not None and not isinstance(listed, Mapping):
+        batch: Any = [prompts] if isinstance(prompts, str) else prompts
+        is_nonempty_list = isinstance(batch, list | tuple) and len(batch) > 0
+        if is_nonempty_list and all(isinstance(prompt, str) for prompt in batch):
+            return [self.encode(prompt) for prompt in batch]
+
+        rows = as_prompts(batch)
+        # A mapping comes with an attention mask, which marks the padding.
+        if self.target.vocabulary is not None and not isinstance(batch, Mapping):
             check_padding(rows, self.target.vocabulary.special.get("pad"))
         return rows
 
-    def _with_text(self, result: DecodeResult) -> DecodeResult:
-        """The result with every row's new text, which ends before a stop string."""
+    def _add_text(self, result: DecodeResult) -> DecodeResult:
+        """Set each row's new text, which ends before a stop string."""
         if self.tokenizer is not None:
             for row in result.rows:
-                text = self.tokenizer.stream()
-                row.text = text.push(row.tokens, hold=row.num_hidden) + text.finish(
-                    drop=row.num_hidden
-                )
+                text_stream = self.tokenizer.stream()
+                text = text_stream.push(row.tokens, hold=row.num_hidden)
+                row.text = text + text_stream.finish(drop=row.num_hidden)
         return result
 
+    # Decoding
+
     def ready(self) -> tuple[LanguageModel, Drafter]:
-        """Target and drafter in the form that decodes, packed and fused; remade once weights have changed."""
+        """Target and drafter in the forms that decode: in evaluation mode, packed and fused.
+
+        They are made again if anything in the pair has changed that decides its output. A form may
+        hold weights as copies, so these are compared byte by byte with each call.
+
+        Raises:
+            ValueError: the target cannot be decoded after a change; the message names the reason.
+        """
         with self._lock:
-            weights = weights_stamp(self.target, self.drafter)
-            if self._ready is None or self._ready[0] != weights:
-                self.target.eval()
-                self.drafter.eval()
-                target = self.target.packed()
-                self._ready = weights, target, self.drafter.fused(target)
-            return self._ready[1:]
+            self.target.refresh()
+            pair = self._ready_pair
+            if pair is None or not pair.is_current(self.target, self.drafter):
+                if pair is not None:
+                    self._check_converted(pair)
+                pair = _ReadyPair.of(self.target, self.drafter)
+                self._ready_pair = pair
+            return pair.target, pair.drafter
+
+    def _check_converted(self, pair: _ReadyPair) -> None:
+        """Raise ValueError if the target changed and another library runs a conversion of it."""
+        if self.target.backend != "torch" and _target_stamp(self.target) != pair.target_stamp:
+            raise ValueError(
+                "the weights changed after the model was converted: convert it again with "
+                "OpenVINOLM.of"
+            )
 
     def config(self, config: Config = None, **changes: Any) -> DecodingConfig:
-        """The config with `changes` applied, and the decoder's window and the tokenizer's EOS where it has none."""
+        """The config with `changes` applied, completed by the decoder's window and its EOS."""
         config = DecodingConfig.of(config, **changes)
-        own: dict[str, Any] = {"num_draft_tokens": self.num_draft_tokens, "eos": self.eos}
-        missing = {name: value for name, value in own.items() if getattr(config, name) is None}
+        defaults: dict[str, Any] = {"num_draft_tokens": self.num_draft_tokens, "eos": self.eos}
+        missing: dict[str, Any] = {}
+        for name, value in defaults.items():
+            if getattr(config, name) is None:
+                missing[name] = value
         return config.changed(**missing) if missing else config
 
     def window(self, config: Config = None, *, batch_size: int = 1, **changes: Any) -> int | Window:
         """The draft tokens per round that a call with these arguments uses.
 
-        For "auto" it is an `AdaptiveWindow`. Its costs are measured for `batch_size` rows, once for each pair, machine
-        and settings, which takes seconds (minutes for large models), and kept in the cache directory.
+        For "auto" it is an `AdaptiveWindow`. Its costs are measured for `batch_size` rows, once for
+        each pair, machine and settings. This takes seconds (minutes for large models); the result
+        is kept in the cache directory.
         """
         config = self.config(config, **changes)
         if config.num_draft_tokens != "auto":
             return config.num_draft_tokens
+        return self._adaptive_window(self.ready(), config, batch_size)
+
+    def _adaptive_window(
+        self, pair: tuple[LanguageModel, Drafter], config: DecodingConfig, batch_size: int
+    ) -> Window:
         from lightning_specdec.decoding.calibration import load_or_measure
 
-        return AdaptiveWindow(load_or_measure(*self.ready(), config, batch_size=batch_size))
+        target, drafter = pair
+        return AdaptiveWindow(load_or_measure(target, drafter, config, batch_size=batch_size))
 
     def decode(
         self,
@@ -315,19 +441,23 @@ class SpeculativeDecoder:
         indices: Sequence[int] | None = None,
         **changes: Any,
     ) -> DecodeResult:
-        """Decode speculatively. Returns the new tokens, their text if there is a tokenizer, counts and seconds.
+        """Decode speculatively. Returns new tokens, their text if possible, counts and seconds.
 
         Args:
-            prompts: tokens of one prompt, or of several of any lengths, as lists or a tensor `[T]` or `[B, T]`; a
-                tokenizer's output with its attention mask; or one text or several, used without a chat template.
-            config: how to decode. `changes` are fields of `DecodingConfig`, such as `max_new_tokens`, and win over it.
-            indices: the prompts' numbers; 0, 1, ... when None. A row's random numbers depend on seed and number only.
+            prompts: tokens of one prompt, or of several of any lengths, as lists or a tensor `[T]`
+                or `[B, T]`; a tokenizer's output with its attention mask; or one text or several,
+                used without a chat template.
+            config: how to decode. `changes` are fields of `DecodingConfig`, such as
+                `max_new_tokens`, and override it.
+            indices: the prompts' numbers; 0, 1, ... when None. A row's random numbers depend on
+                seed and number only.
 
         Raises:
-            ValueError: a setting or a prompt is wrong, or a row seems padded and there is no attention mask.
+            ValueError: a setting or a prompt is wrong, or a row seems padded and there is no
+                attention mask.
             DecodeInterrupted: on Ctrl-C; its `result` holds the tokens so far.
         """
-        return self._with_text(run(self.session(prompts, config, indices=indices, **changes)))
+        return self._add_text(run(self.session(prompts, config, indices=indices, **changes)))
 
     def decode_standard(
         self,
@@ -337,29 +467,38 @@ class SpeculativeDecoder:
         indices: Sequence[int] | None = None,
         **changes: Any,
     ) -> DecodeResult:
-        """Decode with the target alone, one call per token: the baseline. Arguments and errors as of `decode`."""
-        config, tokens = self.config(config, **changes), self._tokens(prompts)
+        """Decode with the target only, one call per token: the baseline.
+
+        Arguments and errors as of `decode`.
+        """
+        config = self.config(config, **changes)
+        tokens = self._tokens(prompts)
         with self._lock:
-            return self._with_text(
-                autoregressive_decode(self.ready()[0], tokens, config, indices=indices)
-            )
+            target, _ = self.ready()
+            result = autoregressive_decode(target, tokens, config, indices=indices)
+            return self._add_text(result)
 
     def stream(
         self, prompts: TextPrompts, config: Config = None, **changes: Any
     ) -> Iterator[tuple[int, int]]:
-        """Decode speculatively; yields (prompt number, token) after each round. Arguments as of `decode`."""
+        """Decode speculatively; yields (prompt number, token) after each round.
+
+        Arguments as of `decode`.
+        """
         return stream(self.session(prompts, config, **changes))
 
     def stream_text(
         self, prompts: TextPrompts, config: Config = None, **changes: Any
     ) -> TextPieces:
-        """Decode speculatively; yields text after each round, for a list of prompts as (prompt number, text).
+        """Decode speculatively; yields text after each round.
 
-        A prompt's pieces add up to its `RowResult.text`: text that may turn out to begin a stop string is held back.
-        To end early, call `cancel` of the returned iterator from any thread. Arguments as of `decode`.
+        For a list of prompts it yields (prompt number, text). A prompt's pieces add up to its
+        `RowResult.text`: text that may turn out to begin a stop string is held back. To end early,
+        call `cancel` of the returned iterator from any thread. Arguments as of `decode`.
         """
         session = self.session(prompts, config, **changes)
-        return TextPieces(session, self._tokenizer(), numbered=not isinstance(prompts, str))
+        is_list = not isinstance(prompts, str)
+        return TextPieces(session, self._require_tokenizer(), numbered=is_list)
 
     def generate(
         self,
@@ -371,12 +510,16 @@ class SpeculativeDecoder:
     ) -> Any:
         """Decode speculatively with the arguments and the result of transformers' `generate`.
 
-        Rows may be padded on either side where `attention_mask` says so; padding without a mask is refused. In float32
-        a row's greedy tokens do not depend on its padding. `options` are arguments of transformers' `generate`, and
-        `num_draft_tokens`, `rule` and `seed` as of `lightning_specdec.generate`.
+        Rows may be padded on either side, as `attention_mask` marks it; padding without a mask is
+        refused. In float32 a row's greedy tokens do not depend on its padding.
+
+        Args:
+            options: arguments of transformers' `generate`, and `num_draft_tokens`, `rule` and
+                `seed` as of `lightning_specdec.generate`.
 
         Raises:
-            ValueError: the target is not a transformers model, or an argument is not supported; the message names it.
+            ValueError: the target is not a transformers model, or an argument is not supported; the
+                message names it.
         """
         from lightning_specdec.hf_generate import generate_with
 
@@ -385,9 +528,10 @@ class SpeculativeDecoder:
     def as_generate(
         self, *, streamer: Any = None, stop_strings: str | Sequence[str] = ()
     ) -> BoundGenerate:
-        """This decoder as the argument `custom_generate` of its target's `generate`, for example in a pipeline.
+        """This decoder as the argument `custom_generate` of its target's `generate`.
 
-        Give the streamer and the strings that end a row here: transformers does not pass them to such a function.
+        Useful in a pipeline, for example. Pass the streamer and the strings that end a row here:
+        transformers does not pass them to such a function.
         """
         from lightning_specdec.hf_generate import BoundGenerate
 
@@ -401,13 +545,22 @@ class SpeculativeDecoder:
         indices: Sequence[int] | None = None,
         **changes: Any,
     ) -> Session:
-        """Open a `Session` with these prompts, ready for its first `step`. Arguments and errors as of `decode`."""
+        """Open a `Session` with these prompts, ready for its first `step`.
+
+        Arguments and errors as of `decode`.
+        """
         with self._lock:
-            tokens, config = self._tokens(prompts), self.config(config, **changes)
-            config = config.changed(num_draft_tokens=self.window(config, batch_size=len(tokens)))
-            session = open_session(*self.ready(), tokens, config, indices=indices)
+            tokens = self._tokens(prompts)
+            config = self.config(config, **changes)
+            pair = self.ready()
+            if config.num_draft_tokens == "auto":
+                window = self._adaptive_window(pair, config, len(tokens))
+                config = config.changed(num_draft_tokens=window)
+            session = open_session(*pair, tokens, config, indices=indices)
         session.lock = self._lock
         return session
+
+    # Measuring
 
     def benchmark(
         self,
@@ -420,24 +573,24 @@ class SpeculativeDecoder:
         mode: str = "both",
         **changes: Any,
     ) -> Comparison:
-        """Time speculative and standard decoding in turn; returns speedup, rates and seconds of both.
+        """Time speculative and standard decoding in turn; returns speedup, rates and seconds.
 
         Args:
             prompts: as of `decode`, like `config` and `changes`; the pair's own prompts when None.
             repeats: timed runs of each method, after `warmup` untimed ones.
             batch_size: prompts that are decoded together.
-            mode: "both", or "standard" or "speculative" to time one method alone.
+            mode: "both", or "standard" or "speculative" to time one method only.
         """
         from lightning_specdec.bench.measure import benchmark
 
-        options: dict[str, Any] = {
-            "repeats": repeats,
-            "warmup": warmup,
-            "batch_size": batch_size,
-            "mode": mode,
-        }
         return benchmark(
-            *self.ready(), self._tokens(prompts), self.config(config, **changes), **options
+            *self.ready(),
+            self._tokens(prompts),
+            self.config(config, **changes),
+            repeats=repeats,
+            warmup=warmup,
+            batch_size=batch_size,
+            mode=mode,
         )
 
     def sweep(
@@ -452,9 +605,10 @@ class SpeculativeDecoder:
         batch_size: int = 1,
         **changes: Any,
     ) -> Iterator[Comparison]:
-        """Time every drafter with every window beside standard decoding; yields each comparison once it is measured.
+        """Time every drafter with every window against standard decoding.
 
-        Arguments that are not listed are those of `benchmark`.
+        Yields each comparison once it is measured. Arguments that are not listed are those of
+        `benchmark`.
 
         Args:
             drafters: drafters by name; all of the pair's drafts and early exits when None.
@@ -462,15 +616,16 @@ class SpeculativeDecoder:
         """
         from lightning_specdec.bench.measure import sweep
 
-        options: dict[str, Any] = {
-            "windows": windows,
-            "repeats": repeats,
-            "warmup": warmup,
-            "batch_size": batch_size,
-        }
-        target, ready = self.ready()[0], self._all_drafters(drafters)
+        target, _ = self.ready()
         return sweep(
-            target, ready, self._tokens(prompts), self.config(config, **changes), **options
+            target,
+            self._all_drafters(drafters),
+            self._tokens(prompts),
+            self.config(config, **changes),
+            windows=windows,
+            repeats=repeats,
+            warmup=warmup,
+            batch_size=batch_size,
         )
 
     def audit(
@@ -484,19 +639,23 @@ class SpeculativeDecoder:
         num_places: int = 3,
         **changes: Any,
     ) -> Auditor:
-        """Prepare an audit of whether speculative output follows the target's distribution; `Auditor.run` performs it.
+        """Prepare an audit of whether speculative output follows the target's distribution.
+
+        `Auditor.run` performs it.
 
         Args:
             prompts: as of `decode`, like `config` and `changes`; the pair's own prompts when None.
             rules: acceptance rules to audit, by name.
             samplings: samplings to audit each rule with, by name.
             drafters: drafters by name; all of the pair's drafts and early exits when None.
-            num_places: places in the texts where whole rounds are compared with the target's exact distribution.
+            num_places: positions in the texts where whole rounds are compared with the target's
+                exact distribution.
         """
         from lightning_specdec.audit.auditor import Auditor
 
+        target, _ = self.ready()
         return Auditor(
-            self.ready()[0],
+            target,
             self._all_drafters(drafters),
             self._tokens(prompts),
             self.config(config, **changes),
@@ -510,28 +669,34 @@ class SpeculativeDecoder:
         from lightning_specdec.bench.candidates import candidates
 
         if drafters is None:
-            drafters = {name: each.drafter for name, each in candidates(self).items()}
-        return {name: drafter.eval().fused(self.target) for name, drafter in drafters.items()}
+            drafters = {name: entry.drafter for name, entry in candidates(self).items()}
+        return {name: eval_copy(drafter).fused(self.target) for name, drafter in drafters.items()}
 
     def compile(self) -> float:
-        """Compile the layers of target and draft, transformers models on a GPU; returns the seconds that it took."""
+        """Compile the layers of target and draft on a GPU; returns the seconds that it took.
+
+        Raises:
+            ValueError: neither is a transformers model.
+        """
         from lightning_specdec.models.compiled import compile_layers
         from lightning_specdec.models.huggingface import HuggingFaceLM
 
         target, drafter = self.ready()
-        models = [
-            each
-            for each in (target, getattr(drafter, "model", None))
-            if isinstance(each, HuggingFaceLM)
-        ]
-        if not models:
+        models = [target, getattr(drafter, "model", None)]
+        compilable = [model for model in models if isinstance(model, HuggingFaceLM)]
+        if not compilable:
             raise ValueError(
                 "only the layers of transformers models are compiled, and this pair has none"
             )
-        return sum((compile_layers(model) for model in models), start=0.0)
+        return sum(compile_layers(model) for model in compilable)
+
+    # Training
 
     def train(self, datamodule: TokenData, *, max_epochs: int = 100) -> dict[str, float]:
-        """Train target and draft (of a `ModelDrafter`) in one run; returns the last losses and metrics by name."""
+        """Train target and draft (of a `ModelDrafter`) in one run.
+
+        Returns the last losses and metrics by name.
+        """
         from lightning.pytorch import Trainer
 
         from lightning_specdec.training import PairTraining
@@ -539,7 +704,8 @@ class SpeculativeDecoder:
 
         if not isinstance(self.drafter, ModelDrafter):
             raise ValueError(
-                f"only a ModelDrafter is trained with its target, this is a {type(self.drafter).__name__}"
+                "only a ModelDrafter is trained with its target, this is a "
+                f"{type(self.drafter).__name__}"
             )
         if self.target.backend != "torch":
             raise ValueError(
@@ -547,6 +713,7 @@ class SpeculativeDecoder:
             )
         quiet_lightning()
         self.target.origin = None  # training changes its weights
+
         module = PairTraining(self.target, self.drafter.model)
         trainer = Trainer(
             max_epochs=max_epochs,
@@ -555,7 +722,27 @@ class SpeculativeDecoder:
             enable_model_summary=False,
         )
         trainer.fit(module.train(), datamodule=datamodule)
-        self.prompts, self.recipe = datamodule.prompts(), module.recipe()
+
+        self.prompts = datamodule.prompts()
+        self.recipe = module.recipe()
         if datamodule.tokenizer is not None:
             self.read_text(named_tokenizer(datamodule.tokenizer))
         return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def _as_drafter(drafter: AnyDrafter, target: LanguageModel) -> Drafter:
+    """The drafter for a target that a user passes as a drafter, a model or a name.
+
+    Raises:
+        ValueError: it cannot draft for this target.
+    """
+    if drafter is None:
+        drafter = NGramDrafter()
+    drafter = wrapped(drafter)
+    if isinstance(drafter, LanguageModel):
+        drafter = ModelDrafter(drafter)
+    if isinstance(drafter, Drafter):
+        drafter.check_target(target)
+        return drafter
+    choice = Choice.read(drafter, "drafter")
+    return DRAFTERS.load(choice.name).for_target(target, **choice.settings)

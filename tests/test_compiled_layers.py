@@ -1,9 +1,9 @@
-"""Laws of compiled transformers layers: the same output, few compilations, whatever the widths, texts and sessions.
+"""Laws of compiled transformers layers: the same output and few compilations, whatever the widths.
 
-The compiler's front half is what decides when to compile, so no backend here generates code: that of the first family
-goes through everything before that, writes in place made functional included, and that of the second through the front
-half alone, which takes a third of the time. The program runs in a process of its own, without the shape checks of the
-other tests, which would be compiled too.
+The compiler's front end decides when to compile, so that no backend here generates code. The first
+family goes through everything before code generation, including the pass that makes in-place writes
+functional. The second goes through the front end only, which takes a third of the time. The program
+runs in a separate process, since the shape checks of the other tests would be compiled as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from lightning_specdec.models.huggingface import HuggingFaceLM
 PROGRAM = """
 from families import tiny
 from torch._dynamo.utils import counters
-from lightning_specdec.drafters import EarlyExitDrafter, ModelDrafter, MultiTokenDrafter, NGramDrafter, StagedDrafter
+from lightning_specdec.drafters import EarlyExitDrafter, ModelDrafter, MultiTokenDrafter
+from lightning_specdec.drafters import NGramDrafter, StagedDrafter
 from lightning_specdec.decoding import autoregressive_decode, speculative_decode
 from lightning_specdec.models import compiled
 from lightning_specdec.models.huggingface import HuggingFaceLM
@@ -31,22 +32,26 @@ prompts = [[3], [1, 2, 3, 4, 5], [10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 60, 66]]
 stats = counters["stats"]
 
 def hold(family, backend):
-    target, before = HuggingFaceLM(tiny(family)).record(), stats["unique_graphs"]
-    alone = [autoregressive_decode(target, prompt, max_new_tokens=16).tokens[0] for prompt in prompts]
+    target = HuggingFaceLM(tiny(family)).record()
+    num_before = stats["unique_graphs"]
+    rows = []
+    for prompt in prompts:
+        rows += autoregressive_decode(target, prompt, max_new_tokens=16).tokens
     assert compiled.compile_layers(target, backend=backend) > 0
     compilations = stats["unique_graphs"]
-    assert 0 < compilations - before <= 2, (before, compilations)
-    for again in range(2):
-        for prompt, expected in zip(prompts[1:], alone[1:], strict=True):
-            assert autoregressive_decode(target, prompt, max_new_tokens=16).tokens == [expected]
+    assert 0 < compilations - num_before <= 2, (num_before, compilations)
+    for pass_index in range(2):
+        for prompt, row in zip(prompts[1:], rows[1:], strict=True):
+            assert autoregressive_decode(target, prompt, max_new_tokens=16).tokens == [row]
             for drafter in (ModelDrafter(target), EarlyExitDrafter(1)):
-                assert speculative_decode(target, drafter, prompt, max_new_tokens=16).tokens == [expected]
-        assert not again or stats["unique_graphs"] == compilations, stats
+                result = speculative_decode(target, drafter, prompt, max_new_tokens=16)
+                assert result.tokens == [row]
+        assert pass_index == 0 or stats["unique_graphs"] == compilations, stats
         compilations = stats["unique_graphs"]
     heads = MultiTokenDrafter(2, hidden_size=32, vocab_size=67).init_from(target)
     exits = EarlyExitDrafter(2), StagedDrafter([NGramDrafter(), EarlyExitDrafter(1)])
     for drafter in (ModelDrafter(target), *exits, heads):
-        assert speculative_decode(target, drafter, prompts, max_new_tokens=16).tokens == alone
+        assert speculative_decode(target, drafter, prompts, max_new_tokens=16).tokens == rows
 
 hold("llama", "aot_eager")
 hold("gpt2", "eager")
@@ -63,7 +68,7 @@ def test_compiled_layers_decode_the_same_and_are_compiled_once_for_all_widths() 
 
 
 def test_all_layers_share_what_is_compiled() -> None:
-    """Layers are compiled each for itself where their options differ, and a pass is equal to itself alone."""
+    """Layers with different options are compiled separately, and a pass equals only itself."""
     for one_token in (False, True):
         assert (
             compiled._options("inductor", one_token)

@@ -17,6 +17,8 @@ from tiny_models import CHAT
 from tiny_tokenizers import byte_level
 from torch import Tensor
 from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
@@ -41,7 +43,7 @@ EOS = [1, 54, 107, 204, 300]
 
 @functools.cache
 def models() -> tuple[Any, Any, Any]:
-    """A target, a draft that is a little off, a tokenizer; what a test changes of them it takes back."""
+    """A target, a draft that is a little off, and a tokenizer. Tests restore what they change."""
     tokenizer = byte_level(chat_template=CHAT, pad_token="<s>")
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 256, "sharpness": 9.0}
     target, draft = tiny("llama", 1, **sizes), tiny("llama", 1, **sizes)
@@ -77,14 +79,14 @@ def alone(inputs: dict[str, Tensor], **options: Any) -> list[list[int]]:
 
 
 def joined(inputs: dict[str, Tensor], rows: list[list[int]], pad: int = 0) -> list[list[int]]:
-    """What a call returns: the prompts as they were given, the new tokens behind them, padding at the end."""
+    """What a call returns: the prompts as passed, the new tokens after them, then padding."""
     width = max(map(len, rows))
     pairs = zip(inputs["input_ids"].tolist(), rows, strict=True)
     return [[*prompt, *row, *[pad] * (width - len(row))] for prompt, row in pairs]
 
 
 class NotAfter(theirs.LogitsProcessor):
-    """A user's own: from the third new token on, a token is not said twice in a row. It counts columns."""
+    """A processor of a user that counts columns: after two new tokens, none repeats at once."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -304,7 +306,7 @@ def test_what_transformers_samples_by_default_needs_no_processor() -> None:
 
 
 def test_samples_have_the_distribution_of_the_target() -> None:
-    """2,000 draws of two tokens; chi-square with 15 degrees of freedom exceeds 50 once in 80,000 seeds."""
+    """2,000 draws of two tokens. Chi-square (15 degrees) exceeds 50 once in 80,000 seeds."""
     model, inputs = models()[0], padded(texts=TEXTS[1:2])
     options: dict[str, Any] = {
         "do_sample": True,
@@ -391,17 +393,18 @@ def test_what_cannot_be_honoured_is_refused_by_name(name: str) -> None:
             call(**inputs, **options)
 
 
-def test_what_transformers_does_not_hand_on_is_refused_by_name() -> None:
+def test_what_a_decoder_has_itself_is_refused_by_name() -> None:
     model, draft, tokenizer = models()
     inputs = padded(texts=TEXTS[:1])
+    # transformers passes neither of these to a function, which documents that they have no effect.
+    expected = model.generate(**inputs, max_new_tokens=3)
     hooks: list[Callable[..., Any]] = [lightning_specdec.generate, decoder().as_generate()]
     for hook in hooks:
-        with pytest.raises(ValueError, match="streamer"):
-            model.generate(
-                **inputs, custom_generate=hook, max_new_tokens=3, streamer=TextStreamer(tokenizer)
-            )
-        with pytest.raises(ValueError, match="assistant_model"):
-            model.generate(**inputs, custom_generate=hook, max_new_tokens=3, assistant_model=draft)
+        for option in ({"streamer": TextStreamer(tokenizer)}, {"assistant_model": draft}):
+            output = model.generate(**inputs, custom_generate=hook, max_new_tokens=3, **option)
+            assert torch.equal(output, expected)
+    for word in ("streamer", "assistant_model"):
+        assert word in (lightning_specdec.generate.__doc__ or "")
     with pytest.raises(ValueError, match="its own drafter"):
         decoder().generate(**inputs, assistant_model=draft)
     with pytest.raises(ValueError, match="its decoder's own target"):
@@ -457,13 +460,13 @@ def test_a_model_stays_as_it_is_and_its_weights_may_change() -> None:
     assert model.config._attn_implementation == attention and torch.equal(
         model.generate(text, **options), before
     )
-    kept = _decoders[model][2]
+    kept = _decoders[model].decoder
     model.generate(text, **hook)
-    assert _decoders[model][2] is kept
+    assert _decoders[model].decoder is kept
     assert type(kept.drafter) is NGramDrafter and kept.target.model is not model
     draft = tiny("qwen2", 4, vocab_size=80)
     assert torch.equal(model.generate(text, draft=draft, num_draft_tokens=5, **hook), before)
-    assert type(_decoders[model][2].drafter) is ModelDrafter
+    assert type(_decoders[model].decoder.drafter) is ModelDrafter
     with torch.no_grad():
         model.lm_head.weight.copy_(draft.lm_head.weight)
     after = model.generate(text, **options)
@@ -508,3 +511,62 @@ def test_the_guide_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     for block in blocks:
         exec(block.replace("checkpoints/smollm2", str(tmp_path)), names)
     assert len(blocks) == 4 and "LlamaForCausalLM" in capsys.readouterr().out
+
+
+def multimodal(model_type: str) -> Any:
+    """A tiny model that reads images as well."""
+    text = {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 96,
+    }
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    if model_type == "gemma3":
+        config = AutoConfig.for_model(
+            "gemma3",
+            text_config={**text, "model_type": "gemma3_text", "sliding_window": 16},
+            vision_config={**vision, "model_type": "siglip_vision_model"},
+            mm_tokens_per_image=4,
+        )
+    else:
+        config = AutoConfig.for_model(
+            "llava",
+            text_config={**text, "model_type": "llama"},
+            vision_config={**vision, "model_type": "clip_vision_model"},
+            image_token_index=299,
+        )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: Any = AutoModelForImageTextToText.from_config(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.mul_(6)
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return model
+
+
+@pytest.mark.parametrize("model_type", ["llava", "gemma3"])
+def test_a_multimodal_model_decodes_a_text(model_type: str) -> None:
+    """transformers passes it an empty collection of images, which is not an argument."""
+    model = multimodal(model_type)
+    ids = torch.tensor([[5, 6, 7, 5, 6, 9]])
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12}
+    expected = model.generate(ids, **options)
+    assert torch.equal(SpeculativeDecoder(model).generate(ids, **options), expected)
+    options["custom_generate"] = lightning_specdec.generate
+    assert torch.equal(model.generate(ids, **options), expected)
+    with pytest.raises(ValueError, match="pixel_values|mm_encoder_outputs"):
+        model.generate(ids, pixel_values=torch.zeros(1, 3, 28, 28), **options)

@@ -1,4 +1,4 @@
-"""Laws of transformers models behind our interface: their own logits and greedy output, a state that goes back."""
+"""Laws of transformers models as `LanguageModel`: their logits and output, a truncatable state."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_ragged_pieces_through_the_state_give_the_logits_of_the_whole(
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
 def test_padding_far_behind_the_end_poisons_no_row(family: str, attention: str) -> None:
-    """A row near its end shares a call with a long prompt: its padding lies more than a window behind the buffers."""
+    """A row near its end shares a call with a long prompt: its padding lies beyond the buffers."""
     inner: Any = tiny(family)
     inner.set_attn_implementation(attention)
     target, long = HuggingFaceLM(inner), [7 * i % 60 + 1 for i in range(50)]
@@ -161,7 +161,7 @@ def test_features_are_the_hidden_states_of_transformers(family: str) -> None:
 
 @every_family
 def test_the_users_model_generates_as_before(family: str) -> None:
-    """The attention implementation that a model is given changes nothing for transformers' own code."""
+    """The replaced attention changes nothing for transformers' own code."""
     model: Any = tiny(family)
     ids = random_tokens(1, 9)
     before = model.generate(
@@ -193,7 +193,7 @@ def test_a_loaded_model_and_tokenizer_of_transformers_serve_as_they_are() -> Non
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_an_int8_copy_is_a_good_draft_and_changes_nothing(family: str) -> None:
-    """The rounded weights are near the target's, so most guesses are kept; the output stays the target's own."""
+    """The rounded weights are near the target's: most draft tokens are accepted."""
     target, draft = ours(family), HuggingFaceLM(tiny(family))
     quantize(draft.model, "int8")
     weights = [weight for weight in draft.parameters() if hasattr(weight, "qdata")]

@@ -1,4 +1,4 @@
-"""Laws of models taken apart: the parts in turn are the model, wherever a pass is split, and over the same weights."""
+"""Laws of models taken apart: the parts in turn are the model, wherever a pass is split."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_through_a_state_ragged_pieces_give_the_models_own_logits_and_hidden_sta
 @pytest.mark.parametrize("family", [*APART, "deepseek_v3", "smollm3", "mixtral"])
 @torch.inference_mode()
 def test_wherever_a_pass_is_split_it_is_the_whole_pass(family: str, num_layers: int) -> None:
-    """Rows of other lengths, some read ahead, some not at all, some to their end or beyond; garbage elsewhere."""
+    """Rows of different lengths, read ahead to different positions; garbage everywhere else."""
     model, generator = ours(family), random.Random(num_layers)
     split, whole = (model.init_state(3, 3 * LENGTH) for _ in range(2))
     while max(split.consumed) < LENGTH:
@@ -159,7 +159,7 @@ def test_a_copy_is_taken_apart_by_itself() -> None:
 def test_in_training_the_parts_have_the_models_own_gradients(
     family: str, checkpointing: bool
 ) -> None:
-    """GPT-2 drops values at random, each time the same ones for the same seed; a look at the parts changes no mode."""
+    """GPT-2 drops the same values for the same seed, and checking the parts changes no mode."""
     model, reference, tokens = (
         HuggingFaceLM(tiny(family).train()),
         tiny(family).train(),
@@ -218,7 +218,7 @@ class Scaled(LlamaForCausalLM):
 
 
 class Added(LlamaForCausalLM):
-    """What comes before its layers cannot be seen in their logits, for its head says nothing yet."""
+    """An untrained head hides in its logits what comes before the layers."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

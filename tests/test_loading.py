@@ -1,4 +1,4 @@
-"""Laws of loading: every architecture comes as it was saved; what cannot be loaded says so in one line, at once."""
+"""Laws of loading: every architecture loads as it was saved, or is refused in one line."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from lightning_specdec.config.files import cache_home
 from lightning_specdec.decoding import Session
 from lightning_specdec.decoding.session import run
 from lightning_specdec.drafters import EarlyExitDrafter, NGramDrafter, StagedDrafter, eagle_openvino
-from lightning_specdec.models import LanguageModel, loading
+from lightning_specdec.models import LanguageModel, backend_timing, loading
 from lightning_specdec.models.base import one_thread
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.openvino import Compiled, OpenVINOLM
@@ -383,16 +383,16 @@ def test_auto_takes_the_faster_backend_and_remembers_it(
     model = HuggingFaceLM(tiny("llama"))
     assert loading.in_backend(model, "auto") is model  # too small to be worth it
     monkeypatch.setattr(loading, "MOST_SMALL", 1)
-    assert sorted(loading._call_seconds({"torch": model}, repeats=1)) == [
+    assert sorted(backend_timing.call_seconds({"torch": model}, repeats=1)) == [
         "torch"
     ]  # a small vocabulary
     for seconds, kind in (
         ({"torch": 2.0, "openvino": 1.0}, OpenVINOLM),
         ({"torch": 1.0, "openvino": 2.0}, HuggingFaceLM),
     ):
-        monkeypatch.setattr(loading, "_call_seconds", lambda models, seconds=seconds: seconds)
+        monkeypatch.setattr(backend_timing, "call_seconds", lambda models, seconds=seconds: seconds)
         assert type(loading.in_backend(model, "auto")) is kind
-        monkeypatch.setattr(loading, "_call_seconds", None)
+        monkeypatch.setattr(backend_timing, "call_seconds", None)
         assert type(loading.in_backend(model, "auto")) is kind
         (kept,) = cache.glob("backend-*.json")
         assert json.loads(kept.read_text()) == seconds

@@ -1,4 +1,4 @@
-"""Attention of transformers models over a `KVState`: cache, masks, and grouped queries without copies."""
+"""Attention of transformers models over a `KVState`: cache, masks, grouped queries."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from lightning_specdec.models.layers import cache_name
 from lightning_specdec.models.state import KVStorage, Slots
 
 NAME = "lightning_specdec"
-"""What transformers calls `grouped_attention`: the value of a config's `_attn_implementation`."""
+"""Name of `grouped_attention` in transformers: the value of `config._attn_implementation`."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"}
-"""Families that see both ways; as decoders, some of them count positions from another number than 0."""
+"""Families with two-sided attention. As decoders, some of them do not count positions from 0."""
 _OWN_MASKS = ("doge", "gpt_neo")
-"""Families whose layers mask by themselves, besides the mask that they are given."""
+"""Families whose layers apply a mask of their own besides the one that is passed."""
 
 
 class StateCache(Cache):
@@ -35,7 +36,9 @@ class StateCache(Cache):
 
     def __init__(self, storage: KVStorage, slots: Slots, *, recorded: bool = False) -> None:
         super().__init__(layers=[])
-        self.storage, self.slots, self.recorded = storage, slots, recorded
+        self.storage = storage
+        self.slots = slots
+        self.recorded = recorded
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -43,7 +46,8 @@ class StateCache(Cache):
         return self.storage.update(layer_idx, self.slots, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0  # positions and masks are always given
+        # Positions and masks are passed with every call, so that no length is read.
+        return 0
 
 
 def grouped_attention(
@@ -54,31 +58,43 @@ def grouped_attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Scaled dot-product attention, as transformers' "sdpa" and with its arguments, over a mask `[B, 1, T, S]`.
+    """Scaled dot-product attention with the arguments of transformers' "sdpa".
 
-    With grouped queries (Ainslie et al. 2023) G query heads look at one key head, which transformers copies G times for
-    each call over several tokens: more work than the attention itself on a long text. Here the G heads are laid one
-    behind the other along the query axis, and only the mask's T rows are repeated.
+    With grouped queries (Ainslie et al. 2023), G query heads share a key head. transformers copies
+    each key head G times for a call over several tokens, which takes longer than the attention
+    itself on a long text. Here the G query heads are laid one after another along the query axis,
+    and only the T rows of the mask are repeated.
+
+    Args:
+        attention_mask: `[B, 1, T, S]`, to be added to the scores.
     """
-    batch, heads, num_tokens, size = query.shape
-    groups = heads // key.shape[1]
-    plain = (
-        attention_mask is None or attention_mask.shape[1] != 1 or attention_mask.dtype == torch.bool
+    batch_size, num_heads, num_tokens, head_size = query.shape
+    num_key_heads = key.shape[1]
+    num_groups = num_heads // num_key_heads
+
+    has_additive_mask = (
+        attention_mask is not None
+        and attention_mask.shape[1] == 1
+        and attention_mask.dtype != torch.bool
     )
-    other = options.get("dropout") or any(
-        options.get(name) is not None for name in ("is_causal", "position_bias")
-    )
-    if groups == 1 or plain or other:
+    has_special_option = bool(options.get("dropout"))
+    for name in ("is_causal", "position_bias"):
+        has_special_option = has_special_option or options.get(name) is not None
+    if num_groups == 1 or not has_additive_mask or has_special_option:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
     assert attention_mask is not None
+    if num_tokens > 1:
+        attention_mask = attention_mask.repeat(1, 1, num_groups, 1)
     output = nn.functional.scaled_dot_product_attention(
-        query.reshape(batch, key.shape[1], groups * num_tokens, size),
+        query.reshape(batch_size, num_key_heads, num_groups * num_tokens, head_size),
         key,
         value,
-        attn_mask=attention_mask if num_tokens == 1 else attention_mask.repeat(1, 1, groups, 1),
+        attn_mask=attention_mask,
         scale=options.get("scaling"),
     )
-    return output.reshape(batch, heads, num_tokens, -1).transpose(1, 2).contiguous(), None
+    output = output.reshape(batch_size, num_heads, num_tokens, -1)
+    return output.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, grouped_attention)
@@ -86,50 +102,85 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def attention_windows(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, int | None]:
-    """The kinds of attention layers that a model has, and how far back each looks (None: to the start).
+    """The kinds of attention layers of a model with their windows in tokens; None is unlimited.
 
     Raises:
-        ValueError: it is no decoder, its state cannot go back, or it takes no positions.
+        ValueError: the model is not a decoder, its state cannot be truncated, or it does not accept
+            positions.
     """
-    implementation, window = (
-        model.config._attn_implementation,
-        getattr(config, "sliding_window", None),
-    )
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        # A config of transformers' own may hold a window that its family does not have, and no layer heeds.
-        known = hasattr(type(config), "sliding_window") or not type(config).__module__.startswith(
-            "transformers."
-        )
-        sliding = window is not None and known and getattr(config, "use_sliding_window", True)
-        kinds = [_SLIDING if sliding else _FULL]
-    foreign = sorted({*kinds} - {_FULL, _SLIDING})
-    two_sided = config.model_type in _ENCODERS or getattr(
-        config, "use_bidirectional_attention", None
-    ) in (True, "all")
-    own_masks = getattr(config, "alibi", False) or config.model_type in _OWN_MASKS
-    reason = None
-    if config.is_encoder_decoder or two_sided or model.get_output_embeddings() is None:
-        reason = "is not a causal language model: use a decoder-only one"
-    elif foreign or getattr(model, "_is_stateful", False):
-        layers = ", ".join(foreign) or "recurrent"
-        reason = f"has {layers} layers, and their state cannot go back: speculative decoding needs attention"
-    elif own_masks or "position_ids" not in inspect.signature(model.forward).parameters:
-        reason = "takes no masks or position_ids, so rows of different lengths cannot share a call: use another"
-    elif implementation not in ("eager", "sdpa", NAME):
-        reason = f'runs on {implementation}, which takes no mask of ours: load it with attn_implementation="sdpa"'
+    layer_kinds = _layer_kinds(config)
+    reason = _reason_to_refuse(model, config, layer_kinds)
     if reason is not None:
         raise ValueError(f"{type(model).__name__} {reason}")
-    return {kind: window if kind == _SLIDING else None for kind in dict.fromkeys(kinds)}
+
+    windows: dict[str, int | None] = {}
+    for kind in layer_kinds:
+        windows[kind] = getattr(config, "sliding_window", None) if kind == _SLIDING else None
+    return windows
+
+
+def _layer_kinds(config: PreTrainedConfig) -> list[str]:
+    """The kind of each layer; a single kind if the config lists none."""
+    layer_kinds = getattr(config, "layer_types", None)
+    if layer_kinds is not None:
+        return list(layer_kinds)
+
+    # A config of transformers may hold a window that its family does not have and ignores.
+    is_of_transformers = type(config).__module__.startswith("transformers.")
+    family_has_window = hasattr(type(config), "sliding_window") or not is_of_transformers
+    uses_window = family_has_window and getattr(config, "use_sliding_window", True)
+    if getattr(config, "sliding_window", None) is not None and uses_window:
+        return [_SLIDING]
+    return [_FULL]
+
+
+def _reason_to_refuse(
+    model: PreTrainedModel, config: PreTrainedConfig, layer_kinds: list[str]
+) -> str | None:
+    """Why a model cannot be decoded, as the rest of a sentence; None if it can."""
+    bidirectional = getattr(config, "use_bidirectional_attention", None)
+    is_two_sided = config.model_type in _ENCODERS or bidirectional in (True, "all")
+    if config.is_encoder_decoder or is_two_sided or model.get_output_embeddings() is None:
+        return "is not a causal language model: use a decoder-only one"
+
+    recurrent_kinds = sorted({*layer_kinds} - {_FULL, _SLIDING})
+    if recurrent_kinds or getattr(model, "_is_stateful", False):
+        layers = ", ".join(recurrent_kinds) or "recurrent"
+        return (
+            f"has {layers} layers, whose state cannot be truncated: speculative decoding needs "
+            "attention layers"
+        )
+
+    # The class counts: a user may have replaced the function of this one model.
+    forward = type(model).forward
+    has_own_masks = getattr(config, "alibi", False) or config.model_type in _OWN_MASKS
+    if has_own_masks or "position_ids" not in inspect.signature(forward).parameters:
+        return (
+            "accepts no masks or position_ids, so that rows of different lengths cannot share a "
+            "call: use another model"
+        )
+    if cache_name(forward) is None and cache_name(type(model.base_model).forward) is None:
+        return "keeps no key-value cache, which speculative decoding needs: use another model"
+
+    implementation = model.config._attn_implementation
+    if implementation not in ("eager", "sdpa", NAME):
+        return (
+            f"runs on {implementation}, which does not accept the masks of decoding: load it with "
+            'attn_implementation="sdpa"'
+        )
+    return None
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
-    """Most tokens of a text. Rotary scalings that change with the text's length stay below the change."""
-    scaling = getattr(config, "rope_parameters", None) or {}
-    original = (
-        scaling.get("original_max_position_embeddings") if isinstance(scaling, Mapping) else None
-    )
-    if original is not None and scaling.get("rope_type") in ("longrope", "dynamic"):
-        return int(original)
-    limit = getattr(config, "max_position_embeddings", None)
-    return None if limit is None else int(limit)
+    """Largest number of tokens of a text; None if unlimited.
+
+    Rotary scalings that change with the length of the text stay below the change.
+    """
+    scaling = getattr(config, "rope_parameters", None)
+    if isinstance(scaling, Mapping) and scaling.get("rope_type") in ("longrope", "dynamic"):
+        original_length = scaling.get("original_max_position_embeddings")
+        if original_length is not None:
+            return int(original_length)
+
+    max_length = getattr(config, "max_position_embeddings", None)
+    return None if max_length is None else int(max_length)

@@ -1,26 +1,28 @@
-"""The interface of a language model that scores tokens over a state that can go back.
+"""The interface of a language model that scores tokens over a state that can be truncated.
 
 Shapes: B rows, T tokens, N scored positions, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_specdec.config import settings
 from lightning_specdec.models.state import DecodeState, KVStorage, Lengths, as_list
+
+# Other packages import these names from here.
+from lightning_specdec.models.threads import one_thread as one_thread
+from lightning_specdec.models.weights import weights_digest as weights_digest
+from lightning_specdec.models.weights import weights_stamp as weights_stamp
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -30,11 +32,7 @@ if TYPE_CHECKING:
     from lightning_specdec.text.vocabulary import Vocabulary
 
 OPENVINO_DTYPES = (torch.float32, torch.bfloat16)
-"""What networks compute in where they run in OpenVINO."""
-_set_num_threads = getattr(
-    ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", torch.set_num_threads
-)
-"""Of this thread of Python: torch's function also sets the number for those that begin later, which keep it."""
+"""Types that networks in OpenVINO compute in."""
 
 
 @dataclass
@@ -61,9 +59,9 @@ class ExitStates:
     """Output of a model's lower layers for tokens that its upper layers have not read.
 
     Args:
-        num_layers: how many lower layers.
-        hidden: `[B, N, D]`, their output for the tokens behind those that the state has consumed.
-        lengths: how many of each row's N are real.
+        num_layers: number of lower layers.
+        hidden: `[B, N, D]`, their output for the tokens after those that the state has consumed.
+        lengths: number of real tokens in each row, of these N.
     """
 
     num_layers: int
@@ -72,31 +70,33 @@ class ExitStates:
 
 
 def select(
-    hidden: Float[Tensor, "B T D"], places: Int[Tensor, "B N"] | slice | None
+    hidden: Float[Tensor, "B T D"], positions: Int[Tensor, "B N"] | slice | None
 ) -> Float[Tensor, "B N D"]:
     """The hidden states at some of the T positions: all of them when None."""
-    if places is None:
+    if positions is None:
         return hidden
-    if isinstance(places, slice):
-        return hidden[:, places]
-    return hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
+    if isinstance(positions, slice):
+        return hidden[:, positions]
+    return hidden.gather(1, positions[..., None].expand(-1, -1, hidden.shape[-1]))
 
 
 class LanguageModel(nn.Module, ABC):
-    """A causal language model that scores several tokens in one call over a state that can go back.
+    """A causal language model that scores several tokens in one call over a truncatable state.
 
-    A subclass implements `init_state`, `forward` and `arguments`. The other methods serve drafters that read or share
-    parts of the target; a model without such a part raises ValueError.
+    A subclass implements `init_state`, `forward` and `arguments`. The other methods serve drafters
+    that read or share parts of the target; a model without such a part raises ValueError.
 
     Attributes:
-        Settings: settings class of the constructor's plain arguments, from which a checkpoint rebuilds the model.
-        vocab_size: number of logits per position; it may exceed the number of tokens in the tokenizer.
-        hidden_size: width of the last layer's output; None if the model gives no features.
-        num_layers: number of layers; None if the model gives no features.
+        Settings: settings class of the constructor's plain arguments, from which a checkpoint
+            rebuilds the model.
+        vocab_size: number of logits per position; it may exceed the tokenizer's number of tokens.
+        hidden_size: width of the last layer's output; None if the model returns no features.
+        num_layers: number of layers; None if the model returns no features.
         max_positions: context length in tokens; None if there is no limit.
         vocabulary: the bytes of each token; None if unknown.
-        tokenizer: turns text into tokens; None if the tokens are not text.
-        origin: the files that the weights were read from; None for a model made or trained in this process.
+        tokenizer: converts text to tokens; None if the tokens are not text.
+        origin: the files that the weights were read from; None for a model that was created or
+            trained in this process.
         backend: name of the library that computes, "torch" or "openvino".
     """
 
@@ -112,7 +112,7 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def init_state(self, batch_size: int, max_length: int) -> DecodeState:
-        """Make an empty state for `batch_size` rows that consume at most `max_length` tokens each."""
+        """Create an empty state for `batch_size` rows of up to `max_length` tokens each."""
 
     @abstractmethod
     def forward(
@@ -124,23 +124,25 @@ class LanguageModel(nn.Module, ABC):
         logits_for: Int[Tensor, "B N"] | slice | None = None,
         features: Sequence[int] = (),
     ) -> ModelOutput:
-        """Score tokens. With a state, continue the tokens that it has consumed and consume these too.
+        """Score tokens. With a state, they continue the tokens that it has consumed.
 
         Args:
             tokens: the next tokens of each row; without a state, whole sequences.
             state: changed in place: row b's length grows by `valid_lengths[b]`.
-            valid_lengths: number of real tokens in each row, before its right padding; all T when None.
-            logits_for: positions in T to return logits for, per row or as one slice for all rows; all T when None.
+            valid_lengths: number of real tokens in each row, before its right padding; all T when
+                None.
+            logits_for: positions in T to return logits for, per row or as one slice for all rows;
+                all T when None.
             features: numbers of the layers, from 0, whose hidden states to return.
         """
 
     @abstractmethod
     def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments as plain values; a checkpoint stores them to rebuild the model."""
+        """The constructor's arguments as plain values, from which a checkpoint rebuilds it."""
 
-    def _lacks(self, what: str) -> NoReturn:
+    def _lacks(self, part: str) -> NoReturn:
         raise ValueError(
-            f"{type(self).__name__} has no {what}: take a transformers model, or draft in another way"
+            f"{type(self).__name__} has no {part}: use a transformers model, or another drafter"
         )
 
     def check_exit(self, num_layers: int) -> None:
@@ -150,10 +152,13 @@ class LanguageModel(nn.Module, ABC):
     def lower(
         self, tokens: Int[Tensor, "B T"], state: DecodeState, starts: Sequence[int], num_layers: int
     ) -> Float[Tensor, "B T D"]:
-        """The output of the first `num_layers` layers for tokens, where row b's first one is at position `starts[b]`.
+        """The output of the first `num_layers` layers for some tokens.
 
-        It writes these layers' part of the state and leaves the state's lengths, which count tokens that all layers
-        have read. The `forward` of such a model takes `exit_states` too.
+        It writes these layers' part of the state and leaves the state's lengths, which count tokens
+        that all layers have read. `forward` of such a model also accepts `exit_states`.
+
+        Args:
+            starts: position of each row's first token.
         """
         self._lacks("layers to exit from")
 
@@ -162,7 +167,10 @@ class LanguageModel(nn.Module, ABC):
         self._lacks("layers to exit from")
 
     def records(self, state: DecodeState, num_tokens: int) -> bool:
-        """Whether a call on `num_tokens` tokens per row is recorded (CUDA graphs), so that `read_at` may be used."""
+        """Whether a call on `num_tokens` tokens per row is recorded as a CUDA graph.
+
+        Only then may `read_at` be used.
+        """
         return False
 
     def read_at(
@@ -173,7 +181,7 @@ class LanguageModel(nn.Module, ABC):
         starts: Int[Tensor, "B"],
         num_layers: int | None,
     ) -> Float[Tensor, "B T D"]:
-        """The output of the first `num_layers` layers (all when None) inside a recorded call, as `lower`.
+        """As `lower`, inside a recorded call; the output of all layers when `num_layers` is None.
 
         Args:
             span: number of cache slots that attention covers.
@@ -190,12 +198,12 @@ class LanguageModel(nn.Module, ABC):
         self._lacks("output head that can be shared")
 
     def embeddings(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
-        """The input embeddings of these tokens. Raises ValueError if the model does not share them."""
+        """The input embeddings of these tokens. Raises ValueError if the model shares none."""
         self._lacks("input embeddings that can be shared")
 
     @property
     def embedding_table(self) -> Float[Tensor, "V D"] | None:
-        """The weights whose rows `embeddings` gives; None where it computes them in another way."""
+        """The weights whose rows `embeddings` returns; None if it computes them another way."""
         return None
 
     @property
@@ -205,20 +213,34 @@ class LanguageModel(nn.Module, ABC):
 
     @cached_property
     def num_parameters(self) -> int:
-        """Number of parameters, shared ones counted once. Kept from the first use, since packed layers have none."""
+        """Number of parameters, shared ones counted once.
+
+        Counted at the first use and kept, since packed layers have no parameters.
+        """
         return sum(parameter.numel() for parameter in self.parameters())
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return next(self.parameters()).device
 
+    def refresh(self) -> None:
+        """Read again what this object remembers of its modules, which a user may have changed.
+
+        Raises:
+            ValueError: the model cannot be decoded after the change.
+        """
+
+    def in_eval_mode(self) -> LanguageModel:
+        """This model in evaluation mode: itself, or a copy that shares its weights."""
+        return eval_copy(self)
+
     def packed(self) -> LanguageModel:
-        """The same model with weights laid out for this processor, for inference only; itself if there is no need."""
+        """The model with weights in this processor's layout, or itself. For inference only."""
         return self
 
     def fused(self) -> LanguageModel:
-        """The same model with fewer kernel launches per token, for inference only; itself if there is no such form."""
+        """The model with fewer kernel launches per token, or itself. For inference only."""
         return self
 
     def rollout(
@@ -230,7 +252,9 @@ class LanguageModel(nn.Module, ABC):
         *,
         valid_lengths: Lengths | None = None,
     ) -> None:
-        """Consume `tokens`, then generate `num_tokens` tokens. The host reads none of them; `choose` collects them.
+        """Consume `tokens`, then generate `num_tokens` tokens, which `choose` collects.
+
+        The host reads none of them.
 
         Args:
             tokens: tokens that the state has not consumed yet.
@@ -238,59 +262,42 @@ class LanguageModel(nn.Module, ABC):
             choose: `choose(logits, i)` returns new token i of each row from its logits.
             valid_lengths: number of real tokens in each row of `tokens`; all T when None.
         """
-        last: Tensor | slice = slice(-1, None)
+        logits_for: Tensor | slice = slice(-1, None)
         if valid_lengths is not None:
-            last = torch.tensor(
-                [[length - 1] for length in as_list(valid_lengths)], device=tokens.device
-            )
+            last_positions = [[length - 1] for length in as_list(valid_lengths)]
+            logits_for = torch.tensor(last_positions, device=tokens.device)
+
         for i in range(num_tokens):
-            output = self(tokens, state, valid_lengths=valid_lengths, logits_for=last)
-            # A copy, since the next recorded call overwrites its logits, which may be the choice's memory.
-            tokens = choose(output.logits[:, -1].clone(), i).clone()[:, None]
-            valid_lengths, last = None, slice(-1, None)
+            output = self(tokens, state, valid_lengths=valid_lengths, logits_for=logits_for)
+            # The next recorded call overwrites its logits, and `choose` may return a part of its
+            # own memory: both are copied.
+            next_tokens = choose(output.logits[:, -1].clone(), i)
+            tokens = next_tokens.clone()[:, None]
+
+            # From the second call on, each row reads one token.
+            valid_lengths = None
+            logits_for = slice(-1, None)
 
 
-@contextmanager
-def one_thread(wanted: bool) -> Iterator[None]:
-    """Torch on one thread where wanted. Beside OpenVINO its other threads, which wait busily for more work, take
-    longer from the cores than they save."""
-    before = torch.get_num_threads()
-    _set_num_threads(1 if wanted else before)
-    try:
-        yield
-    finally:
-        _set_num_threads(before)
+ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
 
-def weights_digest(module: nn.Module) -> str:
-    """A hash of a network's weights; weights that lie in files count by those files' hashes and by checksums, since
-    they may have changed after they were read."""
-    found, known = hashlib.sha256(), set[int]()
-    for name, part in module.named_modules():
-        if (origin := getattr(part, "origin", None)) is not None:
-            found.update(f"{name} {origin.sha256}".encode())
-            known |= {id(tensor) for tensor in chain(part.parameters(), part.buffers())}
-    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-        plain = tensor.detach()
-        found.update(name.encode())
-        if id(tensor) in known and type(plain) is not Tensor:  # quantized, from these files
-            found.update(f"{plain.dtype} {type(plain).__name__}".encode())
-            continue
-        data = plain.cpu().flatten().view(torch.uint8).numpy().data
-        found.update(zlib.crc32(data).to_bytes(4) if id(tensor) in known else data)
-    return found.hexdigest()
+def eval_copy(module: ModuleType) -> ModuleType:
+    """The module if it is in evaluation mode, else a copy in that mode that shares its weights.
 
+    A module whose network runs outside of torch has no other mode: it is returned unchanged.
+    """
+    parts = list(module.modules())
+    is_training = any(part.training for part in parts)
+    runs_elsewhere = any(getattr(part, "backend", "torch") != "torch" for part in parts)
+    if not is_training or runs_elsewhere:
+        return module
 
-def weights_stamp(*modules: nn.Module) -> tuple[list[tuple[int, int | None, torch.dtype]], bytes]:
-    """Changes when weights do: each one's identity and how often torch has written to it, and some of their values,
-    since torch does not count what fused optimizers and assignments to `data` change."""
-    weights = list(chain(*(module.parameters() for module in modules)))
-    known = [
-        (id(each), None if each.is_inference() else each._version, each.dtype) for each in weights
-    ]
-    plain = (each.data for each in weights if type(each.data) is Tensor)
-    some = [
-        each.flatten()[:: max(1, each.numel() // 64)].contiguous().view(torch.uint8).cpu()
-        for each in plain
-    ]
-    return known, torch.cat(some).numpy().tobytes() if some else b""
+    shared: dict[int, Any] = {}
+    for tensor in chain(module.parameters(), module.buffers()):
+        shared[id(tensor)] = tensor
+    for part in parts:
+        for name in ("tokenizer", "vocabulary"):
+            value = getattr(part, name, None)
+            shared[id(value)] = value
+    return deepcopy(module, shared).eval()

@@ -1,7 +1,7 @@
 """Compile the layers of a transformers model for decoding.
 
-All layers of a model run the same code on other weights, so one layer is compiled, with weights, buffers and lengths
-as arguments, and serves every layer and every text.
+All layers of a model run the same code over different weights. So one layer is compiled, with
+weights, buffers and lengths as arguments, and serves every layer and every text.
 """
 
 from __future__ import annotations
@@ -19,14 +19,20 @@ if TYPE_CHECKING:
     from lightning_specdec.models.huggingface import HuggingFaceLM
 
 MOST_COMPILATIONS = 128
-"""Of one layer class's code, over all models of the process; beyond torch's limit of 8 layers silently run plain."""
+"""Limit for one layer class's code, over all models of the process. Beyond torch's default of 8,
+layers silently run uncompiled."""
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers that families of transformers apply to the same input."""
+_WARMUP_WIDTHS = (2, 1, 4)
+"""Tokens of the warm-up calls: a first call, a step of standard decoding, a round."""
 
 
 @dataclass
 class _LayerCache:
-    """One layer's part of a state, as the compiled code sees it: tensors and a number, the same for every layer."""
+    """One layer's part of a state, as the compiled code reads it.
+
+    It consists of tensors and a number, with the same shapes for every layer.
+    """
 
     keys: Tensor
     values: Tensor
@@ -43,46 +49,58 @@ class _LayerCache:
 
 
 class _JoinedLinear(nn.Module):
-    """One of several linear layers over the same input, as a part of all of them joined.
+    """One of several linear layers over the same input, as rows of one joined weight.
 
-    Compiled for several tokens, each computes the joined product and takes its own rows, and the compiler leaves one
-    product: fewer and larger kernels read the weights. Otherwise each reads its own rows alone.
+    Compiled for several tokens, each layer computes the joined product and takes its own rows. The
+    compiler leaves one product, so that fewer and larger kernels read the weights. In other calls
+    each layer reads its own rows only.
+
+    Args:
+        layer: the layer to replace. Its weight becomes a part of the joined one, so that whoever
+            else holds the layer reads the same memory.
+        joined: weights of all layers, `[sum of out, in]`.
+        start: the layer's first row in `joined`.
     """
 
-    def __init__(self, layer: nn.Linear, joined: Tensor, first: int) -> None:
+    def __init__(self, layer: nn.Linear, joined: Tensor, start: int) -> None:
         super().__init__()
-        self.joined, self.first, self.last = joined, first, first + layer.out_features
-        layer.weight.data = joined[
-            first : self.last
-        ]  # whoever else holds the layer reads the same memory
+        self.joined = joined
+        self.start = start
+        self.end = start + layer.out_features
+        layer.weight.data = joined[self.start : self.end]
         self.weight = layer.weight
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() and inputs.numel() > inputs.shape[-1]:
-            return nn.functional.linear(inputs, self.joined)[..., self.first : self.last]
+        has_several_tokens = inputs.numel() > inputs.shape[-1]
+        if torch.compiler.is_compiling() and has_several_tokens:
+            return nn.functional.linear(inputs, self.joined)[..., self.start : self.end]
         return nn.functional.linear(inputs, self.weight)
 
 
 def join_linears(model: nn.Module) -> None:
-    """Join the linear layers that read the same input, in place: on a GPU small products cost more than their bytes."""
+    """Join the linear layers that read the same input, in place.
+
+    On a GPU, launching a small product takes longer than reading its weights.
+    """
     for parent in list(model.modules()):
         for names in _JOINED:
-            layers = [getattr(parent, name, None) for name in names]
+            layers: list[Any] = [getattr(parent, name, None) for name in names]
             if any(type(layer) is not nn.Linear or layer.bias is not None for layer in layers):
                 continue
-            joined, first = torch.cat([layer.weight.data for layer in layers]), 0  # type: ignore[union-attr]
+            joined = torch.cat([layer.weight.data for layer in layers])
+            start = 0
             for name, layer in zip(names, layers, strict=True):
-                assert isinstance(layer, nn.Linear)
-                setattr(parent, name, _JoinedLinear(layer, joined, first))
-                first += layer.out_features
+                setattr(parent, name, _JoinedLinear(layer, joined, start))
+                start += layer.out_features
 
 
 @cache
 def _options(backend: str, one_token: bool) -> dict[str, Any] | None:
-    """The compiler's options. One object, since layers with equal options share what is compiled.
+    """The compiler's options.
 
-    With a pass that computes once what a graph computes several times; torch does so for training alone. Products with
-    one token become sums over the weights in kernels that are tuned, which a GPU reads faster.
+    They are one object for all layers, since layers with equal options share what is compiled. A
+    pass merges equal computations in a graph, which torch does for training only. With one token,
+    products become sums over the weights in tuned kernels, which a GPU reads faster.
     """
     if backend != "inductor":
         return None
@@ -90,19 +108,20 @@ def _options(backend: str, one_token: bool) -> dict[str, Any] | None:
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     aten = torch.ops.aten
-    pure = {
-        each.default for each in (aten.mm, aten.permute, aten.t, aten.view, aten.reshape)
-    }  # of a linear layer
+    linear_operations = (aten.mm, aten.permute, aten.t, aten.view, aten.reshape)
+    mergeable = {operation.default for operation in linear_operations}
 
     class MergeEqual(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
-            seen: dict[str, torch.fx.Node] = {}
+            nodes: dict[str, torch.fx.Node] = {}
             for node in list(graph.nodes):
-                if node.op == "call_function" and node.target in pure:
-                    first = seen.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
-                    if first is not node:
-                        node.replace_all_uses_with(first)
-                        graph.erase_node(node)
+                if node.op != "call_function" or node.target not in mergeable:
+                    continue
+                key = f"{node.target} {node.args} {node.kwargs}"
+                equal_node = nodes.setdefault(key, node)
+                if equal_node is not node:
+                    node.replace_all_uses_with(equal_node)
+                    graph.erase_node(node)
 
         def uuid(self) -> str:
             return "lightning_specdec.merge_equal.1"
@@ -110,20 +129,19 @@ def _options(backend: str, one_token: bool) -> dict[str, Any] | None:
     options: dict[str, Any] = {"post_grad_custom_pre_pass": MergeEqual()}
     if one_token:
         options["coordinate_descent_tuning"] = True
-        if hasattr(
-            config.triton, "enable_pdl"
-        ):  # a kernel's launch overlaps with the end of the one before
+        # Programmatic dependent launch: a kernel starts while the one before it ends.
+        if hasattr(config.triton, "enable_pdl"):
             options["triton.enable_pdl"] = True
     return options
 
 
 def compile_layers(model: HuggingFaceLM, *, backend: str = "inductor") -> float:
-    """Compile the recorded calls of a model's layers in place, and warm up; other calls stay uncompiled.
+    """Compile the recorded calls of a model's layers in place, and warm up.
 
-    They come in few shapes, and code for one shape is faster.
+    Other calls stay uncompiled. Recorded calls have few shapes, and code for one shape is faster.
 
     Returns:
-        Seconds that it took: some ten to forty for the first time on a machine, a few after.
+        Seconds that it took: ten to forty for the first time on a machine, a few later.
 
     Raises:
         ValueError: the model records no calls.
@@ -132,46 +150,64 @@ def compile_layers(model: HuggingFaceLM, *, backend: str = "inductor") -> float:
     if model._pool is None:
         raise ValueError("only calls that are recorded on a GPU are compiled: leave compiling out")
     join_linears(model)
-    model.record()  # anew: what was recorded before runs uncompiled
-    for i, layer in enumerate(model.stack.layers):
-        if not hasattr(layer, "forward_uncompiled"):
-            layer.forward_uncompiled = layer.forward  # type: ignore[assignment]
-            layer.forward = _dispatch(i, layer.forward, backend)
+
+    # Recordings made so far contain uncompiled kernels.
+    model.record()
+    for layer_index, layer in enumerate(model.stack.layers):
+        module: Any = layer
+        if not hasattr(module, "forward_uncompiled"):
+            module.forward_uncompiled = module.forward
+            module.forward = _dispatch(layer_index, module.forward, backend)
+
     with torch.inference_mode():
         state = model.init_state(1, 8)
-        for width in (2, 1, 4):  # a first call, a step of standard decoding, a round
-            model(
-                torch.zeros(1, width, dtype=torch.long, device=model.device),
-                state,
-                logits_for=slice(-1, None),
-            )
+        for width in _WARMUP_WIDTHS:
+            tokens = torch.zeros(1, width, dtype=torch.long, device=model.device)
+            model(tokens, state, logits_for=slice(-1, None))
     return time.perf_counter() - started
 
 
-def _dispatch(index: int, plain: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """A layer's forward pass: compiled where a recorded call continues a state whose buffers are there."""
-    compiled = [
-        torch.compile(plain, dynamic=False, backend=backend, options=_options(backend, one_token))
-        for one_token in (False, True)
-    ]
+def _dispatch(layer_index: int, plain: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """A layer's forward pass: compiled in a recorded call, else the plain function."""
+    compiled_for_one = torch.compile(
+        plain, dynamic=False, backend=backend, options=_options(backend, True)
+    )
+    compiled_for_several = torch.compile(
+        plain, dynamic=False, backend=backend, options=_options(backend, False)
+    )
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        cache: Any = next(
-            (value for value in (*args, *kwargs.values()) if hasattr(value, "slots")), None
-        )
-        if cache is None or not cache.recorded:
+        state_cache = _find_cache(args, kwargs)
+        if state_cache is None or not state_cache.recorded:
             return plain(*args, **kwargs)
-        storage, slots = cache.storage, cache.slots
+
+        storage = state_cache.storage
+        slots = state_cache.slots
         positions = slots.positions.clamp(max=storage.num_slots - 1)
-        keys, values = storage.layers[index]
-        part = _LayerCache(keys, values, storage.rows, positions, slots.span)
-        args = tuple(part if value is cache else value for value in args)
-        kwargs = {name: part if value is cache else value for name, value in kwargs.items()}
-        # A layer's own number is read by its code, but only to find its part of the cache: no code depends on it.
-        # All models share a layer class's code, so they share its count of compilations too.
+        keys, values = storage.layers[layer_index]
+        layer_cache = _LayerCache(keys, values, storage.rows, positions, slots.span)
+
+        args = tuple(layer_cache if value is state_cache else value for value in args)
+        for name, value in kwargs.items():
+            if value is state_cache:
+                kwargs[name] = layer_cache
+        hidden = args[0]
+        has_one_token = hidden.numel() == hidden.shape[-1]
+        compiled = compiled_for_one if has_one_token else compiled_for_several
+
+        # A layer reads its own number only to find its part of the cache, so that no code depends
+        # on it. All models share a layer class's code, and with it the count of compilations.
         with torch._dynamo.config.patch(
             allow_unspec_int_on_nn_module=True, recompile_limit=MOST_COMPILATIONS
         ):
-            return compiled[args[0].numel() == args[0].shape[-1]](*args, **kwargs)
+            return compiled(*args, **kwargs)
 
     return forward
+
+
+def _find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The `StateCache` among a layer's arguments; None without one."""
+    for value in (*args, *kwargs.values()):
+        if hasattr(value, "slots"):
+            return value
+    return None

@@ -1,9 +1,10 @@
-"""Causal language models of transformers as `LanguageModel`, over a static state with a length for each row."""
+"""Causal language models of transformers as `LanguageModel`, with a static KV cache per row."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,19 @@ from torch import Tensor, nn
 
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.settings import Settings, setting
-from lightning_specdec.models.base import ExitStates, LanguageModel, ModelOutput, select
+from lightning_specdec.models.base import (
+    ExitStates,
+    LanguageModel,
+    ModelOutput,
+    eval_copy,
+    select,
+)
+from lightning_specdec.models.changes import (
+    UserCode,
+    check_in_memory,
+    compiled_part,
+    user_code,
+)
 from lightning_specdec.models.graphs import MOST_TOKENS, Outputs
 from lightning_specdec.models.model_config import FOREIGN, first_line, quiet, to_config, to_values
 from lightning_specdec.models.packed import PackedLinear, pack_linears
@@ -28,17 +41,21 @@ from lightning_specdec.models.state import (
 )
 from lightning_specdec.text.tokenizer import TextTokenizer, Tokenizer
 
-with quiet():  # whoever imports this first
+# transformers writes to stderr while it is imported.
+with quiet():
     from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
     from lightning_specdec.models import attention
     from lightning_specdec.models.attention import StateCache, attention_windows, max_positions
-    from lightning_specdec.models.layers import Entered, LayerStack, additive, cache_name
+    from lightning_specdec.models.layers import Entered, LayerStack, accepts, additive, cache_name
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
     Places = Int[Tensor, "B N"] | slice | None
+
+_PIECES = (3, 1, 2)
+"""Tokens of the calls that a model with code of a user is checked with."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +71,26 @@ class HuggingFaceSettings(Settings):
 class HuggingFaceLM(LanguageModel):
     """A causal language model of transformers, run by its own code over a `KVState`.
 
-    It passes the model each row's positions, a mask `key_position <= query_position` and a cache that writes at these
-    positions, so rows of any lengths share a call. Every architecture that accepts the three works unchanged.
+    Each call passes the model the positions of each row, a mask `key_position <= query_position`
+    and a cache that writes at these positions. So rows of different lengths share a call. Every
+    architecture that accepts the three works unchanged.
+
+    A call runs the model's parts one by one (embedding, layers, final norm, output head) if that
+    computes the same. It runs the model's own forward pass if it does not, and always if a user has
+    added code to the model, such as hooks.
 
     Args:
-        model: a loaded model; or a config (transformers' own, or a mapping with a `model_type`) for a new model with
-            random weights. A loaded model's "sdpa" attention is replaced in place by an equal one with fewer copies.
-        vocab_size: vocabulary size of a new model whose config has none; for others it must be the model's own.
+        model: a loaded model; or a config (transformers' own, or a mapping with a `model_type`) for
+            a new model with random weights. A wrapper of PEFT or `torch.compile` is unwrapped.
+        vocab_size: vocabulary size of a new model whose config has none; for others it must be the
+            model's own.
         tokenizer: the model's tokenizer, ours or of transformers.
+        replace_attention: whether to replace a loaded model's "sdpa" attention in place by an equal
+            one with fewer copies.
 
     Raises:
-        ValueError: the model is not a decoder, its state cannot go back (recurrent or linear-attention layers), or it
-            does not accept positions.
+        ValueError: the model is not a decoder, its state cannot be truncated (recurrent or
+            linear-attention layers), or it does not accept positions.
     """
 
     Settings = HuggingFaceSettings
@@ -76,74 +101,202 @@ class HuggingFaceLM(LanguageModel):
         *,
         vocab_size: int | None = None,
         tokenizer: Any = None,
+        replace_attention: bool = True,
     ) -> None:
         super().__init__()
-        self.model = (
-            model if isinstance(model, PreTrainedModel) else _from_config(model, vocab_size)
-        )
-        self.config = self.model.config.get_text_config(decoder=True)
+        self.model = _as_model(model, vocab_size)
+        self._parts: LayerStack | str | None = None
+        self._pool: StoragePool | None = None
+        self._user_code: list[UserCode] = []
+        """What `refresh` has checked last."""
+        self._code_of_parts: list[UserCode] = []
+        """What the model had when `_parts` was determined."""
+        self._tied_weight: tuple[Tensor, int] | None = None
+        """An embedding whose weight the output head holds packed, and the count of its writes."""
+        self._is_private = False
+        """Whether this is a copy made for decoding, whose modules no user changes."""
+
+        self._read_config()
         if vocab_size not in (None, self.config.vocab_size):
             raise ValueError(
-                f"the model has {self.config.vocab_size} tokens, not {vocab_size}: leave vocab_size out"
+                f"the model has {self.config.vocab_size} tokens, not {vocab_size}: "
+                "leave vocab_size out"
             )
-        self.windows = attention_windows(self.model, self.config)
-        head = self.model.get_output_embeddings()
-        self.vocab_size = int(getattr(head, "out_features", None) or self.config.vocab_size)
-        self.hidden_size = getattr(head, "in_features", None) or getattr(
-            self.config, "hidden_size", None
-        )
-        self.max_positions = max_positions(self.config)
         if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
             tokenizer = TextTokenizer(tokenizer, generation_config=self.model.generation_config)
         self.tokenizer = tokenizer
         self.vocabulary = None if tokenizer is None else tokenizer.vocabulary
-        self._parts: LayerStack | str | None = None
-        self._pool: StoragePool | None = None
-        _ = self.num_parameters  # before layers are packed
+
+        _ = self.num_parameters  # packed layers have no parameters to count
+        if replace_attention:
+            self._replace_attention()
+
+    def _read_config(self) -> None:
+        """Read the sizes and attention windows that the model has now."""
+        self.config = self.model.config.get_text_config(decoder=True)
+        self.windows = attention_windows(self.model, self.config)
+        self.max_positions = max_positions(self.config)
+
+        head = self.model.get_output_embeddings()
+        self.vocab_size = int(getattr(head, "out_features", None) or self.config.vocab_size)
+        self.hidden_size = getattr(head, "in_features", None)
+        if self.hidden_size is None:
+            self.hidden_size = getattr(self.config, "hidden_size", None)
+
+    def _replace_attention(self) -> None:
         if self.model.config._attn_implementation == "sdpa":
             self.model.set_attn_implementation(attention.NAME)
+
+    # Changes by the user
+
+    def refresh(self) -> None:
+        """Notice a changed config, and code that a user has added to the model or removed.
+
+        Raises:
+            ValueError: the model cannot be decoded exactly any more; the message names the reason.
+        """
+        if self._is_private:
+            return
+        check_generation(self.model)
+        self._check_tied_weight()
+
+        windows = self.windows
+        num_tokens = self.vocab_size
+        self._read_config()
+        if self.vocab_size != num_tokens and not self._is_packed:
+            self.__dict__.pop("num_parameters", None)
+
+        code = user_code(self.model)
+        if code != self._user_code or self.windows != windows:
+            self._parts = None
+        if code != self._user_code:
+            if code:
+                self._check_user_code(code)
+            self._user_code = code
+
+    def _check_tied_weight(self) -> None:
+        if self._tied_weight is None:
+            return
+        weight, num_writes = self._tied_weight
+        embedding: Any = self.model.get_input_embeddings()
+        if embedding.weight is not weight or weight._version != num_writes:
+            raise ValueError(
+                "the embedding changed after the output head that is tied to it was packed: load "
+                "the model with pack=False"
+            )
+
+    def _check_user_code(self, code: Sequence[UserCode]) -> None:
+        """Raise ValueError if a model with this code cannot be decoded exactly.
+
+        Decoding reads several tokens and several rows in one call, where transformers reads one
+        token of one row. A hook may depend on either.
+        """
+        name = type(self.model).__name__
+        if self.backend != "torch":
+            raise ValueError(
+                f"{self.backend} does not run {code[0]} of {name}: use backend='torch'"
+            )
+        for part in code:
+            if "adapter_names" in getattr(part.function, "keywords", {}):
+                raise ValueError(
+                    "adapter_names of PEFT is not supported: set one adapter with set_adapter"
+                )
+        check_in_memory(self)
+        if not self._same_in_pieces():
+            raise ValueError(
+                f"{name} has {code[0]}, and its output depends on how many tokens or rows share a "
+                "call: remove it, or use transformers' own generate"
+            )
+
+    @torch.no_grad()
+    def _same_in_pieces(self) -> bool:
+        """Whether calls on pieces of a text give the logits of one call on two equal rows of it."""
+        tokens = torch.arange(sum(_PIECES), device=self.device)[None] % self.vocab_size
+        state = KVState(1, tokens.shape[1], device=self.device)
+        piece_logits = []
+        with _in_eval_mode(self.model):
+            whole_logits = self._whole(tokens.expand(2, -1), None, None, ()).logits
+            for piece in tokens.split(_PIECES, dim=1):
+                piece_logits.append(self._whole(piece, state, None, ()).logits)
+                state.advance(piece.shape[1], None)
+        difference = (torch.cat(piece_logits, dim=1) - whole_logits).abs().max()
+        return bool(difference <= self._tolerance * whole_logits.abs().max())
+
+    @property
+    def _tolerance(self) -> float:
+        """Largest difference of logits that rounding explains, relative to the largest logit."""
+        return 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.05
+
+    # Forms for decoding
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that the model computes in."""
-        return next(
-            weight.dtype for weight in self.model.parameters() if weight.is_floating_point()
-        )
+        for weight in self.model.parameters():
+            if weight.is_floating_point():
+                return weight.dtype
+        raise ValueError(f"{type(self.model).__name__} has no floating-point weights")
 
     def arguments(self) -> dict[str, Any]:
         return {"model": to_values(self.model.config)}
 
     def init_state(self, batch_size: int, max_length: int) -> KVState:
+        self.refresh()
         return KVState(batch_size, max_length, device=self.device, pool=self._pool)
 
     def in_float32(self) -> HuggingFaceLM:
         """This model, or a copy of it in float32."""
         return self if self.dtype == torch.float32 else deepcopy(self).float()
 
+    def in_eval_mode(self) -> LanguageModel:
+        # With code of a user, the model itself runs, and each call sets its mode.
+        return self if self._user_code else eval_copy(self)
+
+    @property
+    def _is_packed(self) -> bool:
+        return any(isinstance(layer, PackedLinear) for layer in self.modules())
+
     def packed(self) -> HuggingFaceLM:
-        """The model in its fastest form, for inference only: a copy with packed linear layers on a CPU, or one that
-        records its calls on a GPU. The copy shares all other weights."""
-        if self._pool is not None or any(
-            isinstance(layer, PackedLinear) for layer in self.modules()
-        ):
+        """The model in its fastest form, for inference only.
+
+        On a CPU a copy with packed linear layers, on a GPU a copy that records its calls. The copy
+        shares all other weights. A model with code of a user runs unchanged, since the code may
+        depend on any of its modules.
+        """
+        if self._pool is not None or self._is_packed:
             return self
-        shared: dict[int, Any] = {
-            id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())
-        }
-        shared[id(self.tokenizer)] = self.tokenizer
-        other = deepcopy(self, shared)
-        return other.pack() if self.device.type == "cpu" else other.record()
+        self.refresh()
+        self._parts = None  # the modules may have changed since they were checked
+        if self._user_code:
+            return self
+
+        shared: dict[int, Any] = {id(self.tokenizer): self.tokenizer}
+        for tensor in (*self.parameters(), *self.buffers()):
+            shared[id(tensor)] = tensor
+        copy = deepcopy(self, shared).eval()
+        copy._is_private = True
+        copy._replace_attention()
+        return copy.pack() if self.device.type == "cpu" else copy.record()
 
     fused = packed
 
     def pack(self) -> HuggingFaceLM:
-        """Lay out the linear layers' weights for a CPU. Irreversible, in place; inference only. Returns the model."""
-        if self.device.type == "cpu":
-            pack_linears(self.model)
+        """Pack the linear layers' weights for a CPU, in place. For inference only; irreversible."""
+        if self.device.type != "cpu":
+            return self
+        table = self.embedding_table
+        head: Any = self.model.get_output_embeddings()
+        is_tied = table is not None and head.weight is table
+        pack_linears(self.model)
+
+        # The packed head is a copy of the embedding, which stays.
+        is_copied = isinstance(self.model.get_output_embeddings(), PackedLinear)
+        if table is not None and is_tied and is_copied and not table.is_inference():
+            self._tied_weight = (table, table._version)
         return self
 
     def record(self) -> HuggingFaceLM:
-        """Record calls on few tokens as CUDA graphs from now on, if `takes_apart`. Returns the model.
+        """Record calls on few tokens as CUDA graphs from now on, if `takes_apart`.
 
         A recorded call's output is overwritten by the next call over the same state.
         """
@@ -152,7 +305,9 @@ class HuggingFaceLM(LanguageModel):
         return self
 
     def with_layers(self, layers: Sequence[int]) -> HuggingFaceLM:
-        """A float32 copy with some of the layers, as a draft model to train (as DistilBERT, Sanh et al. 2019).
+        """A float32 copy with some of the layers, as a draft model to train.
+
+        This is how DistilBERT is initialized (Sanh et al. 2019).
 
         Args:
             layers: numbers of the layers to keep, from 0, ascending.
@@ -160,46 +315,52 @@ class HuggingFaceLM(LanguageModel):
         Raises:
             ValueError: there are no such layers, or no model can be built from them.
         """
-        stack, config, values = (
-            LayerStack(self.model),
-            self.model.config,
-            to_values(self.model.config),
-        )
+        stack = LayerStack(self.model)
         chosen = [require_int("a layer", layer, 0, stack.num_layers - 1) for layer in layers]
         if not chosen or sorted(set(chosen)) != chosen:
             raise ValueError(
                 f"layers must ascend, each once, got {list(layers)}: as [0, {stack.num_layers - 1}]"
             )
-        for name, value in vars(config).items():  # lists with a value for each layer
+
+        # Some settings are lists with a value for each layer.
+        config = self.model.config
+        values = to_values(config)
+        for name, value in vars(config).items():
             if "layer" in name and isinstance(value, list) and len(value) == stack.num_layers:
                 values[name] = [value[layer] for layer in chosen]
         values[config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(chosen)
-        made = HuggingFaceLM(values, tokenizer=self.tokenizer).float()
+
+        draft = HuggingFaceLM(values, tokenizer=self.tokenizer).float()
+        chosen_layers = nn.ModuleList(stack.layers[layer] for layer in chosen)
         try:
-            parts = deepcopy(
-                self.model,
-                {id(stack.layers): nn.ModuleList(stack.layers[layer] for layer in chosen)},
-            )
-            made.model.load_state_dict(parts.state_dict())
-        except RuntimeError as error:  # quantized weights, or layers of several kinds
+            parts = deepcopy(self.model, {id(stack.layers): chosen_layers})
+            draft.model.load_state_dict(parts.state_dict())
+        except RuntimeError as error:
+            # The weights are quantized, or the layers are of several kinds.
+            name = type(self.model).__name__
             raise ValueError(
-                f"{type(self.model).__name__} with the layers {chosen} cannot be built: {first_line(error)}"
+                f"{name} with the layers {chosen} cannot be built: {first_line(error)}"
             ) from error
-        return made.eval()
+        return draft.eval()
+
+    # The model taken apart
 
     @property
     def stack(self) -> LayerStack:
-        """The model's parts: embedding, layers, final norm, head. Checked against the whole model at first use.
+        """The model's parts: embedding, layers, final norm, head. Checked at first use.
 
         Raises:
             ValueError: the model cannot be taken apart.
         """
         if self._parts is None:
             try:
+                self._code_of_parts = self._present_code()
+                if self._code_of_parts:
+                    raise ValueError(f"it has {self._code_of_parts[0]}")
                 if len(self.windows) > 1:
                     raise ValueError("its layers differ in their attention span")
                 self._parts = LayerStack(self.model)
-                self._check_parts()
+                self._check_parts(self._parts)
             except FOREIGN as error:
                 self._parts = (
                     f"{type(self.model).__name__} cannot be taken apart: {first_line(error)}"
@@ -208,52 +369,55 @@ class HuggingFaceLM(LanguageModel):
             raise ValueError(self._parts)
         return self._parts
 
-    @torch.no_grad()
-    def _check_parts(self) -> None:
-        """Compare the parts in turn with the model's own forward pass: what reaches the output head, and the logits.
+    def _present_code(self) -> list[UserCode]:
+        return [] if self._is_private else user_code(self.model)
 
-        The head's output is replaced by numbers as large as logits become: a cap is not seen in the small ones of an
+    @torch.no_grad()
+    def _check_parts(self, stack: LayerStack) -> None:
+        """Compare the parts, called in turn, with the model's own forward pass.
+
+        Both the input of the output head and the logits must agree. The head's output is replaced
+        by numbers as large as trained logits: a cap changes nothing in the small logits of an
         untrained model.
 
         Raises:
             ValueError: they differ.
         """
 
-        def replaced(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        def large_logits(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
             return torch.linspace(-100, 100, output.shape[-1]).to(output).expand_as(output)
 
         tokens = torch.tensor([[3, 1, 2, 0]], device=self.device) % self.vocab_size
-        last = self.stack.num_layers - 1
-        training = [module for module in self.modules() if module.training]
-        handle = self.model.get_output_embeddings().register_forward_hook(replaced)
-        self.model.eval()
+        last_layer = stack.num_layers - 1
+        handle = self.model.get_output_embeddings().register_forward_hook(large_logits)
         try:
-            whole = self._whole(tokens, None, None, (last,))
-            parts = self._by_parts(self.begin(tokens), 0, None, (last,))
+            with _in_eval_mode(self.model):
+                model_output = self._whole(tokens, None, None, (last_layer,))
+                parts_output = self._by_parts(self.begin(tokens), 0, None, (last_layer,))
         finally:
             handle.remove()
-            for module in training:
-                module.training = True
-        tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.05
-        for wanted, got in (
-            (whole.logits, parts.logits),
-            (whole.features[last], parts.features[last]),
+
+        for expected, actual in (
+            (model_output.logits, parts_output.logits),
+            (model_output.features[last_layer], parts_output.features[last_layer]),
         ):
-            if not (got - wanted).abs().max() <= tolerance * wanted.abs().max():
+            # Written so that NaN is a difference.
+            if not (actual - expected).abs().max() <= self._tolerance * expected.abs().max():
                 raise ValueError("its own forward pass does more than its parts in turn")
 
     @property
     def num_layers(self) -> int | None:  # type: ignore[override]
-        """Number of layers: of `stack` if the model can be taken apart, else as its config counts them."""
-        return (
-            self.stack.num_layers
-            if self.takes_apart
-            else getattr(self.config, "num_hidden_layers", None)
-        )
+        """Number of layers: of `stack` if the model can be taken apart, else of its config."""
+        if self.takes_apart:
+            return self.stack.num_layers
+        return getattr(self.config, "num_hidden_layers", None)
 
     @property
     def takes_apart(self) -> bool:
-        """Whether the model's parts can be called one by one, which `stack`, early exits and recording need."""
+        """Whether the model's parts can be called one by one.
+
+        Early exits, recording and `stack` need this.
+        """
         if self._parts is None:
             with suppress(ValueError):
                 _ = self.stack
@@ -276,17 +440,23 @@ class HuggingFaceLM(LanguageModel):
 
     @property
     def embedding_table(self) -> Tensor | None:
-        found = self.model.get_input_embeddings()
-        return found.weight if type(found) is torch.nn.Embedding else None
+        embedding = self.model.get_input_embeddings()
+        return embedding.weight if type(embedding) is nn.Embedding else None
 
     @property
     @torch.no_grad()
     def output_weight(self) -> Tensor:
-        """The output head's weight matrix, computed from its output, since the weight may be packed or quantized."""
+        """The output head's weight matrix.
+
+        Computed from the head's output, since its weight may be packed or quantized.
+        """
         head = self.model.get_output_embeddings()
         assert self.hidden_size is not None
         units = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)
-        return (head(units) - head(torch.zeros_like(units[:1]))).T
+        bias = head(torch.zeros_like(units[:1]))
+        return (head(units) - bias).T
+
+    # Forward passes
 
     def forward(
         self,
@@ -298,37 +468,60 @@ class HuggingFaceLM(LanguageModel):
         features: Sequence[int] = (),
         exit_states: ExitStates | None = None,
     ) -> ModelOutput:
-        """As `LanguageModel.forward`. Feature i is the output of layer i, from 0; the last layer's includes the final
-        norm, as the output head reads it.
+        """As `LanguageModel.forward`.
+
+        Feature i is the output of layer i, from 0. The last layer's includes the final norm, as the
+        output head reads it.
 
         Args:
-            exit_states: output of `lower` for the first of these tokens; the lower layers then read only the rest.
+            exit_states: output of `lower` for the first of these tokens; the lower layers then read
+                only the tokens that follow.
         """
         if state is None:
+            # A state comes from `init_state`, which has called `refresh`.
+            if self._parts is not None and self._present_code() != self._code_of_parts:
+                self._parts = None
             if not self.takes_apart:
                 return self._whole(tokens, None, logits_for, features)
             return self._by_parts(self.begin(tokens), 0, logits_for, features)
+
         assert isinstance(state, KVState), (
             f"{type(self.model).__name__} needs a KVState, got {state}"
         )
+        if torch.is_autocast_enabled(tokens.device.type):
+            # Decoding computes in the type of the weights, whatever the caller trains in.
+            with torch.autocast(tokens.device.type, enabled=False):
+                return self._read(tokens, state, valid_lengths, logits_for, features, exit_states)
+        return self._read(tokens, state, valid_lengths, logits_for, features, exit_states)
+
+    def _read(
+        self,
+        tokens: Int[Tensor, "B T"],
+        state: KVState,
+        valid_lengths: Lengths | None,
+        logits_for: Places,
+        features: Sequence[int],
+        exit_states: ExitStates | None,
+    ) -> ModelOutput:
+        """Continue a state, in the fastest way that this call allows."""
         num_tokens = tokens.shape[1]
-        ready = exit_states is None or (
-            valid_lengths is None and {*exit_states.lengths} == {num_tokens - 1}
-        )
-        if ready and self.records(state, num_tokens):
+
+        # A recorded call has one shape: the lower layers have read all tokens but the last.
+        has_one_shape = exit_states is None
+        if exit_states is not None and valid_lengths is None:
+            has_one_shape = all(length == num_tokens - 1 for length in exit_states.lengths)
+
+        if has_one_shape and self.records(state, num_tokens):
             output = self._recorded(tokens, state, logits_for, features, exit_states)
         elif not self.takes_apart:
             output = self._whole(tokens, state, logits_for, features)
+        elif exit_states is None:
+            entered = self._enter(_cache(state, num_tokens), tokens)
+            output = self._by_parts(entered, 0, logits_for, features)
         else:
-            first, given = 0, tokens
-            if exit_states is not None:
-                first, given = (
-                    exit_states.num_layers,
-                    self._completed(tokens, state, valid_lengths, exit_states),
-                )
-            output = self._by_parts(
-                self._enter(_cache(state, num_tokens), given), first, logits_for, features
-            )
+            hidden = self._completed(tokens, state, valid_lengths, exit_states)
+            entered = self._enter(_cache(state, num_tokens), hidden)
+            output = self._by_parts(entered, exit_states.num_layers, logits_for, features)
         state.advance(num_tokens, valid_lengths)
         return output
 
@@ -337,53 +530,67 @@ class HuggingFaceLM(LanguageModel):
         tokens: Int[Tensor, "B T"],
         state: DecodeState,
         valid_lengths: Lengths | None,
-        done: ExitStates,
+        exit_states: ExitStates,
     ) -> Float[Tensor, "B T D"]:
-        """The lower layers' output for all tokens: what they have made already, and now the rest."""
-        num_tokens, known = tokens.shape[1], done.lengths
-        lengths = [num_tokens] * len(tokens) if valid_lengths is None else as_list(valid_lengths)
-        width = max(0, *(length - each for length, each in zip(lengths, known, strict=True)))
-        first = torch.tensor(known, device=tokens.device)[:, None]
-        # Zeros where nothing was read: NaN in garbage would reach the rows' own tokens through the mask.
-        unknown = torch.arange(done.hidden.shape[1], device=tokens.device) >= first
-        hidden = done.hidden.masked_fill(unknown[..., None], 0)
-        hidden = nn.functional.pad(hidden, (0, 0, 0, num_tokens + width))
-        if width:
-            starts = [length + each for length, each in zip(state.consumed, known, strict=True)]
-            places = first + torch.arange(width, device=tokens.device)
-            rest = self.lower(
-                tokens.gather(1, places.clamp(max=num_tokens - 1)), state, starts, done.num_layers
+        """The lower layers' output for all tokens; it is computed where `exit_states` lacks it."""
+        num_tokens = tokens.shape[1]
+        exit_lengths = exit_states.lengths
+        if valid_lengths is None:
+            lengths = [num_tokens] * len(tokens)
+        else:
+            lengths = as_list(valid_lengths)
+        num_missing = 0
+        for length, exit_length in zip(lengths, exit_lengths, strict=True):
+            num_missing = max(num_missing, length - exit_length)
+
+        # Unread positions become zeros: through the mask, a NaN in them would reach real tokens.
+        starts = torch.tensor(exit_lengths, device=tokens.device)[:, None]
+        is_unread = torch.arange(exit_states.hidden.shape[1], device=tokens.device) >= starts
+        hidden = exit_states.hidden.masked_fill(is_unread[..., None], 0)
+        hidden = nn.functional.pad(hidden, (0, 0, 0, num_tokens + num_missing))
+
+        if num_missing:
+            positions = starts + torch.arange(num_missing, device=tokens.device)
+            missing_tokens = tokens.gather(1, positions.clamp(max=num_tokens - 1))
+            missing_starts = []
+            for consumed, exit_length in zip(state.consumed, exit_lengths, strict=True):
+                missing_starts.append(consumed + exit_length)
+            missing_hidden = self.lower(
+                missing_tokens, state, missing_starts, exit_states.num_layers
             )
-            hidden = hidden.scatter(1, places[..., None].expand_as(rest), rest)
+            index = positions[..., None].expand_as(missing_hidden)
+            hidden = hidden.scatter(1, index, missing_hidden)
         return hidden[:, :num_tokens]
 
     def lower(
         self, tokens: Tensor, state: DecodeState, starts: Sequence[int], num_layers: int
     ) -> Tensor:
         assert isinstance(state, KVState)
-        return self.stack.run(
-            *self._enter(_cache(state, tokens.shape[1], starts), tokens), 0, num_layers
-        )
+        hidden, call = self._enter(_cache(state, tokens.shape[1], starts), tokens)
+        return self.stack.run(hidden, call, 0, num_layers)
 
     def begin(self, tokens: Int[Tensor, "B T"]) -> Entered:
         """The first layer's input for whole sequences, and the keyword arguments of all layers."""
-        positions, mask = torch.arange(tokens.shape[1], device=tokens.device)[None], None
-        window = self._window or tokens.shape[1]
-        # Without a mask, all but the eager attention are causal by themselves.
-        if tokens.shape[1] > window or self.model.config._attn_implementation == "eager":
-            apart = positions[0, :, None] - positions
-            mask = additive(((apart >= 0) & (apart < window))[None], self.dtype)
+        num_tokens = tokens.shape[1]
+        positions = torch.arange(num_tokens, device=tokens.device)[None]
+        window = self._window or num_tokens
+        mask = None
+        # Without a mask, every attention but the eager one is causal.
+        if num_tokens > window or self.model.config._attn_implementation == "eager":
+            distances = positions[0, :, None] - positions
+            is_visible = (distances >= 0) & (distances < window)
+            mask = additive(is_visible[None], self.dtype)
         hidden = self.stack.embed(tokens, positions)
         return hidden, self.stack.begin(hidden, positions, mask, None)
 
     @property
     def _window(self) -> int | None:
-        """How far back the layers look, of a model with layers of one kind."""
+        """Attention window of a model whose layers are all of one kind; None if unlimited."""
         (window,) = self.windows.values()
         return window
 
     def _enter(self, cache: StateCache, given: Tensor) -> Entered:
-        """A layer's input, from tokens or as it is, and the arguments that all layers of the call share."""
+        """A layer's input, from tokens or hidden states, and the arguments of all layers."""
         positions, mask = self._placed(cache, self._window)
         hidden = given if given.is_floating_point() else self.stack.embed(given, positions)
         return hidden, self.stack.begin(hidden, positions, mask, cache)
@@ -391,27 +598,36 @@ class HuggingFaceLM(LanguageModel):
     def _placed(
         self, cache: StateCache, window: int | None
     ) -> tuple[Int[Tensor, "B T"], Float[Tensor, "B 1 T S"]]:
-        """Positions and mask of a call. Padding behind the end is clamped: a table of positions has no entry there."""
+        """Positions and mask of a call."""
         positions = cache.slots.positions
         if self.max_positions is not None:
+            # Padding may lie beyond the context, where a table of positions has no entry.
             positions = positions.clamp(max=self.max_positions - 1)
         return positions, additive(cache.storage.mask(cache.slots, window), self.dtype)
 
     def _by_parts(
-        self, entered: Entered, first: int, logits_for: Places, features: Sequence[int]
+        self, entered: Entered, first_layer: int, logits_for: Places, features: Sequence[int]
     ) -> ModelOutput:
-        """The layers from the first on, the final norm, the head."""
-        stack, (hidden, call), last = self.stack, entered, self.stack.num_layers - 1
-        kept: dict[int, Tensor] = {}
-        for layer in sorted({*features, last}):
-            hidden, first = stack.run(hidden, call, first, layer + 1), layer + 1
-            kept[layer] = hidden
-        if last in features:
-            hidden = kept[last] = stack.norm(hidden)
+        """The layers from `first_layer` on, the final norm, the output head."""
+        stack = self.stack
+        last_layer = stack.num_layers - 1
+        hidden, call = entered
+        layer_outputs: dict[int, Tensor] = {}
+        next_layer = first_layer
+        for layer in sorted({*features, last_layer}):
+            hidden = stack.run(hidden, call, next_layer, layer + 1)
+            next_layer = layer + 1
+            layer_outputs[layer] = hidden
+
+        if last_layer in features:
+            hidden = stack.norm(hidden)
+            layer_outputs[last_layer] = hidden
             logits = stack.head(select(hidden, logits_for))
         else:
-            logits = stack.head(stack.norm(select(kept.pop(last), logits_for)))
-        return ModelOutput(logits, kept, logits_for)
+            # Only the scored positions need the norm.
+            last_hidden = layer_outputs.pop(last_layer)
+            logits = stack.head(stack.norm(select(last_hidden, logits_for)))
+        return ModelOutput(logits, layer_outputs, logits_for)
 
     def _whole(
         self,
@@ -420,37 +636,66 @@ class HuggingFaceLM(LanguageModel):
         logits_for: Places,
         features: Sequence[int],
     ) -> ModelOutput:
-        """One call of the model's own forward pass; its output head sees only the wanted places."""
-        last, seen = (self.num_layers or 0) - 1, []
-        options: dict[str, Any] = {
-            "use_cache": False,
-            "output_hidden_states": any(layer != last for layer in features),
-        }
+        """One call of the model's own forward pass; its head reads only the scored positions."""
+        last_layer = (self.num_layers or 0) - 1
+        options: dict[str, Any] = {"use_cache": False}
+        if any(layer != last_layer for layer in features):
+            options["output_hidden_states"] = True
+        if accepts(type(self.model).forward, "return_dict"):
+            options["return_dict"] = True
         if state is not None:
-            cache = _cache(state, tokens.shape[1])
-            placed = {kind: self._placed(cache, window) for kind, window in self.windows.items()}
-            positions, mask = next(iter(placed.values()))
-            masks = {kind: mask for kind, (_, mask) in placed.items()} if len(placed) > 1 else mask
-            options |= {"position_ids": positions, "attention_mask": masks, "use_cache": True}
-            options[cache_name(type(self.model).forward) or "past_key_values"] = cache
+            options.update(self._state_options(state, tokens.shape[1]))
 
-        def narrowed(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-            seen.append(inputs[0])
-            return (select(inputs[0], logits_for),)
+        head_inputs: list[Tensor] = []
+        caller = threading.get_ident()
 
-        handle = self.model.get_output_embeddings().register_forward_pre_hook(narrowed)
+        def narrow(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            # Another thread may run the user's model at the same time.
+            if threading.get_ident() != caller:
+                return None
+            head_inputs.append(inputs[0])
+            return (select(inputs[0], logits_for), *inputs[1:])
+
+        handle = self.model.get_output_embeddings().register_forward_pre_hook(narrow)
         try:
-            output = self.model(input_ids=tokens, **options)
+            if self._user_code and state is not None:
+                # The user's own model runs, which may be in training mode.
+                with _in_eval_mode(self.model):
+                    output = self.model(input_ids=tokens, **options)
+            else:
+                output = self.model(input_ids=tokens, **options)
         finally:
             handle.remove()
-        hidden = {
-            layer: seen[0] if layer == last else output.hidden_states[layer + 1]
-            for layer in features
-        }
-        return ModelOutput(output.logits, hidden, logits_for)
+
+        logits = output.logits
+        if not head_inputs:
+            # A replaced forward function may compute logits without the output head.
+            logits = select(logits, logits_for)
+        layer_outputs: dict[int, Tensor] = {}
+        for layer in features:
+            if layer == last_layer:
+                layer_outputs[layer] = head_inputs[0]
+            else:
+                layer_outputs[layer] = output.hidden_states[layer + 1]
+        return ModelOutput(logits, layer_outputs, logits_for)
+
+    def _state_options(self, state: KVState, num_tokens: int) -> dict[str, Any]:
+        """Arguments of the model's own forward pass that continue a state."""
+        cache = _cache(state, num_tokens)
+        masks: dict[str, Tensor] = {}
+        for kind, window in self.windows.items():
+            positions, masks[kind] = self._placed(cache, window)
+        options: dict[str, Any] = {"position_ids": positions, "use_cache": True}
+
+        # A model with several kinds of layers takes a mask for each kind.
+        options["attention_mask"] = masks if len(masks) > 1 else masks[kind]
+        options[cache_name(type(self.model).forward) or "past_key_values"] = cache
+        return options
+
+    # Recorded calls
 
     def records(self, state: DecodeState, num_tokens: int) -> bool:
-        # Not the first call, which reads prompts of any length and makes the buffers.
+        # The first call reads prompts of any length and creates the buffers: it is not recorded.
         if not isinstance(state, KVState) or state.graphs is None or num_tokens > MOST_TOKENS:
             return False
         return len(state.storage.layers) == self.stack.num_layers and min(state.consumed) > 0
@@ -458,10 +703,9 @@ class HuggingFaceLM(LanguageModel):
     def read_at(
         self, state: KVStorage, span: int, tokens: Tensor, starts: Tensor, num_layers: int | None
     ) -> Tensor:
-        last = self.stack.num_layers if num_layers is None else num_layers
-        return self.stack.run(
-            *self._enter(_recorded_cache(state, span, tokens, starts), tokens), 0, last
-        )
+        end_layer = self.stack.num_layers if num_layers is None else num_layers
+        hidden, call = self._enter(_recorded_cache(state, span, tokens, starts), tokens)
+        return self.stack.run(hidden, call, 0, end_layer)
 
     def _recorded(
         self,
@@ -471,38 +715,72 @@ class HuggingFaceLM(LanguageModel):
         features: Sequence[int],
         exit_states: ExitStates | None,
     ) -> ModelOutput:
-        """The call's kernels launched together; recorded when they are first needed."""
+        """The call's kernels, launched together. They are recorded at the first such call."""
         assert state.graphs is not None
-        storage, span, layers = (
-            state.storage,
-            state.recorded_span(tokens.shape[1]),
-            sorted(features),
-        )
-        first, lower = 0, None
+        storage = state.storage
+        span = state.recorded_span(tokens.shape[1])
+        layers = sorted(features)
+        first_layer = 0
+        lower_hidden = None
         if exit_states is not None:
-            first, lower = exit_states.num_layers, exit_states.hidden[:, : tokens.shape[1] - 1]
-        places = logits_for if isinstance(logits_for, Tensor) else None
+            first_layer = exit_states.num_layers
+            lower_hidden = exit_states.hidden[:, : tokens.shape[1] - 1]
+        position_table = logits_for if isinstance(logits_for, Tensor) else None
 
         def read(
-            tokens: Tensor, starts: Tensor, places: Tensor | None, lower: Tensor | None
+            tokens: Tensor, starts: Tensor, positions: Tensor | None, lower: Tensor | None
         ) -> Outputs:
-            given = tokens
-            if lower is not None:  # the last draft token has not been through the lower layers
-                rest = self.read_at(
-                    storage, span, tokens[:, -1:], starts + tokens.shape[1] - 1, first
-                )
-                given = torch.cat((lower, rest), dim=1)
-            entered = self._enter(_recorded_cache(storage, span, tokens, starts), given)
-            output = self._by_parts(
-                entered, first, logits_for if places is None else places, layers
-            )
+            layer_input = tokens
+            if lower is not None:
+                # The lower layers have not read the last draft token.
+                last_starts = starts + tokens.shape[1] - 1
+                last_hidden = self.read_at(storage, span, tokens[:, -1:], last_starts, first_layer)
+                layer_input = torch.cat((lower, last_hidden), dim=1)
+            entered = self._enter(_recorded_cache(storage, span, tokens, starts), layer_input)
+            scored = logits_for if positions is None else positions
+            output = self._by_parts(entered, first_layer, scored, layers)
             return output.logits, *(output.features[layer] for layer in layers)
 
-        key = "read", span, first, str(logits_for) if places is None else None, tuple(layers)
-        logits, *hidden = state.graphs.run(key, read, tokens, state.lengths, places, lower)
+        positions_key = str(logits_for) if position_table is None else None
+        key = ("read", span, first_layer, positions_key, tuple(layers))
+        logits, *hidden = state.graphs.run(
+            key, read, tokens, state.lengths, position_table, lower_hidden
+        )
         assert logits is not None
-        return ModelOutput(
-            logits, {i: h for i, h in zip(layers, hidden, strict=True) if h is not None}, logits_for
+        layer_outputs: dict[int, Tensor] = {}
+        for layer, layer_output in zip(layers, hidden, strict=True):
+            if layer_output is not None:
+                layer_outputs[layer] = layer_output
+        return ModelOutput(logits, layer_outputs, logits_for)
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Run a model in evaluation mode inside the block, and leave each module in its own mode."""
+    training_modules = [module for module in model.modules() if module.training]
+    for module in training_modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training_modules:
+            module.training = True
+
+
+def check_generation(model: PreTrainedModel) -> None:
+    """Raise ValueError if `generate` of transformers would not run this model's forward pass."""
+    name = type(model).__name__
+    part = compiled_part(model)
+    if part is not None:
+        raise ValueError(
+            f"{name} is compiled in part ({part}): pass it without torch.compile; on a GPU, "
+            "SpeculativeDecoder.compile() compiles its layers"
+        )
+    prepare = vars(model).get("prepare_inputs_for_generation")
+    if prepare is not None and getattr(prepare, "__self__", None) is not model:
+        raise ValueError(
+            f"{name} reads inputs of another object, as prompt tuning of PEFT does: only adapters "
+            "inside the model are supported, such as LoRA"
         )
 
 
@@ -513,9 +791,31 @@ def _cache(state: KVState, num_tokens: int, starts: Sequence[int] | None = None)
 def _recorded_cache(
     storage: KVStorage, span: int, tokens: Tensor, starts: Int[Tensor, "B"]
 ) -> StateCache:
-    """The cache of a call whose places only the device knows."""
+    """The cache of a call whose positions only the device has."""
     positions = starts[:, None] + torch.arange(tokens.shape[1], device=starts.device)
     return StateCache(storage, Slots(positions, None, span), recorded=True)
+
+
+def _as_model(model: Any, vocab_size: int | None) -> PreTrainedModel:
+    """The model of transformers that a user means: loaded, inside a wrapper, or a new one."""
+    if not isinstance(model, nn.Module):
+        return _from_config(model, vocab_size)
+
+    if "_orig_mod" in model._modules:  # of torch.compile
+        model = model._orig_mod
+    if callable(getattr(model, "get_base_model", None)) and hasattr(model, "peft_config"):
+        if model.active_peft_config.is_prompt_learning:
+            raise ValueError(
+                "prompt tuning of PEFT is not supported: only adapters inside the model are, such "
+                "as LoRA"
+            )
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"{type(model).__name__} is not a model of transformers: pass a causal language model "
+            "that from_pretrained returns, or a LanguageModel"
+        )
+    return model
 
 
 def _from_config(
@@ -523,12 +823,13 @@ def _from_config(
 ) -> PreTrainedModel:
     if not isinstance(config, PreTrainedConfig):
         settings = HuggingFaceSettings(config, vocab_size)
-        config = to_config(
-            {**({} if vocab_size is None else {"vocab_size": vocab_size}), **settings.model}
-        )
+        values = dict(settings.model)
+        if vocab_size is not None:
+            values.setdefault("vocab_size", vocab_size)
+        config = to_config(values)
     try:
         return AutoModelForCausalLM.from_config(config)
     except FOREIGN as error:
         raise ValueError(
-            f"no {config.model_type!r} model can be built so: {first_line(error)}"
+            f"no {config.model_type!r} model can be built from this: {first_line(error)}"
         ) from error

@@ -1,6 +1,6 @@
-"""A transformers model taken apart: embedding, layers, final norm and output head, called one by one.
+"""A transformers model taken apart: embedding, layers, final norm and output head.
 
-Early exits and heads need the forward pass in pieces, over the same weights.
+Early exits and draft heads need the forward pass in pieces, over the same weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 Call = dict[str, Any]
-"""Arguments that all layers of one call share: positions, their rotation, the mask, the cache."""
+"""Arguments that all layers of one call share: positions, their rotation, mask and cache."""
 Entered = tuple[Tensor, Call]
 """A layer's input `[B, T, D]`, and the arguments of its call."""
 CACHE_NAMES = ("cache", "past_key_values")
@@ -33,9 +33,21 @@ _PARTS = (
 
 @functools.cache
 def cache_name(forward: Callable[..., Any]) -> str | None:
-    """What this forward pass calls the key-value cache; None: it takes none that is known."""
-    names = inspect.signature(forward).parameters
-    return next((name for name in (*CACHE_NAMES, "layer_past") if name in names), None)
+    """Name of the argument for the key-value cache of a forward pass; None if it accepts none."""
+    parameters = inspect.signature(forward).parameters
+    for name in (*CACHE_NAMES, "layer_past"):
+        if name in parameters:
+            return name
+    return None
+
+
+@functools.cache
+def accepts(forward: Callable[..., Any], name: str) -> bool:
+    """Whether a forward pass accepts an argument of this name."""
+    parameters = inspect.signature(forward).parameters
+    if name in parameters:
+        return True
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 class LayerStack:
@@ -51,22 +63,30 @@ class LayerStack:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.inner: Any = model.base_model
-        parts = next(
-            (names for names in _PARTS if all(hasattr(self.inner, name) for name in names)), None
-        )
-        if parts is None:
+        part_names = self._find_parts()
+        if part_names is None:
             raise ValueError(
-                f"the layers of {type(model).__name__} are not laid out as in Llama, GPT-2 or GPT-NeoX"
+                f"the layers of {type(model).__name__} are not laid out as in Llama, GPT-2 or "
+                "GPT-NeoX"
             )
-        self._embedding, self._layers, self._norm = parts
-        name = cache_name(type(self.layers[0]).forward)
-        if name is None:
-            raise ValueError(f"the layers of {type(model).__name__} take no cache that is known")
-        self._cache_name = name
+        self._embedding_name, self._layers_name, self._norm_name = part_names
+
+        layer_cache_name = cache_name(type(self.layers[0]).forward)
+        if layer_cache_name is None:
+            raise ValueError(
+                f"the layers of {type(model).__name__} accept no cache of a known name"
+            )
+        self._cache_name = layer_cache_name
+
+    def _find_parts(self) -> tuple[str, str, str] | None:
+        for part_names in _PARTS:
+            if all(hasattr(self.inner, name) for name in part_names):
+                return part_names
+        return None
 
     @property
     def layers(self) -> nn.ModuleList:
-        return getattr(self.inner, self._layers)
+        return getattr(self.inner, self._layers_name)
 
     @property
     def num_layers(self) -> int:
@@ -76,7 +96,7 @@ class LayerStack:
         self, tokens: Int[Tensor, "B T"], positions: Int[Tensor, "#B T"]
     ) -> Float[Tensor, "B T D"]:
         """The first layer's input."""
-        hidden: Tensor = getattr(self.inner, self._embedding)(tokens)
+        hidden: Tensor = getattr(self.inner, self._embedding_name)(tokens)
         if hasattr(self.inner, "wpe"):
             hidden = hidden + self.inner.wpe(positions)
         dropout = getattr(self.inner, "drop", None) or getattr(self.inner, "emb_dropout", None)
@@ -89,31 +109,34 @@ class LayerStack:
         mask: Tensor | None,
         cache: Cache | None,
     ) -> Call:
-        """The arguments of a call's layers; `hidden` gives the dtype and the device."""
-        call: Call = {"attention_mask": mask, "position_ids": positions, self._cache_name: cache}
-        call["use_cache"] = cache is not None
+        """The arguments of a call's layers; dtype and device are those of `hidden`."""
+        call: Call = {
+            "attention_mask": mask,
+            "position_ids": positions,
+            self._cache_name: cache,
+            "use_cache": cache is not None,
+        }
         if hasattr(self.inner, "rotary_emb"):
             call["position_embeddings"] = self.inner.rotary_emb(hidden, position_ids=positions)
         return call
 
     def run(
-        self, hidden: Float[Tensor, "B T D"], call: Call, first: int, last: int
+        self, hidden: Float[Tensor, "B T D"], call: Call, start: int, end: int
     ) -> Float[Tensor, "B T D"]:
-        """The output of layer `last - 1` for the input of layer `first`."""
-        for layer in self.layers[first:last]:
+        """The output of layer `end - 1` for the input of layer `start`."""
+        for layer in self.layers[start:end]:
             hidden = layer(hidden, **call)
         return hidden
 
     def norm(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
-        return getattr(self.inner, self._norm)(hidden)
+        return getattr(self.inner, self._norm_name)(hidden)
 
     def head(self, normed: Float[Tensor, "*T D"]) -> Float[Tensor, "*T V"]:
         """The output head, for the final norm's output."""
         return self.model.get_output_embeddings()(normed)
 
 
-def additive(seen: Tensor, dtype: torch.dtype) -> Float[Tensor, "B 1 T S"]:
-    """A mask for attention from where each query may look: 0 there, -inf elsewhere."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[
-        :, None
-    ]
+def additive(is_visible: Tensor, dtype: torch.dtype) -> Float[Tensor, "B 1 T S"]:
+    """An attention mask to add to scores: 0 where a query may look, -inf elsewhere."""
+    mask = torch.zeros(is_visible.shape, dtype=dtype, device=is_visible.device)
+    return mask.masked_fill_(~is_visible, -torch.inf)[:, None]

@@ -1,19 +1,14 @@
-"""Load a model of transformers by its directory or its name on the hub.
+"""Load a model of transformers from a directory or by its name on the Hub.
 
-No weight is read before the files are known to be whole and the memory to suffice.
+No weight is read before the files are checked to be complete and the memory to suffice.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import os
-import statistics
 import sys
-import time
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -21,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from lightning_specdec import __version__
 from lightning_specdec.config import hub
-from lightning_specdec.config.files import cache_home, replaced
 from lightning_specdec.config.memory import ModelSize, require_memory
 from lightning_specdec.config.models import DTYPES, MOST_SMALL
-from lightning_specdec.models.base import OPENVINO_DTYPES, weights_digest
+from lightning_specdec.models.backend_timing import faster_backend
+from lightning_specdec.models.base import OPENVINO_DTYPES
 from lightning_specdec.models.model_config import FOREIGN, first_line, quiet, read_config
 from lightning_specdec.models.packed import check_quantization, is_linear, quantize
 from lightning_specdec.models.safetensors_file import Origin, read_header, weight_files
@@ -38,16 +33,21 @@ if TYPE_CHECKING:
 
     from lightning_specdec.models.huggingface import HuggingFaceLM
 
-_ON_HUB = 20_000, 2**53
-"""Most tensors of a model whose weights are not here yet, and most numbers in them."""
+_HUB_LIMITS = (20_000, 2**53)
+"""Largest number of tensors of a model whose weights are not here yet, and of numbers in them."""
+_NO_LIMITS = (2**63, 2**63)
 OPENVINO = "2026.4"
-"""The release whose operations are called."""
+"""The release of OpenVINO whose operations are called."""
+
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Examined:
-    """A model that can be loaded, before any of its weights is read; the fields are those of `examine`."""
+    """A model that can be loaded, before any of its weights is read.
+
+    The fields are those of `examine`.
+    """
 
     source: str
     path: Path
@@ -64,18 +64,20 @@ def load_model(source: str | os.PathLike[str], **options: Any) -> HuggingFaceLM:
     """Load a causal language model of transformers, with its tokenizer if it has one.
 
     Args:
-        source: a directory that `save_pretrained` wrote, or a model's name on the hub.
-        options: `dtype` ("bfloat16"; default: as its config says, float32 where that says nothing), `device` (default:
-            "cpu"), `quantization` ("int8" or "int4"), `backend` ("openvino" or "auto", see `in_backend`; default:
-            "torch"), `revision` (branch, tag or commit on the hub), `trust_remote_code` (run Python code of the model,
-            which is refused otherwise).
+        source: a directory that `save_pretrained` wrote, or a model's name on the Hub.
+        options: `dtype` ("bfloat16"; default: from its config, or else float32), `device`
+            (default: "cpu"), `quantization` ("int8" or "int4"), `backend` ("openvino" or "auto",
+            see `in_backend`; default: "torch"), `revision` (branch, tag or commit on the Hub),
+            `trust_remote_code` (run Python code of the model, which is refused otherwise).
 
     Raises:
-        ValueError: it is not found, is not a causal language model, is damaged, or does not fit in memory.
+        ValueError: it is not found, is not a causal language model, is damaged, or does not fit in
+            memory.
     """
     examined = examine(source, **options)
-    needed = examined.size.weight_bytes(examined.dtype)  # what is quantized is read as it is first
-    require_memory(examined.source, needed, examined.device)
+    # Weights are read in this type before they are quantized.
+    num_bytes = examined.size.weight_bytes(examined.dtype)
+    require_memory(examined.source, num_bytes, examined.device)
     return in_backend(load(examined), examined.backend, examined.quantization)
 
 
@@ -89,193 +91,250 @@ def examine(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Examined:
-    """Find a model and check all that can be checked without its weights; arguments as of `load_model`.
+    """Find a model and check all that can be checked without its weights.
+
+    Arguments as of `load_model`.
 
     Raises:
-        ValueError: it is not there, is no causal language model, or is damaged.
+        ValueError: it is not found, is not a causal language model, or is damaged.
     """
     if backend == "openvino":
         check_openvino(device)
     else:
         check_quantization(quantization, device)
-    name, limits = os.fspath(source), _ON_HUB
-    with quiet():
-        from lightning_specdec.models.huggingface import HuggingFaceLM
 
+    name = os.fspath(source)
+    with quiet():
         path = hub.find(source, revision=revision, code=trust_remote_code)
         config = read_config(name, path, trust_remote_code)
+        limits = _HUB_LIMITS
         if Path(source).expanduser().is_dir():
-            # Tied weights are built twice, fused ones may be stored apart, and four bits may be stored as bytes.
-            shapes = _read_shapes(path)
-            limits = 4 * len(shapes) + 100, 8 * sum(map(math.prod, shapes)) + 2**20
-        try:
-            empty = without_memory(config, limits, trust_remote_code=trust_remote_code)
-            HuggingFaceLM(empty)  # refuses models that cannot take part
-        except FOREIGN as error:
-            raise ValueError(f"{name} cannot be decoded here: {first_line(error)}") from error
-    stored = getattr(config.get_text_config(), "dtype", None)
-    wanted = str(dtype or stored or "float32").removeprefix("torch.")
-    if wanted not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {wanted!r}")
+            limits = _size_limits(path)
+        empty_model = _checked_empty_model(name, config, limits, trust_remote_code)
+
+    dtype_name = _dtype_name(config, dtype)
     if backend == "openvino":
-        check_openvino(device, getattr(torch, wanted))
+        check_openvino(device, getattr(torch, dtype_name))
     return Examined(
-        name,
-        path,
-        config,
-        wanted,
-        str(device),
-        quantization,
-        backend,
-        measure(empty),
-        trust_remote_code,
+        source=name,
+        path=path,
+        config=config,
+        dtype=dtype_name,
+        device=str(device),
+        quantization=quantization,
+        backend=backend,
+        size=measure(empty_model),
+        trust_remote_code=trust_remote_code,
     )
 
 
+def _dtype_name(config: PreTrainedConfig, dtype: str | torch.dtype | None) -> str:
+    config_dtype = getattr(config.get_text_config(), "dtype", None)
+    name = str(dtype or config_dtype or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    return name
+
+
+def _size_limits(path: Path) -> tuple[int, int]:
+    """Largest plausible number of tensors, and of numbers in them, for a model's weight files.
+
+    The model may have more of both than its files: tied weights are built twice, fused ones may be
+    stored separately, and two 4-bit numbers may be stored as a byte.
+    """
+    shapes = _read_shapes(path)
+    num_stored = sum(math.prod(shape) for shape in shapes)
+    return 4 * len(shapes) + 100, 8 * num_stored + 2**20
+
+
 def _read_shapes(path: Path) -> list[list[int]]:
-    return [shape for file in weight_files(path) for shape in read_header(file)[1].values()]
+    shapes: list[list[int]] = []
+    for file in weight_files(path):
+        shapes.extend(read_header(file)[1].values())
+    return shapes
+
+
+def _checked_empty_model(
+    name: str, config: PreTrainedConfig, limits: tuple[int, int], trust_remote_code: bool
+) -> PreTrainedModel:
+    """The model without memory; ValueError if it cannot be decoded."""
+    from lightning_specdec.models.huggingface import HuggingFaceLM
+
+    try:
+        empty_model = without_memory(config, limits, trust_remote_code=trust_remote_code)
+        HuggingFaceLM(empty_model)
+    except FOREIGN as error:
+        raise ValueError(f"{name} cannot be decoded here: {first_line(error)}") from error
+    return empty_model
 
 
 def without_memory(
     config: PreTrainedConfig,
-    limits: tuple[int, int] = (2**63, 2**63),
+    limits: tuple[int, int] = _NO_LIMITS,
     *,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model that a configuration describes, on the meta device: all its shapes and no numbers.
+    """The model that a configuration describes, on the meta device: shapes without numbers.
 
     Args:
-        limits: most tensors, and most numbers in them, to build.
+        limits: largest number of tensors, and of numbers in them, to build.
 
     Raises:
-        ValueError: as transformers does, for no causal language model; or it is far larger than its weights.
+        ValueError: as transformers, if it is not a causal language model; or it is far larger than
+            its weights.
     """
     from transformers import AutoModelForCausalLM
 
-    built = [0, 0]
+    max_tensors, max_numbers = limits
+    num_tensors = 0
+    num_numbers = 0
 
-    def count(module: torch.nn.Module, parameter: str, value: torch.nn.Parameter | None) -> None:
-        if value is not None:
-            built[:] = built[0] + 1, built[1] + value.numel()
-            if built[0] > limits[0] or built[1] > limits[1]:
-                raise ValueError(
-                    "its config.json describes a model far larger than its weight files"
-                )
+    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal num_tensors, num_numbers
+        if parameter is None:
+            return
+        num_tensors += 1
+        num_numbers += parameter.numel()
+        if num_tensors > max_tensors or num_numbers > max_numbers:
+            raise ValueError("its config.json describes a model far larger than its weight files")
 
-    with (
-        torch.nn.modules.module.register_module_parameter_registration_hook(count),
-        torch.device("meta"),
-    ):
+    counting = nn.modules.module.register_module_parameter_registration_hook(count)
+    with counting, torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def measure(model: PreTrainedModel) -> ModelSize:
     """The size of a model of transformers, with or without memory."""
-    maps: list[Any] = [module for module in model.modules() if is_linear(module)]
-    # An output head that shares the table's weight does not take it along when it is quantized.
-    shared = {
-        id(table.weight) for table in model.modules() if isinstance(table, torch.nn.Embedding)
-    }
-    alone = {
-        id(module.weight): module.weight.numel()
-        for module in maps
-        if id(module.weight) not in shared
-    }
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    linears: list[Any] = [module for module in model.modules() if is_linear(module)]
+    embedding_ids: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            embedding_ids.add(id(module.weight))
+
+    # An output head that is tied to the embedding keeps the embedding's weight when quantized.
+    separate_sizes: dict[int, int] = {}
+    for linear in linears:
+        if id(linear.weight) not in embedding_ids:
+            separate_sizes[id(linear.weight)] = linear.weight.numel()
+
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return ModelSize(
-        parameters=parameters,
-        kept_parameters=parameters - sum(alone.values()),
-        matrix_parameters=sum(module.weight.numel() for module in maps),
+        parameters=num_parameters,
+        kept_parameters=num_parameters - sum(separate_sizes.values()),
+        matrix_parameters=sum(linear.weight.numel() for linear in linears),
     )
 
 
 def load(examined: Examined) -> HuggingFaceLM:
-    """Read the weights of an examined model, without another look at the memory."""
-    name, path = examined.source, examined.path
+    """Read the weights of an examined model, without checking the memory again."""
+    name = examined.source
     with quiet():
-        from transformers import AutoModelForCausalLM
+        hub.download_weights(name, examined.path)
+        _read_shapes(examined.path)  # checks the headers of what was downloaded
+        model, report = _read_weights(examined)
+    _check_report(name, report)
 
-        hub.download_weights(name, path)
-        _read_shapes(path)
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=examined.config,
-                dtype=getattr(torch, examined.dtype),
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=examined.trust_remote_code,
-                ignore_mismatched_sizes=True,  # they are refused below, with their names
-                output_loading_info=True,
-            )
-        except FOREIGN as error:
-            raise ValueError(f"{name} cannot be loaded: {first_line(error)}") from error
-    model, report = loaded
-    for kind, what in (
-        ("missing_keys", "lack"),
-        ("mismatched_keys", "have another shape than its config for"),
-    ):
-        if keys := sorted(report[kind], key=str):
-            raise ValueError(
-                f"the weights of {name} {what} {keys[0]} ({len(keys)} in all): download it again"
-            )
-    if foreign := sorted(report["unexpected_keys"]):
-        log.warning(
-            "%s holds %d weights that its config has no place for, as %s",
-            name,
-            len(foreign),
-            foreign[0],
-        )
-    built = _with_tokenizer(model, examined).to(examined.device)
+    language_model = _with_tokenizer(model, examined).to(examined.device)
     if examined.quantization is not None and examined.backend != "openvino":
-        quantize(built.model, examined.quantization)
-    return built.eval()
+        quantize(language_model.model, examined.quantization)
+    return language_model.eval()
+
+
+def _read_weights(examined: Examined) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model, and transformers' report on how its weights fit."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            examined.path,
+            config=examined.config,
+            dtype=getattr(torch, examined.dtype),
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=examined.trust_remote_code,
+            # `_check_report` refuses these by name.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except FOREIGN as error:
+        raise ValueError(f"{examined.source} cannot be loaded: {first_line(error)}") from error
+    model, report = loaded
+    return model, report
+
+
+def _check_report(name: str, report: dict[str, Any]) -> None:
+    """Raise ValueError if weights are missing or have the wrong shape; log those left over."""
+    problems = {
+        "missing_keys": "lack",
+        "mismatched_keys": "have another shape than its config for",
+    }
+    for kind, problem in problems.items():
+        keys = sorted(report[kind], key=str)
+        if keys:
+            raise ValueError(
+                f"the weights of {name} {problem} {keys[0]} ({len(keys)} in all): download it again"
+            )
+    unexpected_keys = sorted(report["unexpected_keys"])
+    if unexpected_keys:
+        log.warning(
+            "%s contains %d weights that its config has no place for, as %s",
+            name,
+            len(unexpected_keys),
+            unexpected_keys[0],
+        )
 
 
 def without_weights(examined: Examined) -> HuggingFaceLM:
-    """An examined model on the meta device: its sizes and its tokenizer, for another program to compute with."""
+    """An examined model on the meta device, for another program to compute with.
+
+    It has the sizes and the tokenizer.
+    """
     with quiet():
-        empty = without_memory(examined.config, trust_remote_code=examined.trust_remote_code)
-    return _with_tokenizer(empty.to(getattr(torch, examined.dtype)), examined)
+        empty_model = without_memory(examined.config, trust_remote_code=examined.trust_remote_code)
+    return _with_tokenizer(empty_model.to(getattr(torch, examined.dtype)), examined)
 
 
 def _with_tokenizer(model: PreTrainedModel, examined: Examined) -> HuggingFaceLM:
     from lightning_specdec.models.huggingface import HuggingFaceLM
 
+    tokenizer = None
     with quiet():
-        is_in = TextTokenizer.is_in(examined.path)
-        tokenizer = (
-            TextTokenizer.load(examined.path, trust_remote_code=examined.trust_remote_code)
-            if is_in
-            else None
-        )
-    built = HuggingFaceLM(model, tokenizer=tokenizer)
-    built.origin = Origin(examined.source, examined.path)
-    return built
+        if TextTokenizer.is_in(examined.path):
+            tokenizer = TextTokenizer.load(
+                examined.path, trust_remote_code=examined.trust_remote_code
+            )
+    language_model = HuggingFaceLM(model, tokenizer=tokenizer)
+    language_model.origin = Origin(examined.source, examined.path)
+    return language_model
 
 
 def check_openvino(device: str | torch.device, dtype: torch.dtype | None = None) -> None:
-    """Raise ValueError unless the right release of OpenVINO is installed, and runs that type on that device."""
-    found = metadata.version("openvino") if find_spec("openvino") else None
-    if found is None or not found.startswith(OPENVINO):
-        got = "is not installed" if found is None else f"is of release {found}"
+    """Raise ValueError unless OpenVINO's release is right and runs this type on this device."""
+    version = metadata.version("openvino") if find_spec("openvino") else None
+    if version is None or not version.startswith(OPENVINO):
+        problem = "is not installed" if version is None else f"is of release {version}"
         command = f"{sys.executable} -m pip install 'openvino~={OPENVINO}.0' nncf"
-        raise ValueError(f"--backend openvino needs OpenVINO {OPENVINO}, which {got}: {command}")
+        raise ValueError(
+            f"--backend openvino needs OpenVINO {OPENVINO}, which {problem}: {command}"
+        )
     if torch.device(device).type != "cpu":
         raise ValueError(
-            f"--backend openvino runs on a CPU, not on {device}: drop --device, or take --backend torch"
+            f"--backend openvino runs on a CPU, not on {device}: drop --device, or use "
+            "--backend torch"
         )
     if dtype is not None and dtype not in OPENVINO_DTYPES:
-        kinds = " or ".join(str(each).removeprefix("torch.") for each in OPENVINO_DTYPES)
+        supported = [str(kind).removeprefix("torch.") for kind in OPENVINO_DTYPES]
+        dtype_name = str(dtype).removeprefix("torch.")
         raise ValueError(
-            f"OpenVINO computes in {kinds}, got {str(dtype).removeprefix('torch.')}: give --dtype"
+            f"OpenVINO computes in {' or '.join(supported)}, got {dtype_name}: set --dtype"
         )
-    amx = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-    if (
-        amx and min(torch.get_num_threads(), len(os.sched_getaffinity(0))) == 1
-    ):  # its gated MLP divides by threads // 2
+
+    # With AMX, OpenVINO's gated MLP divides by threads // 2.
+    num_threads = min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
+    if dtype == torch.bfloat16 and num_threads == 1 and torch.cpu._is_amx_tile_supported():
         raise ValueError(
-            "OpenVINO crashes in bfloat16 on one thread of this processor: --threads 2 or --backend torch"
+            "OpenVINO crashes in bfloat16 on one thread of this processor: set --threads 2 or "
+            "--backend torch"
         )
 
 
@@ -285,15 +344,16 @@ def in_backend(
     """The model itself, or the same in OpenVINO, for decoding only.
 
     Args:
-        backend: "torch", "openvino", or "auto": on a CPU with OpenVINO, the faster one of the two, measured once for
-            each model and machine and kept in the cache directory.
-        quantization: of the weights in OpenVINO; torch's are quantized as they are loaded.
+        backend: "torch", "openvino", or "auto": on a CPU with OpenVINO, the faster of the two. It
+            is measured once for each model and machine, and kept in the cache directory.
+        quantization: of the weights in OpenVINO; torch's are quantized while they are loaded.
 
     Raises:
-        ValueError: it cannot run in OpenVINO, where that was asked for.
+        ValueError: OpenVINO was requested and cannot run the model.
     """
     if backend == "auto":
-        backend = _faster(model) if quantization is None else "torch"
+        can_choose = quantization is None and _can_run_in_openvino(model)
+        backend = faster_backend(model) if can_choose else "torch"
     if backend == "torch":
         return model
     from lightning_specdec.models.openvino import OpenVINOLM
@@ -301,50 +361,10 @@ def in_backend(
     return OpenVINOLM.of(model, quantization)
 
 
-def _faster(model: HuggingFaceLM) -> str:
-    """The backend whose calls on one and on eight tokens take less time together."""
+def _can_run_in_openvino(model: HuggingFaceLM) -> bool:
+    """Whether OpenVINO may be the faster backend."""
     try:
         check_openvino(model.device, model.dtype)
     except ValueError:
-        return "torch"
-    if model.num_parameters <= MOST_SMALL or not model.takes_apart:
-        return "torch"
-    versions = torch.__version__, metadata.version("openvino"), __version__
-    machine = torch.backends.cpu.get_cpu_capability(), os.cpu_count(), torch.get_num_threads()
-    key = repr((weights_digest(model), model.dtype, versions, machine))
-    kept = cache_home() / f"backend-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-    try:
-        found = json.loads(kept.read_text(encoding="utf-8"))
-        seconds = {name: float(found[name]) for name in ("torch", "openvino")}
-    except (OSError, ValueError, TypeError, LookupError):  # not measured yet, or damaged
-        from lightning_specdec.models.openvino import OpenVINOLM
-
-        log.info(
-            "comparing OpenVINO with torch, once for this model, type and machine: about a minute"
-        )
-        try:
-            seconds = _call_seconds({"torch": model.packed(), "openvino": OpenVINOLM.of(model)})
-        except (OSError, *FOREIGN) as error:
-            log.warning("%s: taking torch", first_line(error))
-            return "torch"
-        with suppress(OSError), replaced(kept) as file:  # measured again next time
-            file.write(json.dumps(seconds).encode())
-    return min(seconds, key=seconds.__getitem__)
-
-
-@torch.no_grad()
-def _call_seconds(models: dict[str, HuggingFaceLM], *, repeats: int = 7) -> dict[str, float]:
-    """The median seconds of a call on one token and one on eight, behind 128 tokens, in turn."""
-    found: dict[str, list[float]] = {name: [] for name in models}
-    states = {name: model.init_state(1, 256) for name, model in models.items()}
-    tokens = torch.arange(128)[None] % min(model.vocab_size for model in models.values())
-    for name, model in models.items():
-        model(tokens, states[name], logits_for=slice(-1, None))
-    for _ in range(repeats + 2):
-        for name, model in models.items():
-            started = time.perf_counter()
-            for num_tokens in (1, 8):
-                model(tokens[:, :num_tokens], states[name])
-                states[name].truncate([128])
-            found[name].append(time.perf_counter() - started)
-    return {name: statistics.median(seconds[2:]) for name, seconds in found.items()}
+        return False
+    return model.num_parameters > MOST_SMALL and model.takes_apart

@@ -1,4 +1,4 @@
-"""Weights as a processor wants them: packed for a CPU's kernels, quantized to int8 or int4; and its threads."""
+"""Linear layers in a processor's layout: packed for a CPU's kernels, or quantized."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from lightning_specdec.config.models import QUANTIZATIONS
+from lightning_specdec.models.changes import has_user_code
 
 NUM_TOKENS = 8
-"""Tokens of a call that weights are packed for: rounds verify about as many. The layout serves any number."""
+"""Tokens of a call that weights are packed for, about as many as a round verifies. The layout works
+for any number."""
 MOST_ROWS = 4
-"""Tokens up to which the int8 kernel, which takes them one by one, beats converting the weight to floats."""
+"""Up to this number of tokens, the int8 kernel is faster than converting the weight to floats."""
 SMALL_MODEL = 1_000_000
-"""Parameters below which a product is done before a second thread has woken up."""
+"""Parameters below which a product finishes before a second thread has woken up."""
 
 _PRODUCT = torch.ops.mkldnn._linear_pointwise.default
 
 
 def limit_threads(num_parameters: int) -> None:
-    """Use one CPU thread for a small network, unless OMP_NUM_THREADS is set: waiting for others costs more."""
+    """Use one CPU thread for a small network, unless OMP_NUM_THREADS is set.
+
+    For a small product, waiting for other threads takes longer than they save.
+    """
     if num_parameters < SMALL_MODEL and not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(1)
 
@@ -32,8 +37,8 @@ def limit_threads(num_parameters: int) -> None:
 class PackedLinear(nn.Module):
     """A linear layer over a weight that was laid out once for oneDNN's kernels.
 
-    A product of a few tokens with a large matrix is bound by reading the matrix, and a packed one streams from memory.
-    The product is the same up to the order of its sums.
+    A product of a few tokens with a large matrix is bound by reading the matrix, and a packed one
+    streams from memory. The product is the same up to the order of its sums.
 
     Args:
         weight: `[out, in]`, of float32, bfloat16 or float16.
@@ -43,23 +48,47 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        # Plain attributes: a packed tensor is opaque, so it can neither be saved nor moved like a parameter.
+        self.dtype = weight.dtype
+        # Plain attributes: a packed tensor is opaque, so it cannot be moved like a parameter.
         self.weight_packed = torch.ops.mkldnn._reorder_linear_weight(
             weight.detach().contiguous(), NUM_TOKENS
         )
         self.bias_plain = None if bias is None else bias.detach().clone()
 
     def forward(self, inputs: Tensor) -> Tensor:
+        # Inside torch.autocast, other layers return another type than the kernel accepts.
+        if inputs.dtype != self.dtype:
+            inputs = inputs.to(self.dtype)
         return _PRODUCT(inputs, self.weight_packed, self.bias_plain, "none", [], "")
 
     @property
     def weight(self) -> Tensor:
-        """The plain weight, laid out anew each time: for models that read a small layer's instead of calling it."""
+        """The plain weight, computed at each access. Some models read a small layer's weight."""
         return self.weight_packed.to_dense()
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias, for modules that read a layer's parameters, as adapters of PEFT do."""
+        return self.bias_plain
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "weight_packed": self.weight}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.weight_packed = torch.ops.mkldnn._reorder_linear_weight(self.weight_packed, NUM_TOKENS)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedLinear:
+        # A packed weight never changes, so copies share it.
+        layer = PackedLinear.__new__(PackedLinear)
+        nn.Module.__init__(layer)
+        layer.__dict__.update(self.__dict__)
+        memo[id(self)] = layer
+        return layer
 
 
 class Int8Linear(nn.Module):
-    """A linear layer over int8 weights with a scale for each output, on a CPU; inputs stay as they are.
+    """A linear layer over int8 weights with a scale for each output, on a CPU.
 
     Args:
         weight: `[out, in]`, int8.
@@ -85,14 +114,24 @@ class Int8Linear(nn.Module):
 
 
 def is_linear(layer: nn.Module) -> bool:
-    """Whether a layer is a plain linear one: torch's, or GPT-2's Conv1D, which has its weight transposed."""
-    return type(layer) is nn.Linear or type(layer).__name__ == "Conv1D"
+    """Whether a layer is torch's linear layer or GPT-2's Conv1D (with a transposed weight)."""
+    layer_class = type(layer)
+    if layer_class is nn.Linear:
+        return True
+    return (
+        layer_class.__name__ == "Conv1D" and layer_class.__module__ == "transformers.pytorch_utils"
+    )
 
 
 def can_pack(layer: nn.Module) -> bool:
-    """Whether a layer is a plain linear one, on a CPU, of a type that the kernels know."""
+    """Whether a layer is a plain linear one, on a CPU, of a type that the kernels support.
+
+    A layer with hooks or with a forward function of its own is not plain.
+    """
     weight: Any = getattr(layer, "weight", None)
-    if not is_linear(layer) or type(weight.data) is not Tensor or weight.device.type != "cpu":
+    if not is_linear(layer) or has_user_code(layer):
+        return False
+    if type(weight.data) is not Tensor or weight.device.type != "cpu":
         return False
     if not torch.backends.mkldnn.is_available():
         return False
@@ -104,26 +143,31 @@ def can_pack(layer: nn.Module) -> bool:
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Replace the linear layers below `module` in place: by `PackedLinear`, or `Int8Linear` where quantized to int8.
+    """Replace the linear layers inside `module` in place.
 
-    Each layer's own weight is let go as soon as its packed form is there, so only one layer is held twice; a weight
-    that something else uses too, as an output head tied to the embedding, stays beside its packed form.
+    A layer becomes a `PackedLinear`, or an `Int8Linear` if torchao has quantized it to int8. Its
+    plain weight is freed as soon as the packed form exists, so only one layer is held twice. A
+    weight with a second use, as an output head tied to the embedding, stays next to its packed
+    form. Layers with hooks or with a forward function of their own stay unchanged.
     """
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             weight: Any = getattr(child, "weight", None)
-            int8 = getattr(weight, "qdata", None)
-            if isinstance(child, nn.Linear) and int8 is not None and int8.shape == weight.shape:
-                # torchao keeps its scales in float32; the kernel wants them in the inputs' type.
+            int8_values = getattr(weight, "qdata", None)
+            is_int8 = int8_values is not None and int8_values.shape == weight.shape
+
+            if is_int8 and isinstance(child, nn.Linear) and not has_user_code(child):
+                # torchao keeps its scales in float32; the kernel needs the type of the inputs.
                 scale = weight.scale.reshape(-1).to(weight.dtype)
-                setattr(parent, name, Int8Linear(int8, scale, child.bias))
+                setattr(parent, name, Int8Linear(int8_values, scale, child.bias))
             elif can_pack(child):
-                plain = weight if isinstance(child, nn.Linear) else weight.t()
-                setattr(parent, name, PackedLinear(plain, child.bias))  # type: ignore[arg-type]
+                plain_weight = weight if isinstance(child, nn.Linear) else weight.t()
+                bias: Any = child.bias
+                setattr(parent, name, PackedLinear(plain_weight, bias))
 
 
 def check_quantization(kind: str | None, device: str | torch.device) -> None:
-    """Raise ValueError for a quantization that this device has no kernel for, or without torchao."""
+    """Raise ValueError if a device has no kernel for a quantization, or torchao is missing."""
     if kind not in (None, *QUANTIZATIONS):
         raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {kind!r}")
     if kind is not None and find_spec("torchao") is None:
@@ -137,41 +181,42 @@ def check_quantization(kind: str | None, device: str | torch.device) -> None:
 
 
 def quantize(module: nn.Module, kind: str) -> None:
-    """Quantize the weights of every linear layer below `module` in place, by torchao.
+    """Quantize the weights of every linear layer inside `module` in place, with torchao.
 
     Args:
-        kind: "int8": one scale for each output; "int4": a scale and a zero point for each 128 weights.
+        kind: "int8": one scale for each output; "int4": a scale and a zero point for each 128
+            weights.
 
     Raises:
-        ValueError: for another kind, where torchao is missing, or where this machine has no kernel for it.
+        ValueError: the kind is unknown, torchao is missing, or this machine has no kernel for it.
     """
     check_quantization(kind, next(module.parameters()).device)
-    logging.getLogger("torchao").setLevel(
-        logging.ERROR
-    )  # it logs every GPU kernel that it could not load
+
+    # torchao logs every GPU kernel that it could not load.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
     from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
+    # torchao quantizes nn.Linear only, so that GPT-2's transposed layers are rewritten first.
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if is_linear(child) and not isinstance(
-                child, nn.Linear
-            ):  # torchao does not know Conv1D
-                weight: Any = child.weight
-                linear: Any = nn.Linear(
-                    weight.shape[0], weight.shape[1], device="meta", dtype=weight.dtype
-                )
-                linear.weight, linear.bias = (
-                    nn.Parameter(weight.detach().t().contiguous()),
-                    child.bias,
-                )
-                setattr(parent, name, linear)
+            if is_linear(child) and not isinstance(child, nn.Linear):
+                setattr(parent, name, _as_linear(child))
+
+    config = Int8WeightOnlyConfig() if kind == "int8" else Int4WeightOnlyConfig(group_size=128)
     try:
-        quantize_(
-            module,
-            Int8WeightOnlyConfig() if kind == "int8" else Int4WeightOnlyConfig(group_size=128),
-        )
+        quantize_(module, config)
     except (ImportError, RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"this machine cannot hold {kind} weights: {str(error).partition(chr(10))[0]}"
-        ) from error
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"this machine cannot hold {kind} weights: {reason}") from error
     module.requires_grad_(False)
+
+
+def _as_linear(layer: nn.Module) -> nn.Linear:
+    """GPT-2's Conv1D as torch's linear layer."""
+    weight: Any = layer.weight
+    bias: Any = layer.bias
+    num_inputs, num_outputs = weight.shape
+    linear = nn.Linear(num_inputs, num_outputs, device="meta", dtype=weight.dtype)
+    linear.weight = nn.Parameter(weight.detach().t().contiguous())
+    linear.bias = bias
+    return linear

@@ -1,0 +1,97 @@
+"""Which backend decodes a model faster on this machine, measured once and kept in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import statistics
+import time
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_specdec import __version__
+from lightning_specdec.config.files import cache_home, replaced
+from lightning_specdec.models.model_config import FOREIGN, first_line
+from lightning_specdec.models.weights import weights_digest
+
+if TYPE_CHECKING:
+    from lightning_specdec.models.huggingface import HuggingFaceLM
+
+_NUM_WARMUP_CALLS = 2
+_PROMPT_LENGTH = 128
+
+log = logging.getLogger(__name__)
+
+
+def faster_backend(model: HuggingFaceLM) -> str:
+    """The backend whose calls on one and on eight tokens take less time together.
+
+    Args:
+        model: a model that OpenVINO can run as well.
+    """
+    path = _cache_path(model)
+    seconds = _read(path)
+    if seconds is None:
+        from lightning_specdec.models.openvino import OpenVINOLM
+
+        log.info(
+            "comparing OpenVINO with torch, once for this model, type and machine: about a minute"
+        )
+        try:
+            seconds = call_seconds({"torch": model.packed(), "openvino": OpenVINOLM.of(model)})
+        except (OSError, *FOREIGN) as error:
+            log.warning("%s: using torch", first_line(error))
+            return "torch"
+        # Without a cache directory, the next start measures again.
+        with suppress(OSError), replaced(path) as file:
+            file.write(json.dumps(seconds).encode())
+    return min(seconds, key=seconds.__getitem__)
+
+
+def _cache_path(model: HuggingFaceLM) -> Path:
+    versions = (torch.__version__, metadata.version("openvino"), __version__)
+    machine = (
+        torch.backends.cpu.get_cpu_capability(),
+        os.cpu_count(),
+        torch.get_num_threads(),
+    )
+    key = repr((weights_digest(model), model.dtype, versions, machine))
+    return cache_home() / f"backend-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def _read(path: Path) -> dict[str, float] | None:
+    """Seconds of both backends; None if they have not been measured, or the file is damaged."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return {name: float(values[name]) for name in ("torch", "openvino")}
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
+
+
+@torch.no_grad()
+def call_seconds(models: dict[str, HuggingFaceLM], *, repeats: int = 7) -> dict[str, float]:
+    """Median seconds of a call on one token and one on eight together, after 128 tokens.
+
+    The models take turns, so that a slow moment of the machine affects all of them.
+    """
+    vocab_size = min(model.vocab_size for model in models.values())
+    tokens = torch.arange(_PROMPT_LENGTH)[None] % vocab_size
+    states = {name: model.init_state(1, 2 * _PROMPT_LENGTH) for name, model in models.items()}
+    for name, model in models.items():
+        model(tokens, states[name], logits_for=slice(-1, None))
+
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(_NUM_WARMUP_CALLS + repeats):
+        for name, model in models.items():
+            started = time.perf_counter()
+            for num_tokens in (1, 8):
+                model(tokens[:, :num_tokens], states[name])
+                states[name].truncate([_PROMPT_LENGTH])
+            seconds[name].append(time.perf_counter() - started)
+    return {name: statistics.median(times[_NUM_WARMUP_CALLS:]) for name, times in seconds.items()}

@@ -1,0 +1,30 @@
+"""Threads of the CPU: how many compute while a network runs."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+# `torch.set_num_threads` also sets the number for Python threads that start later, and they keep
+# it. OpenMP's own function changes the calling thread only.
+_set_num_threads = getattr(
+    ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", torch.set_num_threads
+)
+
+
+@contextmanager
+def one_thread(enabled: bool) -> Iterator[None]:
+    """Run torch on one thread inside the block, if `enabled`.
+
+    After each operation, torch's worker threads spin while they wait for the next one. Next to
+    OpenVINO, which has its own threads, this costs more than the workers save.
+    """
+    num_threads = torch.get_num_threads()
+    _set_num_threads(1 if enabled else num_threads)
+    try:
+        yield
+    finally:
+        _set_num_threads(num_threads)
