@@ -472,7 +472,7 @@ def test_a_crashed_run_that_resumes_shows_each_step_once(
         log_loss(module, *arguments)
         if module.global_step == 11:
             for logger in module.loggers:
-                logger.experiment.flush()
+                logger.experiment.flush()  # type: ignore[attr-defined]
             os.kill(os.getpid(), signal.SIGKILL)
 
     with monkeypatch.context() as stopped:
@@ -539,8 +539,8 @@ def test_a_run_does_not_resume_with_other_texts_or_gradients(
     lines = [f"{row}, {row + 1}, {row + 3}, {row + 4}" for row in range(40)]
     path = tmp_path / "sequences.txt"
     path.write_text("\n".join(lines))
-    data = ("--data", "SequenceFile", "--data.path", str(path), "--data.vocab_size", "50")
-    data += ("--data.num_val", "4", "--data.num_test", "2")
+    data = ["--data", "SequenceFile", "--data.path", str(path), "--data.vocab_size", "50"]
+    data += ["--data.num_val", "4", "--data.num_test", "2"]
     verb(monkeypatch, tmp_path, "fit", *data, "--trainer.max_epochs", "1")
     resumed = ("fit", *data, "--trainer.max_epochs", "2", "--ckpt_path", "last")
     options: tuple[str, ...] = ()

@@ -38,6 +38,7 @@ from lightning_specdec.training.runs import (
     RunFiles,
     SafeCheckpointIO,
     check_checkpoint,
+    is_trial,
     seen_from_here,
 )
 
@@ -198,7 +199,7 @@ class TrainingCLI(LightningCLI):
                 path, self.trainer, self.model, self.datamodule, resume=subcommand == "fit"
             )
             self._add_callback(CheckOptimizers())
-        if subcommand == "fit" and not self.trainer.fast_dev_run:
+        if subcommand == "fit" and not is_trial(self.trainer):
             self._begin_run(kwargs.get("ckpt_path"), step, is_last=checkpoint_name == "last")
         return {**kwargs, "weights_only": True}
 

@@ -105,9 +105,10 @@ class RunFiles:
                 )
 
         self.newest = [callback for callback in self.checkpoints if callback.monitor is None]
+        # If one of several processes fails, the other ones would not take part in saving.
+        save_on_exception = trainer.world_size == 1 and not is_trial(trainer)
         for callback in self.newest:
-            # If one of several processes fails, the other ones would not take part in saving.
-            callback.save_on_exception = trainer.world_size == 1 and not trainer.fast_dev_run
+            callback.save_on_exception = save_on_exception
         self.logger = trainer.logger if isinstance(trainer.logger, TensorBoardLogger) else None
         self._lock_descriptors: list[int] = []
         self._new_directories: list[Path] = []
@@ -196,6 +197,11 @@ class RunFiles:
                 shutil.rmtree(directory, ignore_errors=True)
         while self._lock_descriptors:
             os.close(self._lock_descriptors.pop())
+
+
+def is_trial(trainer: Trainer) -> bool:
+    """Return whether a run only tries a few batches (`fast_dev_run`), and so leaves no files."""
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
 def seen_from_here(path: str | Path) -> str:
