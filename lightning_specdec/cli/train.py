@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -146,8 +147,7 @@ def _check(verb: str, words: list[str]) -> None:
 def _options(words: list[str]) -> list[tuple[str, str]]:
     """Each word as the name of an option, with its value: `--name=value`, or the next word."""
     options = []
-    next_words = [*words[1:], ""]
-    for word, next_word in zip(words, next_words, strict=True):
+    for word, next_word in pairwise([*words, ""]):
         name, separator, joined_value = word.partition("=")
         options.append((name, joined_value if separator else next_word))
     return options

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +259,7 @@ def prepare(arguments: list[str]) -> None:
         ValueError: a config is nested so deeply or repeats so much that the parser would fail.
     """
     texts = list(arguments)
-    for option, next_argument in zip(arguments, [*arguments[1:], ""], strict=True):
+    for option, next_argument in pairwise([*arguments, ""]):
         name, _, joined_value = option.partition("=")
         path = Path(joined_value or next_argument)
         if name not in _YAML_OPTIONS or "\n" in str(path) or not path.is_file():
