@@ -1,4 +1,4 @@
-"""Laws of Muon with AdamW: the same steps where bfloat16 is not fast, in float32."""
+"""Laws of Muon with AdamW: on devices without fast bfloat16, the same steps in float32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_specdec.training import optimizers
 
 
 class Products(TorchDispatchMode):
-    """Notes the types that matrices are multiplied in."""
+    """Records the types in which matrices are multiplied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,41 +21,42 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "mm" in str(func):
-            self.dtypes |= {each.dtype for each in args if isinstance(each, Tensor)}
+            self.dtypes.update(value.dtype for value in args if isinstance(value, Tensor))
         return func(*args, **(kwargs or {}))
 
 
 def stepped(
     fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[Tensor], set[torch.dtype], list[Tensor]]:
-    """Weights after three steps, the types of products, and what the optimizer remembers."""
+    """Weights after three steps, the types of products, and the optimizer's state."""
     monkeypatch.setattr(optimizers, "fast_bfloat16", lambda device: fast)
     generator = torch.Generator().manual_seed(0)
-    weights = [
-        nn.Parameter(torch.randn(*size, generator=generator)) for size in ((12, 8), (8, 20), (8,))
-    ]
+    weights = []
+    for size in ((12, 8), (8, 20), (8,)):
+        weights.append(nn.Parameter(torch.randn(*size, generator=generator)))
     optimizer = optimizers.MuonAdamW(weights[:2], weights[2:], lr=0.1, weight_decay=0.1)
     with Products() as products:
         for _ in range(3):
             for weight in weights:
                 weight.grad = torch.randn(weight.shape, generator=generator)
             optimizer.step()
-    memory = [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    ]
-    return [weight.detach() for weight in weights], products.dtypes, memory
+    state_tensors = []
+    for state in optimizer.state.values():
+        state_tensors.extend(value for value in state.values() if isinstance(value, Tensor))
+    return [weight.detach() for weight in weights], products.dtypes, state_tensors
 
 
 def test_muon_multiplies_in_float32_where_bfloat16_is_not_fast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fast, in_bfloat16, remembered = stepped(True, monkeypatch)
-    exact, in_float32, memory = stepped(False, monkeypatch)
-    assert in_bfloat16 == {torch.bfloat16} and in_float32 == {torch.float32}
-    torch.testing.assert_close(memory, remembered, rtol=0, atol=0)
-    # A step changes weights by 0.02 in root mean square; bfloat16 keeps three digits, and the iteration amplifies them.
-    torch.testing.assert_close(exact, fast, rtol=0, atol=0.01)
-    assert not torch.equal(exact[0], fast[0]) and torch.equal(exact[2], fast[2])
+    fast_weights, fast_dtypes, fast_state = stepped(True, monkeypatch)
+    exact_weights, exact_dtypes, exact_state = stepped(False, monkeypatch)
+    assert fast_dtypes == {torch.bfloat16}
+    assert exact_dtypes == {torch.float32}
+    torch.testing.assert_close(exact_state, fast_state, rtol=0, atol=0)
+    # A step changes weights by 0.02 in root mean square. bfloat16 has three digits, and the
+    # iteration
+    # amplifies its errors.
+    torch.testing.assert_close(exact_weights, fast_weights, rtol=0, atol=0.01)
+    assert not torch.equal(exact_weights[0], fast_weights[0])
+    assert torch.equal(exact_weights[2], fast_weights[2])

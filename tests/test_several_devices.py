@@ -1,4 +1,4 @@
-"""Laws of several devices: two processes, with a target on each or sharded over both, learn what one learns."""
+"""Laws of several devices: two processes learn what one process learns."""
 
 from __future__ import annotations
 
@@ -33,71 +33,88 @@ STRATEGIES: dict[str, Any] = {
 def trained(
     name: str, target: str, corpus: Path, home: Path, *, resumed: bool = False
 ) -> dict[str, Any]:
-    """The checkpoint of a few steps of the recipe `eagle`, in one process or two; resumed, of an epoch more."""
-    (home / name).mkdir(exist_ok=resumed)
-    values = config_for("eagle", target, [str(corpus)])
-    devices = 1 if name == "auto" else 2
-    values["model"]["init_args"] |= {"learn_from_prompts": True}
-    values["data"]["init_args"] |= {"batch_size": 4 // devices, "num_val": 2, "num_test": 1}
-    values["trainer"] |= {
-        "max_epochs": 1 + resumed,
-        "limit_train_batches": 3,
-        "accelerator": "cpu",
-        "devices": devices,
-    }
-    values["trainer"] |= {"strategy": STRATEGIES[name], "log_every_n_steps": 1}
-    values["trainer"]["callbacks"][0]["init_args"] = {
-        "num_prompts": 1,
-        "max_new_tokens": 4,
-    }  # of DecodeHeldOut
-    (home / name / "run.yaml").write_text(yaml.safe_dump(values))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    """The checkpoint of a few steps of the recipe `eagle`; if resumed, of one more epoch.
+
+    Args:
+        name: one of `STRATEGIES`; `auto` runs in one process, the other ones in two.
+    """
+    directory = home / name
+    directory.mkdir(exist_ok=resumed)
+    num_processes = 1 if name == "auto" else 2
+    config = run_config(name, target, corpus, num_processes)
+    config["trainer"]["max_epochs"] = 2 if resumed else 1
+    (directory / "run.yaml").write_text(yaml.safe_dump(config))
+
+    with socket.socket() as free_socket:
+        free_socket.bind(("127.0.0.1", 0))
+        port = str(free_socket.getsockname()[1])
     children = []
-    for rank in range(devices):  # as a launcher would start them
-        children.append(os.fork())
-        if not children[-1]:
-            os.chdir(home / name)
-            places = (
-                {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-                if devices > 1
-                else {}
-            )
-            os.environ.update({**places, "XDG_CACHE_HOME": str(home / name)})
-            signal.alarm(100)  # a collective that the other process never joins
-            outcome = call("fit", "--config", "run.yaml", *["--ckpt_path", "last"] * resumed)
-            (home / name / f"printed-{rank}.txt").write_text(outcome.err)
+    for rank in range(num_processes):
+        child = os.fork()
+        if child == 0:
+            os.chdir(directory)
+            os.environ["XDG_CACHE_HOME"] = str(directory)
+            if num_processes > 1:
+                # As a launcher would start them.
+                os.environ["LOCAL_RANK"] = str(rank)
+                os.environ["MASTER_ADDR"] = "127.0.0.1"
+                os.environ["MASTER_PORT"] = port
+            signal.alarm(100)  # ends a process that waits for a collective of the other one
+            resume = ["--ckpt_path", "last"] if resumed else []
+            outcome = call("fit", "--config", "run.yaml", *resume)
+            (directory / f"printed-{rank}.txt").write_text(outcome.err)
             os._exit(0 if outcome.code == 0 else 1)
+        children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    assert codes == [0] * devices, [
-        path.read_text()[-2000:] for path in (home / name).glob("printed*")
-    ]
-    events = EventAccumulator(str(home / name / "logs/target_eagle/version_0")).Reload()
-    losses = [event.value for event in events.Scalars("train/loss")]
-    return {
-        **checkpoint.read(home / name / "checkpoints/target_eagle/version_0/last.ckpt"),
-        "losses": losses,
-    }
+    printed = [path.read_text()[-2000:] for path in directory.glob("printed*")]
+    assert codes == [0] * num_processes, printed
+
+    curves = EventAccumulator(str(directory / "logs/target_eagle/version_0")).Reload()
+    content = checkpoint.read(directory / "checkpoints/target_eagle/version_0/last.ckpt")
+    return {**content, "losses": [event.value for event in curves.Scalars("train/loss")]}
+
+
+def run_config(name: str, target: str, corpus: Path, num_processes: int) -> dict[str, Any]:
+    config = config_for("eagle", target, [str(corpus)])
+    config["model"]["init_args"]["learn_from_prompts"] = True
+    config["data"]["init_args"].update(
+        {"batch_size": 4 // num_processes, "num_val": 2, "num_test": 1}
+    )
+    config["trainer"].update(
+        {
+            "limit_train_batches": 3,
+            "accelerator": "cpu",
+            "devices": num_processes,
+            "strategy": STRATEGIES[name],
+            "log_every_n_steps": 1,
+        }
+    )
+    decode_held_out = config["trainer"]["callbacks"][0]
+    decode_held_out["init_args"] = {"num_prompts": 1, "max_new_tokens": 4}
+    return config
 
 
 @pytest.fixture(scope="module")
-def alone(
+def single_process(
     target: str, corpus: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
-    """Of a run, and of that run when it was resumed."""
-    home = tmp_path_factory.mktemp("alone")
+    """The checkpoint of a run, and of the same run after it was resumed."""
+    home = tmp_path_factory.mktemp("single")
     return [trained("auto", target, corpus, home, resumed=resumed) for resumed in (False, True)]
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_two_processes_learn_what_one_learns(
-    name: str, alone: list[dict[str, Any]], target: str, corpus: Path, tmp_path: Path
+    name: str, single_process: list[dict[str, Any]], target: str, corpus: Path, tmp_path: Path
 ) -> None:
-    for resumed in (False, True)[: 1 + (name == "fsdp2")]:
-        one, both = alone[resumed], trained(name, target, corpus, tmp_path, resumed=resumed)
-        assert both["global_step"] == one["global_step"] == 3 + 3 * resumed
-        assert both["losses"] == pytest.approx(one["losses"], rel=1e-3 if resumed else 1e-5)
-        assert len(both["losses"]) == 3 + 3 * resumed
-        for key, weight in one["state_dict"].items():
-            torch.testing.assert_close(both["state_dict"][key], weight, rtol=1e-3, atol=1e-4)
+    parts = (False, True) if name == "fsdp2" else (False,)
+    for resumed in parts:
+        single = single_process[resumed]
+        double = trained(name, target, corpus, tmp_path, resumed=resumed)
+        num_steps = 6 if resumed else 3
+        assert double["global_step"] == single["global_step"] == num_steps
+        assert len(double["losses"]) == num_steps
+        tolerance = 1e-3 if resumed else 1e-5
+        assert double["losses"] == pytest.approx(single["losses"], rel=tolerance)
+        for key, weight in single["state_dict"].items():
+            torch.testing.assert_close(double["state_dict"][key], weight, rtol=1e-3, atol=1e-4)

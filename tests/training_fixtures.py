@@ -1,4 +1,4 @@
-"""One run of the shipped config, made once for all tests that read it; trainer verbs run inside the test process."""
+"""One run of the shipped config for all tests, and trainer verbs inside the test process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import yaml
 CONFIGS = Path(__file__).parent.parent / "configs"
 RNN_CONFIG = CONFIGS / "rnn.yaml"
 EPOCHS = 30
-"""Of the shipped config's 100: enough for its losses to fall below 1."""
+"""The shipped config has 100; after these its losses are below 1."""
 TINY: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -27,7 +27,7 @@ TINY: dict[str, Any] = {
 
 
 class TrainedRun(NamedTuple):
-    """A finished `fit` of the shipped config: where it ran, and what it printed."""
+    """A finished `fit` of the shipped config: its directory, and what it printed."""
 
     directory: Path
     output: str
@@ -46,35 +46,44 @@ class TrainedRun(NamedTuple):
 
 
 def begin_training(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Begin to train the shipped config (about 8 s) where no worker has; gives its directory. The process that trains
-    inherits the lock beside it, which is free when it has ended."""
+    """Begin to train the shipped config (8 s) unless another worker has; return its directory.
+
+    The training process inherits the lock file next to the directory and frees it when it ends.
+    """
     base = tmp_path_factory.getbasetemp()
-    made = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shipped-run"
-    lock = os.open(f"{made}.lock", os.O_RDWR | os.O_CREAT)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    directory = base / "shipped-run"
+    lock = os.open(f"{directory}.lock", os.O_RDWR | os.O_CREAT)
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not made.exists():
-            made.mkdir()
+        if not directory.exists():
+            directory.mkdir()
             program = "from lightning_specdec.training.cli import run; run()"
             command = [sys.executable, "-c", program, "fit", "--config", str(RNN_CONFIG)]
             command += ["--trainer.accelerator", "cpu", "--trainer.max_epochs", str(EPOCHS)]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            with (made / "printed.txt").open("w") as out, (made / "warned.txt").open("w") as err:
+            with (
+                (directory / "printed.txt").open("w") as out,
+                (directory / "warned.txt").open("w") as err,
+            ):
                 subprocess.Popen(
-                    command, cwd=made, env=environment, stdout=out, stderr=err, pass_fds=[lock]
+                    command, cwd=directory, env=environment, stdout=out, stderr=err, pass_fds=[lock]
                 )
     os.close(lock)
-    return made
+    return directory
 
 
 @pytest.fixture(scope="session")
 def shipped_run(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
-    """The finished run of configs/rnn.yaml, made once for all workers, a copy for each. Read it, do not write to it."""
-    made, own = begin_training(tmp_path_factory), tmp_path_factory.mktemp("shipped") / "run"
-    with open(f"{made}.lock") as lock:
+    """The finished run of configs/rnn.yaml. Do not write to it."""
+    directory = begin_training(tmp_path_factory)
+    with open(f"{directory}.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-    shutil.copytree(made, own)
-    run = TrainedRun(own, (own / "printed.txt").read_text() + (own / "warned.txt").read_text())
+    copy = tmp_path_factory.mktemp("shipped") / "run"
+    shutil.copytree(directory, copy)
+    output = (copy / "printed.txt").read_text() + (copy / "warned.txt").read_text()
+    run = TrainedRun(copy, output)
     assert run.last.exists(), run.output[-2000:]
     return run
 
@@ -82,11 +91,13 @@ def shipped_run(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
 def verb(
     monkeypatch: pytest.MonkeyPatch, directory: Path, *arguments: str, logger: bool = False
 ) -> None:
-    """Run a trainer verb in this process, in that directory, on the CPU; logs are written only if they are wanted."""
+    """Run a trainer verb in this process, in that directory, on the CPU."""
     from lightning_specdec.training.cli import run
 
     monkeypatch.chdir(directory)
-    options = ["--trainer.accelerator", "cpu", *([] if logger else ["--trainer.logger", "false"])]
+    options = ["--trainer.accelerator", "cpu"]
+    if not logger:
+        options += ["--trainer.logger", "false"]
     command = [
         "lightning_specdec",
         arguments[0],
@@ -103,31 +114,34 @@ def shrunk(name: str, directory: Path, **sizes: int) -> Path:
     """A shipped config with networks and data that train in a second.
 
     Args:
-        sizes: of the networks, where they are not those of `TINY`.
+        name: the name of the config.
+        directory: where the new config is written.
+        sizes: sizes of the networks that differ from `TINY`.
     """
-    values = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
-    arguments = values["model"]["init_args"]
+    config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    arguments = config["model"]["init_args"]
     if "exit_weights" in arguments:
         sizes = {"num_hidden_layers": len(arguments["exit_weights"]), **sizes}
-    for model in (
-        arguments["target"],
-        arguments.get("draft"),
-        *arguments.get("drafts", {}).values(),
-    ):
-        if model is not None:
-            model["init_args"]["model"] = {**model["init_args"]["model"], **TINY, **sizes}
-    values["data"]["init_args"] |= {
-        "batch_size": 16,
-        "vocab_size": 24,
-        "length": 14,
-        "num_train": 32,
-        "num_val": 4,
-        "num_test": 2,
-    }
-    values["trainer"] |= {"max_epochs": 1, "accelerator": "cpu", "logger": False}
-    for callback in values["trainer"]["callbacks"]:
+    models = [arguments["target"], *arguments.get("drafts", {}).values()]
+    if arguments.get("draft") is not None:
+        models.append(arguments["draft"])
+    for model in models:
+        model["init_args"]["model"] = {**model["init_args"]["model"], **TINY, **sizes}
+
+    config["data"]["init_args"].update(
+        {
+            "batch_size": 16,
+            "vocab_size": 24,
+            "length": 14,
+            "num_train": 32,
+            "num_val": 4,
+            "num_test": 2,
+        }
+    )
+    config["trainer"].update({"max_epochs": 1, "accelerator": "cpu", "logger": False})
+    for callback in config["trainer"]["callbacks"]:
         if callback["class_path"] == "DecodeHeldOut":
             callback["init_args"] = {"num_prompts": 1, "max_new_tokens": 4}
     path = directory / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
     return path

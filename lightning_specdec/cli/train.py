@@ -1,4 +1,4 @@
-"""The Trainer's verbs: a short help without imports; everything else is LightningCLI's, in `training.cli`."""
+"""The trainer verbs: a short help without imports. `training.cli` does everything else."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,16 +38,17 @@ lightning_specdec generate --model GenerateText --model.target ./llama --model.o
 lightning_specdec generate --model.help GenerateText""",
 }
 _RECIPE = """\
-  --recipe NAME         a draft for a pretrained target without a YAML: eagle, block, medusa, exit, layers or pair
-  --target DIR          its directory; all that depends on it follows from it
-  --text PATH...        directories that generate wrote, or text files; shipped is SmolLM2's own text
-  --minutes M           how long the run takes, start-up included (default: three epochs)
+  --recipe NAME         a draft for a pretrained target without a YAML: eagle, block, medusa, exit,
+                        layers or pair
+  --target DIR          the target's directory; settings that depend on it follow from it
+  --text PATH...        directories that generate wrote, or text files; shipped is SmolLM2's text
+  --minutes M           duration of the run, start-up included (default: three epochs)
 """
 _ENGINE = """\
   --engine ENGINE       vLLM: a server's address, or the Python of its environment (--model.engine)
 """
 _OPTIONS = """\
-  --config FILE         YAML of the run; repeat to lay one over another
+  --config FILE         YAML of the run; repeat to override values of the file before
   --ckpt_path FILE      last, best or a checkpoint: fit resumes from it, the others use it
   --save_seconds X      seconds between checkpoints while fit runs (default 60)
   --seed_everything INT seed of initialization and data order
@@ -58,73 +60,117 @@ _OPTIONS = """\
   --help_all            every argument of the Trainer (slow: imports it)
   --debug               show the traceback of an error"""
 
-_ENOUGH = ("--config", "--model", "--data", "--print_config")
-"""Options without one of which nothing is described that could run."""
+_CONFIG_OPTIONS = ("--config", "--model", "--data", "--print_config")
+"""Options without any of which a command describes no run."""
 
 
 def run(verb: str, words: list[str]) -> int:
-    """Show the help, or hand over to LightningCLI, which reads `sys.argv`."""
-    if {"-h", "--help"} & set(words):
-        configs = sorted(path.stem for path in shipped_directory().parent.glob("*.yaml"))
-        example = _EXAMPLES.get(
-            verb, f"lightning_specdec {verb} --config configs/rnn.yaml --ckpt_path last"
-        )
-        say(
-            f"usage: lightning_specdec {verb} --config FILE [options]\n\n{SUMMARIES[verb]}\n\noptions:"
-        )
-        say(_RECIPE * (verb == "fit") + _ENGINE * (verb == "generate") + _OPTIONS + "\n")
-        say(f"configs that ship (configs/NAME.yaml): {', '.join(configs)}\n\nexamples:\n{example}")
-        return 0
-    if verb == "generate":
-        words = [re.sub(r"^--engine(?==|$)", "--model.engine", word) for word in words]
-    words = ["--help" if word == "--help_all" else word for word in words if word != "--debug"]
-    sys.argv[2:] = ["=".join(map(shipped_config, word.split("=", 1))) for word in words]
-    began = time.monotonic()
-    if verb == "fit" and any(word.partition("=")[0] == "--recipe" for word in sys.argv[2:]):
-        values, rest = _by_recipe(sys.argv[2:])
-        if rest == ["--print_config"]:  # with further options LightningCLI resolves and prints them
-            say(yaml.safe_dump(values, sort_keys=False), end="")
-            return 0
-        sys.argv[2:] = ["--config", yaml.safe_dump(values, sort_keys=False), *rest]
-    _check(verb, sys.argv[2:])
-    from lightning_specdec.training.cli import run
+    """Show the help, or hand over to LightningCLI, which reads `sys.argv`.
 
-    run(began)
+    Args:
+        verb: one of `SUMMARIES`.
+        words: the arguments after the verb.
+    """
+    if {"-h", "--help"} & set(words):
+        _print_help(verb)
+        return 0
+    start = time.monotonic()
+    arguments = _translate(verb, words)
+    if verb == "fit" and any(word.partition("=")[0] == "--recipe" for word in arguments):
+        config, other_arguments = _from_recipe(arguments)
+        # With further options LightningCLI resolves the config and prints it.
+        if other_arguments == ["--print_config"]:
+            say(yaml.safe_dump(config, sort_keys=False), end="")
+            return 0
+        arguments = ["--config", yaml.safe_dump(config, sort_keys=False), *other_arguments]
+    _check(verb, arguments)
+    sys.argv[2:] = arguments
+    from lightning_specdec.training import cli
+
+    cli.run(start)
     return 0
 
 
+def _print_help(verb: str) -> None:
+    config_names = sorted(path.stem for path in shipped_directory().parent.glob("*.yaml"))
+    options = _OPTIONS
+    if verb == "fit":
+        options = _RECIPE + options
+    if verb == "generate":
+        options = _ENGINE + options
+    default_example = f"lightning_specdec {verb} --config configs/rnn.yaml --ckpt_path last"
+    say(
+        f"usage: lightning_specdec {verb} --config FILE [options]\n\n{SUMMARIES[verb]}\n\n"
+        f"options:\n{options}\n"
+    )
+    say(
+        f"configs that ship (configs/NAME.yaml): {', '.join(config_names)}\n\n"
+        f"examples:\n{_EXAMPLES.get(verb, default_example)}"
+    )
+
+
+def _translate(verb: str, words: list[str]) -> list[str]:
+    """Replace our short options and the names of shipped configs by what LightningCLI reads."""
+    arguments = []
+    for word in words:
+        if word == "--debug":
+            continue
+        if word == "--help_all":
+            word = "--help"
+        if verb == "generate":
+            word = re.sub(r"^--engine(?==|$)", "--model.engine", word)
+        # `--option=value` has the name of a config after the first equals sign.
+        parts = [shipped_config(part) for part in word.split("=", 1)]
+        arguments.append("=".join(parts))
+    return arguments
+
+
 def _check(verb: str, words: list[str]) -> None:
-    """Refuse, before Lightning is imported, what cannot be a run."""
-    options = [
-        (*word.split("=", 1), after)[:2]
-        for word, after in zip(words, [*words[1:], ""], strict=False)
-    ]
+    """Refuse a command that cannot be a run, before the slow import of Lightning."""
+    options = _options(words)
     names = {name for name, _ in options}
-    if unused := sorted(names & {"--target", "--text", "--minutes"}):
-        raise ValueError(f"{unused[0]} is an option of --recipe NAME")
-    if not any(name.endswith("help") or name.startswith(_ENOUGH) for name in names):
+    recipe_options = sorted(names & {"--target", "--text", "--minutes"})
+    if recipe_options:
+        raise ValueError(f"{recipe_options[0]} is an option of --recipe NAME")
+
+    if not any(_describes_run(name) for name in names):
         example = "configs/smollm2_generate.yaml" if verb == "generate" else "configs/rnn.yaml"
-        raise ValueError(
-            f"{verb} needs --config FILE, as {example}{', or --recipe NAME' * (verb == 'fit')}"
-        )
+        alternative = ", or --recipe NAME" if verb == "fit" else ""
+        raise ValueError(f"{verb} needs --config FILE, as {example}{alternative}")
+
     for name, value in options:
-        if name == "--config" and value.endswith((".yaml", ".yml")) and not Path(value).exists():
+        is_yaml = value.endswith((".yaml", ".yml"))
+        if name == "--config" and is_yaml and not Path(value).exists():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), value)
 
 
-class _Parser(argparse.ArgumentParser):
+def _options(words: list[str]) -> list[tuple[str, str]]:
+    """Each word as the name of an option, with its value: `--name=value`, or the next word."""
+    options = []
+    for word, next_word in pairwise([*words, ""]):
+        name, separator, joined_value = word.partition("=")
+        options.append((name, joined_value if separator else next_word))
+    return options
+
+
+def _describes_run(option_name: str) -> bool:
+    return option_name.endswith("help") or option_name.startswith(_CONFIG_OPTIONS)
+
+
+class _RecipeParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}: fit --recipe NAME --target DIR --text PATH... [--minutes M]")
 
 
-def _by_recipe(words: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The config that a recipe's options stand for, and the options that are not the recipe's."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    for name in ("--recipe", "--target"):
-        parser.add_argument(name, required=True)
+def _from_recipe(words: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The config that a recipe's options stand for, and all other options."""
+    parser = _RecipeParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--recipe", required=True)
+    parser.add_argument("--target", required=True)
     parser.add_argument("--text", nargs="+", required=True)
     parser.add_argument("--minutes", type=float)
-    given, rest = parser.parse_known_args(words)
+    options, other_arguments = parser.parse_known_args(words)
     from lightning_specdec.training.draft_recipes import config_for
 
-    return config_for(given.recipe, given.target, given.text, minutes=given.minutes), rest
+    config = config_for(options.recipe, options.target, options.text, minutes=options.minutes)
+    return config, other_arguments

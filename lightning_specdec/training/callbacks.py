@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: a progress bar, TensorBoard's curves, histograms and HParams."""
+"""What a run shows and saves: a progress bar, TensorBoard's curves, and the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -16,55 +16,80 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_specdec.training.accumulation import rewind_to_step
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.metrics import SAMPLINGS
 from lightning_specdec.training.optimizers import time_share
 
+_LONGEST_LIST = 16
+"""Lists with more entries, such as a draft's vocabulary, are summarized in the HParams tab."""
+
 
 def tensorboards(trainer: Trainer) -> list[TensorBoardLogger]:
+    """The Trainer's TensorBoard loggers."""
     return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
 
 
+def logged_step(trainer: Trainer) -> int:
+    """The step at which Lightning logs a validation's scalars: the last optimizer step, from 0.
+
+    A run that resumes after this validation removes only the events of later steps.
+    """
+    return max(0, trainer.global_step - 1)
+
+
 class TensorBoardCurves(TensorBoardLogger):
-    """A `TensorBoardLogger` whose first groups are `train` and `val`: the epoch is `train/epoch`, and there is no
-    metric that nobody measured."""
+    """A `TensorBoardLogger` whose tags begin with `train` or `val`.
+
+    The epoch is logged as `train/epoch`, and the HParams tab has no placeholder metric.
+    """
 
     def __init__(self, save_dir: str = "logs", name: str = "runs") -> None:
         super().__init__(save_dir, name, default_hp_metric=False)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        super().log_metrics(
-            {"train/epoch" if name == "epoch" else name: metrics[name] for name in metrics}, step
-        )
+        renamed = dict(metrics)
+        if "epoch" in renamed:
+            renamed["train/epoch"] = renamed.pop("epoch")
+        super().log_metrics(renamed, step)
 
 
 def progress_bar(total: int | None, unit: str, *, initial: int = 0, shown: bool = True) -> Tqdm:
-    """A bar on stderr; where that is no terminal it prints a line every ten seconds."""
+    """A bar on stderr; if stderr is no terminal, it prints a line every ten seconds."""
     return Tqdm(
         total=total,
         initial=initial,
         unit=unit,
         disable=not shown,
         dynamic_ncols=True,
-        smoothing=0,  # the time left is by the average so far, validations included
+        smoothing=0,  # estimate the time left from the whole run, validations included
         file=sys.stderr,
         mininterval=0.1 if sys.stderr.isatty() else 10,
-        bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit} {elapsed}<{remaining}{postfix}",
+        bar_format=(
+            "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit} "
+            "{elapsed}<{remaining}{postfix}"
+        ),
     )
 
 
 class RunProgressBar(ProgressBar):
-    """One bar for the whole run of `fit` or `generate`: time left, the newest losses, and tokens per second.
+    """One bar for the whole run of `fit` or `generate`.
 
-    A module that reports its own progress, as `GenerateText`, has the attributes `num_rows` and `watch`.
+    It shows the time left, the newest losses, and tokens per second.
+
+    A module that reports its own progress, such as `GenerateText`, has the attributes `num_rows`
+    and `watch`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._enabled = True
         self._bar: Tqdm | None = None
-        self._num_tokens: Any = 0  # a tensor on the device once there is one
-        self._seconds, self._began, self._shown = 0.0, 0.0, -math.inf
+        # The count becomes a tensor on the device, so that counting does not wait for the device.
+        self._num_tokens: Any = 0
+        self._training_seconds = 0.0
+        self._batch_start = 0.0
+        self._last_refresh = -math.inf
 
     def disable(self) -> None:
         self._enabled = False
@@ -73,33 +98,42 @@ class RunProgressBar(ProgressBar):
         self._enabled = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        steps = trainer.estimated_stepping_batches
-        total = None if math.isinf(steps) else int(steps)
+        num_steps = trainer.estimated_stepping_batches
+        total = None if math.isinf(num_steps) else int(num_steps)
         self._bar = progress_bar(total, "step", initial=trainer.global_step, shown=self._enabled)
-        self._num_tokens, self._seconds, self._shown = 0, 0.0, -math.inf
+        self._num_tokens = 0
+        self._training_seconds = 0.0
+        self._last_refresh = -math.inf
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._began = time.perf_counter()
+        self._batch_start = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         now = time.perf_counter()
-        if isinstance(lengths := getattr(batch, "lengths", None), torch.Tensor):
-            self._num_tokens, self._seconds = (
-                self._num_tokens + lengths.sum(),
-                self._seconds + now - self._began,
-            )
+        lengths = getattr(batch, "lengths", None)
+        if isinstance(lengths, torch.Tensor):
+            self._num_tokens = self._num_tokens + lengths.sum()
+            self._training_seconds += now - self._batch_start
         if self._bar is None or self._bar.disable:
             return
-        if now - self._shown >= self._bar.mininterval:  # reading a loss waits for the device
-            self._shown = now
+
+        if now - self._last_refresh >= self._bar.mininterval:
+            # Reading a loss waits for the device, so metrics are read no more often than they are
+            # shown.
+            self._last_refresh = now
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+            if trainer.accumulate_grad_batches > 1:
+                loss = None  # a part of the step's loss, which the module logs
             self._show_metrics(trainer, pl_module, loss)
-        if timed := time_share(trainer):  # the steps that the time is enough for
-            self._bar.total = max(trainer.global_step, round(trainer.global_step / timed))
+
+        time_used = time_share(trainer)
+        if time_used:
+            # Extrapolate the number of steps that the run has time for.
+            self._bar.total = max(trainer.global_step, round(trainer.global_step / time_used))
         self._bar.update(trainer.global_step - self._bar.n)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -110,152 +144,212 @@ class RunProgressBar(ProgressBar):
     ) -> None:
         if self._bar is None or self._bar.disable:
             return
-        metrics = {
-            name.partition("/")[2]: value
-            for name, value in self.get_metrics(trainer, pl_module).items()
-            if "/" in name
-        }
+        metrics = {}
+        for tag, value in self.get_metrics(trainer, pl_module).items():
+            _, separator, name = tag.partition("/")
+            if separator:
+                metrics[name] = value
         if loss is not None:
-            metrics["loss"] = float(loss) * trainer.accumulate_grad_batches
-        if self._seconds:
-            metrics["tokens/s"] = f"{float(self._num_tokens) / self._seconds:,.0f}"
+            metrics["loss"] = float(loss)
+        if self._training_seconds:
+            tokens_per_second = float(self._num_tokens) / self._training_seconds
+            metrics["tokens/s"] = f"{tokens_per_second:,.0f}"
         self._bar.set_postfix(metrics, refresh=False)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         module: Any = pl_module
         if not hasattr(module, "watch"):
             return
-        bar = self._bar = progress_bar(module.num_rows, "row", shown=self._enabled)
-        began, num_tokens = time.perf_counter(), 0
+        bar = progress_bar(module.num_rows, "row", shown=self._enabled)
+        self._bar = bar
+        start = time.perf_counter()
+        num_tokens = 0
 
-        def watch(num_new_tokens: int, num_ended: int) -> None:
+        def watch(num_new_tokens: int, num_finished_rows: int) -> None:
             nonlocal num_tokens
             num_tokens += num_new_tokens
-            bar.set_postfix_str(
-                f"{num_tokens / (time.perf_counter() - began):,.0f} tokens/s", refresh=False
-            )
-            bar.update(num_ended)
+            tokens_per_second = num_tokens / (time.perf_counter() - start)
+            bar.set_postfix_str(f"{tokens_per_second:,.0f} tokens/s", refresh=False)
+            bar.update(num_finished_rows)
 
         module.watch = watch
 
-    def teardown(self, *args: Any, **kwargs: Any) -> None:
+    def _close(self) -> None:
+        """End the bar before the run prints its last line."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
-    on_predict_end = on_exception = teardown  # a bar ends before the run's last line
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close()
 
 
 class SaveNewest(Callback):
-    """Saves the newest state after the first step and then every so many seconds, and before validations, which may be
-    long: a run that is killed loses no more.
+    """Saves the newest state after the first step, then at intervals, and before validations.
+
+    A validation may take long. A run that is killed loses no more than one interval.
 
     Args:
         checkpoints: the run's `ModelCheckpoint`s that keep its newest state.
-        seconds: between two checkpoints.
+        seconds: time between two checkpoints.
     """
 
     def __init__(self, checkpoints: Sequence[ModelCheckpoint], seconds: float) -> None:
-        self.checkpoints, self.seconds = list(checkpoints), seconds
-        self._saved = -math.inf
+        self.checkpoints = list(checkpoints)
+        self.seconds = seconds
+        self._last_save = -math.inf
+        self._save_on_exception = [checkpoint.save_on_exception for checkpoint in self.checkpoints]
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        # Until the Trainer has counted the step, an interrupted run must not save: the weights may
+        # have changed already, and the resumed run would repeat the step.
+        for checkpoint in self.checkpoints:
+            checkpoint.save_on_exception = False
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        for checkpoint, is_enabled in zip(self.checkpoints, self._save_on_exception, strict=True):
+            checkpoint.save_on_exception = is_enabled
         if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            return  # resumed from there, Lightning skips the validation and the end of the epoch, which save too
-        if trainer.strategy.broadcast(time.monotonic() - self._saved >= self.seconds):
+            # The end of the epoch saves too. A run that resumed from here would skip the
+            # validation.
+            return
+        if self._is_due(trainer, self.seconds):
             self._save(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        fits = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-        if fits and trainer.strategy.broadcast(time.monotonic() - self._saved >= self.seconds / 4):
+        is_training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        if is_training and self._is_due(trainer, self.seconds / 4):
             self._save(trainer)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        rewind_to_step(checkpoint, trainer)
+
+    def _is_due(self, trainer: Trainer, interval: float) -> bool:
+        """Whether the last save is that many seconds ago, by the clock of the first process."""
+        is_due = time.monotonic() - self._last_save >= interval
+        return bool(trainer.strategy.broadcast(is_due))
 
     def _save(self, trainer: Trainer) -> None:
         # Lightning resumes a validation that has begun a batch, and skips one that has not.
         validated: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
         validated.ready = validated.started = validated.completed + 1
         try:
-            for each in self.checkpoints:
-                trainer.save_checkpoint(
-                    Path(str(each.dirpath)) / f"{each.filename}.ckpt", weights_only=False
-                )
+            for checkpoint in self.checkpoints:
+                path = Path(str(checkpoint.dirpath)) / f"{checkpoint.filename}.ckpt"
+                trainer.save_checkpoint(path, weights_only=False)
         finally:
             validated.ready = validated.started = validated.completed
-        self._saved = time.monotonic()
+        self._last_save = time.monotonic()
 
 
 class AcceptedPerRound(Callback):
-    """Shows in TensorBoard how many draft tokens the rounds accept, as histograms that move with the epochs.
+    """Logs how many draft tokens the rounds accept, as histograms that change over the epochs.
 
-    Mass at 0: the draft is often wrong at once. Mass at `num_draft_tokens`: a longer window would save more. Tags:
-    `val/accepted_per_round`, `val/sampling_accepted_per_round` (expected counts, not whole numbers).
+    Mass at 0: the first draft token is often wrong. Mass at `num_draft_tokens`: more draft tokens
+    would save more. Tags: `val/accepted_per_round`, `val/sampling_accepted_per_round` (expected
+    counts, not whole numbers).
     """
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         metrics = cast("SpeculativeTraining", pl_module).metrics
         for prefix in SAMPLINGS:
-            # Every process takes part in the sum, one writes.
+            # All processes take part in the sum, and the first one writes.
             rounds = metrics.of(prefix).compute()["accepted_per_round"].double().cpu()
             if trainer.sanity_checking or not trainer.is_global_zero:
                 continue
-            kept = torch.arange(len(rounds))
+            num_accepted = torch.arange(len(rounds))
             for logger in tensorboards(trainer):
                 logger.experiment.add_histogram_raw(
                     f"val/{prefix}accepted_per_round",
                     min=0,
                     max=len(rounds) - 1,
                     num=float(rounds.sum()),
-                    sum=float((kept * rounds).sum()),
-                    sum_squares=float((kept * kept * rounds).sum()),
-                    bucket_limits=(kept + 0.5).tolist(),
+                    sum=float((num_accepted * rounds).sum()),
+                    sum_squares=float((num_accepted * num_accepted * rounds).sum()),
+                    bucket_limits=(num_accepted + 0.5).tolist(),
                     bucket_counts=rounds.tolist(),
-                    global_step=trainer.global_step,
+                    global_step=logged_step(trainer),
                 )
 
 
 class HyperparameterTable(Callback):
-    """Fills TensorBoard's HParams tab: one row for each run, with its arguments and the newest validation metrics.
+    """Fills TensorBoard's HParams tab: a row per run with its arguments and validation metrics.
 
-    The row is announced at the first validation and shows the `val/...` scalars themselves, so a run that was stopped
-    before has none, and nothing is shown that was not reached.
+    The row is written at the first validation and shows the `val/...` scalars themselves. So a run
+    that stopped before has no row, and no metric is shown that was not measured.
     """
 
     metrics = ("loss", "draft_loss", "target_loss", "acceptance_rate", "block_efficiency")
 
     def __init__(self) -> None:
-        self._announced = False
+        self._is_written = False
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._announced or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+        if self._is_written or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
-        from torch.utils.tensorboard.summary import hparams
+        self._is_written = True
+        arguments = self._arguments(cast("SpeculativeTraining", pl_module))
+        reached = {}
+        for name in self.metrics:
+            value = trainer.callback_metrics.get(f"val/{name}")
+            if value is not None:
+                reached[f"val/{name}"] = float(value)
+        if trainer.is_global_zero:
+            for logger in tensorboards(trainer):
+                _write_row(logger, arguments, reached)
 
-        self._announced = True
-        module = cast("SpeculativeTraining", pl_module)
-        recipe, networks = module.recipe(), module.describe()
-        given = _flat({**module.settings(), "data": recipe["data"], **recipe["data_arguments"]})
-        given |= {**_flat(networks["drafter"], "draft"), **_flat(networks["target"], "target")}
-        names = (f"val/{name}" for name in self.metrics)
-        reached = {
-            name: float(value)
-            for name in names
-            if (value := trainer.callback_metrics.get(name)) is not None
+    def _arguments(self, module: SpeculativeTraining) -> dict[str, Any]:
+        """The arguments of the training, its data and its networks, on one level."""
+        recipe = module.recipe()
+        networks = module.describe()
+        training_arguments = {
+            **module.settings(),
+            "data": recipe["data"],
+            **recipe["data_arguments"],
         }
-        for logger in tensorboards(trainer) if trainer.is_global_zero else ():
-            logger.hparams.update(given)
-            for summary in hparams(given, reached):
-                logger.experiment._get_file_writer().add_summary(summary)
+        return {
+            **_flat(training_arguments),
+            **_flat(networks["drafter"], "draft"),
+            **_flat(networks["target"], "target"),
+        }
+
+
+def _write_row(
+    logger: TensorBoardLogger, arguments: dict[str, Any], metrics: dict[str, float]
+) -> None:
+    """Write a row of the HParams tab, which refers to metrics by name.
+
+    `TensorBoardLogger.log_hyperparams` would also log the metrics as scalars, a second time.
+    """
+    from torch.utils.tensorboard.summary import hparams
+
+    logger.hparams.update(arguments)
+    for summary in hparams(arguments, metrics):
+        logger.experiment._get_file_writer().add_summary(summary)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested arguments as one level of names, with values that TensorBoard takes."""
+    """Nested arguments as one level of names, with values that TensorBoard accepts."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        place = prefix if name in ("arguments", "model") else f"{prefix}/{name}".strip("/")
+        # `arguments` and `model` only group what is below them.
+        tag = prefix if name in ("arguments", "model") else f"{prefix}/{name}".strip("/")
         if isinstance(value, Mapping):
-            flat |= _flat(value, place)
-        elif isinstance(value, list | tuple) and len(value) > 16:  # such as a draft's vocabulary
-            flat[place] = f"{len(value)} entries"
+            flat.update(_flat(value, tag))
+        elif isinstance(value, list | tuple) and len(value) > _LONGEST_LIST:
+            flat[tag] = f"{len(value)} entries"
+        elif isinstance(value, str | int | float):
+            flat[tag] = value
         elif value is not None:
-            flat[place] = value if isinstance(value, str | int | float) else str(value)
+            flat[tag] = str(value)
     return flat

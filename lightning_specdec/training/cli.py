@@ -1,7 +1,8 @@
-"""The verbs fit, validate, test and generate: YAML and options become a Trainer, a model and data."""
+"""The verbs fit, validate, test and generate, as a LightningCLI."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import logging
@@ -10,22 +11,24 @@ import signal
 import sys
 import threading
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
 from jsonargparse import ArgumentError, set_parsing_settings
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from lightning_specdec import training as _training  # noqa: F401  # YAML can name a class once it is imported
+# YAML can name the classes of these packages once they are imported.
+from lightning_specdec import training as _training  # noqa: F401
 from lightning_specdec.config.checks import require_number
 from lightning_specdec.config.kinds import MODELS, search_here
 from lightning_specdec.config.terminal import say
 from lightning_specdec.config.yaml_text import check_yaml
-from lightning_specdec.data import *  # noqa: F403  # likewise
+from lightning_specdec.data import *  # noqa: F403
 from lightning_specdec.models.packed import limit_threads
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.callbacks import RunProgressBar, SaveNewest
@@ -36,44 +39,62 @@ from lightning_specdec.training.runs import (
     RunFiles,
     SafeCheckpointIO,
     check_checkpoint,
+    is_trial,
     seen_from_here,
 )
 
-_TAKES_YAML = ("--config", "--trainer", "--model", "--data")
+_YAML_OPTIONS = ("--config", "--trainer", "--model", "--data")
+"""Options whose values may be YAML files."""
 _SUMMARY = ("loss", "acceptance_rate", "block_efficiency", "walltime_speedup")
+"""Metrics that are printed at the end of a run."""
 _SCAFFOLD = re.compile(
-    r"Does not validate against any|Subtypes:|Errors:|Given value( type)?:|Problem with given class_path '[^']*':$"
-    r"|Expected a path but|Expected a <class 'NoneType'>|Parser key"
+    r"Does not validate against any|Subtypes:|Errors:|Given value( type)?:"
+    r"|Problem with given class_path '[^']*':$|Expected a path but"
+    r"|Expected a <class 'NoneType'>|Parser key"
 )
+"""Lines of a jsonargparse error that do not name a reason."""
 
 
 class SaveConfig(SaveConfigCallback):
-    """Saves the resolved config beside a training run's checkpoints, or its logs; the other verbs change nothing."""
+    """Saves the resolved config of a training run next to its checkpoints, or its logs.
+
+    The saved config begins a new run, also if this run was resumed from a checkpoint.
+    """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        log_dir = trainer.log_dir
-        if stage == "fit" and trainer.is_global_zero:
-            callbacks = [
-                each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)
-            ]
-            for place in {str(each.dirpath) for each in callbacks if each.dirpath} or {log_dir} - {
-                None
-            }:
-                Path(str(place)).mkdir(parents=True, exist_ok=True)
-                path = Path(str(place)) / self.config_filename
-                self.parser.save(
-                    self.config, path, skip_none=False, overwrite=True, multifile=False
-                )
+        log_dir = trainer.log_dir  # all processes take part in this
+        if stage != "fit" or not trainer.is_global_zero:
+            return
+        directories = set()
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath:
+                directories.add(Path(str(callback.dirpath)))
+        if not directories and log_dir is not None:
+            directories.add(Path(log_dir))
+
+        config = self.config.clone()
+        config["ckpt_path"] = None
+        for directory in directories:
+            directory.mkdir(parents=True, exist_ok=True)
+            self.parser.save(
+                config,
+                directory / self.config_filename,
+                skip_none=False,
+                overwrite=True,
+                multifile=False,
+            )
 
 
 class CliTrainer(Trainer):
-    """A Trainer with the verbs of the command line that Lightning has not."""
+    """A Trainer with the verbs of the command line that Lightning does not have."""
 
     def generate(self, model: LightningModule, datamodule: LightningDataModule) -> None:
         """Write the target's own text; see `GenerateText`."""
-        if self.world_size > 1 and "://" not in (getattr(model, "engine", None) or "://"):
+        engine = getattr(model, "engine", None)
+        if self.world_size > 1 and engine and "://" not in engine:
             raise ValueError(
-                "several processes share one server: start vLLM and give its address as model.engine"
+                "several processes share one server: start vLLM and give its address as "
+                "model.engine"
             )
         self.predict(model, datamodule=datamodule, return_predictions=False)
 
@@ -81,11 +102,13 @@ class CliTrainer(Trainer):
 class TrainingCLI(LightningCLI):
     """LightningCLI with versioned checkpoints that never run code.
 
-    What the user gives (`--config`, options) may name classes of any module by their import paths. A checkpoint is
-    checked before anything starts, and its hyperparameters are never parsed.
+    Values from the user (`--config`, options) may name classes of any module by their import paths.
+    A checkpoint is checked before anything starts, and its hyperparameters are never parsed.
 
-    - `--ckpt_path` takes a file, a directory of runs, `last` or `best` (the newest run's; the default but for fit).
-    - The vocabulary is stated once, by the data; target and drafts take it from there.
+    - `--ckpt_path` accepts a file, a directory of runs, `last` or `best` (of the newest run; the
+    default
+      except for fit).
+    - The vocabulary size is set once, in the data; target and drafts take it from there.
     """
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -98,28 +121,33 @@ class TrainingCLI(LightningCLI):
         )
 
     def before_instantiate_classes(self) -> None:
-        """Give drafts by name the data's vocabulary, as links do for a target and a draft."""
+        """Pass the data's vocabulary size to drafts by name, as links do for a single draft."""
         config = self.config[self.subcommand]
-        size = config.get("data.init_args.vocab_size")
+        vocab_size = config.get("data.init_args.vocab_size")
         drafts = config.get("model.init_args.drafts") or {}
-        models = [
-            draft["init_args"] for draft in drafts.values() if draft.get("init_args") is not None
-        ]
-        for given in models if size is not None else ():
-            given["vocab_size"] = size
-        models += [
-            config.get(f"model.init_args.{name}.init_args") or {} for name in ("target", "draft")
-        ]
-        for given in models:
-            if given.get("vocab_size", 0) is None:
+        model_arguments = []
+        for draft in drafts.values():
+            if draft.get("init_args") is not None:
+                model_arguments.append(draft["init_args"])
+        if vocab_size is not None:
+            for arguments in model_arguments:
+                arguments["vocab_size"] = vocab_size
+
+        for name in ("target", "draft"):
+            model_arguments.append(config.get(f"model.init_args.{name}.init_args") or {})
+        for arguments in model_arguments:
+            if arguments.get("vocab_size", 0) is None:
                 raise ValueError(
-                    "the data module has no argument vocab_size to size the networks by: give it one, or state "
-                    "vocab_size in the init_args of target and draft"
+                    "the data module has no argument vocab_size to size the networks by: give it "
+                    "one, or state vocab_size in the init_args of target and draft"
                 )
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """The verb of this call and the arguments to skip: a parser for each verb would take as long as the rest."""
+        """The verb of this command and the arguments to skip.
+
+        Building a parser for each verb would take as long as everything else at the start.
+        """
         verbs = {**LightningCLI.subcommands(), "generate": {"model", "datamodule"}}
         return {sys.argv[1]: verbs[sys.argv[1]] | {"weights_only"}}
 
@@ -132,106 +160,115 @@ class TrainingCLI(LightningCLI):
         return parser
 
     def _parse_ckpt_path(self) -> None:
-        """Leave the config as it is: what a checkpoint says of classes and arguments is not for the parser."""
+        """Leave the config unchanged: the parser must not read a checkpoint's arguments."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        given = self._get(self.config_init, "trainer")
+        config = self._get(self.config_init, "trainer")
         if self.subcommand != "fit":
             kwargs["logger"] = False  # only training runs have curves
-        plugins = given.get("plugins") or []
-        plugins = plugins if isinstance(plugins, list) else [plugins]
-        if isinstance(self.model, GenerateText) and not given.get("callbacks"):
-            kwargs["callbacks"] = (
-                [] if given["enable_progress_bar"] is False else [RunProgressBar()]
-            )
+        if isinstance(self.model, GenerateText) and not config.get("callbacks"):
+            has_bar = config["enable_progress_bar"] is not False
+            kwargs["callbacks"] = [RunProgressBar()] if has_bar else []
+        plugins = config.get("plugins") or []
+        if not isinstance(plugins, list):
+            plugins = [plugins]
         trainer = super().instantiate_trainer(plugins=[*plugins, SafeCheckpointIO()], **kwargs)
         self.files = RunFiles(trainer)
         return trainer
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        """Look at all that the user gave before the Trainer starts, so that a fault leaves nothing behind."""
+        """Check all input before the Trainer starts, so that a wrong command leaves no files."""
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
         if subcommand == "generate":
+            # The target is loaded and checked when the Trainer starts.
             if not isinstance(self.model, GenerateText):
                 raise ValueError(
                     f"generate needs GenerateText as its model, got {type(self.model).__name__}"
                 )
-            return kwargs  # the target is not there yet: it is loaded and checked when the Trainer starts
+            return kwargs
+
         limit_threads(sum(parameter.numel() for parameter in self.model.parameters()))
         if isinstance(self.model, SpeculativeTraining):
             self.datamodule.setup(subcommand)
             self.model.check_data(self.datamodule)
-        files, name = self.files, kwargs.get("ckpt_path")
-        if name:
-            path = kwargs["ckpt_path"] = files.find(str(name))
+        checkpoint_name = kwargs.get("ckpt_path")
+        step = 0
+        if checkpoint_name:
+            path = self.files.find(str(checkpoint_name))
+            kwargs["ckpt_path"] = path
             step = check_checkpoint(
                 path, self.trainer, self.model, self.datamodule, resume=subcommand == "fit"
             )
-            self.trainer.callbacks.append(CheckOptimizers())  # type: ignore[attr-defined]
-        if subcommand == "fit":
-            files.claim(kwargs["ckpt_path"] if name == "last" else None)
-            if name and self.trainer.is_global_zero:
-                say(f"resuming {seen_from_here(path)} at step {step}")
-            seconds = require_number(
-                "save_seconds", self._get(self.config, "save_seconds"), low=0.0
-            )
-            self.trainer.callbacks.append(SaveNewest(files.newest, seconds))  # type: ignore[attr-defined]
+            self._add_callback(CheckOptimizers())
+        if subcommand == "fit" and not is_trial(self.trainer):
+            self._begin_run(kwargs.get("ckpt_path"), step, is_last=checkpoint_name == "last")
         return {**kwargs, "weights_only": True}
+
+    def _begin_run(self, checkpoint_path: str | None, step: int, *, is_last: bool) -> None:
+        """Claim the run's directories and save its newest state into them."""
+        self.files.claim(checkpoint_path if is_last else None, step)
+        if checkpoint_path and self.trainer.is_global_zero:
+            say(f"resuming {seen_from_here(checkpoint_path)} at step {step}")
+        seconds = require_number("save_seconds", self._get(self.config, "save_seconds"), low=0.0)
+        self._add_callback(SaveNewest(self.files.newest, seconds))
+
+    def _add_callback(self, callback: Callback) -> None:
+        self.trainer.callbacks.append(callback)  # type: ignore[attr-defined]
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:
             super()._run_subcommand(subcommand)
-        except SystemExit:  # Ctrl-C or SIGTERM
-            step, places = (
-                self.trainer.global_step,
-                (str(each.dirpath) for each in self.files.newest),
+        except SystemExit:
+            # Ctrl-C or SIGTERM
+            step = self.trainer.global_step
+            has_checkpoint = any(
+                Path(str(callback.dirpath), "last.ckpt").is_file() for callback in self.files.newest
             )
-            if (
-                step
-                and self.trainer.is_global_zero
-                and any(Path(each, "last.ckpt").is_file() for each in places)
-            ):
+            if step and self.trainer.is_global_zero and has_checkpoint:
                 say(f"stopped at step {step}: repeat with --ckpt_path last")
             raise
         finally:
             self.files.release(keep=self.trainer.state.finished or self.trainer.global_step > 0)
 
     def after_fit(self) -> None:
-        """Report what was reached and where it is."""
+        """Print the last metrics, and where checkpoints and curves are."""
         if not self.trainer.is_global_zero:
             return
-        values = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        shown = [
-            name for name in sorted(values) if name.endswith(_SUMMARY) and name.count("/") == 1
-        ]
-        say("  ".join(f"{name} {values[name]:.3f}" for name in shown))
+        summary = []
+        for name, value in sorted(self.trainer.callback_metrics.items()):
+            if name.endswith(_SUMMARY) and name.count("/") == 1:
+                summary.append(f"{name} {float(value):.3f}")
+        say("  ".join(summary))
+
         for callback in self.trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and Path(callback.best_model_path).is_file():
-                name = f"{callback.filename} checkpoint" if callback.filename else "checkpoint"
-                say(f"{name}: {seen_from_here(callback.best_model_path)}")
-        # The Trainer's log_dir is a question to all processes.
-        if self.trainer.logger and (
-            curves := self.trainer.logger.log_dir or self.trainer.logger.save_dir
-        ):
+                label = f"{callback.filename} checkpoint" if callback.filename else "checkpoint"
+                say(f"{label}: {seen_from_here(callback.best_model_path)}")
+
+        # Ask the logger: all processes would have to take part in the Trainer's `log_dir`.
+        logger = self.trainer.logger
+        curves = (logger.log_dir or logger.save_dir) if logger else None
+        if curves:
             say(f"curves: tensorboard --logdir {seen_from_here(curves)}")
 
 
 def prepare(arguments: list[str]) -> None:
-    """Check the YAML that a command line names, and import what it names by import paths or lazily known names.
+    """Check the YAML files of a command line, and import the classes that it names.
 
     Raises:
-        ValueError: a config is nested so deeply or repeats so much that the parser could not take it.
+        ValueError: a config is nested so deeply or repeats so much that the parser would fail.
     """
     texts = list(arguments)
-    for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
-        name, _, joined = option.partition("=")
-        path = Path(joined or value)
-        if name in _TAKES_YAML and "\n" not in str(path) and path.is_file():
-            texts.append(path.read_text(encoding="utf-8", errors="replace"))
-            try:
-                check_yaml(texts[-1])
-            except yaml.YAMLError:
-                pass  # the parser says where it is wrong
+    for option, next_argument in pairwise([*arguments, ""]):
+        name, _, joined_value = option.partition("=")
+        path = Path(joined_value or next_argument)
+        if name not in _YAML_OPTIONS or "\n" in str(path) or not path.is_file():
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        texts.append(text)
+        # The parser reports where the syntax is wrong.
+        with contextlib.suppress(yaml.YAMLError):
+            check_yaml(text)
     for name in MODELS:
         if any(name in text for text in texts):
             MODELS.load(name)
@@ -239,24 +276,30 @@ def prepare(arguments: list[str]) -> None:
 
 
 def one_line(report: str) -> str:
-    """The reasons of a jsonargparse error, without the types and alternatives around them."""
+    """Return the reasons of a jsonargparse error, without its types and alternatives."""
+    # dict.fromkeys drops repetitions and keeps the order.
     keys = dict.fromkeys(re.findall(r'Parser key "([^"]+)"', report))
-    lines = [
-        re.sub(r'^(- )?(Parser key "[^"]+":? ?)?', "", line.strip()) for line in report.splitlines()
-    ]
-    reasons = dict.fromkeys(line for line in lines if line and not _SCAFFOLD.match(line))
-    return ": ".join(
-        [*(".".join(keys),) * bool(keys), "; ".join(reasons) or " ".join(report.split())]
-    )
+    reasons: dict[str, None] = {}
+    for line in report.splitlines():
+        reason = re.sub(r'^(- )?(Parser key "[^"]+":? ?)?', "", line.strip())
+        if reason and not _SCAFFOLD.match(reason):
+            reasons[reason] = None
+    text = "; ".join(reasons) or " ".join(report.split())
+    if keys:
+        return f"{'.'.join(keys)}: {text}"
+    return text
 
 
 def _advice(report: str) -> str:
-    """A suggestion for an unknown option, or for a verb without a config."""
+    """Return a suggestion for an unknown option, or for a verb without a config."""
     if "arguments are required" in report:
-        verb = sys.argv[1]
-        return f": give --config FILE, as configs/{'smollm2_generate' if verb == 'generate' else 'rnn'}.yaml"
-    unknown = re.search(r"[Uu]nrecognized arguments: (--[\w.]+)", report)
-    known = (
+        example = "smollm2_generate" if sys.argv[1] == "generate" else "rnn"
+        return f": give --config FILE, as configs/{example}.yaml"
+    unknown_option = re.search(r"[Uu]nrecognized arguments: (--[\w.]+)", report)
+    if not unknown_option:
+        return ""
+
+    options = [
         "--config",
         "--ckpt_path",
         "--model",
@@ -264,15 +307,16 @@ def _advice(report: str) -> str:
         "--save_seconds",
         "--seed_everything",
         "--print_config",
-    )
-    options = [*known, *(f"--trainer.{name}" for name in inspect.signature(Trainer).parameters)]
-    names = {option.rpartition(".")[2].lstrip("-"): option for option in options}
-    near = (
-        difflib.get_close_matches(unknown[1].rpartition(".")[2].lstrip("-"), names, n=1)
-        if unknown
-        else []
-    )
-    return f": did you mean {names[near[0]]}?" if near else ""
+    ]
+    for name in inspect.signature(Trainer).parameters:
+        options.append(f"--trainer.{name}")
+    # Compare the last parts of dotted names: `--max_epochs` means `--trainer.max_epochs`.
+    option_by_name = {option.rpartition(".")[2].lstrip("-"): option for option in options}
+    unknown_name = unknown_option[1].rpartition(".")[2].lstrip("-")
+    similar_names = difflib.get_close_matches(unknown_name, option_by_name, n=1)
+    if not similar_names:
+        return ""
+    return f": did you mean {option_by_name[similar_names[0]]}?"
 
 
 def run(began: float | None = None) -> None:
@@ -282,15 +326,15 @@ def run(began: float | None = None) -> None:
         began: when the process began, on the clock of `time.monotonic`, for runs of a given time.
 
     Raises:
-        ValueError: a fault of the command line, the config, the data or the checkpoint, in one line.
-        FileNotFoundError: a file that is not there, in one line.
-        SystemExit: the run was interrupted; its last checkpoint is whole.
+        ValueError: the command line, the config, the data or the checkpoint is wrong; one line.
+        FileNotFoundError: a file does not exist; one line.
+        SystemExit: the run was interrupted; its last checkpoint is complete.
     """
     quiet_lightning()
-    threading.excepthook = tell_once
+    threading.excepthook = report_thread_error
     if began is not None:
         TimeLimit.began = began
-    # A model of transformers is described by plain values, which the parser would build itself.
+    # A transformers model is described by plain values, from which the parser must not build it.
     set_parsing_settings(
         import_path_denylist=["transformers"], instantiate_subclass_spec_in_any=False
     )
@@ -310,41 +354,44 @@ def run(began: float | None = None) -> None:
             trainer_defaults={"log_every_n_steps": 10},
             parser_kwargs={**parser_kwargs, sys.argv[1]: dict(parser_kwargs)},
         )
-    except SIGTERMException:  # which is a SystemExit, of code 0
+    except SIGTERMException:
+        # It is a SystemExit with code 0.
         raise SystemExit(128 + signal.SIGTERM) from None
     except SystemExit as stop:
-        if isinstance(
-            stop.__context__, KeyboardInterrupt
-        ):  # the Trainer ends with 1 then, like a failure
+        # After Ctrl-C the Trainer exits with code 1, as after a failure.
+        if isinstance(stop.__context__, KeyboardInterrupt):
             raise SystemExit(128 + signal.SIGINT) from None
         raise
     except (ArgumentError, MisconfigurationException, ValueError, RuntimeError) as error:
-        is_config = not isinstance(error, RuntimeError) or str(error).startswith(
-            "Early stopping conditioned on metric"
-        )
-        if not is_config or (type(error) is ValueError and "\n" not in str(error)):
+        if not _is_parser_report(error):
             raise
         raise ValueError(f"{one_line(str(error))}{_advice(str(error))}") from error
 
 
-def tell_once(failed: threading.ExceptHookArgs) -> None:
-    """A full disk ends TensorBoard's writer in its thread, and then the run, which says so."""
-    if not (
-        isinstance(failed.exc_value, OSError)
-        and type(failed.thread).__module__.startswith("tensorboard")
-    ):
-        threading.__excepthook__(failed)
+def _is_parser_report(error: Exception) -> bool:
+    """Whether an error is of several lines about the config, which `one_line` shortens."""
+    if isinstance(error, RuntimeError):
+        return str(error).startswith("Early stopping conditioned on metric")
+    # A ValueError of one line is ours.
+    return type(error) is not ValueError or "\n" in str(error)
+
+
+def report_thread_error(failure: threading.ExceptHookArgs) -> None:
+    """Print no traceback if a full disk ends TensorBoard's writer thread: the run reports it."""
+    is_writer = type(failure.thread).__module__.startswith("tensorboard")
+    if not (is_writer and isinstance(failure.exc_value, OSError)):
+        threading.__excepthook__(failure)
+
+
+def _is_relevant(record: logging.LogRecord) -> bool:
+    is_interrupt = "Detected KeyboardInterrupt" in record.getMessage()
+    return record.levelno >= logging.WARNING or is_interrupt
 
 
 def quiet_lightning() -> None:
-    """Drop the tips and warnings that say nothing about the user's own run."""
+    """Silence tips and warnings that do not concern the user's run."""
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
-        logging.getLogger(name).addFilter(
-            lambda record: (
-                record.levelno >= logging.WARNING
-                or "Detected KeyboardInterrupt" in record.getMessage()
-            )
-        )
+        logging.getLogger(name).addFilter(_is_relevant)
     for message in (
         ".*does not have many workers.*",
         "The dirpath has changed from.*",
@@ -352,7 +399,9 @@ def quiet_lightning() -> None:
         r"(?s)\s.*only one JsonargparseDeprecationWarning per type is shown.*",
         "Checkpoint directory .* exists and is not empty.*",
         ".*is smaller than the logging interval.*",
-        # A run killed in a validation goes on behind it; a name that no validation logs is an error of its own.
+        # A run that was killed in a validation resumes after it, without that validation's metrics.
+        # A
+        # monitored name that no validation logs is a separate error.
         r".*could not find the monitored key in the returned metrics: \['epoch', 'step'\].*",
         r"Found \d+ module\(s\) in eval mode at the start of training.*",
         ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",

@@ -1,14 +1,15 @@
 """Training a draft from its target's own distributions.
 
-Shapes: B rows, T tokens, M positions, N chosen ones, K draft tokens, D width of what the output head reads, W tokens of
-the draft.
+Shapes: B rows, T tokens, M predicted positions, N positions that are learned from, K draft tokens,
+D width of the output head's input, W tokens of the draft's vocabulary.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,13 @@ from lightning_specdec.drafters import Drafter, DraftVocabulary
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.draft_losses import CrossEntropy, DraftLoss, ForwardKL
-from lightning_specdec.training.metrics import SAMPLINGS, Means, next_token_loss, next_token_means
+from lightning_specdec.training.metrics import (
+    SAMPLINGS,
+    Means,
+    count_labels,
+    next_token_loss,
+    next_token_means,
+)
 from lightning_specdec.training.optimizers import BETAS, MuonAdamW, time_share, warmup_cosine
 from lightning_specdec.training.target_outputs import (
     DraftStep,
@@ -39,34 +46,69 @@ from lightning_specdec.training.target_outputs import (
 )
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Bool, Float, Int
 
-_AT_ONCE = 2**25
-"""Logits that are measured at once."""
+_LOGITS_AT_ONCE = 2**25
+"""Logits that are measured at once, to bound memory."""
 FINAL_RATE = 0.05
 """The learning rate at the end of a run, relative to the highest."""
+
+
+class LearnedPositions(NamedTuple):
+    """What a draft step is trained and measured on: the positions of a batch that it learns from.
+
+    Args:
+        hidden: inputs of the draft's output head.
+        log_probs: the target's log probabilities of the draft's tokens.
+        labels: the tokens of the text; `IGNORED` outside the draft's vocabulary.
+        choices: the target's most likely tokens.
+    """
+
+    hidden: Float[Tensor, "N D"]
+    log_probs: Float[Tensor, "N W"]
+    labels: Int[Tensor, "N"]
+    choices: Int[Tensor, "N"]
+
+
+def num_learned(batch: Batch, *, step: DraftStep, prompts: bool) -> int:
+    """Number of positions of a batch that a draft step learns from.
+
+    Args:
+        batch: any batch of the run, not only the one that `step` belongs to.
+        step: the draft step.
+        prompts: whether the tokens of prompts count.
+    """
+    predicted_tokens = batch.tokens[:, step.first :: step.stride, None]
+    step_of_batch = step._replace(hidden=predicted_tokens)
+    return int(step_of_batch.learned(batch, prompts=prompts).sum())
 
 
 class DistillationTraining(SpeculativeTraining):
     """Trains a draft to predict what a frozen target predicts.
 
-    A draft token is accepted with probability sum(min(draft, target)) (Leviathan et al. 2023), so the draft learns the
-    target's distributions, best on the target's own texts (`lightning_specdec generate`). Draft token i of a round
-    matters only if those before it were accepted, so its loss counts `position_decay ** i`.
+    A draft token is accepted with probability sum(min(draft, target)) (Leviathan et al. 2023), so
+    the draft learns the target's distributions, best on the target's own texts (`lightning_specdec
+    generate`). Draft token i of a round matters only if those before it were accepted, so its loss
+    is weighted by `position_decay ** i`.
 
     Args:
         make_drafter: builds the drafter for the target.
-        target: the target; None where `target_checkpoint` names it.
-        target_checkpoint: a checkpoint that contains the target, or the directory of a transformers model.
+        target: the target; None if `target_checkpoint` names it.
+        target_checkpoint: a checkpoint that contains the target, or the directory of a transformers
+            model.
         target_dtype: dtype of a target from a directory; as stored when None.
-        draft: a draft file, or the directory of a head, to go on from; it keeps its sizes and its vocabulary.
-        freeze_target: whether the target stays as it is, to the last bit. Otherwise it learns from the text, and its
-            loss is added to the draft's.
+        draft: a draft file, or the directory of a head, to start from; it keeps its sizes and its
+            vocabulary.
+        freeze_target: whether the target stays unchanged, to the last bit. Otherwise it learns from
+            the text, and its loss is added to the draft's.
         loss: when None, `ForwardKL` for a frozen target, else `CrossEntropy`.
         position_decay: weight of each draft token relative to the one before it.
         target_features: where the target's outputs come from; `OnlineFeatures` when None.
-        learn_from_prompts: whether prompts, which the target did not write, are learned from too.
-        warmup_steps: steps over which the learning rate rises; it falls by a cosine afterwards.
+        learn_from_prompts: whether the draft also learns from prompts, which the target did not
+            write.
+        warmup_steps: steps over which the learning rate rises. Afterwards it falls by a cosine and
+            never rises again. A run that is resumed with more epochs keeps the rate that it had
+            reached until the longer cosine falls below it.
         optimizer: "adamw", or "muon" for the matrices of hidden layers.
         options: those of `SpeculativeTraining`.
     """
@@ -88,8 +130,11 @@ class DistillationTraining(SpeculativeTraining):
         optimizer: str = "adamw",
         **options: Any,
     ) -> None:
-        self.target_checkpoint, self.freeze_target = target_checkpoint, freeze_target
-        self.loss = loss or (ForwardKL() if freeze_target else CrossEntropy())
+        self.target_checkpoint = target_checkpoint
+        self.freeze_target = freeze_target
+        if loss is None:
+            loss = ForwardKL() if freeze_target else CrossEntropy()
+        self.loss = loss
         self.position_decay = require_number(
             "position_decay", position_decay, low=0.0, high=1.0, low_open=True
         )
@@ -99,33 +144,45 @@ class DistillationTraining(SpeculativeTraining):
         if optimizer not in ("adamw", "muon"):
             raise ValueError(f"optimizer must be adamw or muon, got {optimizer!r}")
         self.optimizer = optimizer
-        self._initialized, self._sharded = draft is not None, False
+        self._initialized = draft is not None
+        self._sharded = False
+
         target, self.target_tokenizer = given_target(
             target, target_checkpoint, freeze_target, dtype=target_dtype
         )
         drafter = make_drafter(target)
         if draft is not None:
-            source = PairSource(target=target, draft=draft, draft_dtype="float32")
-            kind, drafter = type(drafter), load_pair(source, pack=False).drafter
-            if type(drafter) is not kind:
-                raise ValueError(
-                    f"{draft} is a {type(drafter).__name__}, this trains a {kind.__name__}: give another"
-                )
+            drafter = self._load_drafter(draft, target, type(drafter))
+
         super().__init__(target, drafter, **options)
         self.target.requires_grad_(not freeze_target)
         self.train()
 
+    @staticmethod
+    def _load_drafter(path: str, target: LanguageModel, expected_type: type[Drafter]) -> Drafter:
+        """Load the drafter that training starts from, in float32."""
+        source = PairSource(target=target, draft=path, draft_dtype="float32")
+        drafter = load_pair(source, pack=False).drafter
+        if type(drafter) is not expected_type:
+            raise ValueError(
+                f"{path} is a {type(drafter).__name__}, this trains a {expected_type.__name__}: "
+                "give another"
+            )
+        return drafter
+
+    # What a subclass defines
+
     def layers(self) -> Sequence[int]:
-        """The target's layers whose hidden states are read: those that the drafter reads."""
+        """The target's layers whose hidden states are needed: those that the drafter reads."""
         return self.drafter.features(self.target)
 
     @abstractmethod
     def draft_steps(self, batch: Batch, outputs: TargetOutputs) -> list[DraftStep]:
-        """The draft steps of a round in order; a single one where all are alike."""
+        """Return the draft steps of a round in order; a single one if all are alike."""
 
     @abstractmethod
     def step_logits(self, number: int, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N W"]:
-        """Logits of that draft step."""
+        """Return the logits of that draft step."""
 
     def step_losses(
         self,
@@ -134,7 +191,7 @@ class DistillationTraining(SpeculativeTraining):
         log_probs: Float[Tensor, "N W"],
         labels: Int[Tensor, "N"],
     ) -> Float[Tensor, "N"]:
-        """What a training step minimizes at each position of that draft step."""
+        """Return what a training step minimizes at each position of that draft step."""
         return self.loss(self.step_logits(number, hidden), log_probs, labels)
 
     def init_from_target(self) -> None:  # noqa: B027
@@ -142,13 +199,20 @@ class DistillationTraining(SpeculativeTraining):
 
     @property
     def draft_vocabulary(self) -> DraftVocabulary | None:
-        """The reduced vocabulary of the draft; None where it has the target's."""
+        """The reduced vocabulary of the draft; None if it has the target's."""
         return getattr(self.drafter, "draft_vocabulary", None)
 
     def loss_weights(self, num_steps: int) -> list[float]:
-        """The weights of that many draft steps in a training step's loss."""
+        """Return the weights of that many draft steps in a training step's loss."""
         weights = [self.position_decay**i for i in range(num_steps)]
-        return [weight / sum(weights) for weight in weights]
+        total = sum(weights)
+        return [weight / total for weight in weights]
+
+    def _weighted_loss(self, step_losses: list[Tensor]) -> Tensor:
+        weights = step_losses[0].new_tensor(self.loss_weights(len(step_losses)))
+        return (torch.stack(step_losses) * weights).sum()
+
+    # The target and the data
 
     def train(self, mode: bool = True) -> DistillationTraining:
         super().train(mode)
@@ -160,21 +224,24 @@ class DistillationTraining(SpeculativeTraining):
         return {**super().settings(), "loss": {"class": type(self.loss).__name__}}
 
     def check_data(self, data: TokenData) -> None:
-        """See `SpeculativeTraining.check_data`; also chooses the draft's vocabulary by these data, once."""
+        """Check the data, and choose the draft's vocabulary from them, once."""
         super().check_data(data)
-        own = self.target.tokenizer
+        tokenizer = self.target.tokenizer
+        vocab_size = self.target.vocab_size
         if self.target_checkpoint is not None:
-            name = self.target_tokenizer or (None if own is None else own.name)
-            check_same_tokens(self.target_checkpoint, self.target.vocab_size, name, data)
+            tokenizer_name = self.target_tokenizer
+            if tokenizer_name is None and tokenizer is not None:
+                tokenizer_name = tokenizer.name
+            check_same_tokens(self.target_checkpoint, vocab_size, tokenizer_name, data)
         if self._initialized:
             return
-        if (vocabulary := self.draft_vocabulary) is not None:
-            eos = (
-                ()
-                if own is None
-                else [token for token in own.eos if token < self.target.vocab_size]
-            )
-            vocabulary.choose(token_counts(data, self.target.vocab_size), eos)
+
+        if self.draft_vocabulary is not None:
+            # The draft must be able to end a text.
+            eos_tokens = []
+            if tokenizer is not None:
+                eos_tokens = [token for token in tokenizer.eos if token < vocab_size]
+            self.draft_vocabulary.choose(token_counts(data, vocab_size), eos_tokens)
         self.init_from_target()
         self._initialized = True
 
@@ -182,13 +249,12 @@ class DistillationTraining(SpeculativeTraining):
         super().setup(stage)
         splits = {"fit": SPLITS[:2], "validate": SPLITS[1:2], "test": SPLITS[2:]}.get(stage, ())
         if not is_sharded(self.trainer):
-            self.target.to(
-                self.trainer.strategy.root_device
-            )  # where the Trainer moves it after setup
+            # The Trainer moves the target only after setup, and the features may be computed now.
+            self.target.to(self.trainer.strategy.root_device)
         self.target_features.prepare(self.target, self._data(), self.layers(), splits)
 
     def configure_model(self) -> None:
-        """Shard a frozen target's layers under `ShardedTarget` (FSDP2), where it does not fit one device."""
+        """Shard a frozen target's layers (FSDP2) under the strategy `ShardedTarget`."""
         if not is_sharded(self.trainer) or self._sharded:
             return
         from lightning_specdec.models.huggingface import HuggingFaceLM
@@ -199,12 +265,64 @@ class DistillationTraining(SpeculativeTraining):
             )
         if not isinstance(self.trainer.strategy, ShardedTarget):
             raise ValueError(
-                "a run under ModelParallelStrategy cannot resume: give strategy ShardedTarget instead"
+                "a run under ModelParallelStrategy cannot resume: give strategy ShardedTarget "
+                "instead"
             )
         assert self.device_mesh is not None
         for layer in self.target.stack.layers:
             fully_shard(layer, mesh=self.device_mesh["data_parallel"])
         self._sharded = True
+
+    def read(self, batch: Batch, split: str) -> TargetOutputs:
+        """Return the target's outputs for a batch."""
+        tokens = None if self.draft_vocabulary is None else self.draft_vocabulary.tokens
+        return self.target_features.read(
+            self.target, batch, split, layers=self.layers(), tokens=tokens
+        )
+
+    def _learned(
+        self, step: DraftStep, mask: Bool[Tensor, "B M"], batch: Batch, outputs: TargetOutputs
+    ) -> LearnedPositions:
+        """Select a step's positions under a mask."""
+        labels = batch.tokens[:, step.predicted][mask]
+        if self.draft_vocabulary is not None:
+            labels = self.draft_vocabulary.to_draft(labels, IGNORED)
+        return LearnedPositions(
+            hidden=step.hidden[mask],
+            log_probs=outputs.log_probs[:, step.before][mask].detach(),
+            labels=labels,
+            choices=outputs.choices[:, step.before][mask],
+        )
+
+    # Training
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        outputs = self.read(batch, "train")
+        prompts = self.learn_from_prompts
+
+        step_losses: list[Tensor] = []
+        position_means: list[tuple[Tensor, int]] = []
+        for number, step in enumerate(self.draft_steps(batch, outputs)):
+            mask = step.learned(batch, prompts=prompts)
+            hidden, log_probs, labels, _ = self._learned(step, mask, batch, outputs)
+            losses = self.step_losses(number, hidden, log_probs, labels)
+            count = partial(num_learned, step=step, prompts=prompts)
+            step_losses.append(losses.sum() / self.mean_count(len(losses), count))
+            position_means.append((losses.detach().sum() / max(1, len(losses)), len(losses)))
+        loss = self._weighted_loss(step_losses)
+
+        if not self.freeze_target:
+            labels = batch.next_tokens()
+            loss_sum = next_token_loss(outputs.log_probs[:, :-1], labels, "sum")
+            num_tokens = count_labels(batch)
+            loss = loss + loss_sum / self.mean_count(num_tokens, count_labels)
+            self.log_losses({"target_loss": loss_sum.detach() / max(1, num_tokens)}, num_tokens)
+
+        # The loss of a single step is `train/loss`.
+        if len(position_means) > 1:
+            for position, (mean, num_tokens) in enumerate(position_means, start=1):
+                self.log_losses({f"position_{position}/loss": mean}, num_tokens, prog_bar=False)
+        return loss
 
     def on_after_backward(self) -> None:
         """Average the draft's gradients over the processes that share a sharded target."""
@@ -213,116 +331,137 @@ class DistillationTraining(SpeculativeTraining):
                 if weight.grad is not None:
                     weight.grad = self.trainer.strategy.reduce(weight.grad)
 
-    def read(self, batch: Batch, split: str) -> TargetOutputs:
-        """The target's outputs for a batch."""
-        tokens = None if self.draft_vocabulary is None else self.draft_vocabulary.tokens
-        return self.target_features.read(
-            self.target, batch, split, layers=self.layers(), tokens=tokens
-        )
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        rate = self.learning_rate
+        decay = self.weight_decay
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(trained, lr=rate, betas=BETAS, weight_decay=decay)
 
-    def _chosen(
-        self, step: DraftStep, batch: Batch, outputs: TargetOutputs, *, prompts: bool
-    ) -> tuple[
-        Tensor,
-        tuple[Float[Tensor, "N D"], Float[Tensor, "N W"], Int[Tensor, "N"], Int[Tensor, "N"]],
-    ]:
-        """The mask of what a step learns from; the hidden states, log probabilities, labels and choices there."""
-        mask = step.learned(batch, prompts=prompts)
-        labels = batch.tokens[:, step.predicted][mask]
+        # Muon is for hidden layers. Embeddings and output heads are not: a step changes few of
+        # their rows.
+        vocab_sizes = {self.target.vocab_size}
         if self.draft_vocabulary is not None:
-            labels = self.draft_vocabulary.to_draft(labels, IGNORED)
-        log_probs, choices = (
-            outputs.log_probs[:, step.before][mask].detach(),
-            outputs.choices[:, step.before][mask],
-        )
-        return mask, (step.hidden[mask], log_probs, labels, choices)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        outputs = self.read(batch, "train")
-        losses, num_positions = [], 0
-        for number, step in enumerate(self.draft_steps(batch, outputs)):
-            _, (hidden, log_probs, labels, _) = self._chosen(
-                step, batch, outputs, prompts=self.learn_from_prompts
+            vocab_sizes.add(len(self.draft_vocabulary))
+        matrices = []
+        other_parameters = []
+        for parameter in trained:
+            is_matrix = parameter.ndim == 2 and parameter.shape[0] != 1
+            if is_matrix and parameter.shape[0] not in vocab_sizes:
+                matrices.append(parameter)
+            else:
+                other_parameters.append(parameter)
+        if not matrices:
+            raise ValueError(
+                "muon steps the matrices of hidden layers, and this draft trains none: give adamw"
             )
-            values = self.step_losses(number, hidden, log_probs, labels)
-            losses.append(values.sum() / self._num_learned(values))
-            num_positions += len(values)
-        loss = (torch.stack(losses) * losses[0].new_tensor(self.loss_weights(len(losses)))).sum()
-        if not self.freeze_target:
-            target_loss = next_token_loss(outputs.log_probs[:, :-1], batch.next_tokens())
-            loss = loss + target_loss
-            self.log_losses({"target_loss": target_loss.detach()}, num_positions)
-        if len(losses) > 1:
-            each = {f"position_{i}/loss": value.detach() for i, value in enumerate(losses, start=1)}
-            self.log_losses(each, num_positions, prog_bar=False)
-        return loss
+        return MuonAdamW(matrices, other_parameters, lr=rate, weight_decay=decay)
 
-    def _num_learned(self, values: Tensor) -> float:
-        """How many values each process has on average: then the mean over processes is the mean over all values."""
-        if self.trainer.world_size == 1:
-            return max(1, len(values))
-        return max(0.5, float(self.trainer.strategy.reduce(values.new_tensor(float(len(values))))))
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        rate = self._scheduled_rate()
+        for optimizer in self.trainer.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        self.log("train/learning_rate", rate, sync_dist=True)
+
+    def _scheduled_rate(self) -> float:
+        """The learning rate of this optimizer step."""
+        num_steps = self.trainer.estimated_stepping_batches
+        time_used = time_share(self.trainer)
+        if time_used:
+            num_steps = min(num_steps, self.global_step / time_used)
+        rate = self.learning_rate * warmup_cosine(
+            self.global_step, num_steps, warmup_steps=self.warmup_steps, final=FINAL_RATE
+        )
+        if self.global_step < self.warmup_steps:
+            return rate
+        # The optimizer still holds the rate of the last step, also after a resume. In a run that is
+        # resumed with more
+        # epochs or minutes, the new cosine starts above it.
+        return min(rate, self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    # Evaluation
 
     def measure(self, batch: Batch, split: str) -> Means:
         outputs = self.read(batch, split)
-        losses = list[Tensor]()
-        chances: list[list[Tensor]] = [[] for _ in SAMPLINGS]
+        step_losses: list[Tensor] = []
+        # For each sampling setting and each draft step: the probability that a draft of each token
+        # is accepted.
+        acceptance: list[list[Tensor]] = [[] for _ in SAMPLINGS]
         for number, step in enumerate(self.draft_steps(batch, outputs)):
-            mask, values = self._chosen(
-                step, batch, outputs, prompts=False
-            )  # prompts are never drafted
-            pieces = zip(
-                *(each.split(max(1, _AT_ONCE // values[1].shape[-1])) for each in values),
-                strict=True,
+            # The tokens of prompts are never drafted.
+            mask = step.learned(batch, prompts=False)
+            losses, *step_acceptance = self._judge(
+                number, self._learned(step, mask, batch, outputs)
             )
-            of_step, *accepted = map(
-                torch.cat, zip(*(self._judged(number, *each) for each in pieces), strict=True)
-            )
-            losses.append(of_step.sum() / max(1, len(of_step)))
-            for of_sampling, of_tokens in zip(chances, accepted, strict=True):
-                placed = of_tokens.new_zeros(batch.tokens.shape)
-                placed[:, step.predicted][mask] = of_tokens
-                of_sampling.append(placed)
-        means = self._count(chances, batch)
-        num_new = int((batch.lengths - batch.prompt_lengths).sum())
-        loss = (torch.stack(losses) * losses[0].new_tensor(self.loss_weights(len(losses)))).sum()
-        if not self.freeze_target:
-            means |= next_token_means("target", outputs.log_probs[:, :-1], batch.next_tokens())
-            loss = loss + means["target_loss"][0]
-        return {**means, "loss": (loss, num_new)}
+            step_losses.append(losses.sum() / max(1, len(losses)))
+            for all_steps, token_acceptance in zip(acceptance, step_acceptance, strict=True):
+                by_token = token_acceptance.new_zeros(batch.tokens.shape)
+                by_token[:, step.predicted][mask] = token_acceptance
+                all_steps.append(by_token)
 
-    def _count(self, chances: list[list[Float[Tensor, "B T"]]], batch: Batch) -> Means:
+        means = self._count_rounds(acceptance, batch)
+        loss = self._weighted_loss(step_losses)
+        if not self.freeze_target:
+            labels = batch.next_tokens()
+            means.update(next_token_means("target", outputs.log_probs[:, :-1], labels))
+            target_loss, _ = means["target_loss"]
+            loss = loss + target_loss
+        num_new = int((batch.lengths - batch.prompt_lengths).sum())
+        means["loss"] = (loss, num_new)
+        return means
+
+    def _judge(
+        self, number: int, positions: LearnedPositions
+    ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"], Float[Tensor, "N"]]:
+        """The loss, and the probability of acceptance at temperature 0 and at temperature 1."""
+        positions_at_once = max(1, _LOGITS_AT_ONCE // positions.log_probs.shape[-1])
+        splits = [values.split(positions_at_once) for values in positions]
+        losses = []
+        greedy_acceptance = []
+        sampling_acceptance = []
+        for hidden, log_probs, labels, choices in zip(*splits, strict=True):
+            logits = self.step_logits(number, hidden)
+            losses.append(self.loss(logits, log_probs, labels))
+
+            log_draft = logits.float().log_softmax(-1)
+            draft_tokens = log_draft.argmax(-1)
+            if self.draft_vocabulary is not None:
+                draft_tokens = self.draft_vocabulary.tokens[draft_tokens]
+            greedy_acceptance.append((draft_tokens == choices).float())
+            overlaps = torch.minimum(log_draft, log_probs).exp().sum(-1)
+            sampling_acceptance.append(overlaps.clamp(max=1.0))
+        return torch.cat(losses), torch.cat(greedy_acceptance), torch.cat(sampling_acceptance)
+
+    def _count_rounds(self, acceptance: list[list[Float[Tensor, "B T"]]], batch: Batch) -> Means:
         """Count rounds, and average the acceptance rate of each draft step.
 
         Args:
-            chances: for each way of sampling and each draft step the probability that a draft of token t is accepted;
-                the last step stands for all that follow.
+            acceptance: for each sampling setting and each draft step the probability that a draft
+                of token t is accepted. The last step stands for all later ones.
         """
         means: Means = {}
-        num_new, window = batch.lengths - batch.prompt_lengths, self.num_draft_tokens
+        num_new = batch.lengths - batch.prompt_lengths
+        num_draft_tokens = self.num_draft_tokens
         offsets = torch.arange(int(num_new.max()), device=num_new.device)
-        for prefix, of_steps in zip(SAMPLINGS, chances, strict=True):
+        for prefix, steps in zip(SAMPLINGS, acceptance, strict=True):
             columns = []
-            for i in range(window):
-                padded = functional.pad(of_steps[min(i, len(of_steps) - 1)], (0, window))
-                starts = batch.prompt_lengths[:, None] + offsets + i
-                columns.append(padded.gather(1, starts.clamp(max=padded.shape[1] - 1)))
-                found = columns[i][offsets + i < num_new[:, None]]
-                means[f"position_{i + 1}/{prefix}acceptance_rate"] = found.mean(), len(found)
+            for i in range(num_draft_tokens):
+                # Draft token i of the round from new token j is new token j + i.
+                step_acceptance = steps[min(i, len(steps) - 1)]
+                padded = functional.pad(step_acceptance, (0, num_draft_tokens))
+                tokens = batch.prompt_lengths[:, None] + offsets + i
+                column = padded.gather(1, tokens.clamp(max=padded.shape[1] - 1))
+                columns.append(column)
+
+                within_text = column[offsets + i < num_new[:, None]]
+                name = f"position_{i + 1}/{prefix}acceptance_rate"
+                means[name] = (within_text.mean(), len(within_text))
             self.metrics.of(prefix).update(torch.stack(columns, dim=-1), num_new)
         return means
 
-    def _judged(
-        self, number: int, hidden: Tensor, log_probs: Tensor, labels: Tensor, choices: Tensor
-    ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"], Float[Tensor, "N"]]:
-        """The loss, and the probability of acceptance at temperature 0 and at temperature 1."""
-        logits = self.step_logits(number, hidden)
-        log_draft = logits.float().log_softmax(-1)
-        drafted = log_draft.argmax(-1)
-        if self.draft_vocabulary is not None:
-            drafted = self.draft_vocabulary.tokens[drafted]
-        overlaps = torch.minimum(log_draft, log_probs).exp().sum(-1).clamp(max=1.0)
-        return self.loss(logits, log_probs, labels), (drafted == choices).float(), overlaps
+    # Checkpoints
 
     def recipe(self) -> dict[str, Any]:
         """See `SpeculativeTraining.recipe`; also where the target's outputs came from."""
@@ -330,39 +469,7 @@ class DistillationTraining(SpeculativeTraining):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        if (
-            vocabulary := self.draft_vocabulary
-        ) is not None:  # the weights are for these tokens, whatever the data
-            vocabulary.become(checkpoint[KEY]["drafter"]["arguments"]["draft_vocabulary"])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        rate, decay = self.learning_rate, self.weight_decay
-        if self.optimizer == "adamw":
-            return torch.optim.AdamW(trained, lr=rate, betas=BETAS, weight_decay=decay)
-        # Embeddings and output heads are no hidden layers: a step touches few of their rows.
-        sizes = {
-            self.target.vocab_size,
-            len(self.draft_vocabulary or range(self.target.vocab_size)),
-        }
-        matrices = {
-            each: None for each in trained if each.ndim == 2 and each.shape[0] not in sizes | {1}
-        }
-        if not matrices:
-            raise ValueError(
-                "muon steps the matrices of hidden layers, and this draft trains none: give adamw"
-            )
-        others = (each for each in trained if each not in matrices)
-        return MuonAdamW(matrices, others, lr=rate, weight_decay=decay)
-
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        num_steps, warmup = self.trainer.estimated_stepping_batches, self.warmup_steps
-        if share := time_share(self.trainer):
-            num_steps = min(num_steps, self.global_step / share)
-        rate = self.learning_rate * warmup_cosine(
-            self.global_step, num_steps, warmup_steps=warmup, final=FINAL_RATE
-        )
-        for optimizer in self.trainer.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-        self.log("train/learning_rate", rate, sync_dist=True)
+        if self.draft_vocabulary is not None:
+            # The weights belong to these tokens, whatever the data.
+            arguments = checkpoint[KEY]["drafter"]["arguments"]
+            self.draft_vocabulary.become(arguments["draft_vocabulary"])

@@ -1,4 +1,4 @@
-"""Teacher forcing: the rounds that speculative decoding is expected to make along known texts.
+"""Teacher forcing: the rounds that speculative decoding is expected to run along known texts.
 
 Shapes: B rows, T tokens, V vocabulary, N new tokens of a row, K draft tokens, W = K + 1.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 SAMPLINGS = {"": Sampling(), "sampling_": Sampling(temperature=1.0)}
-"""How rounds are counted, by the prefix of their rates."""
+"""The sampling settings under which rounds are counted, by the prefix of their rates."""
 RATES = ("acceptance_rate", "block_efficiency")
 Means = dict[str, tuple[Tensor, int]]
 """Means over tokens by name, with the number of tokens."""
@@ -38,21 +38,27 @@ def next_token_loss(
 def next_token_means(
     name: str, logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"]
 ) -> Means:
-    """`NAME_loss` and `NAME_accuracy`, the share of tokens that are the likeliest."""
+    """`NAME_loss` and `NAME_accuracy`, the share of tokens that are the most likely ones."""
     num_tokens = int((labels != IGNORED).sum())
-    accuracy = (logits.argmax(-1) == labels).sum() / max(1, num_tokens)
+    num_correct = (logits.argmax(-1) == labels).sum()
     return {
         f"{name}_loss": (next_token_loss(logits, labels), num_tokens),
-        f"{name}_accuracy": (accuracy, num_tokens),
+        f"{name}_accuracy": (num_correct / max(1, num_tokens), num_tokens),
     }
+
+
+def count_labels(batch: Batch) -> int:
+    """Number of next tokens of a batch that are not padding: what `next_token_loss` sums over."""
+    return int((batch.next_tokens() != IGNORED).sum())
 
 
 def overlap(
     draft_probs: Float[Tensor, "B N V"], target_probs: Float[Tensor, "B N V"]
 ) -> Float[Tensor, "B N"]:
-    """Probability that a draft token is accepted: sum over the vocabulary of min(draft_probs, target_probs).
+    """Probability that a draft token is accepted: the sum of min(draft_probs, target_probs).
 
-    Leviathan et al. 2023, theorem 3.5; at temperature 0 it is 1 where both models' likeliest tokens agree.
+    Leviathan et al. 2023, theorem 3.5. At temperature 0 it is 1 where the most likely tokens of
+    both models agree.
     """
     return torch.minimum(draft_probs, target_probs).sum(-1).clamp(max=1.0)
 
@@ -60,15 +66,19 @@ def overlap(
 def draft_windows(
     num_new: Int[Tensor, "B"], num_draft_tokens: int, *, first_round: bool = True
 ) -> Int[Tensor, "B N"]:
-    """Number of draft tokens of a round that starts at new token j; -1 behind a row's end, where none starts.
+    """Number of draft tokens of a round that starts at new token j.
+
+    It is -1 after a row's end, where no round starts.
 
     Args:
-        num_new: how many new tokens each row has; N is the most of them.
-        num_draft_tokens: K, fewer where the text ends: the last token is the target's own.
+        num_new: number of new tokens of each row; N is the largest.
+        num_draft_tokens: K. A round near the end of the text has fewer: the target itself produces
+            the last token.
         first_round: whether the round at new token 0 has draft tokens.
     """
-    left = num_new[:, None] - torch.arange(int(num_new.max()), device=num_new.device) - 1
-    windows = left.clamp(-1, num_draft_tokens)
+    starts = torch.arange(int(num_new.max()), device=num_new.device)
+    num_left = num_new[:, None] - starts - 1
+    windows = num_left.clamp(-1, num_draft_tokens)
     if not first_round:
         windows[:, 0] = 0
     return windows
@@ -77,40 +87,46 @@ def draft_windows(
 def expected_rounds(
     acceptance: Float[Tensor, "B N K"], windows: Int[Tensor, "B N"]
 ) -> Float[Tensor, "B N W"]:
-    """The probability that a round starts at new token j and keeps n draft tokens.
+    """The probability that a round starts at new token j and accepts n draft tokens.
 
-    A round with window w that starts at j keeps exactly n < w tokens with probability
-    beta_j ... beta_(j+n-1) (1 - beta_(j+n)), all w with beta_j ... beta_(j+w-1); the next one starts at j + n + 1.
+    A round with window w that starts at j accepts exactly n < w tokens with probability
+    beta_j ... beta_(j+n-1) (1 - beta_(j+n)), and all w with beta_j ... beta_(j+w-1). The next round
+    starts at j + n + 1.
 
     Args:
-        acceptance: the probability that draft token i of a round from new token j is accepted, given that those before
-            it are.
+        acceptance: the probability that draft token i of a round from new token j is accepted,
+            given that those before it are.
         windows: see `draft_windows`.
     """
-    _, num_positions, num_draft_tokens = acceptance.shape
-    proposed = torch.arange(num_draft_tokens, device=acceptance.device) < windows[..., None]
-    at_least = functional.pad((acceptance * proposed).cumprod(-1), (1, 0), value=1.0)
+    num_rows, num_positions, num_draft_tokens = acceptance.shape
+
+    # P(at least n accepted) is a product of acceptance probabilities, and P(exactly n) a difference
+    # of two of them.
+    is_proposed = torch.arange(num_draft_tokens, device=acceptance.device) < windows[..., None]
+    at_least = functional.pad((acceptance * is_proposed).cumprod(-1), (1, 0), value=1.0)
     exactly = at_least - functional.pad(at_least[..., 1:], (0, 1))
     exactly = exactly * (windows >= 0)[..., None]
-    # By position first: the loop below has a few small operations for each.
-    steps = exactly.movedim(0, 2).contiguous()
-    reached = acceptance.new_zeros(num_positions + num_draft_tokens + 1, len(acceptance))
-    reached[0] = 1
-    for j, step in enumerate(steps.unbind(0)):
-        reached[j + 1 : j + num_draft_tokens + 2].addcmul_(step, reached[j])
-    return reached[:num_positions].T[..., None] * exactly
+
+    # The loop runs a few small operations for each position, so positions come first in memory.
+    exactly_by_position = exactly.movedim(0, 2).contiguous()
+    start_probs = acceptance.new_zeros(num_positions + num_draft_tokens + 1, num_rows)
+    start_probs[0] = 1
+    for position, outcome_probs in enumerate(exactly_by_position.unbind(0)):
+        next_starts = start_probs[position + 1 : position + num_draft_tokens + 2]
+        next_starts.addcmul_(outcome_probs, start_probs[position])
+    return start_probs[:num_positions].T[..., None] * exactly
 
 
 class ExpectedRounds(Metric):
-    """Rounds laid end to end over the tokens behind the prompt of known texts; see `expected_rounds`.
+    """Rounds end to end over the new tokens of known texts; see `expected_rounds`.
 
     Args:
         num_draft_tokens: K, draft tokens of a round.
-        first_round: whether there are draft tokens before the target has read anything.
+        first_round: whether the drafter proposes tokens before the target has read anything.
 
     Attributes:
-        num_tested: draft tokens that were judged.
-        accepted_per_round: `[K + 1]`, how many rounds accept 0, 1, ..., K draft tokens.
+        num_tested: draft tokens that were accepted or rejected.
+        accepted_per_round: `[K + 1]`, number of rounds that accept 0, 1, ..., K draft tokens.
     """
 
     full_state_update = False
@@ -119,7 +135,8 @@ class ExpectedRounds(Metric):
 
     def __init__(self, num_draft_tokens: int, *, first_round: bool = True) -> None:
         super().__init__()
-        self.num_draft_tokens, self.first_round = num_draft_tokens, first_round
+        self.num_draft_tokens = num_draft_tokens
+        self.first_round = first_round
         self.add_state("num_tested", torch.zeros(()), dist_reduce_fx="sum")
         self.add_state(
             "accepted_per_round", torch.zeros(num_draft_tokens + 1), dist_reduce_fx="sum"
@@ -129,14 +146,17 @@ class ExpectedRounds(Metric):
         """Count rows; arguments as of `expected_rounds` and `draft_windows`."""
         windows = draft_windows(num_new, self.num_draft_tokens, first_round=self.first_round)
         rounds = expected_rounds(acceptance, windows)
-        kept = torch.arange(self.num_draft_tokens + 1, device=rounds.device)
-        self.num_tested += (rounds * (kept + (kept < windows[..., None]))).sum()
+
+        # A round tests the tokens that it accepts, and the first rejected one if there is one.
+        num_accepted = torch.arange(self.num_draft_tokens + 1, device=rounds.device)
+        num_tested = num_accepted + (num_accepted < windows[..., None])
+        self.num_tested += (rounds * num_tested).sum()
         self.accepted_per_round += rounds.sum((0, 1))
 
     def compute(self) -> dict[str, Tensor]:
-        """The counts, and the rates `RATES`: accepted / tested draft tokens, and new tokens / rounds."""
-        kept = torch.arange(self.num_draft_tokens + 1, device=self.accepted_per_round.device)
-        num_accepted = (kept * self.accepted_per_round).sum()
+        """The counts, and `RATES`: accepted / tested draft tokens, and new tokens / rounds."""
+        accepted = torch.arange(self.num_draft_tokens + 1, device=self.accepted_per_round.device)
+        num_accepted = (accepted * self.accepted_per_round).sum()
         return {
             "num_tested": self.num_tested,
             "accepted_per_round": self.accepted_per_round,
@@ -146,11 +166,12 @@ class ExpectedRounds(Metric):
 
 
 class RoundMetrics(nn.ModuleDict):
-    """The expected rounds of one or several drafts: `PREFIXrounds` and `PREFIXsampling_rounds` of each.
+    """The expected rounds of one or several drafts: `PREFIXrounds` and `PREFIXsampling_rounds`.
 
     Args:
-        prefixes: of the drafts' rates; one is "".
-        main: the prefix of the draft whose rates those without a prefix are: they are counted once.
+        prefixes: prefixes of the drafts' rates; one of them is "".
+        main: the prefix of the draft whose rates are also those without a prefix. They are counted
+            once.
         num_draft_tokens, first_round: see `ExpectedRounds`.
     """
 
@@ -162,20 +183,21 @@ class RoundMetrics(nn.ModuleDict):
         main: str = "",
         first_round: bool = True,
     ) -> None:
-        rounds = {
-            f"{prefix}{sampling}rounds": ExpectedRounds(num_draft_tokens, first_round=first_round)
-            for prefix in prefixes
-            for sampling in SAMPLINGS
-        }
-        super().__init__(
-            rounds | {f"{each}rounds": rounds[f"{main}{each}rounds"] for each in SAMPLINGS}
-        )
+        rounds = {}
+        for prefix in prefixes:
+            for sampling_name in SAMPLINGS:
+                rounds[f"{prefix}{sampling_name}rounds"] = ExpectedRounds(
+                    num_draft_tokens, first_round=first_round
+                )
+        for sampling_name in SAMPLINGS:
+            rounds[f"{sampling_name}rounds"] = rounds[f"{main}{sampling_name}rounds"]
+        super().__init__(rounds)
 
     def of(self, prefix: str = "") -> ExpectedRounds:
         """The rounds whose rates have that prefix."""
-        found = self[f"{prefix}rounds"]
-        assert isinstance(found, ExpectedRounds)
-        return found
+        rounds = self[f"{prefix}rounds"]
+        assert isinstance(rounds, ExpectedRounds)
+        return rounds
 
     def count(
         self,
@@ -184,33 +206,42 @@ class RoundMetrics(nn.ModuleDict):
         batch: Batch,
         prefix: str = "",
     ) -> None:
-        """Count a batch of a draft that reads its own tokens: a new token is accepted alike wherever its round started.
+        """Count a batch of a draft whose acceptance does not depend on where a round starts.
 
-        Exact at temperature 0 if the texts are what the target itself decodes greedily, an estimate elsewhere.
+        A draft model is one: it reads its own tokens.
+
+        Exact at temperature 0 if the texts are the target's own greedy output, an estimate
+        otherwise.
 
         Args:
             draft_logits, target_logits: `[:, t]` score token t + 1 of `batch.tokens`.
         """
-        num_new, device = batch.lengths - batch.prompt_lengths, target_logits.device
+        num_new = batch.lengths - batch.prompt_lengths
+        device = target_logits.device
         offsets = torch.arange(int(num_new.max()), device=device)
-        positions = (batch.prompt_lengths[:, None] - 1 + offsets).clamp(
-            max=target_logits.shape[1] - 1
-        )
+        positions = batch.prompt_lengths[:, None] - 1 + offsets
+        positions = positions.clamp(max=target_logits.shape[1] - 1)
         rows = torch.arange(len(positions), device=device)[:, None]
-        for name, sampling in SAMPLINGS.items():
-            rounds = self.of(prefix + name)
-            both = (
-                sampling.probs(logits[rows, positions]) for logits in (draft_logits, target_logits)
-            )
-            acceptance = functional.pad(overlap(*both), (0, rounds.num_draft_tokens - 1))
-            rounds.update(acceptance.unfold(1, rounds.num_draft_tokens, 1), num_new)
+
+        for sampling_name, sampling in SAMPLINGS.items():
+            rounds = self.of(prefix + sampling_name)
+            draft_probs = sampling.probs(draft_logits[rows, positions])
+            target_probs = sampling.probs(target_logits[rows, positions])
+            token_acceptance = overlap(draft_probs, target_probs)
+            # Draft token i of the round from new token j is new token j + i.
+            padded = functional.pad(token_acceptance, (0, rounds.num_draft_tokens - 1))
+            rounds.update(padded.unfold(1, rounds.num_draft_tokens, 1), num_new)
 
     def compute(self) -> dict[str, Tensor]:
         """The acceptance rate and block efficiency of each draft, over all processes."""
-        prefixes = [name.removesuffix("rounds") for name in self]
-        counts = {prefix: self.of(prefix).compute() for prefix in prefixes}
-        return {f"{prefix}{rate}": counts[prefix][rate] for prefix in prefixes for rate in RATES}
+        rates = {}
+        for key in self:
+            prefix = key.removesuffix("rounds")
+            values = self.of(prefix).compute()
+            for rate in RATES:
+                rates[f"{prefix}{rate}"] = values[rate]
+        return rates
 
     def reset(self) -> None:
-        for name in self:
-            self.of(name.removesuffix("rounds")).reset()
+        for key in self:
+            self.of(key.removesuffix("rounds")).reset()

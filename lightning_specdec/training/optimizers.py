@@ -1,4 +1,4 @@
-"""Muon with AdamW as one optimizer, the learning rate of each step, and runs of a given time."""
+"""Muon with AdamW as one optimizer, the learning-rate schedule, and runs of a fixed time."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ from torch.overrides import TorchFunctionMode
 from lightning_specdec.config.checks import require_number
 
 BETAS = (0.9, 0.95)
+"""Decay rates of AdamW's moments."""
+TRAINING_SHARE = 0.92
+"""The part of a run's time after which training ends, to leave time for the last validation."""
 
 
 class MuonAdamW(Optimizer):
-    """Steps the matrices of hidden layers by Muon and all other parameters by AdamW, with one learning rate.
+    """Updates the matrices of hidden layers by Muon and all other parameters by AdamW.
 
-    Muon's steps are scaled to AdamW's in root mean square (Liu et al. 2025, "Muon is scalable for LLM training").
+    Both have one learning rate: Muon's updates are scaled to the root mean square of AdamW's (Liu
+    et al. 2025, "Muon is scalable for LLM training").
     """
 
     def __init__(
@@ -36,18 +40,18 @@ class MuonAdamW(Optimizer):
         lr: float,
         weight_decay: float,
     ) -> None:
-        muon = Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
         self.parts: list[Optimizer] = [
-            muon,
+            Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
             AdamW(others, lr=lr, betas=BETAS, weight_decay=weight_decay),
         ]
         super().__init__([group for part in self.parts for group in part.param_groups], {})
-        self._share()
+        self._share_state()
 
-    def _share(self) -> None:
+    def _share_state(self) -> None:
         """Let the parts work on this optimizer's groups and state."""
         for part, group in zip(self.parts, self.param_groups, strict=True):
-            part.param_groups, part.state = [group], self.state
+            part.param_groups = [group]
+            part.state = self.state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
@@ -63,49 +67,53 @@ class MuonAdamW(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._share()
+        self._share_state()
 
 
 class _InFloat32(TorchFunctionMode):
-    """Lets torch's Muon, which always multiplies in bfloat16, do so in float32."""
+    """Makes torch's Muon, which always multiplies in bfloat16, multiply in float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.bfloat16:
-            return args[0].to(torch.float32, copy=True)  # it is written to
+            # Muon writes to the result.
+            return args[0].to(torch.float32, copy=True)
         return func(*args, **(kwargs or {}))
 
 
 def fast_bfloat16(device: str) -> bool:
-    """Whether a kind of device computes in bfloat16 rather than imitates it."""
+    """Whether a type of device computes in bfloat16 rather than emulates it."""
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
 
 
 def warmup_cosine(step: int, num_steps: float, *, warmup_steps: int, final: float) -> float:
-    """The learning rate of a step as a share of the highest: a linear warmup, then half a cosine.
+    """Return a step's learning rate relative to the highest: linear warmup, then half a cosine.
 
-    A function of the step alone, so that a resumed run needs no scheduler's state.
+    It depends only on the step, so a resumed run needs no scheduler's state.
 
     Args:
-        num_steps: of the whole run; infinite where the run has no end, and then the rate does not fall.
-        final: the share at the end.
+        step: the optimizer step, from 0.
+        num_steps: optimizer steps of the whole run. If it is infinite, the rate does not fall.
+        warmup_steps: steps over which the rate rises.
+        final: the relative rate at the end.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if not math.isfinite(num_steps):
         return 1.0
-    done = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
-    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * done))
+    progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return final + (1 - final) * cosine
 
 
 class TimeLimit(Timer):
-    """Ends a run so many minutes after its process began, start-up and the last validation included.
+    """Ends a run after a time that includes its start-up and the last validation.
 
-    The learning rate falls with the time then. A resumed run has what the one before left.
+    The learning rate follows the time. A resumed run has the time that the run before left.
 
     Args:
-        minutes: of the whole run.
+        minutes: duration of the whole run.
 
     Attributes:
         began: when the process began, on the clock of `time.monotonic`.
@@ -115,44 +123,51 @@ class TimeLimit(Timer):
 
     def __init__(self, minutes: float) -> None:
         self.minutes = require_number("minutes", minutes, low=0.0, high=1e6, low_open=True)
-        super().__init__(
-            timedelta(minutes=0.92 * minutes), verbose=False
-        )  # the rest is for the last validation
+        super().__init__(timedelta(minutes=TRAINING_SHARE * minutes), verbose=False)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start_time[RunningStage.TRAINING] = self.began
         if (self.time_remaining() or 0) <= 0:
-            gone = self.time_elapsed()
+            elapsed = self.time_elapsed()
             raise ValueError(
-                f"{self.minutes:g} minutes are too few for one checkpoint: {gone:.0f} s were gone before the first "
-                f"step, give --minutes {math.ceil(gone / 30)} or more"
+                f"{self.minutes:g} minutes are too few for one checkpoint: {elapsed:.0f} s were "
+                f"gone before the first step, give --minutes {math.ceil(elapsed / 30)} or more"
             )
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
         if not trainer.sanity_checking:
+            # The next validation will take as long as those so far.
             self._duration = 60 * self.minutes - self.time_elapsed(RunningStage.VALIDATING)
 
 
+def timers(trainer: Trainer) -> list[Timer]:
+    """Return the callbacks that limit a run's time."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return [
+        callback
+        for callback in callbacks
+        if isinstance(callback, Timer) and callback.time_remaining() is not None
+    ]
+
+
 def time_share(trainer: Trainer) -> float | None:
-    """How much of a run's time is over, from 0 to 1; None for a run without a time limit."""
-    for timer in timers(trainer):
-        done = timer.time_elapsed()
-        return min(1.0, done / max(1e-9, done + (timer.time_remaining() or 0)))
-    return None
+    """Return the part of a run's time that is over, from 0 to 1; None without a limit."""
+    limits = timers(trainer)
+    if not limits:
+        return None
+    elapsed = limits[0].time_elapsed()
+    remaining = limits[0].time_remaining() or 0
+    return min(1.0, elapsed / max(1e-9, elapsed + remaining))
 
 
 def time_left(trainer: Trainer) -> float | None:
-    """Seconds that a run has left before it begins its steps; None for a run without a time limit."""
-    for timer in timers(trainer):
-        gone = time.monotonic() - TimeLimit.began if isinstance(timer, TimeLimit) else 0.0
-        return max(0.0, (timer.time_remaining() or 0) - gone)
-    return None
-
-
-def timers(trainer: Trainer) -> list[Timer]:
-    """The callbacks that limit a run's time."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return [
-        each for each in callbacks if isinstance(each, Timer) and each.time_remaining() is not None
-    ]
+    """Return the seconds that a run has left at its first step; None without a limit."""
+    limits = timers(trainer)
+    if not limits:
+        return None
+    remaining = limits[0].time_remaining() or 0
+    if isinstance(limits[0], TimeLimit):
+        # This limit includes the start-up of the process.
+        remaining -= time.monotonic() - TimeLimit.began
+    return max(0.0, remaining)

@@ -10,34 +10,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_specdec.data import IGNORED, Batch
+from lightning_specdec.data import Batch
 from lightning_specdec.drafters import Drafter, ModelDrafter, StagedDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.metrics import (
     Means,
     RoundMetrics,
+    count_labels,
     next_token_loss,
     next_token_means,
 )
 
 STAGED = "staged"
-"""The name of the stages together."""
+"""The name of the drafter that all stages form together."""
 
 
 class PairTraining(SpeculativeTraining):
     """Trains a target and a smaller draft, or several drafts by name, on the same sequences.
 
-    The sum of all losses is minimized; no loss has a gradient in another model's weights, and Adam treats every weight
-    by itself, so that each model learns as if it were alone. (Clip gradients by value: a common norm couples them.)
+    The training minimizes the sum of all losses. No loss has a gradient in another model's weights,
+    and Adam updates every weight separately, so each model learns as if it were trained alone.
+    (Clip gradients by value: a common norm couples them.)
 
     Args:
         target: the model whose output is wanted.
         draft: the draft model; it must share the target's vocabulary.
-        drafts: draft models by name, instead of one; the first decodes unless another is named.
-        stage_windows: make the drafts the stages of a `StagedDrafter`, the smallest first: draft tokens that a stage
-            makes for the next one. Staging changes what the last draft costs and never what it proposes, so each draft
-            is trained by itself.
+        drafts: draft models by name, instead of one; the first one decodes by default.
+        stage_windows: make the drafts the stages of a `StagedDrafter`, the smallest first: draft
+            tokens that a stage proposes to the next one. Staging changes the cost of the last
+            draft, never its proposals, so each draft is trained separately.
         options: those of `SpeculativeTraining`.
     """
 
@@ -54,60 +56,81 @@ class PairTraining(SpeculativeTraining):
             raise ValueError(
                 "a training has one draft or several by name: give either `draft` or `drafts`"
             )
-        self.stage_windows = stage_windows
         models = {"draft": draft} if draft is not None else dict(drafts or {})
+        for name in models:
+            if not name.isidentifier() or name == STAGED:
+                raise ValueError(
+                    f"drafts must have names that are identifiers and not {STAGED!r}, got "
+                    f"{', '.join(models)}"
+                )
+
+        self.stage_windows = stage_windows
         drafters = {name: ModelDrafter(model) for name, model in models.items()}
-        if not all(name.isidentifier() and name != STAGED for name in models):
-            raise ValueError(
-                f"drafts must have names that are identifiers and not {STAGED!r}, got {', '.join(models)}"
-            )
-        self.names = list(models) if stage_windows is None else list(models)[::-1]
-        several: dict[str, Drafter] = {name: drafters[name] for name in self.names}
+        self.names = list(models)
         if stage_windows is not None:
-            several = {
-                STAGED: StagedDrafter(list(drafters.values()), stage_windows=stage_windows),
-                **several,
-            }
-        super().__init__(target, several if draft is None else drafters["draft"], **options)
+            # The last stage is the largest draft: it comes first among the metrics.
+            self.names.reverse()
+
+        named_drafters: dict[str, Drafter] = {}
+        if stage_windows is not None:
+            stages = list(drafters.values())
+            named_drafters[STAGED] = StagedDrafter(stages, stage_windows=stage_windows)
+        for name in self.names:
+            named_drafters[name] = drafters[name]
+        # A single draft keeps the name that checkpoints give the only drafter.
+        all_drafters = drafters["draft"] if draft is not None else named_drafters
+        super().__init__(target, all_drafters, **options)
 
     def new_metrics(self) -> RoundMetrics:
         prefixes = self.prefixes()
         return RoundMetrics(["", *prefixes], self.num_draft_tokens, main=prefixes[0])
 
     def prefixes(self) -> list[str]:
-        """The prefixes of the drafts' metrics, the main one first: its metrics are shown without a prefix too."""
-        return [f"{name}/" for name in self.names] if len(self.names) > 1 else [""]
+        """The prefixes of the drafts' metrics; those of the first are shown without it too."""
+        if len(self.names) == 1:
+            return [""]
+        return [f"{name}/" for name in self.names]
 
     def score_all(self, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
-        """Logits `[B, T - 1, V]` of every draft by its prefix, the main one first, and of the target."""
+        """Logits `[B, T - 1, V]` of every draft by its prefix, and of the target."""
         inputs = batch.tokens[:, :-1]
-        drafters = [each for each in self.drafters.values() if isinstance(each, ModelDrafter)]
-        logits = {
-            name: each.model(inputs).logits
-            for name, each in zip(self.prefixes(), drafters, strict=True)
-        }
-        return logits, self.target(inputs).logits
+        models = [
+            drafter.model for drafter in self.drafters.values() if isinstance(drafter, ModelDrafter)
+        ]
+        draft_logits = {}
+        for prefix, model in zip(self.prefixes(), models, strict=True):
+            draft_logits[prefix] = model(inputs).logits
+        return draft_logits, self.target(inputs).logits
 
     def measure(self, batch: Batch, split: str) -> Means:
         labels = batch.next_tokens()
         draft_logits, target_logits = self.score_all(batch)
-        values = next_token_means("target", target_logits, labels)
-        loss, num_tokens = values["target_loss"]
+        means = next_token_means("target", target_logits, labels)
+        loss, num_tokens = means["target_loss"]
         for prefix, logits in draft_logits.items():
             self.metrics.count(logits, target_logits, batch, prefix)
-            values |= next_token_means(f"{prefix}draft", logits, labels)
-            loss = loss + values[f"{prefix}draft_loss"][0]
-        main = next(iter(draft_logits))
-        values |= {name: values[main + name] for name in ("draft_loss", "draft_accuracy")}
-        return {**values, "loss": (loss, num_tokens)}
+            means.update(next_token_means(f"{prefix}draft", logits, labels))
+            draft_loss, _ = means[f"{prefix}draft_loss"]
+            loss = loss + draft_loss
+
+        main_prefix = self.prefixes()[0]
+        for name in ("draft_loss", "draft_accuracy"):
+            means[name] = means[main_prefix + name]
+        means["loss"] = (loss, num_tokens)
+        return means
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         labels = batch.next_tokens()
         draft_logits, target_logits = self.score_all(batch)
-        losses = {
-            f"{prefix}draft_loss": next_token_loss(each, labels)
-            for prefix, each in draft_logits.items()
+        loss_sums = {
+            f"{prefix}draft_loss": next_token_loss(logits, labels, "sum")
+            for prefix, logits in draft_logits.items()
         }
-        losses["target_loss"] = next_token_loss(target_logits, labels)
-        self.log_losses(losses, (labels != IGNORED).sum())
-        return torch.stack(list(losses.values())).sum()
+        loss_sums["target_loss"] = next_token_loss(target_logits, labels, "sum")
+
+        num_tokens = count_labels(batch)
+        means = {name: loss.detach() / max(1, num_tokens) for name, loss in loss_sums.items()}
+        self.log_losses(means, num_tokens)
+        return torch.stack(list(loss_sums.values())).sum() / self.mean_count(
+            num_tokens, count_labels
+        )

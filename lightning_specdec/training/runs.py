@@ -1,4 +1,4 @@
-"""A run's files: checkpoints and curves of its own version, locked, written whole, and checked before it resumes."""
+"""Files of a run: its versioned directories, safe checkpoints, and checks before a run resumes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning_specdec.checkpoints import archive, networks, runs
 from lightning_specdec.checkpoints import checkpoint as checkpoint_file
 from lightning_specdec.data import TokenData
+from lightning_specdec.training.accumulation import gradient_settings
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.optimizers import time_left, timers
 
-_CONFIG = "give the config and the --data options that it was trained with"
+_USE_SAME_CONFIG = "give the config and the --data options that it was trained with"
+_MOST_DIFFERENCES = 3
+"""Differences that an error message lists."""
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
-    """Writes beside the old file and swaps the two in one step; reads tensors and plain values only."""
+    """Replaces a checkpoint in one step, and reads tensors and plain values only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,268 +50,384 @@ class SafeCheckpointIO(TorchCheckpointIO):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         content = archive.read_any(path)
-        # A checkpoint exported for decoding holds no trainer's state; its models can be validated all the same.
+        # A checkpoint that was exported for decoding has no version, but its models can be
+        # validated.
         return {**content, "pytorch-lightning_version": lightning.__version__}
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        # The path may come from a resumed checkpoint, which may be a stranger's: delete only what this run has written.
+        # The path may come from a resumed checkpoint, which may be a stranger's: delete only files
+        # that this run has written.
         if Path(path).resolve() in self.written:
             Path(path).unlink(missing_ok=True)
 
 
 class CheckOptimizers(Callback):
-    """Refuses a restored optimizer whose fused step would write beyond what it remembers of a weight."""
+    """Refuses a restored optimizer whose fused step would write beyond its state of a weight."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for optimizer in trainer.optimizers:
-            for weight in (
-                each
-                for group in optimizer.param_groups
-                if group.get("fused")
-                for each in group["params"]
-            ):
-                for name, value in optimizer.state[weight].items():
-                    if (
-                        isinstance(value, torch.Tensor)
-                        and name != "step"
-                        and value.shape != weight.shape
-                    ):
-                        raise ValueError(
-                            f"the checkpoint's {name} is of other weights: give the last.ckpt of this run"
-                        )
+            for group in optimizer.param_groups:
+                if group.get("fused"):
+                    for weight in group["params"]:
+                        self._check_state(weight, optimizer.state[weight])
+
+    def _check_state(self, weight: torch.Tensor, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor) or name == "step":
+                continue
+            if value.shape != weight.shape:
+                raise ValueError(
+                    f"the checkpoint's {name} is of other weights: give the last.ckpt of this run"
+                )
 
 
 class RunFiles:
-    """The directories that one run writes to, beside those of earlier runs.
+    """The directories that one run writes to, next to those of earlier runs.
 
-    Checkpoints go to `DIRPATH/version_N`, for each `ModelCheckpoint` of the config that has a dirpath, and curves to
-    `SAVE_DIR/NAME/version_N`. A run that resumes from `last` continues in its version; any other one begins a new one.
+    Checkpoints go to `DIRPATH/version_N`, for each `ModelCheckpoint` of the config that has a
+    dirpath, and curves to `SAVE_DIR/NAME/version_N`. A run that resumes from `last` continues in
+    its version. Any other run begins a new version.
 
     Attributes:
         newest: the `ModelCheckpoint`s that keep the newest state.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        callbacks = [
-            each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)
-        ]
-        self.checkpoints = {
-            callback: Path(str(callback.dirpath)) for callback in callbacks if callback.dirpath
-        }
-        if remote := [
-            callback.dirpath for callback in self.checkpoints if "://" in str(callback.dirpath)
-        ]:
-            raise ValueError(
-                f"dirpath {remote[0]} is no directory of this machine: checkpoints are written there first"
-            )
+        self.checkpoints: dict[ModelCheckpoint, Path] = {}
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath:
+                self.checkpoints[callback] = Path(str(callback.dirpath))
+        for callback in self.checkpoints:
+            if "://" in str(callback.dirpath):
+                raise ValueError(
+                    f"dirpath {callback.dirpath} is no directory of this machine: checkpoints are "
+                    "written there first"
+                )
+
         self.newest = [callback for callback in self.checkpoints if callback.monitor is None]
-        for (
-            callback
-        ) in self.newest:  # where one of several processes fails, the others would not come to save
-            callback.save_on_exception = trainer.world_size == 1
+        # If one of several processes fails, the other ones would not take part in saving.
+        save_on_exception = trainer.world_size == 1 and not is_trial(trainer)
+        for callback in self.newest:
+            callback.save_on_exception = save_on_exception
         self.logger = trainer.logger if isinstance(trainer.logger, TensorBoardLogger) else None
-        self._locks: list[int] = []
-        self._made: list[Path] = []
+        self._lock_descriptors: list[int] = []
+        self._new_directories: list[Path] = []
 
     def find(self, name: str) -> str:
-        """The file behind `last`, `best` or a path.
+        """Return the checkpoint that `last`, `best` or a path stands for.
 
         Raises:
             FileNotFoundError: there is no such checkpoint yet.
-            ValueError: the config does not say where checkpoints lie.
+            ValueError: the config does not name a directory of checkpoints.
         """
         if name not in ("last", "best"):
             return str(runs.find(name))
         if not self.checkpoints:
             raise ValueError(
-                f"--ckpt_path {name} needs a ModelCheckpoint with a dirpath in the config: give a file"
+                f"--ckpt_path {name} needs a ModelCheckpoint with a dirpath in the config: give a "
+                "file"
             )
-        return str(runs.find(next(iter(self.checkpoints.values())), (name,)))
+        directory = next(iter(self.checkpoints.values()))
+        return str(runs.find(directory, (name,)))
 
     @rank_zero_only
-    def claim(self, resumed: str | None) -> None:
-        """Choose the version, make its directories, and lock them until `release` or the process's end.
+    def claim(self, resumed: str | None, step: int = 0) -> None:
+        """Choose the version, create its directories, and lock them until `release`.
 
         Args:
-            resumed: the checkpoint of `last`, whose version goes on; None for a new run.
+            resumed: the checkpoint of `last`, whose version continues; None for a new run.
+            step: the optimizer step of that checkpoint.
 
         Raises:
             ValueError: another run writes there.
         """
-        curves = (
-            ()
-            if self.logger is None or "://" in self.logger.root_dir
-            else (Path(self.logger.root_dir),)
-        )
-        used = {place.resolve() for place in (*self.checkpoints.values(), *curves)}
-        version = (
-            max((number for each in used for number in runs.versions(each)[:1]), default=-1) + 1
-        )
-        if resumed is not None and (name := Path(resumed).parent.name).startswith("version_"):
-            version = int(name.removeprefix("version_"))
-        for directory in (place / f"version_{version}" for place in used):
+        parents = {directory.resolve() for directory in self.checkpoints.values()}
+        if self.logger is not None and "://" not in self.logger.root_dir:
+            parents.add(Path(self.logger.root_dir).resolve())
+        version = self._choose_version(parents, resumed)
+
+        for parent in parents:
+            directory = parent / f"version_{version}"
             try:
-                directory.mkdir(parents=True, exist_ok=resumed is not None)
-                self._made += [directory] * (resumed is None)
-                self._locks.append(os.open(directory, os.O_RDONLY))
-                fcntl.flock(self._locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for half in directory.glob(".*.ckpt.*"):  # of a run that was killed while it wrote
-                    half.unlink()
+                self._lock(directory, is_new=resumed is None)
             except (FileExistsError, BlockingIOError) as error:
                 raise ValueError(
-                    f"another run writes to {seen_from_here(directory)}: wait until it ends, or begin a new run"
+                    f"another run writes to {seen_from_here(directory)}: wait until it ends, or "
+                    "begin a new run"
                 ) from error
-        for callback, place in self.checkpoints.items():
-            callback.dirpath = str(place / f"version_{version}")
+            for partial_file in directory.glob(".*.ckpt.*"):
+                # Left by a run that was killed while it wrote a checkpoint.
+                partial_file.unlink()
+
+        for callback, parent in self.checkpoints.items():
+            callback.dirpath = str(parent / f"version_{version}")
         if self.logger is not None:
             self.logger._version = version
+            if resumed is not None:
+                # TensorBoard hides what a crashed run logged after the checkpoint: it is logged
+                # again.
+                self.logger._kwargs["purge_step"] = step
+
+    @staticmethod
+    def _choose_version(parents: set[Path], resumed: str | None) -> int:
+        if resumed is not None:
+            directory_name = Path(resumed).parent.name
+            if directory_name.startswith("version_"):
+                return int(directory_name.removeprefix("version_"))
+        newest_version = -1
+        for parent in parents:
+            newest_version = max([newest_version, *runs.versions(parent)])
+        return newest_version + 1
+
+    def _lock(self, directory: Path, *, is_new: bool) -> None:
+        directory.mkdir(parents=True, exist_ok=not is_new)
+        if is_new:
+            self._new_directories.append(directory)
+        descriptor = os.open(directory, os.O_RDONLY)
+        self._lock_descriptors.append(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def release(self, *, keep: bool) -> None:
-        """Let other runs write there, and remove what a new run has made unless `keep`, or if it saved a checkpoint."""
-        # The Trainer counts neither the steps of an optimizer that it does not wrap nor those of forked processes.
-        saved = any(found for directory in self._made for found in directory.rglob("*.ckpt"))
-        for directory in () if keep or saved else self._made:
-            shutil.rmtree(directory, ignore_errors=True)
-        while self._locks:
-            os.close(self._locks.pop())
+        """Unlock the directories; unless `keep`, remove them if a new run has saved nothing."""
+        # The Trainer counts neither the steps of an optimizer that it does not wrap nor those of
+        # forked processes, so look for checkpoints.
+        is_saved = any(any(directory.rglob("*.ckpt")) for directory in self._new_directories)
+        if not keep and not is_saved:
+            for directory in self._new_directories:
+                shutil.rmtree(directory, ignore_errors=True)
+        while self._lock_descriptors:
+            os.close(self._lock_descriptors.pop())
+
+
+def is_trial(trainer: Trainer) -> bool:
+    """Return whether a run only tries a few batches (`fast_dev_run`), and so leaves no files."""
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
 def seen_from_here(path: str | Path) -> str:
-    """The path as seen from the current directory, where it is below that."""
-    here, whole = Path.cwd(), Path(path).absolute()
-    return str(whole.relative_to(here)) if whole.is_relative_to(here) else str(whole)
+    """Return the path relative to the current directory if it is below that."""
+    current_directory = Path.cwd()
+    absolute = Path(path).absolute()
+    if absolute.is_relative_to(current_directory):
+        return str(absolute.relative_to(current_directory))
+    return str(absolute)
 
 
 def check_checkpoint(
     path: str, trainer: Trainer, model: LightningModule, data: Any, *, resume: bool
 ) -> int:
-    """Raise unless the Trainer can use this checkpoint for this model, or resume from it with these data; its step.
+    """Check that the Trainer can use this checkpoint for this model, and can resume from it.
 
-    Of a LightningModule that is no `SpeculativeTraining`, what its own optimizers remember is checked when the Trainer
-    has restored it: see `CheckOptimizers`.
+    If the model is no `SpeculativeTraining`, its optimizer's state is checked when the Trainer has
+    restored it: see `CheckOptimizers`.
+
+    Args:
+        path: the checkpoint.
+        trainer: the Trainer of the new run.
+        model: the module of the new run.
+        data: the data module of the new run.
+        resume: whether a run resumes from it; otherwise only its weights are read.
+
+    Returns:
+        The optimizer step at which the run resumes; 0 if it does not.
 
     Raises:
-        FileNotFoundError, ValueError: as `checkpoint.load`; and for weights of other networks, files without a run's
-            state, runs that are over, and runs of another config.
+        FileNotFoundError, ValueError: as `checkpoint.load`; and for weights of other networks,
+            files without a run's state, runs that are over, and runs of another config.
     """
-    ours, reference = isinstance(model, SpeculativeTraining), None
     if isinstance(model, SpeculativeTraining):
-        content, reference = checkpoint_file.read(path), checkpoint_file.load(path).reference
+        content = checkpoint_file.read(path)
+        reference = checkpoint_file.load(path).reference
         if reference is not None:
             reference.check(model.target, path)
+        has_target = reference is None
     else:
         content = archive.read_weights(path)
-    held = {name: tensor.shape for name, tensor in content["state_dict"].items()}
-    wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    if reference is not None:
-        wanted = {
-            name: shape
-            for name, shape in wanted.items()
-            if not name.startswith(checkpoint_file.TARGET)
-        }
-    if held != wanted:
-        name = min(
-            name for name in held.keys() | wanted.keys() if held.get(name) != wanted.get(name)
-        )
-        raise ValueError(f"{path} has networks of other shapes ({name[:80]}): {_CONFIG}")
+        has_target = True
+    _check_shapes(path, content["state_dict"], model, has_target=has_target)
     if not resume:
         return 0
-    try:
-        loop = content["loops"]["fit_loop"]
-        done, step = loop["epoch_progress"]["current"]["processed"], int(content["global_step"])
-        whole = all(isinstance(state, dict) for state in content["callbacks"].values())
-        whole = whole and _alike(loop, trainer.fit_loop.state_dict())
-        whole = whole and (
-            not ours or _fits(content["optimizer_states"], model.configure_optimizers())
-        )
-        for timer in timers(trainer):
-            timer.load_state_dict(content["callbacks"].get(timer.state_key, {}))
-        left = time_left(trainer)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-        whole = False
-    if not whole:
+
+    if not _is_resumable(content, trainer, model):
         raise ValueError(
             f"{path} holds no training run to resume, or a damaged one: give the last.ckpt of a run"
         )
     if isinstance(model, SpeculativeTraining):
-        _check_config(path, content[checkpoint_file.KEY], model, data)
-    if trainer.max_epochs not in (None, -1) and done >= trainer.max_epochs:
+        _check_config(path, content[checkpoint_file.KEY], model, data, trainer)
+    _check_not_over(path, content, trainer)
+    return int(content["global_step"])
+
+
+def _check_shapes(
+    path: str, weights: Mapping[str, Any], model: LightningModule, *, has_target: bool
+) -> None:
+    """Raise ValueError unless the weights have the names and shapes of the model's."""
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    model_shapes = {}
+    for name, tensor in model.state_dict().items():
+        if has_target or not name.startswith(checkpoint_file.TARGET):
+            model_shapes[name] = tensor.shape
+    if shapes == model_shapes:
+        return
+    names = shapes.keys() | model_shapes.keys()
+    name = min(name for name in names if shapes.get(name) != model_shapes.get(name))
+    raise ValueError(f"{path} has networks of other shapes ({name[:80]}): {_USE_SAME_CONFIG}")
+
+
+def _is_resumable(content: Mapping[str, Any], trainer: Trainer, model: LightningModule) -> bool:
+    """Whether a file has all of a run's state, of the right types and shapes."""
+    try:
+        int(content["global_step"])
+        fit_loop = content["loops"]["fit_loop"]
+        if not _has_structure_of(fit_loop, trainer.fit_loop.state_dict()):
+            return False
+        if not all(isinstance(state, dict) for state in content["callbacks"].values()):
+            return False
+        if isinstance(model, SpeculativeTraining):
+            optimizer = model.configure_optimizers()
+            if not _fits_optimizer(content["optimizer_states"], optimizer):
+                return False
+        for timer in timers(trainer):
+            timer.load_state_dict(content["callbacks"].get(timer.state_key, {}))
+        time_left(trainer)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        return False
+    return True
+
+
+def _check_not_over(path: str, content: Mapping[str, Any], trainer: Trainer) -> None:
+    """Raise ValueError if the run has ended and the new one would end at once."""
+    num_epochs = content["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+    step = int(content["global_step"])
+    if trainer.max_epochs not in (None, -1) and num_epochs >= trainer.max_epochs:
         raise ValueError(
-            f"{path} has {done} finished epochs and the run ends after {trainer.max_epochs}: raise --trainer.max_epochs"
+            f"{path} has {num_epochs} finished epochs and the run ends after {trainer.max_epochs}: "
+            "raise --trainer.max_epochs"
         )
     if 0 <= trainer.max_steps <= step:
         raise ValueError(
-            f"{path} is at step {step}, the run ends after {trainer.max_steps}: raise --trainer.max_steps"
+            f"{path} is at step {step}, the run ends after {trainer.max_steps}: raise "
+            "--trainer.max_steps"
         )
-    for each in trainer.early_stopping_callbacks:
-        waited = content["callbacks"].get(each.state_key, {}).get("wait_count")
-        if isinstance(waited, int) and waited >= each.patience:
+    for callback in trainer.early_stopping_callbacks:
+        wait_count = content["callbacks"].get(callback.state_key, {}).get("wait_count")
+        if isinstance(wait_count, int) and wait_count >= callback.patience:
             raise ValueError(
-                f"{path} is over, EarlyStopping ended the run ({each.monitor}, patience {each.patience}): resume "
-                "without it, or begin a new run"
+                f"{path} is over, EarlyStopping ended the run ({callback.monitor}, patience "
+                f"{callback.patience}): resume without it, or begin a new run"
             )
-    if left == 0:
+    if time_left(trainer) == 0:
         raise ValueError(
-            f"{path} is over, the run's time is used up: give more --minutes or --trainer.max_time, or begin a new run"
+            f"{path} is over, the run's time is used up: give more --minutes or "
+            "--trainer.max_time, or begin a new run"
         )
-    return step
 
 
 def _check_config(
-    path: str, described: Mapping[str, Any], model: SpeculativeTraining, data: Any
+    path: str,
+    described: Mapping[str, Any],
+    model: SpeculativeTraining,
+    data: Any,
+    trainer: Trainer,
 ) -> None:
-    """Raise ValueError where a network has changed, or a setting of the training or its data that the file knows."""
-    given = {**model.describe(), **model.settings(), "data": type(data).__name__}
-    before = networks.current({**described, **described["recipe"]})
+    """Raise ValueError if a network, a setting of the training, or its data differ from the file's.
+
+    Settings that an older file does not record are not compared.
+    """
+    settings = model.settings()
+    current = {
+        **model.describe(),
+        **settings,
+        "data": type(data).__name__,
+        "gradients": gradient_settings(trainer),
+    }
+    recorded = networks.current({**described, **described["recipe"]})
     if isinstance(data, TokenData):
-        before |= before.get("data_arguments", {})
-        given |= data.arguments()
-    moved = {"target_checkpoint"} | ({"target"} if "sha256" in described["target"] else set())
-    free = moved | {"format", "recipe", "versions", "prompts", "tokenizer"}
-    differences, options = [], []
-    for name in (name for name in given if name in before and name not in free):
-        if difference := _difference(name, before[name], json.loads(json.dumps(given[name]))):
-            differences.append(difference)
-            if name in model.settings() and isinstance(before[name], str | int | float):
-                options.append(f"--model.{name} {before[name]}")
+        recorded.update(recorded.get("data_arguments", {}))
+        current.update(data.arguments())
+
+    # The same target may lie elsewhere by now.
+    ignored = {"format", "recipe", "versions", "prompts", "tokenizer", "target_checkpoint"}
+    if "sha256" in described["target"]:
+        ignored.add("target")
+    differences = []
+    options = []
+    for name in current:
+        if name in ignored or name not in recorded:
+            continue
+        plain_value = json.loads(json.dumps(current[name]))
+        difference = _difference(name, recorded[name], plain_value)
+        if difference is None:
+            continue
+        differences.append(difference)
+        if name in settings and isinstance(recorded[name], str | int | float):
+            options.append(f"--model.{name} {recorded[name]}")
+
+    if not differences:
+        # Reading all texts takes longest, and another difference says more.
+        digest = recorded.get("data_digest")
+        if digest is not None and digest != model.data_digest(data):
+            differences.append("the texts of the data changed, or their order")
     if differences:
-        advice = f"give {' '.join(options)}" if len(options) == len(differences) else _CONFIG
-        raise ValueError(
-            f"{path} cannot resume: {'; '.join(differences[:3])}: {advice}, or begin a new run"
+        advice = _USE_SAME_CONFIG
+        if len(options) == len(differences):
+            advice = f"give {' '.join(options)}"
+        differences_text = "; ".join(differences[:_MOST_DIFFERENCES])
+        raise ValueError(f"{path} cannot resume: {differences_text}: {advice}, or begin a new run")
+
+
+def _difference(name: str, recorded: Any, current: Any) -> str | None:
+    """Describe the first entry in which plain values differ; a missing entry equals None.
+
+    Entries that are only in `current` do not count.
+    """
+    if isinstance(recorded, list) and isinstance(current, list) and len(recorded) == len(current):
+        recorded = dict(enumerate(recorded))
+        current = dict(enumerate(current))
+    if isinstance(recorded, dict) and isinstance(current, dict):
+        for key in recorded:
+            difference = _difference(f"{name}.{key}", recorded[key], current.get(key))
+            if difference is not None:
+                return difference
+        return None
+    if recorded == current:
+        return None
+    return f"{name} changed from {str(recorded)[:60]} to {str(current)[:60]}"
+
+
+def _has_structure_of(state: object, fresh_state: object) -> bool:
+    """Whether a state has all entries of a fresh one, of the same types, and no absurd count."""
+    if isinstance(fresh_state, dict):
+        return isinstance(state, dict) and all(
+            key in state and _has_structure_of(state[key], fresh_state[key]) for key in fresh_state
         )
+    if type(state) is not type(fresh_state):
+        return False
+    return not isinstance(state, int) or 0 <= state < 2**53
 
 
-def _difference(name: str, before: Any, now: Any) -> str | None:
-    """The first entry in which plain values differ: of those that were known before, where none is the same as None."""
-    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        before, now = dict(enumerate(before)), dict(enumerate(now))
-    if isinstance(before, dict) and isinstance(now, dict):
-        found = (_difference(f"{name}.{key}", before[key], now.get(key)) for key in before)
-        return next((each for each in found if each), None)
-    return None if before == now else f"{name} changed from {str(before)[:60]} to {str(now)[:60]}"
+def _fits_optimizer(states: Any, configured: Any) -> bool:
+    """Whether the tensors of a state have the optimizer's shapes.
 
-
-def _alike(given: object, fresh: object) -> bool:
-    """Whether a state has every entry of a fresh one, of the same type, and no negative or absurd count."""
-    if isinstance(fresh, dict):
-        return isinstance(given, dict) and all(
-            key in given and _alike(given[key], fresh[key]) for key in fresh
-        )
-    return type(given) is type(fresh) and (not isinstance(given, int) or 0 <= given < 2**53)
-
-
-def _fits(states: Any, configured: Any) -> bool:
-    """Whether a state's tensors have the optimizer's shapes: its fused step would write beyond smaller ones."""
+    A fused step would write beyond the end of smaller ones.
+    """
     optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     (state,) = states
-    groups = zip(state["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
-    same = all(
-        _alike(given, fresh) and given["params"] == fresh["params"] for given, fresh in groups
-    )
-    return same and all(
-        value.shape == (() if key == "step" else weights[index].shape)
-        and value.untyped_storage().nbytes() >= value.numel() * value.element_size()
-        for index, entries in state["state"].items()
-        for key, value in entries.items()
-    )
+    fresh_groups = optimizer.state_dict()["param_groups"]
+    for group, fresh_group in zip(state["param_groups"], fresh_groups, strict=True):
+        if not _has_structure_of(group, fresh_group) or group["params"] != fresh_group["params"]:
+            return False
+
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for index, entries in state["state"].items():
+        for name, tensor in entries.items():
+            shape = torch.Size() if name == "step" else weights[index].shape
+            if not _is_stored(tensor, shape):
+                return False
+    return True
+
+
+def _is_stored(tensor: torch.Tensor, shape: torch.Size) -> bool:
+    """Whether a tensor has that shape, and its storage all the elements that it claims to have."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    return tensor.shape == shape and tensor.untyped_storage().nbytes() >= num_bytes
