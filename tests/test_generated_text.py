@@ -88,7 +88,7 @@ def test_rows_are_cut_to_max_length_and_prompts_without_room_left_out(corpus: Pa
             expected.append((tokens[:max_length], prompt_length))
     assert len(expected) < len(stored_rows)
 
-    sizes = {"num_val": 1, "num_test": 1, "batch_size": 4}
+    sizes: dict[str, Any] = {"num_val": 1, "num_test": 1, "batch_size": 4}
     data = GeneratedText(str(corpus), VOCABULARY, max_length=max_length, **sizes)
     splits = loaded(data)
     assert sorted([*splits["train"], *splits["val"], *splits["test"]]) == sorted(expected)

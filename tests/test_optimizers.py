@@ -40,7 +40,7 @@ def stepped(
             for weight in weights:
                 weight.grad = torch.randn(weight.shape, generator=generator)
             optimizer.step()
-    state_tensors = []
+    state_tensors: list[Tensor] = []
     for state in optimizer.state.values():
         state_tensors.extend(value for value in state.values() if isinstance(value, Tensor))
     return [weight.detach() for weight in weights], products.dtypes, state_tensors

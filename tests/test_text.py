@@ -293,7 +293,7 @@ RENDERED = {
 def test_a_template_renders_as_in_transformers(name: str) -> None:
     tokenizer = text_cases.byte_level()
     tokenizer.chat_template = RENDERED[name]
-    messages = [*HELLO, {"role": "assistant", "content": "it's\n", "tool_calls": None}]
+    messages: list[Any] = [*HELLO, {"role": "assistant", "content": "it's\n", "tool_calls": None}]
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert TextTokenizer(tokenizer).render_chat(messages) == expected
 
@@ -344,7 +344,7 @@ EOS_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 @pytest.mark.parametrize("name", EOS_CONFIGS)
 def test_an_answer_ends_at_the_eos_tokens_that_transformers_uses(saved: Path, name: str) -> None:
     config, generation_config = EOS_CONFIGS[name]
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaConfig(vocab_size=500, intermediate_size=8, **sizes, **config).save_pretrained(saved)
     if generation_config is not None:
         (saved / "generation_config.json").write_text(json.dumps(generation_config))

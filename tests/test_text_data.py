@@ -237,7 +237,7 @@ def test_conversations_are_written_by_the_chat_template(
     data = make(paths=str(path), tokenizer=str(tmp_path / "tokenizer"), vocab_size=400, length=16)
     tokenizer = named_tokenizer(str(tmp_path / "tokenizer"))
     all_text = "".join(tokenizer.decode(data.texts[split].tokens.tolist()) for split in SPLITS)
-    expected = [chat_tokenizer.apply_chat_template(chat, tokenize=False) for chat in CHATS]
+    expected = [str(chat_tokenizer.apply_chat_template(chat, tokenize=False)) for chat in CHATS]
     assert sorted(all_text.splitlines()) == sorted("".join(expected).splitlines())
     assert 0 < data.bytes_per_token("train") < 20
 

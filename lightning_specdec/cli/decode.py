@@ -79,7 +79,7 @@ class Outcome:
     @property
     def failed_prompts(self) -> list[int]:
         """Numbers of the prompts with logits that are not finite."""
-        failed = set()
+        failed: set[int] = set()
         for result in self.results.values():
             failed.update(row.index for row in result.rows if row.stop_reason == "failed")
         return sorted(failed)

@@ -32,7 +32,7 @@ def find(
     path = Path(source).expanduser()
 
     if not name or not path.exists():
-        patterns = _SMALL_FILES
+        patterns: tuple[str, ...] = _SMALL_FILES
         if code:
             patterns = (*_SMALL_FILES, "*.py")
         return _snapshot(name, revision, patterns)

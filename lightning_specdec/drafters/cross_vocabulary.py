@@ -302,9 +302,11 @@ class CrossVocabulary(DrawingDrafter):
             raise ValueError(
                 "the draft's vocabulary is not the target's: load the draft with its tokenizer"
             )
+        # `check_target` refuses a target without a vocabulary.
+        target_vocabulary: Any = target.vocabulary
         return cls(
             draft,
-            target.vocabulary,
+            target_vocabulary,
             encode=tokenizer.encode_plain,
             start=tokenizer.start,
             **settings,

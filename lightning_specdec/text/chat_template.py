@@ -131,7 +131,8 @@ class _AddChecks(NodeTransformer):
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
         self.generic_visit(node)
-        node.iter = _filtered(node.iter, "check_each")
+        iterable: Any = node.iter
+        node.iter = _filtered(iterable, "check_each")
         return node
 
     def _visit_sized(self, node: nodes.Expr) -> nodes.Filter:
