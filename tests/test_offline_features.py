@@ -1,4 +1,6 @@
-"""Laws of offline features: they are the target's outputs for the texts, computed once, and never another target's."""
+"""Laws of offline features: they are the target's outputs for the texts, computed once, and never
+another target's.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,19 @@ import cases
 import pytest
 import torch
 from cli_fixtures import here
+from families import tiny
 from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_specdec.data import Batch, SequenceFile, TokenData
 from lightning_specdec.models import LanguageModel
-from lightning_specdec.training import OfflineFeatures, OnlineFeatures, offline_features
+from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.training import (
+    FeaturesByNeed,
+    OfflineFeatures,
+    OnlineFeatures,
+    offline_features,
+)
 
 __all__ = ["here"]
 
@@ -123,7 +132,7 @@ def test_nothing_is_computed_twice_and_drafts_that_read_other_layers_share_featu
         features = OfflineFeatures(also_layers=[1, 0], dtype="float32")
         said = list(tmp_path.rglob("shard-*"))
         features.prepare(target, data, layers, ["train"])
-        assert ("keeping " in capsys.readouterr().err) == (not said), "computed for the first alone"
+        assert ("caching " in capsys.readouterr().err) == (not said), "computed for the first alone"
         batch = batches(data, "train")[0]
         found = features.read(target, batch, "train", layers=layers, tokens=TOKENS)
         wanted = OnlineFeatures().read(target, batch, "train", layers=layers, tokens=TOKENS)
@@ -198,3 +207,35 @@ def test_features_of_something_else_are_computed_beside_them(tmp_path: Path, nam
     assert before.items() < contents(tmp_path).items() and len(contents(tmp_path)) == 2 * len(
         before
     )
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+def test_a_target_without_a_separate_output_head_is_read_online_in_a_run_of_any_length(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    family: str,
+) -> None:
+    target = HuggingFaceLM(tiny(family, vocab_size=cases.VOCAB)).requires_grad_(False)
+    data = sequences(tmp_path)
+    data.trainer = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=100
+    )
+    features = FeaturesByNeed(str(tmp_path / "cache"))
+
+    # Reading is not timed for a decision that the family has already made.
+    with monkeypatch.context() as patch:
+        patch.setattr(OnlineFeatures, "read", None)
+        features.prepare(target, data, LAYERS, ["train", "val"])
+    message = capsys.readouterr().err
+    assert "hidden states are computed online, in each step: " in message
+    assert "its layers differ in their attention span" in message
+    assert not (tmp_path / "cache").exists()
+
+    batch = batches(data, "train")[0]
+    outputs = features.read(target, batch, "train", layers=LAYERS, tokens=TOKENS)
+    expected = OnlineFeatures().read(target, batch, "train", layers=LAYERS, tokens=TOKENS)
+    assert torch.equal(outputs.log_probs, expected.log_probs)
+
+    with pytest.raises(ValueError, match="cannot be cached.*: give OnlineFeatures"):
+        prepared(data, tmp_path, target)
