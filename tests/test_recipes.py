@@ -28,7 +28,7 @@ def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        "lightning_specdec.training.draft_recipes._NEW_TOKENS", 4
+        "lightning_specdec.training.draft_recipes.NUM_DECODED_TOKENS", 4
     )  # of a held-out text
 
 
