@@ -1,4 +1,6 @@
-"""Text that another engine writes: the same shards, or one clear line; vLLM itself runs in benchmarks/engines.py."""
+"""Text that another engine writes: the same shards, or one clear line; vLLM itself runs in
+benchmarks/engines.py.
+"""
 
 from __future__ import annotations
 
@@ -152,9 +154,9 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a failure without a word": ({"answer": b""}, "refuses with 500: Internal Server Error"),
     "no choice": ({"answer": {"choices": []}}, "does not answer with a completion"),
-    "foreign tokens": ({"answer": tokens(*[10**6] * 9)}, "tokens that the target has not"),
-    "text for tokens": ({"answer": tokens(*"abcdefghi")}, "tokens that the target has not"),
-    "half a row": ({"answer": tokens(3, 3)}, "gives up on a row"),
+    "foreign tokens": ({"answer": tokens(*[10**6] * 9)}, "tokens outside the target's vocabulary"),
+    "text for tokens": ({"answer": tokens(*"abcdefghi")}, "tokens outside the target's vocabulary"),
+    "half a row": ({"answer": tokens(3, 3)}, "ends a row before max_tokens and without an eos"),
 }
 
 
