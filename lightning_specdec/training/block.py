@@ -199,7 +199,8 @@ def blocks(
         blocks.
         """
         # Query heads that share a key head are one group: [B, G, H / G, N, E].
-        num_key_heads, head_size = keys.shape[1], keys.shape[3]
+        num_key_heads = keys.shape[1]
+        head_size = keys.shape[3]
         queries = queries.unflatten(1, (num_key_heads, -1)) * head_size**-0.5
         text_keys, text_values = text_keys_values[layer_index]
         text_scores = queries.flatten(2, 3) @ text_keys.transpose(-1, -2)
@@ -217,6 +218,7 @@ def blocks(
         text_weights, block_weights = weights.split((len(token_indices), block_size), dim=-1)
         text_output = (text_weights.flatten(2, 3) @ text_values).unflatten(2, (-1, num_slots))
         block_output = block_weights.unflatten(3, (-1, block_size)) @ block_values
-        return (text_output + block_output.flatten(3, 4)).flatten(1, 2)
+        output = text_output + block_output.flatten(3, 4)
+        return output.flatten(1, 2)
 
     return network(embedded, positions[None], attend).unflatten(1, (-1, block_size))

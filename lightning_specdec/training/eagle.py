@@ -78,9 +78,11 @@ class FeatureTraining(DistillationTraining):
             # EAGLE-3 reads a low, a middle and a high layer: the third, the middle one and the
             # third last.
             num_layers = target.num_layers or 1
-            feature_layers = {min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)}
+            low_layer = min(2, num_layers - 1)
+            middle_layer = num_layers // 2
+            high_layer = max(0, num_layers - 3)
             return make(
-                feature_layers=sorted(feature_layers),
+                feature_layers=sorted({low_layer, middle_layer, high_layer}),
                 hidden_size=hidden_size,
                 vocab_size=target.vocab_size,
                 num_heads=num_query_heads,
@@ -273,15 +275,21 @@ def _attend_in_rounds(
     later_values = [_shifted(values_by_step[k], step - k) for k in later_steps]
 
     # Query heads that share a key head are one group: [B, G, H / G, T, E].
-    num_key_heads, head_size = keys_by_step[0].shape[1], queries.shape[3]
+    first_keys = keys_by_step[0]
+    first_values = values_by_step[0]
+    num_key_heads = first_keys.shape[1]
+    head_size = queries.shape[3]
     queries = queries.unflatten(1, (num_key_heads, -1)) * head_size**-0.5
-    scores = _grouped_product(queries, keys_by_step[0].transpose(-1, -2))
-    scores = scores.masked_fill(~is_visible, -torch.inf)
-    later_scores = [(queries * keys[:, :, None]).sum(-1, keepdim=True) for keys in later_keys]
-    all_scores = torch.cat([scores, *later_scores], dim=-1)
-    weights = all_scores.softmax(-1, dtype=torch.float32).to(values_by_step[0].dtype)
 
-    output = _grouped_product(weights[..., :num_entries], values_by_step[0])
+    first_scores = _grouped_product(queries, first_keys.transpose(-1, -2))
+    scores = [first_scores.masked_fill(~is_visible, -torch.inf)]
+    for keys in later_keys:
+        products = queries * keys[:, :, None]
+        scores.append(products.sum(-1, keepdim=True))
+    weights = torch.cat(scores, dim=-1).softmax(-1, dtype=torch.float32)
+    weights = weights.to(first_values.dtype)
+
+    output = _grouped_product(weights[..., :num_entries], first_values)
     for column, values in enumerate(later_values, start=num_entries):
         output = output + weights[..., column : column + 1] * values[:, :, None]
     return output.flatten(1, 2)

@@ -197,10 +197,11 @@ class GenerateText(LightningModule):
                 f"do not fit the target's context of {max_positions}: lower max_new_tokens or "
                 "data.max_prompt_tokens"
             )
-        data.shards = [
-            PromptShard(shard_index, first, prompts[first : first + self.shard_size])
-            for shard_index, first in enumerate(range(0, len(prompts), self.shard_size))
-        ]
+        shards = []
+        for start in range(0, len(prompts), self.shard_size):
+            shard_prompts = prompts[start : start + self.shard_size]
+            shards.append(PromptShard(len(shards), start, shard_prompts))
+        data.shards = shards
         self.manifest = self._make_manifest(target, data, prompts)
 
     def _make_manifest(
