@@ -1,5 +1,4 @@
-"""Training a block drafter (DFlash, with DSpark's Markov and confidence heads) on blocks all over a
-text.
+"""Training a block drafter: DFlash with the Markov and confidence heads of DSpark.
 
 A block starts at an anchor token: slot 0 reads the anchor's embedding, slots 1 to K - 1 a learned
 mask. Slot i predicts the token i + 1 positions after the anchor, from the target's features before
@@ -35,8 +34,7 @@ if TYPE_CHECKING:
 
 
 class BlockTraining(FeatureTraining):
-    """Trains a `BlockDrafter` on blocks that start at every `anchor_stride`-th token, all in one
-    pass.
+    """Trains a `BlockDrafter` on the blocks of every `anchor_stride`-th token in one pass.
 
     Args:
         block_size: slots of a block; `num_draft_tokens` when None.
@@ -105,9 +103,7 @@ class BlockTraining(FeatureTraining):
         return min(first_anchor, max(1, num_tokens - 2)), self.anchor_stride
 
     def draft_steps(self, batch: Batch, outputs: TargetOutputs) -> list[DraftStep]:
-        """See `DistillationTraining`: one step for each slot; its hidden states include the Markov
-        head's input.
-        """
+        """See `DistillationTraining`: a step for each slot, with the Markov head's input."""
         tokens = batch.tokens
         num_tokens = tokens.shape[1]
         first_anchor, stride = self.first_anchor(num_tokens)
@@ -132,9 +128,7 @@ class BlockTraining(FeatureTraining):
         return steps
 
     def _split(self, hidden: Float[Tensor, "N D_R"]) -> tuple[Tensor, Tensor]:
-        """A slot's normed output `[N, D]` and its Markov input `[N, R]`, as `draft_steps` joins
-        them.
-        """
+        """Separate a slot's output `[N, D]` from its Markov input `[N, R]`."""
         settings = self.drafter.network.settings
         slot_hidden, markov_input = hidden.split((settings.hidden_size, settings.markov_rank), -1)
         return slot_hidden, markov_input
@@ -147,10 +141,10 @@ class BlockTraining(FeatureTraining):
     def step_losses(
         self, number: int, hidden: Tensor, log_probs: Tensor, labels: Tensor
     ) -> Float[Tensor, "N"]:
-        """See `DistillationTraining`; plus the confidence head's cross-entropy with the acceptance
-        probability.
+        """See `DistillationTraining`; also trains the confidence head.
 
-        The confidence loss has no gradient for any other weight.
+        Its loss is the cross-entropy with the probability that the draft token is accepted. It has
+        no gradient for any other weight.
         """
         logits = self.step_logits(number, hidden)
         with torch.no_grad():
@@ -171,8 +165,7 @@ def blocks(
     features: Float[Tensor, "B T D"],
     anchors: Int[Tensor, "A"],
 ) -> Float[Tensor, "B A K D"]:
-    """The output head's input at the slots of the blocks that start at some tokens, computed
-    together.
+    """The output head's input at all slots of the blocks that start at some tokens.
 
     Args:
         embedded: embedding of each anchor.
@@ -195,9 +188,7 @@ def blocks(
     def attend(
         layer_index: int, queries: Tensor, keys: Tensor, values: Tensor
     ) -> Float[Tensor, "B H N E"]:
-        """Attention of all slots to the text before their anchors and to the slots of their own
-        blocks.
-        """
+        """Attention of all slots to the text before their anchors and to their own blocks."""
         # Query heads that share a key head are one group: [B, G, H / G, N, E].
         num_key_heads = keys.shape[1]
         head_size = keys.shape[3]

@@ -85,8 +85,9 @@ class DistilledModelTraining(DistillationTraining):
 
     @classmethod
     def pair_recipe(cls, target: TargetShape, minutes: float | None) -> dict[str, Any]:
-        """Arguments that train a new Llama with a quarter of the target's width and an eighth of
-        its layers.
+        """Arguments that train a new, smaller Llama.
+
+        It has a quarter of the target's width and an eighth of its layers.
         """
         hidden_size = max(32, target.hidden_size // 4 // 64 * 64)
         model = {
@@ -105,9 +106,7 @@ class DistilledModelTraining(DistillationTraining):
         }
 
     def _model_of_layers(self, target: LanguageModel) -> HuggingFaceLM:
-        """A model with the target's layers `draft_layers`, whose embeddings and output head are
-        frozen.
-        """
+        """A model with some of the target's layers; its embeddings and output head are frozen."""
         # Imports transformers, which other drafts do without.
         from lightning_specdec.models.huggingface import HuggingFaceLM
 
@@ -123,9 +122,7 @@ class DistilledModelTraining(DistillationTraining):
         return draft
 
     def draft_steps(self, batch: Batch, outputs: TargetOutputs) -> list[DraftStep]:
-        """See `DistillationTraining`: all draft tokens come from one model, so one step stands for
-        all.
-        """
+        """See `DistillationTraining`: one step, since all draft tokens come from one model."""
         model = self.drafter.model
         last_layer = (model.num_layers or 0) - 1
         # Only hidden states are needed here: `step_logits` computes the logits of the learned

@@ -1,5 +1,4 @@
-"""Losses of a draft: the distance of its distribution from the text, or from the target's
-distribution.
+"""Losses of a draft: how far its distribution is from the text, or from the target's.
 
 In the formulas q is the draft and p the target. Shapes: N positions, W tokens of the draft.
 """
@@ -77,8 +76,9 @@ class DraftLoss(ABC):
 
 
 class CrossEntropy(DraftLoss):
-    """-log q of the text's next token, 0 where that is outside the draft's vocabulary: learns from
-    the text only.
+    """-log q of the text's next token: learns from the text only.
+
+    It is 0 where that token is outside the draft's vocabulary.
     """
 
     def values(self, log_draft: Tensor, log_target: Tensor, labels: Tensor) -> Tensor:
@@ -88,8 +88,7 @@ class CrossEntropy(DraftLoss):
 
 
 class ForwardKL(DraftLoss):
-    """sum p (log p - log q) + 1 - sum p: the draft covers all that the target may generate
-    (mean-seeking).
+    """sum p (log p - log q) + 1 - sum p: mean-seeking, q covers all that p may generate.
 
     1 - sum p is the target's probability of tokens outside the draft's vocabulary. It makes 0 the
     minimum.
@@ -104,8 +103,9 @@ class ForwardKL(DraftLoss):
 
 
 class TotalVariation(DraftLoss):
-    """1 - sum min(p, q): the probability that a draft token is rejected (Leviathan et al. 2023,
-    corollary 3.6).
+    """1 - sum min(p, q): the probability that a draft token is rejected.
+
+    Leviathan et al. 2023, corollary 3.6.
     """
 
     def values(self, log_draft: Tensor, log_target: Tensor, labels: Tensor) -> Tensor:

@@ -32,9 +32,7 @@ from lightning_specdec.training.target_shape import (
 
 
 class Recipe(NamedTuple):
-    """A training module, and the classmethod that returns its arguments for a target and a time in
-    minutes.
-    """
+    """A training module, and its arguments for a target's shape and a time in minutes."""
 
     training: type[DistillationTraining]
     arguments: Callable[[TargetShape, float | None], dict[str, Any]]
@@ -176,8 +174,7 @@ def _time(num_seconds: int) -> str:
 
 
 def _data_section(target: TargetShape, text: Sequence[str], max_length: int) -> dict[str, Any]:
-    """The data module for some text: `GeneratedText` or, for files to be cut into windows,
-    `TextFiles`.
+    """The data module for some text: `GeneratedText`, or `TextFiles` for other files.
 
     Raises:
         FileNotFoundError: the shipped text is not installed.

@@ -161,9 +161,7 @@ class EagleTraining(FeatureTraining):
         return self.random_lengths and self.training
 
     def loss_weights(self, num_steps: int) -> list[float]:
-        """See `DistillationTraining`; with random lengths, step i is reached with probability
-        `position_decay ** i`.
-        """
+        """See `DistillationTraining`; rollouts of random lengths apply the decay themselves."""
         if not self._has_random_lengths:
             return super().loss_weights(num_steps)
         total_weight = sum(self.position_decay**i for i in range(self.num_draft_tokens))
@@ -218,8 +216,7 @@ def rollouts(
 
     Returns:
         For step i, `[:, j]` predicts token j + 2 of a round that started at entry j - i; entries
-            before i are
-        undefined.
+        before i are undefined.
     """
     positions = torch.arange(embedded.shape[1], device=embedded.device)[None]
     keys_by_step: list[Tensor] = []
@@ -259,8 +256,7 @@ def _attend_in_rounds(
     num_entries = queries.shape[2]
     step = len(keys_by_step) - 1
 
-    # Step 0 is read as in ordinary attention, except that its newest entry lies `step` entries
-    # back.
+    # A round's entries of step 0 end `step` entries before the one that attends.
     entries = torch.arange(num_entries, device=queries.device)
     distances = entries[:, None] - entries
     visible_distance = num_entries if window is None else window

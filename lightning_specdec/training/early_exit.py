@@ -41,8 +41,7 @@ def step_scale(step: int, num_steps: int) -> float:
 
 
 class EarlyExitTraining(SpeculativeTraining):
-    """Trains a transformer so that its lower layers can draft for the whole model, as LayerSkip
-    does.
+    """Trains a transformer whose lower layers can draft for the whole model (LayerSkip).
 
     Each layer's output goes through the output head and is trained to predict the next token.
     During training, layers are skipped at random, later ones more often, so that earlier layers do
@@ -93,9 +92,7 @@ class EarlyExitTraining(SpeculativeTraining):
 
     @staticmethod
     def exit_prefix(layer: int) -> str:
-        """The prefix of an exit's rates, which are estimates: no callback measures them by
-        decoding.
-        """
+        """The prefix of an exit's rates, which no callback measures by decoding."""
         return f"exit_{layer}/teacher_forced_"
 
     def hidden_states(

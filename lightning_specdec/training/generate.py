@@ -42,12 +42,12 @@ def continue_all(
     seed: int,
     watch: Watch = lambda num_tokens, num_ended: None,
 ) -> dict[int, list[int]]:
-    """The new tokens of every prompt, by its number; rows join as others end, so that the batch
-    stays full.
+    """The new tokens of every prompt, by its number.
 
-    In a round in which rows join, the target reads as many tokens of every row as the longest new
-    prompt has. So prompts of similar lengths join together, once half the batch has ended. Batches
-    depend on the prompts and the generated rows only, so the same prompts form the same batches.
+    Rows join as others end, so that the batch stays full. In a round in which rows join, the target
+    reads as many tokens of every row as the longest new prompt has. So prompts of similar lengths
+    join together, once half the batch has ended. Batches depend on the prompts and the generated
+    rows only, so the same prompts form the same batches.
 
     Args:
         prompts: by the numbers that key their noise.

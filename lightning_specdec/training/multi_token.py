@@ -1,5 +1,4 @@
-"""Training Medusa heads: head i predicts the token i + 2 positions on from the target's last hidden
-state.
+"""Training Medusa heads: at token t, head i predicts token t + 2 + i.
 
 Shapes: N positions, D width of the target's hidden states, W tokens of the draft.
 """
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
 
 
 class MultiTokenTraining(DistillationTraining):
-    """Trains a `MultiTokenDrafter`: heads that predict the tokens after the next from the target's
-    last hidden state.
+    """Trains the Medusa heads of a `MultiTokenDrafter` on the target's last hidden state.
 
     Without `freeze_target`, heads and target are trained together and minimize the sum of all
     cross-entropies (Gloeckle et al. 2024, equation 2). With it, the heads learn from the target's
@@ -93,9 +91,7 @@ class MultiTokenTraining(DistillationTraining):
         self.drafter.init_from(self.target)
 
     def draft_steps(self, batch: Batch, outputs: TargetOutputs) -> list[DraftStep]:
-        """See `DistillationTraining`: head i at token t predicts token t + 2 + i, the target token
-        t + 1.
-        """
+        """See `DistillationTraining`: head i at token t predicts token t + 2 + i."""
         (last_layer,) = self.layers()
         hidden = outputs.features[last_layer]
         steps = []

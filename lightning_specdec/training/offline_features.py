@@ -1,5 +1,4 @@
-"""Offline features: the target's outputs for each training row, computed once and cached in
-safetensors shards.
+"""Offline features: the target's outputs for each training row, computed once and cached.
 
 Shapes: B rows, T tokens, D width of a hidden state, V vocabulary of the target, W tokens of the
 draft.
@@ -56,12 +55,11 @@ SINGLE_READING_EPOCHS = 1.5
 
 
 class OfflineFeatures(OnlineFeatures):
-    """Runs the target on each row once, before training, and caches its outputs on disk for this
-    and later runs.
+    """Runs the target on each row once, before training, and caches its outputs on disk.
 
-    A shard contains each row's hidden states, the most likely tokens, and the logarithm of each
-    softmax's normalizer. `read` computes the logits again from the last layer's hidden states,
-    exact up to `dtype`.
+    Later runs with the same target and text read the same cache. A shard contains each row's hidden
+    states, the most likely tokens, and the logarithm of each softmax's normalizer. `read` computes
+    the logits again from the last layer's hidden states, exact up to `dtype`.
 
     Args:
         cache_dir: contains one directory for each combination of target, layers and text; the
@@ -271,8 +269,7 @@ class OfflineFeatures(OnlineFeatures):
 
 
 class FeaturesByNeed(OfflineFeatures):
-    """Caches the target's outputs if the run reads the text several times, and computes them online
-    otherwise.
+    """Caches the target's outputs if the run reads the text several times; else runs online.
 
     The choice follows from the run's epochs or minutes and from how fast the target reads. Targets
     that `OfflineFeatures` does not support are always read online.

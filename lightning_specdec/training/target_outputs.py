@@ -1,5 +1,4 @@
-"""What a frozen target computes for training texts, and which of its predictions a draft learns
-from.
+"""The target's outputs for training texts, and the positions that a draft learns from.
 
 Shapes: B rows, T tokens, M positions, N positions of a piece, D width of a hidden state, V
 vocabulary of the target, W tokens of the draft.
@@ -106,9 +105,7 @@ class OnlineFeatures:
 
 
 def _precision_of(target: LanguageModel, device: torch.device) -> AbstractContextManager[object]:
-    """The context in which the target computes: without mixed precision if it is frozen, as in
-    decoding.
-    """
+    """Turn off mixed precision for a frozen target, which computes as in decoding."""
     if is_trained(target):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
@@ -121,9 +118,7 @@ def rows_at_once(num_tokens: int, vocab_size: int) -> int:
 
 
 def in_float32(logits: Float[Tensor, "B T V"]) -> Iterator[Float[Tensor, "N V"]]:
-    """The logits of all positions in float32: in one piece on a GPU, in pieces that fit the cache
-    on a CPU.
-    """
+    """The logits of all positions in float32; on a CPU in pieces that fit its cache."""
     flat_logits = logits.flatten(0, 1)
     num_positions = len(flat_logits)
     if flat_logits.is_cpu:
@@ -209,8 +204,9 @@ def token_counts(data: TokenData, vocab_size: int) -> Int[Tensor, "V"]:
 
 
 class ShardedTarget(ModelParallelStrategy):
-    """FSDP2 for a frozen target only: each process has the whole draft, saved and restored as in
-    other runs.
+    """FSDP2 for a frozen target only.
+
+    Each process has the whole draft, which is saved and restored as in other runs.
     """
 
     lightning_restore_optimizer = True
@@ -275,9 +271,7 @@ def given_target(
 
 
 def stored_elsewhere(target: LanguageModel) -> TargetReference | None:
-    """The reference to a frozen target that has its own weight files, so a checkpoint can omit it;
-    else None.
-    """
+    """The reference to a frozen target in its own files, which a checkpoint omits; else None."""
     if target.origin is None or is_trained(target):
         return None
     return TargetReference.of(target)
