@@ -25,12 +25,12 @@ from lightning_specdec.drafters import BlockDrafter
 from lightning_specdec.drafters.block import BlockNetwork
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.draft_losses import TotalVariation
-from lightning_specdec.training.eagle import FeatureTraining
+from lightning_specdec.training.eagle import FeatureTraining, grouped_product
 from lightning_specdec.training.target_outputs import DraftStep, TargetOutputs
 from lightning_specdec.training.target_shape import TargetShape
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Bool, Float, Int
 
 
 class BlockTraining(FeatureTraining):
@@ -174,42 +174,71 @@ def blocks(
         anchors: index of each block's first token.
     """
     block_size = network.settings.block_size
-    token_indices = torch.arange(features.shape[1], device=features.device)
     slot_offsets = torch.arange(block_size, device=anchors.device)
     positions = (anchors[:, None] + slot_offsets).flatten()
-    num_slots = len(positions)
 
+    token_indices = torch.arange(features.shape[1], device=features.device)
     slot_anchors = anchors.repeat_interleave(block_size)
     is_visible = token_indices < slot_anchors[:, None]
     if network.attention_window is not None:
-        is_visible &= positions[:, None] - token_indices < network.attention_window
+        distances = positions[:, None] - token_indices
+        is_visible &= distances < network.attention_window
+
     text_keys_values = network.context(features, token_indices[None])
 
     def attend(
         layer_index: int, queries: Tensor, keys: Tensor, values: Tensor
     ) -> Float[Tensor, "B H N E"]:
-        """Attention of all slots to the text before their anchors and to their own blocks."""
-        # Query heads that share a key head are one group: [B, G, H / G, N, E].
-        num_key_heads = keys.shape[1]
-        head_size = keys.shape[3]
-        queries = queries.unflatten(1, (num_key_heads, -1)) * head_size**-0.5
         text_keys, text_values = text_keys_values[layer_index]
-        text_scores = queries.flatten(2, 3) @ text_keys.transpose(-1, -2)
-        text_scores = text_scores.unflatten(2, (-1, num_slots))
-        text_scores = text_scores.masked_fill(~is_visible, -torch.inf)
+        return _attend_in_blocks(
+            queries,
+            keys.unflatten(2, (-1, block_size)),
+            values.unflatten(2, (-1, block_size)),
+            text_keys,
+            text_values,
+            is_visible,
+        )
 
-        # Within blocks: [B, G, 1, A, K, E] for all query heads of a group.
-        block_keys = keys.unflatten(2, (-1, block_size))[:, :, None]
-        block_values = values.unflatten(2, (-1, block_size))[:, :, None]
-        block_queries = queries.unflatten(3, (-1, block_size))
-        block_scores = (block_queries @ block_keys.transpose(-1, -2)).flatten(3, 4)
+    hidden = network(embedded, positions[None], attend)
+    return hidden.unflatten(1, (-1, block_size))
 
-        scores = torch.cat((text_scores, block_scores), dim=-1)
-        weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
-        text_weights, block_weights = weights.split((len(token_indices), block_size), dim=-1)
-        text_output = (text_weights.flatten(2, 3) @ text_values).unflatten(2, (-1, num_slots))
-        block_output = block_weights.unflatten(3, (-1, block_size)) @ block_values
-        output = text_output + block_output.flatten(3, 4)
-        return output.flatten(1, 2)
 
-    return network(embedded, positions[None], attend).unflatten(1, (-1, block_size))
+def _attend_in_blocks(
+    queries: Float[Tensor, "B H N E"],
+    keys: Float[Tensor, "B G A K E"],
+    values: Float[Tensor, "B G A K E"],
+    text_keys: Float[Tensor, "B G T E"],
+    text_values: Float[Tensor, "B G T E"],
+    is_visible: Bool[Tensor, "N T"],
+) -> Float[Tensor, "B H N E"]:
+    """Attention of all slots to the text before their anchors and to their own blocks.
+
+    Args:
+        keys: keys of the slots, block by block; values likewise.
+        text_keys: keys of the text's features; values likewise.
+        is_visible: whether a slot attends to a token of the text.
+    """
+    num_tokens = text_keys.shape[2]
+    block_size = keys.shape[3]
+
+    # Query heads that share a key head are one group: [B, G, H / G, N, E].
+    num_key_heads = keys.shape[1]
+    head_size = keys.shape[4]
+    queries = queries.unflatten(1, (num_key_heads, -1)) * head_size**-0.5
+    text_scores = grouped_product(queries, text_keys.transpose(-1, -2))
+    text_scores = text_scores.masked_fill(~is_visible, -torch.inf)
+
+    # All query heads of a group attend to the same blocks: [B, G, 1, A, K, E].
+    keys = keys[:, :, None]
+    values = values[:, :, None]
+    block_queries = queries.unflatten(3, (-1, block_size))
+    block_scores = (block_queries @ keys.transpose(-1, -2)).flatten(3, 4)
+
+    scores = torch.cat((text_scores, block_scores), dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
+    text_weights, block_weights = weights.split((num_tokens, block_size), dim=-1)
+
+    text_output = grouped_product(text_weights, text_values)
+    block_output = block_weights.unflatten(3, (-1, block_size)) @ values
+    output = text_output + block_output.flatten(3, 4)
+    return output.flatten(1, 2)

@@ -277,7 +277,7 @@ def _attend_in_rounds(
     head_size = queries.shape[3]
     queries = queries.unflatten(1, (num_key_heads, -1)) * head_size**-0.5
 
-    first_scores = _grouped_product(queries, first_keys.transpose(-1, -2))
+    first_scores = grouped_product(queries, first_keys.transpose(-1, -2))
     scores = [first_scores.masked_fill(~is_visible, -torch.inf)]
     for keys in later_keys:
         products = queries * keys[:, :, None]
@@ -285,13 +285,13 @@ def _attend_in_rounds(
     weights = torch.cat(scores, dim=-1).softmax(-1, dtype=torch.float32)
     weights = weights.to(first_values.dtype)
 
-    output = _grouped_product(weights[..., :num_entries], first_values)
+    output = grouped_product(weights[..., :num_entries], first_values)
     for column, values in enumerate(later_values, start=num_entries):
         output = output + weights[..., column : column + 1] * values[:, :, None]
     return output.flatten(1, 2)
 
 
-def _grouped_product(
+def grouped_product(
     left: Float[Tensor, "B G R T X"], right: Float[Tensor, "B G X Y"]
 ) -> Float[Tensor, "B G R T Y"]:
     """The matrix product of R query heads with the matrix of the key head that they share."""

@@ -197,7 +197,7 @@ class GenerateText(LightningModule):
                 f"do not fit the target's context of {max_positions}: lower max_new_tokens or "
                 "data.max_prompt_tokens"
             )
-        shards = []
+        shards: list[PromptShard] = []
         for start in range(0, len(prompts), self.shard_size):
             shard_prompts = prompts[start : start + self.shard_size]
             shards.append(PromptShard(len(shards), start, shard_prompts))

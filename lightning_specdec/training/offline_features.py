@@ -310,8 +310,8 @@ class FeaturesByNeed(OfflineFeatures):
         try:
             check_cacheable(target)
         except ValueError as error:
-            reason = error.__cause__ or error
-            tell(f"hidden states are computed online, in each step: {reason}")
+            cause = error.__cause__ or error
+            tell(f"hidden states are computed online, in each step: {cause}")
             return True
 
         seconds_left = trainer.strategy.broadcast(time_left(trainer))
