@@ -1,4 +1,4 @@
-"""A tiny target with a chat template, and its own text, written as `lightning_specdec generate` writes it."""
+"""A tiny target with a chat template, and its own text as `generate` writes it."""
 
 from __future__ import annotations
 
@@ -53,8 +53,10 @@ def generate(
     limit: int | None = None,
     **arguments: Any,
 ) -> Path:
-    """Write the text of a target to `output`; by `devices` processes, of which each writes at most `limit` shards."""
-    given = {
+    """Write the text of a target to `output`; by `devices` processes, of which each writes at most
+    `limit` shards.
+    """
+    options = {
         "max_new_tokens": 9,
         "temperatures": [0.0, 1.0],
         "batch_size": 3,
@@ -65,7 +67,7 @@ def generate(
     strategy = "auto" if devices == 1 else "ddp_fork"
     runner = trainer(devices=devices, strategy=strategy, limit_predict_batches=limit)
     runner.predict(
-        GenerateText(target, str(output), **given), datamodule=data, return_predictions=False
+        GenerateText(target, str(output), **options), datamodule=data, return_predictions=False
     )
     return output
 

@@ -1,5 +1,4 @@
-"""The block drafter: what its places see, that training sees what decoding does, and that its window looks at no token
-that it cuts off."""
+"""The block drafter: what its slots see, that training sees what decoding does, and its windows."""
 
 from __future__ import annotations
 
@@ -49,15 +48,19 @@ def scored(
     drafter: BlockDrafter, model: LanguageModel, text: list[int], start: int
 ) -> torch.Tensor:
     """What training says of a block that begins with that token of a text, given its own tokens."""
-    tokens, network, own = torch.tensor([text]), drafter.network, drafter.draft_vocabulary
-    found = model(tokens, features=drafter.features(model)).features
-    features = network.features([found[layer] for layer in drafter.settings.feature_layers])
+    tokens = torch.tensor([text])
+    network = drafter.network
+    vocabulary = drafter.draft_vocabulary
+    features_by_layer = model(tokens, features=drafter.features(model)).features
+    features = network.features(
+        [features_by_layer[layer] for layer in drafter.settings.feature_layers]
+    )
     hidden = blocks(network, model.embeddings(tokens[:, [start]]), features, torch.tensor([start]))[
         0, 0
     ]
     size = len(text) - 1 - start
     logits = network.output(hidden[:size]) + network.bias(drafter.before(tokens[0, start:-1]))
-    return logits if own is None else own.spread(logits, -torch.inf)
+    return logits if vocabulary is None else vocabulary.spread(logits, -torch.inf)
 
 
 @pytest.mark.parametrize("name", ["transformer", "llama", "gemma3"])
@@ -78,8 +81,8 @@ def test_guesses_are_those_of_the_blocks_that_it_is_trained_on(
     drafter = fitted_block(model, num_steps=5, **changes)
     for window in (2, 6):  # what is drafted of a block does not depend on how much is
         draft = proposed(drafter, model, TEXT, 5, window)
-        wanted = scored(drafter, model, [*TEXT, *draft.tokens[0].tolist()], len(TEXT) - 1)
-        torch.testing.assert_close(draft.logits[0], wanted, atol=1e-4, rtol=1e-4)
+        expected = scored(drafter, model, [*TEXT, *draft.tokens[0].tolist()], len(TEXT) - 1)
+        torch.testing.assert_close(draft.logits[0], expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_block_sees_the_features_before_its_anchor_and_all_of_its_own_places() -> None:
@@ -92,30 +95,31 @@ def test_a_block_sees_the_features_before_its_anchor_and_all_of_its_own_places()
     )
 
     @torch.no_grad()
-    def seen(places: slice, anchor: int) -> list[bool]:
-        """Whether each place of a block is another one where these features are."""
+    def seen(tokens: slice, anchor: int) -> list[bool]:
+        """Whether each slot of a block changes with the features of these tokens."""
         changed = features.clone()
-        changed[:, places] += 1.0
-        first, second = (
-            blocks(network, embedded, each, anchors)[0, anchor] for each in (features, changed)
-        )
-        return [not torch.equal(one, other) for one, other in zip(first, second, strict=True)]
+        changed[:, tokens] += 1.0
+        slots = blocks(network, embedded, features, anchors)[0, anchor]
+        changed_slots = blocks(network, embedded, changed, anchors)[0, anchor]
+        pairs = zip(slots, changed_slots, strict=True)
+        return [not torch.equal(slot, changed_slot) for slot, changed_slot in pairs]
 
-    assert not any(seen(slice(2, None), 0)) and all(seen(slice(1, 2), 0))
-    assert not any(seen(slice(7, None), 1)) and all(seen(slice(6, 7), 1))
-    single = block(
-        model, num_layers=1, attention_window=6
-    )  # so that nothing is handed on from place to place
-    network = single.network
-    assert (
-        seen(slice(2, 3), 1) == [True] + [False] * 5
-    )  # seven is five further on, eight six: out of the window
+    assert not any(seen(slice(2, None), 0))
+    assert all(seen(slice(1, 2), 0))
+    assert not any(seen(slice(7, None), 1))
+    assert all(seen(slice(6, 7), 1))
+
+    # With one layer, no slot receives anything from another one. The anchor is five tokens after
+    # the changed features, within the window; the next slot is six tokens after them, outside.
+    network = block(model, num_layers=1, attention_window=6).network
+    assert seen(slice(2, 3), 1) == [True] + [False] * 5
+
+    # The anchor's slot depends on the masks of the others.
     with torch.no_grad():
-        first = blocks(network, embedded, features, anchors)
+        hidden = blocks(network, embedded, features, anchors)
         network.mask.add_(1.0)
-        assert not torch.allclose(
-            first[:, :, 0], blocks(network, embedded, features, anchors)[:, :, 0]
-        )
+        changed_hidden = blocks(network, embedded, features, anchors)
+    assert not torch.allclose(hidden[:, :, 0], changed_hidden[:, :, 0])
 
 
 @pytest.mark.parametrize("window", [1, 3, 8])
@@ -126,16 +130,17 @@ def test_each_entry_is_read_once_and_no_round_drafts_more_than_a_block(window: i
     session.step()  # the target has read nothing yet: no guesses
     state: Any = session._batch.draft_state
     while row.live:
-        known, calls = len(row.text) - 1, session.num_draft_calls
-        assert state.num_known == [known]
+        num_known = len(row.text) - 1
+        num_calls = session.num_draft_calls
+        assert state.num_known == [num_known]
         session.step()
-        assert session.num_draft_calls == calls or state.entry_cache.consumed == [known]
+        assert session.num_draft_calls == num_calls or state.entry_cache.consumed == [num_known]
     assert (
         row.text[len(TEXT) :]
         == autoregressive_decode(model, TEXT, max_new_tokens=20).rows[0].tokens
     )
     assert row.counts is not None and row.counts.num_accepted > 0
-    assert max(len(each.drafted) for each in row.rounds) == min(window, 6)
+    assert max(len(played_round.drafted) for played_round in row.rounds) == min(window, 6)
 
 
 def drafts(drafter: BlockDrafter, model: LanguageModel, uniform: torch.Tensor) -> Any:
@@ -154,27 +159,27 @@ def drafts(drafter: BlockDrafter, model: LanguageModel, uniform: torch.Tensor) -
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_where_a_window_ends_depends_on_no_token_that_it_cuts_off(first: int) -> None:
-    """A block's first place is always one of the window; an autoregressive head may end it before."""
+    """A block drafts its first slot always; an autoregressive head may draft nothing."""
     model = target("llama")
-    whole: Any = deepcopy(
+    drafter: Any = deepcopy(
         fitted_block(model, num_layers=1, num_steps=10) if first else fitted_eagle(model)
     )
     if first:
         with (
             torch.no_grad()
         ):  # so that chances follow from the tokens before alone, and differ widely
-            whole.network.confidence.weight.copy_(
+            drafter.network.confidence.weight.copy_(
                 torch.tensor([0.0] * (model.hidden_size or 0) + [2.0, -2.0, 2.0])
             )
     uniform = torch.rand(400, 3, generator=torch.Generator().manual_seed(0))
-    tokens = drafts(whole, model, uniform).tokens.tolist()
+    tokens = drafts(drafter, model, uniform).tokens.tolist()
     chances = {}
     for bound in (0.05, 0.15, 0.25, 0.4, 0.6, 1.0):
-        cautious = type(whole)(**{**whole.arguments(), "min_confidence": bound}).eval()
-        cautious.load_state_dict(whole.state_dict())
-        made = drafts(cautious, model, uniform)
-        lengths = made.lengths.tolist()
-        assert min(lengths) >= first and made.tokens.shape[1] == max(lengths)
+        cautious = type(drafter)(**{**drafter.arguments(), "min_confidence": bound}).eval()
+        cautious.load_state_dict(drafter.state_dict())
+        draft = drafts(cautious, model, uniform)
+        lengths = draft.lengths.tolist()
+        assert min(lengths) >= first and draft.tokens.shape[1] == max(lengths)
         chances[bound] = sum(lengths)
         for end in (0, 1, 2):  # whether there is a place `end` follows from the tokens before it
             longer: dict[tuple[int, ...], set[bool]] = {}
@@ -192,8 +197,8 @@ def test_where_a_window_ends_depends_on_no_token_that_it_cuts_off(first: int) ->
 def test_rounds_that_end_early_in_all_rows_are_the_targets(
     settings: dict[str, Any], drafter: str
 ) -> None:
-    made = fitted_block if drafter == "block" else fitted_eagle
-    cautious = made(
+    fitted_drafter = fitted_block if drafter == "block" else fitted_eagle
+    cautious = fitted_drafter(
         target("llama"), num_steps=10, min_confidence=0.3 if drafter == "block" else 0.05
     )
     sampling = Sampling(1.0, **settings)
@@ -223,7 +228,9 @@ def test_a_window_that_ends_by_tokens_before_its_end_is_lossless_and_another_is_
         measured = Measured(RejectionSampling(), logits, guesses, sampling, proposal, length)
         for tokens, chance in measured.law(chances * (lengths == length)).items():
             law[tokens] = law.get(tokens, 0.0) + chance
-    probs = {prefix: sampling.probs(each).double() for prefix, each in world(1).items()}
+    probs = {
+        prefix: sampling.probs(logits_after).double() for prefix, logits_after in world(1).items()
+    }
     error = error_of(law, probs, block_probs(world(1), sampling))
     assert error < TOLERANCE if lossless else error > 1000 * TOLERANCE
     assert VOCAB > 2
@@ -267,19 +274,23 @@ def test_the_confidence_head_learns_how_often_a_guess_is_kept_and_changes_nothin
     hidden = steps[0].hidden[0]
     logits = torch.randn(len(hidden), module.target.vocab_size)
     labels = torch.zeros(len(hidden), dtype=torch.long)
-    whole = module.step_losses(0, hidden, logits.log_softmax(-1), labels)
-    plain = DistillationTraining.step_losses(module, 0, hidden, logits.log_softmax(-1), labels)
+    losses = module.step_losses(0, hidden, logits.log_softmax(-1), labels)
+    plain_losses = DistillationTraining.step_losses(
+        module, 0, hidden, logits.log_softmax(-1), labels
+    )
     weights = list(network.parameters())
     gradients = [
-        torch.autograd.grad(each.sum(), weights, allow_unused=True, retain_graph=True)
-        for each in (whole, plain)
+        torch.autograd.grad(values.sum(), weights, allow_unused=True, retain_graph=True)
+        for values in (losses, plain_losses)
     ]
-    for name, ours, theirs in zip(dict(network.named_parameters()), *gradients, strict=True):
+    for name, gradient, plain_gradient in zip(
+        dict(network.named_parameters()), *gradients, strict=True
+    ):
         if name.startswith("confidence"):
-            assert theirs is None and ours is not None and bool(ours.any())
+            assert plain_gradient is None and gradient is not None and bool(gradient.any())
         else:
-            assert (ours is None) == (theirs is None) and (
-                ours is None or torch.equal(ours, theirs)
+            assert (gradient is None) == (plain_gradient is None) and (
+                gradient is None or torch.equal(gradient, plain_gradient)
             )
 
 
@@ -287,21 +298,22 @@ def test_blocks_begin_all_over_a_text_and_everywhere_when_they_are_measured() ->
     module: Any = begun(training(anchor_stride=3))
     batch = batch_of([[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 5, 6]])
     outputs = module.read(batch, "train")
-    found = set()
+    first_anchors = set()
     for step in range(40):
         module.trainer.global_step = step
         steps = module.draft_steps(batch, outputs)
-        first = steps[0].first - 1
-        found.add(first)
-        for i, each in enumerate(steps):
-            predicted = range(10)[each.predicted]
+        first_anchor = steps[0].first - 1
+        first_anchors.add(first_anchor)
+        for slot, draft_step in enumerate(steps):
+            predicted = range(10)[draft_step.predicted]
             assert (
-                list(predicted) == list(range(first + 1 + i, 10, 3))
-                and len(predicted) == each.hidden.shape[1]
+                list(predicted) == list(range(first_anchor + 1 + slot, 10, 3))
+                and len(predicted) == draft_step.hidden.shape[1]
             )
-    assert found == {1, 2, 3}
+    assert first_anchors == {1, 2, 3}
     assert [
-        range(10)[each.predicted].start for each in module.eval().draft_steps(batch, outputs)
+        range(10)[draft_step.predicted].start
+        for draft_step in module.eval().draft_steps(batch, outputs)
     ] == [2, 3, 4, 5, 6, 7]
     assert len(module.draft_steps(batch, outputs)[0].hidden[0]) == 8
 

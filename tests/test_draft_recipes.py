@@ -35,24 +35,31 @@ from lightning_specdec.models.layers import LayerStack
 from lightning_specdec.rules import RejectionSampling, Sampling
 from lightning_specdec.training import DistilledModelTraining, ExitHeadTraining, MultiTokenTraining
 
-SMALL = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-SMALL |= {"num_attention_heads": 2, "max_position_embeddings": 64, "vocab_size": VOCAB}
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": VOCAB,
+}
 
 
 def layers_training(**options: Any) -> DistilledModelTraining:
-    given = {"draft_layers": [0, 2], "num_draft_tokens": 3, "learning_rate": 0.003, **options}
-    return DistilledModelTraining(frozen(), **given)
+    settings = {"draft_layers": [0, 2], "num_draft_tokens": 3, "learning_rate": 0.003, **options}
+    return DistilledModelTraining(frozen(), **settings)
 
 
 def heads_training(**options: Any) -> MultiTokenTraining:
-    given = {
+    settings = {
         "freeze_target": True,
         "num_heads": 3,
         "num_draft_tokens": 3,
         "learning_rate": 0.02,
         **options,
     }
-    return MultiTokenTraining(frozen(), **given)
+    return MultiTokenTraining(frozen(), **settings)
 
 
 def exit_training(**options: Any) -> ExitHeadTraining:
@@ -139,8 +146,8 @@ def test_the_shipped_config_trains_a_draft_that_decodes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = fit_shipped(name, corpus, target, tmp_path, monkeypatch, **options)
-    assert isinstance(made.drafter, kind)
+    trained_pair = fit_shipped(name, corpus, target, tmp_path, monkeypatch, **options)
+    assert isinstance(trained_pair.drafter, kind)
 
 
 @pytest.mark.parametrize(
@@ -183,24 +190,28 @@ def test_what_does_not_fit_is_refused(make: Any, told: str) -> None:
 
 @pytest.mark.parametrize("family", [*FAMILIES, "smollm3", "gemma2"])
 def test_with_all_its_layers_it_is_the_target_and_with_some_what_these_make(family: str) -> None:
-    model, tokens = HuggingFaceLM(tiny(family)), torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5]])
+    model = HuggingFaceLM(tiny(family))
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5]])
     with torch.no_grad():
         assert torch.equal(model.with_layers([0, 1, 2])(tokens).logits, model(tokens).logits)
-        made = model.with_layers([0, 2])
-        assert made.num_layers == 2 and made.origin is None
-        other = tiny(family)
-        stack = LayerStack(other)
+        draft = model.with_layers([0, 2])
+        assert draft.num_layers == 2 and draft.origin is None
+        shortened_model = tiny(family)
+        stack = LayerStack(shortened_model)
         del stack.layers[1]
-        other.config.num_hidden_layers = 2  # what a loop over the layers goes by, here and there
+        shortened_model.config.num_hidden_layers = (
+            2  # what a loop over the layers goes by, here and there
+        )
         for name in ("layer_types", "no_rope_layers"):
-            if values := getattr(other.config, name, None):
-                setattr(other.config, name, [values[0], values[2]])
-        wanted = other(tokens, use_cache=False).logits
-    torch.testing.assert_close(made(tokens).logits, wanted, atol=1e-4, rtol=1e-4)
-    state = made.init_state(1, 12)
+            layer_values = getattr(shortened_model.config, name, None)
+            if layer_values:
+                setattr(shortened_model.config, name, [layer_values[0], layer_values[2]])
+        expected = shortened_model(tokens, use_cache=False).logits
+    torch.testing.assert_close(draft(tokens).logits, expected, atol=1e-4, rtol=1e-4)
+    state = draft.init_state(1, 12)
     with torch.no_grad():  # its layers write where their own numbers say
-        pieces = [made(piece, state).logits for piece in tokens.split(4, dim=1)]
-    torch.testing.assert_close(torch.cat(pieces, dim=1), wanted, atol=1e-4, rtol=1e-4)
+        pieces = [draft(piece, state).logits for piece in tokens.split(4, dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), expected, atol=1e-4, rtol=1e-4)
 
 
 # --- an exit's head ---
@@ -220,25 +231,32 @@ def test_a_new_head_says_what_the_targets_own_head_makes_of_that_layer() -> None
     module = begun(ExitHeadTraining(model, exit_layer=2, draft_vocabulary=9))
     assert isinstance(module, ExitHeadTraining) and module.draft_vocabulary is not None
     hidden = model(own_texts().tokens, features=(1,)).features[1]
-    wanted = model.exit_logits(hidden)[..., module.draft_vocabulary.tokens]
-    torch.testing.assert_close(module.head(hidden), wanted, atol=1e-3, rtol=1e-3)
+    expected = model.exit_logits(hidden)[..., module.draft_vocabulary.tokens]
+    torch.testing.assert_close(module.head(hidden), expected, atol=1e-3, rtol=1e-3)
 
 
 def test_what_it_cannot_say_has_no_probability_and_its_stages_and_copies_know_it() -> None:
-    drafter, model = reduced_exit(), cases.target("llama")
-    own = drafter.draft_vocabulary
-    assert own is not None and own.arguments() == some_tokens(model.vocab_size)
+    drafter = reduced_exit()
+    model = cases.target("llama")
+    vocabulary = drafter.draft_vocabulary
+    assert vocabulary is not None and vocabulary.arguments() == some_tokens(model.vocab_size)
     logits = ExitModel(model, drafter).logits(torch.randn(1, 3, 32))
     assert logits.shape[-1] == model.vocab_size
-    assert logits.softmax(-1)[..., [4, 9]].sum() == 0 and logits[..., own.tokens].isfinite().all()
+    assert (
+        logits.softmax(-1)[..., [4, 9]].sum() == 0
+        and logits[..., vocabulary.tokens].isfinite().all()
+    )
     options: dict[str, Any] = {
         "max_new_tokens": 10,
         "rule": RejectionSampling(),
         "sampling": Sampling(1.0),
     }
-    for each in (drafter, StagedDrafter([cases.small(model), drafter], stage_windows=2)):
-        result = speculative_decode(model, each, cases.PROMPTS, **options)
+    for drafter_or_stages in (
+        drafter,
+        StagedDrafter([cases.small(model), drafter], stage_windows=2),
+    ):
+        result = speculative_decode(model, drafter_or_stages, cases.PROMPTS, **options)
         drafted = {
             token for row in result.rows for round in row.rounds or [] for token in round.drafted
         }
-        assert drafted and drafted <= set(own.arguments())
+        assert drafted and drafted <= set(vocabulary.arguments())

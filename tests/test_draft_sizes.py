@@ -1,4 +1,4 @@
-"""Laws of training several drafts at once, in stages too, from a YAML to the command line, and of resumed runs."""
+"""Laws of training several drafts at once, also in stages, and of resuming such runs."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def test_one_run_trains_all_drafts_and_decodes_with_each(
     assert list(loaded.drafts) == ["small", "tiny", "medium"]
     assert isinstance(loaded.target, HuggingFaceLM) and loaded.target.vocab_size == 24
     for name in loaded.drafts:
-        shown = call(
+        decoded = call(
             "decode", "--ckpt", "checkpoints/draft_sizes", "--draft", name, "--repeats", "0"
         )
-        assert shown.code == 0 and "output identical" in shown.out
+        assert decoded.code == 0 and "output identical" in decoded.out
 
 
 def test_the_metrics_of_each_draft_are_those_of_its_pair() -> None:
@@ -72,20 +72,21 @@ def test_the_metrics_of_each_draft_are_those_of_its_pair() -> None:
     batch = ArithmeticProgressions(30, num_train=40).collate(
         [(0, [1, 2, 3, 4, 5, 6, 7]), (1, [2, 4, 6, 8])]
     )
-    found = measured(together := PairTraining(target, drafts=drafts), batch)
-    total = found["target_loss"]
+    together = PairTraining(target, drafts=drafts)
+    metrics = measured(together, batch)
+    total = metrics["target_loss"]
     for name, draft in drafts.items():
-        wanted = measured(PairTraining(target, draft), batch)
+        pair_metrics = measured(PairTraining(target, draft), batch)
         for rate in (
             "draft_loss",
             "acceptance_rate",
             "block_efficiency",
             "sampling_block_efficiency",
         ):
-            torch.testing.assert_close(found[f"{name}/{rate}"], wanted[rate])
-        total = total + wanted["draft_loss"]
-    torch.testing.assert_close(found["draft_loss"], found["tiny/draft_loss"])
-    torch.testing.assert_close(found["loss"], total)
+            torch.testing.assert_close(metrics[f"{name}/{rate}"], pair_metrics[rate])
+        total = total + pair_metrics["draft_loss"]
+    torch.testing.assert_close(metrics["draft_loss"], metrics["tiny/draft_loss"])
+    torch.testing.assert_close(metrics["loss"], total)
     assert list(together.drafters) == ["tiny", "small", "medium"]
 
 
@@ -102,14 +103,14 @@ REFUSED: dict[str, tuple[list[str], dict[str, Any]]] = {
 @pytest.mark.parametrize("told", REFUSED)
 def test_drafts_that_do_not_fit_are_refused(told: str) -> None:
     names, options = REFUSED[told]
-    known: dict[str, LanguageModel] = {
+    models_by_name: dict[str, LanguageModel] = {
         **models(),
         "other": RNN(31),
         "a.b": RNN(30),
         "staged": RNN(30, hidden_size=4),
     }
     with pytest.raises(ValueError, match=told):
-        PairTraining(RNN(30), drafts={name: known[name] for name in names}, **options)
+        PairTraining(RNN(30), drafts={name: models_by_name[name] for name in names}, **options)
 
 
 def test_the_pair_of_transformers_trains_and_its_checkpoint_decodes_alone(
@@ -123,8 +124,8 @@ def test_the_pair_of_transformers_trains_and_its_checkpoint_decodes_alone(
     for verb in ("validate", "test"):
         assert call(verb, "--config", str(config)).code == 0
     config.unlink()
-    shown = call("decode", "--ckpt", "checkpoints/transformer", "--repeats", "0")
-    assert shown.code == 0 and "output identical" in shown.out
+    decoded = call("decode", "--ckpt", "checkpoints/transformer", "--repeats", "0")
+    assert decoded.code == 0 and "output identical" in decoded.out
 
 
 CHANGES: dict[str, tuple[list[str], str]] = {
@@ -170,9 +171,11 @@ def test_a_run_goes_on_with_the_same_settings(
 ) -> None:
     directory, _ = trained
     monkeypatch.chdir(tmp_path)
-    last = directory / "checkpoints" / "draft_sizes"
+    run_directory = directory / "checkpoints" / "draft_sizes"
     config = str(directory / "draft_sizes.yaml")
-    outcome = call("fit", "--config", config, "--trainer.max_epochs", "2", "--ckpt_path", str(last))
+    outcome = call(
+        "fit", "--config", config, "--trainer.max_epochs", "2", "--ckpt_path", str(run_directory)
+    )
     assert outcome.code == 0, outcome.err
     assert checkpoint.load("checkpoints/draft_sizes").recipe["steps"] == 4
 
@@ -202,9 +205,9 @@ def test_stages_are_measured_as_their_largest_draft_which_they_draft_as() -> Non
     )
     staged = PairTraining(target, drafts=drafts, stage_windows=4)
     alone = PairTraining(target, drafts=dict(reversed(drafts.items())))
-    found = measured(staged, batch)
-    torch.testing.assert_close(found, measured(alone, batch))
-    assert "small/acceptance_rate" in found
+    metrics = measured(staged, batch)
+    torch.testing.assert_close(metrics, measured(alone, batch))
+    assert "small/acceptance_rate" in metrics
     assert isinstance(staged.drafter, StagedDrafter) and list(staged.others) == ["medium", "small"]
     assert len(list(staged.parameters())) == len(list(alone.parameters())), (
         "no weight is trained twice"
@@ -217,10 +220,14 @@ def test_one_run_decodes_in_stages_and_with_each_draft_alone(
     monkeypatch.chdir(tmp_path)
     outcome = call("fit", "--config", str(shrunk("staged", tmp_path)), "--data.batch_size", "16")
     assert outcome.code == 0 and "Warning" not in outcome.err, outcome.err
-    made = checkpoint.load("checkpoints/staged")
-    assert next(iter(made.drafts)) == "staged" and isinstance(made.drafter, StagedDrafter)
-    assert list(made.drafts) == ["staged", "medium", "small"]
-    assert isinstance(made.drafts["small"], ModelDrafter) and made.drafter.window == 4
-    for name in made.drafts:
-        shown = call("decode", "--ckpt", "checkpoints/staged", "--draft", name, "--repeats", "0")
-        assert shown.code == 0 and "output identical" in shown.out, shown.err
+    trained_pair = checkpoint.load("checkpoints/staged")
+    assert next(iter(trained_pair.drafts)) == "staged" and isinstance(
+        trained_pair.drafter, StagedDrafter
+    )
+    assert list(trained_pair.drafts) == ["staged", "medium", "small"]
+    assert (
+        isinstance(trained_pair.drafts["small"], ModelDrafter) and trained_pair.drafter.window == 4
+    )
+    for name in trained_pair.drafts:
+        decoded = call("decode", "--ckpt", "checkpoints/staged", "--draft", name, "--repeats", "0")
+        assert decoded.code == 0 and "output identical" in decoded.out, decoded.err

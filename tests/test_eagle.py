@@ -1,4 +1,4 @@
-"""The autoregressive head: what it reads, what it remembers, and that training sees what decoding does."""
+"""The EAGLE head: what it reads, what it remembers, and that training sees what decoding does."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ TEXT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 def calls(model: torch.nn.Module) -> list[tuple[int, ...]]:
     """The shapes that a module is called with from now on."""
-    seen: list[tuple[int, ...]] = []
-    model.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape)))
-    return seen
+    shapes: list[tuple[int, ...]] = []
+    model.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
+    return shapes
 
 
 def windowed(drafter: EagleDrafter, attention_window: int | None) -> EagleDrafter:
     """A copy that looks no further back than that."""
-    other = EagleDrafter(**{**drafter.arguments(), "attention_window": attention_window}).eval()
-    other.load_state_dict(drafter.state_dict())
-    return other
+    copy = EagleDrafter(**{**drafter.arguments(), "attention_window": attention_window}).eval()
+    copy.load_state_dict(drafter.state_dict())
+    return copy
 
 
 def proposed(
     drafter: FeatureDrafter, model: LanguageModel, text: list[int], read: int, window: int
 ) -> Any:
-    """The guesses on a text of which the target has read the first tokens in one call, and the rest in another."""
+    """The draft after a text whose first `read` tokens the target has read in a separate call."""
     with torch.inference_mode():
         state = model.init_state(1, 40)
         memory = drafter.init_state(1, 40, TargetContext(model, state))
@@ -73,16 +73,17 @@ def rolled(
     drafter: EagleDrafter, model: LanguageModel, text: list[int], window: int
 ) -> torch.Tensor:
     """What the rollouts of training say of the last tokens of a text, a round's guesses."""
-    whole, layers = torch.tensor([text]), drafter.settings.feature_layers
-    found = model(whole, features=tuple(layers)).features
-    features = drafter.network.features([found[layer][:, :-1] for layer in layers])
-    steps = rollouts(drafter.network, model.embeddings(whole[:, 1:]), features, window)
-    first = len(text) - window - 2
+    tokens = torch.tensor([text])
+    layers = drafter.settings.feature_layers
+    features_by_layer = model(tokens, features=tuple(layers)).features
+    features = drafter.network.features([features_by_layer[layer][:, :-1] for layer in layers])
+    steps = rollouts(drafter.network, model.embeddings(tokens[:, 1:]), features, window)
+    first_entry = len(text) - window - 2
     logits = torch.stack(
-        [drafter.network.logits(hidden[0, first + i]) for i, hidden in enumerate(steps)]
+        [drafter.network.logits(hidden[0, first_entry + step]) for step, hidden in enumerate(steps)]
     )
-    own = drafter.draft_vocabulary
-    return logits if own is None else own.spread(logits, -torch.inf)
+    vocabulary = drafter.draft_vocabulary
+    return logits if vocabulary is None else vocabulary.spread(logits, -torch.inf)
 
 
 @pytest.mark.parametrize("name", ["transformer", "llama", "gemma3"])
@@ -95,8 +96,8 @@ def test_guesses_are_those_of_the_rollouts_that_it_is_trained_on(
     drafter = windowed(fitted_eagle(model, reduced=reduced), attention_window)
     window = 4
     draft = proposed(drafter, model, TEXT, 5, window)
-    wanted = rolled(drafter, model, [*TEXT, *draft.tokens[0].tolist()], window)
-    torch.testing.assert_close(draft.logits[0], wanted, atol=1e-4, rtol=1e-4)
+    expected = rolled(drafter, model, [*TEXT, *draft.tokens[0].tolist()], window)
+    torch.testing.assert_close(draft.logits[0], expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -112,18 +113,21 @@ def test_each_variant_drafts_as_it_is_trained_and_differs_from_the_others(
     changes: dict[str, Any],
 ) -> None:
     model = target("llama")
-    plain, drafter = fitted_eagle(model), fitted_eagle(model, num_steps=2, **changes)
+    plain = fitted_eagle(model)
+    drafter = fitted_eagle(model, num_steps=2, **changes)
     draft = proposed(drafter, model, TEXT, 5, 3)
-    wanted = rolled(drafter, model, [*TEXT, *draft.tokens[0].tolist()], 3)
-    torch.testing.assert_close(draft.logits[0], wanted, atol=1e-4, rtol=1e-4)
+    expected = rolled(drafter, model, [*TEXT, *draft.tokens[0].tolist()], 3)
+    torch.testing.assert_close(draft.logits[0], expected, atol=1e-4, rtol=1e-4)
     if "head_size" not in changes:
-        other = EagleDrafter(**{**drafter.arguments(), **plain.arguments()}).eval()
-        other.load_state_dict(
+        plain_copy = EagleDrafter(**{**drafter.arguments(), **plain.arguments()}).eval()
+        plain_copy.load_state_dict(
             drafter.state_dict()
             | {key: value for key, value in plain.state_dict().items() if "layer_norms" in key}
         )
         assert not torch.allclose(
-            rolled(other, model, [*TEXT, *draft.tokens[0].tolist()], 3)[-1], wanted[-1], atol=1e-3
+            rolled(plain_copy, model, [*TEXT, *draft.tokens[0].tolist()], 3)[-1],
+            expected[-1],
+            atol=1e-3,
         )
 
 
@@ -137,14 +141,15 @@ def test_what_lies_behind_the_attention_window_is_not_seen() -> None:
         changed = features.clone()
         changed[:, :2] += 1.0
         embedded = model.embeddings(torch.tensor([TEXT]))
-        first, second = (rollouts(network, embedded, each, 2) for each in (features, changed))
-    assert torch.equal(first[0][:, 4:], second[0][:, 4:]) and not torch.allclose(
-        first[0][:, 3], second[0][:, 3]
+        steps = rollouts(network, embedded, features, 2)
+        changed_steps = rollouts(network, embedded, changed, 2)
+    assert torch.equal(steps[0][:, 4:], changed_steps[0][:, 4:]) and not torch.allclose(
+        steps[0][:, 3], changed_steps[0][:, 3]
     )
     assert torch.equal(
-        first[1][:, 5:], second[1][:, 5:]
+        steps[1][:, 5:], changed_steps[1][:, 5:]
     )  # of rounds that begin with entry 4 and later ones
-    assert not torch.allclose(first[1][:, 3], second[1][:, 3])
+    assert not torch.allclose(steps[1][:, 3], changed_steps[1][:, 3])
 
 
 def test_training_attends_as_a_round_does() -> None:
@@ -157,19 +162,17 @@ def test_training_attends_as_a_round_does() -> None:
         )
         embedded = model.embeddings(tokens)
         steps = rollouts(network, embedded, features, 3)
-        for start in (
-            0,
-            3,
-            5,
-        ):  # a round by itself: the entries up to its first, then its own outputs
-            own = rollouts(network, embedded[:, : start + 1], features[:, : start + 1], 1)[0]
-            torch.testing.assert_close(own[:, -1], steps[0][:, start])
+        # A single round: the entries up to its first, then its own outputs.
+        for start in (0, 3, 5):
+            end = start + 1
+            (single_round,) = rollouts(network, embedded[:, :end], features[:, :end], 1)
+            torch.testing.assert_close(single_round[:, -1], steps[0][:, start])
         changed = features.clone()
         changed[:, 4:] += 1.0
-        others = rollouts(network, embedded, changed, 3)
-    for i in range(3):  # the round that begins with entry 3 knows no features behind it
-        torch.testing.assert_close(others[i][:, 3 + i], steps[i][:, 3 + i])
-        assert not torch.allclose(others[i][:, 4 + i], steps[i][:, 4 + i])
+        changed_steps = rollouts(network, embedded, changed, 3)
+    for step in range(3):  # the round that begins with entry 3 knows no features behind it
+        torch.testing.assert_close(changed_steps[step][:, 3 + step], steps[step][:, 3 + step])
+        assert not torch.allclose(changed_steps[step][:, 4 + step], steps[step][:, 4 + step])
 
 
 @pytest.mark.parametrize("window", [1, 3, 6])
@@ -196,18 +199,18 @@ def test_it_guesses_better_than_chance_and_the_shapes_of_its_calls_do_not_depend
 ):
     model = target("transformer")
     drafter = fitted_eagle(model)
-    other = EagleDrafter(**drafter.arguments()).eval()
-    other.load_state_dict(drafter.state_dict())
-    seen = calls(other.network.output_norm)
-    read = calls(other.network.inner_norm)
-    session = Session(model, other, max_length=60, num_draft_tokens=3)
+    copy = EagleDrafter(**drafter.arguments()).eval()
+    copy.load_state_dict(drafter.state_dict())
+    output_shapes = calls(copy.network.output_norm)
+    input_shapes = calls(copy.network.inner_norm)
+    session = Session(model, copy, max_length=60, num_draft_tokens=3)
     row = session.add(PROMPTS[1], max_new_tokens=40)
     while row.remaining > 4:  # after that windows are shorter
         session.step()
     efficiency = session.result().block_efficiency
     assert efficiency is not None and efficiency > 1.3
-    assert set(seen) == {(1, 16)}
-    assert set(read[1:]) == {(1, 4, 16), (1, 1, 16)}  # the first one read the prompt
+    assert set(output_shapes) == {(1, 16)}
+    assert set(input_shapes[1:]) == {(1, 4, 16), (1, 1, 16)}  # the first one read the prompt
 
 
 @pytest.mark.parametrize(
@@ -233,7 +236,7 @@ def test_a_target_without_embeddings_is_refused() -> None:
 def test_numbers_that_are_none_behind_a_rejection_change_no_guess() -> None:
     model = target("transformer")
     drafter = fitted_eagle(model)
-    found = []
+    drafts_by_garbage = []
     for garbage in (0.0, torch.nan):
         with torch.inference_mode():
             state = model.init_state(1, 40)
@@ -252,8 +255,8 @@ def test_numbers_that_are_none_behind_a_rejection_change_no_guess() -> None:
                     [text], last_two([text], model.device), None, vocab_size=model.vocab_size
                 )
                 draft = drafter.propose(memory, request, [4], Sampling())
-            found.append(draft.tokens.tolist())
-    assert found[0] == found[1]
+            drafts_by_garbage.append(draft.tokens.tolist())
+    assert drafts_by_garbage[0] == drafts_by_garbage[1]
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS[1:2], PROMPTS], ids=len)
@@ -262,24 +265,27 @@ def test_a_window_that_ends_early_costs_no_pass_behind_its_end(
     bound: float, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also beside rows that want no draft tokens, because they have ended."""
-    passes, widths, model = [], [], target("llama")
+    passes = []
+    widths = []
+    model = target("llama")
 
     class Counted(EagleDrafter):
-        def _advance(self, *given: Any) -> Any:
+        def _advance(self, *arguments: Any) -> Any:
             passes.append(1)
-            return super()._advance(*given)
+            return super()._advance(*arguments)
 
-        def propose(self, *given: Any) -> Draft:
-            before, draft = len(passes), super().propose(*given)
+        def propose(self, *arguments: Any) -> Draft:
+            num_passes_before = len(passes)
+            draft = super().propose(*arguments)
             widths.append(draft.tokens.shape[1])
-            assert len(passes) - before == draft.num_calls <= widths[-1] + 1, (
+            assert len(passes) - num_passes_before == draft.num_calls <= widths[-1] + 1, (
                 "a further pass tells where it ends"
             )
             return draft
 
-    whole = fitted_eagle(model)
-    drafter = Counted(**{**whole.arguments(), "min_confidence": bound}).eval()
-    drafter.load_state_dict(whole.state_dict())
+    fitted = fitted_eagle(model)
+    drafter = Counted(**{**fitted.arguments(), "min_confidence": bound}).eval()
+    drafter.load_state_dict(fitted.state_dict())
     result = speculative_decode(
         model, drafter, prompts, max_new_tokens=20, num_draft_tokens=4, eos=EOS
     )
@@ -290,15 +296,16 @@ def test_min_confidence_may_be_given_to_a_head_from_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    home, head = write_text_model(tmp_path / "model"), str(tmp_path / "head.safetensors")
+    home = write_text_model(tmp_path / "model")
+    head = str(tmp_path / "head.safetensors")
     plain = SpeculativeDecoder.from_pretrained(home)
     plain.with_drafter(eagle(plain.target, min_confidence=0.25)).save_draft(head)
     bounds = []
     for kind in ("EagleDrafter", "NGramWithFallback"):
-        for given in ({}, {"min_confidence": 1}):
-            asked = {"class_path": kind, "init_args": given}
-            made: Any = SpeculativeDecoder.from_pretrained(home, head, drafter=asked).drafter
-            bounds.append(getattr(made, "fallback", made).settings.min_confidence)
+        for init_args in ({}, {"min_confidence": 1}):
+            section = {"class_path": kind, "init_args": init_args}
+            drafter: Any = SpeculativeDecoder.from_pretrained(home, head, drafter=section).drafter
+            bounds.append(getattr(drafter, "fallback", drafter).settings.min_confidence)
     assert bounds == [0.25, 1, 0.25, 1]
     decode = (
         "decode",
@@ -314,8 +321,8 @@ def test_min_confidence_may_be_given_to_a_head_from_a_file(
     )
     outcome = succeed(*decode, "EagleDrafter", "--drafter.min_confidence", "1")
     assert "output identical" in outcome.out
-    told = "the draft is a EagleDrafter with its own settings: drop --drafter.head_size"
-    refused(*decode, "EagleDrafter", "--drafter.head_size", "2", told=told)
+    message = "the draft is a EagleDrafter with its own settings: drop --drafter.head_size"
+    refused(*decode, "EagleDrafter", "--drafter.head_size", "2", told=message)
     refused(
         *decode,
         "EagleDrafter",
@@ -323,14 +330,17 @@ def test_min_confidence_may_be_given_to_a_head_from_a_file(
         "2",
         told="min_confidence must be in [0, 1]",
     )
-    plain.with_drafter(NGramWithFallback.for_target(plain.target, made.fallback.at(0))).save_draft(
-        "joined.safetensors"
-    )
-    asked = {"class_path": "NGramWithFallback", "init_args": {"min_confidence": 1, "min_ngram": 3}}
-    again: Any = SpeculativeDecoder.from_pretrained(
-        home, "joined.safetensors", drafter=asked
+    plain.with_drafter(
+        NGramWithFallback.for_target(plain.target, drafter.fallback.at(0))
+    ).save_draft("joined.safetensors")
+    section = {
+        "class_path": "NGramWithFallback",
+        "init_args": {"min_confidence": 1, "min_ngram": 3},
+    }
+    joined: Any = SpeculativeDecoder.from_pretrained(
+        home, "joined.safetensors", drafter=section
     ).drafter
-    assert (again.lookup.settings.min_ngram, again.fallback.settings.min_confidence) == (3, 1)
+    assert (joined.lookup.settings.min_ngram, joined.fallback.settings.min_confidence) == (3, 1)
     model = ("decode", "--target", home, "--draft", home, "--drafter", "NGramWithFallback")
     refused(
         *model, "--drafter.min_confidence", "1", told="ModelDrafter has no min_confidence: drop it"

@@ -1,4 +1,4 @@
-"""Laws of training early exits: LayerSkip's formulas by hand, gradients in their places, metrics that are decodings."""
+"""Laws of training early exits: LayerSkip's formulas, gradients, and rounds as in decoding."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ def test_the_layers_one_by_one_are_the_models_own_pass() -> None:
     tokens = text()
     with torch.no_grad():
         states = training.hidden_states(tokens)
-        whole = target()(tokens, features=range(LAYERS - 1))
-        assert all(torch.equal(states[layer], whole.features[layer]) for layer in range(LAYERS - 1))
-        torch.testing.assert_close(target().exit_logits(states[-1]), whole.logits)
+        expected = target()(tokens, features=range(LAYERS - 1))
+        assert all(
+            torch.equal(states[layer], expected.features[layer]) for layer in range(LAYERS - 1)
+        )
+        torch.testing.assert_close(target().exit_logits(states[-1]), expected.logits)
 
 
 def gradients(training: EarlyExitTraining, exit_layer: int) -> set[str]:
@@ -54,8 +56,8 @@ def gradients(training: EarlyExitTraining, exit_layer: int) -> set[str]:
         for name, weight in training.named_parameters()
         if weight.grad is not None and weight.grad.any()
     ]
-    found = {f"layer {name.split('.')[4]}" for name in names if ".layers." in name}
-    return found | {
+    parts = {f"layer {name.split('.')[4]}" for name in names if ".layers." in name}
+    return parts | {
         name
         for name in names
         if "lm_head" in name or "heads" in name or name.endswith("model.norm.weight")
@@ -83,8 +85,8 @@ def test_rounds_counted_on_the_targets_own_texts_are_those_of_decoding() -> None
         )
         counted = training.metrics.of(f"exit_{layer}/teacher_forced_").compute()
         assert result.tokens == tokens and result.counts is not None
-        kept = result.counts.histogram
-        assert counted["accepted_per_round"].tolist() == kept + [0] * (4 - len(kept))
+        histogram = result.counts.histogram
+        assert counted["accepted_per_round"].tolist() == histogram + [0] * (4 - len(histogram))
         if layer == 2:
             assert training.metrics.compute()["block_efficiency"] == counted["block_efficiency"]
         if layer == 3:
@@ -96,27 +98,30 @@ def test_rounds_counted_on_the_targets_own_texts_are_those_of_decoding() -> None
 def test_the_loss_is_the_weighted_mean_of_all_exits() -> None:
     training = EarlyExitTraining(target(), 3, exit_weights=[0.0, 1.0, 3.0, 6.0]).eval()
     with torch.no_grad():
-        means = {
-            name: value
-            for name, (value, _) in training.measure(batch_of(text().tolist()), "val").items()
-        }
+        measured = training.measure(batch_of(text().tolist()), "val")
+    means = {name: value for name, (value, _) in measured.items()}
     assert means["draft_loss"] == means["exit_3/loss"]
-    wanted = (1 * means["exit_2/loss"] + 3 * means["exit_3/loss"] + 6 * means["target_loss"]) / 10
-    torch.testing.assert_close(means["loss"], wanted)
+    expected_loss = (
+        1 * means["exit_2/loss"] + 3 * means["exit_3/loss"] + 6 * means["target_loss"]
+    ) / 10
+    torch.testing.assert_close(means["loss"], expected_loss)
 
 
 def test_on_bytes_every_loss_is_shown_in_bits_per_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     training = EarlyExitTraining(target(), 2).eval()
-    shown: dict[str, Tensor] = {}
+    logged_values: dict[str, Tensor] = {}
     data = ArithmeticProgressions()
     monkeypatch.setattr(data, "bytes_per_token", lambda split: 2.0)
     monkeypatch.setattr(training, "_data", lambda: data)
-    monkeypatch.setattr(training, "log", lambda name, value, **options: shown.update({name: value}))
+    monkeypatch.setattr(
+        training, "log", lambda name, value, **options: logged_values.update({name: value})
+    )
     with torch.no_grad():
         training.validation_step(batch_of(text().tolist()), 0)
     for name in ("exit_1/", "exit_3/", "target_", "draft_"):
         torch.testing.assert_close(
-            shown[f"val/{name}bits_per_byte"], shown[f"val/{name}loss"] / math.log(2) / 2
+            logged_values[f"val/{name}bits_per_byte"],
+            logged_values[f"val/{name}loss"] / math.log(2) / 2,
         )
 
 
@@ -145,9 +150,9 @@ def test_what_is_skipped_depends_on_the_step_alone() -> None:
         training.trainer = SimpleNamespace(  # type: ignore[assignment]
             global_step=step, global_rank=0, world_size=1, estimated_stepping_batches=10
         )
-        kept = training.draw_layers(16, 0)
-        assert kept is not None
-        return kept.tolist()
+        is_run = training.draw_layers(16, 0)
+        assert is_run is not None
+        return is_run.tolist()
 
     assert drawn(7) == drawn(7) != drawn(8)
-    assert all(map(all, drawn(0))), "nothing is skipped at first"
+    assert all(map(all, drawn(0))), "the first step skips nothing"

@@ -1,4 +1,4 @@
-"""Laws of generated text: the rows are the target's own, whoever writes them and however often he is stopped."""
+"""Laws of generated text: every row is the target's own, in any number of processes and runs."""
 
 from __future__ import annotations
 
@@ -31,12 +31,16 @@ def test_every_row_is_what_the_target_decodes_alone(
     if num_draft_tokens:
         source = PromptFiles(prompt_file(tmp_path))
         corpus = generate(target, tmp_path / "text", source, num_draft_tokens=num_draft_tokens)
-    model, index, endings = load_model(target), 0, set()
+    model = load_model(target)
+    index = 0
+    stop_reasons = set()
     assert model.tokenizer is not None
     for shard in corpus_files.open_corpus(corpus)[1]:
         for number, length in enumerate(shard.prompt_lengths.tolist()):
-            row, temperature = shard.row(number).tolist(), float(shard.temperatures[number])
-            assert (shard.prompt_numbers[number], temperature) == (index // 2, index % 2)
+            row = shard.row(number).tolist()
+            temperature = float(shard.temperatures[number])
+            assert shard.prompt_numbers[number] == index // 2
+            assert temperature == index % 2
             assert row[:length] == model.tokenizer.encode_chat(
                 [{"role": "user", "content": PROMPTS[index // 2]}]
             )
@@ -50,9 +54,10 @@ def test_every_row_is_what_the_target_decodes_alone(
                 indices=[index],
             )
             assert row[length:] == alone.tokens[0]
-            endings.add(alone.rows[0].stop_reason)
+            stop_reasons.add(alone.rows[0].stop_reason)
             index += 1
-    assert index == 2 * len(PROMPTS) and endings == {"eos", "length"}, "a case that tells something"
+    assert index == 2 * len(PROMPTS)
+    assert stop_reasons == {"eos", "length"}, "rows must end in both ways"
 
 
 @pytest.mark.parametrize("shard_size", [4, 64])
@@ -75,11 +80,13 @@ def test_one_process_and_two_write_the_same_rows(
 
 
 def _die_in_the_second_shard(target: str, output: Path, source: str) -> None:
-    calls, replace = [], os.replace
+    calls = []
+    replace = os.replace
 
     def replaced(*names: str) -> None:
         calls.append(names)
-        if len(calls) == 3:  # the manifest, a shard, and the next one, whole but not in its place
+        # The manifest, a shard, and the next one, which is complete but not renamed yet.
+        if len(calls) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         replace(*names)
 
@@ -96,10 +103,11 @@ def test_a_killed_run_goes_on_where_it_was(target: str, corpus: Path, tmp_path: 
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
-    left = contents(output)
+    finished_shards = contents(output)
     assert (
-        len(left) == 2
-        and left["shard-00000.safetensors"] == contents(corpus)["shard-00000.safetensors"]
+        len(finished_shards) == 2
+        and finished_shards["shard-00000.safetensors"]
+        == contents(corpus)["shard-00000.safetensors"]
     )
     written = (output / "shard-00000.safetensors").stat().st_mtime_ns
     generate(target, output, PromptFiles(arguments[2]))
@@ -119,24 +127,23 @@ def test_a_torn_shard_is_written_anew(target: str, corpus: Path, tmp_path: Path)
 
 
 def command(target: str, *more: str) -> tuple[str, ...]:
-    given = {
+    options = {
         "model": "GenerateText",
         "model.target": target,
         "model.output": "text",
         "model.max_new_tokens": "9",
-    }
-    given |= {
         "model.temperatures": "[0,1]",
         "model.batch_size": "3",
         "model.shard_size": "4",
         "model.seed": "5",
+        "data": "PromptFiles",
+        "data.paths": "prompts.txt",
+        "trainer.accelerator": "cpu",
     }
-    given |= {"data": "PromptFiles", "data.paths": "prompts.txt", "trainer.accelerator": "cpu"}
-    return (
-        "generate",
-        *(word for name, value in given.items() for word in (f"--{name}", value)),
-        *more,
-    )
+    words = ["generate"]
+    for name, value in options.items():
+        words += [f"--{name}", value]
+    return (*words, *more)
 
 
 def test_a_full_disk_is_one_line_and_leaves_what_is_finished(
@@ -144,21 +151,26 @@ def test_a_full_disk_is_one_line_and_leaves_what_is_finished(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     prompt_file(tmp_path)
-    calls, sync = [], os.fsync
+    calls = []
+    sync = os.fsync
 
-    def fill(number: int) -> None:
-        calls.append(number)
-        if len(calls) == 3:  # the manifest, a shard, and the next one
+    def fill(descriptor: int) -> None:
+        calls.append(descriptor)
+        # The manifest and a shard are written by then.
+        if len(calls) == 3:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        sync(number)
+        sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fill)
     outcome = call(*command(target))
     assert outcome.code == 2 and outcome.out == "" and "Traceback" not in outcome.err
-    last = outcome.err.splitlines()[-1]
-    assert last.startswith("error: text/shard-00001.safetensors: No space left on device")
-    left = contents(tmp_path / "text")
-    assert list(left) == ["shard-00000.safetensors"] and left.items() <= contents(corpus).items()
+    last_line = outcome.err.splitlines()[-1]
+    assert last_line.startswith("error: text/shard-00001.safetensors: No space left on device")
+    finished_shards = contents(tmp_path / "text")
+    assert (
+        list(finished_shards) == ["shard-00000.safetensors"]
+        and finished_shards.items() <= contents(corpus).items()
+    )
     outcome = succeed(*command(target))
     assert outcome.out.startswith("22 rows, ") and outcome.out.endswith(" new tokens: text\n")
     assert contents(tmp_path / "text") == contents(corpus)
@@ -175,25 +187,34 @@ def test_a_signal_ends_the_run_at_once_and_keeps_what_is_finished(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     prompt_file(tmp_path)
-    ended, after_round = [0], GenerateText._after_round
+    num_ended_rows = 0
+    after_round = GenerateText._after_round
 
     def watched(module: GenerateText, num_tokens: int, num_ended: int) -> None:
-        if ended[-1] <= 8 < ended[-1] + num_ended:  # the first of the second shard's eight rows
+        nonlocal num_ended_rows
+        # The first of the second shard's eight rows ends in this round.
+        if num_ended_rows <= 8 < num_ended_rows + num_ended:
             os.kill(os.getpid(), number)
-        ended.append(ended[-1] + num_ended)
+        num_ended_rows += num_ended
         after_round(module, num_tokens, num_ended)
 
     monkeypatch.setattr(GenerateText, "_after_round", watched)
-    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {
+        caught_signal: signal.getsignal(caught_signal)
+        for caught_signal in (signal.SIGINT, signal.SIGTERM)
+    }
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
         outcome = call(*command(target))
     finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
+        for caught_signal, handler in handlers.items():
+            signal.signal(caught_signal, handler)
     assert outcome.code == code and outcome.out == "" and "Traceback" not in outcome.err, outcome
-    left = contents(tmp_path / "text")
-    assert list(left) == ["shard-00000.safetensors"] and left.items() <= contents(corpus).items()
+    finished_shards = contents(tmp_path / "text")
+    assert (
+        list(finished_shards) == ["shard-00000.safetensors"]
+        and finished_shards.items() <= contents(corpus).items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -225,10 +246,11 @@ def test_what_cannot_be_generated_is_one_line(
     corpus_files.write_manifest(
         tmp_path / "text", manifest | {"data": manifest["data"] | {"paths": ["prompts.txt"]}}
     )
-    before, outcome = contents(tmp_path / "text"), call(*command(target, *more))
+    contents_before = contents(tmp_path / "text")
+    outcome = call(*command(target, *more))
     assert outcome.code == 2 and outcome.out == "" and told in outcome.err.splitlines()[-1], outcome
     assert outcome.err.splitlines()[-1].startswith("error: ") and outcome.err.count("error") == 1
-    assert contents(tmp_path / "text") == before
+    assert contents(tmp_path / "text") == contents_before
 
 
 def test_shards_of_nobody_are_not_written_over(target: str, corpus: Path, tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Text that another engine writes: the same shards, or one clear line; vLLM itself runs in benchmarks/engines.py."""
+"""Text that another engine writes: the same shards, or one clear line.
+
+vLLM itself runs in benchmarks/engines.py.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ class StandIn(Handler):
     faults: dict[str, Any]
     one_at_a_time = Lock()
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802  # named by http.server
         answers: dict[str, Any] = {
             "/v1/models": {
                 "data": [{"id": "other", "root": "other"}, {"id": self.name, "root": self.name}]
@@ -44,11 +47,12 @@ class StandIn(Handler):
         }
         self.answer({**answers, **self.faults}[self.path])
 
-    def do_POST(self) -> None:
+    def do_POST(self) -> None:  # noqa: N802
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append(body)
         if "answer" in self.faults:
-            return self.answer(self.faults["answer"])
+            self.answer(self.faults["answer"])
+            return
         with self.one_at_a_time:
             row = autoregressive_decode(
                 self.model,
@@ -68,49 +72,51 @@ class StandIn(Handler):
 
 
 def stand_in(name: str, model: HuggingFaceLM | None = None, **faults: Any) -> type[StandIn]:
-    places = {"models": "/v1/models", "version": "/version"}
-    faults = {places.get(each, each): value for each, value in faults.items()}
+    paths = {"models": "/v1/models", "version": "/version"}
+    faults = {
+        paths.get(name_of_fault, name_of_fault): value for name_of_fault, value in faults.items()
+    }
     return type("Own", (StandIn,), {"model": model, "name": name, "asked": [], "faults": faults})
 
 
 def command(target: str, engine: str, *more: str) -> tuple[str, ...]:
-    given = {
+    options = {
+        "model": "GenerateText",
         "model.target": target,
         "model.output": "text",
         "model.max_new_tokens": "9",
         "model.shard_size": "4",
-    }
-    given |= {
         "data": "PromptFiles",
         "data.paths": "prompts.txt",
         "trainer.accelerator": "cpu",
         "engine": engine,
     }
-    return (
-        "generate",
-        "--model",
-        "GenerateText",
-        *(w for k, v in given.items() for w in (f"--{k}", v)),
-        *more,
-    )
+    words = ["generate"]
+    for name, value in options.items():
+        words += [f"--{name}", value]
+    return (*words, *more)
 
 
 def test_greedy_text_is_the_same_whoever_writes_it_and_a_run_goes_on(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    own = generate(target, tmp_path / "own", PromptFiles(prompt_file(tmp_path)), temperatures=[0.0])
+    expected = generate(
+        target, tmp_path / "own", PromptFiles(prompt_file(tmp_path)), temperatures=[0.0]
+    )
     handler = stand_in(target, load_model(target))
-    with serving(handler) as place:
-        first = succeed(*command(target, f"http://{place}/v1/", "--model.batch_size", "3"))
-        assert contents(tmp_path / "text") == contents(own) and len(contents(own)) == 3
+    with serving(handler) as address:
+        first_outcome = succeed(
+            *command(target, f"http://{address}/v1/", "--model.batch_size", "3")
+        )
+        assert contents(tmp_path / "text") == contents(expected) and len(contents(expected)) == 3
         (tmp_path / "text" / "shard-00001.safetensors").unlink()
         handler.asked.clear()
-        again = succeed(*command(target, f"http://{place}", "--model.batch_size", "3"))
+        second_outcome = succeed(*command(target, f"http://{address}", "--model.batch_size", "3"))
         assert (
-            first.out == again.out
+            first_outcome.out == second_outcome.out
             and len(handler.asked) == 4
-            and contents(tmp_path / "text") == contents(own)
+            and contents(tmp_path / "text") == contents(expected)
         )
     body = handler.asked[0]
     assert (body["model"], body["top_p"], body["top_k"], body["ignore_eos"]) == (
@@ -119,14 +125,19 @@ def test_greedy_text_is_the_same_whoever_writes_it_and_a_run_goes_on(
         0,
         True,
     )
-    assert len({each["seed"] for each in handler.asked}) == 4
+    assert len({request["seed"] for request in handler.asked}) == 4
     succeed(
-        *command(target, f"http://{place}", "--model.batch_size", "3")
+        *command(target, f"http://{address}", "--model.batch_size", "3")
     )  # all is there, so nobody is asked
     manifest = corpus_files.read_manifest(tmp_path / "text")
-    theirs = corpus_files.read_manifest(own)
-    assert manifest["target"] == theirs["target"] and manifest["versions"]["vllm"] == "0.32.0"
-    assert manifest["arguments"]["engine"] == "vllm" and "engine" not in theirs["arguments"]
+    expected_manifest = corpus_files.read_manifest(expected)
+    assert (
+        manifest["target"] == expected_manifest["target"]
+        and manifest["versions"]["vllm"] == "0.32.0"
+    )
+    assert (
+        manifest["arguments"]["engine"] == "vllm" and "engine" not in expected_manifest["arguments"]
+    )
     refused = call(*command(target, "vllm", "--model.output", "own"))
     assert refused.code == 2 and "another run's text" in refused.err
 
@@ -152,9 +163,9 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a failure without a word": ({"answer": b""}, "refuses with 500: Internal Server Error"),
     "no choice": ({"answer": {"choices": []}}, "does not answer with a completion"),
-    "foreign tokens": ({"answer": tokens(*[10**6] * 9)}, "tokens that the target has not"),
-    "text for tokens": ({"answer": tokens(*"abcdefghi")}, "tokens that the target has not"),
-    "half a row": ({"answer": tokens(3, 3)}, "gives up on a row"),
+    "foreign tokens": ({"answer": tokens(*[10**6] * 9)}, "tokens outside the target's vocabulary"),
+    "text for tokens": ({"answer": tokens(*"abcdefghi")}, "tokens outside the target's vocabulary"),
+    "half a row": ({"answer": tokens(3, 3)}, "ends a row before max_tokens and without an eos"),
 }
 
 
@@ -164,19 +175,19 @@ def test_what_a_server_must_not_answer_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     prompt_file(tmp_path)
-    faults, told = FAULTS[fault]
-    with serving(stand_in(target, **faults)) as place:
-        outcome = call(*command(target, f"http://{place}"))
-    refused(outcome, told)
+    faults, message = FAULTS[fault]
+    with serving(stand_in(target, **faults)) as address:
+        outcome = call(*command(target, f"http://{address}"))
+    refused(outcome, message)
     assert (tmp_path / "text").exists() == ("answer" in faults) and not list(
         tmp_path.glob("text/*shard*")
     )
 
 
-def refused(outcome: Any, told: str) -> None:
-    last = outcome.err.splitlines()[-1]
+def refused(outcome: Any, message: str) -> None:
+    last_line = outcome.err.splitlines()[-1]
     assert outcome.code == 2 and outcome.out == "" and "Traceback" not in outcome.err
-    assert last.startswith("error: ") and told in last, last
+    assert last_line.startswith("error: ") and message in last_line, last_line
 
 
 @pytest.mark.parametrize(
@@ -211,7 +222,7 @@ def test_an_engine_that_is_not_there_is_one_line_and_leaves_nothing(
 PROGRAM = """#!{python}
 import json, os, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
-given = dict(zip(sys.argv[3::2], sys.argv[4::2]))
+options = dict(zip(sys.argv[3::2], sys.argv[4::2]))
 open("pid", "w").write(str(os.getpid()))
 assert ("--no-enable-chunked-prefill" in sys.argv) != bool("{fault}")
 if "{fault}":
@@ -219,14 +230,17 @@ if "{fault}":
 class Handler(BaseHTTPRequestHandler):
     def answer(self):
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        name = given["--served-model-name"]
-        found = dict(data=[dict(id=name, root="x")], version="0.32.0", choices=[dict(token_ids=[5] * 8 + [1])])
-        data = json.dumps(found).encode()
-        self.send_response(200), self.send_header("Content-Length", str(len(data))), self.end_headers()
+        name = options["--served-model-name"]
+        models = [dict(id=name, root="x")]
+        choices = [dict(token_ids=[5] * 8 + [1])]
+        data = json.dumps(dict(data=models, version="0.32.0", choices=choices)).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
         self.wfile.write(data)
     do_GET = do_POST = answer
     log_message = lambda *arguments: None
-HTTPServer(("127.0.0.1", int(given["--port"])), Handler).serve_forever()
+HTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_forever()
 """
 
 

@@ -34,14 +34,16 @@ def stored(path: Path, vocab_size: int, tokenizer: str | None = None) -> str:
 
 
 def test_with_their_target_the_sum_of_all_cross_entropies_is_minimized() -> None:
-    module, batch = training(learn_from_prompts=True), own_texts(3)
+    module = training(learn_from_prompts=True)
+    batch = own_texts(3)
     loss = module.training_step(batch, 0)
     output = module.target(batch.tokens[:, :-1], features=(2,))
-    wanted = next_token_loss(output.logits, labels := batch.next_tokens())
-    for i in range(2):
-        logits = module.drafter.logits(i, output.features[2][:, : -1 - i])
-        wanted = wanted + next_token_loss(logits, labels[:, 1 + i :])
-    torch.testing.assert_close(loss, wanted)
+    labels = batch.next_tokens()
+    expected_loss = next_token_loss(output.logits, labels)
+    for head_index in range(2):
+        logits = module.drafter.logits(head_index, output.features[2][:, : -1 - head_index])
+        expected_loss = expected_loss + next_token_loss(logits, labels[:, 1 + head_index :])
+    torch.testing.assert_close(loss, expected_loss)
     loss.backward()
     assert all(weight.grad is not None for weight in module.parameters()) and module.target.training
 
@@ -58,18 +60,25 @@ def test_a_checkpoints_target_takes_new_heads_and_stays_as_it_is_in_every_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    fit = ["fit", "--config", str(shrunk("multi_token", tmp_path)), "--model.target", "null"]
-    fit += ["--model.freeze_target", "true", "--model.target_checkpoint"]
-    succeed(*fit, source := stored(tmp_path / "same.ckpt", 24))
-    made = checkpoint.load("checkpoints/multi_token")
-    assert made.recipe["target_checkpoint"] == source
-    weights = made.target.state_dict()
-    before = checkpoint.load(source).target.state_dict()
-    assert all(torch.equal(weight, weights[name]) for name, weight in before.items())
+    fit_command = [
+        "fit",
+        "--config",
+        str(shrunk("multi_token", tmp_path)),
+        "--model.target",
+        "null",
+    ]
+    fit_command += ["--model.freeze_target", "true", "--model.target_checkpoint"]
+    source = stored(tmp_path / "same.ckpt", 24)
+    succeed(*fit_command, source)
+    trained_pair = checkpoint.load("checkpoints/multi_token")
+    assert trained_pair.recipe["target_checkpoint"] == source
+    weights = trained_pair.target.state_dict()
+    weights_before = checkpoint.load(source).target.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in weights_before.items())
     for vocab_size in (256, 24):
-        other = stored(tmp_path / f"{vocab_size}.ckpt", vocab_size, "bytes")
-        told = f"has {vocab_size} tokens and the tokenizer bytes, the data have 24 and none"
-        refused(*fit, other, told=told)
+        other_target = stored(tmp_path / f"{vocab_size}.ckpt", vocab_size, "bytes")
+        message = f"has {vocab_size} tokens and the tokenizer bytes, the data have 24 and none"
+        refused(*fit_command, other_target, told=message)
 
 
 def test_the_target_may_be_a_directory_of_transformers(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        "lightning_specdec.training.draft_recipes._NEW_TOKENS", 4
+        "lightning_specdec.training.draft_recipes.NUM_DECODED_TOKENS", 4
     )  # of a held-out text
 
 
@@ -36,20 +36,27 @@ def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_recipe_killed_in_its_first_epoch_goes_on_and_its_draft_decodes(
     recipe: str, target: str, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fit: tuple[str, ...] = ("fit", "--recipe", recipe, "--target", target, "--text", str(corpus))
-    fit += ("--trainer.accelerator", "cpu", "--trainer.max_epochs", "1", "--data.batch_size", "2")
+    fit_command = ["fit", "--recipe", recipe, "--target", target, "--text", str(corpus)]
+    fit_command += ["--trainer.accelerator", "cpu", "--trainer.max_epochs", "1"]
+    fit_command += ["--data.batch_size", "2"]
     with monkeypatch.context() as stopped:
         Stop(stopped, "SIGKILL")
-        assert end_of(lambda: call(*fit, "--save_seconds", "0")) == -signal.SIGKILL
-    last = Path(f"checkpoints/target_{recipe}/version_0/last.ckpt")
-    assert checkpoint.read(last)["global_step"] == 3
-    outcome = succeed(*fit, "--ckpt_path", "last")
+        assert end_of(lambda: call(*fit_command, "--save_seconds", "0")) == -signal.SIGKILL
+    last_checkpoint = Path(f"checkpoints/target_{recipe}/version_0/last.ckpt")
+    assert checkpoint.read(last_checkpoint)["global_step"] == 3
+    outcome = succeed(*fit_command, "--ckpt_path", "last")
     assert "val/block_efficiency" in outcome.out
-    online = "hidden states are computed online, in each step: the target needs about 0.0 minutes to read the text"
-    assert f"{online} once, max_epochs is 1\n" in outcome.err
-    assert checkpoint.read(last)["global_step"] > 3 and last.with_name("best.ckpt").is_file()
-    succeed("export", "--ckpt", str(last.parent.parent), "--output", "draft.safetensors")
-    told = succeed(
+    message = (
+        "hidden states are computed online, in each step: the target needs about 0.0 minutes to "
+        "read the text once, max_epochs is 1\n"
+    )
+    assert message in outcome.err
+    assert (
+        checkpoint.read(last_checkpoint)["global_step"] > 3
+        and last_checkpoint.with_name("best.ckpt").is_file()
+    )
+    succeed("export", "--ckpt", str(last_checkpoint.parent.parent), "--output", "draft.safetensors")
+    decoded = succeed(
         "decode",
         "--target",
         target,
@@ -60,20 +67,20 @@ def test_a_recipe_killed_in_its_first_epoch_goes_on_and_its_draft_decodes(
         "--max_new_tokens",
         "6",
     )
-    assert "output identical" in told.out
+    assert "output identical" in decoded.out
 
 
 def fit_for_minutes(*words: str) -> Outcome:
     """`fit` with seconds for MINUTES, or a minute on a slow machine; what all tries told."""
-    told = ""
+    messages = ""
     for minutes in ("0.08", "0.4", "1"):
         outcome = call(*(minutes if word == "MINUTES" else word for word in words))
-        told += outcome.err
+        messages += outcome.err
         steps = re.findall(r"(\d+)/\d+ step", outcome.err)
         if steps and int(steps[-1]) >= 60:  # twice the warm-up
             break
     assert outcome.code == 0, outcome.err
-    return outcome._replace(err=told)
+    return outcome._replace(err=messages)
 
 
 def test_a_run_of_given_minutes_ends_with_its_schedule_and_keeps_what_is_read_often(
@@ -93,24 +100,29 @@ def test_a_run_of_given_minutes_ends_with_its_schedule_and_keeps_what_is_read_of
         ),
         *("--model.draft_vocabulary", "64"),
     )
-    told = r"hidden states are computed once and cached: .* once, the run has \S+ minutes left, half of"
-    assert re.search(told, outcome.err) and "free)" in outcome.err
+    expected_message = (
+        r"hidden states are computed once and cached: .* once, the run has \S+ minutes left, "
+        "half of"
+    )
+    assert re.search(expected_message, outcome.err) and "free)" in outcome.err
     *_, best = sorted(Path().glob("checkpoints/target_eagle/version_*/best.ckpt"))
     content, logs = checkpoint.read(best), Path("logs/target_eagle", best.parent.name)
     rate = content["optimizer_states"][0]["param_groups"][0]["lr"]
     assert FINAL_RATE * 0.004 <= rate < 0.1 * 0.004 and content["epoch"] > 1
     assert (logs / "samples.md").is_file()
     hparams = EventAccumulator(str(logs)).Reload().PluginTagToContent("hparams")
-    shown = hparams["_hparams_/experiment"]
-    assert b"val/block_efficiency" in shown and b"val/draft_loss" not in shown, (
+    experiment = hparams["_hparams_/experiment"]
+    assert b"val/block_efficiency" in experiment and b"val/draft_loss" not in experiment, (
         "only what was measured"
     )
     assert b" entries" in hparams["_hparams_/session_start_info"], "long lists by their lengths"
 
 
 def test_a_short_run_may_get_more_minutes(target: str, corpus: Path) -> None:
-    """What a recipe chooses for a short run changes with its minutes; the error says how to keep it."""
-    fit = [
+    """What a recipe chooses for a short run changes with its minutes; the error says how to keep
+    it.
+    """
+    fit_command = [
         "fit",
         "--recipe",
         "eagle",
@@ -121,27 +133,31 @@ def test_a_short_run_may_get_more_minutes(target: str, corpus: Path) -> None:
         "--trainer.accelerator",
         "cpu",
     ]
-    fit += ["--data.batch_size", "2", "--trainer.max_epochs"]
-    succeed(*fit, "1", "--minutes", "15")
+    fit_command += ["--data.batch_size", "2", "--trainer.max_epochs"]
+    succeed(*fit_command, "1", "--minutes", "15")
     options = "--model.learning_rate 0.004 --model.num_draft_tokens 2"
-    outcome = call(*fit, "2", "--minutes", "16", "--ckpt_path", "last")
+    outcome = call(*fit_command, "2", "--minutes", "16", "--ckpt_path", "last")
     assert f": give {options}, or begin a new run" in outcome.err
     assert (
         "resuming"
-        in succeed(*fit, "2", "--minutes", "16", "--ckpt_path", "last", *options.split()).out
+        in succeed(
+            *fit_command, "2", "--minutes", "16", "--ckpt_path", "last", *options.split()
+        ).out
     )
 
 
 def test_the_guides_first_commands_work_as_written(target: str, corpus: Path) -> None:
-    """But for the size: a tiny target where SmolLM2 is, its text for the shipped one, seconds for minutes."""
+    """But for the size: a tiny target where SmolLM2 is, its text for the shipped one, seconds for
+    minutes.
+    """
     Path("checkpoints").mkdir()
     Path("checkpoints/smollm2").symlink_to(target)
-    first, *others = commands(ROOT / "docs" / "train_a_draft.md")[:3]
-    assert [first[0], *(each[0] for each in others)] == ["fit", "export", "decode"]
-    small = {"shipped": str(corpus), "5": "MINUTES"}
-    fit_for_minutes(*(small.get(word, word) for word in first))
-    for each in others:
-        outcome = succeed(*each)
+    fit_words, *other_commands = commands(ROOT / "docs" / "train_a_draft.md")[:3]
+    assert [fit_words[0], *(words[0] for words in other_commands)] == ["fit", "export", "decode"]
+    replacements = {"shipped": str(corpus), "5": "MINUTES"}
+    fit_for_minutes(*(replacements.get(word, word) for word in fit_words))
+    for words in other_commands:
+        outcome = succeed(*words)
     assert "Name three uses of a brick." in outcome.out
 
 
@@ -181,7 +197,9 @@ def test_the_sizes_follow_from_the_target(tmp_path: Path, corpus: Path) -> None:
         config_for("eagle", two, [str(corpus)], minutes=minutes)["model"]["init_args"]
         for minutes in (5, 60)
     ]
-    assert [(each["num_draft_tokens"], each["learning_rate"]) for each in drafts] == [
+    assert [
+        (arguments["num_draft_tokens"], arguments["learning_rate"]) for arguments in drafts
+    ] == [
         (2, 0.004),
         (4, 0.002),
     ]
@@ -189,7 +207,7 @@ def test_the_sizes_follow_from_the_target(tmp_path: Path, corpus: Path) -> None:
 
 def test_a_fault_is_one_line_and_leaves_nothing(tmp_path: Path, target: str, corpus: Path) -> None:
     text = str(corpus)
-    one = write(tmp_path / "one", num_hidden_layers=1)
+    one_layer_target = write(tmp_path / "one", num_hidden_layers=1)
     (tmp_path / "empty").mkdir()
     faults: list[tuple[tuple[str, ...], str]] = [
         (
@@ -206,8 +224,8 @@ def test_a_fault_is_one_line_and_leaves_nothing(tmp_path: Path, target: str, cor
             "has no config.json",
         ),
         (("--recipe", "eagle", "--target", target, "--text", "nowhere"), "nowhere does not exist"),
-        (("--recipe", "exit", "--target", one, "--text", text), "has one layer"),
-        (("--recipe", "eagle", "--target", one, "--text", text), "tokenizer"),
+        (("--recipe", "exit", "--target", one_layer_target, "--text", text), "has one layer"),
+        (("--recipe", "eagle", "--target", one_layer_target, "--text", text), "tokenizer"),
         (
             ("--recipe", "eagle", "--target", target, "--text", "shipped"),
             "is text of the tokenizer",
@@ -222,10 +240,10 @@ def test_a_fault_is_one_line_and_leaves_nothing(tmp_path: Path, target: str, cor
             "too few for one checkpoint",
         ),
     ]
-    for words, told in faults:
+    for words, message in faults:
         outcome = call("fit", *words)
         assert outcome.code == 2 and "Traceback" not in outcome.err, words
-        assert told in outcome.err.splitlines()[-1], outcome.err
+        assert message in outcome.err.splitlines()[-1], outcome.err
         assert "minutes left" not in outcome.out + outcome.err, (
             "nothing is measured for a run that is over"
         )

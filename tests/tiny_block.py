@@ -1,4 +1,4 @@
-"""Block drafters for tests: fitted to what a tiny target itself writes, so right often, not always."""
+"""Block drafters for tests, fitted to a tiny target's own texts: right often, but not always."""
 
 from __future__ import annotations
 
@@ -17,22 +17,28 @@ from lightning_specdec.training.block import blocks
 def block(
     target: LanguageModel, *, reduced: bool = False, layers: list[int] | None = None, **more: Any
 ) -> BlockDrafter:
-    """A random one, `more` of whose settings are not the default; the global seed stays as it was."""
+    """A random block drafter with `more` settings; the global seed stays unchanged."""
+    # A target without hidden states gets a drafter that refuses it.
     sizes: dict[str, Any] = {"hidden_size": 4, "vocab_size": 7, "feature_layers": [0]}
     if target.hidden_size is not None and target.num_layers is not None:
-        sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-        sizes |= {"feature_layers": layers or list(range(target.num_layers))}
+        sizes = {
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "feature_layers": layers or list(range(target.num_layers)),
+        }
     settings: dict[str, Any] = {
         "num_heads": 2,
         "num_key_heads": 1,
         "intermediate_size": 16,
         "num_layers": 2,
+        "block_size": 6,
+        "markov_rank": 3,
+        **more,
     }
-    settings |= {"block_size": 6, "markov_rank": 3} | more
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        own = some_tokens(sizes["vocab_size"]) if reduced else None
-        drafter = BlockDrafter(**sizes, **settings, draft_vocabulary=own)
+        draft_vocabulary = some_tokens(sizes["vocab_size"]) if reduced else None
+        drafter = BlockDrafter(**sizes, **settings, draft_vocabulary=draft_vocabulary)
         if drafter.network.markov_output is not None:
             nn.init.normal_(drafter.network.markov_output.weight)
         nn.init.normal_(drafter.network.confidence.weight, std=0.2)
@@ -53,27 +59,34 @@ def _fitted_block(target: LanguageModel, num_steps: int, **more: Any) -> BlockDr
         return drafter
     if not num_steps:
         return drafter
-    network, texts = drafter.network, examples(target)[0]
-    tokens, own = texts.clamp(min=0), drafter.draft_vocabulary
-    labels = texts if own is None else own.to_draft(texts, -1)
+    network = drafter.network
+    texts, _ = examples(target)
+    tokens = texts.clamp(min=0)
+    labels = texts
+    if drafter.draft_vocabulary is not None:
+        labels = drafter.draft_vocabulary.to_draft(texts, -1)
     with torch.no_grad():
-        found = target(tokens, features=tuple(drafter.settings.feature_layers)).features
+        features_by_layer = target(tokens, features=tuple(drafter.settings.feature_layers)).features
     anchors = torch.arange(1, tokens.shape[1] - 1)
     weights = list(network.parameters())
     optimizer = torch.optim.Adam(weights, lr=0.02)
     for _ in range(num_steps):
         features = network.features(
-            [found[layer][:, :-1] for layer in drafter.settings.feature_layers]
+            [features_by_layer[layer][:, :-1] for layer in drafter.settings.feature_layers]
         )
         hidden = blocks(network, target.embeddings(tokens[:, anchors]), features, anchors)
         losses = []
-        for i in range(drafter.settings.block_size):
-            inside = anchors[anchors + 1 + i < tokens.shape[1]]
-            before = drafter.before(tokens[:, inside + i])
-            logits = network.output(hidden[:, : len(inside), i]) + network.bias(before)
-            wanted = labels[:, inside + 1 + i]
+        for slot in range(drafter.settings.block_size):
+            inside_anchors = anchors[anchors + 1 + slot < tokens.shape[1]]
+            markov_input = drafter.before(tokens[:, inside_anchors + slot])
+            logits = network.output(hidden[:, : len(inside_anchors), slot]) + network.bias(
+                markov_input
+            )
+            slot_labels = labels[:, inside_anchors + 1 + slot]
             losses.append(
-                nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=-1)
+                nn.functional.cross_entropy(
+                    logits.flatten(0, 1), slot_labels.flatten(), ignore_index=-1
+                )
             )
         gradients = torch.autograd.grad(torch.stack(losses).sum(), weights, allow_unused=True)
         for weight, gradient in zip(weights, gradients, strict=True):

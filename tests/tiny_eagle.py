@@ -1,4 +1,4 @@
-"""Autoregressive heads for tests: fitted to what a tiny target itself writes, so right often, not always."""
+"""EAGLE heads for tests, fitted to a tiny target's own texts: right often, but not always."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def eagle(
     layers: list[int] | None = None,
     **more: Any,
 ) -> EagleDrafter:
-    """A random one, `more` of whose settings are not the default; the global seed stays as it was."""
+    """A random EAGLE head with `more` settings; the global seed stays unchanged."""
     assert target.hidden_size is not None and target.num_layers is not None
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -44,7 +44,7 @@ def eagle(
 def fitted_eagle(
     target: LanguageModel, *, reduced: bool = False, num_steps: int = 30, **more: Any
 ) -> EagleDrafter:
-    """One fitted by a few steps where it takes the target; read it, do not write to it."""
+    """An EAGLE head after a few steps, if the target supports one; do not write to it."""
     return _fitted_eagle(target, reduced, steps_of_fit(num_steps), **more)
 
 
@@ -52,16 +52,16 @@ def fitted_eagle(
 def _fitted_eagle(
     target: LanguageModel, reduced: bool, num_steps: int, **more: Any
 ) -> EagleDrafter:
-    vocabulary = (
-        [token for token in range(target.vocab_size) if token % 5 != 4] if reduced else None
-    )
-    drafter = (
-        eagle(target, draft_vocabulary=vocabulary, **more)
-        if target.hidden_size is not None and target.num_layers is not None
-        else EagleDrafter(
+    vocabulary = None
+    if reduced:
+        vocabulary = [token for token in range(target.vocab_size) if token % 5 != 4]
+    if target.hidden_size is not None and target.num_layers is not None:
+        drafter = eagle(target, draft_vocabulary=vocabulary, **more)
+    else:
+        # A target without hidden states gets a drafter that refuses it.
+        drafter = EagleDrafter(
             [0], hidden_size=4, vocab_size=7, num_heads=1, num_key_heads=1, intermediate_size=4
         )
-    )
     try:
         drafter.check_target(target)
     except ValueError:
@@ -71,26 +71,23 @@ def _fitted_eagle(
     texts, _ = examples(target)
     tokens = texts.clamp(min=0)
     with torch.no_grad():
-        found = target(tokens, features=tuple(drafter.settings.feature_layers)).features
+        features_by_layer = target(tokens, features=tuple(drafter.settings.feature_layers)).features
         embedded = target.embeddings(tokens[:, 1:])
-    labels = (
-        texts if drafter.draft_vocabulary is None else drafter.draft_vocabulary.to_draft(texts, -1)
-    )
+    labels = texts
+    if drafter.draft_vocabulary is not None:
+        labels = drafter.draft_vocabulary.to_draft(texts, -1)
     weights = list(drafter.network.parameters())
     optimizer = torch.optim.Adam(weights, lr=0.02)
     for _ in range(num_steps):
         features = drafter.network.features(
-            [found[layer][:, :-1] for layer in drafter.settings.feature_layers]
+            [features_by_layer[layer][:, :-1] for layer in drafter.settings.feature_layers]
         )
         steps: list[Tensor] = rollouts(drafter.network, embedded, features, 3)
-        losses = [
-            nn.functional.cross_entropy(
-                drafter.network.logits(hidden[:, i:-1]).flatten(0, 1),
-                labels[:, 2 + i :].flatten(),
-                ignore_index=-1,
-            )
-            for i, hidden in enumerate(steps)
-        ]
+        losses = []
+        for step, hidden in enumerate(steps):
+            logits = drafter.network.logits(hidden[:, step:-1]).flatten(0, 1)
+            step_labels = labels[:, 2 + step :].flatten()
+            losses.append(nn.functional.cross_entropy(logits, step_labels, ignore_index=-1))
         gradients = torch.autograd.grad(torch.stack(losses).sum(), weights)
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient

@@ -1,6 +1,6 @@
 """Losses of a draft: how far its distribution is from the text, or from the target's.
 
-In the formulas q is the draft, p the target. Shapes: N positions, W tokens of the draft.
+In the formulas q is the draft and p the target. Shapes: N positions, W tokens of the draft.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 LOG_FLOOR = -100.0
-"""Least log probability of the target where a loss would be infinite without."""
+"""Minimum log probability of the target where a loss would otherwise be infinite."""
 AT_A_TIME = 2**20
-"""Logits that are worked on at once: they fit a processor's cache."""
+"""Maximum logits that are processed at once, so that they fit the processor's cache."""
 
 
 class DraftLoss(ABC):
-    """A loss for each position. The target is a constant."""
+    """A loss for each position. The target's distribution is a constant."""
 
     @abstractmethod
     def values(
@@ -37,8 +37,10 @@ class DraftLoss(ABC):
 
         Args:
             log_draft: log probabilities, finite.
-            log_target: log probabilities, finite or -inf, whose sum may be below 1.
-            labels: the next tokens of the text, `IGNORED` where the draft does not have them.
+            log_target: log probabilities, finite or -inf. The probabilities of a position may sum
+                to less than 1.
+            labels: the next tokens of the text; `IGNORED` where they are outside the draft's
+                vocabulary.
         """
 
     def __call__(
@@ -49,43 +51,63 @@ class DraftLoss(ABC):
     ) -> Float[Tensor, "N"]:
         """The loss of each position in float32: nats, or a probability for `TotalVariation`.
 
-        Computed a few positions at a time, and again in the backward pass, so that no float32 tensors as large as the
-        logits are kept.
+        It is computed a few positions at a time, and again in the backward pass. So no float32
+        tensors of the size of the logits stay in memory.
         """
-        step = max(1, AT_A_TIME // draft_logits.shape[1])
+        num_positions = max(1, AT_A_TIME // draft_logits.shape[1])
         pieces = zip(
-            draft_logits.split(step), target_log_probs.split(step), labels.split(step), strict=True
+            draft_logits.split(num_positions),
+            target_log_probs.split(num_positions),
+            labels.split(num_positions),
+            strict=True,
         )
-        return torch.cat(
-            [checkpoint(self._of_logits, *piece, use_reentrant=False) for piece in pieces]
-        )
+        losses = [
+            checkpoint(self._values_of_logits, *piece, use_reentrant=False) for piece in pieces
+        ]
+        return torch.cat(losses)
 
-    def _of_logits(self, logits: Tensor, target_log_probs: Tensor, labels: Tensor) -> Tensor:
-        # The difference of two logits may overflow.
-        log_draft = logits.float().log_softmax(-1).clamp(min=torch.finfo(torch.float32).min)
+    def _values_of_logits(
+        self, draft_logits: Tensor, target_log_probs: Tensor, labels: Tensor
+    ) -> Tensor:
+        log_draft = draft_logits.float().log_softmax(-1)
+        # The difference of two large logits may overflow to -inf.
+        log_draft = log_draft.clamp(min=torch.finfo(torch.float32).min)
         return self.values(log_draft, target_log_probs.float(), labels)
 
 
 class CrossEntropy(DraftLoss):
-    """-log q of the text's own token, 0 where the draft does not have it: learns from the text alone."""
+    """-log q of the text's next token: learns from the text only.
 
-    def values(self, log_draft: Tensor, log_target: Tensor, labels: Tensor) -> Tensor:
-        return -log_draft.gather(1, labels.clamp(min=0)[:, None]).squeeze(1) * (labels != IGNORED)
-
-
-class ForwardKL(DraftLoss):
-    """sum p (log p - log q) + 1 - sum p: the draft covers what the target may say (mean-seeking).
-
-    1 - sum p, the target's probability of tokens that the draft does not have, keeps the least value at 0.
+    It is 0 where that token is outside the draft's vocabulary.
     """
 
     def values(self, log_draft: Tensor, log_target: Tensor, labels: Tensor) -> Tensor:
-        target = log_target.exp()
-        return 1 - target.sum(-1) - (target * (log_draft - log_target.clamp(min=LOG_FLOOR))).sum(-1)
+        token_indices = labels.clamp(min=0)[:, None]
+        losses = -log_draft.gather(1, token_indices).squeeze(1)
+        return losses.masked_fill(labels == IGNORED, 0.0)
+
+
+class ForwardKL(DraftLoss):
+    """sum p (log p - log q) + 1 - sum p: mean-seeking, q covers all that p may generate.
+
+    1 - sum p is the target's probability of tokens outside the draft's vocabulary. It makes 0 the
+    minimum.
+    """
+
+    def values(self, log_draft: Tensor, log_target: Tensor, labels: Tensor) -> Tensor:
+        target_probs = log_target.exp()
+        probs_outside = 1 - target_probs.sum(-1)
+        # Where p is 0, so is the term: log p must only be finite.
+        log_ratio = log_draft - log_target.clamp(min=LOG_FLOOR)
+        return probs_outside - (target_probs * log_ratio).sum(-1)
 
 
 class TotalVariation(DraftLoss):
-    """1 - sum min(p, q): the probability that a draft token is rejected (Leviathan et al. 2023, corollary 3.6)."""
+    """1 - sum min(p, q): the probability that a draft token is rejected.
+
+    Leviathan et al. 2023, corollary 3.6.
+    """
 
     def values(self, log_draft: Tensor, log_target: Tensor, labels: Tensor) -> Tensor:
-        return 1 - torch.minimum(log_draft.exp(), log_target.exp()).sum(-1)
+        acceptance_probs = torch.minimum(log_draft.exp(), log_target.exp()).sum(-1)
+        return 1 - acceptance_probs

@@ -1,7 +1,13 @@
-"""Training an EAGLE head on its own rollouts.
+"""Training an EAGLE head on its own rollouts, which EAGLE-3 calls training-time test.
 
-Shapes: B rows, T entries, D width of the target's hidden states, N positions, W tokens of the draft, H attention heads
-that share G keys, E size of a head.
+Entry j of a text joins the target's features at token j with the embedding of token j + 1; the
+head's output there predicts token j + 2. A round that starts at entry j reads entry j with the
+target's features (step 0), then feeds its own outputs back as the features of entries j + 1, j + 2,
+... (steps 1, 2, ...). Training computes the rounds that start at all entries together, with the
+text's own tokens.
+
+Shapes: B rows, T entries, D width of the target's hidden states, N positions, W tokens of the
+draft, H attention heads that share G keys, E size of a head.
 """
 
 from __future__ import annotations
@@ -22,27 +28,32 @@ from lightning_specdec.drafters.heads import rows_of
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.distillation import DistillationTraining
 from lightning_specdec.training.target_outputs import DraftStep, TargetOutputs
+from lightning_specdec.training.target_shape import TargetShape
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 HEAD_SIZE = 64
+SHORT_RUN_MINUTES = 15
+"""Up to this time, an EAGLE head learns two draft tokens at a higher rate: a third one seldom pays
+yet.
+"""
 
 
 class FeatureTraining(DistillationTraining):
-    """Trains a draft over the target's hidden states.
+    """Trains a draft over the hidden states of several layers of the target.
 
     Args:
-        make: the drafter's class, or a function with further arguments of it.
-        num_heads: attention heads; as many as make each 64 wide when None.
-        num_key_heads: key heads that they share; as many when None.
-        intermediate_size: width of the inner network; four times the hidden size when None.
-        attention_window: newest entries that the attention sees; all when None. With a window shorter than most
-            training texts, the draft works at any length.
-        feature_norms: as of the drafter's settings.
-        draft_vocabulary: size of the draft's vocabulary, the most frequent tokens of the training texts; the target's
-            vocabulary when None.
-        options: those of `DistillationTraining`.
+        make: the drafter's class, or a function that creates it with further arguments.
+        num_heads: attention heads; as many as give each a size of 64 when None.
+        num_key_heads: key and value heads that they share; `num_heads` when None.
+        intermediate_size: width of the MLP; four times the hidden size when None.
+        attention_window: number of latest entries that each entry attends to; all when None. With a
+            window shorter than most training texts, the draft works at any length.
+        feature_norms: see the drafter's settings.
+        draft_vocabulary: size of the draft's vocabulary, the most frequent tokens of the training
+            texts; the target's vocabulary when None.
+        options: see `DistillationTraining`.
     """
 
     first_round = False
@@ -62,17 +73,21 @@ class FeatureTraining(DistillationTraining):
         **options: Any,
     ) -> None:
         def make_drafter(target: LanguageModel) -> FeatureDrafter:
-            size, num_layers = target.hidden_size or 0, target.num_layers or 1
-            heads = num_heads or max(1, size // HEAD_SIZE)
-            # EAGLE-3 reads the third layer, the middle one and the third last.
-            layers = {min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)}
+            hidden_size = target.hidden_size or 0
+            num_query_heads = num_heads or max(1, hidden_size // HEAD_SIZE)
+            # EAGLE-3 reads a low, a middle and a high layer: the third, the middle one and the
+            # third last.
+            num_layers = target.num_layers or 1
+            low_layer = min(2, num_layers - 1)
+            middle_layer = num_layers // 2
+            high_layer = max(0, num_layers - 3)
             return make(
-                feature_layers=sorted(layers),
-                hidden_size=size,
+                feature_layers=sorted({low_layer, middle_layer, high_layer}),
+                hidden_size=hidden_size,
                 vocab_size=target.vocab_size,
-                num_heads=heads,
-                num_key_heads=num_key_heads or heads,
-                intermediate_size=intermediate_size or 4 * size,
+                num_heads=num_query_heads,
+                num_key_heads=num_key_heads or num_query_heads,
+                intermediate_size=intermediate_size or 4 * hidden_size,
                 attention_window=attention_window,
                 feature_norms=feature_norms,
                 draft_vocabulary=draft_vocabulary,
@@ -80,22 +95,38 @@ class FeatureTraining(DistillationTraining):
 
         super().__init__(make_drafter, target, **options)
 
+    @classmethod
+    def layer_arguments(cls, target: TargetShape) -> dict[str, Any]:
+        """Arguments that give the draft's decoder layers the shape of the target's own."""
+        return {
+            "num_heads": target.num_heads,
+            "num_key_heads": target.num_key_heads,
+            "intermediate_size": target.intermediate_size,
+            "attention_window": 128,
+        }
+
     @torch.no_grad()
     def init_from_target(self) -> None:
         """Copy the target's output head."""
-        self.drafter.network.output.weight.copy_(
-            rows_of(self.target.output_weight, self.draft_vocabulary)
-        )
+        output_rows = rows_of(self.target.output_weight, self.draft_vocabulary)
+        self.drafter.network.output.weight.copy_(output_rows)
+
+    def joined_features(self, outputs: TargetOutputs) -> Float[Tensor, "B T D"]:
+        """The draft's features at all tokens of a text but the last one."""
+        hidden = [outputs.features[layer][:, :-1].float() for layer in self.layers()]
+        return self.drafter.network.features(hidden)
 
 
 class EagleTraining(FeatureTraining):
     """Trains an `EagleDrafter` by training-time test (Li et al. 2025, "EAGLE-3", section 3).
 
     Args:
-        norm_output: as of `EagleSettings`. With `feature_norms` it makes EAGLE-3.1; without both it is plain EAGLE-3.
-        random_lengths: whether a step's rollouts end early at random, each draft token being followed by another with
-            probability `position_decay`. The expected loss is the same, at half the work for a decay of 0.6.
-        options: those of `FeatureTraining` and `DistillationTraining`.
+        norm_output: see `EagleSettings`. With `feature_norms` it makes EAGLE-3.1; without both it
+            is plain EAGLE-3.
+        random_lengths: whether a step's rollouts have a random length, in which each draft token is
+            followed by another with probability `position_decay`. The expected loss is the same, at
+            half the work for a decay of 0.6.
+        options: see `FeatureTraining` and `DistillationTraining`.
     """
 
     drafter: EagleDrafter
@@ -111,27 +142,56 @@ class EagleTraining(FeatureTraining):
         self.random_lengths = random_lengths
         super().__init__(partial(EagleDrafter, norm_output=norm_output), target, **options)
 
+    @classmethod
+    def recipe_arguments(cls, target: TargetShape, minutes: float | None) -> dict[str, Any]:
+        """Arguments that train an EAGLE-3 head for a target of this shape."""
+        is_short_run = minutes is not None and minutes <= SHORT_RUN_MINUTES
+        return {
+            **cls.layer_arguments(target),
+            "position_decay": 0.6,
+            "num_draft_tokens": 2 if is_short_run else 4,
+            "random_lengths": True,
+            "learning_rate": 0.004 if is_short_run else 0.002,
+            "draft_vocabulary": target.draft_vocabulary,
+        }
+
+    @property
+    def _has_random_lengths(self) -> bool:
+        """Whether rollouts end at random now; in validations they have their full length."""
+        return self.random_lengths and self.training
+
     def loss_weights(self, num_steps: int) -> list[float]:
-        if not (self.random_lengths and self.training):
+        """See `DistillationTraining`; rollouts of random lengths apply the decay themselves."""
+        if not self._has_random_lengths:
             return super().loss_weights(num_steps)
-        return [1 / sum(self.position_decay**i for i in range(self.num_draft_tokens))] * num_steps
+        total_weight = sum(self.position_decay**i for i in range(self.num_draft_tokens))
+        return [1 / total_weight] * num_steps
 
     def rollout_length(self, step: int) -> int:
-        """Draft tokens of the rollouts of an optimizer step: depends on its number alone, so that runs can resume."""
-        if not (self.random_lengths and self.training):
+        """Number of draft tokens in the rollouts of an optimizer step.
+
+        It depends on the step's number only, so a resumed run has the lengths of an uninterrupted
+        one.
+        """
+        if not self._has_random_lengths:
             return self.num_draft_tokens
-        noise = torch.rand(self.num_draft_tokens - 1, generator=torch.Generator().manual_seed(step))
-        return 1 + int((noise < self.position_decay).long().cumprod(0).sum())
+        generator = torch.Generator().manual_seed(step)
+        noise = torch.rand(self.num_draft_tokens - 1, generator=generator)
+        continues = (noise < self.position_decay).long().cumprod(0)
+        return 1 + int(continues.sum())
 
     def draft_steps(self, batch: Batch, outputs: TargetOutputs) -> list[DraftStep]:
-        network = self.drafter.network
-        features = network.features(
-            [outputs.features[layer][:, :-1].float() for layer in self.layers()]
-        )
+        """See `DistillationTraining`: one step for each draft token of a rollout."""
         embedded = self.target.embeddings(batch.tokens[:, 1:])
-        steps = rollouts(network, embedded, features, self.rollout_length(self.global_step))
-        # The last entry predicts the token behind the text; entries before a step's number belong to no round.
-        return [DraftStep(hidden[:, i:-1], 2 + i) for i, hidden in enumerate(steps)]
+        hidden_states = rollouts(
+            self.drafter.network,
+            embedded,
+            self.joined_features(outputs),
+            self.rollout_length(self.global_step),
+        )
+        # Entries before a step's number belong to no round, and the last one predicts the token
+        # after the text.
+        return [DraftStep(hidden[:, i:-1], first=2 + i) for i, hidden in enumerate(hidden_states)]
 
     def step_logits(self, number: int, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N W"]:
         return self.drafter.network.logits(hidden)
@@ -143,10 +203,11 @@ def rollouts(
     features: Float[Tensor, "B T D"],
     num_steps: int,
 ) -> list[Float[Tensor, "B T D"]]:
-    """The network's output at every entry for each step of the rounds that start at every entry, computed together.
+    """The network's output at every entry for each step of the rounds that start at every entry.
 
-    At step i, entry j belongs to the round that starts at entry j - i. It reads the output of step i - 1 at entry j - 1
-    instead of the target's features, and attends to that round's memory. Tokens are those of the text.
+    At step i, entry j belongs to the round that started at entry j - i. It reads that round's
+    output of step i - 1 at entry j - 1 instead of the target's features, and attends to that
+    round's keys. Tokens are those of the text.
 
     Args:
         embedded: embedding of the token after each entry's token.
@@ -154,54 +215,91 @@ def rollouts(
         num_steps: draft tokens of a round.
 
     Returns:
-        For step i, `[:, j]` predicts token j + 2 of a round that starts at entry j - i; entries before i are undefined.
+        For step i, `[:, j]` predicts token j + 2 of a round that started at entry j - i; entries
+        before i are undefined.
     """
     positions = torch.arange(embedded.shape[1], device=embedded.device)[None]
-    all_keys, all_values, outputs = list[Tensor](), list[Tensor](), list[Tensor]()
+    keys_by_step: list[Tensor] = []
+    values_by_step: list[Tensor] = []
+    outputs: list[Tensor] = []
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        all_keys.append(keys)
-        all_values.append(values)
-        return _attend_in_rounds(queries, all_keys, all_values, network.attention_window)
+        keys_by_step.append(keys)
+        values_by_step.append(values)
+        return _attend_in_rounds(queries, keys_by_step, values_by_step, network.attention_window)
 
     for _ in range(num_steps):
-        outputs.append(network.layer(embedded, features, positions, attend))
-        features = _shifted(network.fed_back(outputs[-1]), 1)
+        hidden = network.layer(embedded, features, positions, attend)
+        outputs.append(hidden)
+        # The next step reads at entry j + 1 what this one has computed at entry j.
+        features = _shifted(network.fed_back(hidden), 1)
     return outputs
 
 
 def _attend_in_rounds(
     queries: Float[Tensor, "B H T E"],
-    all_keys: Sequence[Float[Tensor, "B G T E"]],
-    all_values: Sequence[Float[Tensor, "B G T E"]],
+    keys_by_step: Sequence[Float[Tensor, "B G T E"]],
+    values_by_step: Sequence[Float[Tensor, "B G T E"]],
     window: int | None,
 ) -> Float[Tensor, "B H T E"]:
-    """Attention of a step's entries to their own rounds, given the keys and values of all steps up to it.
+    """Attention of the latest step's entries, each to the round that it belongs to.
 
-    A round remembers its entries up to the first one as step 0 read them, then one entry of each later step; entries
-    see the last `window` of these.
+    A round that started at entry s consists of the entries up to s as step 0 read them, then of
+    entry s + 1 as step 1 read it, of entry s + 2 as step 2 read it, and so on. So at step i, entry
+    j attends to step 0 up to entry j - i, and to a single entry of each later step k: entry j - i +
+    k.
+
+    Args:
+        keys_by_step: keys of all steps up to the latest; values likewise.
+        window: number of latest entries that are visible; all when None.
     """
-    num_entries, step = queries.shape[2], len(all_keys) - 1
+    num_entries = queries.shape[2]
+    step = len(keys_by_step) - 1
+
+    # A round's entries of step 0 end `step` entries before the one that attends.
     entries = torch.arange(num_entries, device=queries.device)
     distances = entries[:, None] - entries
-    seen = (distances >= step) & (distances < (num_entries if window is None else window))
+    visible_distance = num_entries if window is None else window
+    is_visible = (distances >= step) & (distances < visible_distance)
     if step == 0:
-        return attention(queries, all_keys[0], all_values[0], seen[None])
-    later = range(1 if window is None else max(1, step - window + 1), step + 1)
-    keys = [all_keys[0], *(_shifted(all_keys[i], step - i) for i in later)]
-    values = [all_values[0], *(_shifted(all_values[i], step - i) for i in later)]
-    # Attention to the first keys where `seen` says so, and to one entry of each later step at the same place.
-    queries = queries.unflatten(1, (keys[0].shape[1], -1)) * queries.shape[3] ** -0.5
-    square = (queries.flatten(2, 3) @ keys[0].transpose(-1, -2)).unflatten(2, (-1, num_entries))
-    single = [(queries * each[:, :, None]).sum(-1, keepdim=True) for each in keys[1:]]
-    scores = torch.cat([square.masked_fill(~seen, -torch.inf), *single], dim=-1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(values[0].dtype)
-    output = (weights[..., :num_entries].flatten(2, 3) @ values[0]).unflatten(2, (-1, num_entries))
-    for number, each in enumerate(values[1:], start=num_entries):
-        output = output + weights[..., number : number + 1] * each[:, :, None]
+        return attention(queries, keys_by_step[0], values_by_step[0], is_visible[None])
+
+    # Shifted by step - k, the entry of step k that entry j attends to stands at index j.
+    first_visible_step = 1 if window is None else max(1, step - window + 1)
+    later_steps = range(first_visible_step, step + 1)
+    later_keys = [_shifted(keys_by_step[k], step - k) for k in later_steps]
+    later_values = [_shifted(values_by_step[k], step - k) for k in later_steps]
+
+    # Query heads that share a key head are one group: [B, G, H / G, T, E].
+    first_keys = keys_by_step[0]
+    first_values = values_by_step[0]
+    num_key_heads = first_keys.shape[1]
+    head_size = queries.shape[3]
+    queries = queries.unflatten(1, (num_key_heads, -1)) * head_size**-0.5
+
+    first_scores = grouped_product(queries, first_keys.transpose(-1, -2))
+    scores = [first_scores.masked_fill(~is_visible, -torch.inf)]
+    for keys in later_keys:
+        products = queries * keys[:, :, None]
+        scores.append(products.sum(-1, keepdim=True))
+    weights = torch.cat(scores, dim=-1).softmax(-1, dtype=torch.float32)
+    weights = weights.to(first_values.dtype)
+
+    output = grouped_product(weights[..., :num_entries], first_values)
+    for column, values in enumerate(later_values, start=num_entries):
+        output = output + weights[..., column : column + 1] * values[:, :, None]
     return output.flatten(1, 2)
+
+
+def grouped_product(
+    left: Float[Tensor, "B G R T X"], right: Float[Tensor, "B G X Y"]
+) -> Float[Tensor, "B G R T Y"]:
+    """The matrix product of R query heads with the matrix of the key head that they share."""
+    num_rows = left.shape[3]
+    return (left.flatten(2, 3) @ right).unflatten(2, (-1, num_rows))
 
 
 def _shifted(entries: Float[Tensor, "*B T D"], count: int) -> Float[Tensor, "*B T D"]:
     """Entry j at j + `count`, after zeros."""
-    return functional.pad(entries[..., : entries.shape[-2] - count, :], (0, 0, count, 0))
+    num_left = entries.shape[-2] - count
+    return functional.pad(entries[..., :num_left, :], (0, 0, count, 0))

@@ -1,7 +1,8 @@
-"""Training a model to be left early, so that its lower layers can draft for the whole of it.
+"""Training a model for early exits, so that its lower layers can draft for the whole model.
 
-Source: Elhoushi et al. 2024, "LayerSkip" (arXiv 2404.16710), section 4.1. Layers are counted from 0 to L - 1; exit
-l + 1 is the one behind layer l. All exits learn at every step.
+Source: Elhoushi et al. 2024, "LayerSkip" (arXiv 2404.16710), section 4.1. Layers are numbered from
+0 to L - 1; exit l + 1 is after layer l, so exit L is the model itself. All exits are trained at
+every step.
 
 Shapes: B rows, T tokens, D hidden size, V vocabulary, L layers.
 """
@@ -34,24 +35,27 @@ if TYPE_CHECKING:
 
 
 def step_scale(step: int, num_steps: int) -> float:
-    """S(t) = exp(t ln 2 / (T - 1)) - 1: from 0 at the first step to 1 at the last."""
-    return math.expm1(min(step / max(num_steps - 1, 1), 1.0) * math.log(2))
+    """S(t) = exp(t ln 2 / (T - 1)) - 1: rises from 0 at the first of T steps to 1 at the last."""
+    progress = min(step / max(num_steps - 1, 1), 1.0)
+    return math.expm1(progress * math.log(2))
 
 
 class EarlyExitTraining(SpeculativeTraining):
-    """Trains a transformer so that its lower layers can draft for the whole of it, as LayerSkip does.
+    """Trains a transformer whose lower layers can draft for the whole model (LayerSkip).
 
-    Each layer's output goes through the output head and is judged by the next token; while training later layers are
-    skipped at random, so that earlier ones do not rely on them. A skipped layer leaves a sample's hidden states as they
-    are, unscaled; decoding skips nothing.
+    Each layer's output goes through the output head and is trained to predict the next token.
+    During training, layers are skipped at random, later ones more often, so that earlier layers do
+    not rely on them. A skipped layer leaves a row's hidden states unchanged and unscaled. Decoding
+    skips nothing.
 
     Args:
-        target: the model, one whose layers can be called one by one.
-        exit_layer: how many layers draft, by default: the others can be chosen when decoding.
-        exit_weights: the weight of each exit's loss, the model itself being the last; all alike when None.
-        layer_dropout: p_max, how often the last layer is skipped at the end of the run, to which the rate grows from 0;
-            0 for never.
-        options: those of `SpeculativeTraining`.
+        target: a model whose layers can be called one by one.
+        exit_layer: number of layers that draft by default. Decoding can choose another number.
+        exit_weights: the weight of each exit's loss, from exit 1 to exit L, the model itself; equal
+            when None.
+        layer_dropout: p_max, the probability to skip the last layer at the end of the run. Rates
+            grow from 0; with 0 nothing is skipped.
+        options: see `SpeculativeTraining`.
     """
 
     drafter: EarlyExitDrafter
@@ -66,92 +70,106 @@ class EarlyExitTraining(SpeculativeTraining):
         **options: Any,
     ) -> None:
         target.check_exit(exit_layer)
-        self.exit_layer, self.num_layers = (
-            exit_layer,
-            cast("HuggingFaceLM", target).stack.num_layers,
-        )
+        self.exit_layer = exit_layer
+        self.num_layers = cast("HuggingFaceLM", target).stack.num_layers
+
         weights = [1.0] * self.num_layers if exit_weights is None else list(exit_weights)
         self.exit_weights = [require_number("exit_weights", weight, low=0.0) for weight in weights]
-        if not (len(weights) == self.num_layers and weights[exit_layer - 1] and weights[-1]):
+        has_right_length = len(weights) == self.num_layers
+        if not (has_right_length and weights[exit_layer - 1] and weights[-1]):
             raise ValueError(
-                f"exit_weights must be {self.num_layers} numbers, one for each layer, above 0 for exit {exit_layer} "
-                f"and the model itself, got {weights}"
+                f"exit_weights must be {self.num_layers} numbers, one for each layer, above 0 for "
+                f"exit {exit_layer} and the model itself, got {weights}"
             )
         self.layer_dropout = require_number("layer_dropout", layer_dropout, low=0.0, high=1.0)
         super().__init__(target, EarlyExitDrafter(exit_layer), **options)
 
     def new_metrics(self) -> RoundMetrics:
-        exits = [self.exit_prefix(layer) for layer in range(1, self.num_layers)]
-        return RoundMetrics(
-            ["", *exits], self.num_draft_tokens, main=self.exit_prefix(self.exit_layer)
-        )
+        """See `SpeculativeTraining`; rounds are counted for every exit but the model itself."""
+        prefixes = [self.exit_prefix(layer) for layer in range(1, self.num_layers)]
+        main_prefix = self.exit_prefix(self.exit_layer)
+        return RoundMetrics(["", *prefixes], self.num_draft_tokens, main=main_prefix)
 
     @staticmethod
     def exit_prefix(layer: int) -> str:
-        """The prefix of an exit's rates, which decoding never measures."""
+        """The prefix of an exit's rates, which no callback measures by decoding."""
         return f"exit_{layer}/teacher_forced_"
 
     def hidden_states(
-        self, tokens: Int[Tensor, "B T"], kept: Bool[Tensor, "L B"] | None = None
+        self, tokens: Int[Tensor, "B T"], is_run: Bool[Tensor, "L B"] | None = None
     ) -> list[Float[Tensor, "B T D"]]:
         """The output of every layer.
 
         Args:
-            kept: which layers read which rows; the others are passed on as they are. All read all when None.
+            is_run: whether each layer runs on each row; the other rows skip it. All layers run when
+                None.
         """
         target = cast("HuggingFaceLM", self.target)
-        stack, (hidden, call) = target.stack, target.begin(tokens)
+        stack = target.stack
+        hidden, call_arguments = target.begin(tokens)
         states = []
         for layer in range(self.num_layers):
-            if kept is None or kept[layer].all():
-                hidden = stack.run(hidden, call, layer, layer + 1)
-            elif kept[layer].any():
-                rows = kept[layer].nonzero().squeeze(1).to(hidden.device)
-                hidden = hidden.index_copy(0, rows, stack.run(hidden[rows], call, layer, layer + 1))
+            if is_run is None or is_run[layer].all():
+                hidden = stack.run(hidden, call_arguments, layer, layer + 1)
+            elif is_run[layer].any():
+                rows = is_run[layer].nonzero().squeeze(1).to(hidden.device)
+                row_states = stack.run(hidden[rows], call_arguments, layer, layer + 1)
+                hidden = hidden.index_copy(0, rows, row_states)
             states.append(hidden)
         return states
 
     def total(self, losses: Sequence[Tensor]) -> Tensor:
-        """The weighted mean of all exits' losses, the model itself being the last."""
+        """The weighted mean of all exits' losses, from exit 1 to the model itself."""
         weights = losses[0].new_tensor(self.exit_weights)
         return (torch.stack(list(losses)) * weights).sum() / weights.sum()
 
     def measure(self, batch: Batch, split: str) -> Means:
+        """See `SpeculativeTraining`; also the loss of every exit."""
         labels = batch.next_tokens()
-        logits = [
-            self.target.exit_logits(hidden) for hidden in self.hidden_states(batch.tokens[:, :-1])
-        ]
-        values = next_token_means("target", logits[-1], labels)
-        values |= next_token_means("draft", logits[self.exit_layer - 1], labels)
-        losses = [next_token_loss(each, labels) for each in logits]
-        num_tokens = values["target_loss"][1]
-        for layer, each in enumerate(logits[:-1], start=1):
-            self.metrics.count(each, logits[-1], batch, self.exit_prefix(layer))
-            values[f"exit_{layer}/loss"] = losses[layer - 1], num_tokens
-        return {**values, "loss": (self.total(losses), num_tokens)}
+        states = self.hidden_states(batch.tokens[:, :-1])
+        exit_logits = [self.target.exit_logits(hidden) for hidden in states]
+        target_logits = exit_logits[-1]
+        losses = [next_token_loss(logits, labels) for logits in exit_logits]
+
+        means = next_token_means("target", target_logits, labels)
+        means.update(next_token_means("draft", exit_logits[self.exit_layer - 1], labels))
+        _, num_tokens = means["target_loss"]
+        for layer in range(1, self.num_layers):
+            draft_logits = exit_logits[layer - 1]
+            self.metrics.count(draft_logits, target_logits, batch, self.exit_prefix(layer))
+            means[f"exit_{layer}/loss"] = (losses[layer - 1], num_tokens)
+        means["loss"] = (self.total(losses), num_tokens)
+        return means
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         labels = batch.next_tokens()
-        states = self.hidden_states(batch.tokens[:, :-1], self.draw_layers(len(labels), batch_idx))
-        losses = [
-            next_token_loss(self.target.exit_logits(hidden), labels)
-            if weight
-            else hidden.new_zeros(())
-            for hidden, weight in zip(states, self.exit_weights, strict=True)
-        ]
+        is_run = self.draw_layers(len(labels), batch_idx)
+        states = self.hidden_states(batch.tokens[:, :-1], is_run)
+
+        losses = []
+        for hidden, weight in zip(states, self.exit_weights, strict=True):
+            if weight:
+                losses.append(next_token_loss(self.target.exit_logits(hidden), labels))
+            else:
+                # An output head over the whole vocabulary is expensive.
+                losses.append(hidden.new_zeros(()))
+
         num_tokens = int((labels != IGNORED).sum())
-        shown = {"draft_loss": losses[self.exit_layer - 1], "target_loss": losses[-1]}
-        self.log_losses({name: loss.detach() for name, loss in shown.items()}, num_tokens)
-        each = {
+        main_losses = {
+            "draft_loss": losses[self.exit_layer - 1].detach(),
+            "target_loss": losses[-1].detach(),
+        }
+        exit_losses = {
             f"exit_{layer}/loss": loss.detach() for layer, loss in enumerate(losses[:-1], start=1)
         }
-        self.log_losses(each, num_tokens, prog_bar=False)
+        self.log_losses(main_losses, num_tokens)
+        self.log_losses(exit_losses, num_tokens, prog_bar=False)
         return self.total(losses)
 
     def draw_layers(self, num_rows: int, batch_idx: int) -> Bool[Tensor, "L B"] | None:
-        """Which layers read which rows of a batch; None where nothing is ever skipped.
+        """Draw which layers run on which rows of a batch; None if no layer is ever skipped.
 
-        The numbers depend on the step alone, so that a resumed run draws what the whole one would have.
+        The draws depend on the step only, so a resumed run draws the same as an uninterrupted one.
 
         Raises:
             ValueError: the run has no end.
@@ -163,11 +181,15 @@ class EarlyExitTraining(SpeculativeTraining):
             raise ValueError(
                 "LayerSkip depends on the length of the run: give it a max_epochs or max_steps"
             )
-        # Each sample skips layer l with p_l = S(t) D(l) p_max, where D(l) is S over the layers.
-        highest = step_scale(self.global_step, int(num_steps)) * self.layer_dropout
-        rates = torch.tensor(
-            [highest * step_scale(layer, self.num_layers) for layer in range(self.num_layers)]
+
+        # Each row skips layer l with probability S(t) D(l) p_max, where D(l) is S over the layers.
+        max_rate = step_scale(self.global_step, int(num_steps)) * self.layer_dropout
+        skip_rates = torch.tensor(
+            [max_rate * step_scale(layer, self.num_layers) for layer in range(self.num_layers)]
         )
-        key = (self.global_step * 1_009 + batch_idx) * self.trainer.world_size
-        generator = torch.Generator().manual_seed((key + self.global_rank) % 2**32)
-        return torch.rand(self.num_layers, num_rows, generator=generator) >= rates[:, None]
+
+        # A seed for each batch of accumulated gradients, and for each process.
+        batch_key = (self.global_step * 1_009 + batch_idx) * self.trainer.world_size
+        generator = torch.Generator().manual_seed((batch_key + self.global_rank) % 2**32)
+        noise = torch.rand(self.num_layers, num_rows, generator=generator)
+        return noise >= skip_rates[:, None]

@@ -42,20 +42,21 @@ def continue_all(
     seed: int,
     watch: Watch = lambda num_tokens, num_ended: None,
 ) -> dict[int, list[int]]:
-    """The new tokens of every prompt, by its number; rows join as others end, so that the batch stays full.
+    """The new tokens of every prompt, by its number.
 
-    In a round in which rows join, the target reads as many tokens of every row as the longest new prompt has. So
-    prompts of similar lengths join together, once half the batch has ended. This follows from the prompts and the rows
-    alone, so the same prompts make the same batches.
+    Rows join as others end, so that the batch stays full. In a round in which rows join, the target
+    reads as many tokens of every row as the longest new prompt has. So prompts of similar lengths
+    join together, once half the batch has ended. Batches depend on the prompts and the generated
+    rows only, so the same prompts form the same batches.
 
     Args:
         prompts: by the numbers that key their noise.
-        max_new_tokens: new tokens of each row at most.
-        batch_size: rows that are decoded together at most.
+        max_new_tokens: maximum new tokens of each row.
+        batch_size: maximum rows that are decoded together.
         num_draft_tokens: draft tokens of prompt lookup in a round; 0 is standard decoding.
         eos: tokens that end a row, and are kept.
     """
-    # Taken from the end, short ones first.
+    # Prompts are taken from the end, so the shortest come first.
     waiting = sorted(prompts, key=lambda number: (-len(prompts[number]), number))
     session = Session(
         target,
@@ -68,43 +69,53 @@ def continue_all(
         eos=eos,
         seed=seed,
     )
-    made: dict[int, list[int]] = {}
+
+    new_tokens: dict[int, list[int]] = {}
     num_live = 0
     while waiting or num_live:
         if num_live <= batch_size // 2:
-            for _ in range(min(batch_size - num_live, len(waiting))):
+            num_joining = min(batch_size - num_live, len(waiting))
+            for _ in range(num_joining):
                 number = waiting.pop()
                 session.add(prompts[number], index=number)
+
         events = session.step()
-        ended = [row for row, _ in events if not row.live]
-        for row in ended:
-            made[row.index] = row.text[row.prompt_length :]
+        ended_rows = [row for row, _ in events if not row.live]
+        for row in ended_rows:
+            new_tokens[row.index] = row.text[row.prompt_length :]
             session.release(row)
-        num_live = len(events) - len(ended)
-        watch(sum(len(tokens) for _, tokens in events), len(ended))
-    return made
+        num_live = len(events) - len(ended_rows)
+        watch(sum(len(tokens) for _, tokens in events), len(ended_rows))
+    return new_tokens
 
 
 class GenerateText(LightningModule):
-    """Writes what a target says to the prompts of a `PromptSource`: token shards and a manifest.
+    """Generates a target's text for the prompts of a `PromptSource`: token shards and a manifest.
 
-    The prompts of a shard are decoded together by one process, each temperature by itself, with noise keyed by the
-    rows' numbers. So the rows are the same for every number of processes, and a run that was stopped continues with the
-    shards that are missing.
+    One process decodes the prompts of a shard together, each temperature separately. Rows' numbers
+    key the noise, so the rows are the same for every number of processes, and a stopped run
+    continues with the missing shards.
 
     Args:
-        target: a model's directory, or its name on the hub; it needs a tokenizer.
+        target: a model's directory, or its name on the Hub; it needs a tokenizer.
         output: the directory of the shards.
-        dtype: what the target computes in; as it is stored when None.
-        max_new_tokens: new tokens of each row at most; a token that ends an answer ends a row, and is kept.
-        temperatures: a row for each prompt and each of these; 0 is greedy.
-        top_p: only the likeliest tokens that hold this much probability are drawn; all when None.
-        batch_size: rows that are decoded together.
-        shard_size: prompts of a shard: what is lost at most when a process is stopped.
-        seed: keys the noise, together with a row's number: `prompt number * temperatures + temperature`.
+        dtype: dtype that the target computes in; the stored dtype when None.
+        max_new_tokens: maximum new tokens of each row. A token that ends an answer ends a row, and
+            is kept.
+        temperatures: each prompt has one row for each of these; 0 is greedy.
+        top_p: draw only from the most likely tokens that have this much probability together; from
+            all when None.
+        batch_size: maximum rows that are decoded together.
+        shard_size: prompts of a shard. A stopped process loses at most one shard.
+        seed: keys the noise, together with a row's number: `prompt number * temperatures +
+            temperature`.
         num_draft_tokens: draft tokens of prompt lookup in a round; 0 is standard decoding.
-        engine: vLLM in place of this package: a server's address, `vllm` where it is installed beside this package, or
-            the Python of the environment that it is installed in, which starts a server for the run.
+        engine: vLLM instead of this package: a server's address; or, to start a server for the run,
+            `vllm` where it is installed beside this package, or the Python of the environment that
+            it is installed in.
+
+    Attributes:
+        watch: called after each round; `RunProgressBar` sets it.
     """
 
     def __init__(
@@ -123,13 +134,18 @@ class GenerateText(LightningModule):
         engine: str | None = None,
     ) -> None:
         super().__init__()
-        self.source, self.output, self.dtype_name = target, Path(output).expanduser(), dtype
+        self.source = target
+        self.output = Path(output).expanduser()
+        self.dtype_name = dtype
         self.max_new_tokens = require_int("max_new_tokens", max_new_tokens, 1)
+        self.temperatures = [float(temperature) for temperature in temperatures]
+        self.top_p = top_p
         self.samplings = [Sampling(temperature, top_p=top_p) for temperature in temperatures]
-        self.temperatures, self.top_p = [float(temperature) for temperature in temperatures], top_p
-        if not self.samplings or len(set(self.temperatures)) < len(self.samplings):
+        has_duplicates = len(set(self.temperatures)) < len(self.temperatures)
+        if not self.temperatures or has_duplicates:
             raise ValueError(
-                f"temperatures must be one or more, all different, got {self.temperatures}: give [0, 1]"
+                "temperatures must be one or more, all different, got "
+                f"{self.temperatures}: give [0, 1]"
             )
         self.batch_size = require_int("batch_size", batch_size, 1)
         self.shard_size = require_int("shard_size", shard_size, 1)
@@ -137,65 +153,83 @@ class GenerateText(LightningModule):
         self.num_draft_tokens = require_int("num_draft_tokens", num_draft_tokens, 0)
         if engine is not None and num_draft_tokens:
             raise ValueError(
-                "num_draft_tokens is for decoding without an engine: configure a draft in vLLM's server"
+                "num_draft_tokens is for decoding without an engine: configure a draft in vLLM's "
+                "server"
             )
-        self.engine, self.closing = engine, ExitStack()
-        self.endpoint: Endpoint | None = None
-        self.target: Any = None
-        self.eos: tuple[int, ...] = ()
-        self.wanted: dict[str, Any] = {}
+        self.engine = engine
         self.watch: Watch = lambda num_tokens, num_ended: None
 
+        # Set when the run starts.
+        self.target: Any = None
+        self.eos: tuple[int, ...] = ()
+        self.manifest: dict[str, Any] = {}
+        self.endpoint: Endpoint | None = None
+        self._server = ExitStack()
+
+    # --- before the first shard ---
+
     def setup(self, stage: str) -> None:
-        """Load the target, make the prompts' tokens and cut them into shards."""
-        from lightning_specdec.models import (
-            loading,
-        )  # transformers, which the other verbs do without
+        """Load the target, tokenize the prompts and divide them into shards."""
+        # Imports transformers, which the other verbs do without.
+        from lightning_specdec.models import loading
 
         data = self._data()
         if self.engine is None:
-            self.target = target = loading.load_model(self.source, dtype=self.dtype_name)
-            limit_threads(target.num_parameters)
+            self.target = loading.load_model(self.source, dtype=self.dtype_name)
+            limit_threads(self.target.num_parameters)
+            target = self.target
         else:
+            # The server has the weights; this process needs the tokenizer and the sizes.
             target = loading.without_weights(loading.examine(self.source, dtype=self.dtype_name))
-        assert target.origin is not None, "a loaded model has files"
-        tokenizer = target.tokenizer
-        if tokenizer is None:
+        if target.tokenizer is None:
             raise ValueError(
-                f"{self.source} has no tokenizer, so prompts are no tokens: save one beside the weights"
+                f"{self.source} has no tokenizer, so prompts are no tokens: save one beside the "
+                "weights"
             )
         self.eos = SpeculativeDecoder(target, NGramDrafter()).eos
-        prompts = data.prompts(tokenizer)
-        longest, context = max(map(len, prompts)), target.max_positions
-        if context is not None and longest + self.max_new_tokens > context:
+
+        prompts = data.prompts(target.tokenizer)
+        max_prompt_length = max(map(len, prompts))
+        max_positions = target.max_positions
+        if max_positions is not None and max_prompt_length + self.max_new_tokens > max_positions:
             raise ValueError(
-                f"a prompt of {longest} tokens and max_new_tokens {self.max_new_tokens} do not fit the target's "
-                f"context of {context}: lower max_new_tokens or data.max_prompt_tokens"
+                f"a prompt of {max_prompt_length} tokens and max_new_tokens {self.max_new_tokens} "
+                f"do not fit the target's context of {max_positions}: lower max_new_tokens or "
+                "data.max_prompt_tokens"
             )
-        firsts = range(0, len(prompts), self.shard_size)
-        data.shards = [
-            PromptShard(number, first, prompts[first : first + self.shard_size])
-            for number, first in enumerate(firsts)
-        ]
-        is_here = self.engine is None or any(target.origin.path.glob("*.safetensors"))
-        sha256 = target.origin.sha256 if is_here else None
-        dtype = str(target.dtype).removeprefix("torch.")
-        names = (
-            "max_new_tokens",
-            "temperatures",
-            "top_p",
-            "batch_size",
-            "shard_size",
-            "seed",
-            "num_draft_tokens",
-        )
-        arguments = {name: getattr(self, name) for name in names} | (
-            {"engine": "vllm"} if self.engine else {}
-        )
-        self.wanted = {
+        shards: list[PromptShard] = []
+        for start in range(0, len(prompts), self.shard_size):
+            shard_prompts = prompts[start : start + self.shard_size]
+            shards.append(PromptShard(len(shards), start, shard_prompts))
+        data.shards = shards
+        self.manifest = self._make_manifest(target, data, prompts)
+
+    def _make_manifest(
+        self, target: Any, data: PromptSource, prompts: Sequence[Sequence[int]]
+    ) -> dict[str, Any]:
+        """What the text depends on: a directory with another manifest belongs to another run."""
+        assert target.origin is not None, "a loaded model has files"
+        # With an engine, the weights may be on the server only.
+        has_weights = self.engine is None or any(target.origin.path.glob("*.safetensors"))
+        arguments: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens,
+            "temperatures": self.temperatures,
+            "top_p": self.top_p,
+            "batch_size": self.batch_size,
+            "shard_size": self.shard_size,
+            "seed": self.seed,
+            "num_draft_tokens": self.num_draft_tokens,
+        }
+        if self.engine is not None:
+            arguments["engine"] = "vllm"
+        return {
             "format": corpus.FORMAT,
-            "target": {"source": self.source, "sha256": sha256, "dtype": dtype},
-            "tokenizer": {"name": self.source, "fingerprint": tokenizer.fingerprint},
+            "target": {
+                "source": self.source,
+                "sha256": target.origin.sha256 if has_weights else None,
+                "dtype": str(target.dtype).removeprefix("torch."),
+            },
+            "tokenizer": {"name": self.source, "fingerprint": target.tokenizer.fingerprint},
             "vocab_size": target.vocab_size,
             "arguments": arguments,
             "data": {"class": type(data).__name__, **data.arguments()},
@@ -206,115 +240,150 @@ class GenerateText(LightningModule):
         }
 
     def on_predict_start(self) -> None:
-        """Begin the directory, or continue what is there; the first process does it for all.
+        """Create the directory, or continue an existing one; the first process does it for all.
 
         Raises:
-            ValueError: the directory holds another run's text, or cannot be written to.
+            ValueError: the directory contains another run's text, or the engine does not start.
         """
-        begun = (self.output / corpus.MANIFEST).exists()
-        if begun:
-            corpus.check_same(self.output, corpus.read_manifest(self.output), self.wanted)
+        continues = (self.output / corpus.MANIFEST).exists()
+        if continues:
+            corpus.check_same(self.output, corpus.read_manifest(self.output), self.manifest)
+
         if self.engine is None:
             self.target = self.target.packed()
-        elif not all(map(self._is_there, self._data().shards)):
-            self.endpoint = self._begin(self.engine)
+        elif not all(self._is_written(shard) for shard in self._data().shards):
+            self.endpoint = self._start_engine(self.engine)
+
         if self.trainer.is_global_zero:
-            if begun:
-                for left in self.output.glob(".shard-*"):  # by a run that was killed
-                    left.unlink()
-            elif self.output.is_dir() and any(self.output.glob("shard-*")):
-                raise ValueError(
-                    f"{self.output} holds shards without a manifest: give another model.output"
-                )
-            else:
-                corpus.write_manifest(self.output, self.wanted)
+            self._prepare_directory(continues)
         self.trainer.strategy.barrier("the manifest is written")
 
-    def predict_step(self, shard: PromptShard, batch_idx: int) -> int:
-        """Write a shard, unless it is there; returns how many rows are new."""
-        kinds = len(self.samplings)
-        if not shard.prompts or self._is_there(shard):
-            self.watch(0, len(shard.prompts) * kinds)
-            return 0
-        made: dict[int, list[int]] = {}
-        for kind, sampling in enumerate(self.samplings):
-            prompts = {
-                (shard.first + i) * kinds + kind: prompt for i, prompt in enumerate(shard.prompts)
-            }
-            how: dict[str, Any] = {
-                "max_new_tokens": self.max_new_tokens,
-                "batch_size": self.batch_size,
-                "sampling": sampling,
-                "eos": self.eos,
-                "seed": self.seed,
-                "watch": self._after_round,
-            }
-            if self.endpoint is not None:
-                made |= self.endpoint.continue_all(
-                    prompts, vocab_size=self.wanted["vocab_size"], **how
-                )
-                continue
-            with torch.autocast(self.device.type, enabled=False):  # as the target decodes by itself
-                made |= continue_all(
-                    self.target, prompts, num_draft_tokens=self.num_draft_tokens, **how
-                )
-        rows = []
-        for index in sorted(made):
-            number, kind = divmod(index, kinds)
-            prompt = shard.prompts[number - shard.first]
-            rows.append(corpus.GeneratedRow(prompt, made[index], number, self.temperatures[kind]))
-        corpus.write_shard(self.output, shard.number, rows, self.wanted["vocab_size"])
-        return len(rows)
+    def _prepare_directory(self, continues: bool) -> None:
+        """Write the manifest, or remove what a killed run has left unfinished."""
+        if continues:
+            for unfinished_file in self.output.glob(".shard-*"):
+                unfinished_file.unlink()
+            return
+        if self.output.is_dir() and any(self.output.glob("shard-*")):
+            raise ValueError(
+                f"{self.output} holds shards without a manifest: give another model.output"
+            )
+        corpus.write_manifest(self.output, self.manifest)
 
-    def _begin(self, engine: str) -> Endpoint:
-        """The engine, for as long as the run or, where that fails, the process lasts."""
-        longest = max(len(prompt) for shard in self._data().shards for prompt in shard.prompts)
-        atexit.register(self.closing.close)
-        room = {"batch_size": self.batch_size, "max_length": longest + self.max_new_tokens}
-        endpoint = self.closing.enter_context(
-            served(engine, self.source, dtype=self.dtype_name, **room)
+    def _start_engine(self, engine: str) -> Endpoint:
+        """The engine's endpoint. It ends with the run or, if that fails, with the process."""
+        prompt_lengths = [len(prompt) for shard in self._data().shards for prompt in shard.prompts]
+        atexit.register(self._server.close)
+        endpoint = self._server.enter_context(
+            served(
+                engine,
+                self.source,
+                dtype=self.dtype_name,
+                batch_size=self.batch_size,
+                max_length=max(prompt_lengths) + self.max_new_tokens,
+            )
         )
-        self.wanted["versions"]["vllm"] = endpoint.version
+        self.manifest["versions"]["vllm"] = endpoint.version
         return endpoint
 
     def teardown(self, stage: str) -> None:
-        self.closing.close()
+        self._server.close()
+
+    # --- the shards ---
+
+    def predict_step(self, shard: PromptShard, batch_idx: int) -> int:
+        """Write a shard, unless it is written already; returns the number of new rows."""
+        num_rows = len(shard.prompts) * len(self.samplings)
+        if not shard.prompts or self._is_written(shard):
+            self.watch(0, num_rows)
+            return 0
+
+        new_tokens: dict[int, list[int]] = {}
+        for sampling_index, sampling in enumerate(self.samplings):
+            prompts = {}
+            for i, prompt in enumerate(shard.prompts):
+                row_number = (shard.first + i) * len(self.samplings) + sampling_index
+                prompts[row_number] = prompt
+            new_tokens.update(self._continue_all(prompts, sampling))
+
+        rows = []
+        for row_number in sorted(new_tokens):
+            prompt_number, sampling_index = divmod(row_number, len(self.samplings))
+            row = corpus.GeneratedRow(
+                shard.prompts[prompt_number - shard.first],
+                new_tokens[row_number],
+                prompt_number,
+                self.temperatures[sampling_index],
+            )
+            rows.append(row)
+        corpus.write_shard(self.output, shard.number, rows, self.manifest["vocab_size"])
+        return len(rows)
+
+    def _continue_all(
+        self, prompts: Mapping[int, Sequence[int]], sampling: Sampling
+    ) -> dict[int, list[int]]:
+        """The new tokens of every prompt, from the engine or from this package."""
+        options: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens,
+            "batch_size": self.batch_size,
+            "sampling": sampling,
+            "eos": self.eos,
+            "seed": self.seed,
+            "watch": self._after_round,
+        }
+        if self.endpoint is not None:
+            vocab_size = self.manifest["vocab_size"]
+            return self.endpoint.continue_all(prompts, vocab_size=vocab_size, **options)
+        # The target decodes without the Trainer's mixed precision, as everywhere else.
+        with torch.autocast(self.device.type, enabled=False):
+            return continue_all(
+                self.target, prompts, num_draft_tokens=self.num_draft_tokens, **options
+            )
 
     def _after_round(self, num_tokens: int, num_ended: int) -> None:
-        if self.trainer.received_sigterm:  # which the Trainer itself heeds in training alone
+        # The Trainer checks for SIGTERM between training steps only.
+        if self.trainer.received_sigterm:
             raise SIGTERMException
         self.watch(num_tokens, num_ended)
 
-    def _is_there(self, shard: PromptShard) -> bool:
-        """Whether a shard has been written and is whole."""
+    def _is_written(self, shard: PromptShard) -> bool:
+        """Whether a shard is written and undamaged."""
+        path = corpus.shard_path(self.output, shard.number)
         try:
-            corpus.Shard(corpus.shard_path(self.output, shard.number), self.wanted["vocab_size"])
+            corpus.Shard(path, self.manifest["vocab_size"])
         except (FileNotFoundError, ValueError):
             return False
         return True
 
     @property
     def num_rows(self) -> int:
-        """Rows that this process writes."""
-        own = self._data().shards[self.trainer.global_rank :: self.trainer.world_size]
-        return sum(len(shard.prompts) for shard in own) * len(self.samplings)
+        """Number of rows that this process writes."""
+        my_shards = self._data().shards[self.trainer.global_rank :: self.trainer.world_size]
+        num_prompts = sum(len(shard.prompts) for shard in my_shards)
+        return num_prompts * len(self.samplings)
 
     def on_predict_end(self) -> None:
-        """Report what is in the shards when all are there."""
+        """Report the rows and tokens of the text once all shards are written."""
         self.trainer.strategy.barrier("the shards are written")
         if not self.trainer.is_global_zero:
-            return None
-        shards, where = self._data().shards, seen_from_here(self.output)
-        if not all(map(self._is_there, shards)):
-            return say(f"some shards are not there yet: run it again to continue {where}")
-        written = corpus.open_corpus(self.output)[1]
-        num_new = sum(int(shard.starts[-1] - shard.prompt_lengths.sum()) for shard in written)
-        say(f"{sum(map(len, written)):,} rows, {num_new:,} new tokens: {where}")
+            return
+        directory = seen_from_here(self.output)
+        if not all(self._is_written(shard) for shard in self._data().shards):
+            say(f"some shards are not there yet: run it again to continue {directory}")
+            return
+
+        num_rows = 0
+        num_new_tokens = 0
+        for shard in corpus.open_corpus(self.output)[1]:
+            num_rows += len(shard)
+            num_new_tokens += int(shard.starts[-1] - shard.prompt_lengths.sum())
+        say(f"{num_rows:,} rows, {num_new_tokens:,} new tokens: {directory}")
 
     def _data(self) -> PromptSource:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, PromptSource):
             raise ValueError(
-                f"GenerateText needs a PromptSource as its data, got {type(data).__name__}: give PromptFiles"
+                f"GenerateText needs a PromptSource as its data, got {type(data).__name__}: give "
+                "PromptFiles"
             )
         return data

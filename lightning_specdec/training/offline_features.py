@@ -1,11 +1,13 @@
-"""Offline features: the target's outputs for each training row, computed once and kept in safetensors shards.
+"""Offline features: the target's outputs for each training row, computed once and cached.
 
-Shapes: B rows, T tokens, D width of a hidden state, V vocabulary of the target, W of the draft.
+Shapes: B rows, T tokens, D width of a hidden state, V vocabulary of the target, W tokens of the
+draft.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -44,20 +46,26 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 SHARD_ROWS = 32
-"""Rows of a shard: at most these are lost when a run is killed."""
+"""Rows of a shard. A killed run loses at most one shard for each process."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+CACHE_VERSION = 6
+"""Raise it when the content of the shards changes, so that older shards are not read."""
+SINGLE_READING_EPOCHS = 1.5
+"""With fewer passes over the text than this, caching does not pay."""
 
 
 class OfflineFeatures(OnlineFeatures):
-    """Runs the target on each row once, before training, and keeps the outputs on disk for this and later runs.
+    """Runs the target on each row once, before training, and caches its outputs on disk.
 
-    Logits are recovered from the last layer's states: exact up to `dtype`.
+    Later runs with the same target and text read the same cache. A shard contains each row's hidden
+    states, the most likely tokens, and the logarithm of each softmax's normalizer. `read` computes
+    the logits again from the last layer's hidden states, exact up to `dtype`.
 
     Args:
-        cache_dir: where each target, choice of layers and text has its directory; this program's cache when None. It
-            can be deleted at any time.
-        dtype: "bfloat16" or "float32", of the hidden states.
-        also_layers: further layers to keep, so that drafts of several kinds share one cache.
+        cache_dir: contains one directory for each combination of target, layers and text; the
+            program's cache directory when None. It can be deleted at any time.
+        dtype: "bfloat16" or "float32", of the cached hidden states.
+        also_layers: further layers to cache, so that several kinds of drafts can share one cache.
     """
 
     def __init__(
@@ -69,62 +77,58 @@ class OfflineFeatures(OnlineFeatures):
     ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be {' or '.join(DTYPES)}, got {dtype!r}")
-        self.home = cache_home() / "features" if cache_dir is None else Path(cache_dir).expanduser()
-        self.dtype, self.also_layers = DTYPES[dtype], list(also_layers)
+
+        if cache_dir is None:
+            self.home = cache_home() / "features"
+        else:
+            self.home = Path(cache_dir).expanduser()
+
+        self.dtype = DTYPES[dtype]
+        self.also_layers = list(also_layers)
         self.directories: dict[str, Path] = {}
-        """Of each split; their names are digests of target, layers and text."""
-        self._open: dict[Path, Any] = {}
+        """The directory of each split, named by a digest of target, layers and text."""
+        self._open_shards: dict[Path, Any] = {}
 
     @torch.no_grad()
     def prepare(
         self, target: LanguageModel, data: TokenData, layers: Sequence[int], splits: Sequence[str]
     ) -> None:
-        """Compute what is missing, each process its share.
+        """Compute the missing shards, each process its share.
 
         Raises:
-            ValueError: the target learns or has no output head, or there is no room.
+            ValueError: the target is trained, its output head cannot be called separately, or the
+                disk is too full.
         """
         if not splits:
             return
-        if is_trained(target):
-            raise ValueError(
-                "the target learns, so its outputs cannot be kept: give OnlineFeatures as model.target_features"
-            )
-        target.check_output_head()
+        check_cacheable(target)
         assert target.num_layers is not None and target.hidden_size is not None
-        kept = sorted({*layers, *self.also_layers, target.num_layers - 1})
-        identity = f"6 {weights_digest(target)} {kept} {self.dtype}"
+
+        # The last layer's states replace the logits, which would take V numbers for each token.
+        cached_layers = sorted({*layers, *self.also_layers, target.num_layers - 1})
+        identity = f"{CACHE_VERSION} {weights_digest(target)} {cached_layers} {self.dtype}"
         for split in splits:
             digest = hashlib.sha256(f"{identity} {rows_digest(data, split)}".encode()).hexdigest()
             self.directories[split] = self.home / f"{split}-{digest[:24]}"
-        missing = [
-            (split, number)
-            for split in splits
-            for number in range(-(-len(data.rows(split)) // SHARD_ROWS))
-            if not self._is_whole(split, number)
-        ]
-        row_bytes = data.max_length * (len(kept) * target.hidden_size * self.dtype.itemsize + 8)
-        self._announce(row_bytes * SHARD_ROWS * len(missing))
+
+        missing_shards = self._missing_shards(data, splits)
+        bytes_per_token = len(cached_layers) * target.hidden_size * self.dtype.itemsize + 8
+        bytes_per_shard = SHARD_ROWS * data.max_length * bytes_per_token
+        self._announce(bytes_per_shard * len(missing_shards))
+
+        # No process may write before all have listed the missing shards, or their shares would
+        # differ.
         trainer: Any = data.trainer
-        trainer.strategy.barrier("all have looked before one writes")
-        own = missing[trainer.global_rank :: trainer.world_size]
-        with progress_bar(len(own), "shard", shown=bool(own) and trainer.is_global_zero) as bar:
-            for split, number in own:
-                arrays = dict(self._compute(target, data, split, number, kept))
-                with replaced(self._path(split, number)) as file:
+        trainer.strategy.barrier("all processes have listed the missing shards")
+        my_shards = missing_shards[trainer.global_rank :: trainer.world_size]
+        is_bar_shown = bool(my_shards) and trainer.is_global_zero
+        with progress_bar(len(my_shards), "shard", shown=is_bar_shown) as bar:
+            for split, shard_index in my_shards:
+                arrays = self._compute_shard(target, data, split, shard_index, cached_layers)
+                with replaced(self._shard_path(split, shard_index)) as file:
                     file.write(save(arrays))
                 bar.update()
-        trainer.strategy.barrier("the features are written")
-
-    def _path(self, split: str, number: int) -> Path:
-        return self.directories[split] / f"shard-{number:05d}.safetensors"
-
-    def _is_whole(self, split: str, number: int) -> bool:
-        try:
-            with safe_open(self._path(split, number), "pt"):
-                return True
-        except (OSError, SafetensorError):
-            return False
+        trainer.strategy.barrier("all shards are written")
 
     @torch.no_grad()
     def read(
@@ -136,84 +140,143 @@ class OfflineFeatures(OnlineFeatures):
         layers: Sequence[int],
         tokens: Tensor | None,
     ) -> TargetOutputs:
+        """See `OnlineFeatures.read`."""
+        assert target.num_layers is not None
+        last_layer = target.num_layers - 1
         device = batch.tokens.device
         dtype = next(weight.dtype for weight in target.parameters() if weight.is_floating_point())
-        assert target.num_layers is not None
-        names = [f"layer_{layer}" for layer in {*layers, target.num_layers - 1}] + [
-            "choice",
-            "normalizer",
-        ]
-        files = [(row, self._file(split, row)) for row in batch.indices.tolist()]
-        kept = {}
-        for name in names:
-            values = pad_sequence(
-                [file.get_tensor(f"{row}.{name}") for row, file in files], batch_first=True
-            )
-            missing = batch.tokens.shape[1] - values.shape[1]
-            kept[name] = pad(values, (0, 0) * (values.dim() - 2) + (0, missing)).to(
-                device, non_blocking=True
-            )
-        with torch.autocast(device.type, enabled=False):  # compute as in decoding
-            logits = _logits(target, kept[f"layer_{target.num_layers - 1}"].to(dtype), tokens)
-        states = {layer: kept[f"layer_{layer}"].to(dtype) for layer in layers}
-        return TargetOutputs(states, logits - kept["normalizer"][..., None], kept["choice"].long())
 
-    def _file(self, split: str, row: int) -> Any:
-        """The shard of a row, memory-mapped."""
-        path = self._path(split, row // SHARD_ROWS)
-        if path not in self._open:
-            self._open[path] = safe_open(path, "pt")
-        return self._open[path]
+        row_indices = batch.indices.tolist()
+        shards = [self._shard_of(split, row_index) for row_index in row_indices]
+        layer_names = [f"layer_{layer}" for layer in {*layers, last_layer}]
+        arrays: dict[str, Tensor] = {}
+        for name in (*layer_names, "choice", "normalizer"):
+            rows = [
+                shard.get_tensor(f"{row_index}.{name}")
+                for row_index, shard in zip(row_indices, shards, strict=True)
+            ]
+            padded = _pad_tokens(pad_sequence(rows, batch_first=True), batch.tokens.shape[1])
+            arrays[name] = padded.to(device, non_blocking=True)
+
+        # A frozen target computes as it does in decoding, without mixed precision.
+        with torch.autocast(device.type, enabled=False):
+            logits = _head_logits(target, arrays[f"layer_{last_layer}"].to(dtype), tokens)
+
+        features = {layer: arrays[f"layer_{layer}"].to(dtype) for layer in layers}
+        log_probs = logits - arrays["normalizer"][..., None]
+        return TargetOutputs(features, log_probs, arrays["choice"].long())
+
+    def _missing_shards(self, data: TokenData, splits: Sequence[str]) -> list[tuple[str, int]]:
+        """Split and index of every shard that is absent or cannot be read."""
+        missing_shards = []
+        for split in splits:
+            num_shards = math.ceil(len(data.rows(split)) / SHARD_ROWS)
+            for shard_index in range(num_shards):
+                if not self._is_readable(split, shard_index):
+                    missing_shards.append((split, shard_index))
+        return missing_shards
+
+    def _shard_path(self, split: str, shard_index: int) -> Path:
+        return self.directories[split] / f"shard-{shard_index:05d}.safetensors"
+
+    def _is_readable(self, split: str, shard_index: int) -> bool:
+        try:
+            with safe_open(self._shard_path(split, shard_index), "pt"):
+                return True
+        except (OSError, SafetensorError):
+            return False
+
+    def _shard_of(self, split: str, row_index: int) -> Any:
+        """The shard that contains a row, memory-mapped."""
+        path = self._shard_path(split, row_index // SHARD_ROWS)
+        if path not in self._open_shards:
+            self._open_shards[path] = safe_open(path, "pt")
+        return self._open_shards[path]
 
     def _announce(self, num_bytes: int) -> None:
-        """Say how much will be written at most, or refuse where there is no room."""
-        if not num_bytes:
-            return tell(f"the offline features are in {self.home}")
-        there = next(each for each in (self.home, *self.home.absolute().parents) if each.exists())
-        free = shutil.disk_usage(there).free
-        what = f"keeping the target's outputs takes up to {gigabytes(num_bytes)} in {self.home}"
-        if num_bytes > free:
-            raise ValueError(
-                f"{what}, {gigabytes(free)} are free: give another target_features.cache_dir, or OnlineFeatures"
-            )
-        tell(f"{what} ({gigabytes(free)} free)")
+        """Report how much disk space the missing shards need.
 
-    def _compute(
-        self, target: LanguageModel, data: TokenData, split: str, number: int, layers: Sequence[int]
+        Raises:
+            ValueError: the disk has less.
+        """
+        if not num_bytes:
+            tell(f"the offline features are in {self.home}")
+            return
+
+        # The directory is created later, so ask for its nearest existing parent.
+        candidates = (self.home, *self.home.absolute().parents)
+        existing_directory = next(path for path in candidates if path.exists())
+        num_free_bytes = shutil.disk_usage(existing_directory).free
+        summary = f"caching the target's outputs takes up to {gigabytes(num_bytes)} in {self.home}"
+        if num_bytes > num_free_bytes:
+            raise ValueError(
+                f"{summary}, {gigabytes(num_free_bytes)} are free: give another "
+                "target_features.cache_dir, or OnlineFeatures"
+            )
+        tell(f"{summary} ({gigabytes(num_free_bytes)} free)")
+
+    def _compute_shard(
+        self,
+        target: LanguageModel,
+        data: TokenData,
+        split: str,
+        shard_index: int,
+        layers: Sequence[int],
     ) -> dict[str, Tensor]:
-        """The arrays of a shard, named by row, from batches of rows with similar lengths."""
-        source = data.rows(split)
-        rows = range(number * SHARD_ROWS, min((number + 1) * SHARD_ROWS, len(source)))
-        batch = data.collate([source[row] for row in rows])
+        """The arrays of a shard, named `ROW.NAME`, from batches of rows with similar lengths."""
+        rows = data.rows(split)
+        first_row = shard_index * SHARD_ROWS
+        row_indices = range(first_row, min(first_row + SHARD_ROWS, len(rows)))
+        batch = data.collate([rows[row_index] for row_index in row_indices])
         lengths = batch.lengths.tolist()
-        found: dict[str, Tensor] = {}
-        left = sorted(range(len(rows)), key=lambda line: -lengths[line])
-        while left:
-            width = lengths[left[0]]
-            count = min(data.batch_size, rows_at_once(width, target.vocab_size))
-            lines, left = left[:count], left[count:]
-            with torch.autocast(target.device.type, enabled=False):  # compute as in decoding
-                output = target(
-                    batch.tokens[lines, :width].to(target.device), features=tuple(layers)
-                )
-            values = {f"layer_{layer}": output.features[layer].to(self.dtype) for layer in layers}
-            parts = [
-                (largest(piece).int(), piece.logsumexp(-1)) for piece in in_float32(output.logits)
-            ]
-            shape = output.logits.shape[:2]
-            for name, of_parts in zip(
-                ("choice", "normalizer"), zip(*parts, strict=True), strict=True
-            ):
-                values[name] = torch.cat(of_parts).unflatten(0, shape)
-            for name, each in values.items():
-                for line, of_row in zip(lines, each.cpu(), strict=True):
-                    found[f"{rows[line]}.{name}"] = of_row[: lengths[line]].clone()
-        return found
+
+        # Rows of similar lengths need little padding.
+        longest_first = sorted(range(len(row_indices)), key=lambda index: -lengths[index])
+        arrays: dict[str, Tensor] = {}
+        start = 0
+        while start < len(longest_first):
+            num_tokens = lengths[longest_first[start]]
+            num_rows = min(data.batch_size, rows_at_once(num_tokens, target.vocab_size))
+            group = longest_first[start : start + num_rows]
+            start += num_rows
+
+            outputs = self._run_target(target, batch.tokens[group, :num_tokens], layers)
+            for name, values in outputs.items():
+                for index, row_values in zip(group, values.cpu(), strict=True):
+                    array_name = f"{row_indices[index]}.{name}"
+                    arrays[array_name] = row_values[: lengths[index]].clone()
+        return arrays
+
+    def _run_target(
+        self, target: LanguageModel, tokens: Int[Tensor, "B T"], layers: Sequence[int]
+    ) -> dict[str, Tensor]:
+        """A shard's arrays for some rows: hidden states, most likely tokens, normalizers."""
+        # A frozen target computes as it does in decoding, without mixed precision.
+        with torch.autocast(target.device.type, enabled=False):
+            output = target(tokens.to(target.device), features=tuple(layers))
+
+        choices = []
+        normalizers = []
+        for logits in in_float32(output.logits):
+            choices.append(largest(logits).int())
+            normalizers.append(logits.logsumexp(-1))
+
+        arrays = {f"layer_{layer}": output.features[layer].to(self.dtype) for layer in layers}
+        shape = output.logits.shape[:2]
+        arrays["choice"] = torch.cat(choices).unflatten(0, shape)
+        arrays["normalizer"] = torch.cat(normalizers).unflatten(0, shape)
+        return arrays
 
 
 class FeaturesByNeed(OfflineFeatures):
-    """Online where the run goes over the text about once, offline where it does so more often: decided by the epochs or
-    the time of the run, and by how fast the target reads."""
+    """Caches the target's outputs if the run reads the text several times; else runs online.
+
+    The choice follows from the run's epochs or minutes and from how fast the target reads. Targets
+    that `OfflineFeatures` does not support are always read online.
+
+    Attributes:
+        online: whether the target runs on each training batch.
+    """
 
     online = True
 
@@ -221,62 +284,129 @@ class FeaturesByNeed(OfflineFeatures):
     def prepare(
         self, target: LanguageModel, data: TokenData, layers: Sequence[int], splits: Sequence[str]
     ) -> None:
+        """Choose once for a run, then prepare the cache if it is used."""
         if "train" in splits:
-            self.online = self._reads_once(target, data, layers)
+            self.online = self._choose_online(target, data, layers)
         if not self.online:
             super().prepare(target, data, layers, splits)
 
-    def read(self, target: LanguageModel, batch: Batch, split: str, **wanted: Any) -> TargetOutputs:
-        return (OnlineFeatures if self.online else OfflineFeatures).read(
-            self, target, batch, split, **wanted
-        )
+    def read(
+        self, target: LanguageModel, batch: Batch, split: str, **options: Any
+    ) -> TargetOutputs:
+        """See `OnlineFeatures.read`."""
+        if self.online:
+            return OnlineFeatures().read(target, batch, split, **options)
+        return super().read(target, batch, split, **options)
 
-    def _reads_once(self, target: LanguageModel, data: TokenData, layers: Sequence[int]) -> bool:
-        """Whether keeping outputs would not save time; says so, with the time that one reading takes."""
+    def _choose_online(self, target: LanguageModel, data: TokenData, layers: Sequence[int]) -> bool:
+        """Whether caching is impossible or would not save time; reports the reason."""
         trainer: Any = data.trainer
-        if is_sharded(trainer) or is_trained(
-            target
-        ):  # not yet on its devices, or never the same twice
+        # A sharded target is not on its devices yet, and one that is trained changes with every
+        # step.
+        if is_sharded(trainer) or is_trained(target):
             return True
-        if (
-            left := trainer.strategy.broadcast(time_left(trainer))
-        ) == 0:  # the time limit ends the run
+
+        # What the family supports comes first: a choice by time alone would fail on some texts.
+        try:
+            check_cacheable(target)
+        except ValueError as error:
+            cause = error.__cause__ or error
+            tell(f"hidden states are computed online, in each step: {cause}")
             return True
+
+        seconds_left = trainer.strategy.broadcast(time_left(trainer))
+        if seconds_left == 0:
+            # The time limit ends this run before its first step.
+            return True
+
+        reading_seconds = self._time_reading(target, data, layers)
+        if seconds_left is None:
+            num_epochs = float(trainer.max_epochs)
+            reason = f"max_epochs is {trainer.max_epochs}"
+        else:
+            # The draft's own steps take about as long as the target's.
+            num_epochs = seconds_left / (2 * reading_seconds)
+            reason = f"the run has {seconds_left / 60:.1f} minutes left, half of them for the draft"
+
+        # All processes must choose alike, although each has timed itself.
+        is_online = bool(trainer.strategy.broadcast(num_epochs <= SINGLE_READING_EPOCHS))
+        choice = "online, in each step" if is_online else "once and cached"
+        reading_minutes = f"about {reading_seconds / 60:,.1f} minutes"
+        tell(
+            f"hidden states are computed {choice}: the target needs {reading_minutes} to read the "
+            f"text once, {reason}"
+        )
+        return is_online
+
+    def _time_reading(self, target: LanguageModel, data: TokenData, layers: Sequence[int]) -> float:
+        """Seconds that the target takes to read the training text once, estimated from a sample."""
         sample = data.first_rows("train", 2 * data.batch_size)
-        for _ in range(2):  # the first one warms up
-            began = time.perf_counter()
-            batch = sample._replace(tokens=sample.tokens.to(target.device))
-            OnlineFeatures.read(self, target, batch, "train", layers=layers, tokens=None)
-        seconds = (time.perf_counter() - began) * len(data.rows("train")) / len(sample.tokens)
-        epochs, why = float(trainer.max_epochs), f"max_epochs is {trainer.max_epochs}"
-        if left is not None:  # the draft's own steps take about as long
-            epochs, why = (
-                left / (2 * seconds),
-                f"the run has {left / 60:.1f} minutes left, half of them for the draft",
-            )
-        once = bool(trainer.strategy.broadcast(epochs <= 1.5))
-        how = "online, in each step" if once else "once and cached"
-        needs = f"the target needs about {seconds / 60:,.1f} minutes to read the text once"
-        tell(f"hidden states are computed {how}: {needs}, {why}")
-        return once
+        batch = sample._replace(tokens=sample.tokens.to(target.device))
+
+        def read_sample() -> None:
+            outputs = OnlineFeatures().read(target, batch, "train", layers=layers, tokens=None)
+            # Copying a result waits for the device.
+            outputs.choices.cpu()
+
+        # The first call warms up.
+        read_sample()
+        start_time = time.perf_counter()
+        read_sample()
+        sample_seconds = time.perf_counter() - start_time
+        return sample_seconds * len(data.rows("train")) / len(sample.tokens)
 
 
-def _logits(
+def check_cacheable(target: LanguageModel) -> None:
+    """Raise ValueError if the target's outputs cannot be cached.
+
+    The cached hidden states replace the logits, so the output head must work separately from the
+    model.
+    """
+    if is_trained(target):
+        raise ValueError(
+            "the target is trained, so its outputs cannot be cached: give OnlineFeatures as "
+            "model.target_features"
+        )
+    try:
+        target.check_output_head()
+    except ValueError as error:
+        raise ValueError(
+            f"the target's outputs cannot be cached ({error}): give OnlineFeatures as "
+            "model.target_features"
+        ) from error
+
+
+def _pad_tokens(values: Tensor, num_tokens: int) -> Tensor:
+    """Rows `[B, S, ...]` with zeros after them, so that S becomes `num_tokens`."""
+    num_missing = num_tokens - values.shape[1]
+    # `pad` counts dimensions from the last one: leave all after the tokens unchanged.
+    unchanged = (0, 0) * (values.dim() - 2)
+    return pad(values, (*unchanged, 0, num_missing))
+
+
+def _head_logits(
     target: LanguageModel, hidden: Float[Tensor, "B T D"], tokens: Int[Tensor, "W"] | None
 ) -> Float[Tensor, "B T W"]:
-    """The output head's float32 logits of some tokens, of all when None: from their rows alone if it is linear."""
+    """The output head's float32 logits of some tokens, of all when None.
+
+    A linear head is applied to the rows of these tokens only, which is several times faster for a
+    reduced vocabulary.
+    """
     if tokens is not None:
-        sample = 64 * hidden[:1, :8]  # caps and norms show in large numbers
-        wanted, bias = (
-            pick(target.output_logits(each), tokens)
-            for each in (sample, torch.zeros_like(sample[:, :1]))
-        )
-        head = target.output_weight.index_select(0, tokens), bias[0, 0]
-        tolerance = max(1e-3, 4 * torch.finfo(hidden.dtype).eps) * wanted.abs().max()
-        if (linear(sample, *head) - wanted).abs().max() <= tolerance:
-            return linear(hidden, *head).float()
-    pieces = hidden.split(rows_at_once(hidden.shape[1], target.vocab_size))
-    return torch.cat([pick(target.output_logits(piece), tokens).float() for piece in pieces])
+        # Caps on logits show in large numbers only, so the test enlarges the states.
+        sample = 64 * hidden[:1, :8]
+        expected = pick(target.output_logits(sample), tokens)
+        bias = pick(target.output_logits(torch.zeros_like(sample[:, :1])), tokens)[0, 0]
+        weight = target.output_weight.index_select(0, tokens)
+
+        relative_tolerance = max(1e-3, 4 * torch.finfo(hidden.dtype).eps)
+        error = (linear(sample, weight, bias) - expected).abs().max()
+        if error <= relative_tolerance * expected.abs().max():
+            return linear(hidden, weight, bias).float()
+
+    num_rows = rows_at_once(hidden.shape[1], target.vocab_size)
+    pieces = [pick(target.output_logits(rows), tokens).float() for rows in hidden.split(num_rows)]
+    return torch.cat(pieces)
 
 
 def rows_digest(data: TokenData, split: str) -> str:

@@ -1,4 +1,4 @@
-"""Prompts continued by vLLM, as a server that runs or that is started for as long as it is needed."""
+"""Prompts continued by vLLM: by a running server, or by one that is started for the run."""
 
 from __future__ import annotations
 
@@ -16,27 +16,34 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from lightning_specdec.config.terminal import short
 from lightning_specdec.rules import Sampling
 
-_STARTS_SECONDS, _ANSWERS_SECONDS = 900, 3600
+_START_SECONDS = 900
+"""How long a started server may take until it answers."""
+_STATUS_SECONDS = 30
+"""How long a server may take to describe itself."""
+_COMPLETION_SECONDS = 3600
+"""How long a server may take for one completion, waiting in its queue included."""
+_ERROR_BYTES = 100_000
+"""Maximum bytes that are read of an error's description."""
 
 
 class Endpoint:
-    """A server with vLLM's version of OpenAI's completions, which takes and returns tokens.
+    """A server with vLLM's version of OpenAI's completions, which accepts and returns tokens.
 
     Args:
         url: its address, with or without `/v1`.
-        model: the target, by the name or the directory that the server was given.
+        model: the target, by the name or the directory that the server was started with.
 
     Raises:
-        ValueError: it cannot be reached, or serves other models.
+        ValueError: the server cannot be reached, is not vLLM, or serves other models.
     """
 
     def __init__(self, url: str, model: str) -> None:
@@ -45,16 +52,22 @@ class Endpoint:
             raise ValueError(
                 f"an engine's address begins with http:// or https://, got {short(url, 100)!r}"
             )
-        cards = _cards(self._ask("/v1/models"))
-        names = [name for name, places in cards.items() if _place(model) in map(_place, places)]
+
+        aliases_by_name = _served_models(self._request("/v1/models", timeout=_STATUS_SECONDS))
+        names = []
+        for name, aliases in aliases_by_name.items():
+            if _absolute(model) in [_absolute(alias) for alias in aliases]:
+                names.append(name)
         if not names:
+            served_names = short(", ".join(aliases_by_name) or "no model", 200)
             raise ValueError(
-                f"{self.url} serves {short(', '.join(cards) or 'no model', 200)}, not {model}: give model.target as "
-                f"it is served, or serve it with --served-model-name {model}"
+                f"{self.url} serves {served_names}, not {model}: give model.target as it is "
+                f"served, or serve it with --served-model-name {model}"
             )
         self.model = names[0]
+
         try:
-            self.version = str(self._ask("/version")["version"])
+            self.version = str(self._request("/version", timeout=_STATUS_SECONDS)["version"])
         except (ValueError, LookupError, TypeError):
             raise ValueError(
                 f"{self.url} is not a vLLM server: it does not report its version"
@@ -75,17 +88,17 @@ class Endpoint:
         """The new tokens of every prompt, by its number; see `generate.continue_all`.
 
         Args:
-            batch_size: requests that wait for their answers at once.
+            batch_size: maximum requests at a time.
 
         Raises:
-            ValueError: the server ended, or answered with something else than such tokens.
+            ValueError: the server ended, or its answer does not contain such tokens.
         """
-        common = {
+        common_options = {
             "model": self.model,
             "max_tokens": max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
-            # What the model's generation_config.json says would count otherwise.
+            # Without these, values from the model's generation_config.json would apply.
             "top_k": 0,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
@@ -96,77 +109,110 @@ class Endpoint:
             "return_token_ids": True,
         }
 
-        def ask(number: int) -> tuple[int, list[int]]:
-            key = int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:7])
-            found = self._ask(
-                "/v1/completions", {**common, "prompt": list(prompts[number]), "seed": key}
-            )
-            try:
-                tokens = found["choices"][0].get("token_ids")
-            except (LookupError, TypeError, AttributeError):
-                raise ValueError(f"{self.url} does not answer with a completion") from None
-            if tokens is None:
-                raise ValueError(
-                    f"{self.url} returns no token ids: this vLLM ({self.version}) is too old, update it"
-                )
-            whole = isinstance(tokens, list) and all(
-                type(each) is int and 0 <= each < vocab_size for each in tokens
-            )
-            if not whole or not tokens or (len(tokens) != max_new_tokens and tokens[-1] not in eos):
-                raise ValueError(
-                    f"{self.url} gives up on a row, or answers with tokens that the target has not"
-                )
+        def complete(number: int) -> tuple[int, list[int]]:
+            row_seed = hashlib.sha256(f"{seed} {number}".encode()).digest()[:7]
+            body = {
+                **common_options,
+                "prompt": list(prompts[number]),
+                "seed": int.from_bytes(row_seed),
+            }
+            answer = self._request("/v1/completions", body, timeout=_COMPLETION_SECONDS)
+            tokens = self._tokens_of(answer, vocab_size)
+
+            is_finished = bool(tokens) and (len(tokens) == max_new_tokens or tokens[-1] in eos)
+            if not is_finished:
+                raise ValueError(f"{self.url} ends a row before max_tokens and without an eos")
             return number, tokens
 
-        made: dict[int, list[int]] = {}
+        new_tokens: dict[int, list[int]] = {}
         pool = ThreadPoolExecutor(batch_size)
         try:
-            for done in as_completed([pool.submit(ask, number) for number in prompts]):
-                number, made[number] = done.result()
-                watch(len(made[number]), 1)
+            requests = [pool.submit(complete, number) for number in prompts]
+            for request in as_completed(requests):
+                number, tokens = request.result()
+                new_tokens[number] = tokens
+                watch(len(tokens), 1)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-        return made
+        return new_tokens
 
-    def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """What the server answers; ValueError where it does not, or not with JSON."""
-        key = os.environ.get("OPENAI_API_KEY")
-        headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {key}"} if key else {}
-        )
+    def _tokens_of(self, answer: Any, vocab_size: int) -> list[int]:
+        """The tokens of a completion.
+
+        Raises:
+            ValueError: the answer contains none, or tokens outside the target's vocabulary.
+        """
         try:
-            data = None if body is None else json.dumps(body).encode()
+            tokens = answer["choices"][0].get("token_ids")
+        except (LookupError, TypeError, AttributeError):
+            raise ValueError(f"{self.url} does not answer with a completion") from None
+        if tokens is None:
+            raise ValueError(
+                f"{self.url} returns no token ids: this vLLM ({self.version}) is too old, update it"
+            )
+        is_valid = isinstance(tokens, list) and all(
+            type(token) is int and 0 <= token < vocab_size for token in tokens
+        )
+        if not is_valid:
+            raise ValueError(f"{self.url} answers with tokens outside the target's vocabulary")
+        return tokens
+
+    def _request(self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float) -> Any:
+        """The server's answer, read from JSON.
+
+        Args:
+            body: sent as JSON; when None, the request has no body.
+            timeout: in seconds.
+
+        Raises:
+            ValueError: the server cannot be reached, refuses, or does not answer with JSON.
+        """
+        headers = {"Content-Type": "application/json"}
+        key = os.environ.get("OPENAI_API_KEY")
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+
+        try:
             request = urllib.request.Request(self.url + path, data, headers)
-            with urllib.request.urlopen(
-                request, timeout=30 if body is None else _ANSWERS_SECONDS
-            ) as answer:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
-            told = error.read(100_000).decode(errors="replace").strip() or error.reason
-            with suppress(ValueError, AttributeError, RecursionError):  # else as it is
-                found = json.loads(told)
-                told = (found.get("error") or found).get("message") or found.get("detail") or told
-            told = f"refuses with {error.code}: {' '.join(str(told).split())}"
-            raise ValueError(f"{self.url}{path} {short(told, 320)}") from error
+            reason = " ".join(_refusal(error).split())
+            message = short(f"refuses with {error.code}: {reason}", 320)
+            raise ValueError(f"{self.url}{path} {message}") from error
         except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)
+            cause = getattr(error, "reason", error)
             raise ValueError(
-                f"{self.url} cannot be reached ({reason}): start vLLM there, then run it again"
+                f"{self.url} cannot be reached ({cause}): start vLLM there, then run it again"
             ) from error
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.url}{path} does not answer with JSON") from error
 
 
-def _cards(answer: Any) -> dict[str, list[str]]:
-    """The names of the models that are served, and what each of them may be asked for by."""
+def _refusal(error: urllib.error.HTTPError) -> str:
+    """Why a server refuses a request: the message in its JSON, else its text, else the status."""
+    text = error.read(_ERROR_BYTES).decode(errors="replace").strip() or str(error.reason)
+    try:
+        # vLLM answers with {"error": {"message": ...}} or {"message": ...}, its framework with
+        # {"detail": ...}.
+        document = json.loads(text)
+        description = document.get("error") or document
+        return str(description.get("message") or document.get("detail") or text)
+    except (ValueError, AttributeError, RecursionError):
+        return text
+
+
+def _served_models(answer: Any) -> dict[str, list[str]]:
+    """The names of the served models, each with the names and directories that stand for it."""
     try:
         return {card["id"]: [card["id"], card.get("root") or card["id"]] for card in answer["data"]}
     except (LookupError, TypeError, AttributeError):
         raise ValueError("the server's list of models is damaged: is it vLLM's?") from None
 
 
-def _place(name: str) -> str:
-    """A directory of this machine as an absolute path, another name as it is."""
+def _absolute(name: str) -> str:
+    """A directory of this machine as an absolute path; another name unchanged."""
     path = Path(name).expanduser()
     return str(path.resolve()) if path.is_dir() else name
 
@@ -175,58 +221,43 @@ def _place(name: str) -> str:
 def served(
     engine: str, target: str, *, dtype: str | None, batch_size: int, max_length: int
 ) -> Iterator[Endpoint]:
-    """The engine while it is needed.
+    """A server for a run, which ends with the context if it was started here.
 
     Args:
-        engine: a server's address; or `vllm`, or the Python of an environment with vLLM, which is started with
-            the target and ended.
-        dtype, batch_size, max_length: of a server that is started.
+        engine: a server's address; or `vllm`, or the Python of an environment with vLLM, to start a
+            server.
+        target: the model's directory, or its name on the Hub.
+        dtype: of a started server; the stored dtype when None.
+        batch_size: maximum rows that a started server decodes together.
+        max_length: maximum length of a row in a started server, prompt included.
 
     Raises:
-        ValueError: it is not installed, does not start, or as of `Endpoint`.
+        ValueError: vLLM is not installed, does not start, or as `Endpoint`.
     """
     if "://" in engine:
         yield Endpoint(engine, target)
         return
+
     python = shutil.which(sys.executable if engine == "vllm" else os.path.expanduser(engine))
     if python is None:
         raise ValueError(
             f"there is no engine {engine}: give a server's address, or the Python that has vLLM"
         )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = [
-        python,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
-    words += [
-        "--model",
-        _place(target),
-        "--served-model-name",
-        target,
-        "--max-num-seqs",
-        str(batch_size),
-    ]
-    words += ["--max-model-len", str(max_length), *([] if dtype is None else ["--dtype", dtype])]
-    # On a CPU, vLLM 0.32 ends where the chunk of a prompt comes with a seed; on a GPU it is faster with chunks.
-    words += [] if torch.cuda.is_available() else ["--no-enable-chunked-prefill"]
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("PYTHONPATH", "OMP_NUM_THREADS")
-    }
+    port = _free_port()
+    command = _server_command(
+        python, target, port, dtype=dtype, batch_size=batch_size, max_length=max_length
+    )
+    # These are for this process, and vLLM may run in another environment.
+    environment = dict(os.environ)
+    environment.pop("PYTHONPATH", None)
+    environment.pop("OMP_NUM_THREADS", None)
+
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
         )
         try:
-            yield _when_it_answers(process, log, f"http://127.0.0.1:{port}", target, engine)
+            yield _wait_until_ready(process, log, f"http://127.0.0.1:{port}", target, engine)
         finally:
             process.terminate()
             try:
@@ -236,21 +267,51 @@ def served(
                 process.wait()
 
 
-def _when_it_answers(
-    process: subprocess.Popen[bytes], log: Any, url: str, target: str, engine: str
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        _, port = server.getsockname()
+    return port
+
+
+def _server_command(
+    python: str, target: str, port: int, *, dtype: str | None, batch_size: int, max_length: int
+) -> list[str]:
+    """The command line that starts vLLM's server on this machine."""
+    command = [python, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--model", _absolute(target), "--served-model-name", target]
+    command += ["--max-num-seqs", str(batch_size), "--max-model-len", str(max_length)]
+    if dtype is not None:
+        command += ["--dtype", dtype]
+    # On a CPU, vLLM 0.32 fails where a chunk of a prompt has a seed; on a GPU chunks are faster.
+    if not torch.cuda.is_available():
+        command.append("--no-enable-chunked-prefill")
+    return command
+
+
+def _wait_until_ready(
+    process: subprocess.Popen[bytes], log: TextIO, url: str, target: str, engine: str
 ) -> Endpoint:
-    ends = time.monotonic() + _STARTS_SECONDS
-    while process.poll() is None and time.monotonic() < ends:
+    """The endpoint of a started server, once it answers.
+
+    Raises:
+        ValueError: the server ended or did not answer in time; the message has its last error.
+    """
+    end_time = time.monotonic() + _START_SECONDS
+    while process.poll() is None and time.monotonic() < end_time:
         try:
             return Endpoint(url, target)
         except ValueError:
             time.sleep(0.5)
+
     log.seek(0)
-    lines = [line.strip() for line in log if "Error" in line] or ["no reason given"]
-    if "No module named 'vllm" in lines[-1]:
+    errors = [line.strip() for line in log if "Error" in line] or ["no reason given"]
+    if "No module named 'vllm" in errors[-1]:
         raise ValueError(
-            f"vLLM is not installed for {engine}: give the Python that has it, or a server's address"
+            f"vLLM is not installed for {engine}: give the Python that has it, or a server's "
+            "address"
         )
     raise ValueError(
-        f"vLLM does not start ({short(lines[-1], 300)}): start it yourself and give its address"
+        f"vLLM does not start ({short(errors[-1], 300)}): start it yourself and give its address"
     )

@@ -1,12 +1,13 @@
-"""What a frozen target computes for training texts, and which of its predictions a draft learns from.
+"""The target's outputs for training texts, and the positions that a draft learns from.
 
-Shapes: B rows, T tokens, M positions, D width of a hidden state, V vocabulary of the target, W of the draft.
+Shapes: B rows, T tokens, M positions, N positions of a piece, D width of a hidden state, V
+vocabulary of the target, W tokens of the draft.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,9 +28,12 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 LOGIT_BYTES = 2**28
-"""Most bytes of float32 logits that are held at once."""
+"""Maximum bytes of float32 logits in memory at once."""
 CACHED_LOGITS = 2**20
-"""Most float32 logits that a CPU works on at once: they stay in its cache."""
+"""Maximum float32 logits that a CPU works on at once, so that they stay in its cache."""
+
+
+# --- the target's outputs ---
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class TargetOutputs:
 
     Args:
         features: hidden states by layer, in the target's dtype.
-        log_probs: log probabilities of the draft's tokens within the target's whole distribution, at temperature 1.
+        log_probs: log probabilities of the draft's tokens at temperature 1, normalized over the
+            target's whole vocabulary.
         choices: the target's most likely token.
     """
 
@@ -53,7 +58,7 @@ class OnlineFeatures:
     def prepare(
         self, target: LanguageModel, data: TokenData, layers: Sequence[int], splits: Sequence[str]
     ) -> None:
-        """Called in every process when a run begins, with the splits that will be read.
+        """Called in every process when a run starts, with the splits that it will read.
 
         Raises:
             ValueError: outputs for these data cannot be provided.
@@ -68,84 +73,77 @@ class OnlineFeatures:
         layers: Sequence[int],
         tokens: Int[Tensor, "W"] | None,
     ) -> TargetOutputs:
-        """The outputs for a batch of that split.
+        """The target's outputs for a batch of a split.
 
         Args:
-            layers: layers whose hidden states are wanted.
+            layers: layers whose hidden states are returned.
             tokens: the draft's vocabulary; the target's whole vocabulary when None.
         """
         features: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-        log_probs, choices = [], []
-        # A frozen target computes as in decoding.
-        with (
-            nullcontext()
-            if is_trained(target)
-            else torch.autocast(batch.tokens.device.type, enabled=False)
-        ):
-            for rows in batch.tokens.split(rows_at_once(batch.tokens.shape[1], target.vocab_size)):
+        log_probs: list[Tensor] = []
+        choices: list[Tensor] = []
+
+        # Few rows at a time, and few positions of these: float32 logits of a whole batch take
+        # gigabytes.
+        num_rows = rows_at_once(batch.tokens.shape[1], target.vocab_size)
+        with _precision_of(target, batch.tokens.device):
+            for rows in batch.tokens.split(num_rows):
                 output = target(rows, features=tuple(layers))
-                for piece in in_float32(output.logits):
-                    log_probs.append(pick(piece, tokens) - piece.logsumexp(-1, keepdim=True))
-                    choices.append(largest(piece))
+                for logits in in_float32(output.logits):
+                    log_normalizer = logits.logsumexp(-1, keepdim=True)
+                    log_probs.append(pick(logits, tokens) - log_normalizer)
+                    choices.append(largest(logits))
                 for layer in layers:
                     features[layer].append(output.features[layer])
-        states = {layer: torch.cat(parts) for layer, parts in features.items()}
+
         shape = batch.tokens.shape
         return TargetOutputs(
-            states, torch.cat(log_probs).unflatten(0, shape), torch.cat(choices).unflatten(0, shape)
+            features={layer: torch.cat(parts) for layer, parts in features.items()},
+            log_probs=torch.cat(log_probs).unflatten(0, shape),
+            choices=torch.cat(choices).unflatten(0, shape),
         )
 
 
-class ShardedTarget(ModelParallelStrategy):
-    """FSDP2 of a frozen target alone: each process has the drafts whole, saved and restored as in other runs."""
-
-    lightning_restore_optimizer = True
-    load_checkpoint, load_model_state_dict = (
-        ParallelStrategy.load_checkpoint,
-        ParallelStrategy.load_model_state_dict,
-    )
-    load_optimizer_state_dict = ParallelStrategy.load_optimizer_state_dict
-    optimizer_state = ParallelStrategy.optimizer_state
-
-
-def is_sharded(trainer: Trainer) -> bool:
-    """Whether the target's layers are spread over the processes, which then must call it together."""
-    return isinstance(trainer.strategy, ModelParallelStrategy)
-
-
-def is_trained(target: LanguageModel) -> bool:
-    """Whether any weight of the target learns."""
-    return any(weight.requires_grad for weight in target.parameters())
+def _precision_of(target: LanguageModel, device: torch.device) -> AbstractContextManager[object]:
+    """Turn off mixed precision for a frozen target, which computes as in decoding."""
+    if is_trained(target):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def rows_at_once(num_tokens: int, vocab_size: int) -> int:
-    """How many rows of that many tokens may have their logits in memory at once."""
-    return max(1, LOGIT_BYTES // (4 * num_tokens * vocab_size))
+    """Number of rows of that many tokens whose logits may be in memory at once."""
+    bytes_per_row = 4 * num_tokens * vocab_size
+    return max(1, LOGIT_BYTES // bytes_per_row)
 
 
 def in_float32(logits: Float[Tensor, "B T V"]) -> Iterator[Float[Tensor, "N V"]]:
-    """The logits of one position after another in float32, on a CPU of as many positions as stay in its cache."""
-    flat = logits.flatten(0, 1)
-    return (
-        piece.float()
-        for piece in flat.split(
-            max(1, CACHED_LOGITS // flat.shape[1]) if flat.is_cpu else len(flat)
-        )
-    )
+    """The logits of all positions in float32; on a CPU in pieces that fit its cache."""
+    flat_logits = logits.flatten(0, 1)
+    num_positions = len(flat_logits)
+    if flat_logits.is_cpu:
+        num_positions = max(1, CACHED_LOGITS // flat_logits.shape[1])
+    for piece in flat_logits.split(num_positions):
+        yield piece.float()
 
 
 def pick(values: Float[Tensor, "*B V"], tokens: Int[Tensor, "W"] | None) -> Float[Tensor, "*B W"]:
     """The entries of some tokens, of all when None."""
-    return values if tokens is None else values.index_select(-1, tokens)
+    if tokens is None:
+        return values
+    return values.index_select(-1, tokens)
+
+
+# --- which positions a draft learns from ---
 
 
 class DraftStep(NamedTuple):
-    """The i-th draft token of every round that training texts contain.
+    """One draft token of every round that training texts contain: the i-th token for the i-th step.
 
     Args:
-        hidden: inputs of the draft's output head; `[:, x]` predicts token `first + stride * x`.
-        first: the first token that is predicted.
-        stride: from one predicted token to the next.
+        hidden: inputs of the draft's output head; `[:, m]` predicts token `first + stride * m`.
+        first: index of the first predicted token.
+        stride: distance between predicted tokens.
     """
 
     hidden: Float[Tensor, "B M D"]
@@ -154,27 +152,41 @@ class DraftStep(NamedTuple):
 
     @property
     def predicted(self) -> slice:
-        return slice(self.first, self.first + self.stride * self.hidden.shape[1], self.stride)
+        """The predicted tokens."""
+        num_positions = self.hidden.shape[1]
+        return slice(self.first, self.first + self.stride * num_positions, self.stride)
 
     @property
     def before(self) -> slice:
-        """The tokens before those, whose target outputs predict the same."""
+        """The tokens before the predicted ones, whose target outputs predict the same."""
         return slice(self.predicted.start - 1, self.predicted.stop - 1, self.stride)
 
     def learned(self, batch: Batch, *, prompts: bool) -> Bool[Tensor, "B M"]:
-        """The positions that are learned from; those of prompts only when asked for."""
-        tokens = self.first + self.stride * torch.arange(
-            self.hidden.shape[1], device=batch.tokens.device
-        )
-        starts = torch.ones_like(batch.lengths) if prompts else batch.prompt_lengths
-        return (tokens < batch.lengths[:, None]) & (tokens >= starts[:, None])
+        """A mask of the positions that the draft learns from.
+
+        Args:
+            prompts: whether tokens of prompts count, except for the very first token.
+        """
+        positions = torch.arange(self.hidden.shape[1], device=batch.tokens.device)
+        token_indices = self.first + self.stride * positions
+        if prompts:
+            first_learned = torch.ones_like(batch.lengths)
+        else:
+            first_learned = batch.prompt_lengths
+
+        is_text = token_indices < batch.lengths[:, None]
+        return is_text & (token_indices >= first_learned[:, None])
+
+
+# --- training data ---
 
 
 def batches(data: TokenData, split: str) -> Iterator[Batch]:
     """All rows of a split in order."""
     rows = data.rows(split)
-    for first in range(0, len(rows), data.batch_size):
-        yield data.collate([rows[i] for i in range(first, min(first + data.batch_size, len(rows)))])
+    for start in range(0, len(rows), data.batch_size):
+        end = min(start + data.batch_size, len(rows))
+        yield data.collate([rows[index] for index in range(start, end)])
 
 
 def token_counts(data: TokenData, vocab_size: int) -> Int[Tensor, "V"]:
@@ -182,9 +194,36 @@ def token_counts(data: TokenData, vocab_size: int) -> Int[Tensor, "V"]:
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for batch in batches(data, "train"):
         positions = torch.arange(batch.tokens.shape[1])
-        new = (positions < batch.lengths[:, None]) & (positions >= batch.prompt_lengths[:, None])
-        counts += torch.bincount(batch.tokens[new], minlength=vocab_size)
+        is_text = positions < batch.lengths[:, None]
+        is_generated = is_text & (positions >= batch.prompt_lengths[:, None])
+        counts += torch.bincount(batch.tokens[is_generated], minlength=vocab_size)
     return counts
+
+
+# --- the target of a training run ---
+
+
+class ShardedTarget(ModelParallelStrategy):
+    """FSDP2 for a frozen target only.
+
+    Each process has the whole draft, which is saved and restored as in other runs.
+    """
+
+    lightning_restore_optimizer = True
+    load_checkpoint = ParallelStrategy.load_checkpoint
+    load_model_state_dict = ParallelStrategy.load_model_state_dict
+    load_optimizer_state_dict = ParallelStrategy.load_optimizer_state_dict
+    optimizer_state = ParallelStrategy.optimizer_state
+
+
+def is_sharded(trainer: Trainer) -> bool:
+    """Whether the processes share the target's layers, so that they must call it together."""
+    return isinstance(trainer.strategy, ModelParallelStrategy)
+
+
+def is_trained(target: LanguageModel) -> bool:
+    """Whether any weight of the target is trained."""
+    return any(weight.requires_grad for weight in target.parameters())
 
 
 def given_target(
@@ -193,50 +232,60 @@ def given_target(
     """The target of a training run, and the tokenizer that its checkpoint names.
 
     Args:
-        path: a checkpoint, or the directory of a transformers model; given instead of `target`.
-        freeze: whether the target stays as it is; a target that is trained is loaded in float32.
-        dtype: dtype of a frozen target from a directory; as stored when None.
+        path: a checkpoint, or the directory of a transformers model; instead of `target`.
+        freeze: whether the target stays unchanged; a trained target is loaded in float32.
+        dtype: dtype of a frozen target from a directory; the stored dtype when None.
 
     Raises:
-        ValueError: neither or both are given, or the file holds no usable model.
+        ValueError: not exactly one of `target` and `path` is given, or the file contains no usable
+            model.
         FileNotFoundError: there is no such file.
     """
     if (target is None) == (path is None):
-        given = "neither" if path is None else "both"
+        num_given = "neither" if path is None else "both"
         raise ValueError(
-            f"a draft needs one target, got {given}: give either `target` or `target_checkpoint`"
+            f"a draft needs one target, got {num_given}: give either `target` or "
+            "`target_checkpoint`"
         )
     if target is not None:
         return target, None
+
     assert path is not None
     tokenizer = None
     if Path(path).is_dir():
+        # Imports transformers, which other targets do without.
         from lightning_specdec.models.loading import load_model
 
-        found: LanguageModel = load_model(path, dtype=dtype if freeze else "float32")
+        loaded_target: LanguageModel = load_model(path, dtype=dtype if freeze else "float32")
     else:
-        loaded = checkpoint_file.load(path)
-        found, tokenizer = loaded.target, loaded.tokenizer
-        if loaded.reference is not None and not freeze:
-            found = found.float()
+        pair = checkpoint_file.load(path)
+        loaded_target = pair.target
+        tokenizer = pair.tokenizer
+        if pair.reference is not None and not freeze:
+            loaded_target = loaded_target.float()
+
     if not freeze:
-        found.origin = None
-    return found, tokenizer
+        # Its weights will differ from those of the files.
+        loaded_target.origin = None
+    return loaded_target, tokenizer
 
 
 def stored_elsewhere(target: LanguageModel) -> TargetReference | None:
-    """The reference to a frozen target with weight files of its own, which a checkpoint need not contain; else None."""
-    return None if target.origin is None or is_trained(target) else TargetReference.of(target)
+    """The reference to a frozen target in its own files, which a checkpoint omits; else None."""
+    if target.origin is None or is_trained(target):
+        return None
+    return TargetReference.of(target)
 
 
 def check_same_tokens(source: str, vocab_size: int, tokenizer: str | None, data: TokenData) -> None:
     """Raise ValueError unless a target's vocabulary and tokenizer are those of the data."""
-    names = {tokenizer, data.tokenizer}
-    if (
-        vocab_size != data.vocab_size
-        or len({name and named_tokenizer(name).fingerprint for name in names}) > 1
-    ):
+    fingerprints = {
+        None if name is None else named_tokenizer(name).fingerprint
+        for name in {tokenizer, data.tokenizer}
+    }
+    if vocab_size != data.vocab_size or len(fingerprints) > 1:
         raise ValueError(
-            f"{source} has {vocab_size} tokens and the tokenizer {tokenizer or 'none'}, the data have "
-            f"{data.vocab_size} and {data.tokenizer or 'none'}: give the data that its target was trained on"
+            f"{source} has {vocab_size} tokens and the tokenizer {tokenizer or 'none'}, the data "
+            f"have {data.vocab_size} and {data.tokenizer or 'none'}: give the data that its target "
+            "was trained on"
         )
