@@ -5,7 +5,7 @@ OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 RUN := $(BIN)/lightning_specdec
 PEERS ?= .peers
-RUNS := rnn transformer draft_sizes early_exit multi_token staged text
+RUNS := rnn transformer draft_sizes early_exit medusa staged text
 
 .PHONY: help setup dev demo test test-real test-engines test-oldest wheel-test lint bench bench-transformers peers tables docs checkpoints smollm2 clean
 
@@ -46,7 +46,7 @@ demo: setup
 	@echo; echo "The pair just trained. Its calls take a tenth of a millisecond, so there is little to save:"
 	$(RUN) decode --ckpt checkpoints/rnn
 	@echo; echo "A transformer whose four heads draft, as it ships. Here a draft pays:"
-	$(RUN) decode checkpoints/multi_token.safetensors --max_new_tokens 40 --threads 1 -q
+	$(RUN) decode checkpoints/medusa.safetensors --max_new_tokens 40 --threads 1 -q
 	@echo; echo "Next, a language model (a download of 98 MB):"; echo "  make smollm2"
 
 test: lint
@@ -137,7 +137,7 @@ docs: setup
 checkpoints: setup
 	$(RUN) fit --config configs/rnn.yaml
 	$(RUN) export --ckpt checkpoints/rnn --output checkpoints/rnn.safetensors
-	for run in early_exit:int8 multi_token:float16 text:float16; do \
+	for run in early_exit:int8 medusa:float16 text:float16; do \
 		$(RUN) fit --config configs/$${run%:*}.yaml && \
 		$(RUN) export --ckpt checkpoints/$${run%:*} --output checkpoints/$${run%:*}.safetensors --dtype $${run#*:} || exit; \
 	done

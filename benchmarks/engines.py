@@ -41,7 +41,7 @@ from lightning_specdec.checkpoints import engines
 from lightning_specdec.config.files import replaced
 from lightning_specdec.data.corpus import open_corpus
 from lightning_specdec.decoding import DecodeResult, speculative_decode
-from lightning_specdec.drafters import Drafter, EagleDrafter, ModelDrafter, MultiTokenDrafter
+from lightning_specdec.drafters import Drafter, EagleDrafter, MedusaDrafter, ModelDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.loading import load_model
@@ -132,7 +132,7 @@ def drafter_of(kind: str, draft: str, target: HuggingFaceLM) -> Drafter:
         return checkpoints.load(draft).drafter
     if kind == "medusa":
         sizes: Any = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-        return MultiTokenDrafter(WINDOW, **sizes).init_from(target).eval()
+        return MedusaDrafter(WINDOW, **sizes).init_from(target).eval()
     assert target.num_layers is not None
     return ModelDrafter(
         target.with_layers([i for i in range(target.num_layers) if i not in LEFT_OUT])

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-CHECKPOINTS = ("rnn", "early_exit", "multi_token", "text")
+CHECKPOINTS = ("rnn", "early_exit", "medusa", "text")
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature 1": {"temperature": 1.0},

@@ -38,8 +38,8 @@ from lightning_specdec.drafters import (
     Drafter,
     EagleDrafter,
     EarlyExitDrafter,
+    MedusaDrafter,
     ModelDrafter,
-    MultiTokenDrafter,
 )
 from lightning_specdec.drafters.base import is_pipelined
 from lightning_specdec.models.compiled import compile_layers
@@ -84,7 +84,7 @@ TRAINED: dict[str, dict[str, Any]] = {
             "layer_dropout": 0.0,
         },
     },
-    "multi_token": {"class_path": "MultiTokenTraining", "init_args": {"num_heads": 4}},
+    "medusa": {"class_path": "MedusaTraining", "init_args": {"num_heads": 4}},
 }
 WIDTHS = (1, 2, 3, 5, 7, 9, 17)
 """Tokens of each row in the calls that are compiled beforehand: of draft, standard decoding, and windows of `auto`."""
@@ -181,7 +181,7 @@ def rounds(quick: bool) -> list[dict[str, Any]]:
     }
     drafters: dict[str, Drafter] = {
         "early exit": EarlyExitDrafter(2),
-        "heads": MultiTokenDrafter(4, draft_vocabulary=list(range(8000)), **more),
+        "heads": MedusaDrafter(4, draft_vocabulary=list(range(8000)), **more),
     }
     if not quick:
         drafters["model"] = ModelDrafter(

@@ -32,7 +32,7 @@ LAWS = [
     "stopping",
     "rounds",
     "ngram",
-    "multi_token",
+    "medusa",
     "eagle",
     "early_exit",
     "staged",

@@ -41,13 +41,13 @@ from lightning_specdec.bench.rows import Comparison
 from lightning_specdec.data import IGNORED, TokenData
 from lightning_specdec.drafters import Drafter, EarlyExitDrafter
 from lightning_specdec.drafters.early_exit import ExitModel
-from lightning_specdec.drafters.multi_token import MultiTokenDrafter
+from lightning_specdec.drafters.medusa import MedusaDrafter
 from lightning_specdec.drafters.staged import StagedDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.packed import limit_threads
 from lightning_specdec.training.metrics import next_token_loss
 
-NAMES = ("transformer", "early_exit", "multi_token", "staged", "text", "draft_sizes")
+NAMES = ("transformer", "early_exit", "medusa", "staged", "text", "draft_sizes")
 SETTINGS: list[tuple[AcceptanceRule, float]] = [
     (ExactMatch(), 0.0),
     (ExactMatch(), 1.0),
@@ -336,7 +336,7 @@ def predictors_of(name: str, drafter: Drafter, target: LanguageModel) -> Iterato
         )
     elif isinstance(drafter, ModelDrafter):
         yield name, 1, lambda tokens: drafter.model(tokens).logits
-    elif isinstance(drafter, MultiTokenDrafter):
+    elif isinstance(drafter, MedusaDrafter):
         (layer,) = drafter.features(target)
         for head in range(drafter.settings.num_heads):
             yield f"head {head + 1}", head + 2, _head(drafter, target, layer, head)
@@ -347,7 +347,7 @@ def predictors_of(name: str, drafter: Drafter, target: LanguageModel) -> Iterato
 
 
 def _head(
-    drafter: MultiTokenDrafter, target: LanguageModel, layer: int, head: int
+    drafter: MedusaDrafter, target: LanguageModel, layer: int, head: int
 ) -> Callable[[Tensor], Tensor]:
     def score(tokens: Tensor) -> Tensor:
         hidden = target(tokens, features=(layer,)).features[layer]

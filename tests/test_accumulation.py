@@ -21,7 +21,7 @@ from lightning_specdec.data.sequences import SequenceData
 from lightning_specdec.models import RNN
 from lightning_specdec.training import (
     EagleTraining,
-    MultiTokenTraining,
+    MedusaTraining,
     PairTraining,
     SpeculativeTraining,
 )
@@ -63,8 +63,8 @@ def eagle() -> EagleTraining:
     )
 
 
-def trained_target() -> MultiTokenTraining:
-    module = MultiTokenTraining(RNN(VOCAB_SIZE, hidden_size=16), num_heads=3, warmup_steps=0)
+def trained_target() -> MedusaTraining:
+    module = MedusaTraining(RNN(VOCAB_SIZE, hidden_size=16), num_heads=3, warmup_steps=0)
     assert not module.freeze_target
     return module
 

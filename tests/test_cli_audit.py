@@ -110,7 +110,7 @@ def test_bad_input_is_one_line(options: tuple[str, ...], message: str) -> None:
     refused(*AUDIT, *options, told=message)
 
 
-@pytest.mark.parametrize("name", ["rnn", "early_exit", "multi_token", "text"])
+@pytest.mark.parametrize("name", ["rnn", "early_exit", "medusa", "text"])
 def test_every_shipped_checkpoint_passes(name: str) -> None:
     """With few places; benchmarks/audits.py audits them in full."""
     document = call(

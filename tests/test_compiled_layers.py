@@ -22,7 +22,7 @@ from lightning_specdec.models.huggingface import HuggingFaceLM
 PROGRAM = """
 from families import tiny
 from torch._dynamo.utils import counters
-from lightning_specdec.drafters import EarlyExitDrafter, ModelDrafter, MultiTokenDrafter
+from lightning_specdec.drafters import EarlyExitDrafter, ModelDrafter, MedusaDrafter
 from lightning_specdec.drafters import NGramDrafter, StagedDrafter
 from lightning_specdec.decoding import autoregressive_decode, speculative_decode
 from lightning_specdec.models import compiled
@@ -48,7 +48,7 @@ def hold(family, backend):
                 assert result.tokens == [row]
         assert pass_index == 0 or stats["unique_graphs"] == compilations, stats
         compilations = stats["unique_graphs"]
-    heads = MultiTokenDrafter(2, hidden_size=32, vocab_size=67).init_from(target)
+    heads = MedusaDrafter(2, hidden_size=32, vocab_size=67).init_from(target)
     exits = EarlyExitDrafter(2), StagedDrafter([NGramDrafter(), EarlyExitDrafter(1)])
     for drafter in (ModelDrafter(target), *exits, heads):
         assert speculative_decode(target, drafter, prompts, max_new_tokens=16).tokens == rows

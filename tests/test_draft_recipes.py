@@ -25,15 +25,15 @@ from lightning_specdec.decoding import speculative_decode
 from lightning_specdec.drafters import (
     BlockDrafter,
     EarlyExitDrafter,
+    MedusaDrafter,
     ModelDrafter,
-    MultiTokenDrafter,
     StagedDrafter,
 )
 from lightning_specdec.drafters.early_exit import ExitModel
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.layers import LayerStack
 from lightning_specdec.rules import RejectionSampling, Sampling
-from lightning_specdec.training import DistilledModelTraining, ExitHeadTraining, MultiTokenTraining
+from lightning_specdec.training import DistilledModelTraining, ExitHeadTraining, MedusaTraining
 
 SMALL = {
     "model_type": "llama",
@@ -51,7 +51,7 @@ def layers_training(**options: Any) -> DistilledModelTraining:
     return DistilledModelTraining(frozen(), **settings)
 
 
-def heads_training(**options: Any) -> MultiTokenTraining:
+def heads_training(**options: Any) -> MedusaTraining:
     settings = {
         "freeze_target": True,
         "num_heads": 3,
@@ -59,7 +59,7 @@ def heads_training(**options: Any) -> MultiTokenTraining:
         "learning_rate": 0.02,
         **options,
     }
-    return MultiTokenTraining(frozen(), **settings)
+    return MedusaTraining(frozen(), **settings)
 
 
 def exit_training(**options: Any) -> ExitHeadTraining:
@@ -68,7 +68,7 @@ def exit_training(**options: Any) -> ExitHeadTraining:
     )
 
 
-def fitted_heads() -> MultiTokenTraining:
+def fitted_heads() -> MedusaTraining:
     module = heads_training(draft_vocabulary=9)
     begun(module)
     fitted = heads(frozen(), reduced=True, num_steps=40)
@@ -123,7 +123,7 @@ def test_rounds_counted_on_the_targets_own_texts_are_those_of_decoding(
     [
         ("smollm2_layers", {"draft_layers": [0, 2]}, ModelDrafter),
         ("smollm2_exit", {"exit_layer": 1, "draft_vocabulary": 200}, EarlyExitDrafter),
-        ("smollm2_heads", {"draft_vocabulary": 200}, MultiTokenDrafter),
+        ("smollm2_medusa", {"draft_vocabulary": 200}, MedusaDrafter),
         (
             "smollm2_block",
             {

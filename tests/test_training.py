@@ -650,7 +650,7 @@ SHIPPED: dict[str, set[str]] = {
         "val/exit_1/loss",
         "train/exit_3/loss",
     },
-    "multi_token": {"val/position_4/acceptance_rate", "val/walltime_speedup"},
+    "medusa": {"val/position_4/acceptance_rate", "val/walltime_speedup"},
     "staged": {"val/small/acceptance_rate"},
     "transformer": {"val/walltime_speedup"},
 }
@@ -710,7 +710,7 @@ def test_a_metric_that_is_not_there_to_stop_by_is_one_line_with_those_that_are(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     stopping = ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "val/los"]
-    outcome = call("fit", "--config", str(shrunk("multi_token", tmp_path)), *stopping)
+    outcome = call("fit", "--config", str(shrunk("medusa", tmp_path)), *stopping)
     assert outcome.code == 2 and "Traceback" not in outcome.err
     line = outcome.err.splitlines()[-1]
     assert line.startswith("error: ") and "`val/los`" in line and "`val/loss`" in line

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_specdec.drafters.base import Drafter, DraftRequest
-from lightning_specdec.drafters.heads import DraftVocabulary
+from lightning_specdec.drafters.draft_vocabulary import DraftVocabulary
 from lightning_specdec.models import DecodeState, ExitStates, KVState, LanguageModel
 from lightning_specdec.models.base import OPENVINO_DTYPES, one_thread
 from lightning_specdec.models.graphs import Outputs

@@ -19,10 +19,10 @@ from lightning_specdec.training.eagle import EagleTraining as EagleTraining
 from lightning_specdec.training.early_exit import EarlyExitTraining as EarlyExitTraining
 from lightning_specdec.training.exit_head import ExitHeadTraining as ExitHeadTraining
 from lightning_specdec.training.generate import GenerateText as GenerateText
+from lightning_specdec.training.medusa import MedusaTraining as MedusaTraining
 from lightning_specdec.training.metrics import ExpectedRounds as ExpectedRounds
 from lightning_specdec.training.metrics import RoundMetrics as RoundMetrics
 from lightning_specdec.training.metrics import next_token_loss as next_token_loss
-from lightning_specdec.training.multi_token import MultiTokenTraining as MultiTokenTraining
 from lightning_specdec.training.offline_features import FeaturesByNeed as FeaturesByNeed
 from lightning_specdec.training.offline_features import OfflineFeatures as OfflineFeatures
 from lightning_specdec.training.optimizers import TimeLimit as TimeLimit

@@ -21,7 +21,7 @@ from lightning_specdec.training.distillation import DistillationTraining
 from lightning_specdec.training.distilled_model import DistilledModelTraining
 from lightning_specdec.training.eagle import EagleTraining
 from lightning_specdec.training.exit_head import ExitHeadTraining
-from lightning_specdec.training.multi_token import MultiTokenTraining
+from lightning_specdec.training.medusa import MedusaTraining
 from lightning_specdec.training.optimizers import fast_bfloat16
 from lightning_specdec.training.target_shape import (
     MAX_TEXT_LENGTH,
@@ -40,7 +40,7 @@ class Recipe(NamedTuple):
 RECIPES = {
     "eagle": Recipe(EagleTraining, EagleTraining.recipe_arguments),
     "block": Recipe(BlockTraining, BlockTraining.recipe_arguments),
-    "medusa": Recipe(MultiTokenTraining, MultiTokenTraining.recipe_arguments),
+    "medusa": Recipe(MedusaTraining, MedusaTraining.recipe_arguments),
     "exit": Recipe(ExitHeadTraining, ExitHeadTraining.recipe_arguments),
     "layers": Recipe(DistilledModelTraining, DistilledModelTraining.layers_recipe),
     "pair": Recipe(DistilledModelTraining, DistilledModelTraining.pair_recipe),
@@ -214,4 +214,3 @@ def _data_section(target: TargetShape, text: Sequence[str], max_length: int) -> 
         num_val=min(16, max(1, num_prompts // 10)),
         num_test=min(16, max(1, num_prompts // 20)),
     )
-

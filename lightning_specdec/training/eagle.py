@@ -22,9 +22,9 @@ from torch.nn import functional
 
 from lightning_specdec.data import Batch
 from lightning_specdec.drafters import EagleDrafter
+from lightning_specdec.drafters.draft_vocabulary import rows_of
 from lightning_specdec.drafters.eagle import FeatureDrafter
 from lightning_specdec.drafters.eagle_network import EagleNetwork, attention
-from lightning_specdec.drafters.heads import rows_of
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.distillation import DistillationTraining
 from lightning_specdec.training.target_outputs import DraftStep, TargetOutputs

@@ -12,8 +12,8 @@ import torch
 
 from lightning_specdec.data import Batch
 from lightning_specdec.drafters import EarlyExitDrafter
+from lightning_specdec.drafters.draft_vocabulary import rows_of
 from lightning_specdec.drafters.early_exit import ExitHead
-from lightning_specdec.drafters.heads import rows_of
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.distillation import DistillationTraining
 from lightning_specdec.training.target_outputs import DraftStep, TargetOutputs

@@ -13,14 +13,14 @@ from tiny_distillation import VOCAB, begun, own_texts
 from training_fixtures import shrunk
 
 from lightning_specdec.checkpoints import checkpoint
-from lightning_specdec.drafters import MultiTokenDrafter
+from lightning_specdec.drafters import MedusaDrafter
 from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.training import MultiTokenTraining, next_token_loss
+from lightning_specdec.training import MedusaTraining, next_token_loss
 
 
-def training(**options: object) -> MultiTokenTraining:
+def training(**options: object) -> MedusaTraining:
     model = HuggingFaceLM(tiny("llama", vocab_size=VOCAB))
-    module = MultiTokenTraining(model, num_heads=2, num_draft_tokens=2, **options)  # type: ignore[arg-type]
+    module = MedusaTraining(model, num_heads=2, num_draft_tokens=2, **options)  # type: ignore[arg-type]
     begun(module)
     return module
 
@@ -28,7 +28,7 @@ def training(**options: object) -> MultiTokenTraining:
 def stored(path: Path, vocab_size: int, tokenizer: str | None = None) -> str:
     """A checkpoint with a target of that vocabulary."""
     target = HuggingFaceLM(tiny("llama", vocab_size=vocab_size))
-    drafter = MultiTokenDrafter(2, hidden_size=32, vocab_size=vocab_size).init_from(target)
+    drafter = MedusaDrafter(2, hidden_size=32, vocab_size=vocab_size).init_from(target)
     checkpoint.save(path, target, drafter, tokenizer=tokenizer)
     return str(path)
 
@@ -63,14 +63,14 @@ def test_a_checkpoints_target_takes_new_heads_and_stays_as_it_is_in_every_bit(
     fit_command = [
         "fit",
         "--config",
-        str(shrunk("multi_token", tmp_path)),
+        str(shrunk("medusa", tmp_path)),
         "--model.target",
         "null",
     ]
     fit_command += ["--model.freeze_target", "true", "--model.target_checkpoint"]
     source = stored(tmp_path / "same.ckpt", 24)
     succeed(*fit_command, source)
-    trained_pair = checkpoint.load("checkpoints/multi_token")
+    trained_pair = checkpoint.load("checkpoints/medusa")
     assert trained_pair.recipe["target_checkpoint"] == source
     weights = trained_pair.target.state_dict()
     weights_before = checkpoint.load(source).target.state_dict()
@@ -83,10 +83,8 @@ def test_a_checkpoints_target_takes_new_heads_and_stays_as_it_is_in_every_bit(
 
 def test_the_target_may_be_a_directory_of_transformers(tmp_path: Path) -> None:
     path = tiny_models.write(tmp_path, "gpt2")
-    module = MultiTokenTraining(target_checkpoint=path, freeze_target=True)
+    module = MedusaTraining(target_checkpoint=path, freeze_target=True)
     assert isinstance(module.target, HuggingFaceLM) and module.drafter.settings.hidden_size == 32
-    assert MultiTokenTraining(target_checkpoint=path).target.training, (
-        "what learns is in training mode"
-    )
+    assert MedusaTraining(target_checkpoint=path).target.training, "what learns is in training mode"
     with pytest.raises(FileNotFoundError):
-        MultiTokenTraining(target_checkpoint=str(tmp_path / "nowhere.ckpt"))
+        MedusaTraining(target_checkpoint=str(tmp_path / "nowhere.ckpt"))

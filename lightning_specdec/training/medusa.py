@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning_specdec.data import Batch
-from lightning_specdec.drafters import MultiTokenDrafter
+from lightning_specdec.drafters import MedusaDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.training.distillation import DistillationTraining
 from lightning_specdec.training.target_outputs import DraftStep, TargetOutputs
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class MultiTokenTraining(DistillationTraining):
-    """Trains the Medusa heads of a `MultiTokenDrafter` on the target's last hidden state.
+class MedusaTraining(DistillationTraining):
+    """Trains the Medusa heads of a `MedusaDrafter` on the target's last hidden state.
 
     Without `freeze_target`, heads and target are trained together and minimize the sum of all
     cross-entropies (Gloeckle et al. 2024, equation 2). With it, the heads learn from the target's
@@ -35,7 +35,7 @@ class MultiTokenTraining(DistillationTraining):
         options: see `DistillationTraining`.
     """
 
-    drafter: MultiTokenDrafter
+    drafter: MedusaDrafter
     first_round = False
 
     def __init__(
@@ -54,8 +54,8 @@ class MultiTokenTraining(DistillationTraining):
                 "freeze_target"
             )
 
-        def make_drafter(target: LanguageModel) -> MultiTokenDrafter:
-            return MultiTokenDrafter(
+        def make_drafter(target: LanguageModel) -> MedusaDrafter:
+            return MedusaDrafter(
                 num_heads,
                 hidden_size=target.hidden_size or 0,
                 vocab_size=target.vocab_size,
