@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tables
 
 from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.cli.main import make_parser
@@ -18,7 +17,10 @@ ROOT = Path(__file__).parent.parent
 GUIDE = (ROOT / "docs" / "does_it_pay.md").read_text(encoding="utf-8")
 RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 RECORD_TEXT = (ROOT / "docs" / "results" / "transformers.json").read_text()
-RECORD = json.loads(tables.with_new_names(RECORD_TEXT))["rows"]
+# The record was measured before its names changed.
+RECORD_TEXT = RECORD_TEXT.replace("multi_token", "medusa")
+RECORD_TEXT = RECORD_TEXT.replace("MultiTokenDrafter", "MedusaDrafter")
+RECORD = json.loads(RECORD_TEXT)["rows"]
 BLOCK_COMMANDS = re.findall(r"^lightning_specdec (.+)$", GUIDE, flags=re.MULTILINE)
 INLINE_COMMANDS = re.findall(r"`((?:sweep|bench|report|audit|pairs) .+?)`", GUIDE)
 
