@@ -71,7 +71,7 @@ def test_a_session_goes_on_after_a_failed_call() -> None:
     assert session.result().tokens == expected.tokens
 
 
-class CountedReads(TorchDispatchMode):
+class Reads(TorchDispatchMode):
     """Lists the operations and methods that make a host wait for its device."""
 
     METHODS = (
@@ -98,14 +98,14 @@ class CountedReads(TorchDispatchMode):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        self.reads: list[str] = []
+        self.seen: list[str] = []
         for name in self.METHODS:
             method = getattr(torch.Tensor, name)
             monkeypatch.setattr(torch.Tensor, name, self.counted(name, method))
 
     def counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
-            self.reads.append(name)
+            self.seen.append(name)
             with torch._C.DisableTorchFunction():  # which would call this again
                 return method(tensor, *arguments, **options)
 
@@ -115,7 +115,7 @@ class CountedReads(TorchDispatchMode):
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if operation._schema.name.removeprefix("aten::") in self.OPERATIONS:
-            self.reads.append(operation._schema.name)
+            self.seen.append(operation._schema.name)
         return operation(*args, **(kwargs or {}))
 
 
@@ -137,24 +137,24 @@ def test_the_host_reads_the_device_once_a_round(
         seed=1,
         logprobs=True,
     )
-    reads_by_round = []
-    with CountedReads(monkeypatch) as counted:
+    round_reads = []
+    with Reads(monkeypatch) as reads:
         for prompt in cases.PROMPTS:
             session.add(prompt, max_new_tokens=12)
             session.cancel(session.add(prompt, max_new_tokens=12))
         while session.live:
-            counted.reads.clear()
+            reads.seen.clear()
             session.step()
-            reads_by_round.append(list(counted.reads))
-    assert len(reads_by_round) > 2
-    assert all(reads == ["tolist"] for reads in reads_by_round), reads_by_round
+            round_reads.append(list(reads.seen))
+    assert len(round_reads) > 2
+    assert all(names == ["tolist"] for names in round_reads), round_reads
 
 
 def test_the_count_of_reads_sees_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    with CountedReads(monkeypatch) as counted:
+    with Reads(monkeypatch) as reads:
         values = torch.tensor([1.0, 0.0])
         _ = values[values > 0]
         _ = values.sum().item()
         _ = bool(values[0])
         _ = values.tolist()
-    assert len(counted.reads) >= 4
+    assert len(reads.seen) >= 4

@@ -74,7 +74,7 @@ def autoregressive_decode(
             read_tokens = decoding.executor.begin_read(reported)
             early_logits = decoding.read_early(next_tokens)
             decoding.commit(read_tokens())
-            if not decoding.any_live:
+            if decoding.num_live == 0:
                 break
             next_tokens, early_logits = decoding.shrink(next_tokens, early_logits)
             timer.lap("rest")
@@ -121,11 +121,7 @@ class _StandardDecoding:
         self._draw_key = "choose", self.sampling
         self.timer = PhaseTimer(self.device)
         self.num_calls = 0
-
-    @property
-    def any_live(self) -> bool:
-        """Whether a row has not ended."""
-        return any(row.live for row in self.batch_rows)
+        self.num_live = len(self.rows)
 
     def read_prompts(self) -> Float[Tensor, "B V"]:
         """Read all prompts in one call. Returns the logits after their last tokens."""
@@ -216,12 +212,16 @@ class _StandardDecoding:
 
         self.num_calls += 1
         seconds = self.timer.elapsed()
+        num_ended = 0
         for i, row in enumerate(self.batch_rows):
             if tokens[i] >= self.target.vocab_size:
                 row.fail()
             elif row.live:
                 row_logprobs = None if logprobs is None else logprobs[i : i + 1]
                 row.append(tokens[i : i + 1], seconds, row_logprobs)
+            if not row.live:
+                num_ended += 1
+        self.num_live = len(self.batch_rows) - num_ended
 
     def shrink(
         self, next_tokens: Int[Tensor, "B"], early_logits: Float[Tensor, "B V"] | None
@@ -230,11 +230,11 @@ class _StandardDecoding:
 
         Returns the arguments of those that stay.
         """
-        live_slots = [slot for slot, row in enumerate(self.batch_rows) if row.live]
-        size = power_of_two(len(live_slots))
+        size = power_of_two(self.num_live)
         if size < len(self.batch_rows):
+            live_slots = [slot for slot, row in enumerate(self.batch_rows) if row.live]
             ended_slots = [slot for slot, row in enumerate(self.batch_rows) if not row.live]
-            slots = live_slots + ended_slots[: size - len(live_slots)]
+            slots = live_slots + ended_slots[: size - self.num_live]
             index = torch.tensor(slots, device=self.device)
             self.state.select(slots)
             self.batch_rows = [self.batch_rows[slot] for slot in slots]

@@ -25,7 +25,8 @@ class Executor(DraftCalls, ABC):
     """Runs the calls of a batch and reads their outcome.
 
     A round of a session is `begin_round`, its calls with a `lap` after each phase, `read`, and
-    `finish_round`.
+    `finish_round`. `make_executor` chooses between `PlainExecutor` and `RecordedExecutor` when a
+    batch is made.
 
     Args:
         timer: measures the phases.
@@ -51,6 +52,12 @@ class Executor(DraftCalls, ABC):
         self, rows: Sequence[Row], plan: Plan, draft_state: DraftState
     ) -> tuple[list[int], int]:
         """Begin a round.
+
+        Args:
+            rows: the row of each slot.
+            plan: chooses the number of draft tokens.
+            draft_state: cleared if the last round was interrupted and may have changed what the
+                drafter had to observe.
 
         Returns:
             The number of draft tokens that each row requests, and the number that is drafted for
