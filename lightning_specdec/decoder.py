@@ -30,6 +30,7 @@ from lightning_specdec.decoding import (
 from lightning_specdec.decoding.rows import Prompts, as_prompts, check_padding
 from lightning_specdec.drafters import Drafter, EarlyExitDrafter, ModelDrafter, NGramDrafter
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.agreement import agreement_of
 from lightning_specdec.models.base import weights_stamp
 from lightning_specdec.rules import AcceptanceRule, Sampling
 from lightning_specdec.text.tokenizer import TextTokenizer, Tokenizer, named_tokenizer
@@ -284,6 +285,9 @@ class SpeculativeDecoder:
                 self.target.eval()
                 self.drafter.eval()
                 target = self.target.packed()
+                # A model that records its calls on a GPU is measured before it records any.
+                measured = self.target if target.device.type == "cuda" else target
+                target.agreement = agreement_of(measured)
                 self._ready = weights, target, self.drafter.fused(target)
             return self._ready[1:]
 

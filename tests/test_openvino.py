@@ -27,12 +27,11 @@ from lightning_specdec.config.files import cache_home
 from lightning_specdec.decoding import Session
 from lightning_specdec.decoding.session import run
 from lightning_specdec.drafters import EarlyExitDrafter, NGramDrafter, StagedDrafter, eagle_openvino
-from lightning_specdec.models import LanguageModel, loading
+from lightning_specdec.models import LanguageModel, agreement, loading
 from lightning_specdec.models.base import one_thread
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.openvino import Compiled, OpenVINOLM
-from lightning_specdec.models.openvino_conversion import Sizes
-from lightning_specdec.models.paged_state import PagedState
+from lightning_specdec.models.paged_state import CallSizes, PagedState
 
 FAMILIES = ["llama", "qwen3", "gpt2", "mistral"]
 """Grouped queries; norms of queries and keys; learned positions; a sliding window of 5."""
@@ -99,7 +98,7 @@ def test_calls_keep_recent_sizes_and_padding_changes_nothing(
 ) -> None:
     """Calls on a few tokens have few sizes, those on one that of the last call, until changing would have been cheaper
     and up to the row's last slot."""
-    monkeypatch.setattr("lightning_specdec.models.openvino_conversion.MOST_PADDED", 8 * 5 * 160)
+    monkeypatch.setattr("lightning_specdec.models.paged_state.MAX_ATTENDED_IN_A_ROW", 8 * 5 * 160)
     model, sizes = HuggingFaceLM(tiny("llama")), list[tuple[int, int]]()
     other, run_graph = OpenVINOLM.of(model), Compiled.run
 
@@ -125,7 +124,7 @@ def test_calls_keep_recent_sizes_and_padding_changes_nothing(
     )
     other(tokens[:, :1], other.init_state(1, 64))
     assert sizes[-1] == (1, 1), "what ran before with other states"
-    long, quantized = Sizes(), Sizes(row=1500)
+    long, quantized = CallSizes(), CallSizes(token_cost=1500)
     assert [long.padded(number, 4000) for number in (1, 6, 1, 5)] == [1, 6, 1, 6], (
         "padding attends to the context too"
     )
@@ -292,7 +291,7 @@ def test_trained_heads_draft_as_in_torch(kind: str, monkeypatch: pytest.MonkeyPa
 def test_padding_takes_no_slots_from_the_tokens_that_follow_in_a_call() -> None:
     state = PagedState(1, 64, sizes=[(1, 2, 2)], dtype=torch.float32)
     for start in range(50, 59):
-        positions, *_, longest = state.places([start], [2], width=6, num_more=4)
+        positions, *_, longest = state.plan_call([start], [2], size=6, num_following=4).inputs
         assert len(positions) == min(6, 60 - start) and longest == start + len(positions) + 4 <= 64
 
 
@@ -316,6 +315,52 @@ def test_drafting_is_lossless_towards_the_quantized_target(quantization: str, si
             decoder.decode(prompts, max_new_tokens=16, temperature=temperature).tokens
             == standard.tokens
         )
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_calls_of_all_widths_and_batches_compute_the_same_bits(quantization: str) -> None:
+    """Whatever calls came before, and however long a row's neighbors are."""
+    config = tiny("llama", hidden_size=128, intermediate_size=256)
+    model = OpenVINOLM.of(HuggingFaceLM(config), quantization)
+    text = torch.arange(44)[None] * 7919 % model.vocab_size
+    expected = model(text).logits
+
+    for call_length in (1, 2, 3, 5, 8, 17):
+        for batch_size in (1, 2, 3):
+            state = model.init_state(batch_size, 44)
+            rows = text.expand(batch_size, -1)
+            logits = [model(calls, state).logits for calls in rows.split(call_length, dim=1)]
+            assert torch.equal(torch.cat(logits, 1), expected.expand(batch_size, -1, -1))
+
+    state = model.init_state(3, 44)
+    for lengths in ([20, 1, 2], [1, 7, 1], [1, 0, 1], [4, 1, 1], [1, 1, 3]):
+        starts = state.consumed
+        longest = max(lengths)
+        tokens = torch.cat([text[:, start : start + longest] for start in starts])
+        logits = model(tokens, state, valid_lengths=lengths).logits
+        for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            assert torch.equal(logits[row, :length], expected[0, start : start + length])
+
+
+def test_quantized_early_exits_compute_the_same_bits(cache: Path) -> None:
+    model = OpenVINOLM.of(HuggingFaceLM(tiny("llama", hidden_size=128)), "int8")
+    decoder = SpeculativeDecoder(model, EarlyExitDrafter(1))
+    for temperature in (0.0, 1.0):
+        options = {"max_new_tokens": 40, "temperature": temperature}
+        standard = decoder.decode_standard([[5, 6, 7, 5, 6], [9]], **options)
+        assert decoder.decode([[5, 6, 7, 5, 6], [9]], **options).tokens == standard.tokens
+        assert standard.lossless and standard.lossy_reason is None
+
+
+def test_activations_stay_as_they_are_where_widths_would_disagree(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a processor whose kernels add up in another order for each width."""
+    outcome = agreement.Agreement(0.01, 1e-4, "one token")
+    monkeypatch.setattr("lightning_specdec.models.openvino.agreement_of", lambda model: outcome)
+    model = HuggingFaceLM(tiny("llama"))
+    assert OpenVINOLM.of(model, "int8").dynamic_group == 0
+    assert OpenVINOLM.of(model).dynamic_group > 0
 
 
 def test_a_model_is_converted_once_and_nobody_is_told(

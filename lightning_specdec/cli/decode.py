@@ -219,6 +219,10 @@ def agreement(
 ) -> str:
     """Whether the outputs are the same, and whether they should be."""
     pairs = [(one, other) for one, other in zip(standard.rows, speculative.rows, strict=True)]
+    if speculative.lossy_reason is not None:
+        num_equal = sum(one.tokens == other.tokens for one, other in pairs)
+        equal = f"{num_equal} of {counted(len(pairs), 'output')} equal"
+        return f"NOT LOSSLESS: {speculative.lossy_reason}; {equal}"
     if not speculative.lossless:
         tokens = [each for one, other in pairs for each in zip_longest(one.tokens, other.tokens)]
         changed = counted(speculative.num_changed or 0, "draft token")

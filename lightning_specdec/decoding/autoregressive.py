@@ -82,7 +82,13 @@ def autoregressive_decode(
     def result() -> DecodeResult:
         answers = [row.result() for row in rows]
         return DecodeResult(
-            answers, timer.elapsed(), timer.seconds(), num_calls, peak_memory_bytes(device)
+            answers,
+            timer.elapsed(),
+            timer.seconds(),
+            num_calls,
+            peak_memory_bytes(device),
+            lossless=target.lossy_reason is None,
+            lossy_reason=target.lossy_reason,
         )
 
     try:

@@ -349,11 +349,12 @@ class Session:
             phase_seconds=self.timer.seconds(),
             num_target_calls=self.num_target_calls,
             peak_memory_bytes=peak_memory_bytes(self.device),
-            lossless=self.rule.lossless,
+            lossless=self.rule.lossless and self.target.lossy_reason is None,
             num_draft_calls=self.num_draft_calls,
             num_draft_tokens=self.window.largest,
             window=self.window.to_dict(),
             rule=type(self.rule).__name__,
+            lossy_reason=self.target.lossy_reason,
         )
 
 

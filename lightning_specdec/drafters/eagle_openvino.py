@@ -11,13 +11,14 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_specdec.drafters.eagle_network import EagleNetwork
 from lightning_specdec.models.openvino import Compiled
 from lightning_specdec.models.openvino_conversion import open_attention
-from lightning_specdec.models.paged_state import PagedState, lengthened, without_padding
+from lightning_specdec.models.paged_state import PagedState, flatten_rows
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -182,10 +183,23 @@ class EagleInOpenVINO:
 
 
 def _inputs(
-    read: PagedState, embedded: Tensor, features: Tensor, counts: Sequence[int], drawn: int = 0
+    state: PagedState,
+    embedded: Float[Tensor, "B T D"],
+    features: Float[Tensor, "B T _"],
+    lengths: Sequence[int],
+    num_following: int = 0,
 ) -> list[Any]:
-    """Entries without padding, whose outputs are wanted, and their places; `drawn` tokens of each row follow them."""
-    places = read.places(read.consumed, counts, read.num_tokens[drawn].padded(sum(counts)), drawn)
-    scored = torch.tensor([max(end - 1, 0) for end in accumulate(counts)])
-    flat = [without_padding(each, counts) for each in (embedded, features)]
-    return [*(lengthened(each, places).float().contiguous() for each in flat), scored, *places]
+    """The network's inputs for the next entries of every row, of which the last one of each is scored.
+
+    Args:
+        lengths: how many of each row's T entries are real.
+        num_following: draft tokens of each row that follow in the same call.
+    """
+    size = state.num_tokens[num_following].padded(sum(lengths))
+    call = state.plan_call(state.consumed, lengths, size, num_following)
+    vectors = []
+    for rows in (embedded, features):
+        vectors.append(call.pad(flatten_rows(rows, lengths)).float().contiguous())
+    last_entries = [max(end - 1, 0) for end in accumulate(lengths)]
+    scored = call.indices(np.array(last_entries))
+    return [*vectors, scored, *call.inputs]

@@ -25,6 +25,7 @@ from lightning_specdec.models.state import DecodeState, KVStorage, Lengths, as_l
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
+    from lightning_specdec.models.agreement import Agreement
     from lightning_specdec.models.safetensors_file import Origin
     from lightning_specdec.text.tokenizer import Tokenizer
     from lightning_specdec.text.vocabulary import Vocabulary
@@ -98,6 +99,8 @@ class LanguageModel(nn.Module, ABC):
         tokenizer: turns text into tokens; None if the tokens are not text.
         origin: the files that the weights were read from; None for a model made or trained in this process.
         backend: name of the library that computes, "torch" or "openvino".
+        agreement: whether calls of all widths give the same logits, as measured when the model was made ready for
+            decoding; None if that was not necessary. Results are lossless only if it holds.
     """
 
     Settings: ClassVar[type[settings.Settings]] = settings.NoSettings
@@ -109,6 +112,7 @@ class LanguageModel(nn.Module, ABC):
     tokenizer: Tokenizer | None = None
     origin: Origin | None = None
     backend: ClassVar[str] = "torch"
+    agreement: Agreement | None = None
 
     @abstractmethod
     def init_state(self, batch_size: int, max_length: int) -> DecodeState:
@@ -212,6 +216,11 @@ class LanguageModel(nn.Module, ABC):
     def device(self) -> torch.device:
         """Where the weights are."""
         return next(self.parameters()).device
+
+    @property
+    def lossy_reason(self) -> str | None:
+        """Why drafting changes this model's output, whatever the rule; None if it does not."""
+        return None if self.agreement is None else self.agreement.reason
 
     def packed(self) -> LanguageModel:
         """The same model with weights laid out for this processor, for inference only; itself if there is no need."""
