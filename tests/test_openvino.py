@@ -1,11 +1,15 @@
-"""The OpenVINO backend computes what torch computes, keeps what it converted, and refuses in one line what it cannot
-run."""
+"""The OpenVINO backend computes what torch computes, keeps what it converted, and refuses in one
+line what it cannot run."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
 import json
 import logging
+import os
+import resource
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -96,8 +100,8 @@ def test_logits_and_features_are_those_of_torch(family: str) -> None:
 def test_calls_keep_recent_sizes_and_padding_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Calls on a few tokens have few sizes, those on one that of the last call, until changing would have been cheaper
-    and up to the row's last slot."""
+    """Calls on a few tokens have few sizes, those on one that of the last call, until changing
+    would have been cheaper and up to the row's last slot."""
     monkeypatch.setattr("lightning_specdec.models.paged_state.MAX_ATTENDED_IN_A_ROW", 8 * 5 * 160)
     model, sizes = HuggingFaceLM(tiny("llama")), list[tuple[int, int]]()
     other, run_graph = OpenVINOLM.of(model), Compiled.run
@@ -261,8 +265,8 @@ HEADS: dict[str, Callable[[LanguageModel], Any]] = {
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_trained_heads_draft_as_in_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In ragged batches whose rows begin and end at different times, far behind the beginning too; where OpenVINO
-    draws the tokens itself, in longer windows, and at random."""
+    """In ragged batches whose rows begin and end at different times, far behind the beginning too;
+    where OpenVINO draws the tokens itself, in longer windows, and at random."""
     monkeypatch.setattr(eagle_openvino, "QUANTIZATION", None)  # int8 may draft other tokens
     model, drafted = HuggingFaceLM(tiny("llama", max_position_embeddings=600)), list[list[Any]]()
     drafter = HEADS[kind](model)
@@ -504,6 +508,64 @@ def test_a_cache_that_cannot_be_written_is_told(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     refused("decode", "--target", str(tmp_path / "model"), "--backend", "openvino", told="file")
+
+
+def test_a_full_disk_is_named_with_the_space_that_is_needed(cache: Path) -> None:
+    """Tried with a limit on the size of a file, which OpenVINO meets in the same way."""
+    model = HuggingFaceLM(tiny("llama"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(ValueError, match=f"cannot be written to {cache}: it needs .* are free"):
+            OpenVINOLM.of(model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(cache.iterdir())
+
+
+def test_what_a_killed_conversion_left_is_removed_by_the_next_start(cache: Path) -> None:
+    """And what another process is still writing stays."""
+    abandoned = cache / ".openvino-0123.abcdefgh"
+    in_use = cache / ".openvino-0123.ijklmnop"
+    for directory in (abandoned, in_use):
+        directory.mkdir(parents=True)
+        (directory / "model.bin").write_bytes(b"weights")
+    lock = os.open(in_use, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        OpenVINOLM.of(HuggingFaceLM(tiny("llama")))
+        assert in_use.exists() and not abandoned.exists()
+    finally:
+        os.close(lock)
+    OpenVINOLM.of(HuggingFaceLM(tiny("llama")))
+    assert not in_use.exists()
+
+
+def test_a_cache_that_is_read_only_or_wrong_is_told_in_one_line(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = HuggingFaceLM(tiny("llama"))
+    directory = OpenVINOLM.of(model).directory
+
+    for path in directory.iterdir():
+        path.unlink()
+    (directory / "sha256.json").write_text("{}")
+    with pytest.raises(ValueError, match="is damaged: delete it"):
+        OpenVINOLM.of(model)
+
+    (directory / "sha256.json").unlink()
+    directory.rmdir()
+    directory.symlink_to(cache / "gone")
+    with pytest.raises(ValueError, match="is a link to a directory that is gone: delete the link"):
+        OpenVINOLM.of(model)
+    directory.unlink()
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(cache))
+
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    with pytest.raises(ValueError, match=f"cannot be written to {cache}: Permission denied"):
+        OpenVINOLM.of(model)
 
 
 def test_decode_runs_in_openvino(tmp_path: Path, cache: Path) -> None:

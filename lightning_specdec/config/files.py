@@ -13,19 +13,22 @@ from typing import IO, NamedTuple
 
 
 def cache_home() -> Path:
-    """Where this program keeps what it can make again: `~/.cache/lightning_specdec`, by XDG's rules."""
+    """Where this program keeps what it can make again: `~/.cache/lightning_specdec`, by XDG's
+    rules."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightning_specdec"
 
 
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """A new file, with a name of its own beside that one: it takes its place in one step, or is gone if writing fails.
+    """A new file, with a name of its own beside that one: it takes its place in one step, or is
+    gone if writing fails.
 
     Missing directories are made.
 
     Raises:
         ValueError: no file can be put there.
-        OSError: the writing failed, as on a full disk; the error names `path`, and an old file stays.
+        OSError: the writing failed, as on a full disk; the error names `path`, and an old file
+            stays.
     """
     if path.is_dir():
         raise ValueError(f"{path} is a directory: name the file to write in it")
@@ -59,8 +62,8 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 def new_directory(path: Path) -> Iterator[Path]:
     """Create a directory with all its files in one step, or not at all.
 
-    The files are written to a temporary directory beside it, which is renamed at the end. A process that is killed leaves
-    that directory behind: see `remove_abandoned`.
+    The files are written to a temporary directory beside it, which is renamed at the end. A process
+    that is killed leaves that directory behind: see `remove_abandoned`.
 
     Yields:
         The temporary directory.
@@ -118,7 +121,8 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
     """Remove temporary directories of `new_directory` whose process was killed while it wrote them.
 
     Args:
-        parent: the directory that contains them. It must be this program's own: names are all that is checked.
+        parent: the directory that contains them. It must be this program's own: names are all that
+            is checked.
         prefix: how the names of the finished directories begin.
     """
     for directory in parent.glob(f".{prefix}*"):

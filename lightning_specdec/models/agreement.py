@@ -1,9 +1,10 @@
 """Measure whether a model computes the same logits in all the kinds of call that decoding mixes.
 
-Standard decoding reads one token a call, speculative decoding reads a few, and rows may share a call. Speculative
-decoding is lossless only if these calls agree up to rounding. Kernels do not promise that: some quantize activations
-only in calls on several tokens, for example. So a model that may disagree is measured once, when it is first made
-ready for decoding, and the outcome is kept in the cache directory.
+Standard decoding reads one token a call, speculative decoding reads a few, and rows may share a
+call. Speculative decoding is lossless only if these calls agree up to rounding. Kernels do not
+promise that: some quantize activations only in calls on several tokens, for example. So a model
+that may disagree is measured once, when it is first made ready for decoding, and the outcome is
+kept in the cache directory.
 
 Shapes: B rows, T tokens, N compared positions, V vocabulary.
 """
@@ -37,7 +38,8 @@ PROMPT_LENGTH = 12
 NUM_COMPARED = 4
 """Tokens that are read in one call, a few at a time, and one by one."""
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.01}
-"""Largest difference that rounding explains, as a fraction of the range of the logits (docs/log.md, 27 November 2026)."""
+"""Largest difference that rounding explains, as a fraction of the range of the logits (docs/log.md,
+27 November 2026)."""
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +74,8 @@ class Agreement:
     """How far the logits of different kinds of call lie apart.
 
     Args:
-        difference: the largest difference between two logits of the same position and token, divided by the range of
-            all logits.
+        difference: the largest difference between two logits of the same position and token,
+            divided by the range of all logits.
         tolerance: the largest difference that rounding explains in the model's dtype.
         calls: the calls that differ most from a single call on the whole text.
     """
@@ -93,13 +95,14 @@ class Agreement:
         if self.holds:
             return None
         return (
-            f"the target's logits differ by {self.difference:.1%} of their range between calls on {self.calls} and "
-            f"longer calls, more than rounding explains ({self.tolerance:.1%})"
+            f"the target's logits differ by {self.difference:.1%} of their range between calls on "
+            f"{self.calls} and longer calls, more than rounding explains ({self.tolerance:.1%})"
         )
 
 
 def needs_measurement(model: LanguageModel) -> bool:
-    """Whether a model's calls may disagree by more than float32 rounding: other backends, coarse or quantized weights.
+    """Whether a model's calls may disagree by more than float32 rounding: other backends, coarse or
+    quantized weights.
 
     A plain float32 model of torch is not measured, so it costs nothing.
     """
@@ -119,7 +122,8 @@ def is_quantized(model: LanguageModel) -> bool:
 
 
 def compute_dtype(model: LanguageModel) -> torch.dtype:
-    """What a model computes in: as its backend says, else the coarsest floating-point dtype of its weights."""
+    """What a model computes in: as its backend says, else the coarsest floating-point dtype of its
+    weights."""
     dtype = getattr(model, "compute_dtype", None)
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -172,13 +176,15 @@ def _from_values(values: dict[str, Any]) -> Agreement:
 
 @torch.inference_mode()
 def measure(model: LanguageModel, plans: Sequence[ReadingPlan] = PLANS) -> Agreement:
-    """Compare the logits of one text between several ways to read it; 15 calls on a few tokens each.
+    """Compare the logits of one text between several ways to read it; 15 calls on a few tokens
+    each.
 
     Args:
         model: in the form that decodes.
         plans: ways to read the text.
     """
-    # The multiplier scatters the tokens over the vocabulary, so that the logits vary as in a real text.
+    # The multiplier scatters the tokens over the vocabulary, so that the logits vary as in a real
+    # text.
     text_length = PROMPT_LENGTH + NUM_COMPARED
     text = torch.arange(text_length, device=model.device)[None] * 7919 % model.vocab_size
 
@@ -201,7 +207,8 @@ def measure(model: LanguageModel, plans: Sequence[ReadingPlan] = PLANS) -> Agree
 
 
 def _read(model: LanguageModel, text: Tensor, plan: ReadingPlan) -> Float[Tensor, "B N V"]:
-    """Logits of the last prompt token and of the compared tokens, as far as the plan reads, in float32."""
+    """Logits of the last prompt token and of the compared tokens, as far as the plan reads, in
+    float32."""
     state = model.init_state(plan.batch_size, text.shape[1] + 1)
     first_compared = PROMPT_LENGTH - 1
     logits_of_calls = []
@@ -220,7 +227,8 @@ def _read(model: LanguageModel, text: Tensor, plan: ReadingPlan) -> Float[Tensor
 
 
 def _fingerprint(model: LanguageModel) -> tuple[Any, ...]:
-    """Everything that decides which kernels run: the network's shapes, dtypes and layers, libraries and machine."""
+    """Everything that decides which kernels run: the network's shapes, dtypes and layers, libraries
+    and machine."""
     layers = [type(module).__name__ for module in model.modules()]
     weights = [(tuple(weight.shape), str(weight.dtype)) for weight in model.parameters()]
     backend = (

@@ -1,11 +1,11 @@
-"""A transformers model whose layers and output head run in OpenVINO on a CPU, over a paged attention state.
+"""A transformers model whose layers and output head run in OpenVINO on a CPU.
 
-The layers are converted once. Each one's attention becomes OpenVINO's paged attention: a call reads the tokens of all
-rows one row after the other, and each row's keys and values lie in blocks (as in vLLM, Kwon et al. 2023). Rolling back
-lowers a length and copies nothing.
+The layers are converted once. Each one's attention becomes OpenVINO's paged attention: a call reads
+the tokens of all rows one row after the other, and each row's keys and values lie in blocks (as in
+vLLM, Kwon et al. 2023). Rolling back lowers a length and copies nothing.
 
-Shapes: B rows, T tokens, D hidden size, K scored positions of a row, V vocabulary; N tokens of all rows in one call;
-P the same with the call's padding.
+Shapes: B rows, T tokens, D hidden size, K scored positions of a row, V vocabulary; N tokens of all
+rows in one call; P the same with the call's padding.
 """
 
 from __future__ import annotations
@@ -59,13 +59,15 @@ from lightning_specdec.models.state import DecodeState, Lengths, as_list
 PRECISIONS = {torch.float32: ("f32", ov.Type.f32), torch.bfloat16: ("bf16", ov.Type.bf16)}
 """OpenVINO's names of the dtypes that networks compute in and keep their keys and values in."""
 DYNAMIC_GROUP = 32
-"""Activations that share a scale where they meet quantized weights. OpenVINO quantizes them in calls on several tokens;
-0 leaves them as they are."""
+"""Activations that share a scale where they meet quantized weights. OpenVINO quantizes them in
+calls on several tokens; 0 leaves them as they are."""
 FEWEST_QUANTIZED_TOKENS = 2
-"""Tokens that a call computes at least for each row and at least scores, where weights are quantized.
+"""Tokens that a call computes at least for each row and at least scores, where weights are
+quantized.
 
-OpenVINO does not quantize the activations of a single token, and a row's attention adds up in another order for one
-token than for several. From two tokens on, a token's numbers are the same bits in every call (docs/log.md).
+OpenVINO does not quantize the activations of a single token, and a row's attention adds up in
+another order for one token than for several. From two tokens on, a token's numbers are the same
+bits in every call (docs/log.md).
 """
 
 log = logging.getLogger(__name__)
@@ -74,7 +76,8 @@ _CONVERTING = Lock()
 
 
 def converted(model: HuggingFaceLM, quantization: str | None = None) -> Path:
-    """The directory of a model's converted files: made at the first use, then read from the cache directory.
+    """The directory of a model's converted files: made at the first use, then read from the cache
+    directory.
 
     Raises:
         ValueError: OpenVINO cannot run the model; or as `_cached_files`.
@@ -94,7 +97,8 @@ def converted(model: HuggingFaceLM, quantization: str | None = None) -> Path:
 
 
 def _cached_files(settings: object, write: Callable[[Path], None]) -> Path:
-    """A directory of converted files in the cache, named by their settings: written once, checked when read.
+    """A directory of converted files in the cache, named by their settings: written once, checked
+    when read.
 
     Args:
         settings: everything that decides what the files contain.
@@ -120,8 +124,8 @@ def _cached_files(settings: object, write: Callable[[Path], None]) -> Path:
             # Another process may have written the same files first.
             if not directory.exists():
                 raise ValueError(
-                    f"the converted model cannot be written to {directory.parent}: {error.strerror}: "
-                    "set XDG_CACHE_HOME to a directory that can be written"
+                    f"the converted model cannot be written to {directory.parent}: "
+                    f"{error.strerror}: set XDG_CACHE_HOME to a directory that can be written"
                 ) from error
         except ValueError:
             if not directory.exists():
@@ -152,7 +156,8 @@ def _file_digests(directory: Path) -> dict[str, str]:
 
 @torch.no_grad()
 def _check(model: HuggingFaceLM, converted_model: OpenVINOLM) -> None:
-    """Raise ValueError unless a converted model gives the model's logits, both computed in float32."""
+    """Raise ValueError unless a converted model gives the model's logits, both computed in
+    float32."""
     tokens = torch.arange(12)[None] * 7919 % model.vocab_size
     expected = model(tokens).logits
     difference = (converted_model(tokens).logits - expected).abs().max()
@@ -178,7 +183,8 @@ def _has_bfloat16() -> bool:
 
 
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a network of that dtype computes in here: float32 where the processor has no bfloat16 instructions.
+    """What a network of that dtype computes in here: float32 where the processor has no bfloat16
+    instructions.
 
     Its weights stay in bfloat16 all the same, so that reading them takes half the time.
     """
@@ -191,8 +197,8 @@ class Compiled:
     """A network compiled for this CPU, with OpenVINO's paged attention in place of `Attention`.
 
     Args:
-        model: the network; it is changed. All its inputs are read, and the last one contains the positions if it has
-            attention.
+        model: the network; it is changed. All its inputs are read, and the last one contains the
+            positions if it has attention.
         dtype: a dtype of `PRECISIONS`.
         memory: what the network reads without owning it.
         dynamic_group: see `DYNAMIC_GROUP`.
@@ -221,13 +227,12 @@ class Compiled:
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": dynamic_group,
         }
         self.request = _core().compile_model(model, "CPU", options).create_infer_request()
-        self._is_bfloat16 = [
-            output.get_element_type() == ov.Type.bf16 for output in model.outputs
-        ]
+        self._is_bfloat16 = [output.get_element_type() == ov.Type.bf16 for output in model.outputs]
         self._bound_caches: object = None
         self._input_arrays: dict[int, np.ndarray] = {}
         self._lock = Lock()
-        """Held for a call: inputs and outputs have one memory, and threads may share the network."""
+        """Held for a call: inputs and outputs have one memory, and threads may share the
+        network."""
 
     @classmethod
     def of(
@@ -245,7 +250,8 @@ class Compiled:
         Args:
             example: inputs of the shapes that the network reads.
             settings: what the network computes, besides its class and weights.
-            shared: whether the first input is always the tensor in `example`, whose memory is used without a copy.
+            shared: whether the first input is always the tensor in `example`, whose memory is used
+                without a copy.
 
         Raises:
             ValueError: see `_cached_files`.
@@ -273,7 +279,8 @@ class Compiled:
         """Compute the network's outputs.
 
         Args:
-            inputs: its inputs, as numpy arrays or contiguous tensors; `PagedCall.inputs` last if it has attention.
+            inputs: its inputs, as numpy arrays or contiguous tensors; `PagedCall.inputs` last if it
+                has attention.
             state: the keys and values of its layers, from `first_layer` on.
         """
         with self._lock:
@@ -311,7 +318,8 @@ class Compiled:
         if memory is not None and memory.shape == array.shape:
             memory[...] = array
             return
-        # Setting a tensor costs as much as ten copies of a few integers, so it is done only for a new shape.
+        # Setting a tensor costs as much as ten copies of a few integers, so it is done only for a
+        # new shape.
         self._input_arrays.pop(index, None)
         memory = array.copy()
         self.request.set_input_tensor(index, ov.Tensor(memory, shared_memory=True))
@@ -327,8 +335,8 @@ def _with_paged_attention(
         precision: of keys and values.
 
     Returns:
-        The network, whose inputs are followed by those of `ATTENTION_INPUTS` and by each layer's keys and values; and
-        `PagedState.sizes`.
+        The network, whose inputs are followed by those of `ATTENTION_INPUTS` and by each layer's
+        keys and values; and `PagedState.sizes`.
     """
     attention_inputs = []
     for name in ATTENTION_INPUTS:
@@ -399,11 +407,13 @@ def _paged_attention(
 
 
 class _Graph:
-    """Some consecutive layers of a model, compiled; the last ones with the final norm and the output head.
+    """Some consecutive layers of a model, compiled; the last ones with the final norm and the
+    output head.
 
     Args:
         model: the whole model, as `convert` wrote it; it is taken apart.
-        first_layer, end_layer: the layers from `first_layer` to before `end_layer`; none where they are equal.
+        first_layer, end_layer: the layers from `first_layer` to before `end_layer`; none where they
+            are equal.
         features: layers whose output is returned too.
         dtype: a dtype of `PRECISIONS`.
         fewest_scored: fewest positions that the output head computes.
@@ -463,7 +473,8 @@ class _Graph:
         state: PagedState | None,
         call_inputs: Sequence[np.ndarray],
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Compute the logits of the scored positions, or the last layer's output `[P, 1, D]`; and the features.
+        """Compute the logits of the scored positions, or the last layer's output `[P, 1, D]`; and
+        the features.
 
         Args:
             hidden: the first layer's input, `[P, 1, D]`.
@@ -502,7 +513,8 @@ def _entry_after(model: ov.Model, layer: int) -> Any:
 
 
 class OpenVINOLM(HuggingFaceLM):
-    """A transformers model on a CPU whose layers and output head run in OpenVINO; for decoding only.
+    """A transformers model on a CPU whose layers and output head run in OpenVINO; for decoding
+    only.
 
     Args:
         model: the model, of a dtype of `PRECISIONS`; its weights are shared.
@@ -545,8 +557,9 @@ class OpenVINOLM(HuggingFaceLM):
     def of(cls, model: HuggingFaceLM, quantization: str | None = None) -> OpenVINOLM:
         """The model in OpenVINO: converted at the first use, then read from the cache directory.
 
-        With quantized weights, activations are quantized too if this processor computes the same bits in calls of all
-        widths; otherwise they stay as they are, which is slower for several tokens.
+        With quantized weights, activations are quantized too if this processor computes the same
+        bits in calls of all widths; otherwise they stay as they are, which is slower for several
+        tokens.
 
         Raises:
             ValueError: see `converted` and `check_openvino`.
@@ -560,7 +573,8 @@ class OpenVINOLM(HuggingFaceLM):
         agreement = agreement_of(decoded)
         if agreement is None or agreement.difference == 0:
             return decoded
-        # Quantized activations amplify rounding: a difference in the last bit becomes one percent after 30 layers.
+        # Quantized activations amplify rounding: a difference in the last bit becomes one percent
+        # after 30 layers.
         if decoded.compute_dtype == torch.float32 or not agreement.holds:
             log.info("this processor rounds differently by width: activations are not quantized")
             return cls(model, directory, quantization, dynamic_group=0)
@@ -593,7 +607,8 @@ class OpenVINOLM(HuggingFaceLM):
     def init_state(self, batch_size: int, max_length: int) -> PagedState:  # type: ignore[override]
         if weights_stamp(self) != self._stamp:
             raise ValueError(
-                "the weights changed after the model was converted: convert it again with OpenVINOLM.of"
+                "the weights changed after the model was converted: convert it again with "
+                "OpenVINOLM.of"
             )
         sizes = []
         for graph in self._graphs:
@@ -690,8 +705,8 @@ class OpenVINOLM(HuggingFaceLM):
             scored: indices `[B, K]` among the N tokens.
 
         Returns:
-            The logits `[B, K, V]` of the scored positions, or the last layer's output `[B, T, D]` if layers follow; and
-            the features by layer. Padding is zero.
+            The logits `[B, K, V]` of the scored positions, or the last layer's output `[B, T, D]`
+            if layers follow; and the features by layer. Padding is zero.
         """
         assert isinstance(state, PagedState), f"OpenVINO needs a PagedState, got {state}"
         graphs = [
@@ -727,7 +742,8 @@ class OpenVINOLM(HuggingFaceLM):
     def _as_rows(
         self, outputs: Tensor, call: PagedCall, lengths: Sequence[int], shape: torch.Size
     ) -> Tensor:
-        """A layer's output `[P, 1, D]` as rows `[B, T, D]` in the model's dtype, with zeros at padding."""
+        """A layer's output `[P, 1, D]` as rows `[B, T, D]` in the model's dtype, with zeros at
+        padding."""
         vectors = call.unpad(outputs[:, 0]).to(self._dtype)
         if len(vectors) == shape.numel():
             return vectors.view(*shape, -1)

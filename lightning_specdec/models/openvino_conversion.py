@@ -1,7 +1,7 @@
 """Convert a transformers model to OpenVINO files, with `Attention` in place of its attention.
 
-Shapes: D hidden size, H query heads, G key heads, E size of a query's head, F size of a value's head; S scored tokens;
-P tokens of one call.
+Shapes: D hidden size, H query heads, G key heads, E size of a query's head, F size of a value's
+head; S scored tokens; P tokens of one call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 FORMAT = 4
-"""Version of the converted files. Raise it when their content changes, so that cached ones are converted again."""
+"""Version of the converted files. Raise it when their content changes, so that cached ones are
+converted again."""
 GROUP = 64
 """Weights that share a scale in the int4 quantization."""
 _ATTENTION = "lightning_specdec_openvino"
@@ -45,7 +46,8 @@ _ATTENTION = "lightning_specdec_openvino"
 class Attention(ov.Op):
     """One layer's attention in a converted file.
 
-    A compiled network has OpenVINO's paged attention in its place, which OpenVINO writes to files but cannot read.
+    A compiled network has OpenVINO's paged attention in its place, which OpenVINO writes to files
+    but cannot read.
     """
 
     def __init__(self, inputs: Any = None) -> None:
@@ -95,8 +97,8 @@ class _OpenAttention(nn.Module):
         Args:
             window: how many tokens a token attends to, itself included; None for all.
             scale: factor of the scores; None for the inverse root of the head size.
-            past: how many tokens precede each one, if it follows tokens of its row that the same layer reads earlier in
-                the same call.
+            past: how many tokens precede each one, if it follows tokens of its row that the same
+                layer reads earlier in the same call.
         """
         # int() makes the sizes constants of the traced network.
         num_heads, head_size = int(query.shape[1]), int(query.shape[3])
@@ -127,7 +129,8 @@ def _attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls while a model is traced, on P rows of one token."""
+    """The attention function that transformers calls while a model is traced, on P rows of one
+    token."""
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise ValueError(
@@ -155,7 +158,8 @@ class _NoCache(Cache):
 
 
 class _WholeModel(nn.Module):
-    """All layers, the final norm, and the output head for some tokens. Returns the output of each."""
+    """All layers, the final norm, and the output head for some tokens. Returns the output of
+    each."""
 
     def __init__(self, model: HuggingFaceLM) -> None:
         super().__init__()
@@ -184,14 +188,16 @@ def convert(
 ) -> None:
     """Write a model to a directory as `model.xml`, with its weights in `model.bin`.
 
-    Its outputs are those of each layer, of the final norm, and the logits. It is traced in float32, as OpenVINO's fused
-    operations expect; whether it computes in bfloat16 is chosen when it is compiled.
+    Its outputs are those of each layer, of the final norm, and the logits. It is traced in float32,
+    as OpenVINO's fused operations expect; whether it computes in bfloat16 is chosen when it is
+    compiled.
 
     Args:
         model: the model in float32.
         dtype: of the weights in the files, where they are not quantized.
-        quantization: of the weights, by NNCF: "int8" with a scale for each output, "int4" with one for each group of
-            `GROUP` weights, or fewer where these do not divide a layer (the output head in int8); None for plain ones.
+        quantization: of the weights, by NNCF: "int8" with a scale for each output, "int4" with one
+            for each group of `GROUP` weights, or fewer where these do not divide a layer (the
+            output head in int8); None for plain ones.
 
     Raises:
         ValueError: OpenVINO cannot run it, or the files cannot be written.
@@ -232,8 +238,8 @@ def save(model: ov.Model, directory: Path) -> None:
         free_bytes = shutil.disk_usage(directory).free
         raise ValueError(
             f"the converted model cannot be written to {directory.parent}: it needs "
-            f"{gigabytes(needed_bytes)}, and {gigabytes(free_bytes)} are free: free some space, or set XDG_CACHE_HOME to "
-            "another directory"
+            f"{gigabytes(needed_bytes)}, and {gigabytes(free_bytes)} are free: free some space, or "
+            "set XDG_CACHE_HOME to another directory"
         ) from error
 
 
@@ -253,7 +259,8 @@ def traced(
             convert=lambda _, *arguments: call(*arguments),
         )
     }
-    # OpenVINO and NNCF report their use over the network, each time from a new fork of this process.
+    # OpenVINO and NNCF report their use over the network, each time from a new fork of this
+    # process.
     no_reports = patch("openvino_telemetry.utils.sender.TelemetrySender.send")
     with quiet(), warnings.catch_warnings(), torch.no_grad(), no_reports:
         warnings.simplefilter("ignore")

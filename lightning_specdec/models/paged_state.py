@@ -1,8 +1,8 @@
 """Keys and values of a network that runs in OpenVINO, and the padding of its calls.
 
-A call reads the tokens of all rows, one row after the other, without columns of padding. It still contains some padding
-tokens: OpenVINO prepares every operation again when a call has another size than the last one, and quantized weights
-compute differently on a single token.
+A call reads the tokens of all rows, one row after the other, without columns of padding. It still
+contains some padding tokens: OpenVINO prepares every operation again when a call has another size
+than the last one, and quantized weights compute differently on a single token.
 
 Shapes: B rows, T tokens; N tokens of all rows in one call; P the same with the call's padding.
 """
@@ -35,15 +35,19 @@ ATTENTION_INPUTS = (
     "block_indices_begins",
     "max_context_len",
 )
-"""Inputs of paged attention that tell where the tokens belong, named as in OpenVINO's own pipelines."""
+"""Inputs of paged attention that tell where the tokens belong, named as in OpenVINO's own
+pipelines."""
 SIZES = (6, 10, 16)
-"""Sizes of calls on a few tokens: up to six tokens cost about as much as one, and a change of size costs 6 ms."""
+"""Sizes of calls on a few tokens: up to six tokens cost about as much as one, and a change of size
+costs 6 ms."""
 MAX_PADDING = 5
-"""Most padding tokens of a call on more tokens than `SIZES` contains, to keep the size of the last call."""
+"""Most padding tokens of a call on more tokens than `SIZES` contains, to keep the size of the last
+call."""
 MAX_ATTENDED = 10_000
 """Most tokens that one call's padding attends to: 6 ms, as much as a change of size costs."""
 MAX_ATTENDED_IN_A_ROW = 25_000
-"""Most tokens that the padding of consecutive calls attends to: as much as a change of size and back costs."""
+"""Most tokens that the padding of consecutive calls attends to: as much as a change of size and
+back costs."""
 TOKEN_COST = 125
 """Cost of a padding token outside attention, in attended tokens."""
 QUANTIZED_TOKEN_COST = 1_500
@@ -59,7 +63,8 @@ def shared_tensor(tensor: Tensor) -> ov.Tensor:
 
 
 class CallSizes:
-    """Chooses the padded size of one input dimension from call to call, since a new size costs milliseconds.
+    """Chooses the padded size of one input dimension from call to call, since a new size costs
+    milliseconds.
 
     Args:
         token_cost: cost of a padding token outside attention, in attended tokens.
@@ -76,8 +81,9 @@ class CallSizes:
     def padded(self, number: int, context: int = 0) -> int:
         """The size of a call on `number` tokens.
 
-        It is the last call's size if that is near, until the padding would have cost more than a change. Otherwise it
-        is the next of `SIZES`. Padding attends to the context too, so a call with a long context gets none.
+        It is the last call's size if that is near, until the padding would have cost more than a
+        change. Otherwise it is the next of `SIZES`. Padding attends to the context too, so a call
+        with a long context gets none.
 
         Args:
             context: tokens that each token attends to.
@@ -99,7 +105,8 @@ class CallSizes:
         return size
 
     def _next_size(self, number: int) -> int:
-        """The smallest of `SIZES` that holds a number; the number itself if it is the smallest or too large."""
+        """The smallest of `SIZES` that holds a number; the number itself if it is the smallest or
+        too large."""
         if number > self._fewest:
             for size in SIZES:
                 if number <= size:
@@ -111,13 +118,17 @@ class CallSizes:
 class PagedCall:
     """Where the tokens of one call belong, and which of them are padding.
 
-    A padding token repeats the last token of its row at the slots after it, which the row's next tokens overwrite.
+    A padding token repeats the last token of its row at the slots after it, which the row's next
+    tokens overwrite.
 
     Attributes:
-        inputs: the positions `[P, 1]`, then the inputs of paged attention in the order of `ATTENTION_INPUTS`.
+        inputs: the positions `[P, 1]`, then the inputs of paged attention in the order of
+            `ATTENTION_INPUTS`.
         num_tokens: N, without padding.
-        sources: for each of the P tokens, the token among the N that it repeats; None without padding.
-        destinations: for each of the N tokens, its index among the P; None if padding only follows them.
+        sources: for each of the P tokens, the token among the N that it repeats; None without
+            padding.
+        destinations: for each of the N tokens, its index among the P; None if padding only follows
+            them.
     """
 
     inputs: list[np.ndarray]
@@ -150,7 +161,8 @@ class PagedCall:
 
 
 class PagedState(DecodeState):
-    """Attention's keys and values by layer, in blocks of `BLOCK` tokens. A row's blocks are contiguous.
+    """Attention's keys and values by layer, in blocks of `BLOCK` tokens. A row's blocks are
+    contiguous.
 
     Args:
         batch_size: rows.
@@ -208,10 +220,12 @@ class PagedState(DecodeState):
         size: int = 0,
         num_following: int = 0,
     ) -> PagedCall:
-        """Plan a call on the next `lengths[b]` tokens of each row b, which begin at position `starts[b]`.
+        """Plan a call on the next `lengths[b]` tokens of each row b, which begin at position
+        `starts[b]`.
 
         Args:
-            size: tokens to compute, where the rows have fewer. The last row takes the padding, as far as it has room.
+            size: tokens to compute, where the rows have fewer. The last row takes the padding, as
+                far as it has room.
             num_following: tokens of each row that follow in the same call.
         """
         rows = [row for row, length in enumerate(lengths) if length]
@@ -276,7 +290,8 @@ class PagedState(DecodeState):
 def _padding(
     lengths: Sequence[int], padded_lengths: Sequence[int]
 ) -> tuple[Tensor | None, np.ndarray | None]:
-    """`PagedCall.sources` and `PagedCall.destinations` of rows with these lengths without and with padding."""
+    """`PagedCall.sources` and `PagedCall.destinations` of rows with these lengths without and with
+    padding."""
     if list(lengths) == list(padded_lengths):
         return None, None
 
@@ -300,7 +315,8 @@ def _padding(
 def flatten_rows(rows: Tensor, lengths: Sequence[int]) -> Tensor:
     """Rows of right-padded tokens, `[B, T, ...]`, as `[N, ...]` without the padding.
 
-    By views, since a mask would use torch's threads, which keep OpenVINO's cores busy for a millisecond afterwards.
+    By views, since a mask would use torch's threads, which keep OpenVINO's cores busy for a
+    millisecond afterwards.
     """
     if min(lengths) == rows.shape[1]:
         return rows.flatten(0, 1)
