@@ -375,9 +375,9 @@ def _with_paged_attention(
 def _next_token_inputs(past_lengths: Any) -> list[Any]:
     """The first two of `ATTENTION_INPUTS` in a network that reads one more token of each row."""
     zero = ops.constant(np.int32(0))
-    one = ops.constant(np.int32(1))
+    step = ops.constant(np.int32(1))
     num_rows = ops.gather(ops.shape_of(past_lengths, "i32"), zero, zero)
-    row_starts = ops.range(zero, ops.add(num_rows, one), one, "i32")
+    row_starts = ops.range(zero, ops.add(num_rows, step), step, "i32")
     return [ops.convert(past_lengths, "i32"), row_starts]
 
 
@@ -583,7 +583,7 @@ class OpenVINOLM(HuggingFaceLM):
     def _compile_layers(self) -> None:
         """Compile the layers, divided after each number of layers in `_exit_layers`."""
         borders = (0, *self._exit_layers, self.stack.num_layers)
-        self._graphs = [self._compile_part(first, end) for first, end in pairwise(borders)]
+        self._graphs = [self._compile_part(*layer_range) for layer_range in pairwise(borders)]
 
     def _compile_part(self, first_layer: int, end_layer: int) -> _Graph:
         return _Graph(
