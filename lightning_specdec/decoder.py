@@ -33,6 +33,7 @@ from lightning_specdec.decoding import (
 from lightning_specdec.decoding.rows import Prompts, as_prompts, check_padding
 from lightning_specdec.drafters import Drafter, EarlyExitDrafter, ModelDrafter, NGramDrafter
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.agreement import agreement_of
 from lightning_specdec.models.base import eval_copy
 from lightning_specdec.models.changes import ModelStamp, check_in_memory, copied_weights
 from lightning_specdec.models.weights import weights_checksum
@@ -76,7 +77,11 @@ class _ReadyPair(NamedTuple):
     def of(cls, target: LanguageModel, drafter: Drafter) -> _ReadyPair:
         if target.backend == "torch":
             check_in_memory(target)
-        target_form = target.in_eval_mode().packed()
+        eval_target = target.in_eval_mode()
+        target_form = eval_target.packed()
+        # A model that records its calls on a GPU is measured before it records any.
+        measured_form = eval_target if target_form.device.type == "cuda" else target_form
+        target_form.agreement = agreement_of(measured_form)
         drafter_form = eval_copy(drafter).fused(target_form)
 
         copied = copied_weights(drafter, drafter_form)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import tiny
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_distillation import target
@@ -19,8 +20,10 @@ from torch import Tensor
 from lightning_specdec.data import Batch
 from lightning_specdec.data.sequences import SequenceData
 from lightning_specdec.models import RNN
+from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.training import (
     EagleTraining,
+    EarlyExitTraining,
     MedusaTraining,
     PairTraining,
     SpeculativeTraining,
@@ -69,7 +72,13 @@ def trained_target() -> MedusaTraining:
     return module
 
 
-RECIPES: list[Callable[[], SpeculativeTraining]] = [pair, eagle, trained_target]
+def early_exit() -> EarlyExitTraining:
+    model = HuggingFaceLM(tiny("llama", vocab_size=VOCAB_SIZE, num_hidden_layers=4))
+    # Skipped layers are drawn for each batch, so a batch of another size would skip others.
+    return EarlyExitTraining(model, 2, layer_dropout=0.0)
+
+
+RECIPES: list[Callable[[], SpeculativeTraining]] = [pair, eagle, trained_target, early_exit]
 
 
 def use_sgd(module: SpeculativeTraining) -> None:

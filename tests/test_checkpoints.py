@@ -33,7 +33,7 @@ from lightning_specdec.drafters import (
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.loading import load_model
 
-RECIPE = {"training": "MultiTokenTraining", "num_draft_tokens": 2, "losses": {"val/loss": 1.25}}
+RECIPE = {"training": "MedusaTraining", "num_draft_tokens": 2, "losses": {"val/loss": 1.25}}
 SHIPPED = Path(__file__).parent.parent / "checkpoints"
 
 

@@ -38,7 +38,7 @@ from lightning_specdec.drafters import (
 from lightning_specdec.models import RNN
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.loading import load_model
-from lightning_specdec.training import EagleTraining, MultiTokenTraining
+from lightning_specdec.training import EagleTraining, MedusaTraining
 from lightning_specdec.training.eagle import rollouts
 
 __all__ = ["here"]
@@ -519,7 +519,7 @@ def test_training_goes_on_from_an_imported_head(tmp_path: Path) -> None:
     assert training.drafter.arguments() == read_head(tmp_path / "out", target)[0].arguments()
     check_that_it_learns(training, 12)
     with pytest.raises(ValueError, match="this trains a MedusaDrafter"):
-        MultiTokenTraining(target, draft=str(tmp_path / "out"), num_heads=2)
+        MedusaTraining(target, draft=str(tmp_path / "out"), num_heads=2)
 
 
 def test_the_command_line_exports_imports_audits_and_writes_a_draft_file(here: None) -> None:

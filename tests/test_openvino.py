@@ -1,11 +1,15 @@
-"""The OpenVINO backend computes what torch computes, keeps what it converted, and refuses in one line what it cannot
-run."""
+"""The OpenVINO backend computes what torch computes, keeps what it converted, and refuses in one
+line what it cannot run."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
 import json
 import logging
+import os
+import resource
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,12 +31,11 @@ from lightning_specdec.config.files import cache_home
 from lightning_specdec.decoding import Session
 from lightning_specdec.decoding.session import run
 from lightning_specdec.drafters import EarlyExitDrafter, NGramDrafter, StagedDrafter, eagle_openvino
-from lightning_specdec.models import LanguageModel, backend_timing, loading
-from lightning_specdec.models.base import one_thread
+from lightning_specdec.models import LanguageModel, agreement, backend_timing, loading
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.openvino import Compiled, OpenVINOLM
-from lightning_specdec.models.openvino_conversion import Sizes
-from lightning_specdec.models.paged_state import PagedState
+from lightning_specdec.models.paged_state import CallSizes, PagedState
+from lightning_specdec.models.threads import one_thread
 
 FAMILIES = ["llama", "qwen3", "gpt2", "mistral"]
 """Grouped queries; norms of queries and keys; learned positions; a sliding window of 5."""
@@ -97,9 +100,9 @@ def test_logits_and_features_are_those_of_torch(family: str) -> None:
 def test_calls_keep_recent_sizes_and_padding_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Calls on a few tokens have few sizes, those on one that of the last call, until changing would have been cheaper
-    and up to the row's last slot."""
-    monkeypatch.setattr("lightning_specdec.models.openvino_conversion.MOST_PADDED", 8 * 5 * 160)
+    """Calls on a few tokens have few sizes, those on one that of the last call, until changing
+    would have been cheaper and up to the row's last slot."""
+    monkeypatch.setattr("lightning_specdec.models.paged_state.MAX_ATTENDED_IN_A_ROW", 8 * 5 * 160)
     model, sizes = HuggingFaceLM(tiny("llama")), list[tuple[int, int]]()
     other, run_graph = OpenVINOLM.of(model), Compiled.run
 
@@ -125,7 +128,7 @@ def test_calls_keep_recent_sizes_and_padding_changes_nothing(
     )
     other(tokens[:, :1], other.init_state(1, 64))
     assert sizes[-1] == (1, 1), "what ran before with other states"
-    long, quantized = Sizes(), Sizes(row=1500)
+    long, quantized = CallSizes(), CallSizes(token_cost=1500)
     assert [long.padded(number, 4000) for number in (1, 6, 1, 5)] == [1, 6, 1, 6], (
         "padding attends to the context too"
     )
@@ -262,8 +265,8 @@ HEADS: dict[str, Callable[[LanguageModel], Any]] = {
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_trained_heads_draft_as_in_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In ragged batches whose rows begin and end at different times, far behind the beginning too; where OpenVINO
-    draws the tokens itself, in longer windows, and at random."""
+    """In ragged batches whose rows begin and end at different times, far behind the beginning too;
+    where OpenVINO draws the tokens itself, in longer windows, and at random."""
     monkeypatch.setattr(eagle_openvino, "QUANTIZATION", None)  # int8 may draft other tokens
     model, drafted = HuggingFaceLM(tiny("llama", max_position_embeddings=600)), list[list[Any]]()
     drafter = HEADS[kind](model)
@@ -292,7 +295,7 @@ def test_trained_heads_draft_as_in_torch(kind: str, monkeypatch: pytest.MonkeyPa
 def test_padding_takes_no_slots_from_the_tokens_that_follow_in_a_call() -> None:
     state = PagedState(1, 64, sizes=[(1, 2, 2)], dtype=torch.float32)
     for start in range(50, 59):
-        positions, *_, longest = state.places([start], [2], width=6, num_more=4)
+        positions, *_, longest = state.plan_call([start], [2], size=6, num_following=4).inputs
         assert len(positions) == min(6, 60 - start) and longest == start + len(positions) + 4 <= 64
 
 
@@ -316,6 +319,52 @@ def test_drafting_is_lossless_towards_the_quantized_target(quantization: str, si
             decoder.decode(prompts, max_new_tokens=16, temperature=temperature).tokens
             == standard.tokens
         )
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_calls_of_all_widths_and_batches_compute_the_same_bits(quantization: str) -> None:
+    """Whatever calls came before, and however long a row's neighbors are."""
+    config = tiny("llama", hidden_size=128, intermediate_size=256)
+    model = OpenVINOLM.of(HuggingFaceLM(config), quantization)
+    text = torch.arange(44)[None] * 7919 % model.vocab_size
+    expected = model(text).logits
+
+    for call_length in (1, 2, 3, 5, 8, 17):
+        for batch_size in (1, 2, 3):
+            state = model.init_state(batch_size, 44)
+            rows = text.expand(batch_size, -1)
+            logits = [model(calls, state).logits for calls in rows.split(call_length, dim=1)]
+            assert torch.equal(torch.cat(logits, 1), expected.expand(batch_size, -1, -1))
+
+    state = model.init_state(3, 44)
+    for lengths in ([20, 1, 2], [1, 7, 1], [1, 0, 1], [4, 1, 1], [1, 1, 3]):
+        starts = state.consumed
+        longest = max(lengths)
+        tokens = torch.cat([text[:, start : start + longest] for start in starts])
+        logits = model(tokens, state, valid_lengths=lengths).logits
+        for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            assert torch.equal(logits[row, :length], expected[0, start : start + length])
+
+
+def test_quantized_early_exits_compute_the_same_bits(cache: Path) -> None:
+    model = OpenVINOLM.of(HuggingFaceLM(tiny("llama", hidden_size=128)), "int8")
+    decoder = SpeculativeDecoder(model, EarlyExitDrafter(1))
+    for temperature in (0.0, 1.0):
+        options: dict[str, Any] = {"max_new_tokens": 40, "temperature": temperature}
+        standard = decoder.decode_standard([[5, 6, 7, 5, 6], [9]], **options)
+        assert decoder.decode([[5, 6, 7, 5, 6], [9]], **options).tokens == standard.tokens
+        assert standard.lossless and standard.lossy_reason is None
+
+
+def test_activations_stay_as_they_are_where_widths_would_disagree(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a processor whose kernels add up in another order for each width."""
+    outcome = agreement.Agreement(0.01, 1e-4, "one token")
+    monkeypatch.setattr("lightning_specdec.models.openvino.agreement_of", lambda model: outcome)
+    model = HuggingFaceLM(tiny("llama"))
+    assert OpenVINOLM.of(model, "int8").dynamic_group == 0
+    assert OpenVINOLM.of(model).dynamic_group > 0
 
 
 def test_a_model_is_converted_once_and_nobody_is_told(
@@ -459,6 +508,64 @@ def test_a_cache_that_cannot_be_written_is_told(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     refused("decode", "--target", str(tmp_path / "model"), "--backend", "openvino", told="file")
+
+
+def test_a_full_disk_is_named_with_the_space_that_is_needed(cache: Path) -> None:
+    """Tried with a limit on the size of a file, which OpenVINO meets in the same way."""
+    model = HuggingFaceLM(tiny("llama"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(ValueError, match=f"cannot be written to {cache}: it needs .* are free"):
+            OpenVINOLM.of(model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(cache.iterdir())
+
+
+def test_what_a_killed_conversion_left_is_removed_by_the_next_start(cache: Path) -> None:
+    """And what another process is still writing stays."""
+    abandoned = cache / ".openvino-0123.abcdefgh"
+    in_use = cache / ".openvino-0123.ijklmnop"
+    for directory in (abandoned, in_use):
+        directory.mkdir(parents=True)
+        (directory / "model.bin").write_bytes(b"weights")
+    lock = os.open(in_use, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        OpenVINOLM.of(HuggingFaceLM(tiny("llama")))
+        assert in_use.exists() and not abandoned.exists()
+    finally:
+        os.close(lock)
+    OpenVINOLM.of(HuggingFaceLM(tiny("llama")))
+    assert not in_use.exists()
+
+
+def test_a_cache_that_is_read_only_or_wrong_is_told_in_one_line(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = HuggingFaceLM(tiny("llama"))
+    directory = OpenVINOLM.of(model).directory
+
+    for path in directory.iterdir():
+        path.unlink()
+    (directory / "sha256.json").write_text("{}")
+    with pytest.raises(ValueError, match="is damaged: delete it"):
+        OpenVINOLM.of(model)
+
+    (directory / "sha256.json").unlink()
+    directory.rmdir()
+    directory.symlink_to(cache / "gone")
+    with pytest.raises(ValueError, match="is a link to a directory that is gone: delete the link"):
+        OpenVINOLM.of(model)
+    directory.unlink()
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(cache))
+
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    with pytest.raises(ValueError, match=f"cannot be written to {cache}: Permission denied"):
+        OpenVINOLM.of(model)
 
 
 def test_decode_runs_in_openvino(tmp_path: Path, cache: Path) -> None:

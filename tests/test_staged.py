@@ -8,7 +8,7 @@ from typing import Any
 import cases
 import pytest
 import torch
-from test_rounds import CountedReads, Interrupted
+from test_rounds import Interrupted, Reads
 from test_states import assert_close
 from tiny_vocabularies import cross
 from torch import Tensor
@@ -258,13 +258,13 @@ def test_the_host_reads_the_device_twice_for_each_call_of_the_larger_stage(
         sampling=Sampling(temperature),
         num_draft_tokens=5,
     )
-    with CountedReads(monkeypatch) as reads:
+    with Reads(monkeypatch) as reads:
         while session.live:
-            reads.reads.clear()
+            reads.seen.clear()
             before = session.num_draft_calls
             session.step()
             num_calls = session.num_draft_calls - before
-            assert set(reads.reads) <= {"tolist"} and len(reads.reads) <= 1 + 2 * num_calls
+            assert set(reads.seen) <= {"tolist"} and len(reads.seen) <= 1 + 2 * num_calls
 
 
 class Told(ModelDrafter):

@@ -17,7 +17,7 @@ from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.checkpoints import checkpoint
 from lightning_specdec.models import loading
 from lightning_specdec.models.loading import load_model
-from lightning_specdec.training import MultiTokenTraining
+from lightning_specdec.training import MedusaTraining
 
 DATA = ("--data", "QuadraticProgressions", "--data.vocab_size", "320", "--data.max_change", "0")
 TRAINER = (
@@ -33,7 +33,7 @@ QUIET = (
     "--trainer.enable_progress_bar=false",
     "--trainer.enable_model_summary=false",
 )
-HEADS = ("--model", "MultiTokenTraining", "--model.num_heads", "2", "--model.num_draft_tokens", "2")
+HEADS = ("--model", "MedusaTraining", "--model.num_heads", "2", "--model.num_draft_tokens", "2")
 BRIEF = ("--repeats", "1", "--max_new_tokens", "6", "--output", "json", "--prompt", "1 2 3")
 
 
@@ -259,13 +259,13 @@ def test_a_run_is_resumed_where_its_target_is_now_and_on_no_other() -> None:
 
 
 def test_a_target_that_is_trained_is_stored_whole() -> None:
-    model = MultiTokenTraining(target_checkpoint="target")
+    model = MedusaTraining(target_checkpoint="target")
     assert model.describe()["target"]["class"] == "HuggingFaceLM"
-    again = MultiTokenTraining(target_checkpoint="run/version_0/best.ckpt", freeze_target=True)
+    again = MedusaTraining(target_checkpoint="run/version_0/best.ckpt", freeze_target=True)
     assert again.describe()["target"]["source"] == "target", (
         "heads on the target of heads mean the same target"
     )
-    learns = MultiTokenTraining(target_checkpoint="run/version_0/best.ckpt")
+    learns = MedusaTraining(target_checkpoint="run/version_0/best.ckpt")
     assert learns.describe()["target"]["class"] == "HuggingFaceLM"
 
 

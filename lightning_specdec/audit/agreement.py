@@ -23,7 +23,7 @@ class Agreement:
     """Whether speculative decoding produced the tokens of standard decoding, and why not.
 
     Args:
-        kind: "identical"; "lossy" for a rule that may change the output; "random" for two draws of
+        kind: "identical"; "lossy" for a rule or a target that may change the output; "random" for two draws of
             one distribution; "near-tie" for a difference that rounding explains; "fault" for one
             that nothing explains.
         text: the finding in a few words.
@@ -46,6 +46,11 @@ def compare_outputs(
         config: the settings of both results.
     """
     pairs = list(zip(standard.rows, speculative.rows, strict=True))
+    if speculative.lossy_reason is not None:
+        num_equal = sum(plain.tokens == drafted.tokens for plain, drafted in pairs)
+        plural = "" if len(pairs) == 1 else "s"
+        equal = f"{num_equal} of {len(pairs)} output{plural} equal"
+        return Agreement("lossy", f"NOT LOSSLESS: {speculative.lossy_reason}; {equal}")
     if not speculative.lossless:
         return Agreement("lossy", _describe_loss(pairs, speculative))
 

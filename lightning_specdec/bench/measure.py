@@ -181,7 +181,7 @@ class Case:
             temperature=self.config.temperature,
             batch_size=self.batch_size,
             rule=None if rule is None else rule_label(self.config.rule),
-            lossless=None if rule is None else rule.lossless,
+            lossless=None if rule is None else rule.lossless and self.target.lossy_reason is None,
             seed=self.config.seed + repeat,
             max_new_tokens=self.config.max_new_tokens,
             **figures,

@@ -35,7 +35,7 @@ from lightning_specdec.decoding.rows import check_prompt
 from lightning_specdec.decoding.windows import DEFAULT_WINDOW
 from lightning_specdec.drafters import Drafter, ModelDrafter
 from lightning_specdec.models import LanguageModel
-from lightning_specdec.models.base import weights_digest
+from lightning_specdec.models.weights import weights_digest
 from lightning_specdec.rules import make_rule
 
 log = logging.getLogger(__name__)

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 
 def cache_home() -> Path:
-    """Where this program keeps what it can make again: `~/.cache/lightning_specdec`, by XDG's rules."""
+    """Where this program keeps what it can make again: `~/.cache/lightning_specdec`, by XDG's
+    rules."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightning_specdec"
 
 
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """A new file, with a name of its own beside that one: it takes its place in one step, or is gone if writing fails.
+    """A new file, with a name of its own beside that one: it takes its place in one step, or is
+    gone if writing fails.
 
     Missing directories are made.
 
     Raises:
         ValueError: no file can be put there.
-        OSError: the writing failed, as on a full disk; the error names `path`, and an old file stays.
+        OSError: the writing failed, as on a full disk; the error names `path`, and an old file
+            stays.
     """
     if path.is_dir():
         raise ValueError(f"{path} is a directory: name the file to write in it")
@@ -55,27 +60,79 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A new directory, with a name of its own beside that one: it takes its place in one step, or is gone on an error.
+    """Create a directory with all its files in one step, or not at all.
+
+    The files are written to a temporary directory beside it, which is renamed at the end. A process
+    that is killed leaves that directory behind: see `remove_abandoned`.
+
+    Yields:
+        The temporary directory.
 
     Raises:
-        ValueError: something is there already.
+        ValueError: something is at `path` already.
         OSError: the writing failed; nothing is left.
     """
     if path.is_symlink() or path.exists():
         raise ValueError(f"{path} is there already and stays as it is: choose another directory")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            dir=path.parent, prefix=f".{path.name}.", ignore_cleanup_errors=True
-        ) as name:
-            folder = Path(name)
-            yield folder
-            for each in folder.iterdir():
-                with each.open("rb") as file:
+        temporary = _locked_directory(path)
+        try:
+            yield temporary.path
+            for written_path in temporary.path.iterdir():
+                with written_path.open("rb") as file:
                     os.fsync(file.fileno())
-            os.chmod(folder, 0o755)  # a temporary directory is its owner's alone
-            os.rename(folder, path)
-    except OSError as error:  # a full disk names no file
+            # A temporary directory is readable by its owner only.
+            os.chmod(temporary.path, 0o755)
+            os.rename(temporary.path, path)
+        finally:
+            shutil.rmtree(temporary.path, ignore_errors=True)
+            os.close(temporary.lock)
+    except OSError as error:
+        # The error of a full disk names no file.
         if error.filename is None and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+class _LockedDirectory(NamedTuple):
+    """A temporary directory that this process holds a lock on, as the file descriptor `lock`."""
+
+    path: Path
+    lock: int
+
+
+def _locked_directory(path: Path) -> _LockedDirectory:
+    """A new temporary directory beside a path. Its lock tells other processes that it is in use."""
+    while True:
+        directory = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+        try:
+            lock = os.open(directory, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # Another process may have taken it for abandoned before it was locked.
+        if directory.exists():
+            return _LockedDirectory(directory, lock)
+        os.close(lock)
+
+
+def remove_abandoned(parent: Path, prefix: str) -> None:
+    """Remove temporary directories of `new_directory` whose process was killed while it wrote them.
+
+    Args:
+        parent: the directory that contains them. It must be this program's own: names are all that
+            is checked.
+        prefix: how the names of the finished directories begin.
+    """
+    for directory in parent.glob(f".{prefix}*"):
+        if directory.is_symlink() or not directory.is_dir():
+            continue
+        # Another process may remove it at the same time, and some file systems have no locks.
+        with suppress(OSError):
+            lock = os.open(directory, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(directory, ignore_errors=True)
+            finally:
+                os.close(lock)

@@ -24,8 +24,8 @@ from lightning_specdec.decoding.rows import (
 from lightning_specdec.decoding.timing import PhaseTimer, peak_memory_bytes
 from lightning_specdec.drafters.layout import pad
 from lightning_specdec.models import LanguageModel
-from lightning_specdec.models.base import one_thread
 from lightning_specdec.models.graphs import Outputs
+from lightning_specdec.models.threads import one_thread
 from lightning_specdec.rules import Purpose, Sampling, noise_table
 
 if TYPE_CHECKING:
@@ -255,6 +255,8 @@ class _StandardDecoding:
             phase_seconds=self.timer.seconds(),
             num_target_calls=self.num_calls,
             peak_memory_bytes=peak_memory_bytes(self.device),
+            lossless=self.target.lossy_reason is None,
+            lossy_reason=self.target.lossy_reason,
         )
 
 

@@ -115,12 +115,15 @@ class DecodeResult:
         phase_seconds: the same seconds by phase: "draft", "verify", "accept", "rest".
         num_target_calls: forward passes of the target.
         peak_memory_bytes: highest memory use so far, of the GPU or, on a CPU, of the process.
-        lossless: whether the rule keeps exactly the target's distribution.
+        lossless: whether the output has exactly the target's distribution: the rule keeps it, and
+            the target computes the same logits in calls of all widths.
         num_draft_calls: forward passes of the draft; None for standard decoding, like the fields
             below.
         num_draft_tokens: most draft tokens per round.
         rule: class name of the acceptance rule.
         window: how the draft tokens per round were chosen, as plain values.
+        lossy_reason: why the target's own calls make the result not lossless; None if only the rule
+            decides.
     """
 
     rows: list[RowResult]
@@ -133,6 +136,7 @@ class DecodeResult:
     num_draft_tokens: int | None = None
     rule: str | None = None
     window: dict[str, Any] | None = None
+    lossy_reason: str | None = None
 
     @property
     def tokens(self) -> list[list[int]]:

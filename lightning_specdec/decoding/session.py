@@ -34,7 +34,7 @@ from lightning_specdec.decoding.windows import as_window
 from lightning_specdec.drafters import Draft, Drafter, DraftRequest
 from lightning_specdec.drafters.layout import pad, verified_positions, with_draft_tokens
 from lightning_specdec.models import LanguageModel, ModelOutput
-from lightning_specdec.models.base import one_thread
+from lightning_specdec.models.threads import one_thread
 from lightning_specdec.rules import Sampling, make_rule
 from lightning_specdec.text.tokenizer import Tokenizer
 
@@ -366,11 +366,12 @@ class Session:
             phase_seconds=self.timer.seconds(),
             num_target_calls=self.num_target_calls,
             peak_memory_bytes=peak_memory_bytes(self.device),
-            lossless=self.rule.lossless,
+            lossless=self.rule.lossless and self.target.lossy_reason is None,
             num_draft_calls=self.num_draft_calls,
             num_draft_tokens=self.window.largest,
             window=self.window.to_dict(),
             rule=type(self.rule).__name__,
+            lossy_reason=self.target.lossy_reason,
         )
 
 

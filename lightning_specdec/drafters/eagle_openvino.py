@@ -1,7 +1,9 @@
 """An autoregressive head that runs in OpenVINO, where its target does.
 
-Shapes: B rows, T tokens, D width of the target's hidden states, F layers, K draft tokens, N scored tokens, P tokens of
-all rows, without padding, V tokens of the target, W tokens of the draft.
+Shapes: B rows, T entries of a row, D width of the target's hidden states, F layers, K draft tokens,
+    S scored entries,
+N entries of all rows in one call, P the same with the call's padding, V tokens of the target, W
+tokens of the draft.
 """
 
 from __future__ import annotations
@@ -11,26 +13,29 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_specdec.drafters.eagle_network import EagleNetwork
-from lightning_specdec.models.openvino import Compiled
+from lightning_specdec.models.openvino import Compiled, computing_dtype
 from lightning_specdec.models.openvino_conversion import open_attention
-from lightning_specdec.models.paged_state import PagedState, lengthened, without_padding
+from lightning_specdec.models.paged_state import PagedState, flatten_rows
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
 ROLLED = 5
-"""Draft tokens of one call that draws them itself: each costs half of one that the host draws (docs/log.md)."""
+"""Most draft tokens of a call that chooses them itself. Each costs half of one that the host
+chooses (docs/log.md)."""
 QUANTIZATION: str | None = "int8"
-"""Of the weights: reading them is most of a draft token's cost (docs/log.md), and rounding them changes no output."""
+"""Of the weights. Reading them is most of a draft token's cost (docs/log.md), and rounding them
+changes no output."""
 
 
 class _Join(nn.Module):
-    """The target's hidden states become features of the network's own."""
+    """Projects the target's hidden states to features of the head."""
 
     def __init__(self, network: EagleNetwork) -> None:
         super().__init__()
@@ -41,33 +46,35 @@ class _Join(nn.Module):
 
 
 class _Step(nn.Module):
-    """Entries with features of the network's own."""
+    """Reads entries that contain the head's own features."""
 
     def __init__(self, network: EagleNetwork) -> None:
         super().__init__()
-        self.network, self.attention = network, open_attention
+        self.network = network
+        self.attention = open_attention
 
     def forward(
         self,
         embedded: Float[Tensor, "P 1 D"],
         features: Float[Tensor, "P 1 D"],
-        scored: Int[Tensor, "N"],
+        scored: Int[Tensor, "S"],
         positions: Int[Tensor, "P 1"],
-    ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N W"]]:
-        """The next features and the logits behind some entries."""
+    ) -> tuple[Float[Tensor, "S D"], Float[Tensor, "S W"]]:
+        """The features that the head reads next, and the logits of the scored entries."""
         attend = partial(self.attention, window=self.network.attention_window)
-        last = self.network.layer(embedded, features, positions, attend)[:, 0].index_select(
-            0, scored
-        )
-        return self.network.fed_back(last), self.network.logits(last)
+        hidden = self.network.layer(embedded, features, positions, attend)
+        scored_hidden = hidden[:, 0].index_select(0, scored)
+        return self.network.fed_back(scored_hidden), self.network.logits(scored_hidden)
 
 
 class _Roll(nn.Module):
-    """Entries with the target's hidden states, then `ROLLED` tokens that are each the likeliest after the last."""
+    """Reads entries that contain the target's hidden states, then drafts `ROLLED` tokens
+    greedily."""
 
     def __init__(self, network: EagleNetwork, vocabulary: Tensor | None) -> None:
         super().__init__()
-        self.network, self.attention = network, open_attention
+        self.network = network
+        self.attention = open_attention
         self.vocabulary = None if vocabulary is None else nn.Buffer(vocabulary)
 
     def forward(
@@ -78,43 +85,46 @@ class _Roll(nn.Module):
         scored: Int[Tensor, "B"],
         positions: Int[Tensor, "P 1"],
     ) -> tuple[Int[Tensor, "B _"], Float[Tensor, "B _"]]:
-        """The tokens, and how likely each is."""
-        network, attend = (
-            self.network,
-            partial(self.attention, window=self.network.attention_window),
-        )
-        tokens, chances = list[Tensor](), list[Tensor]()
-        hidden = network.layer(embedded, network.joined(features), positions, attend).index_select(
-            0, scored
-        )
+        """The draft tokens in the target's numbers, and their probabilities."""
+        network = self.network
+        attend = partial(self.attention, window=network.attention_window)
+        hidden = network.layer(embedded, network.joined(features), positions, attend)
+        hidden = hidden.index_select(0, scored)
         positions = positions.index_select(0, scored)
-        for i in range(ROLLED):
-            if i:
+
+        draft_tokens: list[Tensor] = []
+        token_probs: list[Tensor] = []
+        for step in range(ROLLED):
+            if step > 0:
                 positions = positions + 1
-                embedded = nn.functional.embedding(tokens[-1], embeddings)[:, None].float()
-                behind = partial(attend, past=positions[:, 0])
-                hidden = network.layer(embedded, network.fed_back(hidden), positions, behind)
+                embedded = nn.functional.embedding(draft_tokens[-1], embeddings)[:, None].float()
+                attend_to_past = partial(attend, past=positions[:, 0])
+                features = network.fed_back(hidden)
+                hidden = network.layer(embedded, features, positions, attend_to_past)
             logits = network.logits(hidden[:, 0])
-            token = _largest(logits)
-            chances.append(logits.softmax(-1).amax(-1))
-            tokens.append(token if self.vocabulary is None else self.vocabulary[token])
-        return torch.stack(tokens, dim=1), torch.stack(chances, dim=1)
+            tokens = _argmax(logits)
+            token_probs.append(logits.softmax(-1).amax(-1))
+            if self.vocabulary is not None:
+                tokens = self.vocabulary[tokens]
+            draft_tokens.append(tokens)
+        return torch.stack(draft_tokens, dim=1), torch.stack(token_probs, dim=1)
 
 
-def _largest(logits: Float[Tensor, "B W"]) -> Int[Tensor, "B"]:
-    """As `argmax`, in operations that OpenVINO runs three times as fast."""
-    order = torch.arange(logits.shape[-1], dtype=torch.int32)
+def _argmax(logits: Float[Tensor, "B W"]) -> Int[Tensor, "B"]:
+    """The same as `argmax`, in operations that OpenVINO runs three times as fast."""
+    numbers = torch.arange(logits.shape[-1], dtype=torch.int32)
     largest = logits.amax(-1, keepdim=True)
-    return torch.where(logits >= largest, order, order[-1:]).amin(-1).long()
+    return torch.where(logits >= largest, numbers, numbers[-1:]).amin(-1).long()
 
 
 class EagleInOpenVINO:
     """The network of an `EagleDrafter`, compiled.
 
     Args:
-        network: it is copied.
-        vocabulary: the target's numbers of its tokens; None where they are the target's.
-        embeddings: the target's, which it shares; None where they are not a plain table.
+        network: the network; it is copied.
+        vocabulary: the target's number of each draft token; None if they are the same.
+        embeddings: the target's embedding table, whose memory is shared; None if it has no plain
+            table.
     """
 
     def __init__(
@@ -123,69 +133,92 @@ class EagleInOpenVINO:
         vocabulary: Int[Tensor, "W"] | None,
         embeddings: Float[Tensor, "V D"] | None,
     ) -> None:
-        self.dtype, settings = network.dtype, network.settings
-        vectors, scored, positions = (
-            torch.zeros(4, 1, settings.hidden_size),
-            torch.arange(2),
-            torch.arange(4)[:, None],
-        )
-        wide = vectors.repeat(1, 1, len(settings.feature_layers))
-        kind = self.dtype, QUANTIZATION, (settings, ROLLED)
-        self._join = Compiled.of(_Join(network), (wide,), *kind)
-        self._step = Compiled.of(_Step(network), (vectors, vectors, scored, positions), *kind)
+        settings = network.settings
+        self.dtype = network.dtype
+        # Example inputs for tracing: four entries, of which two are scored.
+        vectors = torch.zeros(4, 1, settings.hidden_size)
+        target_vectors = vectors.repeat(1, 1, len(settings.feature_layers))
+        scored = torch.arange(2)
+        positions = torch.arange(4)[:, None]
+
+        options = (self.dtype, QUANTIZATION, (settings, ROLLED))
+        self._join = Compiled.of(_Join(network), (target_vectors,), *options)
+        step_inputs = (vectors, vectors, scored, positions)
+        self._step = Compiled.of(_Step(network), step_inputs, *options)
         self._roll: Compiled | None = None
         if embeddings is not None:
-            inputs = embeddings, vectors, wide, scored, positions
-            self._roll = Compiled.of(_Roll(network, vocabulary), inputs, *kind, shared=True)
+            roll_inputs = (embeddings, vectors, target_vectors, scored, positions)
+            roll = _Roll(network, vocabulary)
+            self._roll = Compiled.of(roll, roll_inputs, *options, shared=True)
 
     def init_state(self, batch_size: int, max_length: int) -> PagedState:
-        """Keys and values of the entries; a roll may pass the end of the text."""
-        return PagedState(batch_size, max_length + ROLLED, sizes=self._step.sizes, dtype=self.dtype)
+        """Keys and values of the entries. The tokens that one call drafts may pass the end of the
+        text."""
+        sizes = self._step.sizes
+        dtype = computing_dtype(self.dtype)
+        return PagedState(batch_size, max_length + ROLLED, sizes=sizes, dtype=dtype)
 
     def advance(
         self,
-        read: PagedState,
+        state: PagedState,
         embedded: Float[Tensor, "B T D"],
         features: Float[Tensor, "B T _"],
         lengths: Sequence[int] | None,
     ) -> tuple[Float[Tensor, "B 1 D"], Float[Tensor, "B W"]]:
         """As of `EagleDrafter`."""
         num_rows, num_entries = embedded.shape[:2]
-        counts = [num_entries] * num_rows if lengths is None else list(lengths)
-        inputs = _inputs(read, embedded, features, counts)
+        row_lengths = [num_entries] * num_rows if lengths is None else list(lengths)
+        inputs = _inputs(state, embedded, features, row_lengths)
+        # With lengths the features are the target's, otherwise the head's own.
         if lengths is not None:
             inputs[1] = self._join.run([inputs[1]])[0]
-        feature, logits = self._step.run(inputs, read)
-        read.advance(num_entries, lengths)
-        return feature[:, None], logits
+        next_features, logits = self._step.run(inputs, state)
+        state.advance(num_entries, lengths)
+        return next_features[:, None], logits
 
     def roll(
         self,
-        read: PagedState,
+        state: PagedState,
         embedded: Float[Tensor, "B T D"],
         features: Float[Tensor, "B T FD"],
         lengths: Sequence[int],
         num_tokens: int,
     ) -> tuple[Int[Tensor, "B K"], Float[Tensor, "B K"]] | None:
-        """Read the next entries of every row as `advance` does, and draft K likeliest tokens behind them.
+        """Read the next entries of every row as `advance` does, and draft K tokens greedily after
+        them.
 
         Returns:
-            The tokens and their probabilities; None where that many cannot be drafted at once.
+            The tokens and their probabilities; None if that many cannot be drafted in one call.
         """
-        if self._roll is None or not all(lengths) or not 1 < num_tokens <= ROLLED:
+        can_roll = self._roll is not None and all(lengths) and 1 < num_tokens <= ROLLED
+        if not can_roll:
             return None
-        tokens, chances = self._roll.run(
-            _inputs(read, embedded, features, lengths, ROLLED - 1), read
-        )
-        read.advance(embedded.shape[1], lengths)
-        return tokens[:, :num_tokens], chances[:, :num_tokens]
+        assert self._roll is not None
+        inputs = _inputs(state, embedded, features, lengths, num_following=ROLLED - 1)
+        tokens, token_probs = self._roll.run(inputs, state)
+        state.advance(embedded.shape[1], lengths)
+        return tokens[:, :num_tokens], token_probs[:, :num_tokens]
 
 
 def _inputs(
-    read: PagedState, embedded: Tensor, features: Tensor, counts: Sequence[int], drawn: int = 0
+    state: PagedState,
+    embedded: Float[Tensor, "B T D"],
+    features: Float[Tensor, "B T _"],
+    lengths: Sequence[int],
+    num_following: int = 0,
 ) -> list[Any]:
-    """Entries without padding, whose outputs are wanted, and their places; `drawn` tokens of each row follow them."""
-    places = read.places(read.consumed, counts, read.num_tokens[drawn].padded(sum(counts)), drawn)
-    scored = torch.tensor([max(end - 1, 0) for end in accumulate(counts)])
-    flat = [without_padding(each, counts) for each in (embedded, features)]
-    return [*(lengthened(each, places).float().contiguous() for each in flat), scored, *places]
+    """The network's inputs for the next entries of every row, of which the last one of each is
+    scored.
+
+    Args:
+        lengths: how many of each row's T entries are real.
+        num_following: draft tokens of each row that follow in the same call.
+    """
+    size = state.num_tokens[num_following].padded(sum(lengths))
+    call = state.plan_call(state.consumed, lengths, size, num_following)
+    vectors = []
+    for rows in (embedded, features):
+        vectors.append(call.pad(flatten_rows(rows, lengths)).float().contiguous())
+    last_entries = [max(end - 1, 0) for end in accumulate(lengths)]
+    scored = call.indices(np.array(last_entries))
+    return [*vectors, scored, *call.inputs]

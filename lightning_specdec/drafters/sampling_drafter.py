@@ -18,9 +18,10 @@ from torch import Tensor
 from lightning_specdec.drafters.base import Drafter, DraftRequest
 from lightning_specdec.drafters.draft_vocabulary import DraftVocabulary
 from lightning_specdec.models import DecodeState, ExitStates, KVState, LanguageModel
-from lightning_specdec.models.base import OPENVINO_DTYPES, one_thread
+from lightning_specdec.models.base import OPENVINO_DTYPES
 from lightning_specdec.models.graphs import Outputs
 from lightning_specdec.models.packed import can_pack, pack_linears
+from lightning_specdec.models.threads import one_thread
 from lightning_specdec.rules import Draft, Sampling
 
 if TYPE_CHECKING:

@@ -27,6 +27,7 @@ from lightning_specdec.models.weights import weights_stamp as weights_stamp
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
+    from lightning_specdec.models.agreement import Agreement
     from lightning_specdec.models.safetensors_file import Origin
     from lightning_specdec.text.tokenizer import Tokenizer
     from lightning_specdec.text.vocabulary import Vocabulary
@@ -98,6 +99,9 @@ class LanguageModel(nn.Module, ABC):
         origin: the files that the weights were read from; None for a model that was created or
             trained in this process.
         backend: name of the library that computes, "torch" or "openvino".
+        agreement: whether calls of all widths return the same logits, as measured when the model was
+            prepared for decoding; None if that was not necessary. Results are lossless only if they
+            do.
     """
 
     Settings: ClassVar[type[settings.Settings]] = settings.NoSettings
@@ -109,6 +113,7 @@ class LanguageModel(nn.Module, ABC):
     tokenizer: Tokenizer | None = None
     origin: Origin | None = None
     backend: ClassVar[str] = "torch"
+    agreement: Agreement | None = None
 
     @abstractmethod
     def init_state(self, batch_size: int, max_length: int) -> DecodeState:
@@ -223,6 +228,11 @@ class LanguageModel(nn.Module, ABC):
     def device(self) -> torch.device:
         """The device of the weights."""
         return next(self.parameters()).device
+
+    @property
+    def lossy_reason(self) -> str | None:
+        """Why drafting changes this model's output, whatever the rule; None if it does not."""
+        return None if self.agreement is None else self.agreement.reason
 
     def refresh(self) -> None:
         """Read again what this object remembers of its modules, which a user may have changed.

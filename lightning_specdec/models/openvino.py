@@ -1,16 +1,18 @@
-"""A transformers model whose layers and output head run in OpenVINO on a CPU, over a paged attention state.
+"""A transformers model whose layers and output head run in OpenVINO on a CPU.
 
-The layers are converted once; each one's attention becomes OpenVINO's paged attention, in which the tokens of all rows
-lie one behind the other without padding and every row's keys and values in blocks of its own (as in vLLM, Kwon et al.
-2023). Going back lowers a length and copies nothing.
+The layers are converted once. Each one's attention becomes OpenVINO's paged attention: a call reads
+the tokens of all rows one row after the other, and each row's keys and values lie in blocks (as in
+vLLM, Kwon et al. 2023). Rolling back lowers a length and copies nothing.
 
-Shapes: B rows, T tokens, D hidden size, N scored positions, V vocabulary; P tokens of all rows, without padding.
+Shapes: B rows, T tokens, D hidden size, K scored positions of a row, V vocabulary; N tokens of all
+rows in one call; P the same with the call's padding.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import cache
@@ -27,78 +29,144 @@ from openvino import opset13 as ops
 from openvino.op import _PagedAttentionExtension
 from torch import Tensor, nn
 
-from lightning_specdec.config.files import cache_home, new_directory
+from lightning_specdec.config.files import cache_home, new_directory, remove_abandoned
 from lightning_specdec.config.memory import require_memory
+from lightning_specdec.models.agreement import agreement_of
 from lightning_specdec.models.base import ExitStates, ModelOutput, weights_digest, weights_stamp
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.loading import check_openvino
 from lightning_specdec.models.openvino_conversion import (
     FORMAT,
     GROUP,
-    QUANTIZED_ROW,
-    ROW,
     Attention,
     convert,
-    shared_tensor,
+    save,
     traced,
 )
-from lightning_specdec.models.paged_state import BLOCK, PagedState, lengthened, without_padding
+from lightning_specdec.models.paged_state import (
+    ATTENTION_INPUTS,
+    BLOCK,
+    QUANTIZED_TOKEN_COST,
+    TOKEN_COST,
+    CallSizes,
+    PagedCall,
+    PagedState,
+    flatten_rows,
+    shared_tensor,
+)
 from lightning_specdec.models.state import DecodeState, Lengths, as_list
 
 PRECISIONS = {torch.float32: ("f32", ov.Type.f32), torch.bfloat16: ("bf16", ov.Type.bf16)}
-"""What a model of that dtype computes in and keeps its keys and values in."""
-DYNAMIC = 32
-"""Activations that share a scale where they meet quantized weights."""
-_PLACES = (
-    "past_lens",
-    "subsequence_begins",
-    "block_indices",
-    "block_indices_begins",
-    "max_context_len",
-)
-"""Inputs that say where the tokens belong, named as OpenVINO's own pipelines do."""
-_CONVERTING = Lock()  # torch traces one network at a time
+"""OpenVINO's names of the dtypes that networks compute in and keep their keys and values in."""
+DYNAMIC_GROUP = 32
+"""Activations that share a scale where they meet quantized weights. OpenVINO quantizes them in
+calls on several tokens; 0 leaves them as they are."""
+FEWEST_QUANTIZED_TOKENS = 2
+"""Tokens that a call computes at least for each row and at least scores, where weights are
+quantized.
+
+OpenVINO does not quantize the activations of a single token, and a row's attention adds up in
+another order for one token than for several. From two tokens on, a token's numbers are the same
+bits in every call (docs/log.md).
+"""
+
+log = logging.getLogger(__name__)
+_CONVERTING = Lock()
+"""Held while a network is converted: torch traces one network at a time."""
 
 
 def converted(model: HuggingFaceLM, quantization: str | None = None) -> Path:
-    """The directory of a model's converted files, see `_kept`; ValueError also where OpenVINO cannot run it."""
+    """The directory of a model's converted files: made at the first use, then read from the cache
+    directory.
 
-    def make(directory: Path) -> None:
-        require_memory(
-            "converting the model to OpenVINO", 12 * model.num_parameters, "cpu"
-        )  # in float32
-        single = model.in_float32()
-        convert(single, directory, model.dtype, quantization)
+    Raises:
+        ValueError: OpenVINO cannot run the model; or as `_cached_files`.
+    """
+
+    def write(directory: Path) -> None:
+        # The copy in float32, its conversion, and the file that is written.
+        needed_bytes = 12 * model.num_parameters
+        require_memory("converting the model to OpenVINO", needed_bytes, "cpu")
+        model_in_float32 = model.in_float32()
+        convert(model_in_float32, directory, model.dtype, quantization)
         if quantization is None:
-            _check(single, OpenVINOLM(single, directory))
+            _check(model_in_float32, OpenVINOLM(model_in_float32, directory))
 
-    return _kept((weights_digest(model), model.arguments(), model.dtype, quantization), make)
+    settings = (weights_digest(model), model.arguments(), model.dtype, quantization)
+    return _cached_files(settings, write)
 
 
-def _kept(settings: object, make: Callable[[Path], None]) -> Path:
-    """A directory of converted files: made once, kept in the cache by its settings, checked when read.
+def _cached_files(settings: object, write: Callable[[Path], None]) -> Path:
+    """A directory of converted files in the cache, named by their settings: written once, checked
+    when read.
+
+    Args:
+        settings: everything that decides what the files contain.
+        write: writes the files to a new directory.
 
     Raises:
         ValueError: the files are damaged or cannot be written.
     """
-    everything = repr((settings, GROUP, DYNAMIC, FORMAT, ov.get_version()))
-    home = cache_home() / f"openvino-{hashlib.sha256(everything.encode()).hexdigest()[:24]}"
-    sums = home / "sha256.json"
-    if not home.exists():
+    key = repr((settings, GROUP, DYNAMIC_GROUP, FORMAT, ov.get_version()))
+    digest = hashlib.sha256(key.encode()).hexdigest()[:24]
+    directory = cache_home() / f"openvino-{digest}"
+    if directory.is_symlink() and not directory.exists():
+        raise ValueError(f"{directory} is a link to a directory that is gone: delete the link")
+
+    remove_abandoned(directory.parent, "openvino-")
+    if not directory.exists():
         try:
-            with _CONVERTING, new_directory(home) as made:
-                make(made)
-                (made / sums.name).write_text(json.dumps(_sha256(made)), encoding="ascii")
-        except (OSError, ValueError):  # another process may have been first
-            if not home.exists():
+            with _CONVERTING, new_directory(directory) as temporary:
+                write(temporary)
+                digests = json.dumps(_file_digests(temporary))
+                (temporary / "sha256.json").write_text(digests, encoding="ascii")
+        except OSError as error:
+            # Another process may have written the same files first.
+            if not directory.exists():
+                raise ValueError(
+                    f"the converted model cannot be written to {directory.parent}: "
+                    f"{error.strerror}: set XDG_CACHE_HOME to a directory that can be written"
+                ) from error
+        except ValueError:
+            if not directory.exists():
                 raise
+
+    if not _is_whole(directory):
+        raise ValueError(f"{directory} is damaged: delete it to have it rebuilt")
+    return directory
+
+
+def _is_whole(directory: Path) -> bool:
+    """Whether a directory contains a converted network, and every file is as it was written."""
     try:
-        whole = _sha256(home) == json.loads(sums.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        whole = False
-    if not whole:
-        raise ValueError(f"{home} is damaged: delete it to have it rebuilt")
-    return home
+        recorded = json.loads((directory / "sha256.json").read_text(encoding="ascii"))
+        return {"model.xml", "model.bin"} <= set(recorded) and recorded == _file_digests(directory)
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _file_digests(directory: Path) -> dict[str, str]:
+    """The sha256 of each file of a converted network, by name."""
+    digests = {}
+    for path in sorted(directory.glob("*.xml")) + sorted(directory.glob("*.bin")):
+        with path.open("rb") as file:
+            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
+
+
+@torch.no_grad()
+def _check(model: HuggingFaceLM, converted_model: OpenVINOLM) -> None:
+    """Raise ValueError unless a converted model gives the model's logits, both computed in
+    float32."""
+    tokens = torch.arange(12)[None] * 7919 % model.vocab_size
+    expected = model(tokens).logits
+    difference = (converted_model(tokens).logits - expected).abs().max()
+    # `not <=` also catches NaN.
+    if not difference <= 1e-3 * expected.abs().max():
+        name = type(model.model).__name__
+        raise ValueError(
+            f"OpenVINO computes other logits for {name} than torch does: use --backend torch"
+        )
 
 
 @cache
@@ -108,85 +176,63 @@ def _core() -> ov.Core:
     return core
 
 
-def _sha256(directory: Path) -> dict[str, str]:
-    digests = {}
-    for path in sorted(directory.glob("*.xml")) + sorted(directory.glob("*.bin")):
-        with path.open("rb") as file:
-            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return digests
+@cache
+def _has_bfloat16() -> bool:
+    """Whether OpenVINO computes in bfloat16 on this processor."""
+    return "BF16" in _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
-@torch.no_grad()
-def _check(model: HuggingFaceLM, made: OpenVINOLM) -> None:
-    """Raise ValueError unless the converted model gives the model's logits, both computed in float32."""
-    tokens = torch.arange(12)[None] * 7919 % model.vocab_size
-    wanted, got = model(tokens).logits, made(tokens).logits
-    if not (got - wanted).abs().max() <= 1e-3 * wanted.abs().max():
-        what = type(model.model).__name__
-        raise ValueError(
-            f"OpenVINO computes other logits for {what} than torch does: use --backend torch"
-        )
+def computing_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What a network of that dtype computes in here: float32 where the processor has no bfloat16
+    instructions.
+
+    Its weights stay in bfloat16 all the same, so that reading them takes half the time.
+    """
+    if dtype == torch.bfloat16 and not _has_bfloat16():
+        return torch.float32
+    return dtype
 
 
 class Compiled:
-    """A network that runs in OpenVINO, with paged attention in the place of `Attention`.
+    """A network compiled for this CPU, with OpenVINO's paged attention in place of `Attention`.
 
     Args:
-        model: with inputs that are all read; the positions are the last one, where it has attention. It is changed.
-        dtype: as of `PRECISIONS`.
-        memory: what the model reads and does not keep.
+        model: the network; it is changed. All its inputs are read, and the last one contains the
+            positions if it has attention.
+        dtype: a dtype of `PRECISIONS`.
+        memory: what the network reads without owning it.
+        dynamic_group: see `DYNAMIC_GROUP`.
 
     Attributes:
         sizes: see `PagedState`.
     """
 
-    def __init__(self, model: ov.Model, dtype: torch.dtype, memory: object = None) -> None:
-        self._memory, self.sizes = memory, list[tuple[int, int, int]]()
-        places = [
-            ops.parameter([] if name == _PLACES[-1] else [-1], ov.Type.i32, name)
-            for name in _PLACES
-        ]
-        caches: list[Any] = []
-        for node in model.get_ordered_ops():
-            if node.get_type_name() == "Attention":
-                heads, key, value, window = (
-                    int(each) for each in node.input_value(3).get_node().data
-                )
-                here = places
-                if (
-                    node.get_input_size() > 5
-                ):  # a token that follows in the same layer, the only one
-                    here = [*_next_places(node.input_value(5)), *places[2:]]
-                else:
-                    caches += [
-                        ops.parameter([-1, heads, BLOCK, size], PRECISIONS[dtype][1])
-                        for size in (key, value)
-                    ]
-                    self.sizes.append((heads, key, value))
-                paged = _paged_attention(node, caches[-2:], here, window)
-                for kind, size in (("k", key), ("v", value)):
-                    paged.set_rt_info(heads, f"num_{kind}_heads")
-                    paged.set_rt_info(size, f"{kind}_head_size")
-                node.output(0).replace(paged.output(0))
-        if caches:
-            model = ov.Model(
-                model.get_results(), [*model.get_parameters(), *places, *caches], "paged"
-            )
-        model.validate_nodes_and_infer_types()
-        precision = PRECISIONS[dtype][0]
+    def __init__(
+        self,
+        model: ov.Model,
+        dtype: torch.dtype,
+        memory: object = None,
+        *,
+        dynamic_group: int = DYNAMIC_GROUP,
+    ) -> None:
+        self._memory = memory
+        precision_name, precision = PRECISIONS[computing_dtype(dtype)]
+        model, self.sizes = _with_paged_attention(model, precision)
         options = {
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
-            "INFERENCE_PRECISION_HINT": precision,
-            "KV_CACHE_PRECISION": precision,  # float16 otherwise, also for float32
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE": DYNAMIC,
+            "INFERENCE_PRECISION_HINT": precision_name,
+            # OpenVINO would keep them in float16, for float32 too.
+            "KV_CACHE_PRECISION": precision_name,
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": dynamic_group,
         }
         self.request = _core().compile_model(model, "CPU", options).create_infer_request()
-        self._narrow = [output.get_element_type() == ov.Type.bf16 for output in model.outputs]
-        self._bound: object = None
-        self._inputs: dict[int, np.ndarray] = {}
+        self._is_bfloat16 = [output.get_element_type() == ov.Type.bf16 for output in model.outputs]
+        self._bound_caches: object = None
+        self._input_arrays: dict[int, np.ndarray] = {}
         self._lock = Lock()
-        """Held for a call: it has one memory for inputs and outputs, and threads may share it."""
+        """Held for a call: inputs and outputs have one memory, and threads may share the
+        network."""
 
     @classmethod
     def of(
@@ -199,216 +245,355 @@ class Compiled:
         *,
         shared: bool = False,
     ) -> Compiled:
-        """A small network of torch, with inputs like these; converted once. Other arguments as of `convert`.
+        """Convert a small torch network, once, and compile it. Other arguments as of `convert`.
 
         Args:
+            example: inputs of the shapes that the network reads.
             settings: what the network computes, besides its class and weights.
-            shared: whether the first input is always the one given here, whose memory is used as it is.
+            shared: whether the first input is always the tensor in `example`, whose memory is used
+                without a copy.
 
         Raises:
-            ValueError: see `_kept`.
+            ValueError: see `_cached_files`.
         """
 
-        def make(directory: Path) -> None:
-            made = traced(deepcopy(network).float(), example, dtype, quantization)
-            ov.save_model(made, directory / "model.xml", compress_to_fp16=False)
+        def write(directory: Path) -> None:
+            save(traced(deepcopy(network).float(), example, dtype, quantization), directory)
 
-        kind = type(network).__name__, weights_digest(network), settings, dtype, quantization
-        model = _core().read_model(_kept(kind, make) / "model.xml")
-        memory = shared_tensor(example[0].detach()) if shared else None
-        if shared:
-            given = model.get_parameters()[0]
-            constant = ops.constant(memory, shared_memory=True)
-            given.output(0).replace(ops.convert(constant, given.get_element_type()).output(0))
-            model.remove_parameter(given)
+        key = (type(network).__name__, weights_digest(network), settings, dtype, quantization)
+        model = _core().read_model(_cached_files(key, write) / "model.xml")
+        if not shared:
+            return cls(model, dtype)
+
+        memory = shared_tensor(example[0].detach())
+        parameter = model.get_parameters()[0]
+        constant = ops.constant(memory, shared_memory=True)
+        typed_constant = ops.convert(constant, parameter.get_element_type())
+        parameter.output(0).replace(typed_constant.output(0))
+        model.remove_parameter(parameter)
         return cls(model, dtype, memory)
 
     def run(
-        self, inputs: Sequence[Any], state: PagedState | None = None, first: int = 0
+        self, inputs: Sequence[Any], state: PagedState | None = None, first_layer: int = 0
     ) -> list[Tensor]:
-        """The outputs.
+        """Compute the network's outputs.
 
         Args:
-            inputs: the model's, of numpy or contiguous ones of torch; behind its positions what else
-                `PagedState.places` gives.
-            state: the keys and values; those from layer `first` on are its own.
+            inputs: its inputs, as numpy arrays or contiguous tensors; `PagedCall.inputs` last if it
+                has attention.
+            state: the keys and values of its layers, from `first_layer` on.
         """
         with self._lock:
-            if state is not None and self._bound is not state.caches:
-                self._bound = None  # until all are bound
-                for i, cache in enumerate(state.caches[2 * first : 2 * (first + len(self.sizes))]):
-                    self.request.set_input_tensor(len(inputs) + i, cache)
-                self._bound = state.caches
-            for i, each in enumerate(inputs):
-                array, own = each.numpy() if isinstance(each, Tensor) else each, self._inputs.get(i)
-                if own is not None and own.shape == array.shape:
-                    own[...] = array
-                else:  # costs as much as ten copies of a few integers
-                    self._inputs.pop(i, None)
-                    own = array.copy()
-                    self.request.set_input_tensor(i, ov.Tensor(own, shared_memory=True))
-                    self._inputs[i] = own
+            if state is not None and self._bound_caches is not state.caches:
+                self._bind_caches(state, first_layer, len(inputs))
+            for index, value in enumerate(inputs):
+                self._set_input(index, value.numpy() if isinstance(value, Tensor) else value)
+
             self.request.infer()
-            outputs = [self.request.get_output_tensor(i).data for i in range(len(self._narrow))]
-            return [
-                torch.from_numpy(output.view(np.int16).copy()).view(
-                    torch.bfloat16
-                )  # numpy has no bfloat16
-                if narrow
-                else torch.from_numpy(output.copy())
-                for output, narrow in zip(outputs, self._narrow, strict=True)
-            ]
+
+            outputs = []
+            for index, is_bfloat16 in enumerate(self._is_bfloat16):
+                array = self.request.get_output_tensor(index).data
+                if is_bfloat16:
+                    # numpy has no bfloat16, so its bits travel as integers.
+                    bits = torch.from_numpy(array.view(np.int16).copy())
+                    outputs.append(bits.view(torch.bfloat16))
+                else:
+                    outputs.append(torch.from_numpy(array.copy()))
+            return outputs
+
+    def _bind_caches(self, state: PagedState, first_layer: int, num_inputs: int) -> None:
+        """Use a state's keys and values as the inputs after the others."""
+        # An error half way must not leave some layers with another state's memory.
+        self._bound_caches = None
+        first_cache = 2 * first_layer
+        caches = state.caches[first_cache : first_cache + 2 * len(self.sizes)]
+        for index, cache_tensor in enumerate(caches):
+            self.request.set_input_tensor(num_inputs + index, cache_tensor)
+        self._bound_caches = state.caches
+
+    def _set_input(self, index: int, array: np.ndarray) -> None:
+        """Copy an input to the memory that the network reads."""
+        memory = self._input_arrays.get(index)
+        if memory is not None and memory.shape == array.shape:
+            memory[...] = array
+            return
+        # Setting a tensor costs as much as ten copies of a few integers, so it is done only for a
+        # new shape.
+        self._input_arrays.pop(index, None)
+        memory = array.copy()
+        self.request.set_input_tensor(index, ov.Tensor(memory, shared_memory=True))
+        self._input_arrays[index] = memory
+
+
+def _with_paged_attention(
+    model: ov.Model, precision: ov.Type
+) -> tuple[ov.Model, list[tuple[int, int, int]]]:
+    """Replace each `Attention` of a network by OpenVINO's paged attention.
+
+    Args:
+        precision: of keys and values.
+
+    Returns:
+        The network, whose inputs are followed by those of `ATTENTION_INPUTS` and by each layer's
+        keys and values; and `PagedState.sizes`.
+    """
+    attention_inputs = []
+    for name in ATTENTION_INPUTS:
+        shape = [] if name == "max_context_len" else [-1]
+        attention_inputs.append(ops.parameter(shape, ov.Type.i32, name))
+
+    caches: list[Any] = []
+    sizes = []
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "Attention":
+            continue
+        constants = node.input_value(3).get_node().data
+        num_heads, key_size, value_size, window = [int(value) for value in constants]
+        node_inputs = attention_inputs
+        if node.get_input_size() > 5:
+            # A token that follows in the same call reads the keys and values of the only layer.
+            node_inputs = [*_next_token_inputs(node.input_value(5)), *attention_inputs[2:]]
+        else:
+            for head_size in (key_size, value_size):
+                caches.append(ops.parameter([-1, num_heads, BLOCK, head_size], precision))
+            sizes.append((num_heads, key_size, value_size))
+
+        paged = _paged_attention(node, caches[-2:], node_inputs, window)
+        for kind, head_size in (("k", key_size), ("v", value_size)):
+            paged.set_rt_info(num_heads, f"num_{kind}_heads")
+            paged.set_rt_info(head_size, f"{kind}_head_size")
+        node.output(0).replace(paged.output(0))
+
+    if caches:
+        parameters = [*model.get_parameters(), *attention_inputs, *caches]
+        model = ov.Model(model.get_results(), parameters, "paged")
+    model.validate_nodes_and_infer_types()
+    return model, sizes
+
+
+def _next_token_inputs(past_lengths: Any) -> list[Any]:
+    """The first two of `ATTENTION_INPUTS` in a network that reads one more token of each row."""
+    zero = ops.constant(np.int32(0))
+    step = ops.constant(np.int32(1))
+    num_rows = ops.gather(ops.shape_of(past_lengths, "i32"), zero, zero)
+    row_starts = ops.range(zero, ops.add(num_rows, step), step, "i32")
+    return [ops.convert(past_lengths, "i32"), row_starts]
+
+
+def _paged_attention(
+    node: Any, caches: Sequence[Any], attention_inputs: Sequence[Any], window: int
+) -> Any:
+    """OpenVINO's paged attention for an `Attention`, without sinks, eviction and sparsity."""
+
+    def constant(value: Any, kind: type = np.int32) -> Any:
+        return ops.constant(np.array(value, dtype=kind)).output(0)
+
+    def empty(kind: type = np.int32) -> Any:
+        return constant(np.zeros(0), kind)
+
+    query, key, value, _, scale = node.input_values()[:5]
+    *row_inputs, max_context_length = [parameter.output(0) for parameter in attention_inputs]
+    cache_inputs = [parameter.output(0) for parameter in caches]
+    empty_floats = empty(np.float32)
+    empty_bytes = empty(np.uint8)
+    inputs = [query, key, value, *cache_inputs, *row_inputs, scale, constant(window)]
+    inputs += [empty_floats, max_context_length, empty()]  # slopes by position; window of scores
+    inputs += [empty(), empty(), empty_floats]  # rotation of evicted blocks
+    inputs += [empty_floats, constant(0), constant(0), empty_floats]  # sparsity; sinks
+    inputs += [constant(0), empty(), empty(), empty()]  # eviction
+    inputs += [empty(), empty_bytes, empty()]  # types of tokens; trees
+    return _PagedAttentionExtension(inputs)
 
 
 class _Graph:
-    """Some of a model's layers, compiled; behind the last one also the final norm and the output head.
+    """Some consecutive layers of a model, compiled; the last ones with the final norm and the
+    output head.
 
     Args:
-        model: all of it, as `convert` wrote it; it is taken apart.
-        first, end: the layers from `first` to before `end`; none where they are equal.
-        features: layers whose output is given too.
-        dtype: as of `PRECISIONS`.
+        model: the whole model, as `convert` wrote it; it is taken apart.
+        first_layer, end_layer: the layers from `first_layer` to before `end_layer`; none where they
+            are equal.
+        features: layers whose output is returned too.
+        dtype: a dtype of `PRECISIONS`.
+        fewest_scored: fewest positions that the output head computes.
+        dynamic_group: see `DYNAMIC_GROUP`.
     """
 
     def __init__(
-        self, model: ov.Model, first: int, end: int, features: set[int], dtype: torch.dtype
+        self,
+        model: ov.Model,
+        first_layer: int,
+        end_layer: int,
+        features: set[int],
+        dtype: torch.dtype,
+        *,
+        fewest_scored: int,
+        dynamic_group: int,
     ) -> None:
+        # The model's outputs are those of its layers, of the final norm, and the logits.
         num_layers = len(model.outputs) - 2
-        self.first, self.end, self._scores = first, end, end == num_layers
-        self.features = sorted(layer for layer in features if first <= layer < end)
-        outputs = [num_layers if layer == num_layers - 1 else layer for layer in self.features]
-        last = num_layers + 1 if self._scores else end - 1
-        outputs += (
-            [] if last in outputs else [last]
-        )  # OpenVINO breaks down where one is named twice
-        hidden, positions, scored = (each.get_node() for each in model.inputs)
-        if first > 0:
-            hidden = _entry_behind(model, first - 1)
-        results = [model.outputs[i].get_node() for i in outputs]
-        for result in results[
-            :-1
-        ]:  # where an output has another type, OpenVINO adds up all layers in that type
-            typed = ops.convert(result.input_value(0), PRECISIONS[dtype][1])
-            result.input(0).replace_source_output(typed.output(0))
-        inputs = [
-            hidden,
-            *([scored] if self._scores else []),
-            *([positions] if first < end else []),
-        ]
-        self.compiled = Compiled(ov.Model(results, inputs, "layers"), dtype)
+        norm_output = num_layers
+        logits_output = num_layers + 1
+        self.first_layer = first_layer
+        self.end_layer = end_layer
+        self._fewest_scored = fewest_scored
+        self._has_head = end_layer == num_layers
+        self.features = sorted(layer for layer in features if first_layer <= layer < end_layer)
+
+        # The last layer's feature includes the final norm, as the output head reads it.
+        outputs = [norm_output if layer == num_layers - 1 else layer for layer in self.features]
+        main_output = logits_output if self._has_head else end_layer - 1
+        # OpenVINO breaks down where an output is named twice.
+        if main_output not in outputs:
+            outputs.append(main_output)
+
+        hidden, positions, scored = [model_input.get_node() for model_input in model.inputs]
+        if first_layer > 0:
+            hidden = _entry_after(model, first_layer - 1)
+        results = [model.outputs[index].get_node() for index in outputs]
+        # Features in another dtype would make OpenVINO add up all layers in that dtype.
+        for result in results[:-1]:
+            feature_type = PRECISIONS[computing_dtype(dtype)][1]
+            feature = ops.convert(result.input_value(0), feature_type)
+            result.input(0).replace_source_output(feature.output(0))
+
+        inputs = [hidden]
+        if self._has_head:
+            inputs.append(scored)
+        if first_layer < end_layer:
+            inputs.append(positions)
+        part = ov.Model(results, inputs, "layers")
+        self.compiled = Compiled(part, dtype, dynamic_group=dynamic_group)
 
     def run(
         self,
         hidden: Any,
         scored: np.ndarray,
         state: PagedState | None,
-        places: Sequence[np.ndarray],
+        call_inputs: Sequence[np.ndarray],
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """The logits `[N, V]`, or the last layer's output `[P, 1, D]`; and the features."""
-        if not self._scores:
-            outputs = self.compiled.run([hidden, *places], state, self.first)
+        """Compute the logits of the scored positions, or the last layer's output `[P, 1, D]`; and
+        the features.
+
+        Args:
+            hidden: the first layer's input, `[P, 1, D]`.
+            scored: indices among the P tokens.
+            state: keys and values; None for the output head alone.
+            call_inputs: `PagedCall.inputs`; empty for the output head alone.
+        """
+        if not self._has_head:
+            outputs = self.compiled.run([hidden, *call_inputs], state, self.first_layer)
         else:
-            size = state.num_scored.padded(len(scored)) if state is not None and len(scored) else 0
-            wide = np.resize(scored, size) if size > len(scored) else scored
-            outputs = self.compiled.run([hidden, wide, *places], state, self.first)
-            outputs[-1] = outputs[-1][: len(scored)]
+            num_scored = len(scored)
+            if num_scored:
+                size = self._fewest_scored
+                if state is not None:
+                    size = state.num_scored.padded(num_scored)
+                if size > num_scored:
+                    # Positions that are scored twice are as good as any other padding.
+                    scored = np.resize(scored, size)
+            outputs = self.compiled.run([hidden, scored, *call_inputs], state, self.first_layer)
+            outputs[-1] = outputs[-1][:num_scored]
         return outputs[-1], dict(zip(self.features, outputs, strict=False))
 
 
-def _entry_behind(model: ov.Model, layer: int) -> Any:
-    """A new input that takes the place of a layer's output, and of the first layer's input, whose shape may be read."""
-    source = model.outputs[layer].get_node().input_value(0)
-    entry = ops.parameter(source.get_partial_shape(), ov.Type.f32)
-    for replaced in (source, model.inputs[0].get_node().output(0)):
-        for reader in replaced.get_target_inputs():
+def _entry_after(model: ov.Model, layer: int) -> Any:
+    """A new input in place of a layer's output.
+
+    It replaces the model's own input too, whose shape later layers may read.
+    """
+    layer_output = model.outputs[layer].get_node().input_value(0)
+    entry = ops.parameter(layer_output.get_partial_shape(), ov.Type.f32)
+    for source in (layer_output, model.inputs[0].get_node().output(0)):
+        for reader in source.get_target_inputs():
             if reader.get_node().get_type_name() != "Result":
                 reader.replace_source_output(entry.output(0))
     return entry
 
 
-def _next_places(past: Any) -> list[Any]:
-    """The first two of `_PLACES` where each row has one token more."""
-    size = ops.gather(
-        ops.shape_of(past, "i32"), ops.constant(np.int32(0)), ops.constant(np.int32(0))
-    )
-    one = ops.constant(np.int32(1))
-    return [
-        ops.convert(past, "i32"),
-        ops.range(ops.constant(np.int32(0)), ops.add(size, one), one, "i32"),
-    ]
-
-
-def _paged_attention(node: Any, caches: Sequence[Any], places: Sequence[Any], window: int) -> Any:
-    """OpenVINO's paged attention in the place of `Attention`, without sinks, eviction and sparsity."""
-
-    def constant(value: Any, kind: type = np.int32) -> Any:
-        return ops.constant(np.array(value, dtype=kind)).output(0)
-
-    def nothing(kind: type = np.int32) -> Any:
-        return constant(np.zeros(0), kind)
-
-    query, key, value, _, scale = node.input_values()[:5]
-    *starts, longest = (place.output(0) for place in places)
-    floats, bytes_ = nothing(np.float32), nothing(np.uint8)
-    inputs = [
-        query,
-        key,
-        value,
-        *(cache.output(0) for cache in caches),
-        *starts,
-        scale,
-        constant(window),
-    ]
-    inputs += [floats, longest, nothing()]  # slopes by position; window of scores
-    inputs += [nothing(), nothing(), floats]  # rotation of evicted blocks
-    inputs += [floats, constant(0), constant(0), floats]  # sparsity; sinks
-    inputs += [constant(0), nothing(), nothing(), nothing()]  # eviction
-    inputs += [nothing(), bytes_, nothing()]  # types of tokens; trees
-    return _PagedAttentionExtension(inputs)
-
-
 class OpenVINOLM(HuggingFaceLM):
-    """A transformers model on a CPU whose layers and output head run in OpenVINO; for decoding only.
+    """A transformers model on a CPU whose layers and output head run in OpenVINO; for decoding
+    only.
 
     Args:
         model: the model, of a dtype of `PRECISIONS`; its weights are shared.
-        directory: its converted files, as `converted` gives them.
+        directory: its converted files, as `converted` returns them.
         quantization: of these files' weights.
+        dynamic_group: see `DYNAMIC_GROUP`.
+
+    Attributes:
+        compute_dtype: what the layers compute in.
     """
 
     backend = "openvino"
 
     def __init__(
-        self, model: HuggingFaceLM, directory: Path, quantization: str | None = None
+        self,
+        model: HuggingFaceLM,
+        directory: Path,
+        quantization: str | None = None,
+        *,
+        dynamic_group: int = DYNAMIC_GROUP,
     ) -> None:
         super().__init__(model.model, tokenizer=model.tokenizer)
-        self.origin, self.directory, self.settings = model.origin, directory, quantization
+        self.origin = model.origin
+        self.directory = directory
+        self.quantization = quantization
+        self.dynamic_group = dynamic_group
+        # A calibration belongs to these settings too, and heads are quantized like their target.
+        self.settings = quantization
+        self.compute_dtype = computing_dtype(model.dtype)
+        self._dtype = model.dtype
+        self._stamp = weights_stamp(self)
+        self._fewest_tokens = 1 if quantization is None else FEWEST_QUANTIZED_TOKENS
         self._features: set[int] = set()
-        self._cutting = Lock()
-        self._exits: list[int] = []
+        self._exit_layers: list[int] = []
         self._head: _Graph | None = None
-        self._stamp, self._dtype = weights_stamp(self), model.dtype
-        self._cut()
+        self._compiling = Lock()
+        self._compile_layers()
 
     @classmethod
     def of(cls, model: HuggingFaceLM, quantization: str | None = None) -> OpenVINOLM:
-        """That model in OpenVINO: converted when it is first asked for, read from the cache from then on.
+        """The model in OpenVINO: converted at the first use, then read from the cache directory.
+
+        With quantized weights, activations are quantized too if this processor computes the same
+        bits in calls of all widths; otherwise they stay as they are, which is slower for several
+        tokens.
 
         Raises:
             ValueError: see `converted` and `check_openvino`.
         """
         check_openvino(model.device, model.dtype)
-        return cls(model, converted(model, quantization), quantization)
+        directory = converted(model, quantization)
+        decoded = cls(model, directory, quantization)
+        if quantization is None:
+            return decoded
 
-    def _cut(self) -> None:
-        """Compile the layers, divided behind each number of layers in `_exits`."""
-        self._graphs = [
-            self._part(*ends) for ends in pairwise((0, *self._exits, self.stack.num_layers))
-        ]
+        agreement = agreement_of(decoded)
+        if agreement is None or agreement.difference == 0:
+            return decoded
+        # Quantized activations amplify rounding: a difference in the last bit becomes one percent
+        # after 30 layers.
+        if decoded.compute_dtype == torch.float32 or not agreement.holds:
+            log.info("this processor rounds differently by width: activations are not quantized")
+            return cls(model, directory, quantization, dynamic_group=0)
+        return decoded
 
-    def _part(self, first: int, end: int) -> _Graph:
+    def _compile_layers(self) -> None:
+        """Compile the layers, divided after each number of layers in `_exit_layers`."""
+        borders = (0, *self._exit_layers, self.stack.num_layers)
+        self._graphs = [self._compile_part(*layer_range) for layer_range in pairwise(borders)]
+
+    def _compile_part(self, first_layer: int, end_layer: int) -> _Graph:
         return _Graph(
-            _core().read_model(self.directory / "model.xml"), first, end, self._features, self.dtype
+            _core().read_model(self.directory / "model.xml"),
+            first_layer,
+            end_layer,
+            self._features,
+            self.dtype,
+            fewest_scored=self._fewest_tokens,
+            dynamic_group=self.dynamic_group,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HuggingFaceLM:
@@ -422,27 +607,36 @@ class OpenVINOLM(HuggingFaceLM):
     def init_state(self, batch_size: int, max_length: int) -> PagedState:  # type: ignore[override]
         if weights_stamp(self) != self._stamp:
             raise ValueError(
-                "the weights changed after the model was converted: convert it anew with OpenVINOLM.of"
+                "the weights changed after the model was converted: convert it again with "
+                "OpenVINOLM.of"
             )
-        sizes = [size for graph in self._graphs for size in graph.compiled.sizes]
-        row = QUANTIZED_ROW if self.settings else ROW
-        return PagedState(batch_size, max_length, sizes=sizes, dtype=self.dtype, row=row)
+        sizes = []
+        for graph in self._graphs:
+            sizes += graph.compiled.sizes
+        return PagedState(
+            batch_size,
+            max_length,
+            sizes=sizes,
+            dtype=self.compute_dtype,
+            token_cost=TOKEN_COST if self.quantization is None else QUANTIZED_TOKEN_COST,
+            fewest_tokens=self._fewest_tokens,
+        )
 
     def check_exit(self, num_layers: int) -> None:
         super().check_exit(num_layers)
-        with self._cutting:
-            if num_layers not in self._exits:
-                self._exits = sorted({*self._exits, num_layers})
-                self._cut()
+        with self._compiling:
+            if num_layers not in self._exit_layers:
+                self._exit_layers = sorted({*self._exit_layers, num_layers})
+                self._compile_layers()
 
     @torch.no_grad()
     def exit_logits(self, hidden: Tensor) -> Tensor:
         if self._head is None:
-            self._head = self._part(self.stack.num_layers, self.stack.num_layers)
-        flat = hidden.flatten(0, -2)
-        logits, _ = self._head.run(
-            flat[:, None].float().contiguous(), np.arange(len(flat)), None, ()
-        )
+            num_layers = self.stack.num_layers
+            self._head = self._compile_part(num_layers, num_layers)
+        vectors = hidden.flatten(0, -2)
+        inputs = vectors[:, None].float().contiguous()
+        logits, _ = self._head.run(inputs, np.arange(len(vectors)), None, ())
         return logits.unflatten(0, hidden.shape[:-1])
 
     @torch.no_grad()
@@ -456,26 +650,28 @@ class OpenVINOLM(HuggingFaceLM):
         features: Sequence[int] = (),
         exit_states: ExitStates | None = None,
     ) -> ModelOutput:
+        batch_size, num_tokens = tokens.shape
         if state is None:
-            state = self.init_state(*tokens.shape)
-        with self._cutting:
+            state = self.init_state(batch_size, num_tokens)
+        with self._compiling:
             if not self._features.issuperset(features):
                 self._features |= {*features}
-                self._cut()
-        lengths = (
-            [tokens.shape[1]] * len(tokens) if valid_lengths is None else as_list(valid_lengths)
-        )
-        first, given = 0, tokens
+                self._compile_layers()
+
+        lengths = [num_tokens] * batch_size
+        if valid_lengths is not None:
+            lengths = as_list(valid_lengths)
+        first_layer = 0
+        inputs = tokens
         if exit_states is not None:
-            first, given = (
-                exit_states.num_layers,
-                self._completed(tokens, state, valid_lengths, exit_states),
-            )
-        scored = _places_of(lengths, tokens.shape[1], logits_for)
+            first_layer = exit_states.num_layers
+            inputs = self._completed(tokens, state, valid_lengths, exit_states)
+
+        scored = _scored_indices(lengths, num_tokens, logits_for)
         logits, hidden = self._run(
-            given, state, state.consumed, lengths, scored, first, self.stack.num_layers
+            inputs, state, state.consumed, lengths, scored, first_layer, self.stack.num_layers
         )
-        state.advance(tokens.shape[1], valid_lengths)
+        state.advance(num_tokens, valid_lengths)
         return ModelOutput(logits, {layer: hidden[layer] for layer in features}, logits_for)
 
     @torch.no_grad()
@@ -483,73 +679,101 @@ class OpenVINOLM(HuggingFaceLM):
         self, tokens: Tensor, state: DecodeState, starts: Sequence[int], num_layers: int
     ) -> Tensor:
         assert isinstance(state, PagedState)
-        room = state.num_blocks * BLOCK  # what is behind it pads a row beside longer ones
-        lengths = [max(0, min(tokens.shape[1], room - start)) for start in starts]
-        nothing = np.zeros((len(tokens), 0), dtype=np.int64)
-        return self._run(tokens, state, starts, lengths, nothing, 0, num_layers)[0]
+        # Tokens after a row's last slot are padding beside longer rows.
+        num_slots = state.num_blocks * BLOCK
+        lengths = [max(0, min(tokens.shape[1], num_slots - start)) for start in starts]
+        no_scores = np.zeros((len(tokens), 0), dtype=np.int64)
+        hidden, _ = self._run(tokens, state, starts, lengths, no_scores, 0, num_layers)
+        return hidden
 
     def _run(
         self,
-        given: Tensor,
+        inputs: Tensor,
         state: DecodeState,
         starts: Sequence[int],
         lengths: Sequence[int],
         scored: np.ndarray,
-        first: int,
-        end: int,
+        first_layer: int,
+        end_layer: int,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """The layers from `first` to before `end`, for tokens or for the input of layer `first`.
+        """Run the layers from `first_layer` to before `end_layer`.
+
+        Args:
+            inputs: tokens `[B, T]`, or the input of `first_layer`, `[B, T, D]`.
+            starts: position of each row's first token.
+            lengths: how many of each row's T tokens are real.
+            scored: indices `[B, K]` among the N tokens.
 
         Returns:
-            The logits `[B, N, V]` of the scored places, or layer `end - 1`'s output `[B, T, D]` where there are layers
-            behind it; and the features by layer; zeros at padding.
+            The logits `[B, K, V]` of the scored positions, or the last layer's output `[B, T, D]`
+            if layers follow; and the features by layer. Padding is zero.
         """
         assert isinstance(state, PagedState), f"OpenVINO needs a PagedState, got {state}"
-        shape, flat = given.shape[:2], without_padding(given, lengths)
-        graphs = [graph for graph in self._graphs if first <= graph.first and graph.end <= end]
-        context = max(map(add, starts, lengths))
-        places = state.places(
-            starts, lengths, state.num_tokens[graphs[0].first].padded(len(flat), context)
-        )
-        entry, outputs = lengthened(flat, places), dict[int, Tensor]()
-        if not given.is_floating_point():
-            positions, most = torch.from_numpy(places[0]), self.max_positions
-            entry = self.stack.embed(
-                entry, positions if most is None else positions.clamp(max=most - 1)
-            )
-        hidden = entry.float().contiguous()
+        graphs = [
+            graph
+            for graph in self._graphs
+            if first_layer <= graph.first_layer and graph.end_layer <= end_layer
+        ]
+        call = _plan(state, starts, lengths, state.num_tokens[graphs[0].first_layer])
+
+        hidden = call.pad(flatten_rows(inputs, lengths))
+        if not inputs.is_floating_point():
+            positions = torch.from_numpy(call.positions)
+            if self.max_positions is not None:
+                positions = positions.clamp(max=self.max_positions - 1)
+            hidden = self.stack.embed(hidden, positions)
+        hidden = hidden.float().contiguous()
+
+        features: dict[int, Tensor] = {}
+        scored_indices = call.indices(scored.reshape(-1))
         for graph in graphs:
-            hidden, features = graph.run(hidden, scored.reshape(-1), state, places)
-            outputs |= features
+            hidden, graph_features = graph.run(hidden, scored_indices, state, call.inputs)
+            features |= graph_features
 
-        def padded(output: Tensor) -> Tensor:
-            new = output[: len(flat), 0].to(self._dtype)
-            if len(flat) == shape.numel():
-                return new.view(*shape, new.shape[-1])
-            made = new.new_zeros(*shape, new.shape[-1])
-            for row, part in zip(made, new.split(list(lengths)), strict=True):
-                row[: len(part)] = part
-            return made
+        shape = inputs.shape[:2]
+        padded_features = {
+            layer: self._as_rows(feature, call, lengths, shape)
+            for layer, feature in features.items()
+        }
+        if end_layer == self.stack.num_layers:
+            return hidden.view(*scored.shape, hidden.shape[-1]), padded_features
+        return self._as_rows(hidden, call, lengths, shape), padded_features
 
-        last = (
-            hidden.view(*scored.shape, hidden.shape[-1])
-            if end == self.stack.num_layers
-            else padded(hidden)
-        )
-        return last, {layer: padded(output) for layer, output in outputs.items()}
+    def _as_rows(
+        self, outputs: Tensor, call: PagedCall, lengths: Sequence[int], shape: torch.Size
+    ) -> Tensor:
+        """A layer's output `[P, 1, D]` as rows `[B, T, D]` in the model's dtype, with zeros at
+        padding."""
+        vectors = call.unpad(outputs[:, 0]).to(self._dtype)
+        if len(vectors) == shape.numel():
+            return vectors.view(*shape, -1)
+        rows = vectors.new_zeros(*shape, vectors.shape[-1])
+        for row, row_vectors in zip(rows, vectors.split(list(lengths)), strict=True):
+            row[: len(row_vectors)] = row_vectors
+        return rows
 
 
-def _places_of(
+def _plan(
+    state: PagedState, starts: Sequence[int], lengths: Sequence[int], sizes: CallSizes
+) -> PagedCall:
+    """Plan a call, padded to a size that keeps the network's shapes."""
+    context = max(map(add, starts, lengths))
+    num_tokens = sum(max(length, state.fewest_tokens) for length in lengths if length)
+    return state.plan_call(starts, lengths, sizes.padded(num_tokens, context))
+
+
+def _scored_indices(
     lengths: Sequence[int], num_tokens: int, logits_for: Tensor | slice | None
 ) -> np.ndarray:
-    """Where the wanted positions `[B, N]` lie among the P tokens; the first one for those at padding."""
-    if isinstance(logits_for, Tensor):
-        wanted = logits_for.numpy()
-    elif min(lengths) == num_tokens:
-        return np.arange(len(lengths) * num_tokens).reshape(-1, num_tokens)[
-            :, logits_for or slice(None)
-        ]
+    """Indices `[B, K]` among the N tokens of the positions to score; 0 for those at padding."""
+    columns = slice(None) if logits_for is None else logits_for
+    if not isinstance(columns, Tensor) and min(lengths) == num_tokens:
+        return np.arange(len(lengths) * num_tokens).reshape(-1, num_tokens)[:, columns]
+
+    if isinstance(columns, Tensor):
+        positions = columns.numpy()
     else:
-        wanted = np.arange(num_tokens)[None, logits_for or slice(None)]
-    starts = np.array([0, *accumulate(lengths)])[:-1, None]
-    return np.where(wanted < np.array(lengths)[:, None], starts + wanted, 0)
+        positions = np.arange(num_tokens)[None, columns]
+    row_starts = np.array([0, *accumulate(lengths)])[:-1, None]
+    is_real = positions < np.array(lengths)[:, None]
+    return np.where(is_real, row_starts + positions, 0)

@@ -24,6 +24,7 @@ from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.metrics import (
     Means,
     RoundMetrics,
+    count_labels,
     next_token_loss,
     next_token_means,
 )
@@ -164,7 +165,9 @@ class EarlyExitTraining(SpeculativeTraining):
         }
         self.log_losses(main_losses, num_tokens)
         self.log_losses(exit_losses, num_tokens, prog_bar=False)
-        return self.total(losses)
+        # The mean over this batch's tokens counts by its share of the whole optimizer step.
+        share = num_tokens / self.mean_count(num_tokens, count_labels)
+        return self.total(losses) * share
 
     def draw_layers(self, num_rows: int, batch_idx: int) -> Bool[Tensor, "L B"] | None:
         """Draw which layers run on which rows of a batch; None if no layer is ever skipped.

@@ -27,7 +27,7 @@ from lightning_specdec.config.memory import gigabytes
 from lightning_specdec.data import Batch, TokenData
 from lightning_specdec.data.base import tell
 from lightning_specdec.models import LanguageModel
-from lightning_specdec.models.base import weights_digest
+from lightning_specdec.models.weights import weights_digest
 from lightning_specdec.rules.sampling import largest
 from lightning_specdec.training.callbacks import progress_bar
 from lightning_specdec.training.optimizers import time_left
